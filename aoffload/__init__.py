@@ -1,0 +1,1 @@
+"""aoffload: a KV cache offload runtime for async LLM serving."""

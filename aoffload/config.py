@@ -1,0 +1,137 @@
+"""The configuration: checked as a whole before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import attrs
+
+from .errors import ConfigError
+
+__all__ = ["GroupLike", "OffloadConfig", "parse_bytes"]
+
+MAX_BLOCKS = 2**31 - 1
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class GroupLike(Protocol):
+    """What a configuration asks of a group; `KVCacheGroup` is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+
+
+def parse_bytes(argument: str, value: int | str) -> int:
+    """`8589934592`, `"8GiB"`, `"512 MB"` → bytes."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if found is None or found[2].upper() not in _UNITS:
+            raise ConfigError(argument, f"is not a size: {value!r} (examples: 8589934592, '8GiB', '512MB')")
+        size = int(float(found[1]) * _UNITS[found[2].upper()])
+    else:
+        raise ConfigError(argument, f"must be an int or a string such as '8GiB', got {value!r}")
+    if not 0 < size < 2**60:
+        raise ConfigError(argument, f"must be positive and below 1 EiB, got {value!r}")
+    return size
+
+
+def _count(minimum: int, maximum: int = MAX_BLOCKS) -> Any:
+    def check(_: object, attribute: Any, value: object) -> None:
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise ConfigError(attribute.name, f"must be an integer in [{minimum}, {maximum}], got {value!r}")
+
+    return check
+
+
+def _seconds(_: object, attribute: Any, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(attribute.name, f"must be a positive, finite number of seconds, got {value!r}")
+
+
+def _name_or_object(*names: str) -> Any:
+    def check(_: object, attribute: Any, value: object) -> None:
+        if isinstance(value, str) and value not in names:
+            raise ConfigError(attribute.name, f"must be one of {', '.join(names)}, got {value!r}")
+
+    return check
+
+
+def _as_tuple(groups: Iterable[GroupLike]) -> tuple[GroupLike, ...]:
+    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
+        raise ConfigError("groups", f"must be a sequence of KVCacheGroup, got {groups!r}")
+    found = tuple(groups)
+    for group in found:
+        if not hasattr(group, "block_size") or not hasattr(group, "attention"):
+            raise ConfigError("groups", f"must hold KVCacheGroup objects, got {group!r}")
+    return found
+
+
+@attrs.frozen(kw_only=True)
+class OffloadConfig:
+    """Everything the runtime is told once. Times are seconds, sizes bytes.
+
+    The host pool is given in blocks (`num_host_blocks`) or in bytes (`host_bytes`), not both.
+    """
+
+    groups: tuple[GroupLike, ...] = attrs.field(converter=_as_tuple)
+    num_host_blocks: int | None = attrs.field(default=None, validator=_count(0))
+    host_bytes: int | str | None = None
+    namespace: str = attrs.field(default="")
+    """Model, revision, dtype: prompts of another namespace never hit."""
+    store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "off"))
+    eviction: Any = attrs.field(default="lru", validator=_name_or_object("lru"))
+    verify: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    """A checksum per block at store, compared at load; a mismatch is a miss."""
+    max_jobs_in_flight: int = attrs.field(default=4, validator=_count(1, 1024))
+    max_bytes_in_flight: int | str = "128MiB"
+    max_job_bytes: int | str = "32MiB"
+    """A larger transfer is split."""
+    load_timeout_s: float = attrs.field(default=30.0, validator=_seconds)
+    """A request stops waiting for a load after this long and computes instead."""
+    transfer_timeout_s: float = attrs.field(default=120.0, validator=_seconds)
+    """A launched copy without an end after this long is quarantined."""
+    close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
+    """How long closing waits for copies in flight before it quarantines them."""
+
+    def __attrs_post_init__(self) -> None:
+        if not self.groups:
+            raise ConfigError("groups", "is empty")
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise ConfigError("groups", f"has two groups of one name: {names}")
+        if not isinstance(self.namespace, str):
+            raise ConfigError("namespace", f"must be a string, got {self.namespace!r}")
+        if (self.num_host_blocks is None) == (self.host_bytes is None):
+            raise ConfigError("num_host_blocks", "give either num_host_blocks or host_bytes")
+        for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
+            if getattr(self, name) is not None:
+                parse_bytes(name, getattr(self, name))
+
+    def resolve_host_blocks(self, block_bytes: int) -> int:
+        """The size of the host pool in blocks of `block_bytes`."""
+        if self.num_host_blocks is not None:
+            return self.num_host_blocks
+        assert self.host_bytes is not None
+        num_blocks = parse_bytes("host_bytes", self.host_bytes) // block_bytes
+        if not 1 <= num_blocks <= MAX_BLOCKS:
+            raise ConfigError("host_bytes", f"holds {num_blocks} blocks of {block_bytes} bytes")
+        return num_blocks
+
+    def blocks_per_job(self, block_bytes: int) -> int:
+        """How many blocks one transfer may carry."""
+        bound = min(parse_bytes("max_job_bytes", self.max_job_bytes), self.bytes_in_flight)
+        return max(1, bound // max(1, block_bytes))
+
+    @property
+    def bytes_in_flight(self) -> int:
+        return parse_bytes("max_bytes_in_flight", self.max_bytes_in_flight)

@@ -1,0 +1,141 @@
+"""Pools: which block ids of a tier are free."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+__all__ = ["DevicePool", "ExtentPool", "FreeList"]
+
+
+class DevicePool(Protocol):
+    """Hands out block ids and takes them back: ours by default, an engine's own if it has one."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Usable blocks in all (the null block is not one)."""
+        ...
+
+    @property
+    def num_free(self) -> int: ...
+
+    def take(self, num_blocks: int) -> array[int]:
+        """Exactly `num_blocks` ids; the caller has made sure that there are as many."""
+        ...
+
+    def give(self, block_ids: array[int]) -> None: ...
+
+    def free_ids(self) -> Iterable[int]: ...
+
+
+class FreeList:
+    """Device blocks `[1, num_rows)`, last in, first out: a block that was just used is the warmest. Row 0 is null."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_blocks = num_rows - 1
+        self._free = array("i", range(num_rows - 1, 0, -1))
+
+    def __repr__(self) -> str:
+        return f"<FreeList {self.num_free}/{self.num_blocks} free>"
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, num_blocks: int) -> array[int]:
+        keep = len(self._free) - num_blocks
+        assert keep >= 0, "taken more than is free"
+        taken = self._free[keep:]
+        del self._free[keep:]
+        taken.reverse()
+        return taken
+
+    def give(self, block_ids: array[int]) -> None:
+        self._free.extend(reversed(block_ids))
+
+    def free_ids(self) -> Iterable[int]:
+        return iter(self._free)
+
+
+class ExtentPool:
+    """Host blocks `[0, num_blocks)`, handed out as few contiguous extents as can be: one extent, one copy call.
+
+    Extents that touch are one. They are found by size class (the bit length of their size).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = 0
+        self._stop_of: dict[int, int] = {}
+        self._start_of: dict[int, int] = {}
+        self._classes: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length() + 1)]
+        if num_blocks:
+            self._add(0, num_blocks)
+
+    def __repr__(self) -> str:
+        return f"<ExtentPool {self.num_free}/{self.num_blocks} free in {len(self._stop_of)} extents>"
+
+    def take(self, num_blocks: int) -> array[int]:
+        assert 0 <= num_blocks <= self.num_free, "taken more than is free"
+        taken = array("i")
+        while len(taken) < num_blocks:
+            wanted = num_blocks - len(taken)
+            start = self._find(wanted)
+            stop = self._remove(start)
+            if stop - start > wanted:
+                self._add(start + wanted, stop)
+                stop = start + wanted
+            taken.extend(range(start, stop))
+        return taken
+
+    def give(self, block_ids: array[int]) -> None:
+        for start, stop in extents(block_ids):
+            before = self._start_of.get(start)
+            if before is not None:
+                self._remove(before)
+                start = before
+            if stop in self._stop_of:
+                stop = self._remove(stop)
+            self._add(start, stop)
+
+    def free_ids(self) -> Iterable[int]:
+        for start, stop in self._stop_of.items():
+            yield from range(start, stop)
+
+    def _find(self, wanted: int) -> int:
+        """The start of an extent that holds `wanted` blocks, or of one of the largest."""
+        exact = self._classes[wanted.bit_length()]
+        for start, _ in zip(exact, range(4), strict=False):  # its class may hold smaller ones: a few tries
+            if self._stop_of[start] - start >= wanted:
+                return start
+        for larger in self._classes[wanted.bit_length() + 1 :]:
+            if larger:
+                return next(iter(larger))
+        return next(next(iter(found)) for found in reversed(self._classes) if found)
+
+    def _add(self, start: int, stop: int) -> None:
+        self._stop_of[start] = stop
+        self._start_of[stop] = start
+        self._classes[(stop - start).bit_length()][start] = None
+        self.num_free += stop - start
+
+    def _remove(self, start: int) -> int:
+        stop = self._stop_of.pop(start)
+        del self._start_of[stop]
+        del self._classes[(stop - start).bit_length()][start]
+        self.num_free -= stop - start
+        return stop
+
+
+def extents(block_ids: array[int]) -> Iterator[tuple[int, int]]:
+    """`block_ids` as half-open ranges of neighbours, in their order."""
+    if not block_ids:
+        return
+    breaks = np.flatnonzero(np.diff(np.frombuffer(block_ids, np.int32)) != 1) if len(block_ids) > 1 else ()
+    first = 0
+    for last in (*(int(at) for at in breaks), len(block_ids) - 1):
+        yield block_ids[first], block_ids[last] + 1
+        first = last + 1

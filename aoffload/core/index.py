@@ -1,0 +1,207 @@
+"""The index by runs: which tokens are cached, and in which blocks of which tier (design, section 8b).
+
+A run is a stretch of blocks that were always touched together. `before` is the run that its prefix ends with, so the
+path of a run is found without the index. The index is one dict: digest of a run's first unit -> run.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import attrs
+
+from ..prefix import TOKEN_BYTES, Hasher, KeySpan
+from .groups import Layout
+from .plan import Tier
+from .tokens import TokenSequence, hash_run
+
+if TYPE_CHECKING:
+    from .jobs import Job
+
+__all__ = ["Part", "Run", "RunIndex", "Stretch", "stretches"]
+
+
+@attrs.define(eq=False, repr=False)
+class Part:
+    """What one run holds in one tier: the blocks of a leading stretch, `[run.start, stop)`."""
+
+    run: Run
+    stop: int
+    blocks: array[int] = attrs.field(factory=lambda: array("i"))
+    """`width` ids for each unit; len(blocks) == (stop - run.start) * width."""
+    num_references: int = 0
+    """Leases that end at this run + runs right behind it that are referenced. 0: evictable, and in the order."""
+    incoming: Job | None = None
+    """The last job in flight that adds to this part, and up to where."""
+    incoming_stop: int = 0
+    condemned: array[int] | None = None
+    """Forgotten blocks that references still protect; free when they are gone."""
+    older: Part | None = None
+    newer: Part | None = None
+
+    @property
+    def covered_stop(self) -> int:
+        """Up to where the tier holds this run, or will when the jobs in flight have landed."""
+        return self.incoming_stop if self.incoming is not None else self.stop
+
+
+@attrs.define(eq=False, repr=False)
+class Run:
+    key: bytes
+    before: Run | None
+    start: int
+    stop: int
+    tokens: bytes
+    spans: tuple[KeySpan, ...]
+    hash_before: Hasher
+    epoch: int
+    parts: tuple[Part, ...] = ()
+    num_after: int = 0
+    """Runs whose `before` is this one. A run stays as long as anything hangs on it."""
+    _hash_after: Hasher | None = None
+
+    def __repr__(self) -> str:
+        held = " ".join(
+            f"{Tier(i).name.lower()}={p.stop - self.start}/{p.num_references}" for i, p in enumerate(self.parts)
+        )
+        return f"<Run [{self.start},{self.stop}) {held}>"
+
+    @property
+    def hash_after(self) -> Hasher:
+        if self._hash_after is None:
+            unit_bytes = len(self.tokens) // (self.stop - self.start)
+            self._hash_after = hash_run(self.hash_before, self.tokens, self.spans, unit_bytes)
+        return self._hash_after
+
+    def path(self) -> Iterator[Run]:
+        """This run and all before it, last first."""
+        run: Run | None = self
+        while run is not None:
+            yield run
+            run = run.before
+
+    def holds_nothing(self) -> bool:
+        return not self.num_after and all(
+            not part.blocks and not part.num_references and part.incoming is None for part in self.parts
+        )
+
+
+@attrs.frozen
+class Stretch:
+    """Units `[start, stop)` of one run."""
+
+    run: Run
+    start: int
+    stop: int
+
+
+def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
+    """Units `[start, stop)` of the path of `run`, by runs, in prefix order."""
+    found: list[Stretch] = []
+    for current in run.path() if run is not None else ():
+        if current.stop <= start:
+            break
+        if current.start < stop:
+            found.append(Stretch(current, max(start, current.start), min(stop, current.stop)))
+    found.reverse()
+    return found
+
+
+class RunIndex:
+    """All findable runs of one epoch."""
+
+    def __init__(self, layout: Layout, epoch: int, num_tiers: int = len(Tier)) -> None:
+        self.epoch = epoch
+        self.runs: dict[bytes, Run] = {}
+        self._num_tiers = num_tiers
+        self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
+
+    def __repr__(self) -> str:
+        return f"<RunIndex epoch={self.epoch} {len(self.runs)} runs>"
+
+    def find(self, sequence: TokenSequence, before: Run | None, position: int) -> Run | None:
+        """The run that goes on where `before` ends (at `position`) with the tokens of `sequence`."""
+        hasher = sequence.root.hasher if before is None else before.hash_after
+        return self.runs.get(sequence.key_at(hasher, position))
+
+    def walk(self, sequence: TokenSequence, limit: int) -> Iterator[tuple[Run, int]]:
+        """Each run on the path of `sequence` up to unit `limit`, with the position up to where they agree."""
+        position = 0
+        before: Run | None = None
+        while position < limit:
+            run = self.find(sequence, before, position)
+            if run is None:
+                return
+            stop = sequence.common_stop(run, limit)
+            if stop == run.start:
+                return
+            yield run, stop
+            if stop < run.stop:
+                return
+            position, before = stop, run
+
+    def insert(self, sequence: TokenSequence, before: Run | None, start: int, stop: int) -> Run:
+        """A new run behind `before`; the caller has looked that there is none."""
+        hasher = sequence.root.hasher if before is None else before.hash_after
+        key = sequence.key_at(hasher, start)
+        run = Run(key, before, start, stop, sequence.stretch(start, stop), sequence.spans_at(start), hasher, self.epoch)
+        run.parts = tuple(Part(run, start) for _ in range(self._num_tiers))
+        if before is not None:
+            before.num_after += 1
+        self.runs[key] = run
+        return run
+
+    def grow(self, run: Run, sequence: TokenSequence, stop: int) -> None:
+        """Let `run` reach to `stop` in place."""
+        added = sequence.stretch(run.stop, stop)
+        run._hash_after = hash_run(run.hash_after, added, run.spans, self._unit_bytes)
+        run.tokens += added
+        run.stop = stop
+
+    def split_head(self, run: Run, at: int) -> Run:
+        """Cut `run` at unit `at`: a new head is put before it, the tail keeps its identity (leases hold run objects).
+
+        Tokens and place only; the parts are the cache's to divide.
+        """
+        cut = (at - run.start) * self._unit_bytes
+        head = Run(run.key, run.before, run.start, at, run.tokens[:cut], run.spans, run.hash_before, run.epoch)
+        head.num_after = 1
+        run.before = head
+        run.hash_before = head.hash_after
+        run.tokens = run.tokens[cut:]
+        run.start = at
+        probe = run.hash_before.copy()
+        probe.update(run.tokens[: self._unit_bytes] + b"".join(span.record() for span in run.spans))
+        run.key = probe.digest()
+        if run.epoch == self.epoch:
+            self.runs[head.key] = head
+            self.runs[run.key] = run
+        return head
+
+    def absorb(self, run: Run, heads: list[Run]) -> None:
+        """Join `heads` (the runs right before `run`, nearest first) into `run`: the opposite of a split."""
+        first = heads[-1]
+        for head in heads:
+            del self.runs[head.key]
+        del self.runs[run.key]
+        run.tokens = b"".join([head.tokens for head in reversed(heads)] + [run.tokens])
+        run.key, run.before, run.start, run.hash_before = first.key, first.before, first.start, first.hash_before
+        self.runs[run.key] = run
+
+    def shorten(self, run: Run, stop: int) -> None:
+        """Drop tokens that no tier holds: a short run must not keep a long buffer alive."""
+        run.tokens = run.tokens[: (stop - run.start) * self._unit_bytes]
+        run.stop = stop
+        run._hash_after = None
+
+    def remove(self, run: Run) -> None:
+        """Take a run that holds nothing out of the index, and those before it that were only kept for it."""
+        current: Run | None = run
+        while current is not None and current.holds_nothing():
+            if self.runs.get(current.key) is current:
+                del self.runs[current.key]
+            current = current.before
+            if current is not None:
+                current.num_after -= 1

@@ -1,0 +1,139 @@
+"""The conservation laws, checked the slow way: every block in exactly one hand, every reference a lease's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from ..errors import IntegrityError
+from .cache import PrefixCache
+from .holding import Holding
+from .index import Part, Run
+from .jobs import JobBook
+from .lease import Lease
+from .plan import Tier
+from .waiting import Line
+
+__all__ = ["check_integrity"]
+
+
+def check_integrity(cache: PrefixCache, jobs: JobBook, line: Line, holdings: Iterable[Holding]) -> None:
+    """Raise `IntegrityError` naming the first law that does not hold. Costs a look at every block."""
+    held = tuple(holdings)
+    leases = list(_leases(held, jobs))
+    runs = _runs(cache, leases)
+    for run in runs:
+        _check_run(cache, run, runs)
+    for tier in cache.tiers:
+        _check_references(tier.tier, runs, [lease for lease in leases if lease.tier is tier.tier])
+        _check_order(cache, tier.tier, runs)
+        _check_blocks(cache, tier.tier, runs, jobs, held)
+    for holding in held:
+        _check_table(cache, holding)
+    _check_line(line)
+
+
+def _demand(law: bool, message: str, *about: object) -> None:
+    if not law:
+        raise IntegrityError(f"{message}: {', '.join(map(repr, about))}")
+
+
+def _leases(holdings: tuple[Holding, ...], jobs: JobBook) -> Iterator[Lease]:
+    for holding in holdings:
+        yield from holding.leases.values()
+    for job in jobs.unsettled.values():
+        yield job.source_lease
+        yield job.destination_lease
+
+
+def _runs(cache: PrefixCache, leases: list[Lease]) -> set[Run]:
+    """Every run there is: in the index, or made unfindable by a reset while somebody leased it."""
+    runs = set(cache.index.runs.values())
+    for lease in leases:
+        _demand(not lease.released, "a released lease is still held", lease)
+        runs.update(lease.run.path())
+    return runs
+
+
+def _check_run(cache: PrefixCache, run: Run, runs: set[Run]) -> None:
+    _demand(run.start < run.stop, "an empty run", run)
+    if run.epoch == cache.epoch:
+        _demand(cache.index.runs.get(run.key) is run, "a run of this epoch that is not findable", run)
+        _demand(not run.holds_nothing(), "a run is kept for nothing", run)
+        after = sum(other.before is run and other.epoch == run.epoch for other in runs) if run.num_after else 0
+        _demand(run.num_after == after, "runs behind are miscounted", run, run.num_after, after)
+    if run.before is not None:
+        _demand(run.before.stop == run.start, "a gap in a path", run.before, run)
+    for part in run.parts:
+        _demand(part.run is run, "a part of another run", run, part.run)
+        _demand(run.start <= part.stop <= run.stop, "a part outside of its run", run)
+        _demand(len(part.blocks) == (part.stop - run.start) * cache.layout.width, "a part of the wrong length", run)
+        _demand(part.incoming is None or not part.incoming.is_settled, "a settled job is still awaited", run)
+
+
+def _check_references(tier: Tier, runs: set[Run], leases: list[Lease]) -> None:
+    expected = Counter(lease.run for lease in leases)
+    for run in runs:
+        if run.before is not None and run.parts[tier].num_references:
+            expected[run.before] += 1
+    for run in runs:
+        found = run.parts[tier].num_references
+        _demand(found == expected[run], f"{tier.name} references are not its leases", run, found, expected[run])
+
+
+def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
+    blocks = cache.tiers[tier]
+    ordered = list(blocks.order)
+    unpinned = {run.parts[tier] for run in runs if run.parts[tier].blocks and not run.parts[tier].num_references}
+    _demand(len(set(ordered)) == len(ordered) and set(ordered) == unpinned, f"{tier.name} order is not the unpinned")
+    total = sum(len(part.blocks) for part in ordered)
+    _demand(blocks.num_cached == total, f"{tier.name} evictable blocks are miscounted", blocks.num_cached, total)
+
+
+def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook, holdings: tuple[Holding, ...]) -> None:
+    hands: Counter[int] = Counter(cache.tiers[tier].pool.free_ids())
+    for run in runs:
+        hands.update(_part_ids(run.parts[tier]))
+    quarantined = [job for job in jobs.quarantined.values() if job.plan.destination is tier]
+    for job in (*jobs.unsettled.values(), *quarantined):
+        if job.plan.destination is tier:
+            hands.update(job.plan.destination_ids)
+    if tier is Tier.DEVICE:
+        for holding in holdings:
+            hands.update(holding.private_blocks(cache.layout.width))
+            if holding.waiter is not None and holding.waiter.granted is not None:
+                hands.update(holding.waiter.granted)
+    twice = [block for block, count in hands.items() if count > 1]
+    _demand(not twice, f"{tier.name} blocks in two hands", twice[:8])
+    total = cache.tiers[tier].pool.num_blocks
+    _demand(len(hands) == total, f"{tier.name} blocks in no hand", total - len(hands))
+    _demand(tier is not Tier.DEVICE or 0 not in hands, "the null block is in use")
+    number = sum(len(job.plan.destination_ids) for job in quarantined)
+    _demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
+
+
+def _part_ids(part: Part) -> Iterator[int]:
+    yield from part.blocks
+    if part.condemned is not None:
+        yield from part.condemned
+
+
+def _check_table(cache: PrefixCache, holding: Holding) -> None:
+    width = cache.layout.width
+    if not holding.table:
+        return
+    private = {unit for units in holding.duplicates for unit in units}
+    run = holding.device_run
+    for current in run.path() if run is not None else ():
+        for unit in range(current.start, min(current.parts[Tier.DEVICE].stop, holding.published)):
+            at = (unit - current.start) * width
+            mine = holding.table[unit * width : (unit + 1) * width]
+            theirs = current.parts[Tier.DEVICE].blocks[at : at + width]
+            _demand((mine == theirs) != (unit in private), "a table does not name its leased blocks", holding, unit)
+
+
+def _check_line(line: Line) -> None:
+    for waiter in line.allocating[1:]:
+        _demand(not waiter.holding.leases, "somebody behind the head keeps pins", waiter)
+    for waiter in (*line.extending, *line.allocating):
+        _demand(waiter.holding.waiter is waiter and not waiter.is_over, "a waiter out of place", waiter)

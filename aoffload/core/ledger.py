@@ -1,0 +1,460 @@
+"""The ledger: the synchronous face. A step-based engine drives it directly; the async runtime is its first client.
+
+A request's way through it: `admit` (match and pin) -> `allocate_nowait` or `queue_allocation` + `accept` -> `plan_load`
+-> `commit` ... -> `release`. Plans come out of `plan_load`, `commit` and `release`; `launch` and `settle` take in what
+became of them. Nothing here waits, and no call leaves anything half done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import attrs
+
+from ..config import OffloadConfig
+from ..errors import CommitError, ConfigError, DuplicateRequest, InvalidArgument, WrongState
+from ..prefix import Prefix, TokenIds, encode_tokens
+from .admission import Admission
+from .blocks import DevicePool, ExtentPool, FreeList
+from .cache import PrefixCache
+from .eviction import EvictionOrder, LeastRecentlyUsed
+from .groups import KVCacheGroup, Layout
+from .holding import Extension, Holding
+from .integrity import check_integrity
+from .jobs import Job, JobBook
+from .lifecycle import NullObserver, Observer, RequestState, move, require
+from .loads import Loads
+from .matching import PrefixMatch, find_hit
+from .plan import Completion, Tier, TransferPlan
+from .policy import store_policy_of
+from .publish import publish, step_back, unpublish
+from .tiers import TierBlocks, TierStatistics
+from .tokens import TokenSequence
+from .waiting import Waiter
+
+__all__ = ["Ledger", "LedgerStatistics"]
+
+_S = RequestState
+
+
+@attrs.frozen
+class LedgerStatistics:
+    device: TierStatistics
+    host: TierStatistics
+    num_requests: int
+    num_waiting: int
+    num_jobs: int
+    num_late_completions: int
+
+
+class Ledger:
+    """Which block holds what, for whom, and what may happen to it next.
+
+    `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is what one
+    block takes over all regions; it only bounds the size of a transfer.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        num_device_blocks: int,
+        *,
+        block_bytes: int = 1,
+        device_pool: DevicePool | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        _check_int("num_device_blocks", num_device_blocks, 2)
+        groups = [group for group in config.groups if isinstance(group, KVCacheGroup)]
+        if len(groups) != len(config.groups):
+            raise ConfigError("groups", "must hold KVCacheGroup objects")
+        self.config = config
+        self.layout = Layout.of(groups)
+        self.holdings: dict[str, Holding] = {}
+        self._closing: set[Holding] = set()
+        self._observer = observer if observer is not None else NullObserver()
+        self._policy = store_policy_of(config.store_policy)
+        self._new_order = _eviction_of(config.eviction)
+        pools = (device_pool or FreeList(num_device_blocks), ExtentPool(config.resolve_host_blocks(block_bytes)))
+        tiers = tuple(TierBlocks(tier, pool, self._new_order()) for tier, pool in zip(Tier, pools, strict=True))
+        self.cache = PrefixCache(self.layout, tiers, self._new_order)
+        units_per_job = max(1, config.blocks_per_job(block_bytes) // self.layout.width)
+        self.jobs = JobBook(self.cache, self._observer, units_per_job)
+        self.admission = Admission(self.cache, self._others_hold_room)
+        self._loads = Loads(self.cache, self.jobs, self.admission)
+        self._num_admitted = 0
+
+    def __repr__(self) -> str:
+        device, host = (f"{t.pool.num_free}/{t.pool.num_blocks}" for t in self.cache.tiers)
+        return f"<Ledger device {device} free, host {host} free, {len(self.holdings)} requests>"
+
+    # -- admission ------------------------------------------------------------------------------------------------
+
+    def lookup(self, prefix: Prefix) -> PrefixMatch:
+        """What is cached of `prefix`. Takes nothing, touches nothing."""
+        unit = self.layout.unit_tokens
+        limit = (prefix.num_tokens - 1) // unit
+        hit = find_hit(self.cache.index, TokenSequence(prefix, unit), limit).narrow(limit, 1)
+        return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+
+    def admit(
+        self,
+        prefix: Prefix,
+        *,
+        request_id: str | None = None,
+        max_hit_tokens: int | None = None,
+        hit_alignment: int = 1,
+    ) -> Holding:
+        """Match `prefix` and pin what is cached of it, in one step. Both limits are in tokens.
+
+        At least one token is always left to compute: a prompt that is cached to its last block hits one block less.
+        """
+        unit = self.layout.unit_tokens
+        limit = prefix.num_tokens // unit
+        if max_hit_tokens is not None:
+            limit = min(limit, _check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
+        alignment = math.lcm(unit, _check_int("hit_alignment", hit_alignment, 1)) // unit
+        ticket = self._num_admitted
+        name = f"request-{ticket}" if request_id is None else request_id
+        if not isinstance(name, str):
+            raise InvalidArgument("request_id", f"must be a string, got {name!r}")
+        if name in self.holdings:
+            raise DuplicateRequest("request_id", f"a live request is called {name!r}")
+        self._num_admitted += 1
+        holding = Holding(name, TokenSequence(prefix, unit), self.cache.epoch, ticket, limit, alignment)
+        self.holdings[name] = holding
+        self.admission.pin(holding)
+        self._move(holding, _S.MATCHED)
+        self._move(holding, _S.PINNED)
+        return holding
+
+    def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
+        """Room for `num_tokens` (the prompt's, if None), all or nothing; `OutOfBlocks` changes nothing."""
+        num_units = self._units_to_allocate(holding, num_tokens)
+        blocks = self.admission.take_nowait(holding, num_units, behind=not self.admission.line.is_empty)
+        self._allocated(holding, blocks)
+
+    def queue_allocation(self, holding: Holding, num_tokens: int | None, wake: Callable[[], object]) -> Waiter:
+        """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it."""
+        num_units = self._units_to_allocate(holding, num_tokens)
+        self.admission.check_fits(num_units)
+        waiter = Waiter(holding, num_units, wake)
+        self.admission.wait_for_allocation(waiter)
+        self.admission.pump()
+        return waiter
+
+    def _units_to_allocate(self, holding: Holding, num_tokens: int | None) -> int:
+        require(holding, "allocate", _S.PINNED)
+        self._require_idle(holding, "allocate")
+        wanted = holding.sequence.num_tokens if num_tokens is None else _check_int("num_tokens", num_tokens, 1)
+        return max(self.layout.num_units(wanted), holding.published)
+
+    def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
+        """Room for `num_tokens` in all; `OutOfBlocks` changes nothing."""
+        num_units = self._units_to_extend(holding, num_tokens)
+        before = len(holding.table)
+        behind = bool(self.admission.line.extending)
+        holding.table.extend(self.admission.take_nowait(holding, num_units, behind=behind))
+        return self._extension(holding, before)
+
+    def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object]) -> Waiter:
+        """Join the line for more room, before everybody who has none yet."""
+        num_units = self._units_to_extend(holding, num_tokens)
+        self.admission.check_fits(num_units)
+        waiter = Waiter(holding, num_units, wake)
+        self.admission.wait_for_extension(waiter)
+        self.admission.pump()
+        return waiter
+
+    def _units_to_extend(self, holding: Holding, num_tokens: int) -> int:
+        require(holding, "extend", _S.ALLOCATED, _S.RUNNING)
+        self._require_idle(holding, "extend")
+        return self.layout.num_units(_check_int("num_tokens", num_tokens, 1))
+
+    def accept(self, waiter: Waiter) -> Extension:
+        """Take what `waiter` was granted, or raise what it failed with."""
+        holding = waiter.holding
+        if waiter.error is not None:
+            if holding.state is _S.PINNED:
+                self._pin_again(holding)
+            raise waiter.error
+        if waiter.granted is None or holding.waiter is not waiter:
+            raise WrongState(f"accept: {waiter} has nothing to accept")
+        holding.waiter = None
+        before = len(holding.table)
+        if holding.state is _S.PINNED:
+            self._allocated(holding, waiter.granted)
+        elif holding.state is _S.LOADING:
+            self.admission.start_table(holding, waiter.granted)
+        else:
+            holding.table.extend(waiter.granted)
+        return self._extension(holding, before)
+
+    def withdraw(self, waiter: Waiter) -> None:
+        """Stop waiting: an unused grant goes back, and whoever waits behind gets its chance."""
+        holding = waiter.holding
+        if holding.waiter is not waiter:
+            return
+        self.admission.leave(waiter)
+        if holding.state is _S.PINNED:
+            self._pin_again(holding)
+        self.admission.pump()
+
+    def _pin_again(self, holding: Holding) -> None:
+        self.admission.unpin_waiting(holding)
+        self.admission.pin(holding)
+
+    def _allocated(self, holding: Holding, blocks: object) -> None:
+        self.admission.start_table(holding, blocks)  # type: ignore[arg-type]
+        holding.num_computed_tokens = holding.published * self.layout.unit_tokens
+        self._move(holding, _S.ALLOCATED)
+
+    def _extension(self, holding: Holding, before: int) -> Extension:
+        return Extension(self.layout.split_ids(holding.table[before:]), [[] for _ in self.layout.groups])
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def plan_load(
+        self, holding: Holding, max_tokens: int | None = None, wake: Callable[[], object] = lambda: None
+    ) -> tuple[TransferPlan, ...]:
+        """Start bringing the host hit onto the device; the plans that have to be launched for it.
+
+        RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or when room
+        was granted after it had to let go of everything (`holding.waiter`: accept it and plan again).
+        """
+        require(holding, "load", _S.ALLOCATED, _S.LOADING, _S.RUNNING)
+        limit = None if max_tokens is None else _check_int("max_tokens", max_tokens, 0)
+        if holding.state is _S.RUNNING:
+            return ()
+        if holding.load is not None:  # called again after a cancelled call
+            holding.load.wake = wake
+            return ()
+        if holding.waiter is not None:
+            holding.waiter.wake = wake
+            return ()
+        stop = self._load_stop(holding, limit)
+        if stop <= holding.published:
+            self._end_host_lease(holding)
+            self._ready(holding)
+            return ()
+        jobs = self._loads.start(holding, stop, wake)
+        if holding.state is _S.ALLOCATED:
+            self._move(holding, _S.LOADING)
+        if holding.load is not None and not holding.load.jobs:
+            self._conclude([holding])
+        self.admission.pump()
+        return tuple(job.plan for job in jobs)
+
+    def _load_stop(self, holding: Holding, max_tokens: int | None) -> int:
+        if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
+            return 0
+        stop = min(holding.hit_stop, len(holding.table) // self.layout.width)
+        return stop if max_tokens is None else min(stop, max_tokens // self.layout.unit_tokens)
+
+    def abandon_load(self, holding: Holding) -> None:
+        """Stop waiting for a load: what has landed counts, the rest is computed. Launched copies go on."""
+        require(holding, "abandon_load", _S.LOADING)
+        if holding.load is not None:
+            self._settled(self._loads.abandon(holding), also=holding)
+
+    def _conclude(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
+        wakes: list[Callable[[], object]] = []
+        for holding in holdings:
+            assert holding.load is not None
+            wake = holding.load.wake
+            if self._loads.conclude(holding):
+                self._ready(holding)
+                wakes.append(wake)
+        return wakes
+
+    def _ready(self, holding: Holding) -> None:
+        holding.num_computed_tokens = holding.published * self.layout.unit_tokens
+        self._move(holding, _S.RUNNING)
+
+    def _end_host_lease(self, holding: Holding) -> None:
+        lease = holding.leases.pop(Tier.HOST, None)
+        if lease is not None:
+            self.cache.release(lease)
+
+    # -- jobs -----------------------------------------------------------------------------------------------------
+
+    def launch(self, job_id: int) -> bool:
+        """Whether the job is still wanted. From here on it cannot be recalled."""
+        job = self.jobs.unsettled.get(job_id)
+        return job is not None and self.jobs.launch(job)
+
+    def settle(self, completion: Completion) -> None:
+        """Take in what became of a launched job: publish, drop its leases, serve the line, wake. In this order."""
+        self._settled(self.jobs.settle(completion))
+
+    def discard(self, job_id: int) -> None:
+        """Give up a job that was never launched; who waits for it computes instead."""
+        job = self.jobs.unsettled.get(job_id)
+        if job is not None:
+            self._settled(self.jobs.discard(job))
+
+    def _settled(self, jobs: list[Job], also: Holding | None = None) -> None:
+        over = self._loads.settled(jobs)
+        if also is not None and also.load is not None and also not in over:
+            over.append(also)
+        wakes = self._conclude(over)
+        self.admission.pump()
+        for wake in wakes:
+            wake()
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def commit(
+        self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
+    ) -> tuple[TransferPlan, ...]:
+        """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
+        require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
+        added = encode_tokens(new_token_ids, "new_token_ids") if len(new_token_ids) else b""
+        self._check_commit(holding, num_computed_tokens, len(added) // 4)
+        if holding.state is _S.ALLOCATED:
+            self._end_host_lease(holding)
+            self._ready(holding)
+        holding.sequence.append(added)
+        holding.num_computed_tokens = num_computed_tokens
+        holding.has_committed = True
+        if holding.epoch != self.cache.epoch:
+            return ()
+        first = holding.published
+        publish(self.cache, holding, num_computed_tokens // self.layout.unit_tokens)
+        return self._offer_stores(holding, first)
+
+    def _check_commit(self, holding: Holding, num_computed_tokens: int, num_added: int) -> None:
+        name = "num_computed_tokens"
+        if isinstance(num_computed_tokens, bool) or not isinstance(num_computed_tokens, int):
+            raise CommitError(name, f"must be an integer, got {num_computed_tokens!r}")
+        if num_computed_tokens < holding.num_computed_tokens:
+            raise CommitError(name, f"goes back from {holding.num_computed_tokens} to {num_computed_tokens}")
+        allocated = len(holding.table) // self.layout.width * self.layout.unit_tokens
+        if num_computed_tokens > allocated:
+            raise CommitError(name, f"is {num_computed_tokens}, beyond the {allocated} tokens that were allocated")
+        known = holding.sequence.num_tokens + num_added
+        if num_computed_tokens > known:
+            raise CommitError(name, f"is {num_computed_tokens}, beyond the {known} tokens that are known")
+
+    def _offer_stores(self, holding: Holding, first: int) -> tuple[TransferPlan, ...]:
+        if not self._policy.wants(holding):
+            return ()
+        return tuple(job.plan for job in self.jobs.offer_stores(holding, first))
+
+    def invalidate(self, holding: Holding, from_token: int) -> tuple[Holding, ...]:
+        """Take back what a failed forward committed: nothing from `from_token` on was ever right.
+
+        Returns the other holdings that matched it meanwhile; they have to be aborted.
+        """
+        require(holding, "invalidate", _S.RUNNING)
+        ready = holding.ready_stop * self.layout.unit_tokens
+        if not ready <= _check_int("from_token", from_token, 0) <= holding.num_computed_tokens:
+            raise CommitError("from_token", f"must lie in [{ready}, {holding.num_computed_tokens}], got {from_token}")
+        start = from_token // self.layout.unit_tokens
+        wrong = unpublish(self.cache, holding, start) if holding.epoch == self.cache.epoch else set()
+        tainted: dict[Holding, None] = {}
+        found = True
+        while found:  # what was computed on wrong bytes is wrong as well
+            others = [h for h in self.holdings.values() if h is not holding and h not in tainted]
+            found = False
+            for other in others:
+                if any(run in wrong for lease in other.leases.values() for run in lease.run.path()):
+                    tainted[other] = None
+                    wrong |= unpublish(self.cache, other, 0)
+                    found = True
+        step_back(self.cache, holding, start)
+        holding.num_computed_tokens = from_token
+        return tuple(tainted)
+
+    @contextmanager
+    def step(self, holdings: Iterable[Holding]) -> Iterator[None]:
+        """Hold the blocks of `holdings` while a forward touches them, whatever becomes of their requests."""
+        held = tuple(holdings)
+        for holding in held:
+            require(holding, "step", _S.ALLOCATED, _S.RUNNING)
+        for holding in held:
+            holding.num_steps += 1
+        try:
+            yield
+        finally:
+            for holding in held:
+                holding.num_steps -= 1
+                if not holding.num_steps and holding in self._closing:
+                    self._closing.discard(holding)
+                    self.admission.let_go(holding)
+            self.admission.pump()
+
+    def release(self, holding: Holding, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
+        """End the request: DONE if it has committed and no other `reason` is given, else ABORTED. Every pin goes.
+
+        Synchronous and complete. Only blocks that a step or a job still touches stay theirs. Returns stores to launch.
+        """
+        if holding.is_over:
+            raise WrongState(f"release: {holding} is {holding.state.name} already")
+        plans: tuple[TransferPlan, ...] = ()
+        done = holding.state is _S.RUNNING and holding.has_committed and reason == "closed_early"
+        if done and holding.epoch == self.cache.epoch:
+            plans = self._offer_stores(holding, holding.published)
+        if holding.waiter is not None:
+            self.admission.leave(holding.waiter)
+        settled = self._loads.abandon(holding)
+        if holding.num_steps:
+            self._closing.add(holding)
+        else:
+            self.admission.let_go(holding)
+        del self.holdings[holding.request_id]
+        if not done:
+            holding.reason = reason
+        self._move(holding, _S.DONE if done else _S.ABORTED)
+        self._settled(settled)
+        return plans
+
+    # -- the whole ------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget everything cached. Live requests keep their blocks, and publish and store nothing any more."""
+        self.cache.reset()
+        self.admission.pump()
+
+    def statistics(self) -> LedgerStatistics:
+        device, host = (tier.statistics() for tier in self.cache.tiers)
+        line = self.admission.line
+        waiting = len(line.extending) + len(line.allocating)
+        return LedgerStatistics(device, host, len(self.holdings), waiting, len(self.jobs.unsettled), self.jobs.num_late)
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every block is in exactly one hand and every reference is a lease's."""
+        check_integrity(self.cache, self.jobs, self.admission.line, (*self.holdings.values(), *self._closing))
+
+    def block_ids(self, holding: Holding) -> list[list[int]]:
+        """The block table, one list per group."""
+        return self.layout.split_ids(holding.table)
+
+    def _move(self, holding: Holding, state: RequestState) -> None:
+        old = move(holding, state)
+        self._observer.request_moved(holding, old, holding.reason)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _require_idle(holding: Holding, call: str) -> None:
+        if holding.waiter is not None:
+            raise WrongState(f"{call}: {holding} is waiting for room already")
+
+    def _others_hold_room(self) -> bool:
+        if self.jobs.unsettled or self._closing:
+            return True
+        return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.holdings.values())
+
+
+def _check_int(name: str, value: object, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise InvalidArgument(name, f"must be an integer of at least {minimum}, got {value!r}")
+    return value
+
+
+def _eviction_of(value: object) -> Callable[[], EvictionOrder]:
+    if value == "lru":
+        return LeastRecentlyUsed
+    if callable(value):
+        return value
+    raise ConfigError("eviction", f"must be 'lru' or a factory of eviction orders, got {value!r}")

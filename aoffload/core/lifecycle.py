@@ -1,0 +1,123 @@
+"""The states of requests and jobs, as tables; one function moves them.
+
+`python -m aoffload.core.lifecycle` prints the diagrams that docs/lifecycle.md shows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from ..errors import IllegalTransition, WrongState
+
+if TYPE_CHECKING:
+    from .holding import Holding
+    from .jobs import Job
+
+__all__ = [
+    "JOB_MOVES",
+    "REQUEST_MOVES",
+    "JobState",
+    "NullObserver",
+    "Observer",
+    "RequestState",
+    "mermaid",
+    "move",
+    "require",
+]
+
+
+class RequestState(enum.Enum):
+    QUEUED = "queued"
+    MATCHED = "matched"
+    PINNED = "pinned"
+    ALLOCATED = "allocated"
+    LOADING = "loading"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    DONE = "done"
+    ABORTED = "aborted"
+
+
+class JobState(enum.Enum):
+    QUEUED = "queued"
+    LAUNCHED = "launched"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    DISCARDED = "discarded"
+
+
+_R = RequestState
+_J = JobState
+State: TypeAlias = RequestState | JobState
+
+REQUEST_MOVES: Mapping[State, frozenset[State]] = {
+    _R.QUEUED: frozenset({_R.MATCHED, _R.ABORTED}),
+    _R.MATCHED: frozenset({_R.PINNED, _R.ABORTED}),
+    _R.PINNED: frozenset({_R.ALLOCATED, _R.ABORTED}),
+    _R.ALLOCATED: frozenset({_R.LOADING, _R.RUNNING, _R.ABORTED}),
+    _R.LOADING: frozenset({_R.RUNNING, _R.ABORTED}),
+    _R.RUNNING: frozenset({_R.DONE, _R.PREEMPTED, _R.ABORTED}),
+    _R.PREEMPTED: frozenset({_R.MATCHED, _R.ABORTED}),
+    _R.DONE: frozenset(),
+    _R.ABORTED: frozenset(),
+}
+JOB_MOVES: Mapping[State, frozenset[State]] = {
+    _J.QUEUED: frozenset({_J.LAUNCHED, _J.DISCARDED}),
+    _J.LAUNCHED: frozenset({_J.COMPLETED, _J.FAILED}),
+    _J.COMPLETED: frozenset(),
+    _J.FAILED: frozenset(),
+    _J.DISCARDED: frozenset(),
+}
+_MOVES: Mapping[State, frozenset[State]] = {**REQUEST_MOVES, **JOB_MOVES}
+
+
+class Stateful(Protocol):
+    state: State
+
+
+def move(entity: Holding | Job, new: State) -> State:
+    """Move `entity` to `new` and return the state it left; an illegal move raises and changes nothing."""
+    old = entity.state
+    if new not in _MOVES[old]:
+        raise IllegalTransition(str(entity), old.name, new.name)
+    entity.state = new
+    return old
+
+
+def require(entity: Holding | Job, call: str, *states: State) -> None:
+    """Refuse `call` unless `entity` is in one of `states`."""
+    if entity.state not in states:
+        allowed = " or ".join(state.name for state in states)
+        raise WrongState(f"{call}: {entity} is {entity.state.name}, and that takes {allowed}")
+
+
+class Observer(Protocol):
+    """Who wants to know of every move: the telemetry. Called after the change; must not call back."""
+
+    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
+    def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
+    def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None: ...
+
+
+class NullObserver:
+    """Nobody wants to know."""
+
+    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
+    def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
+    def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None: ...
+
+
+def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
+    """A table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {next(iter(moves)).name}"]
+    for old, targets in moves.items():
+        lines += [f"    {old.name} --> {new.name}" for new in type(old) if new in targets]
+        if not targets:
+            lines.append(f"    {old.name} --> [*]")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(mermaid(REQUEST_MOVES), mermaid(JOB_MOVES), sep="\n\n")

@@ -1,0 +1,154 @@
+"""Loading: what a request waits for, shared with whoever wants the same blocks, and how it goes on afterwards."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import attrs
+
+from .admission import Admission
+from .cache import PrefixCache
+from .holding import Holding, Load
+from .index import Stretch, stretches
+from .jobs import Job, JobBook
+from .plan import Tier
+from .publish import step_back
+from .waiting import Waiter
+
+__all__ = ["Loads"]
+
+
+@attrs.define(eq=False)
+class Loads:
+    cache: PrefixCache
+    jobs: JobBook
+    admission: Admission
+
+    def start(self, holding: Holding, stop: int, wake: Callable[[], object]) -> list[Job]:
+        """Bring units `[published, stop)` onto the device: adopt what is there by now, wait for what is on its way,
+        launch the rest. Only what nobody brings takes blocks of the holding's own; the others are given back."""
+        over = self._lease_path(holding, stop)
+        ready = _ready_stop(over, holding.published)
+        shared = _incoming(over, ready)
+        on_its_way = max((min(job.stop, stop) for job in shared), default=ready)
+        holding.load = Load(stop, wake)
+        new = self._launch(holding, on_its_way, stop)
+        self._adopt(holding, ready, stop, on_its_way)
+        for job in (*shared, *new):
+            job.claims[holding] = None
+            holding.load.jobs.add(job)
+        return new
+
+    def _lease_path(self, holding: Holding, stop: int) -> list[Stretch]:
+        """Pin, on the device, the path up to `stop`: what is published there from now on is pinned as it lands."""
+        over = stretches(holding.leases[Tier.HOST].run, holding.published, stop)
+        last = over[-1].run
+        if stop < last.stop:
+            head = self.cache.split(last, stop)
+            over[-1] = attrs.evolve(over[-1], run=head)
+            last = head
+        device = holding.leases.get(Tier.DEVICE)
+        if device is None:
+            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, last)
+        else:
+            self.cache.move_lease(device, last)
+        return over
+
+    def _launch(self, holding: Holding, start: int, stop: int) -> list[Job]:
+        if start == stop:
+            return []
+        width = self.cache.layout.width
+        own = holding.table[start * width : stop * width]
+        run = holding.leases[Tier.DEVICE].run
+        return self.jobs.plan(holding, Tier.HOST, Tier.DEVICE, run, start, stop, own)
+
+    def _adopt(self, holding: Holding, ready: int, stop: int, on_its_way: int) -> None:
+        """Enter what is ready; what others bring or have brought needs no blocks of ours; the rest is the jobs' now."""
+        width = self.cache.layout.width
+        start = holding.published
+        self.cache.give(Tier.DEVICE, holding.table[start * width : on_its_way * width])
+        holding.table[start * width : ready * width] = self.admission.ready_ids(holding, start, ready)
+        holding.table[ready * width : stop * width] = array("i", bytes(4 * (stop - ready) * width))
+        holding.published = holding.ready_stop = ready
+
+    def conclude(self, holding: Holding) -> bool:
+        """End a load with whatever is on the device by now. False: there was no room for what is missing, so the
+        holding has let go of everything and waits in the line, at its old place."""
+        load, width = holding.load, self.cache.layout.width
+        assert load is not None
+        start, stop = holding.published, load.stop
+        ready = _ready_stop(stretches(holding.device_run, start, stop), start)
+        holding.table[start * width : ready * width] = self.admission.ready_ids(holding, start, ready)
+        if ready < stop:
+            step_back(self.cache, holding, ready)
+        self._end_host_lease(holding)
+        missing = (stop - ready) * width
+        if missing > self.admission.room:
+            num_units = len(holding.table) // width
+            self.admission.let_go(holding)
+            self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
+            return False
+        holding.table[ready * width : stop * width] = self.cache.take(Tier.DEVICE, missing)
+        holding.load, holding.published, holding.ready_stop = None, ready, ready
+        return True
+
+    def _end_host_lease(self, holding: Holding) -> None:
+        lease = holding.leases.pop(Tier.HOST, None)
+        if lease is not None:
+            self.cache.release(lease)
+
+    def abandon(self, holding: Holding) -> list[Job]:
+        """Wait for nothing any more; queued jobs that nobody else waits for are discarded. Launched ones go on."""
+        settled: list[Job] = []
+        if holding.load is not None:
+            for job in sorted(holding.load.jobs, key=lambda job: -job.job_id):
+                if self.jobs.unclaim(job, holding):
+                    settled += self.jobs.discard(job)
+            holding.load.jobs.clear()
+        return settled
+
+    def settled(self, jobs: list[Job]) -> list[Holding]:
+        """The holdings whose load is over now that `jobs` are settled, in the order of their tickets."""
+        over: set[Holding] = set()
+        for job in jobs:
+            for holding in job.claims:
+                if holding.load is not None:
+                    holding.load.jobs.discard(job)
+                    if not holding.load.jobs:
+                        over.add(holding)
+            job.claims.clear()
+        return sorted(over, key=lambda holding: holding.ticket)
+
+
+def _ready_stop(over: list[Stretch], start: int) -> int:
+    """Up to where the device holds every unit from `start` on."""
+    ready = start
+    for stretch in over:
+        held = min(stretch.run.parts[Tier.DEVICE].stop, stretch.stop)
+        if held <= ready:
+            break
+        ready = held
+        if held < stretch.stop:
+            break
+    return ready
+
+
+def _incoming(over: list[Stretch], start: int) -> list[Job]:
+    """The unsettled jobs that bring the units from `start` on, without a gap."""
+    found: dict[Job, None] = {}
+    position = start
+    for stretch in over:
+        part = stretch.run.parts[Tier.DEVICE]
+        if part.incoming is None or stretch.stop <= position:
+            if stretch.stop <= position:
+                continue
+            break
+        job: Job | None = part.incoming
+        while job is not None and not job.is_settled and job.stop > start:
+            found[job] = None
+            job = job.predecessor
+        position = min(part.incoming_stop, stretch.stop)
+        if position < stretch.stop:
+            break
+    return list(found)

@@ -1,0 +1,70 @@
+"""What the core tells a transport to move, and what the transport tells back: frozen values, nothing else crosses."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+
+import attrs
+
+__all__ = ["Completion", "Direction", "Outcome", "Tier", "TransferPlan"]
+
+
+class Tier(enum.IntEnum):
+    """Where blocks live, nearest to the compute first."""
+
+    DEVICE = 0
+    HOST = 1
+
+
+class Direction(enum.Enum):
+    LOAD = "load"
+    STORE = "store"
+
+
+class Outcome(enum.Enum):
+    """How a transfer ended. Only `UNPROVEN` leaves its destination in doubt."""
+
+    LANDED = "landed"
+    """Every block is proven at its destination."""
+    FAILED = "failed"
+    """Over for certain, but only the leading `num_landed` blocks are proven. Says nothing about the source."""
+    CORRUPT = "corrupt"
+    """Over for certain; the blocks at `corrupt` hold other bytes than were stored; those before are proven."""
+    UNPROVEN = "unproven"
+    """Nobody can say whether the copy is still writing: quarantine the destination."""
+
+
+@attrs.frozen
+class TransferPlan:
+    """Copy block `source_ids[i]` of tier `source` to block `destination_ids[i]` of tier `destination`, for every i.
+
+    The order is prefix order. Ids are distinct on each side and never name the null block.
+    """
+
+    job_id: int
+    source: Tier
+    destination: Tier
+    source_ids: array[int]
+    destination_ids: array[int]
+
+    @property
+    def direction(self) -> Direction:
+        return Direction.LOAD if self.destination < self.source else Direction.STORE
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.source_ids)
+
+
+@attrs.frozen
+class Completion:
+    """What became of one plan. `num_landed` counts the proven blocks at its front; `corrupt` indexes the plan."""
+
+    job_id: int
+    outcome: Outcome
+    num_landed: int = 0
+    corrupt: tuple[int, ...] = ()
+    error: str = ""
+    num_bytes: int = 0
+    duration_s: float = 0.0

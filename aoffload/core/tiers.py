@@ -1,0 +1,84 @@
+"""One tier's blocks: its pool, its eviction order and its counts."""
+
+from __future__ import annotations
+
+from array import array
+
+import attrs
+
+from .blocks import DevicePool
+from .eviction import EvictionOrder
+from .index import Part
+from .plan import Tier
+
+__all__ = ["TierBlocks", "TierStatistics"]
+
+
+@attrs.frozen
+class TierStatistics:
+    """Blocks of one tier by what they are; the last four add up to the first."""
+
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    """Findable and under no lease: the next to be evicted."""
+    num_pinned: int
+    """Under a lease of a request, a job or a step."""
+    num_quarantined: int
+
+
+@attrs.define(eq=False, repr=False)
+class TierBlocks:
+    """free + cached + pinned + quarantined = num_blocks."""
+
+    tier: Tier
+    pool: DevicePool
+    order: EvictionOrder
+    num_cached: int = 0
+    """Blocks in the order: what can be evicted, so that all-or-nothing is one comparison."""
+    num_quarantined: int = 0
+    num_evicted: int = 0
+
+    def __repr__(self) -> str:
+        return f"<TierBlocks {self.tier.name} {self.statistics()}>"
+
+    @property
+    def room(self) -> int:
+        """Blocks that can be had now."""
+        return self.pool.num_free + self.num_cached
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that could be had if everybody let go."""
+        return self.pool.num_blocks - self.num_quarantined
+
+    def statistics(self) -> TierStatistics:
+        free, cached, quarantined = self.pool.num_free, self.num_cached, self.num_quarantined
+        pinned = self.pool.num_blocks - free - cached - quarantined
+        return TierStatistics(self.pool.num_blocks, free, cached, pinned, quarantined)
+
+    def make_evictable(self, part: Part) -> None:
+        self.order.add(part)
+        self.num_cached += len(part.blocks)
+
+    def make_pinned(self, part: Part) -> None:
+        self.order.remove(part)
+        self.num_cached -= len(part.blocks)
+
+    def trim(self, part: Part, num_units: int, width: int) -> None:
+        """Free the last `num_units` of an unpinned part: the tail first, so a prefix loses its tail before its head."""
+        keep = len(part.blocks) - num_units * width
+        freed = part.blocks[keep:]
+        del part.blocks[keep:]
+        part.stop -= num_units
+        self.num_cached -= len(freed)
+        if not part.blocks:
+            self.order.remove(part)
+        self.pool.give(freed)
+
+    def quarantine(self, block_ids: array[int]) -> None:
+        self.num_quarantined += len(block_ids)
+
+    def end_quarantine(self, block_ids: array[int]) -> None:
+        self.num_quarantined -= len(block_ids)
+        self.pool.give(block_ids)

@@ -1,0 +1,156 @@
+"""What identifies KV: root keys, token ids and key spans, in one canonical encoding.
+
+The digest of a prefix is SHA-256 over the root and every block so far. It does not depend on how the index cut
+its runs, so the same prefix has the same digest in every tier and every process (design, section 8b).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import attrs
+import numpy as np
+
+from .errors import InvalidArgument
+
+if TYPE_CHECKING:
+    Hasher: TypeAlias = "hashlib._Hash"
+else:
+    Hasher = Any
+
+__all__ = ["KeySpan", "Prefix", "Root", "TokenIds", "encode_tokens"]
+
+TokenIds: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | bytes | Any"
+
+TOKEN_BYTES = 4
+MAX_TOKEN_ID = 2**31 - 1
+# No token id encodes to this, so a span record can never be mistaken for tokens.
+_SPAN_MARK = b"\xff\xff\xff\xff"
+_KEY_TYPES = (str, bytes)
+
+
+@attrs.frozen(order=True)
+class KeySpan:
+    """Tokens `[start, stop)` stand for something else: an image, audio, an embedding.
+
+    `digest` identifies that content. Two prompts whose placeholder tokens are equal but whose spans differ never
+    share a block that a span touches.
+    """
+
+    start: int
+    stop: int
+    digest: bytes
+
+    def record(self) -> bytes:
+        return _SPAN_MARK + struct.pack("<qqq", self.start, self.stop, len(self.digest)) + self.digest
+
+
+@attrs.frozen
+class Root:
+    """The root keys: what has to be equal before tokens are even compared."""
+
+    namespace: str
+    cache_salt: str | bytes | None = None
+    adapter_key: str | bytes | None = None
+    _hasher: Hasher = attrs.field(init=False, eq=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_hasher", hashlib.sha256(self._encode()))
+
+    def _encode(self) -> bytes:
+        parts = [b"aoffload prefix 1"]
+        for name in ("namespace", "cache_salt", "adapter_key"):
+            value = getattr(self, name)
+            if value is None:
+                parts.append(b"n")
+                continue
+            if not isinstance(value, _KEY_TYPES):
+                raise InvalidArgument(name, f"must be str, bytes or None, got {type(value).__name__}")
+            kind, raw = (b"s", _utf8(name, value)) if isinstance(value, str) else (b"b", value)
+            parts.append(kind + struct.pack("<q", len(raw)) + raw)
+        return b"".join(parts)
+
+    @property
+    def hasher(self) -> Hasher:
+        """The running hash every prefix under this root starts from; copy it, never update it."""
+        return self._hasher
+
+
+def _utf8(name: str, value: str) -> bytes:
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(name, "is not valid text (a lone surrogate)") from error
+
+
+@attrs.frozen
+class Prefix:
+    """A prompt as the index sees it: `tokens` are little-endian int32, copied once at the door."""
+
+    root: Root
+    tokens: bytes
+    spans: tuple[KeySpan, ...] = ()
+
+    @classmethod
+    def of(cls, root: Root, token_ids: TokenIds, key_spans: Iterable[KeySpan] = ()) -> Prefix:
+        """Copy and check `token_ids` (one dimension, at least one id, each in `[0, 2**31)`) and `key_spans`."""
+        tokens = encode_tokens(token_ids)
+        if not tokens:
+            raise InvalidArgument("token_ids", "is empty: at least one token has to be computed")
+        spans = tuple(key_spans)
+        if spans:
+            _check_spans(spans, len(tokens) // TOKEN_BYTES)
+        return cls(root, tokens, spans)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+
+def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
+    """`token_ids` as little-endian int32 bytes: the one copy that is ever made of them."""
+    if not isinstance(token_ids, np.ndarray):
+        token_ids = _as_array(token_ids, argument)
+    if token_ids.ndim != 1:
+        raise InvalidArgument(argument, f"must have one dimension, got shape {tuple(token_ids.shape)}")
+    if token_ids.size == 0:
+        return b""
+    if token_ids.dtype.kind not in "iu":
+        raise InvalidArgument(argument, f"must be integers, got dtype {token_ids.dtype}")
+    if token_ids.dtype.kind == "i" and token_ids.min() < 0:
+        raise InvalidArgument(argument, "holds a negative id")
+    if token_ids.dtype.itemsize >= TOKEN_BYTES and token_ids.max() > MAX_TOKEN_ID:
+        raise InvalidArgument(argument, f"holds an id above {MAX_TOKEN_ID}")
+    return token_ids.astype("<i4", copy=False).tobytes()
+
+
+def _as_array(token_ids: TokenIds, argument: str) -> np.ndarray[Any, Any]:
+    if isinstance(token_ids, (str, bytes, bytearray)):
+        raise InvalidArgument(argument, f"must be a sequence of integers, got {type(token_ids).__name__}")
+    try:
+        array = np.asarray(token_ids)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidArgument(argument, f"cannot be read as integers: {error}") from error
+    if array.dtype.kind == "O" and array.ndim == 1 and all(isinstance(token, int) for token in array):
+        raise InvalidArgument(argument, "holds an id outside of [0, 2**31)")
+    return array if array.size else array.astype(np.int32)
+
+
+def _check_spans(spans: tuple[KeySpan, ...], num_tokens: int) -> None:
+    last = 0
+    for index, span in enumerate(spans):
+        where = f"key_spans[{index}]"
+        if not isinstance(span, KeySpan):
+            raise InvalidArgument(where, f"must be a KeySpan, got {type(span).__name__}")
+        if not (isinstance(span.start, int) and isinstance(span.stop, int) and isinstance(span.digest, bytes)):
+            raise InvalidArgument(where, "needs integer start and stop and a digest in bytes")
+        if not 0 <= span.start < span.stop:
+            raise InvalidArgument(where, f"is reversed, empty or negative: [{span.start}, {span.stop})")
+        if span.stop > num_tokens:
+            raise InvalidArgument(where, f"ends at {span.stop}, after the last of {num_tokens} tokens")
+        if span.start < last:
+            raise InvalidArgument(where, f"starts at {span.start}, inside or before the span that ends at {last}")
+        last = span.stop
