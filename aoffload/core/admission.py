@@ -167,7 +167,6 @@ class Admission:
             return False
         # Only waiters hold room: nobody will ever let go. The one that came last has the least to lose.
         youngest = self.line.extending.pop()
-        youngest.holding.waiter = None
         youngest.fail(OutOfBlocks(self.num_missing(youngest.holding, youngest.num_units), self.room, retryable=True))
         return youngest is waiter
 
@@ -190,6 +189,5 @@ class Admission:
         if needed <= self.capacity:
             return False
         queue.pop(0)
-        waiter.holding.waiter = None
         waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))
         return True

@@ -175,13 +175,13 @@ class Ledger:
     def accept(self, waiter: Waiter) -> Extension:
         """Take what `waiter` was granted, or raise what it failed with."""
         holding = waiter.holding
-        if waiter.error is not None:
-            if holding.state is _S.PINNED:
-                self._pin_again(holding)
-            raise waiter.error
-        if waiter.granted is None or holding.waiter is not waiter:
+        if holding.waiter is not waiter or not waiter.is_over:
             raise WrongState(f"accept: {waiter} has nothing to accept")
         holding.waiter = None
+        if waiter.granted is None:
+            if holding.state is _S.PINNED:
+                self._pin_again(holding)
+            raise waiter.error  # type: ignore[misc]
         before = len(holding.table)
         if holding.state is _S.PINNED:
             self._allocated(holding, waiter.granted)

@@ -1,0 +1,19 @@
+"""Run the demo; see `python -m aoffload.demo --help`."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+
+def _leave(*_: object) -> None:
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    # Before torch is imported, which takes a second: Ctrl-C has nothing to report yet, and must not print a traceback.
+    signal.signal(signal.SIGINT, _leave)
+
+    from .command import main
+
+    raise SystemExit(main())

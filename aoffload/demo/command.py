@@ -1,0 +1,107 @@
+"""The demo as a command: from options to exit status."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TextIO
+
+import anyio
+import torch
+
+from ..env import Env
+from ..errors import AoffloadError, InvalidArgument
+from ..integrations.models import load_model
+from .interrupt import Interrupt
+from .logs import make_logger
+from .options import DemoOptions, make_parser, parse_options
+from .outcome import DemoOutcome
+from .progress import Progress
+from .report import as_json, as_table
+from .runner import ENGINE, Runner, run_kinds
+from .tampering import Tampering
+from .workload import Workload, make_workload
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Three runs, a table, perhaps a file; the exit status says whether all was well."""
+    options = parse_options(arguments)
+    outcome = DemoOutcome(options, tampering=Tampering.of(options.corrupt) if options.corrupt else None)
+    progress = Progress(sys.stderr)
+    started = time.monotonic()
+
+    def report() -> None:
+        outcome.was_interrupted = interrupt.was_pressed
+        outcome.wall_s = time.monotonic() - started
+        progress.clear()
+        if options.json is not None:
+            options.json.write_text(json.dumps(as_json(outcome), indent=2) + "\n")
+        print(as_table(outcome), flush=True)
+
+    with Interrupt(report) as interrupt, ExitStack() as files:
+        try:
+            log = _open(files, options)
+            runner = _prepare(options, outcome, progress, log)
+        except AoffloadError as error:
+            make_parser().error(_by_option(error))
+        anyio.run(_run_all, runner, interrupt, backend=options.backend)
+        interrupt.report_once()
+        return outcome.exit_status
+
+
+def _open(files: ExitStack, options: DemoOptions) -> TextIO | None:
+    """Fail before the work, not after it."""
+    if options.backend == "trio" and importlib.util.find_spec("trio") is None:
+        raise InvalidArgument("backend", "trio is not installed: pip install aoffload[trio]")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgument("device", "torch sees no CUDA device here")
+    try:
+        if options.json is not None:
+            options.json.touch()
+        return files.enter_context(options.log.open("w", encoding="utf-8")) if options.log is not None else None
+    except OSError as error:
+        name = "json" if error.filename == str(options.json) else "log"
+        raise InvalidArgument(name, f"cannot be written: {error}") from error
+
+
+def _prepare(options: DemoOptions, outcome: DemoOutcome, progress: Progress, log: TextIO | None) -> Runner:
+    # One thread computes, one copies, one waits: more than one for the arithmetic makes a busy machine slower, and
+    # another number of threads may give other bits.
+    torch.set_num_threads(1)
+    model = load_model(options.model, seed=options.seed, device=options.device)
+    workload = make_workload(options.seed, options.num_requests, model.vocab_size)
+    _check_fits(options, workload)
+    outcome.first_turn_ids = workload.first_turn_ids()
+    outcome.num_conversations = len(workload.conversations)
+    return Runner(model, workload, outcome, progress, make_logger(log))
+
+
+def _check_fits(options: DemoOptions, workload: Workload) -> None:
+    needed = ENGINE.num_blocks(workload.max_tokens)
+    if needed > options.num_device_blocks:
+        problem = f"{options.num_device_blocks} is too few: the longest request takes {needed} blocks"
+        raise InvalidArgument("device_blocks", problem)
+
+
+def _by_option(error: AoffloadError) -> str:
+    """The message, with the name of the option in place of the argument's."""
+    if isinstance(error, InvalidArgument):
+        return f"argument --{error.argument.replace('_', '-')}: {error.problem}"
+    return str(error)
+
+
+async def _run_all(runner: Runner, interrupt: Interrupt) -> None:
+    options = runner.outcome.options
+    with anyio.CancelScope() as scope:
+        interrupt.stop_with(Env().loop_waker(scope.cancel))
+        try:
+            for kind in run_kinds(runner.workload, options.num_device_blocks, options.num_host_blocks):
+                await runner.run(kind, options.cancel_rate if kind.has_offload else 0.0)
+        finally:
+            interrupt.stop_with(None)

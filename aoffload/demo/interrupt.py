@@ -1,0 +1,82 @@
+"""Ctrl-C: stop in order, or at once when order takes too long; never a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import attrs
+
+__all__ = ["EXIT_STATUS", "Interrupt"]
+
+EXIT_STATUS = 130
+REPORT_TIMEOUT_S = 0.3
+PATIENCE_S = 1.2
+"""How long an orderly stop may take; a forward on a busy machine may run longer than anybody wants to wait."""
+
+
+@attrs.define(eq=False)
+class Interrupt:
+    """Owns SIGINT while it is entered.
+
+    The handler of asyncio raises `KeyboardInterrupt` in the middle of anything, that of trio likewise; this one only
+    tells the event loop. While no loop runs (the model is being built, the report printed) there is nothing to put in
+    order, and it leaves at once.
+    """
+
+    report: Callable[[], object]
+    """Prints what was done so far."""
+    was_pressed: bool = False
+    _reporting: threading.Lock = attrs.field(factory=threading.Lock)
+    _has_reported: bool = False
+    _stop: Callable[[], object] | None = None
+    _old_handler: Any = None
+
+    def __enter__(self) -> Interrupt:
+        self._old_handler = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        signal.signal(signal.SIGINT, self._old_handler)
+
+    def stop_with(self, stop: Callable[[], object] | None) -> None:
+        """From now on Ctrl-C calls `stop` (from a signal handler: no more than a wake-up) instead of leaving."""
+        self._stop = stop
+        if stop is not None and self.was_pressed:
+            stop()
+
+    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.was_pressed or self._stop is None:
+            self.leave()
+        self.was_pressed = True
+        watchdog = threading.Timer(PATIENCE_S, self.leave)
+        watchdog.daemon = True
+        watchdog.start()
+        self._stop()
+
+    def report_once(self) -> None:
+        """Report, unless that was done; the main thread and the watchdog may both come here."""
+        if not self._reporting.acquire(timeout=REPORT_TIMEOUT_S):
+            return  # somebody is at it, perhaps the very frame that a signal handler interrupted
+        try:
+            if not self._has_reported:
+                self._has_reported = True
+                self.report()
+        finally:
+            self._reporting.release()
+
+    def leave(self) -> NoReturn:
+        """Report and end the process: no thread is waited for, and nothing can raise any more."""
+        self.was_pressed = True
+        try:
+            self.report_once()
+            sys.stdout.flush()
+        except Exception:  # noqa: BLE001 - a report cut short (print inside print, closed pipe) is all there can be
+            pass
+        finally:
+            os._exit(EXIT_STATUS)

@@ -1,0 +1,102 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import attrs
+
+__all__ = ["Corrupt", "DemoOptions", "make_parser", "parse_options"]
+
+MAX_BLOCKS = 1_000_000
+
+
+class Corrupt(enum.Enum):
+    """Where `--corrupt` exchanges two loaded blocks."""
+
+    BOTH = "both"
+    CHECKSUM = "checksum"
+    """Before they are verified: the checksum has to catch it."""
+    LOGITS = "logits"
+    """After they were verified: only the logits can."""
+
+
+@attrs.frozen(kw_only=True)
+class DemoOptions:
+    backend: str = "asyncio"
+    num_requests: int = 32
+    num_device_blocks: int = 208
+    num_host_blocks: int = 2048
+    device: str = "cpu"
+    cancel_rate: float = 0.0
+    model: str = "tiny"
+    seed: int = 0
+    log: Path | None = None
+    json: Path | None = None
+    corrupt: Corrupt | None = None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    default = DemoOptions()
+    parser = argparse.ArgumentParser(
+        prog="python -m aoffload.demo",
+        description="Serve conversations on a device pool that keeps everything, on a small one without offload, and "
+        "on the small one with offload; compare answers, logits and times.",
+        epilog="Exit status: 0 good; 1 answers differ, a block is corrupt or a pin is left; 2 bad options; 130 Ctrl-C.",
+    )
+    add = parser.add_argument
+    add("--backend", choices=("asyncio", "trio"), default=default.backend, help="event loop (default: %(default)s)")
+    add("--requests", dest="num_requests", type=_count(1, 100_000), default=default.num_requests, metavar="N",
+        help="turns in all conversations together (default: %(default)s)")  # fmt: skip
+    add("--device-blocks", dest="num_device_blocks", type=_count(1, MAX_BLOCKS), default=default.num_device_blocks,
+        metavar="N", help="blocks of the small device pool (default: %(default)s)")  # fmt: skip
+    add("--host-blocks", dest="num_host_blocks", type=_count(1, MAX_BLOCKS), default=default.num_host_blocks,
+        metavar="N", help="blocks in host memory (default: %(default)s)")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default=default.device, help="where the model runs (default: %(default)s)")
+    add("--cancel-rate", type=_rate, default=default.cancel_rate, metavar="P",
+        help="part of the clients that go away at random points, in the run with offload (default: 0)")  # fmt: skip
+    add("--model", default=default.model, metavar="tiny|llama|qwen3|DIR", help="(default: %(default)s)")
+    add("--seed", type=_count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights and workload")
+    add("--log", type=Path, metavar="FILE", help="one JSON line per event")
+    add("--json", type=Path, metavar="FILE", help="the result")
+    add("--corrupt", type=_corrupt, nargs="?", const=Corrupt.BOTH, metavar="both|checksum|logits",
+        help="exchange two loaded blocks on purpose, before and after they are verified")  # fmt: skip
+    return parser
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> DemoOptions:
+    """The options, or a message and exit status 2."""
+    return DemoOptions(**vars(make_parser().parse_args(arguments)))
+
+
+def _count(minimum: int, maximum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"must be an integer in [{minimum}, {maximum}], got {text!r}")
+        return value
+
+    return parse
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:  # also refuses nan
+        raise argparse.ArgumentTypeError(f"must be a number in [0, 1], got {text!r}")
+    return value
+
+
+def _corrupt(text: str) -> Corrupt:
+    try:
+        return Corrupt(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be both, checksum or logits, got {text!r}") from None

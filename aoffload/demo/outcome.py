@@ -1,0 +1,122 @@
+"""What the runs gave: filled in as they go, so that an interrupted demo can report what was done so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from ..integrations.sequence import Generation
+from .comparison import Difference, find_differences
+from .options import DemoOptions
+from .tampering import Tampering
+
+__all__ = ["DemoOutcome", "RunKind", "RunOutcome"]
+
+
+@attrs.frozen
+class RunKind:
+    """One of the three runs: the same requests on another pool."""
+
+    name: str
+    num_device_blocks: int
+    num_host_blocks: int
+
+    @property
+    def has_offload(self) -> bool:
+        return self.num_host_blocks > 0
+
+
+@attrs.define(eq=False)
+class RunOutcome:
+    kind: RunKind
+    generations: dict[str, Generation] = attrs.field(factory=dict)
+    """Completed requests by turn id."""
+    num_requests: int = 0
+    num_aborted: int = 0
+    wall_s: float = 0.0
+    is_over: bool = False
+    num_pinned: int = 0
+    """Blocks of both tiers still pinned when all requests had gone and stores had settled."""
+    num_quarantined: int = 0
+    integrity_error: str = ""
+    transfers: Mapping[str, Any] = attrs.field(factory=dict)
+    """Counts of the transport."""
+
+    @classmethod
+    def nothing(cls) -> RunOutcome:
+        """A run that never began."""
+        return cls(RunKind("", 0, 0))
+
+    def sum_of(self, field: str) -> int:
+        """A count of tokens over the completed requests."""
+        return sum(getattr(generation, field) for generation in self.generations.values())
+
+    def rate(self, direction: str) -> float | None:
+        """Payload of all loads or stores over the time they took, in GB/s."""
+        seconds = self.transfers.get(f"{direction}_seconds", 0.0)
+        num_bytes = self.transfers.get("bytes_loaded" if direction == "load" else "bytes_stored", 0)
+        return num_bytes / seconds / 1e9 if seconds else None
+
+    def times(self, since: str, but_not: frozenset[str]) -> list[float]:
+        """Time to the first token `since` "arrived_s" or "admitted_s", of the turns that are not in `but_not`."""
+        return [
+            generation.first_token_s - getattr(generation, since)
+            for turn_id, generation in self.generations.items()
+            if turn_id not in but_not
+        ]
+
+
+@attrs.define(eq=False)
+class DemoOutcome:
+    options: DemoOptions
+    first_turn_ids: frozenset[str] = frozenset()
+    num_conversations: int = 0
+    runs: list[RunOutcome] = attrs.field(factory=list)
+    tampering: Tampering | None = None
+    was_interrupted: bool = False
+    wall_s: float = 0.0
+
+    def run(self, index: int) -> RunOutcome | None:
+        return self.runs[index] if index < len(self.runs) else None
+
+    @property
+    def reference(self) -> RunOutcome | None:
+        return self.run(0)
+
+    @property
+    def without_offload(self) -> RunOutcome | None:
+        return self.run(1)
+
+    @property
+    def with_offload(self) -> RunOutcome | None:
+        return self.run(2)
+
+    def differences(self, run: RunOutcome) -> tuple[Difference, ...]:
+        assert self.reference is not None
+        return find_differences(self.reference.generations, run.generations)
+
+    @property
+    def num_corrupt(self) -> int:
+        return sum(run.transfers.get("blocks_corrupt", 0) for run in self.runs)
+
+    @property
+    def outputs_identical(self) -> bool | None:
+        """Whether every completed request of the run with offload gave the reference's tokens and logits, bit for bit,
+        and every loaded block the bytes that were stored. None: that run has not completed a request."""
+        run = self.with_offload
+        if run is None or not run.generations:
+            return None
+        return not self.differences(run) and not self.num_corrupt
+
+    @property
+    def nothing_is_left(self) -> bool:
+        return not any(run.num_pinned or run.num_quarantined or run.integrity_error for run in self.runs)
+
+    @property
+    def exit_status(self) -> int:
+        if self.was_interrupted:
+            return 130
+        untouched = self.without_offload is not None and not self.differences(self.without_offload)
+        return 0 if self.outputs_identical and untouched and self.nothing_is_left and not self.tampering else 1

@@ -1,0 +1,184 @@
+"""The result for a person (a table) and for a program (JSON)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from .outcome import DemoOutcome, RunOutcome
+from .runner import ENGINE
+
+__all__ = ["as_json", "as_table"]
+
+LABEL_WIDTH = 34
+COLUMN_WIDTH = 20
+
+
+def as_json(outcome: DemoOutcome) -> dict[str, Any]:
+    """Counts and times of the run with offload, `…_without_offload` of the one without. Token counts are sums over
+    completed requests; null is what never happened."""
+    options, first_turns = outcome.options, outcome.first_turn_ids
+    run = outcome.with_offload or RunOutcome.nothing()
+    without = outcome.without_offload or RunOutcome.nothing()
+    return {
+        "version": __version__,
+        "model": options.model,
+        "backend": options.backend,
+        "device": options.device,
+        "seed": options.seed,
+        "device_blocks": options.num_device_blocks,
+        "host_blocks": options.num_host_blocks,
+        "cancel_rate": options.cancel_rate,
+        "corrupt": options.corrupt.value if options.corrupt else None,
+        "interrupted": outcome.was_interrupted,
+        "requests": run.num_requests,
+        "completed": len(run.generations),
+        "aborted": run.num_aborted,
+        "prompt_tokens": run.sum_of("num_prompt_tokens"),
+        "device_hit_tokens": run.sum_of("num_device_tokens"),
+        "host_hit_tokens": run.sum_of("num_host_tokens"),
+        "computed_tokens": run.sum_of("num_computed_tokens"),
+        "computed_tokens_without_offload": without.sum_of("num_computed_tokens"),
+        "outputs_identical": outcome.outputs_identical,
+        "outputs_compared": len(run.generations),
+        "blocks_loaded": run.transfers.get("blocks_loaded", 0),
+        "blocks_stored": run.transfers.get("blocks_stored", 0),
+        "blocks_verified": run.transfers.get("blocks_verified", 0),
+        "blocks_corrupt": run.transfers.get("blocks_corrupt", 0),
+        "pinned_blocks_at_end": sum(each.num_pinned for each in outcome.runs),
+        "quarantined_blocks": sum(each.num_quarantined for each in outcome.runs),
+        "ttft_s": _percentiles(run.times("arrived_s", first_turns)),
+        "ttft_s_without_offload": _percentiles(without.times("arrived_s", first_turns)),
+        "service_ttft_s": _percentiles(run.times("admitted_s", first_turns)),
+        "service_ttft_s_without_offload": _percentiles(without.times("admitted_s", first_turns)),
+        "load_gb_per_s": run.rate("load"),
+        "store_gb_per_s": run.rate("store"),
+        "wall_s": outcome.wall_s,
+        "run_wall_s": [each.wall_s for each in outcome.runs],
+    }
+
+
+def as_table(outcome: DemoOutcome) -> str:
+    """What was done so far, at whatever point that is."""
+    lines = ["", *_heading(outcome), ""]
+    if outcome.runs:
+        lines += [_row("", [run.kind.name for run in outcome.runs]), *_rows(outcome), ""]
+        lines += _transfers(outcome)
+    lines += [f"  {text}" for text in _verdict(outcome)]
+    return "\n".join([*lines, f"  {outcome.wall_s:.1f} s in all", ""])
+
+
+def _heading(outcome: DemoOutcome) -> Iterator[str]:
+    options = outcome.options
+    yield f"  aoffload demo: model {options.model}, {options.backend}, {options.device}, seed {options.seed}"
+    yield (
+        f"  {options.num_requests} requests in {outcome.num_conversations} conversations; "
+        f"small pool {options.num_device_blocks}, host {options.num_host_blocks} blocks of {ENGINE.block_size} tokens"
+    )
+
+
+def _rows(outcome: DemoOutcome) -> Iterator[str]:
+    def row(label: str, cell: Callable[[RunOutcome], str]) -> str:
+        return _row(label, [cell(run) for run in outcome.runs])
+
+    def tokens(field: str) -> Callable[[RunOutcome], str]:
+        def cell(run: RunOutcome) -> str:
+            count, total = run.sum_of(field), run.sum_of("num_prompt_tokens")
+            return f"{count:,} {count / total:>4.0%}" if total else "-"
+
+        return cell
+
+    def times(since: str) -> Callable[[RunOutcome], str]:
+        def cell(run: RunOutcome) -> str:
+            found = _percentiles(run.times(since, outcome.first_turn_ids))
+            return f"{_seconds(found['p50'])} / {_seconds(found['p99'])}"
+
+        return cell
+
+    yield row("device blocks", lambda run: f"{run.kind.num_device_blocks:,}")
+    yield row("requests done / aborted", lambda run: f"{len(run.generations)} / {run.num_aborted}")
+    yield row("prompt tokens", lambda run: f"{run.sum_of('num_prompt_tokens'):,}     ")
+    yield row("  found on the device", tokens("num_device_tokens"))
+    yield row("  loaded from host memory", tokens("num_host_tokens"))
+    yield row("  computed", tokens("num_computed_tokens"))
+    yield _row("time to first token, later turns", ["p50 / p99 s" for _ in outcome.runs])
+    yield row("  from arrival", times("arrived_s"))
+    yield row("  from admission", times("admitted_s"))
+    yield row("wall time, s", lambda run: f"{run.wall_s:.1f}")
+    yield row("pins left / quarantined", lambda run: f"{run.num_pinned} / {run.num_quarantined}")
+
+
+def _transfers(outcome: DemoOutcome) -> Iterator[str]:
+    run = outcome.with_offload
+    if run is None:
+        return
+    counts = run.transfers
+    yield f"  loaded {counts.get('blocks_loaded', 0):,} blocks{_speed(run.rate('load'))}, " + (
+        f"stored {counts.get('blocks_stored', 0):,}{_speed(run.rate('store'))}; "
+        f"verified {counts.get('blocks_verified', 0):,}, corrupt {counts.get('blocks_corrupt', 0):,}"
+    )
+
+
+def _verdict(outcome: DemoOutcome) -> Iterator[str]:
+    if outcome.was_interrupted:
+        yield "interrupted; this is what was done so far"
+    for run in outcome.runs[1:]:
+        yield f"outputs {run.kind.name}: {_compared(outcome, run)}"
+    if outcome.tampering is not None:
+        yield from _tampering(outcome)
+    for run in outcome.runs:
+        if run.integrity_error:
+            yield f"INTEGRITY {run.kind.name}: {run.integrity_error}"
+        if run.is_over and (run.num_pinned or run.num_quarantined):
+            yield f"LEAK {run.kind.name}: {run.num_pinned} blocks pinned, {run.num_quarantined} quarantined"
+
+
+def _compared(outcome: DemoOutcome, run: RunOutcome) -> str:
+    differences = outcome.differences(run)
+    corrupt = run.transfers.get("blocks_corrupt", 0)
+    note = f"; {corrupt} corrupt blocks were caught" if corrupt else ""
+    if not run.generations:
+        return "nothing to compare yet"
+    if not differences:
+        return f"{len(run.generations)} requests, tokens and logits equal to the reference bit for bit{note}"
+    worst = ", ".join(difference.turn_id for difference in differences[:4])
+    tokens = sum(difference.num_tokens > 0 for difference in differences)
+    among = f"{len(differences)} of {len(run.generations)} requests ({worst}{', …' if differences[4:] else ''})"
+    return f"DIFFERENT in {among}: logits in {len(differences)}, tokens in {tokens}{note}"
+
+
+def _tampering(outcome: DemoOutcome) -> Iterator[str]:
+    tampering, run = outcome.tampering, outcome.with_offload
+    assert tampering is not None
+    yield "two loaded blocks were exchanged on purpose:"
+    if tampering.before_verification:
+        caught = run.transfers.get("blocks_corrupt", 0) if run else 0
+        result = f"the checksum caught {caught} of {tampering.num_before}" if tampering.num_before else "not done"
+        yield f"  before they were verified: {result}"
+    if tampering.after_verification:
+        wrong = len(outcome.differences(run)) if run else 0
+        result = f"the logits of {wrong} requests gave it away" if tampering.num_after else "not done"
+        yield f"  after they were verified: {result}"
+    if tampering.is_pending:
+        yield "  no load was large enough for what was not done: try fewer --device-blocks or more --requests"
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
+    return f"  {label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
+        return {"p50": None, "p99": None}
+    return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def _speed(rate: float | None) -> str:
+    return "" if rate is None else f" at {rate:.1f} GB/s"

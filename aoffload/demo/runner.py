@@ -1,0 +1,145 @@
+"""One run: the clients of all conversations at once, against an engine on a pool of a given size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio
+import attrs
+
+from .. import FullAttention, KVCacheGroup, OffloadConfig, OffloadRuntime
+from ..errors import IntegrityError
+from ..integrations.batching import EngineOptions
+from ..integrations.engine import PagedEngine
+from ..integrations.paged import PagedModel
+from ..integrations.sequence import Generation
+from ..transfer.local import LocalTransport
+from .departures import Departures
+from .outcome import DemoOutcome, RunKind, RunOutcome
+from .progress import Progress
+from .workload import Conversation, Workload
+
+__all__ = ["ENGINE", "Runner", "run_kinds"]
+
+# Room for every conversation at once: who waits, waits in the runtime's line for blocks.
+ENGINE = EngineOptions(block_size=16, prefill_tokens=64, decode_rows=4, max_running=4096)
+FLUSH_TIMEOUT_S = 10.0
+LAST_FLUSH_TIMEOUT_S = 0.3
+CLOSE_TIMEOUT_S = 0.5
+"""The last two: Ctrl-C is over within two seconds. A copy takes milliseconds."""
+
+
+def run_kinds(workload: Workload, num_device_blocks: int, num_host_blocks: int) -> tuple[RunKind, RunKind, RunKind]:
+    """The three runs, in their order."""
+    # Every conversation keeps its longest prompt, and may hold it a second time while two compute the same.
+    everything = 2 * sum(ENGINE.num_blocks(conversation.max_tokens) for conversation in workload.conversations)
+    return (
+        RunKind("reference", max(everything, num_device_blocks), 0),
+        RunKind("without offload", num_device_blocks, 0),
+        RunKind("with offload", num_device_blocks, num_host_blocks),
+    )
+
+
+@attrs.define(eq=False)
+class Runner:
+    model: PagedModel
+    workload: Workload
+    outcome: DemoOutcome
+    progress: Progress
+    logger: Any
+
+    async def run(self, kind: RunKind, cancel_rate: float) -> None:
+        """Serve the workload once. What was done is in `self.outcome`, also when this is cancelled."""
+        result = RunOutcome(kind, num_requests=self.workload.num_requests)
+        self.outcome.runs.append(result)
+        self.progress.start(kind.name, self.workload.num_requests)
+        kv_cache = self.model.new_kv_cache(kind.num_device_blocks + 1 + ENGINE.num_scratch_blocks, ENGINE.block_size)
+        started = time.monotonic()
+        try:
+            async with self._open_runtime(kind, kv_cache) as runtime:
+                try:
+                    await self._serve(runtime, kv_cache, result, cancel_rate)
+                    result.is_over = True
+                finally:
+                    # Stores that nobody waits for pin what they copy; what is still pinned after them is a leak.
+                    with anyio.move_on_after(FLUSH_TIMEOUT_S if result.is_over else LAST_FLUSH_TIMEOUT_S, shield=True):
+                        await runtime.flush()
+                    _take_stock(runtime, result)
+        finally:
+            result.wall_s = time.monotonic() - started
+
+    def _open_runtime(self, kind: RunKind, kv_cache: Any) -> OffloadRuntime:
+        owned = kv_cache[: kind.num_device_blocks + 1]  # with the null block, without the engine's scratch
+        config = OffloadConfig(
+            groups=[KVCacheGroup("full", attention=FullAttention(), block_size=ENGINE.block_size)],
+            num_host_blocks=kind.num_host_blocks,
+            namespace=f"{self.outcome.options.model}@{self.outcome.options.seed}",
+            store_policy="eager" if kind.has_offload else "off",
+            verify=kind.has_offload,
+            close_timeout_s=CLOSE_TIMEOUT_S,
+        )
+        transport = None
+        if self.outcome.tampering is not None and kind.has_offload:
+            transport = LocalTransport([owned], backend=self.outcome.tampering.make_backend)
+        logger = self.logger.bind(run=kind.name)
+        return OffloadRuntime(config, [owned], transport=transport, logger=logger)
+
+    async def _serve(self, runtime: OffloadRuntime, kv_cache: Any, result: RunOutcome, cancel_rate: float) -> None:
+        async with anyio.create_task_group() as tasks:
+            departures = Departures.seeded(cancel_rate, self.outcome.options.seed, tasks)
+
+            def on_step(num_steps: int) -> None:
+                departures.step_done(num_steps)
+                done = len(result.generations) + result.num_aborted
+                self.progress.update(done, f"{engine.statistics().num_prefilled_tokens:,} prompt tokens computed")
+
+            answers = self.outcome.runs[0].generations  # the reference's; in the reference run its own, as they come
+            async with PagedEngine(self.model, runtime, kv_cache, ENGINE, on_step=on_step) as engine:
+                async with anyio.create_task_group() as clients:
+                    for conversation in self.workload.conversations:
+                        client = Client(conversation, engine, result, departures, answers)
+                        clients.start_soon(client.converse)
+            tasks.cancel_scope.cancel()
+
+
+@attrs.define(eq=False)
+class Client:
+    """Somebody who asks, reads the answer and asks again; and may go away before the answer is complete."""
+
+    conversation: Conversation
+    engine: PagedEngine
+    result: RunOutcome
+    departures: Departures
+    answers: Mapping[str, Generation]
+    """What later prompts quote, by turn id."""
+
+    async def converse(self) -> None:
+        for index, turn in enumerate(self.conversation.turns):
+            answers = {turn_id: generation.token_ids for turn_id, generation in self.answers.items()}
+            prompt = self.conversation.prompt(index, answers)
+            await self._ask(turn.turn_id, prompt, turn.num_answer_tokens)
+
+    async def _ask(self, turn_id: str, prompt: Sequence[int], num_answer_tokens: int) -> None:
+        request_id = f"{self.result.kind.name.replace(' ', '-')}-{turn_id}"
+        with anyio.CancelScope() as scope:
+            self.departures.arrange(scope)
+            try:
+                generation = await self.engine.generate(prompt, num_answer_tokens, request_id=request_id)
+                self.result.generations[turn_id] = generation
+            finally:
+                self.departures.forget(scope)
+                if turn_id not in self.result.generations:
+                    self.result.num_aborted += 1
+
+
+def _take_stock(runtime: OffloadRuntime, result: RunOutcome) -> None:
+    statistics = runtime.statistics()
+    result.num_pinned = statistics.device.num_pinned + statistics.host.num_pinned
+    result.num_quarantined = statistics.device.num_quarantined + statistics.host.num_quarantined
+    result.transfers = attrs.asdict(runtime.transport.statistics())
+    try:
+        runtime.check_integrity()
+    except IntegrityError as error:
+        result.integrity_error = str(error)

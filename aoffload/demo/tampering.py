@@ -1,0 +1,95 @@
+"""The negative control of `--corrupt`: a copier that exchanges two loaded blocks, so that something has to notice."""
+
+from __future__ import annotations
+
+import attrs
+
+from ..core.plan import Direction, TransferPlan
+from ..transfer.backends.base import CopyBackend
+from ..transfer.backends.cpu import CpuBackend
+from ..transfer.backends.cuda import CudaBackend
+from ..transfer.region import KVRegion
+from .options import Corrupt
+
+__all__ = ["Tampering"]
+
+MIN_BLOCKS = 8
+"""A load worth tampering with: several blocks of a prompt that will be computed on."""
+
+
+@attrs.define(eq=False)
+class Tampering:
+    """What is to be done, and what was done. Written by the copy thread, read when the run is over.
+
+    Exchanges a block in the middle of a load with its last one: once before they are verified, once after, in loads of
+    their own.
+    """
+
+    before_verification: bool
+    after_verification: bool
+    num_before: int = 0
+    """Blocks that held another block's bytes when they were verified."""
+    num_after: int = 0
+    """The same, but only since they were verified."""
+    _touched_job: int = 0
+
+    @classmethod
+    def of(cls, corrupt: Corrupt) -> Tampering:
+        return cls(corrupt is not Corrupt.LOGITS, corrupt is not Corrupt.CHECKSUM)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something is still to be done: no load was large enough."""
+        return (self.before_verification and not self.num_before) or (self.after_verification and not self.num_after)
+
+    def make_backend(self, regions: tuple[KVRegion, ...]) -> CopyBackend:
+        """A backend for `LocalTransport` that does it."""
+        if regions[0].device.type == "cuda":
+            return _TamperingCudaBackend(regions, self)
+        return _TamperingCpuBackend(regions, self)
+
+    def has_copied(self, backend: CopyBackend, plan: TransferPlan) -> None:
+        if self.before_verification and not self.num_before and _is_worth_it(plan):
+            self.num_before = self._exchange(backend, plan)
+
+    def has_verified(self, backend: CopyBackend, plan: TransferPlan) -> None:
+        if plan.job_id == self._touched_job:
+            return  # the checksum has seen it; nothing would be left for the logits to catch
+        if self.after_verification and not self.num_after and _is_worth_it(plan):
+            self.num_after = self._exchange(backend, plan)
+
+    def _exchange(self, backend: CopyBackend, plan: TransferPlan) -> int:
+        left, right = plan.destination_ids[plan.num_blocks // 2], plan.destination_ids[-1]
+        kept = backend.device_block(left).copy()
+        backend.write_device_block(left, backend.device_block(right))
+        backend.write_device_block(right, kept)
+        self._touched_job = plan.job_id
+        return 2
+
+
+def _is_worth_it(plan: TransferPlan) -> bool:
+    return plan.direction is Direction.LOAD and plan.num_blocks >= MIN_BLOCKS
+
+
+class _TamperingCpuBackend(CpuBackend):
+    def __init__(self, regions: tuple[KVRegion, ...], tampering: Tampering) -> None:
+        super().__init__(regions)
+        self._tampering = tampering
+
+    def after_copy(self, plan: TransferPlan) -> None:
+        self._tampering.has_copied(self, plan)
+
+    def after_verify(self, plan: TransferPlan) -> None:
+        self._tampering.has_verified(self, plan)
+
+
+class _TamperingCudaBackend(CudaBackend):
+    def __init__(self, regions: tuple[KVRegion, ...], tampering: Tampering) -> None:
+        super().__init__(regions)
+        self._tampering = tampering
+
+    def after_copy(self, plan: TransferPlan) -> None:
+        self._tampering.has_copied(self, plan)
+
+    def after_verify(self, plan: TransferPlan) -> None:
+        self._tampering.has_verified(self, plan)

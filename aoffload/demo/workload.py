@@ -1,0 +1,93 @@
+"""The workload: conversations of several turns that share system prompts, fixed by a seed.
+
+A turn's prompt is everything before it, answers included, plus what the user says now. Lengths are known before
+anything runs, because answers have a fixed length.
+
+The answers that later prompts contain are those of the reference run, in every run. So each request has the same prompt
+in all three runs and is compared on its own: one wrong answer counts once, where it happened, instead of changing every
+prompt after it. It hides nothing, since a run's own answer is compared token by token before the reference's goes on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+__all__ = ["Conversation", "Turn", "Workload", "make_workload"]
+
+TURNS_PER_CONVERSATION = 4
+SYSTEM_TOKENS = (192, 320)
+"""Two system prompts; conversations take turns with them."""
+OPENING_TOKENS = (160, 1280)
+"""The first message, with whatever document it brings along."""
+MESSAGE_TOKENS = (16, 64)
+ANSWER_TOKENS = (6, 12)
+
+
+@attrs.frozen
+class Turn:
+    turn_id: str
+    message: tuple[int, ...]
+    num_answer_tokens: int
+
+
+@attrs.frozen
+class Conversation:
+    system: tuple[int, ...]
+    turns: tuple[Turn, ...]
+
+    def prompt(self, index: int, answers: Mapping[str, Sequence[int]]) -> list[int]:
+        """The prompt of turn `index`, given the answers of the turns before it by turn id."""
+        tokens = [*self.system]
+        for turn in self.turns[:index]:
+            tokens += [*turn.message, *answers[turn.turn_id]]
+        return [*tokens, *self.turns[index].message]
+
+    def num_prompt_tokens(self, index: int) -> int:
+        before = sum(len(turn.message) + turn.num_answer_tokens for turn in self.turns[:index])
+        return len(self.system) + before + len(self.turns[index].message)
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and answer of the last turn."""
+        return self.num_prompt_tokens(len(self.turns) - 1) + self.turns[-1].num_answer_tokens
+
+
+@attrs.frozen
+class Workload:
+    conversations: tuple[Conversation, ...]
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(conversation.turns) for conversation in self.conversations)
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and answer of the longest request."""
+        return max(conversation.max_tokens for conversation in self.conversations)
+
+    def first_turn_ids(self) -> frozenset[str]:
+        return frozenset(conversation.turns[0].turn_id for conversation in self.conversations)
+
+
+def make_workload(seed: int, num_requests: int, vocab_size: int) -> Workload:
+    """`num_requests` turns, dealt out to conversations of about four."""
+    draw = random.Random(seed)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(vocab_size) for _ in range(count))
+
+    systems = [tokens(count) for count in SYSTEM_TOKENS]
+    num_conversations = -(-num_requests // TURNS_PER_CONVERSATION)
+    conversations: list[Conversation] = []
+    for number in range(num_conversations):
+        num_turns = num_requests // num_conversations + (number < num_requests % num_conversations)
+        lengths = [draw.randint(*OPENING_TOKENS)] + [draw.randint(*MESSAGE_TOKENS) for _ in range(num_turns - 1)]
+        turns = tuple(
+            Turn(f"c{number:02}-t{index}", tokens(length), draw.randint(*ANSWER_TOKENS))
+            for index, length in enumerate(lengths)
+        )
+        conversations.append(Conversation(systems[number % len(systems)], turns))
+    return Workload(tuple(conversations))

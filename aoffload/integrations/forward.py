@@ -1,0 +1,60 @@
+"""One forward pass, from slices to tokens: the part of a step that runs in the worker thread."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from .paged import PagedBatch, PagedModel, SequenceSlice
+from .sequence import RowOutput
+
+__all__ = ["Forward"]
+
+
+@attrs.define(eq=False)
+class Forward:
+    """Made and finished in the event loop's thread, run in another one."""
+
+    model: PagedModel
+    kv_cache: torch.Tensor
+    block_size: int
+    slices: Sequence[SequenceSlice]
+    num_rows: int
+    """Rows whose token is wanted; those behind are padding."""
+    outputs: list[RowOutput] = attrs.field(factory=list)
+    error: Exception | None = None
+    _finished: bool = False
+    _running: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def run(self) -> None:
+        """Compute, unless `finish` came first. Whatever the model raises is kept in `error`."""
+        with self._running:
+            if self._finished:
+                return
+            try:
+                self.outputs = self._compute()
+            except Exception as error:  # noqa: BLE001 - a model may raise anything, and only this step's requests pay
+                self.error = error
+
+    def finish(self) -> None:
+        """After this no thread computes any more. Blocks only if the wait for the thread was cut short.
+
+        Awaiting the thread is shielded, but a natively cancelled asyncio task goes through every shield; a step must
+        not let go of its blocks while a forward still writes into them.
+        """
+        with self._running:
+            self._finished = True
+
+    def _compute(self) -> list[RowOutput]:
+        batch = PagedBatch.of(self.slices, self.block_size, self.kv_cache.device)
+        logits = self.model.forward(batch, self.kv_cache)[: self.num_rows].cpu().contiguous()
+        token_ids = logits.argmax(dim=-1).tolist()
+        return [RowOutput(token, _digest(row)) for token, row in zip(token_ids, logits, strict=True)]
+
+
+def _digest(row: torch.Tensor) -> bytes:
+    return hashlib.sha256(row.numpy().data).digest()

@@ -1,0 +1,143 @@
+"""A sequence in the engine: how far it is computed, which slice comes next, what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import anyio
+import attrs
+
+from ..core.lifecycle import RequestState
+from .paged import SequenceSlice
+
+if TYPE_CHECKING:
+    from ..request import Request
+
+__all__ = ["Generation", "PromptTable", "RowOutput", "RunningSequence"]
+
+
+@attrs.frozen
+class RowOutput:
+    """What one row of a forward gave: the greedy token, and SHA-256 of the float32 logits it was taken from."""
+
+    token_id: int
+    logits_digest: bytes
+
+
+@attrs.frozen(kw_only=True)
+class Generation:
+    """One finished request. Times are the engine's clock, in seconds.
+
+    `num_device_tokens + num_host_tokens + num_computed_tokens == num_prompt_tokens`: where the prompt's KV came from.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logits_digests: tuple[bytes, ...]
+    """SHA-256 of the logits behind each token; the first is of the prompt's last token."""
+    num_prompt_tokens: int
+    num_device_tokens: int
+    num_host_tokens: int
+    num_computed_tokens: int
+    arrived_s: float
+    admitted_s: float
+    """When its blocks were granted."""
+    first_token_s: float
+    finished_s: float
+
+
+@attrs.frozen
+class PromptTable:
+    """Block tables for a sequence whose first `num_ready` tokens are on the device, in slices on a fixed grid.
+
+    Blocks before `num_ready` are shared: nobody writes into them. When `num_ready` is not on the grid (a load that
+    failed half-way), the first slice starts at the grid point before it all the same, or its bits would differ from
+    everybody else's; what it computes anew below `num_ready` goes to the engine's scratch blocks.
+
+        grid            |               |               |
+        num_ready                 ^
+        first slice     [ s   s   s   p ]                       s: scratch, p: the request's own, private blocks
+        later slices     the request's own table
+    """
+
+    block_ids: Sequence[int]
+    num_ready: int
+    grid: int
+    block_size: int
+    scratch_ids: Sequence[int]
+
+    @property
+    def start(self) -> int:
+        """The first position that is computed."""
+        return self.num_ready - self.num_ready % self.grid
+
+    def for_slice(self, start: int) -> Sequence[int]:
+        """The table of the slice that starts at `start`."""
+        if start != self.start or start == self.num_ready:
+            return self.block_ids
+        first, stop = start // self.block_size, self.num_ready // self.block_size
+        return [*self.block_ids[:first], *self.scratch_ids[: stop - first], *self.block_ids[stop:]]
+
+    def stop_of(self, start: int, num_tokens: int) -> int:
+        """Where the slice that starts at `start` ends, in a prompt of `num_tokens`."""
+        return min(start + self.grid, num_tokens)
+
+
+@attrs.define(eq=False)
+class RunningSequence:
+    """A request between its load and its last token. Touched by the event loop's thread only.
+
+    Positions [0, num_computed) have their KV on the device. While `num_computed` is inside the prompt the sequence
+    prefills; then each decode step computes the last token and appends the next.
+    """
+
+    request: Request
+    prompt: Sequence[int]
+    max_new_tokens: int
+    table: PromptTable
+    on_token: Callable[[int], None]
+    num_computed: int
+    token_ids: list[int] = attrs.field(factory=list)
+    logits_digests: list[bytes] = attrs.field(factory=list)
+    first_token_s: float = 0.0
+    error: Exception | None = None
+    ended: anyio.Event = attrs.field(factory=anyio.Event)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < len(self.prompt)
+
+    @property
+    def is_live(self) -> bool:
+        """Not over, neither for the engine nor for the runtime: a cancelled request's client may not have run yet."""
+        return not self.ended.is_set() and self.request.state is RequestState.RUNNING
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.token_ids) == self.max_new_tokens
+
+    def next_slice(self) -> SequenceSlice:
+        """What the next forward computes of this sequence: a slice of the prompt, or the last token."""
+        start = self.num_computed
+        if self.is_prefilling:
+            stop = self.table.stop_of(start, len(self.prompt))
+            return SequenceSlice(self.prompt[start:stop], start, self.table.for_slice(start))
+        return SequenceSlice([self.token_ids[-1]], start, self.table.block_ids)
+
+    def advance(self, num_tokens: int, output: RowOutput, now: float) -> bool:
+        """Take in a step's result; whether it brought a token (the last slice of a prompt and every decode step do)."""
+        self.num_computed += num_tokens
+        if self.is_prefilling:
+            return False
+        if not self.token_ids:
+            self.first_token_s = now
+        self.token_ids.append(output.token_id)
+        self.logits_digests.append(output.logits_digest)
+        return True
+
+    def end(self, error: Exception | None = None) -> None:
+        """Wake the client: complete, or with an error. The first call counts."""
+        if not self.ended.is_set():
+            self.error = error
+            self.ended.set()

@@ -1,0 +1,273 @@
+"""A request: a task's view of its holding. Everything it pins lives as long as its `async with` block, no longer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+import attrs
+
+from .core.holding import Extension, Holding
+from .core.lifecycle import RequestState
+from .core.matching import PrefixMatch
+from .core.waiting import Waiter
+from .errors import OutOfBlocks, RuntimeClosed, WrongState
+from .prefix import Prefix, TokenIds
+from .transfer.fence import Fence
+
+if TYPE_CHECKING:
+    from .runtime import OffloadRuntime
+
+__all__ = ["PendingLoad", "Request", "RequestOptions"]
+
+
+@attrs.frozen
+class RequestOptions:
+    """What a request was opened with, besides its tokens."""
+
+    request_id: str | None
+    deadline_s: float | None
+    max_hit_tokens: int | None
+    hit_alignment: int
+
+
+class Request:
+    """Made by `OffloadRuntime.request`, used as an async context manager in the task that serves the request.
+
+    Its cancel scope swallows a cancellation that it asked for itself (`cancel`, `deadline_s`); look at `state` and
+    `reason` behind the block. Any other cancellation or exception passes through, and the pins go all the same.
+    """
+
+    def __init__(self, runtime: OffloadRuntime, prefix: Prefix, options: RequestOptions) -> None:
+        self._runtime = runtime
+        self._prefix = prefix
+        self._options = options
+        self._holding: Holding | None = None
+        self._scope = anyio.CancelScope()
+        self._cancel_reason = ""
+        self._wakeup: anyio.Event | None = None
+
+    def __repr__(self) -> str:
+        return f"<Request {self.request_id!r} {self.state.name}>"
+
+    # -- its life -------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._holding is not None:
+            raise WrongState(f"request {self.request_id} was entered before: open another one")
+        self._holding = self._runtime._admit(self, self._prefix, self._options)
+        self._task_id = anyio.get_current_task().id
+        if self._options.deadline_s is not None:
+            self._scope.deadline = anyio.current_time() + self._options.deadline_s
+        self._scope.__enter__()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        # First and synchronously: nothing after this can keep a pin, not even a second cancellation.
+        self._close(self._why(error))
+        if anyio.get_current_task().id != self._task_id:
+            warnings.warn(f"{self!r} was left in another task than it was entered in", ResourceWarning, stacklevel=2)
+            return False
+        return bool(self._scope.__exit__(exc_type, error, trace))
+
+    def __del__(self) -> None:
+        holding = self._holding
+        if holding is not None and not holding.is_over:
+            warnings.warn(
+                f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
+            )
+            self._runtime._abandon(holding)
+
+    def _why(self, error: BaseException | None) -> str:
+        """The reason of the abort that leaving with `error` means, if it means one."""
+        if self._cancel_reason:
+            return self._cancel_reason
+        if error is None:
+            return "closed_early"
+        if isinstance(error, anyio.get_cancelled_exc_class()):
+            return "deadline" if self._scope.cancel_called else "cancelled"
+        return "abandoned" if isinstance(error, GeneratorExit) else f"error: {type(error).__name__}"
+
+    def _close(self, reason: str) -> None:
+        if self._holding is not None and not self._holding.is_over:
+            self._runtime._release(self._holding, reason)
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """Cancel the block this request runs in; it is over (and this swallowed) when that block has unwound."""
+        if self._holding is not None and not self._holding.is_over:
+            self._cancel_reason = self._cancel_reason or reason
+            self._scope.cancel()
+
+    def _runtime_closed(self) -> None:
+        """Wake it: its next step raises `RuntimeClosed`."""
+        if self._wakeup is not None:
+            self._wakeup.set()
+
+    def _live(self) -> Holding:
+        self._runtime._check_usable()
+        if self._holding is None:
+            raise WrongState("the request was not entered: use `async with`")
+        if self._holding.is_over:
+            if self._holding.reason == "runtime_closed":
+                raise RuntimeClosed(f"the runtime was closed under {self._holding}")
+            raise WrongState(f"{self._holding} is {self._holding.state.name}")
+        return self._holding
+
+    # -- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def request_id(self) -> str:
+        if self._holding is not None:
+            return self._holding.request_id
+        return self._options.request_id or "(not entered)"
+
+    @property
+    def state(self) -> RequestState:
+        return RequestState.QUEUED if self._holding is None else self._holding.state
+
+    @property
+    def reason(self) -> str:
+        """Why it was aborted; empty otherwise."""
+        return "" if self._holding is None else self._holding.reason
+
+    @property
+    def match(self) -> PrefixMatch:
+        """What was cached when it was matched last: on entering, and again if it had to wait for room."""
+        return self._live().match
+
+    @property
+    def block_ids(self) -> list[list[int]]:
+        """The block table, one list per group; null block 0 where nothing is needed or a load has not ended."""
+        return self._runtime.ledger.block_ids(self._live())
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is on the device: ready by a hit or a load, or committed."""
+        return self._live().num_computed_tokens
+
+    @property
+    def log(self) -> Any:
+        """The runtime's logger, bound to this request."""
+        return self._runtime.telemetry.logger.bind(request_id=self.request_id)
+
+    # -- room -----------------------------------------------------------------------------------------------------
+
+    def allocate_nowait(self, num_tokens: int | None = None) -> None:
+        """Blocks for `num_tokens` tokens in all (the prompt's, if None), or `OutOfBlocks` with nothing changed."""
+        self._runtime.ledger.allocate_nowait(self._live(), num_tokens)
+
+    async def allocate(self, num_tokens: int | None = None) -> None:
+        """As `allocate_nowait`, but waits for room; `OutOfBlocks` only if it can never fit."""
+        holding = self._live()
+        try:
+            self._runtime.ledger.allocate_nowait(holding, num_tokens)
+        except OutOfBlocks as error:
+            if not error.retryable:
+                raise
+            event = anyio.Event()
+            await self._wait_in_line(self._runtime.ledger.queue_allocation(holding, num_tokens, event.set), event)
+
+    def extend_nowait(self, num_tokens: int) -> Extension:
+        """Blocks for `num_tokens` in all; what was added to the block tables."""
+        return self._runtime.ledger.extend_nowait(self._live(), num_tokens)
+
+    async def extend(self, num_tokens: int) -> Extension:
+        """As `extend_nowait`, but waits. A retryable `OutOfBlocks`: only waiters hold room, so abort one of them."""
+        holding = self._live()
+        try:
+            return self._runtime.ledger.extend_nowait(holding, num_tokens)
+        except OutOfBlocks as error:
+            if not error.retryable:
+                raise
+            event = anyio.Event()
+            return await self._wait_in_line(self._runtime.ledger.queue_extension(holding, num_tokens, event.set), event)
+
+    async def _wait_in_line(self, waiter: Waiter, event: anyio.Event) -> Extension:
+        with self._in_line(waiter):
+            await self._wait(event)
+            self._live()
+            return self._runtime.ledger.accept(waiter)
+
+    @contextmanager
+    def _in_line(self, waiter: Waiter) -> Iterator[None]:
+        """Leave the line, or give an unused grant back, however the wait ends."""
+        try:
+            yield
+        finally:
+            self._runtime.ledger.withdraw(waiter)
+
+    async def _wait(self, event: anyio.Event) -> None:
+        self._wakeup = event
+        try:
+            await event.wait()
+        finally:
+            self._wakeup = None
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def load_nowait(self, max_tokens: int | None = None) -> PendingLoad:
+        """Start bringing the host hit onto the device, and go on without waiting for it."""
+        load = PendingLoad(self, max_tokens)
+        load.start()
+        return load
+
+    async def load(self, max_tokens: int | None = None) -> int:
+        """Bring the host hit onto the device; how many tokens are ready there. Never raises for a failed copy.
+
+        `max_tokens` takes fewer: rounded down to a block, never below the device hit. `block_ids` is final afterwards.
+        """
+        return await self.load_nowait(max_tokens).wait()
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def commit(self, num_computed_tokens: int, new_token_ids: TokenIds = (), after: Fence | None = None) -> None:
+        """Publish what is computed: `num_computed_tokens` in all, once `new_token_ids` are appended.
+
+        `after` is the fence behind the compute that wrote it; None: everything given to the current stream so far.
+        """
+        self._runtime._commit(self._live(), num_computed_tokens, new_token_ids, after)
+
+    def invalidate(self, from_token: int) -> None:
+        """Take back what a failed forward committed from `from_token` on. Who matched it meanwhile is aborted."""
+        self._runtime._invalidate(self._live(), from_token)
+
+
+class PendingLoad:
+    """A load on its way. `wait` may be cancelled and called again."""
+
+    def __init__(self, request: Request, max_tokens: int | None) -> None:
+        self._request = request
+        self._max_tokens = max_tokens
+        self._event = anyio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self._request.state is not RequestState.LOADING
+
+    def start(self) -> None:
+        runtime, holding = self._request._runtime, self._request._live()
+        self._event = anyio.Event()
+        runtime.worker.submit(runtime.ledger.plan_load(holding, self._max_tokens, self._event.set))
+
+    async def wait(self) -> int:
+        """Wait until the load is over, however it ends; the number of tokens that are ready."""
+        request = self._request
+        holding, runtime = request._live(), request._runtime
+        while holding.state is RequestState.LOADING:
+            if holding.waiter is not None and holding.waiter.is_over:
+                runtime.ledger.accept(holding.waiter)
+                self.start()
+                continue
+            bound = runtime.config.load_timeout_s if holding.load is not None else None
+            with anyio.move_on_after(bound) as patience:
+                await request._wait(self._event)
+            request._live()
+            if patience.cancelled_caught and holding.load is not None:
+                runtime.ledger.abandon_load(holding)
+        return holding.num_computed_tokens

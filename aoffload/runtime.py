@@ -1,0 +1,305 @@
+"""The runtime: the ledger, the worker and the transport, wired to one event loop."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import anyio
+import attrs
+from anyio.abc import TaskGroup
+
+from .config import OffloadConfig
+from .core.holding import Holding
+from .core.ledger import Ledger, LedgerStatistics
+from .core.matching import PrefixMatch
+from .core.tiers import TierStatistics
+from .env import Env
+from .errors import InvalidArgument, RequestAborted, RuntimeClosed, WrongProcess, WrongThread
+from .prefix import KeySpan, Prefix, Root, TokenIds
+from .request import Request, RequestOptions
+from .telemetry import Telemetry
+from .transfer.fence import Fence
+from .transfer.local import LocalTransport
+from .transfer.transport import Transport
+from .worker import CopyWorker
+
+__all__ = ["Computed", "OffloadRuntime", "RuntimeStatistics"]
+
+Result = TypeVar("Result")
+
+
+@attrs.frozen
+class Computed:
+    """What one forward computed of one request, for `commit_step`."""
+
+    request: Request
+    num_computed_tokens: int
+    new_token_ids: TokenIds = ()
+
+
+@attrs.frozen
+class RuntimeStatistics:
+    """A snapshot. `device` and `host` hold num_blocks, num_free, num_cached, num_pinned, num_quarantined."""
+
+    device: TierStatistics
+    host: TierStatistics
+    num_requests: int
+    num_waiting: int
+    num_jobs: int
+    num_late_completions: int
+
+
+class OffloadRuntime:
+    """An async context manager around one engine's KV cache.
+
+    `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
+    row 0 is the null block. `transport` takes their place where the tensors are elsewhere.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        kv_caches: Any = None,
+        *,
+        transport: Transport | None = None,
+        env: Env | None = None,
+        logger: Any = None,
+    ) -> None:
+        if not isinstance(config, OffloadConfig):
+            raise InvalidArgument("config", f"must be an OffloadConfig, got {type(config).__name__}")
+        if (kv_caches is None) == (transport is None):
+            raise InvalidArgument("kv_caches", "give either kv_caches or a transport")
+        self.config = config
+        self.transport: Transport = LocalTransport(kv_caches) if transport is None else transport
+        self.env = env if env is not None else Env()
+        self.telemetry = Telemetry(logger)
+        block_bytes = self.transport.block_bytes
+        self.ledger = Ledger(config, self.transport.num_device_blocks, block_bytes=block_bytes, observer=self.telemetry)
+        self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
+        self._namespace = _namespace_of(config)
+        self._roots: dict[tuple[Any, Any], Root] = {}
+        self._requests: dict[str, Request] = {}
+        self._group: TaskGroup | None = None
+        self._thread_id = 0
+        self._process_id = 0
+        self._is_open = False
+
+    def __repr__(self) -> str:
+        return f"<OffloadRuntime {'open' if self._is_open else 'closed'} {self.ledger!r}>"
+
+    # -- its life -------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._process_id:
+            raise RuntimeClosed("a runtime is entered once: make another one")
+        self._thread_id, self._process_id = threading.get_ident(), os.getpid()
+        self.worker.start()
+        num_host_blocks = self.config.resolve_host_blocks(self.transport.block_bytes)
+        self.transport.open(num_host_blocks, verify=self.config.verify, deliver=self.worker.deliver, env=self.env)
+        self._group = anyio.create_task_group()
+        await self._group.__aenter__()
+        self._group.start_soon(self.worker.run, name="aoffload copy worker")
+        self._is_open = True
+        self.telemetry.runtime_opened(self.transport.num_device_blocks - 1, num_host_blocks)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Live requests first, then what is queued, then what is in flight, each within bounds."""
+        self._is_open = False
+        for request in tuple(self._requests.values()):
+            request._close("runtime_closed")
+            request._runtime_closed()
+        self.worker.is_accepting = False
+        self.worker.discard_queued()
+        try:
+            # A launched copy can't be recalled, and its memory must outlive it: the one wait that is shielded.
+            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self.config.close_timeout_s):
+                await self.worker.wait_idle()
+                await anyio.to_thread.run_sync(self.transport.close, self.config.close_timeout_s)
+        finally:
+            self.worker.drain()
+            self.worker.stop("the runtime was closed")
+            self.transport.close(0.0)
+            self.telemetry.runtime_closed(len(self.ledger.jobs.quarantined))
+            assert self._group is not None
+            self._group.cancel_scope.cancel()
+            await self._group.__aexit__(None, None, None)
+
+    def _check_usable(self) -> None:
+        if self._process_id and os.getpid() != self._process_id:
+            raise WrongProcess("the runtime belongs to the process it was opened in, not to a fork of it")
+        if not self._is_open:
+            raise RuntimeClosed("the runtime is not open: use it inside its `async with` block")
+        if threading.get_ident() != self._thread_id:
+            raise WrongThread("call the runtime in its event loop's thread (anyio.from_thread.run_sync gets there)")
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        token_ids: TokenIds,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | bytes | None = None,
+        adapter_key: str | bytes | None = None,
+        key_spans: Iterable[KeySpan] = (),
+        deadline_s: float | None = None,
+        max_hit_tokens: int | None = None,
+        hit_alignment: int = 1,
+    ) -> Request:
+        """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
+
+        `cache_salt`, `adapter_key` and `key_spans` are part of what identifies KV: nothing is shared across them.
+        `deadline_s` is counted from entering. `max_hit_tokens` and `hit_alignment` narrow what is taken from the cache.
+        """
+        self._check_usable()
+        if deadline_s is not None and (not isinstance(deadline_s, (int, float)) or deadline_s != deadline_s):
+            raise InvalidArgument("deadline_s", f"must be a number of seconds, got {deadline_s!r}")
+        prefix = self._prefix(token_ids, cache_salt, adapter_key, key_spans)
+        return Request(self, prefix, RequestOptions(request_id, deadline_s, max_hit_tokens, hit_alignment))
+
+    async def run(
+        self, function: Callable[[Request], Awaitable[Result]], token_ids: TokenIds, /, **options: Any
+    ) -> Result:
+        """Run `function(request)` in a task of its own; its result. `RequestAborted` if it was cancelled meanwhile.
+
+        Only this form spawns: whoever cancels the calling task, natively too, cancels nothing but this request.
+        """
+        request = self.request(token_ids, **options)
+        results: list[Result] = []
+        errors: list[Exception] = []
+
+        async def serve() -> None:
+            try:
+                async with request:
+                    results.append(await function(request))
+            except Exception as error:  # noqa: BLE001 - raised again in the caller's task, out of the group
+                errors.append(error)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(serve, name=f"aoffload {request.request_id}")
+        if errors:
+            raise errors[0]
+        if not results:
+            raise RequestAborted(request.request_id, request.reason)
+        return results[0]
+
+    def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
+        """Cancel the live request of that id; whether there was one."""
+        self._check_usable()
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        request.cancel(reason)
+        return True
+
+    def lookup(
+        self,
+        token_ids: TokenIds,
+        *,
+        cache_salt: str | bytes | None = None,
+        adapter_key: str | bytes | None = None,
+        key_spans: Iterable[KeySpan] = (),
+    ) -> PrefixMatch:
+        """What is cached of a prompt. Takes nothing, touches nothing: it may be gone at the next await."""
+        self._check_usable()
+        return self.ledger.lookup(self._prefix(token_ids, cache_salt, adapter_key, key_spans))
+
+    def _prefix(self, token_ids: TokenIds, cache_salt: Any, adapter_key: Any, key_spans: Iterable[KeySpan]) -> Prefix:
+        root = self._roots.get((cache_salt, adapter_key)) if _is_hashable(cache_salt, adapter_key) else None
+        if root is None:
+            root = Root(self._namespace, cache_salt, adapter_key)
+            if len(self._roots) >= MAX_KEPT_ROOTS:
+                self._roots.clear()
+            self._roots[cache_salt, adapter_key] = root
+        return Prefix.of(root, token_ids, key_spans)
+
+    def _admit(self, request: Request, prefix: Prefix, options: RequestOptions) -> Holding:
+        self._check_usable()
+        holding = self.ledger.admit(
+            prefix,
+            request_id=options.request_id,
+            max_hit_tokens=options.max_hit_tokens,
+            hit_alignment=options.hit_alignment,
+        )
+        self._requests[holding.request_id] = request
+        return holding
+
+    def _release(self, holding: Holding, reason: str) -> None:
+        self._requests.pop(holding.request_id, None)
+        self.worker.submit(self.ledger.release(holding, reason))
+
+    def _abandon(self, holding: Holding) -> None:
+        """Called by a request's finaliser, wherever that runs."""
+        if self._is_open and threading.get_ident() == self._thread_id and os.getpid() == self._process_id:
+            self._release(holding, "abandoned")
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, requests: Iterable[Request]) -> Iterator[None]:
+        """Hold the blocks of `requests` while a forward touches them, wherever it runs and whatever becomes of them."""
+        self._check_usable()
+        with self.ledger.step([request._live() for request in requests]):
+            yield
+
+    def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> None:
+        """Commit for several requests of one forward behind one fence."""
+        self._check_usable()
+        fence = self.transport.record_fence() if after is None else after
+        for one in computed:
+            self._commit(one.request._live(), one.num_computed_tokens, one.new_token_ids, fence)
+
+    def _commit(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds, after: Fence | None) -> None:
+        fence = self.transport.record_fence() if after is None else after
+        self.worker.submit(self.ledger.commit(holding, num_computed_tokens, new_token_ids), fence)
+
+    def _invalidate(self, holding: Holding, from_token: int) -> None:
+        for tainted in self.ledger.invalidate(holding, from_token):
+            self.cancel(tainted.request_id, "prefix_invalidated")
+
+    # -- the whole ------------------------------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        """Wait until every store offered so far has landed, or is given up."""
+        self._check_usable()
+        await self.worker.wait_idle()
+
+    async def reset(self) -> None:
+        """Forget everything cached and wait for the transfers in flight, which publish nothing any more.
+
+        Requests running meanwhile keep their blocks, but publish and store nothing.
+        """
+        self._check_usable()
+        self.ledger.reset()
+        self.worker.discard_queued()
+        await self.worker.wait_idle()
+
+    def statistics(self) -> RuntimeStatistics:
+        found: LedgerStatistics = self.ledger.statistics()
+        return RuntimeStatistics(**attrs.asdict(found, recurse=False))
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every block is in exactly one hand. Costs a look at every block."""
+        self.ledger.check_integrity()
+
+
+MAX_KEPT_ROOTS = 1024
+"""Roots are kept for their running hash; how many tenants there are is not ours to bound."""
+
+
+def _is_hashable(*keys: object) -> bool:
+    return all(key is None or isinstance(key, (str, bytes)) for key in keys)
+
+
+def _namespace_of(config: OffloadConfig) -> str:
+    """The namespace as the root sees it: another layout of groups is another cache."""
+    groups = ",".join(f"{group.name}:{group.block_size}" for group in config.groups)
+    return f"{config.namespace}\n{groups}"

@@ -1,0 +1,95 @@
+"""One structlog event for every state move and every settled job (docs/tracing.md lists them)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+
+from .core.holding import Holding
+from .core.jobs import Job
+from .core.lifecycle import JobState, RequestState
+
+__all__ = ["Telemetry", "default_logger"]
+
+_REQUEST_EVENTS = {state: f"request_{state.value}" for state in RequestState}
+_JOB_EVENTS = {state: f"job_{state.value}" for state in JobState}
+
+
+def default_logger() -> Any:
+    """The program's own structlog logger; only warnings where the program never configured structlog."""
+    if structlog.is_configured():
+        return structlog.get_logger("aoffload")
+    return structlog.wrap_logger(
+        structlog.PrintLogger(),
+        processors=[structlog.processors.add_log_level, structlog.processors.KeyValueRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(30),
+    )
+
+
+class Telemetry:
+    """The ledger's observer. A filtered event costs one call; nothing is computed for it."""
+
+    def __init__(self, logger: Any = None) -> None:
+        bound = default_logger() if logger is None else logger
+        # Bound once: an unbound structlog proxy would look its configuration up at every event.
+        self.logger = bound.bind()
+
+    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
+        state, log = holding.state, self.logger
+        event, name = _REQUEST_EVENTS[state], holding.request_id
+        if state is RequestState.MATCHED:
+            found = holding.match
+            log.debug(
+                event,
+                request_id=name,
+                num_tokens=holding.sequence.num_tokens,
+                num_device_tokens=found.num_device_tokens,
+                num_host_tokens=found.num_host_tokens,
+            )
+        elif state is RequestState.ALLOCATED:
+            log.debug(event, request_id=name, num_blocks=len(holding.table))
+        elif state is RequestState.RUNNING:
+            log.debug(event, request_id=name, num_ready_tokens=holding.num_computed_tokens)
+        elif state is RequestState.DONE:
+            log.info(event, request_id=name, num_computed_tokens=holding.num_computed_tokens)
+        elif state is RequestState.ABORTED:
+            log.info(event, request_id=name, reason=reason, previous=old.value)
+        else:
+            log.debug(event, request_id=name)
+
+    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
+        plan = job.plan
+        event, completion = _JOB_EVENTS[job.state], job.completion
+        about: dict[str, Any] = {
+            "job_id": plan.job_id,
+            "direction": plan.direction.value,
+            "num_blocks": plan.num_blocks,
+            "request_id": job.request_id,
+        }
+        if completion is not None:
+            about |= {"outcome": completion.outcome.value, "num_bytes": completion.num_bytes}
+            about["duration_s"] = round(completion.duration_s, 6)
+        if job.state is JobState.FAILED:
+            self.logger.warning(event, error=completion.error if completion is not None else "", **about)
+        else:
+            self.logger.debug(event, **about)
+
+    def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None:
+        self.logger.debug("store_skipped", request_id=holding.request_id, num_blocks=num_blocks, reason=reason)
+
+    def transport_stalled(self, num_jobs: int) -> None:
+        self.logger.error("transport_stalled", num_jobs=num_jobs)
+
+    def transport_recovered(self) -> None:
+        self.logger.warning("transport_recovered")
+
+    def worker_failed(self, error: BaseException) -> None:
+        self.logger.error("worker_failed", error=repr(error))
+
+    def runtime_opened(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        self.logger.debug("runtime_opened", num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
+
+    def runtime_closed(self, num_quarantined_jobs: int) -> None:
+        log = self.logger.error if num_quarantined_jobs else self.logger.debug
+        log("runtime_closed", num_quarantined_jobs=num_quarantined_jobs)

@@ -1,0 +1,1 @@
+"""Moving bytes: the only room, with `integrations`, that knows torch."""

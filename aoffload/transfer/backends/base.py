@@ -1,0 +1,140 @@
+"""What a copy backend is: the part of a local transport that differs between a CPU and a GPU."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.plan import Direction, Tier, TransferPlan
+from ...errors import ConfigError
+from ..fence import Fence
+from ..region import KVRegion
+
+__all__ = ["CopyBackend", "CopyStopped", "RegionBackend", "anonymous_memory", "device_ids", "host_ids", "host_size"]
+
+
+class CopyStopped(Exception):  # noqa: N818 - a result that has to leave several calls, not an error of the caller
+    """A copy that ended early for certain: nothing writes any more, and the leading `num_copied` blocks arrived."""
+
+    def __init__(self, num_copied: int) -> None:
+        super().__init__(f"stopped after {num_copied} blocks")
+        self.num_copied = num_copied
+
+
+class CopyBackend(Protocol):
+    """Moves bytes between the regions of one device and host memory that it owns.
+
+    `open`, `record_fence` and `close` are called by the event loop's thread. Everything else is called by the copy
+    threads, one per direction, which may run at the same time.
+    """
+
+    @property
+    def num_device_blocks(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+
+    def open(self, num_host_blocks: int) -> None:
+        """Allocate the host memory. `ConfigError` with the size where there is not enough."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the host memory; called only when no copy can touch it any more."""
+        ...
+
+    def record_fence(self) -> Fence:
+        """A fence behind all compute that was given to the device so far."""
+        ...
+
+    def thread_scope(self, direction: Direction) -> AbstractContextManager[object]:
+        """What a copy thread holds for as long as it lives."""
+        ...
+
+    def wait_for(self, direction: Direction, fences: tuple[Fence, ...]) -> None:
+        """Have the next copies of `direction` start only when `fences` have passed."""
+        ...
+
+    def copy(self, plan: TransferPlan) -> Fence:
+        """Copy, or start to; the fence passes when every block is at its destination.
+
+        The ids were checked. `CopyStopped` tells how far a copy came; any other exception, that nobody knows.
+        """
+        ...
+
+    def settle(self, direction: Direction) -> None:
+        """Return once nothing that was started in `direction` is still writing; raise if that cannot be known."""
+        ...
+
+    def host_block(self, block_id: int) -> NDArray[np.uint8]:
+        """The bytes of a host block: the block of every region, in order. May be a view."""
+        ...
+
+    def device_block(self, block_id: int) -> NDArray[np.uint8]:
+        """A copy of the bytes of a device block, read back from where the compute reads them."""
+        ...
+
+    def write_device_block(self, block_id: int, block: NDArray[np.uint8]) -> None:
+        """Overwrite a device block, for those who tamper on purpose."""
+        ...
+
+    def after_copy(self, plan: TransferPlan) -> None:
+        """Called when the blocks of `plan` are at their destination and not yet verified."""
+        ...
+
+    def after_verify(self, plan: TransferPlan) -> None:
+        """Called when they are verified (or verification is off) and nobody was told yet."""
+        ...
+
+
+class RegionBackend:
+    """What backends have in common. In host memory the regions of a block lie next to each other, block after block.
+
+    `after_copy` and `after_verify` do nothing here; a subclass may tamper there and see who notices.
+    """
+
+    def __init__(self, regions: tuple[KVRegion, ...]) -> None:
+        self.regions = regions
+        self.num_device_blocks = regions[0].num_blocks
+        self.block_bytes = sum(region.block_bytes for region in regions)
+
+    def thread_scope(self, direction: Direction) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def after_copy(self, plan: TransferPlan) -> None:
+        return None
+
+    def after_verify(self, plan: TransferPlan) -> None:
+        return None
+
+
+def device_ids(plan: TransferPlan) -> NDArray[np.int64]:
+    """The device blocks of a plan, in its order."""
+    return np.array(plan.source_ids if plan.source is Tier.DEVICE else plan.destination_ids, dtype=np.int64)
+
+
+def host_ids(plan: TransferPlan) -> NDArray[np.int64]:
+    """The host blocks of a plan, in its order."""
+    return np.array(plan.source_ids if plan.source is Tier.HOST else plan.destination_ids, dtype=np.int64)
+
+
+def anonymous_memory(num_blocks: int, block_bytes: int) -> NDArray[np.uint8]:
+    """Page-aligned memory `uint8 [num_blocks, block_bytes]` that no name outlives a killed process.
+
+    Private, not shared: a shared mapping counts against `/dev/shm` limits and is written to by forked children.
+    """
+    size = host_size(num_blocks, block_bytes)
+    try:
+        memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, MemoryError) as error:
+        raise ConfigError("num_host_blocks", f"{size / 2**30:.1f} GiB of host memory cannot be had ({error})") from None
+    return np.frombuffer(memory, dtype=np.uint8, count=size).reshape(num_blocks, block_bytes)
+
+
+def host_size(num_blocks: int, block_bytes: int) -> int:
+    """Bytes of a host pool. `ConfigError` where that is no size."""
+    if num_blocks < 0 or num_blocks * block_bytes >= 2**60:
+        raise ConfigError("num_host_blocks", f"{num_blocks} blocks of {block_bytes} bytes is no possible size")
+    return num_blocks * block_bytes

@@ -1,0 +1,236 @@
+"""A lane: the thread that copies in one direction, and the order in which its jobs end."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+import attrs
+
+from ..core.plan import Completion, Direction, Outcome, TransferPlan
+from ..env import Env
+from ..errors import TransferRefused
+from .backends.base import CopyBackend, CopyStopped
+from .checksums import BlockChecksums
+from .fence import Fence
+
+__all__ = ["CopyLane", "LaneCounts"]
+
+
+class _Stop(enum.Enum):
+    STOP = enum.auto()
+
+
+@attrs.define(eq=False)
+class _Job:
+    plan: TransferPlan
+    before: tuple[Fence, ...]
+    """What has to be over before the first byte moves."""
+
+
+@attrs.frozen
+class _Running:
+    plan: TransferPlan
+    fence: Fence
+    began_s: float
+
+
+@attrs.define
+class LaneCounts:
+    """Written by the lane's thread only."""
+
+    num_jobs: int = 0
+    num_blocks: int = 0
+    num_verified: int = 0
+    num_corrupt: int = 0
+    copy_seconds: float = 0.0
+
+
+class CopyLane:
+    """Loads and stores have a lane each: a store that waits for a long forward must not hold back a load.
+
+    Jobs of a lane start and end in the order they were launched in. Several may be running: a job is started as soon as
+    it is known, and the oldest is waited for only when there is nothing to start.
+    """
+
+    def __init__(
+        self,
+        direction: Direction,
+        backend: CopyBackend,
+        checksums: BlockChecksums | None,
+        deliver: Callable[[Completion], None],
+        env: Env,
+    ) -> None:
+        self.direction = direction
+        self.counts = LaneCounts()
+        self._backend = backend
+        self._checksums = checksums
+        self._deliver = deliver
+        self._env = env
+        self._queue: SimpleQueue[_Job | _Stop] = SimpleQueue()
+        self._running: deque[_Running] = deque()
+        self._starting: _Job | None = None
+        self._last_end_s = 0.0
+        # Guards `_refusal` together with the queue: nothing may be queued behind the drain of a lane that ends.
+        self._gate = threading.Lock()
+        self._refusal = ""
+        self._abandoned = False
+        # The thread's frame refers to this lane, so a copy that hangs keeps the memory of both sides alive.
+        self._thread = env.start_thread(self._work, f"aoffload-{direction.value}")
+
+    def launch(self, plan: TransferPlan, before: tuple[Fence, ...]) -> None:
+        with self._gate:
+            if self._refusal or not self._thread.is_alive():
+                raise TransferRefused(self._refusal or f"the {self.direction.value} thread is gone")
+            self._queue.put(_Job(plan, before))
+
+    def stop_launching(self) -> None:
+        """Refuse what comes, end after what was launched. Twice does no harm."""
+        with self._gate:
+            if not self._refusal:
+                self._refusal = "the transport is closed"
+                self._queue.put(_Stop.STOP)
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the lane ended within `timeout_s`. If not, it starts nothing more, should its copy ever end."""
+        self._thread.join(max(0.0, timeout_s))
+        self._abandoned = self._thread.is_alive()
+        return not self._abandoned
+
+    def _work(self) -> None:
+        try:
+            with self._backend.thread_scope(self.direction):
+                while (job := self._next_job()) is not _Stop.STOP:
+                    self._start(job)
+                    self._finish_passed()
+        finally:
+            self._give_up()
+
+    def _next_job(self) -> _Job | _Stop:
+        while True:
+            try:
+                job = self._queue.get(block=not self._running)
+            except Empty:
+                self._finish_oldest()
+                continue
+            while job is _Stop.STOP and self._running:
+                self._finish_oldest()
+            return job
+
+    def _start(self, job: _Job) -> None:
+        if self._abandoned:
+            self._deliver(_never_started(job.plan, "the transport was closed before the copy started"))
+            return
+        self._starting = job
+        began_s = self._env.now()
+        try:
+            self._backend.wait_for(self.direction, job.before)
+            began_s = self._env.now()
+            fence = self._backend.copy(job.plan)
+        except Exception as error:  # noqa: BLE001 - becomes the outcome of this job; the next one may fare better
+            self._finish_failed(job.plan, began_s, error)
+        else:
+            self._starting = None
+            self._running.append(_Running(job.plan, fence, began_s))
+
+    def _finish_passed(self) -> None:
+        while self._running and _has_passed(self._running[0].fence):
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        running = self._running[0]
+        try:
+            running.fence.synchronize()
+        except Exception as error:  # noqa: BLE001 - a lost device, say: whether the copy still writes nobody knows
+            completion = Completion(running.plan.job_id, Outcome.UNPROVEN, error=repr(error))
+        else:
+            completion = self._proven(running.plan, running.plan.num_blocks, running.began_s)
+        self._running.popleft()
+        self._deliver(completion)
+
+    def _finish_failed(self, plan: TransferPlan, began_s: float, error: Exception) -> None:
+        while self._running:
+            self._finish_oldest()
+        num_copied = error.num_copied if isinstance(error, CopyStopped) else 0
+        reason = repr(error.__cause__ or error)
+        try:
+            self._backend.settle(self.direction)
+        except Exception as doubt:  # noqa: BLE001 - nobody can say whether what the copy had started is over
+            completion = Completion(plan.job_id, Outcome.UNPROVEN, error=f"{reason}, then {doubt!r}")
+        else:
+            proven = self._proven(plan, num_copied, began_s)
+            completion = attrs.evolve(proven, outcome=Outcome.FAILED, corrupt=(), error=reason)
+        self._starting = None
+        self._deliver(completion)
+
+    def _proven(self, plan: TransferPlan, num_copied: int, began_s: float) -> Completion:
+        """What verification says about the leading `num_copied` blocks, at their destination now."""
+        duration_s = self._count_copy(num_copied, began_s)
+        num_bytes = num_copied * self._backend.block_bytes
+        landed = Completion(plan.job_id, Outcome.LANDED, num_copied, num_bytes=num_bytes, duration_s=duration_s)
+        try:
+            self._backend.after_copy(plan)
+            corrupt = self._verify(plan, num_copied)
+            self._backend.after_verify(plan)
+        except Exception as error:  # noqa: BLE001 - it could not be read back: over for certain, and nothing proven
+            return attrs.evolve(landed, outcome=Outcome.FAILED, num_landed=0, error=repr(error))
+        if corrupt:
+            problem = f"{len(corrupt)} of {num_copied} blocks hold other bytes than were stored"
+            return attrs.evolve(landed, outcome=Outcome.CORRUPT, num_landed=corrupt[0], corrupt=corrupt, error=problem)
+        return landed
+
+    def _count_copy(self, num_copied: int, began_s: float) -> float:
+        now_s = self._env.now()
+        # Jobs that ran at the same time shared that time.
+        self.counts.copy_seconds += now_s - max(began_s, self._last_end_s)
+        self._last_end_s = now_s
+        self.counts.num_jobs += 1
+        self.counts.num_blocks += num_copied
+        return now_s - began_s
+
+    def _verify(self, plan: TransferPlan, num_copied: int) -> tuple[int, ...]:
+        """Indices of loaded blocks that differ from what was stored; stored ones are remembered as they landed."""
+        if self._checksums is None:
+            return ()
+        if self.direction is Direction.STORE:
+            for host_id in plan.destination_ids[:num_copied]:
+                self._checksums.record(host_id, self._backend.host_block(host_id))
+            return ()
+        pairs = zip(plan.source_ids[:num_copied], plan.destination_ids, strict=False)
+        # Read back from the device, where the compute reads: so a block at the wrong place is noticed, too.
+        found = tuple(
+            index
+            for index, (host_id, block_id) in enumerate(pairs)
+            if not self._checksums.matches(host_id, self._backend.device_block(block_id))
+        )
+        self.counts.num_corrupt += len(found)
+        self.counts.num_verified += num_copied - len(found)
+        return found
+
+    def _give_up(self) -> None:
+        """The thread ends, in order or not: nobody waits for a job that it will not finish."""
+        with self._gate:
+            self._refusal = self._refusal or f"the {self.direction.value} thread died"
+        reason = f"the {self.direction.value} thread ended"
+        plans_in_doubt = [running.plan for running in self._running]
+        plans_in_doubt += [self._starting.plan] if self._starting is not None else []
+        for plan in plans_in_doubt:
+            self._deliver(Completion(plan.job_id, Outcome.UNPROVEN, error=reason))
+        while not self._queue.empty():
+            job = self._queue.get()
+            if job is not _Stop.STOP:
+                self._deliver(_never_started(job.plan, reason))
+
+
+def _never_started(plan: TransferPlan, reason: str) -> Completion:
+    return Completion(plan.job_id, Outcome.FAILED, error=reason)
+
+
+def _has_passed(fence: Fence) -> bool:
+    try:
+        return fence.query()
+    except Exception:  # noqa: BLE001 - waiting for it will raise the same, and there it becomes an outcome
+        return True

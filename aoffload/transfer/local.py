@@ -1,0 +1,130 @@
+"""The transport of one process: its own copy threads, its own host memory."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+
+from ..core.plan import Completion, Direction, Tier, TransferPlan
+from ..env import Env
+from ..errors import TransferRefused, WrongState
+from .backends.base import CopyBackend
+from .backends.cpu import CpuBackend
+from .backends.cuda import CudaBackend
+from .checksums import BlockChecksums
+from .fence import Fence
+from .lane import CopyLane, LaneCounts
+from .region import KVRegion, regions_of
+from .transport import TransferStatistics
+
+__all__ = ["LocalTransport"]
+
+_LOWEST_ID = {Tier.DEVICE: 1, Tier.HOST: 0}  # device block 0 is the null block
+
+
+class LocalTransport:
+    """Copies between `kv_caches` (see `regions_of`) and host memory, on one thread per direction.
+
+    `backend` makes the part that moves the bytes from the regions; by default `CpuBackend` or `CudaBackend`, by where
+    the tensors are. Raises `RegionError` for tensors that a block id cannot address.
+    """
+
+    def __init__(self, kv_caches: object, backend: Callable[[tuple[KVRegion, ...]], CopyBackend] | None = None) -> None:
+        regions = regions_of(kv_caches)
+        self.backend: CopyBackend = (backend or _backend_for(regions[0].device.type))(regions)
+        self._lanes: dict[Direction, CopyLane] = {}
+        self._num_blocks: dict[Tier, int] = {}
+
+    @property
+    def num_device_blocks(self) -> int:
+        return self.backend.num_device_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self.backend.block_bytes
+
+    def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
+        """Allocate and start the threads. `WrongState` the second time; `ConfigError` without enough memory."""
+        if self._lanes:
+            raise WrongState("this transport was opened before; make another one")
+        self.backend.open(num_host_blocks)
+        self._num_blocks = {Tier.DEVICE: self.num_device_blocks, Tier.HOST: num_host_blocks}
+        checksums = BlockChecksums(num_host_blocks) if verify else None
+        for direction in Direction:
+            self._lanes[direction] = CopyLane(direction, self.backend, checksums, deliver, env)
+
+    def record_fence(self) -> Fence:
+        return self.backend.record_fence()
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        """Hand the plan to its thread. `TransferRefused` for ids that are no blocks, and after closing."""
+        if not self._lanes:
+            raise TransferRefused("the transport is not open")
+        self._check(plan)
+        try:
+            before = self._fences(plan.direction, after)
+        except Exception as error:  # the device cannot even record an event: nothing was started
+            raise TransferRefused(f"no fence could be recorded: {error!r}") from error
+        self._lanes[plan.direction].launch(plan, before)
+
+    def close(self, timeout_s: float) -> bool:
+        """Refuse what comes, wait for what was launched. A copy that hangs keeps the memory of both sides."""
+        deadline_s = time.monotonic() + timeout_s
+        for lane in self._lanes.values():
+            lane.stop_launching()
+        ended = [lane.join(deadline_s - time.monotonic()) for lane in self._lanes.values()]
+        if all(ended):
+            self.backend.close()
+        return all(ended)
+
+    def statistics(self) -> TransferStatistics:
+        loads, stores = (self._counts(direction) for direction in (Direction.LOAD, Direction.STORE))
+        return TransferStatistics(
+            num_loads=loads.num_jobs,
+            num_stores=stores.num_jobs,
+            blocks_loaded=loads.num_blocks,
+            blocks_stored=stores.num_blocks,
+            blocks_verified=loads.num_verified,
+            blocks_corrupt=loads.num_corrupt,
+            bytes_loaded=loads.num_blocks * self.block_bytes,
+            bytes_stored=stores.num_blocks * self.block_bytes,
+            load_seconds=loads.copy_seconds,
+            store_seconds=stores.copy_seconds,
+        )
+
+    def __repr__(self) -> str:
+        return f"<LocalTransport {type(self.backend).__name__} blocks={self.num_device_blocks}>"
+
+    def _counts(self, direction: Direction) -> LaneCounts:
+        lane = self._lanes.get(direction)
+        return lane.counts if lane is not None else LaneCounts()
+
+    def _fences(self, direction: Direction, after: Fence | None) -> tuple[Fence, ...]:
+        """A load overwrites what the compute may still read; a store without `after` reads what it may still write."""
+        given = () if after is None else (after,)
+        if direction is Direction.LOAD or not given:
+            return (*given, self.record_fence())
+        return given
+
+    def _check(self, plan: TransferPlan) -> None:
+        if {plan.source, plan.destination} != {Tier.DEVICE, Tier.HOST}:
+            raise TransferRefused(f"no way from {plan.source!r} to {plan.destination!r} here")
+        if len(plan.source_ids) != len(plan.destination_ids):
+            lengths = f"{len(plan.source_ids)} source_ids, {len(plan.destination_ids)} destination_ids"
+            raise TransferRefused(f"job {plan.job_id}: {lengths}")
+        self._check_ids(plan, "source_ids", plan.source, plan.source_ids)
+        self._check_ids(plan, "destination_ids", plan.destination, plan.destination_ids)
+
+    def _check_ids(self, plan: TransferPlan, name: str, tier: Tier, ids: array[int]) -> None:
+        """Before anything is copied: the calls that copy would clip a bad id instead of refusing it."""
+        lowest, stop = _LOWEST_ID[tier], self._num_blocks[tier]
+        if ids and not lowest <= min(ids) <= max(ids) < stop:
+            problem = f"must be in [{lowest}, {stop}), got {min(ids)} to {max(ids)}"
+            raise TransferRefused(f"job {plan.job_id}: {name} {problem}")
+        if len(set(ids)) != len(ids):
+            raise TransferRefused(f"job {plan.job_id}: {name} names a block twice")
+
+
+def _backend_for(device_type: str) -> Callable[[tuple[KVRegion, ...]], CopyBackend]:
+    return CudaBackend if device_type == "cuda" else CpuBackend

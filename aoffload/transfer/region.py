@@ -1,0 +1,192 @@
+"""Regions: tensors that a block id addresses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from ..errors import RegionError
+
+__all__ = ["KVRegion", "byte_rows", "regions_of"]
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    """The tensor without its place in an autograd graph: offloading moves bytes, whatever they mean."""
+    if not isinstance(tensor, torch.Tensor):
+        raise RegionError("tensor", f"must be a torch tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise RegionError("tensor", f"has the layout {tensor.layout}, which no block id addresses")
+    if tensor.device.type not in _DEVICE_TYPES:
+        raise RegionError("tensor", f"is on {tensor.device}, but only {' and '.join(_DEVICE_TYPES)} are supported")
+    return tensor.detach()
+
+
+@attrs.frozen(eq=False)
+class KVRegion:
+    """One tensor addressed by block id: block `b` is the `block_bytes` at byte `b * block_stride_bytes` of it.
+
+    Only a block has to be contiguous, so keys and values that alternate inside one tensor are two regions of it. The
+    tensor may have any dtype: bytes are never interpreted. A region keeps the tensor's memory alive.
+
+    Raises `RegionError` where a block could not be addressed that way.
+    """
+
+    tensor: torch.Tensor = attrs.field(converter=_plain)
+    block_stride_bytes: int
+    block_bytes: int
+    num_blocks: int = attrs.field(init=False)
+    """How many blocks lie within the tensor's own extent, the null block 0 included."""
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("block_bytes", "block_stride_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+                raise RegionError(name, f"must be a positive number of bytes, got {value!r}")
+        if self.block_stride_bytes < self.block_bytes:
+            problem = f"blocks of {self.block_bytes} bytes overlap at a stride of {self.block_stride_bytes} bytes"
+            raise RegionError("block_stride_bytes", problem)
+        extent = _extent_bytes(self.tensor)
+        if extent < self.block_bytes:
+            raise RegionError("tensor", f"reaches over {extent} bytes, less than one block of {self.block_bytes}")
+        object.__setattr__(self, "num_blocks", (extent - self.block_bytes) // self.block_stride_bytes + 1)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> KVRegion:
+        """The region of a tensor `[num_blocks, ...]`: block `b` is `tensor[b]`, which has to be contiguous."""
+        tensor = _plain(tensor)
+        if tensor.dim() == 0 or tensor.numel() == 0:
+            raise RegionError("tensor", f"has no blocks: its shape is {list(tensor.shape)}")
+        block = tensor[0]
+        if not block.is_contiguous():
+            problem = f"a block is not contiguous: its shape is {list(block.shape)}, its strides {list(block.stride())}"
+            raise RegionError("tensor", problem)
+        block_bytes = block.numel() * tensor.element_size()
+        if tensor.shape[0] == 1:  # the stride of a dimension of one means nothing
+            return cls(tensor, block_bytes, block_bytes)
+        return cls(tensor, tensor.stride(0) * tensor.element_size(), block_bytes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def address(self) -> int:
+        """Where block 0 starts."""
+        return self.tensor.data_ptr()
+
+    def __repr__(self) -> str:
+        return (
+            f"<KVRegion blocks={self.num_blocks} block_bytes={self.block_bytes}"
+            f" stride={self.block_stride_bytes} {self.tensor.dtype} {self.device}>"
+        )
+
+
+def byte_rows(region: KVRegion) -> torch.Tensor:
+    """The region as `uint8 [num_blocks, block_bytes]`, sharing its memory: a row is a block."""
+    tensor = region.tensor
+    rows = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    offset = tensor.storage_offset() * tensor.element_size()
+    shape = (region.num_blocks, region.block_bytes)
+    return rows.set_(tensor.untyped_storage(), offset, shape, (region.block_stride_bytes, 1))
+
+
+def regions_of(kv_caches: object) -> tuple[KVRegion, ...]:
+    """`kv_caches` as regions of one block pool, in the order given.
+
+    Takes a tensor `[num_blocks, ...]`, a `KVRegion`, or a sequence or mapping of them. Raises `RegionError` naming the
+    member (`kv_caches[3]`) that has another number of blocks or another device than the first, blocks that are not
+    contiguous, or memory that another block has too.
+    """
+    named = dict(_members(kv_caches))
+    if not named:
+        raise RegionError("kv_caches", "is empty")
+    regions = {name: _region(name, member) for name, member in named.items()}
+    _check_alike(regions)
+    _check_disjoint(regions)
+    return tuple(regions.values())
+
+
+def _members(kv_caches: object) -> Iterator[tuple[str, object]]:
+    if isinstance(kv_caches, (torch.Tensor, KVRegion)):
+        yield "kv_caches", kv_caches
+    elif isinstance(kv_caches, Mapping):
+        for key, member in kv_caches.items():
+            yield f"kv_caches[{key!r}]", member
+    elif isinstance(kv_caches, Sequence) and not isinstance(kv_caches, (str, bytes)):
+        for index, member in enumerate(kv_caches):
+            yield f"kv_caches[{index}]", member
+    else:
+        raise RegionError("kv_caches", f"must be tensors or KVRegions, got {type(kv_caches).__name__}")
+
+
+def _region(name: str, member: object) -> KVRegion:
+    if isinstance(member, KVRegion):
+        return member
+    try:
+        return KVRegion.of(_plain(member))
+    except RegionError as error:
+        raise RegionError(name, error.problem if error.argument == "tensor" else str(error)) from None
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """From the tensor's first byte to its last, cut off where its storage ends."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = (last + 1) * tensor.element_size()
+    stored = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    return min(extent, int(stored))
+
+
+def _check_alike(regions: Mapping[str, KVRegion]) -> None:
+    (first_name, first), *others = regions.items()
+    for name, region in others:
+        if region.num_blocks != first.num_blocks:
+            problem = f"has {region.num_blocks} blocks, {first_name} has {first.num_blocks}"
+            raise RegionError(name, f"{problem}: they must be equal")
+        if region.device != first.device:
+            raise RegionError(name, f"is on {region.device}, {first_name} is on {first.device}")
+
+
+def _check_disjoint(regions: Mapping[str, KVRegion]) -> None:
+    """No byte may belong to two blocks, or a load into one would write into the other."""
+    for (one_name, one), (other_name, other) in itertools.combinations(regions.items(), 2):
+        if _share_memory(one, other):
+            raise RegionError(other_name, f"shares memory with {one_name}")
+
+
+def _share_memory(one: KVRegion, other: KVRegion) -> bool:
+    if _end(one) <= other.address or _end(other) <= one.address:
+        return False
+    if one.block_stride_bytes == other.block_stride_bytes:
+        return _interlock(one, other)
+    starts = [_starts(one), _starts(other)]
+    ends = [starts[0] + one.block_bytes, starts[1] + other.block_bytes]
+    # Blocks of one region are disjoint and ascending: how many of the other's end before each starts, and how many
+    # start before it ends, differ exactly where one of them overlaps it.
+    ended_before = np.searchsorted(ends[1], starts[0], side="right")
+    started_before = np.searchsorted(starts[1], ends[0], side="left")
+    return bool((ended_before != started_before).any())
+
+
+def _interlock(one: KVRegion, other: KVRegion) -> bool:
+    """The usual case, keys and values of all layers in one tensor: 64 regions are 2,016 pairs, so no arrays."""
+    shift, rest = divmod(other.address - one.address, one.block_stride_bytes)
+    meets_same = rest < one.block_bytes and abs(shift) < one.num_blocks
+    meets_next = rest + other.block_bytes > one.block_stride_bytes and abs(shift + 1) < one.num_blocks
+    return meets_same or meets_next
+
+
+def _starts(region: KVRegion) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return region.address + np.arange(region.num_blocks, dtype=np.int64) * region.block_stride_bytes
+
+
+def _end(region: KVRegion) -> int:
+    return region.address + (region.num_blocks - 1) * region.block_stride_bytes + region.block_bytes

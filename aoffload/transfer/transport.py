@@ -1,0 +1,69 @@
+"""How plans reach the tensors and completions come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+
+from ..core.plan import Completion, TransferPlan
+from ..env import Env
+from .fence import Fence
+
+__all__ = ["TransferStatistics", "Transport"]
+
+
+@attrs.frozen
+class TransferStatistics:
+    """What a transport copied since it was opened. `blocks_loaded` counts what reached the device, good or bad."""
+
+    num_loads: int = 0
+    num_stores: int = 0
+    blocks_loaded: int = 0
+    blocks_stored: int = 0
+    blocks_verified: int = 0
+    """Loaded blocks whose checksum was compared and was right. With `verify`, the rest of them is `blocks_corrupt`."""
+    blocks_corrupt: int = 0
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    load_seconds: float = 0.0
+    """Time spent copying, without waiting for fences and without verifying."""
+    store_seconds: float = 0.0
+
+
+class Transport(Protocol):
+    """One side of the seam between plans and tensors.
+
+    `launch` and `record_fence` are called in the event loop's thread and never block. Every launched plan is delivered
+    exactly once, from any thread, unless the transport dies or hangs; the ledger survives both.
+    """
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Rows of every KV region, the null block 0 included."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all regions."""
+        ...
+
+    def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
+        """Allocate `num_host_blocks` of host memory and be ready to launch; host block ids start at 0."""
+        ...
+
+    def record_fence(self) -> Fence:
+        """A fence behind all compute that the caller's stream was given so far."""
+        ...
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        """Start copying once `after` has passed. `TransferRefused`: nothing was started, nothing will be delivered."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Launch nothing more, let what runs end within `timeout_s`; whether all of it did.
+
+        May block: call it off the loop.
+        """
+        ...

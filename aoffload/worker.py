@@ -1,0 +1,199 @@
+"""The copy worker: takes planned jobs from a queue to the transport, and what became of them back to the ledger."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import anyio
+import attrs
+
+from .config import OffloadConfig
+from .core.ledger import Ledger
+from .core.plan import Completion, Direction, Outcome, TransferPlan
+from .env import Env
+from .errors import TransferRefused
+from .telemetry import Telemetry
+from .transfer.fence import Fence
+from .transfer.transport import Transport
+
+__all__ = ["CopyWorker"]
+
+
+@attrs.frozen
+class QueuedJob:
+    plan: TransferPlan
+    after: Fence | None
+
+
+@attrs.frozen
+class InFlight:
+    num_bytes: int
+    deadline: float
+
+
+@attrs.define(eq=False)
+class CopyWorker:
+    """Loads go before stores; what is in flight is bounded in jobs and bytes.
+
+    `submit` launches at once where the bounds allow. Completions arrive from any thread through a deque and one
+    coalesced wake-up. A launched job without an end is given up (its destination is quarantined) and nothing more is
+    launched until it reports: a stalled transport makes misses, not queues.
+    """
+
+    ledger: Ledger
+    transport: Transport
+    config: OffloadConfig
+    env: Env
+    telemetry: Telemetry
+    _loads: deque[QueuedJob] = attrs.field(factory=deque)
+    _stores: deque[QueuedJob] = attrs.field(factory=deque)
+    _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
+    """Launched jobs in the order of their launch, so of their deadlines."""
+    _num_bytes: int = 0
+    _overdue: set[int] = attrs.field(factory=set)
+    _inbox: deque[Completion] = attrs.field(factory=deque)
+    _is_signalled: bool = False
+    _wake_loop: Callable[[], None] = lambda: None
+    _wakeup: anyio.Event = attrs.field(factory=anyio.Event)
+    _sleep: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
+    _idle: anyio.Event | None = None
+    is_accepting: bool = True
+
+    # -- launching ------------------------------------------------------------------------------------------------
+
+    def submit(self, plans: Iterable[TransferPlan], after: Fence | None = None) -> None:
+        """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
+        for plan in plans:
+            if not self.is_accepting or self._overdue:
+                self.ledger.discard(plan.job_id)
+                continue
+            queue = self._loads if plan.direction is Direction.LOAD else self._stores
+            queue.append(QueuedJob(plan, after))
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        for queue in (self._loads, self._stores):
+            while queue:
+                num_bytes = queue[0].plan.num_blocks * self.transport.block_bytes
+                if not self._may_launch(num_bytes):
+                    return
+                job = queue.popleft()
+                if self.ledger.launch(job.plan.job_id):
+                    self._launch(job, num_bytes)
+
+    def _may_launch(self, num_bytes: int) -> bool:
+        if not self._in_flight:
+            return True  # a job above the bound goes alone
+        fits = self._num_bytes + num_bytes <= self.config.bytes_in_flight
+        return fits and len(self._in_flight) < self.config.max_jobs_in_flight
+
+    def _launch(self, job: QueuedJob, num_bytes: int) -> None:
+        plan = job.plan
+        deadline = anyio.current_time() + self.config.transfer_timeout_s
+        self._in_flight[plan.job_id] = InFlight(num_bytes, deadline)
+        self._num_bytes += num_bytes
+        if len(self._in_flight) == 1:
+            self._sleep.deadline = deadline  # it had none while nothing was in flight
+        try:
+            after = self.transport.record_fence() if plan.direction is Direction.LOAD else job.after
+            self.transport.launch(plan, after)
+        except TransferRefused as error:
+            self.deliver(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
+        except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what was started, the engine goes on
+            self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
+
+    # -- completions ----------------------------------------------------------------------------------------------
+
+    def deliver(self, completion: Completion) -> None:
+        """Take a completion in, from any thread; never blocks."""
+        self._inbox.append(completion)
+        if not self._is_signalled:
+            self._is_signalled = True
+            self._wake_loop()
+
+    def drain(self) -> None:
+        """Settle what has been delivered. The flag is cleared first: what comes later signals again."""
+        self._is_signalled = False
+        while self._inbox:
+            completion = self._inbox.popleft()
+            self._forget(completion.job_id)
+            if completion.job_id in self._overdue and completion.outcome is not Outcome.UNPROVEN:
+                self._overdue.discard(completion.job_id)
+                if not self._overdue:
+                    self.telemetry.transport_recovered()
+            self.ledger.settle(completion)
+        self._dispatch()
+        self._notify_idle()
+
+    def _notify_idle(self) -> None:
+        if self._idle is not None and self.is_idle:
+            self._idle.set()
+
+    def _forget(self, job_id: int) -> None:
+        found = self._in_flight.pop(job_id, None)
+        if found is not None:
+            self._num_bytes -= found.num_bytes
+
+    def give_up(self, job_ids: Iterable[int], error: str) -> None:
+        """Stop expecting launched jobs: their destinations are quarantined until somebody proves them over."""
+        for job_id in tuple(job_ids):
+            self._forget(job_id)
+            self._overdue.add(job_id)
+            self.ledger.settle(Completion(job_id, Outcome.UNPROVEN, error=error))
+        self.discard_queued()
+
+    def discard_queued(self) -> None:
+        """Drop what was never launched; who waits for it computes instead."""
+        queued = [*self._loads, *self._stores]
+        self._loads.clear()
+        self._stores.clear()
+        for job in queued:
+            self.ledger.discard(job.plan.job_id)
+        self._notify_idle()
+
+    # -- the task -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._loads or self._stores or self._in_flight or self._inbox)
+
+    def start(self) -> None:
+        """Bind to the loop running now."""
+        self._wake_loop = self.env.loop_waker(lambda: self._wakeup.set())
+
+    async def run(self) -> None:
+        """Settle completions and watch deadlines until cancelled. Whatever goes wrong here must not end the engine."""
+        try:
+            while True:
+                self._wakeup = anyio.Event()
+                if not self._inbox:
+                    with anyio.CancelScope(deadline=self._next_deadline()) as self._sleep:
+                        await self._wakeup.wait()
+                self.drain()
+                self._check_deadlines()
+        except Exception as error:  # noqa: BLE001 - a supervisor: the cache turns itself off, the requests go on
+            self.telemetry.worker_failed(error)
+            self.stop("the worker failed")
+
+    def _next_deadline(self) -> float:
+        return next(iter(self._in_flight.values())).deadline if self._in_flight else float("inf")
+
+    def _check_deadlines(self) -> None:
+        now = anyio.current_time()
+        late = [job_id for job_id, job in self._in_flight.items() if job.deadline <= now]
+        if late:
+            self.telemetry.transport_stalled(len(late))
+            self.give_up(late, "no end within transfer_timeout_s")
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing is queued or in flight."""
+        while not self.is_idle:
+            self._idle = anyio.Event()
+            await self._idle.wait()
+
+    def stop(self, error: str) -> None:
+        """Launch nothing any more; what is still in flight is quarantined."""
+        self.is_accepting = False
+        self.discard_queued()
+        self.give_up(self._in_flight, error)

@@ -1,0 +1,137 @@
+"""Loading models: seeds, directories, and what is refused at the door."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aoffload.errors import ConfigError, InvalidArgument
+from aoffload.integrations import PagedBatch, PagedModel, SequenceSlice, load_model
+
+
+def logits_of(model: PagedModel) -> torch.Tensor:
+    batch = PagedBatch.of([SequenceSlice(list(range(40)), 0, [2, 0, 1])], 16)
+    return model.forward(batch, model.new_kv_cache(3, 16))
+
+
+def small_model(kind: str, **changes: Any) -> Any:
+    """A model of transformers that is small enough to be saved a few times a second."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(kind, **sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=16, **changes)
+    with torch.random.fork_rng():
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama", "qwen3"])
+def test_a_seed_is_a_model(name: str) -> None:
+    """The same seed, the same weights; another seed, others; torch's global generator is left as it was."""
+    before = torch.get_rng_state()
+    first, second, third = (logits_of(load_model(name, seed=seed)) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_directory_is_a_model(name: str, tmp_path: Path) -> None:
+    """What `save_pretrained` wrote comes back with bit-identical logits, without any network."""
+    model = load_model(name, seed=1)
+    model.model.save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    assert torch.equal(logits_of(load_model(str(tmp_path))), logits_of(model))
+
+
+def test_a_checkpoint_in_half_precision_is_float32_on_a_cpu(tmp_path: Path) -> None:
+    """On a CPU the KV is float32 whatever the file holds."""
+    small_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).new_kv_cache(2, 16).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["", "gpt", "no/such/directory", "meta-llama/Llama-3.1-8B", "pyproject.toml"])
+def test_a_bad_name_is_named(name: str) -> None:
+    """Neither a known name nor a directory: a typed error that names `model`, and no look at the network."""
+    with pytest.raises(InvalidArgument, match=r"^model: must be one of tiny, llama, qwen3") as caught:
+        load_model(name)
+    assert caught.value.argument == "model"
+
+
+@pytest.mark.parametrize("config", [None, "{", "{}", '{"model_type": "llama"}', '{"model_type": "no-such-model"}'])
+def test_a_bad_directory_is_named(config: str | None, tmp_path: Path) -> None:
+    """A directory without config or weights, or with a broken config: the same typed error."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(InvalidArgument, match=r"^model: .*can't be loaded") as caught:
+        load_model(str(tmp_path))
+    assert caught.value.argument == "model"
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    """A checkpoint that lacks weights is no model: transformers alone would draw them at random and warn."""
+    small_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(ConfigError, match="lacks weights"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "problem"),
+    [
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
+        ("mistral", {"sliding_window": 8}, "sliding_attention"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_attention_we_dont_do_is_refused(kind: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    """Windows, and positions that depend on more than the prefix, are refused instead of computed wrongly."""
+    small_model(kind, **changes).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"^model: .*{problem}"):
+        load_model(str(tmp_path))
+
+
+def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without transformers the decoder works; the others say what to install."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert load_model("tiny").vocab_size == 4096
+    for name in ("llama", "qwen3", str(tmp_path)):
+        with pytest.raises(ConfigError, match=r"pip install aoffload\[transformers\]"):
+            load_model(name)
+
+
+GOOD = SequenceSlice([1, 2], 0, [1])
+
+
+@pytest.mark.parametrize(
+    ("slices", "problem"),
+    [
+        ([], "slices: is empty"),
+        ([GOOD, SequenceSlice([], 3, [1])], r"slices\[1\]: token_ids"),
+        ([SequenceSlice([[1]], 0, [1])], r"slices\[0\]: token_ids"),  # type: ignore[list-item]
+        ([SequenceSlice([1], -1, [1])], r"slices\[0\]: start"),
+        ([GOOD, GOOD, SequenceSlice([1], 16, [1])], r"slices\[2\]: block_ids cover 16 of 17"),
+        ([SequenceSlice([1], 0, [])], r"slices\[0\]: block_ids cover 0 of 1"),
+        ([SequenceSlice([-1], 0, [1])], "must not be negative"),
+        ([SequenceSlice([1], 0, [-1])], "must not be negative"),
+    ],
+)
+def test_a_bad_slice_is_named(slices: list[SequenceSlice], problem: str) -> None:
+    """Nothing that torch would quietly read from the end of a tensor gets into a batch."""
+    with pytest.raises(InvalidArgument, match=problem):
+        PagedBatch.of(slices, 16)
+
+
+def test_a_batch_packs_its_slices() -> None:
+    """Tokens, positions and slots of two sequences, one after the other; tables may be longer than needed."""
+    batch = PagedBatch.of([SequenceSlice([7, 8, 9], 3, [5, 2, 11]), SequenceSlice([6], 0, [1])], 4)
+    assert (batch.num_sequences, batch.num_tokens) == (2, 4)
+    assert batch.input_ids.tolist() == [7, 8, 9, 6]
+    assert batch.positions.tolist() == [3, 4, 5, 0]
+    assert batch.slot_blocks.tolist() == [5, 2, 2, 1]
+    assert batch.slot_offsets.tolist() == [3, 0, 1, 0]
+    assert batch.last_rows.tolist() == [2, 3]

@@ -1,0 +1,176 @@
+"""Bytes through the CPU backend: every layout, exactly, and nothing beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aoffload.core.plan import Outcome
+from aoffload.errors import ConfigError
+from aoffload.transfer.backends.cpu import CpuBackend
+from aoffload.transfer.backends.rows import FlatRows, Stripes, row_mover, stretches
+from aoffload.transfer.region import KVRegion, regions_of
+from conftest import Copies
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool)
+
+
+def filled(num_bytes: int, dtype: torch.dtype, rng: random.Random) -> torch.Tensor:
+    """A tensor of random bytes, seen as `dtype`."""
+    data = bytearray(rng.randbytes(num_bytes))
+    if dtype is torch.bool:
+        data = bytearray(byte & 1 for byte in data)
+    return torch.frombuffer(data, dtype=torch.uint8).clone().view(dtype)
+
+
+class Pool:
+    """One memory from which regions are cut, and the bytes of each block as plain Python sees them."""
+
+    def __init__(self, memory: torch.Tensor, regions: list[KVRegion]) -> None:
+        self.memory = memory.view(torch.uint8)
+        self.regions = regions
+
+    def block(self, block_id: int) -> bytes:
+        data = self.memory.numpy().tobytes()
+        base = self.memory.data_ptr()
+        starts = [(region.address - base + block_id * region.block_stride_bytes, region) for region in self.regions]
+        return b"".join(data[start : start + region.block_bytes] for start, region in starts)
+
+
+def separate_sizes(rng: random.Random) -> Pool:
+    """Regions of different sizes, strides and offsets, some with gaps, in any order."""
+    num_blocks, dtype = rng.randint(2, 9), rng.choice(DTYPES)
+    item = torch.empty(0, dtype=dtype).element_size()
+    shapes = []
+    end = item * rng.randint(0, 3)
+    for _ in range(rng.randint(1, 4)):
+        size = item * rng.randint(1, 12)
+        stride = size + item * rng.choice((0, 0, 1, 5))
+        shapes.append((end // item, size, stride))
+        end += stride * num_blocks + item * rng.randint(0, 3)
+    memory = filled(end, dtype, rng)
+    regions = [
+        KVRegion(memory[first : first + (stride * (num_blocks - 1) + size) // item], stride, size)
+        for first, size, stride in shapes
+    ]
+    rng.shuffle(regions)
+    return Pool(memory, regions)
+
+
+def stacked(rng: random.Random) -> Pool:
+    """Layers in one tensor, as `[layers, blocks, ...]` or `[blocks, layers, ...]`."""
+    num_blocks, num_layers, dtype = rng.randint(2, 9), rng.randint(1, 5), rng.choice(DTYPES)
+    elements = rng.randint(1, 9)
+    item = torch.empty(0, dtype=dtype).element_size()
+    memory = filled(num_blocks * num_layers * elements * item, dtype, rng)
+    if rng.random() < 0.5:
+        tensors = list(memory.reshape(num_layers, num_blocks, elements))
+    else:
+        tensors = list(memory.reshape(num_blocks, num_layers, elements).unbind(1))
+    if rng.random() < 0.3:
+        rng.shuffle(tensors)
+    return Pool(memory, list(regions_of(tensors)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), layout=st.sampled_from((separate_sizes, stacked)))
+def test_any_layout_comes_back_byte_for_byte(seed: int, layout: Callable[[random.Random], Pool]) -> None:
+    """Store some blocks, overwrite everything, load them elsewhere: they are there, and nothing else changed."""
+    rng = random.Random(seed)
+    pool = layout(rng)
+    num_blocks = pool.regions[0].num_blocks
+    copies = Copies(pool.regions, num_blocks + 3, verify=True)
+    count = rng.randint(1, num_blocks - 1)
+    sources = rng.sample(range(1, num_blocks), count)
+    targets = rng.sample(range(1, num_blocks), count)
+    hosts = rng.sample(range(num_blocks + 3), count)
+    expected = [pool.block(block_id) for block_id in sources]
+    assert copies.store(sources, hosts).outcome is Outcome.LANDED
+    pool.memory.copy_(filled(pool.memory.numel(), torch.uint8, rng) & 1)
+    before = [pool.block(block_id) for block_id in range(num_blocks)]
+    outside = pool.memory.clone()
+    assert copies.load(hosts, targets).outcome is Outcome.LANDED
+    for block_id in range(num_blocks):
+        wanted = expected[targets.index(block_id)] if block_id in targets else before[block_id]
+        assert pool.block(block_id) == wanted
+    # What belongs to no block at all: put the old blocks back, and the memory is as it was.
+    for block_id in targets:
+        copies.transport.backend.write_device_block(block_id, np.frombuffer(before[block_id], dtype=np.uint8))
+    assert torch.equal(pool.memory, outside)
+    assert copies.transport.close(20)
+
+
+def test_one_dense_region_and_stacked_layers_are_moved_by_one_call() -> None:
+    """The layouts of engines are flat rows; layers that fit no common row length are stripes."""
+    dense = torch.zeros(8, 2, 3)
+    layers = torch.zeros(4, 8, 2, 3)
+    assert isinstance(row_mover(regions_of(dense)), FlatRows)
+    assert isinstance(row_mover(regions_of(list(layers))), FlatRows)
+    inside = row_mover(regions_of(list(layers.transpose(0, 1).contiguous().unbind(1))))
+    assert isinstance(inside, FlatRows)
+    assert inside.row_offsets.tolist() == [0]  # neighbours inside a block are joined
+    memory = torch.zeros(100_000, dtype=torch.uint8)
+    uneven = [KVRegion(memory[start : start + 4000], 1000, 900) for start in (0, 7001, 20_000)]
+    assert isinstance(row_mover(regions_of(uneven)), Stripes)
+
+
+@pytest.mark.parametrize("num_regions", [1, 3])
+def test_evenly_spaced_regions_share_a_stripe(num_regions: int) -> None:
+    """Layers allocated one by one, at equal distances, cost one call per block and not one per layer."""
+    memory = torch.zeros(100_000, dtype=torch.uint8)
+    regions = [KVRegion(memory[start : start + 4096], 1024, 1000) for start in range(8, 5000 * num_regions, 5000)]
+    mover = row_mover(regions_of([*regions, KVRegion(memory[60_001 : 60_001 + 4096], 1024, 1000)]))
+    assert isinstance(mover, Stripes)
+    assert [stripe.blocks.shape[1] for stripe in mover.stripes] == ([2] if num_regions == 1 else [3, 1])
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [([], []), ([5], [(0, 1)]), ([1, 2, 3], [(0, 3)]), ([1, 3, 4, 2], [(0, 1), (1, 3), (3, 4)]), ([3, 2], [(0, 1), (1, 2)])],
+)
+def test_stretches_are_maximal(ids: list[int], expected: list[tuple[int, int]]) -> None:
+    """Neighbours are moved together, in ascending order only."""
+    assert [(part.start, part.stop) for part in stretches(np.array(ids, dtype=np.int64))] == expected
+
+
+def test_a_large_plan_is_cut_into_batches(open_copies: Callable[..., Copies], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch ends inside a plan without losing or doubling a block."""
+    monkeypatch.setattr("aoffload.transfer.backends.cpu.BATCH_BYTES", 100)
+    pool = torch.arange(40 * 8, dtype=torch.int32).reshape(40, 8)
+    wanted = pool.clone()
+    copies = open_copies(pool, 40, verify=True)
+    device, host = random.Random(1).sample(range(1, 40), 39), list(range(39))
+    assert copies.store(device, host).num_bytes == 39 * 32
+    pool[1:] = 0
+    assert copies.load(host, device).num_landed == 39
+    assert torch.equal(pool, wanted)
+
+
+def test_a_plan_without_blocks_lands(open_copies: Callable[..., Copies]) -> None:
+    """Nothing to copy is no special case."""
+    copies = open_copies(torch.zeros(3, 2), 0, verify=True)
+    assert copies.store([], []).outcome is Outcome.LANDED
+
+
+def test_host_memory_that_cannot_be_had_is_a_config_error() -> None:
+    """The message names the argument and the size."""
+    backend = CpuBackend(regions_of(torch.zeros(3, 1024)))
+    for absurd in (2**45, 2**60, -1):
+        with pytest.raises(ConfigError, match="num_host_blocks"):
+            backend.open(absurd)
+
+
+def test_copying_leaves_torch_threads_alone(open_copies: Callable[..., Copies]) -> None:
+    """The engine's own number of threads is not ours to change."""
+    before = torch.get_num_threads()
+    pool: Any = torch.zeros(5, 64)
+    copies = open_copies(pool, 4)
+    copies.store([1, 2], [0, 1])
+    assert torch.get_num_threads() == before
