@@ -90,8 +90,10 @@ class Request:
             return self._cancel_reason
         if error is None:
             return "closed_early"
+        if self._scope.cancel_called:
+            return "deadline"
         if isinstance(error, anyio.get_cancelled_exc_class()):
-            return "deadline" if self._scope.cancel_called else "cancelled"
+            return "cancelled"
         return "abandoned" if isinstance(error, GeneratorExit) else f"error: {type(error).__name__}"
 
     def _close(self, reason: str) -> None:

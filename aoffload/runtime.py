@@ -268,7 +268,7 @@ class OffloadRuntime:
     # -- the whole ------------------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """Wait until every store offered so far has landed, or is given up."""
+        """Wait until every transfer planned so far has landed, or is given up."""
         self._check_usable()
         await self.worker.wait_idle()
 

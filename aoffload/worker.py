@@ -57,7 +57,8 @@ class CopyWorker:
     _wake_loop: Callable[[], None] = lambda: None
     _wakeup: anyio.Event = attrs.field(factory=anyio.Event)
     _sleep: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
-    _idle: anyio.Event | None = None
+    _settled: anyio.Event = attrs.field(factory=anyio.Event)
+    """Set, and replaced, whenever jobs have ended."""
     is_accepting: bool = True
 
     # -- launching ------------------------------------------------------------------------------------------------
@@ -124,11 +125,11 @@ class CopyWorker:
                     self.telemetry.transport_recovered()
             self.ledger.settle(completion)
         self._dispatch()
-        self._notify_idle()
+        self._notify_settled()
 
-    def _notify_idle(self) -> None:
-        if self._idle is not None and self.is_idle:
-            self._idle.set()
+    def _notify_settled(self) -> None:
+        self._settled.set()
+        self._settled = anyio.Event()
 
     def _forget(self, job_id: int) -> None:
         found = self._in_flight.pop(job_id, None)
@@ -150,13 +151,9 @@ class CopyWorker:
         self._stores.clear()
         for job in queued:
             self.ledger.discard(job.plan.job_id)
-        self._notify_idle()
+        self._notify_settled()
 
     # -- the task -------------------------------------------------------------------------------------------------
-
-    @property
-    def is_idle(self) -> bool:
-        return not (self._loads or self._stores or self._in_flight or self._inbox)
 
     def start(self) -> None:
         """Bind to the loop running now."""
@@ -188,9 +185,16 @@ class CopyWorker:
 
     async def wait_idle(self) -> None:
         """Wait until nothing is queued or in flight."""
-        while not self.is_idle:
-            self._idle = anyio.Event()
-            await self._idle.wait()
+        await self.wait_over(self.ledger.jobs.last_id)
+
+    async def wait_over(self, job_id: int) -> None:
+        """Wait until every job up to `job_id` is over; jobs planned later don't delay it."""
+        while self._oldest() <= job_id:
+            await self._settled.wait()
+
+    def _oldest(self) -> float:
+        queued = (queue[0].plan.job_id for queue in (self._loads, self._stores) if queue)
+        return min(*queued, *self._in_flight, float("inf"), float("inf"))
 
     def stop(self, error: str) -> None:
         """Launch nothing any more; what is still in flight is quarantined."""

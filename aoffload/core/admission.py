@@ -54,15 +54,14 @@ class Admission:
     def _take_leases(self, holding: Holding, hit: Hit) -> None:
         if not hit.stop:
             return
-        last = hit.run_at(hit.stop)
-        if hit.stop < last.stop and any(part.covered_stop > hit.stop for part in last.parts):
-            # Exactly what is used is pinned: a request must never be short of room because of what it pins itself.
-            head = self.cache.split(last, hit.stop)
-            hit = attrs.evolve(hit, path=(*hit.path[: hit.path.index(last)], head))
-        if hit.device_stop:
-            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, hit.run_at(hit.device_stop))
+        # Exactly what is used is pinned: a request must never be short of room because of what it pins itself.
+        last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
         if hit.stop > hit.device_stop:
-            holding.leases[Tier.HOST] = self.cache.lease(Tier.HOST, hit.run_at(hit.stop))
+            holding.leases[Tier.HOST] = self.cache.lease(Tier.HOST, last)
+        if hit.device_stop:
+            on_device = next(run for run in last.path() if run.start < hit.device_stop)
+            run = self.cache.cut(on_device, hit.device_stop)
+            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run)
 
     def unpin(self, holding: Holding) -> None:
         """Let go of the leases. Private blocks are another matter."""

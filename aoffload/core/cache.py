@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .eviction import EvictionOrder
 from .groups import Layout
@@ -19,6 +20,9 @@ from .index import Part, Run, RunIndex
 from .lease import Lease
 from .plan import Tier
 from .tiers import TierBlocks
+
+if TYPE_CHECKING:
+    from .jobs import Job
 
 __all__ = ["PrefixCache"]
 
@@ -119,12 +123,25 @@ class PrefixCache:
         head.parts = tuple(parts)
         return head
 
+    def cut(self, run: Run, at: int) -> Run:
+        """The run that ends at unit `at` of `run`, so that a lease on it pins exactly what is used: whatever is
+        published behind `at` later must be nobody's pin but its publisher's."""
+        if run.stop == at:
+            return run
+        if run.num_after or any(part.num_references or part.covered_stop > at for part in run.parts):
+            return self.split(run, at)
+        self.index.shorten(run, at)  # nothing lies behind: a tail of its own would be kept for nothing
+        return run
+
     @staticmethod
     def _divide_incoming(front: Part, back: Part, at: int) -> None:
         if back.incoming is None:
             return
-        if back.stop < at:  # in flight for the head as well
-            front.incoming, front.incoming_stop = back.incoming, min(at, back.incoming_stop)
+        job: Job | None = back.incoming
+        while job is not None and job.start >= at:  # only a job that brings something to the head will clear it there
+            job = job.predecessor
+        if back.stop < at and job is not None and not job.is_settled:
+            front.incoming, front.incoming_stop = job, min(at, job.stop)
         if back.incoming_stop <= at:
             back.incoming, back.incoming_stop = None, 0
 

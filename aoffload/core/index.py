@@ -44,7 +44,7 @@ class Part:
     @property
     def covered_stop(self) -> int:
         """Up to where the tier holds this run, or will when the jobs in flight have landed."""
-        return self.incoming_stop if self.incoming is not None else self.stop
+        return max(self.stop, self.incoming_stop) if self.incoming is not None else self.stop
 
 
 @attrs.define(eq=False, repr=False)

@@ -71,6 +71,11 @@ class JobBook:
     """Completions that came a second time, or for a job that was given up."""
     _next_id: int = 1
 
+    @property
+    def last_id(self) -> int:
+        """The id of the job planned last."""
+        return self._next_id - 1
+
     # -- deciding -------------------------------------------------------------------------------------------------
 
     def plan(
@@ -254,7 +259,7 @@ class JobBook:
             covered, there = current.parts[Tier.HOST].covered_stop, current.parts[Tier.DEVICE].stop
             if covered < there:
                 found.append(Stretch(current, covered, there))
-            elif current.stop <= first:
+            if current.start < min(first, covered):
                 break
         together: list[Stretch] = []
         for stretch in reversed(found):
@@ -284,7 +289,9 @@ class JobBook:
         jobs: list[Job] = []
         if num_units:
             blocks = self.cache.take(Tier.HOST, num_units * width)
-            jobs = self.plan(holding, Tier.DEVICE, Tier.HOST, over[-1].run, start, start + num_units, blocks)
+            last = stretches(path.run, start, start + num_units)[-1].run
+            run = self.cache.cut(last, start + num_units)
+            jobs = self.plan(holding, Tier.DEVICE, Tier.HOST, run, start, start + num_units, blocks)
         if num_units < wanted:
             self.observer.store_skipped(holding, (wanted - num_units) * width, "host_full")
         self.cache.release(path)

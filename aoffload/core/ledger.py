@@ -233,6 +233,8 @@ class Ledger:
         if holding.waiter is not None:
             holding.waiter.wake = wake
             return ()
+        if not holding.table:
+            raise WrongState(f"load: {holding} had to let go of its blocks, and they can never fit again: leave it")
         stop = self._load_stop(holding, limit)
         if stop <= holding.published:
             self._end_host_lease(holding)

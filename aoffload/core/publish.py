@@ -27,8 +27,7 @@ def publish(cache: PrefixCache, holding: Holding, stop: int) -> None:
                 continue
             run = following
         agreed = sequence.common_stop(run, stop)
-        if agreed < run.stop:
-            run = cache.split(run, agreed)
+        run = cache.cut(run, agreed)
         _pin(cache, holding, run)
         _fill(cache, holding, run, agreed)
 
@@ -104,7 +103,7 @@ def step_back(cache: PrefixCache, holding: Holding, start: int) -> None:
     path = stretches(holding.device_run, 0, start)
     lease = holding.leases.get(Tier.DEVICE)
     if lease is not None and path:
-        cache.move_lease(lease, path[-1].run)
+        cache.move_lease(lease, cache.cut(path[-1].run, start))
     elif lease is not None:
         cache.release(holding.leases.pop(Tier.DEVICE))
     holding.published = min(holding.published, start)

@@ -56,9 +56,11 @@ class Runner:
         self.outcome.runs.append(result)
         self.progress.start(kind.name, self.workload.num_requests)
         kv_cache = self.model.new_kv_cache(kind.num_device_blocks + 1 + ENGINE.num_scratch_blocks, ENGINE.block_size)
+        transport = self._transport(kind, kv_cache[: kind.num_device_blocks + 1])  # without the engine's scratch
+        config = self._config(kind)
         started = time.monotonic()
         try:
-            async with self._open_runtime(kind, kv_cache) as runtime:
+            async with OffloadRuntime(config, transport=transport, logger=self.logger.bind(run=kind.name)) as runtime:
                 try:
                     await self._serve(runtime, kv_cache, result, cancel_rate)
                     result.is_over = True
@@ -66,13 +68,16 @@ class Runner:
                     # Stores that nobody waits for pin what they copy; what is still pinned after them is a leak.
                     with anyio.move_on_after(FLUSH_TIMEOUT_S if result.is_over else LAST_FLUSH_TIMEOUT_S, shield=True):
                         await runtime.flush()
-                    _take_stock(runtime, result)
+                    _take_stock(runtime, transport, result)
         finally:
             result.wall_s = time.monotonic() - started
 
-    def _open_runtime(self, kind: RunKind, kv_cache: Any) -> OffloadRuntime:
-        owned = kv_cache[: kind.num_device_blocks + 1]  # with the null block, without the engine's scratch
-        config = OffloadConfig(
+    def _transport(self, kind: RunKind, kv_cache: Any) -> LocalTransport:
+        tampering = self.outcome.tampering if kind.has_offload else None
+        return LocalTransport([kv_cache], backend=tampering.make_backend if tampering is not None else None)
+
+    def _config(self, kind: RunKind) -> OffloadConfig:
+        return OffloadConfig(
             groups=[KVCacheGroup("full", attention=FullAttention(), block_size=ENGINE.block_size)],
             num_host_blocks=kind.num_host_blocks,
             namespace=f"{self.outcome.options.model}@{self.outcome.options.seed}",
@@ -80,11 +85,6 @@ class Runner:
             verify=kind.has_offload,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
-        transport = None
-        if self.outcome.tampering is not None and kind.has_offload:
-            transport = LocalTransport([owned], backend=self.outcome.tampering.make_backend)
-        logger = self.logger.bind(run=kind.name)
-        return OffloadRuntime(config, [owned], transport=transport, logger=logger)
 
     async def _serve(self, runtime: OffloadRuntime, kv_cache: Any, result: RunOutcome, cancel_rate: float) -> None:
         async with anyio.create_task_group() as tasks:
@@ -134,11 +134,11 @@ class Client:
                     self.result.num_aborted += 1
 
 
-def _take_stock(runtime: OffloadRuntime, result: RunOutcome) -> None:
+def _take_stock(runtime: OffloadRuntime, transport: LocalTransport, result: RunOutcome) -> None:
     statistics = runtime.statistics()
     result.num_pinned = statistics.device.num_pinned + statistics.host.num_pinned
     result.num_quarantined = statistics.device.num_quarantined + statistics.host.num_quarantined
-    result.transfers = attrs.asdict(runtime.transport.statistics())
+    result.transfers = attrs.asdict(transport.statistics())
     try:
         runtime.check_integrity()
     except IntegrityError as error:

@@ -8,8 +8,8 @@ waits for room, loads, puts its sequence in and waits for its end; wherever it i
 synchronously and leaves its `async with`. The engine loop is one task: it picks a step, holds the step's blocks with
 `runtime.step` while a worker thread computes, and gives the results to whoever is still there.
 
-What makes results comparable bit for bit: prompts are computed one slice per forward on a fixed grid, hits end on
-that grid, and decoding always computes the same number of rows.
+What makes results comparable bit for bit: prompts are computed one slice per forward on a fixed grid, only whole
+slices are committed and hits end on the grid, and decoding always computes the same number of rows.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class PagedEngine:
         if len(self._scratch_ids) < self.options.num_scratch_blocks:
             wanted = num_owned + self.options.num_scratch_blocks
             raise InvalidArgument("kv_cache", f"has {len(kv_cache)} rows, the engine needs {wanted}")
-        self._places = anyio.Semaphore(self.options.max_running)
+        self._places = anyio.Semaphore(self.options.max_running, fast_acquire=True)
         self._worker = anyio.CapacityLimiter(1)
         self._line_up = LineUp(self.options, SequenceSlice([0], 0, self._scratch_ids[-1:]))
         self._work = anyio.Event()
@@ -160,9 +160,14 @@ class PagedEngine:
         arrived = self._env.now()
         async with self._places:
             self._check_open()
-            options = {"cache_salt": cache_salt, "adapter_key": adapter_key, "deadline_s": deadline_s}
-            alignment = self.options.prefill_tokens
-            async with self.runtime.request(token_ids, request_id, hit_alignment=alignment, **options) as request:
+            async with self.runtime.request(
+                token_ids,
+                request_id,
+                cache_salt=cache_salt,
+                adapter_key=adapter_key,
+                deadline_s=deadline_s,
+                hit_alignment=self.options.prefill_tokens,
+            ) as request:
                 await request.allocate(num_tokens=len(token_ids) + max_new_tokens)
                 admitted = self._env.now()
                 sequence = await self._load(request, token_ids, max_new_tokens, on_token)
@@ -266,7 +271,7 @@ class PagedEngine:
         if self.options.reuse_decoded:
             sequence.request.commit(sequence.num_computed, [output.token_id] if has_token else ())
         elif was_prefilling:
-            sequence.request.commit(sequence.num_computed)
+            sequence.request.commit(sequence.num_reusable)
         self._line_up.has_moved_on(sequence)
         if has_token:
             sequence.on_token(output.token_id)

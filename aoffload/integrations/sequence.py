@@ -117,6 +117,15 @@ class RunningSequence:
     def is_complete(self) -> bool:
         return len(self.token_ids) == self.max_new_tokens
 
+    @property
+    def num_reusable(self) -> int:
+        """The part of the prompt that may be committed: whole slices.
+
+        The last one is shorter and gives other bits than the slice of a longer prompt would. Were it committed, that
+        prompt would find its blocks cached already and keep them, and later hits would depend on who came first.
+        """
+        return max(self.table.num_ready, self.num_computed - self.num_computed % self.table.grid)
+
     def next_slice(self) -> SequenceSlice:
         """What the next forward computes of this sequence: a slice of the prompt, or the last token."""
         start = self.num_computed

@@ -6,6 +6,7 @@ import enum
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 import attrs
@@ -24,7 +25,7 @@ class _Stop(enum.Enum):
     STOP = enum.auto()
 
 
-@attrs.define(eq=False)
+@attrs.frozen
 class _Job:
     plan: TransferPlan
     before: tuple[Fence, ...]
@@ -223,6 +224,10 @@ class CopyLane:
             job = self._queue.get()
             if job is not _Stop.STOP:
                 self._deliver(_never_started(job.plan, reason))
+        if plans_in_doubt:
+            # Keeps both memories, which this frame refers to, until the device has let go of them.
+            with suppress(Exception):
+                self._backend.settle(self.direction)
 
 
 def _never_started(plan: TransferPlan, reason: str) -> Completion:

@@ -70,7 +70,7 @@ class LocalTransport:
 
     def close(self, timeout_s: float) -> bool:
         """Refuse what comes, wait for what was launched. A copy that hangs keeps the memory of both sides."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s  # not the `Env`'s clock: joining a thread takes real time
         for lane in self._lanes.values():
             lane.stop_launching()
         ended = [lane.join(deadline_s - time.monotonic()) for lane in self._lanes.values()]

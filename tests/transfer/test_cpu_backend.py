@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from copies import Copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from aoffload.errors import ConfigError
 from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.backends.rows import FlatRows, Stripes, row_mover, stretches
 from aoffload.transfer.region import KVRegion, regions_of
-from conftest import Copies
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool)
 
@@ -133,7 +133,13 @@ def test_evenly_spaced_regions_share_a_stripe(num_regions: int) -> None:
 
 @pytest.mark.parametrize(
     ("ids", "expected"),
-    [([], []), ([5], [(0, 1)]), ([1, 2, 3], [(0, 3)]), ([1, 3, 4, 2], [(0, 1), (1, 3), (3, 4)]), ([3, 2], [(0, 1), (1, 2)])],
+    [
+        ([], []),
+        ([5], [(0, 1)]),
+        ([1, 2, 3], [(0, 3)]),
+        ([1, 3, 4, 2], [(0, 1), (1, 3), (3, 4)]),
+        ([3, 2], [(0, 1), (1, 2)]),
+    ],
 )
 def test_stretches_are_maximal(ids: list[int], expected: list[tuple[int, int]]) -> None:
     """Neighbours are moved together, in ascending order only."""

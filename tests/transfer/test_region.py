@@ -53,8 +53,8 @@ def test_parameters_lose_their_graph_and_keep_their_memory() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: [], "kv_caches: is empty"),
-        (lambda: {}, "kv_caches: is empty"),
+        (list, "kv_caches: is empty"),
+        (dict, "kv_caches: is empty"),
         (lambda: 7, "kv_caches: must be tensors"),
         (lambda: "kv", "kv_caches: must be tensors"),
         (lambda: [torch.zeros(4, 2), None], r"kv_caches\[1\]: must be a torch tensor"),
@@ -77,14 +77,29 @@ def test_what_no_block_id_addresses_is_refused_by_name(make: Callable[[], object
         regions_of(make())
 
 
-def test_no_byte_belongs_to_two_blocks() -> None:
-    """The same tensor twice, or shifted by a block: a load into one block would write into another."""
-    tensor = torch.zeros(6, 4)
-    for other in (tensor, tensor[1:], KVRegion(tensor[2:], 16, 8)):
-        blocks = [KVRegion(tensor[: KVRegion.of(other).num_blocks], 16, 16)] if isinstance(other, torch.Tensor) else []
-        blocks = blocks or [KVRegion(tensor[:4], 16, 16)]
-        with pytest.raises(RegionError, match=r"kv_caches\[1\]: shares memory with kv_caches\[0\]"):
-            regions_of([*blocks, other])
+@pytest.mark.parametrize(("shift", "size"), [(0, 16), (1, 16), (-2, 8)])
+def test_no_byte_belongs_to_two_blocks(shift: int, size: int) -> None:
+    """The same tensor twice, or shifted by some blocks: a load into one block would write into another."""
+    tensor = torch.zeros(8, 4)
+    regions = [KVRegion(tensor[first : first + 4], 16, size) for first in (2, 2 + shift)]
+    with pytest.raises(RegionError, match=r"kv_caches\[1\]: shares memory with kv_caches\[0\]"):
+        regions_of(regions)
+
+
+def test_the_end_of_a_block_may_not_reach_into_the_next() -> None:
+    """Between two blocks of a region there is room for so many bytes and not one more."""
+    tensor = torch.zeros(8, 4)
+    one = KVRegion(tensor[:3, :2], 16, 8)
+    assert len(regions_of([one, KVRegion(tensor[:3, 2:], 16, 8)])) == 2
+    with pytest.raises(RegionError, match="shares memory"):
+        regions_of([one, KVRegion(tensor.reshape(-1)[2:13], 16, 12)])
+
+
+def test_neighbours_in_one_tensor_share_nothing() -> None:
+    """Regions that follow each other, or lie between each other's blocks, are fine."""
+    tensor = torch.zeros(8, 4)
+    halves = [KVRegion(tensor[first : first + 4], 16, 16) for first in (0, 4)]
+    assert len(regions_of(halves)) == 2
 
 
 @pytest.mark.parametrize(("offset", "is_shared"), [(0, True), (7, True), (8, False), (56, False), (57, True)])
@@ -103,7 +118,13 @@ def test_overlap_is_found_at_different_strides(offset: int, is_shared: bool) -> 
 
 @pytest.mark.parametrize(
     ("stride", "size", "message"),
-    [(8, 0, "block_bytes"), (-8, 4, "block_stride_bytes"), (8, 1.5, "block_bytes"), (4, 8, "overlap"), (64, 60, "reach")],
+    [
+        (8, 0, "block_bytes"),
+        (-8, 4, "block_stride_bytes"),
+        (8, 1.5, "block_bytes"),
+        (4, 8, "overlap"),
+        (64, 60, "reach"),
+    ],
 )
 def test_impossible_sizes_are_refused(stride: int, size: int, message: str) -> None:
     """A region says which of its own arguments cannot be."""

@@ -106,8 +106,10 @@ class Stripes:
 def row_mover(regions: tuple[KVRegion, ...]) -> RowMover:
     """The fastest way to move the blocks of `regions`."""
     pieces = list(_joined(_pieces(regions)))
-    unit = math.gcd(*(_grid(pieces)))
-    if unit >= min(MIN_PIECE_BYTES, min(piece.num_bytes for piece in pieces)):
+    unit = math.gcd(*_grid(pieces))
+    # With different strides a block is no fixed pattern of rows.
+    has_one_stride = len({piece.stride_bytes for piece in pieces}) == 1
+    if has_one_stride and unit >= min(MIN_PIECE_BYTES, min(piece.num_bytes for piece in pieces)):
         return _flat_rows(pieces, unit)
     element = _element_type(unit)
     return Stripes(tuple(_stripe(alike, element) for alike in _evenly_spaced(pieces)))
@@ -150,8 +152,6 @@ def _grid(pieces: list[Piece]) -> Iterator[int]:
         yield piece.num_bytes
         yield piece.address - pieces[0].address
         yield piece.stride_bytes
-    if len({piece.stride_bytes for piece in pieces}) > 1:
-        yield 1  # a block is a fixed pattern of rows only if all strides are equal
 
 
 def _flat_rows(pieces: list[Piece], unit: int) -> FlatRows:
