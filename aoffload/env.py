@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,17 +30,22 @@ class Env:
         thread.start()
         return thread
 
+    def loop_clock(self) -> Callable[[], float]:
+        """The clock that cancel scopes in the event loop running now go by; also good outside of a task."""
+        if _in_trio():
+            import trio
+
+            return trio.current_time
+        return asyncio.get_running_loop().time
+
     def loop_waker(self, callback: Callable[[], None]) -> Callable[[], None]:
         """A function that any thread may call to have `callback` run soon in the event loop running now.
 
         Calling it after the loop has closed does nothing: who closes the loop drains what was reported by then.
         """
-        try:
-            import asyncio
-
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
+        if _in_trio():
             return self._trio_waker(callback)
+        loop = asyncio.get_running_loop()
 
         def wake() -> None:
             try:
@@ -60,3 +67,9 @@ class Env:
                 return
 
         return wake
+
+
+def _in_trio() -> bool:
+    """Asked first: in a guest run of trio, there is a running asyncio loop as well."""
+    trio = sys.modules.get("trio")
+    return trio is not None and bool(trio.lowlevel.in_trio_task())

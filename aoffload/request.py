@@ -49,7 +49,8 @@ class Request:
         self._holding: Holding | None = None
         self._scope = anyio.CancelScope()
         self._cancel_reason = ""
-        self._wakeup: anyio.Event | None = None
+        self._waiting: set[anyio.Event] = set()
+        """One for each task that waits for something here."""
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r} {self.state.name}>"
@@ -92,7 +93,7 @@ class Request:
             return "closed_early"
         if self._scope.cancel_called:
             return "deadline"
-        if isinstance(error, anyio.get_cancelled_exc_class()):
+        if _is_cancellation(error):
             return "cancelled"
         return "abandoned" if isinstance(error, GeneratorExit) else f"error: {type(error).__name__}"
 
@@ -106,10 +107,10 @@ class Request:
             self._cancel_reason = self._cancel_reason or reason
             self._scope.cancel()
 
-    def _runtime_closed(self) -> None:
-        """Wake it: its next step raises `RuntimeClosed`."""
-        if self._wakeup is not None:
-            self._wakeup.set()
+    def _wake(self) -> None:
+        """Have whoever waits here look again: a load is over, or the runtime was closed."""
+        for event in self._waiting:
+            event.set()
 
     def _live(self) -> Holding:
         self._runtime._check_usable()
@@ -166,6 +167,7 @@ class Request:
 
     async def allocate(self, num_tokens: int | None = None) -> None:
         """As `allocate_nowait`, but waits for room; `OutOfBlocks` only if it can never fit."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
         holding = self._live()
         try:
             self._runtime.ledger.allocate_nowait(holding, num_tokens)
@@ -181,6 +183,7 @@ class Request:
 
     async def extend(self, num_tokens: int) -> Extension:
         """As `extend_nowait`, but waits. A retryable `OutOfBlocks`: only waiters hold room, so abort one of them."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
         holding = self._live()
         try:
             return self._runtime.ledger.extend_nowait(holding, num_tokens)
@@ -205,11 +208,11 @@ class Request:
             self._runtime.ledger.withdraw(waiter)
 
     async def _wait(self, event: anyio.Event) -> None:
-        self._wakeup = event
+        self._waiting.add(event)
         try:
             await event.wait()
         finally:
-            self._wakeup = None
+            self._waiting.discard(event)
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -224,6 +227,7 @@ class Request:
 
         `max_tokens` takes fewer: rounded down to a block, never below the device hit. `block_ids` is final afterwards.
         """
+        await anyio.lowlevel.checkpoint_if_cancelled()
         return await self.load_nowait(max_tokens).wait()
 
     # -- computing ------------------------------------------------------------------------------------------------
@@ -246,7 +250,6 @@ class PendingLoad:
     def __init__(self, request: Request, max_tokens: int | None) -> None:
         self._request = request
         self._max_tokens = max_tokens
-        self._event = anyio.Event()
 
     @property
     def is_over(self) -> bool:
@@ -254,8 +257,7 @@ class PendingLoad:
 
     def start(self) -> None:
         runtime, holding = self._request._runtime, self._request._live()
-        self._event = anyio.Event()
-        runtime.worker.submit(runtime.ledger.plan_load(holding, self._max_tokens, self._event.set))
+        runtime.worker.submit(runtime.ledger.plan_load(holding, self._max_tokens, self._request._wake))
 
     async def wait(self) -> int:
         """Wait until the load is over, however it ends; the number of tokens that are ready."""
@@ -268,8 +270,15 @@ class PendingLoad:
                 continue
             bound = runtime.config.load_timeout_s if holding.load is not None else None
             with anyio.move_on_after(bound) as patience:
-                await request._wait(self._event)
+                await request._wait(anyio.Event())
             request._live()
             if patience.cancelled_caught and holding.load is not None:
                 runtime.ledger.abandon_load(holding)
         return holding.num_computed_tokens
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    """Whether it is nothing but cancellation: task groups inside the block may have put it into groups."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_cancellation(inner) for inner in error.exceptions)
+    return isinstance(error, anyio.get_cancelled_exc_class())

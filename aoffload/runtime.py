@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from weakref import WeakValueDictionary
 
 import anyio
 import attrs
@@ -83,7 +84,8 @@ class OffloadRuntime:
         self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
         self._namespace = _namespace_of(config)
         self._roots: dict[tuple[Any, Any], Root] = {}
-        self._requests: dict[str, Request] = {}
+        # Weak, or an abandoned request would never be noticed.
+        self._requests: WeakValueDictionary[str, Request] = WeakValueDictionary()
         self._group: TaskGroup | None = None
         self._thread_id = 0
         self._process_id = 0
@@ -113,24 +115,32 @@ class OffloadRuntime:
     ) -> None:
         """Live requests first, then what is queued, then what is in flight, each within bounds."""
         self._is_open = False
-        for request in tuple(self._requests.values()):
-            request._close("runtime_closed")
-            request._runtime_closed()
+        self._close_requests()
         self.worker.is_accepting = False
         self.worker.discard_queued()
+        deadline = anyio.current_time() + self.config.close_timeout_s
         try:
             # A launched copy can't be recalled, and its memory must outlive it: the one wait that is shielded.
-            with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self.config.close_timeout_s):
+            with anyio.CancelScope(shield=True, deadline=deadline):
                 await self.worker.wait_idle()
-                await anyio.to_thread.run_sync(self.transport.close, self.config.close_timeout_s)
+                await anyio.to_thread.run_sync(self.transport.close, max(0.0, deadline - anyio.current_time()))
         finally:
-            self.worker.drain()
-            self.worker.stop("the runtime was closed")
-            self.transport.close(0.0)
-            self.telemetry.runtime_closed(len(self.ledger.jobs.quarantined))
-            assert self._group is not None
-            self._group.cancel_scope.cancel()
-            await self._group.__aexit__(None, None, None)
+            try:
+                self.transport.close(0.0)
+            finally:
+                self.worker.drain()
+                self.worker.stop("the runtime was closed")
+                self.telemetry.runtime_closed(len(self.ledger.jobs.quarantined))
+                self.worker.end()
+                assert self._group is not None
+                await self._group.__aexit__(None, None, None)
+
+    def _close_requests(self) -> None:
+        for request in tuple(self._requests.values()):
+            request._close("runtime_closed")
+            request._wake()
+        for holding in tuple(self.ledger.holdings.values()):  # abandoned, and nobody has got round to it yet
+            self._release(holding, "abandoned")
 
     def _check_usable(self) -> None:
         if self._process_id and os.getpid() != self._process_id:
@@ -160,10 +170,9 @@ class OffloadRuntime:
         `deadline_s` is counted from entering. `max_hit_tokens` and `hit_alignment` narrow what is taken from the cache.
         """
         self._check_usable()
-        if deadline_s is not None and (not isinstance(deadline_s, (int, float)) or deadline_s != deadline_s):
-            raise InvalidArgument("deadline_s", f"must be a number of seconds, got {deadline_s!r}")
+        seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)
         prefix = self._prefix(token_ids, cache_salt, adapter_key, key_spans)
-        return Request(self, prefix, RequestOptions(request_id, deadline_s, max_hit_tokens, hit_alignment))
+        return Request(self, prefix, RequestOptions(request_id, seconds, max_hit_tokens, hit_alignment))
 
     async def run(
         self, function: Callable[[Request], Awaitable[Result]], token_ids: TokenIds, /, **options: Any
@@ -218,7 +227,8 @@ class OffloadRuntime:
             root = Root(self._namespace, cache_salt, adapter_key)
             if len(self._roots) >= MAX_KEPT_ROOTS:
                 self._roots.clear()
-            self._roots[cache_salt, adapter_key] = root
+            if len(cache_salt or "") + len(adapter_key or "") <= MAX_KEPT_KEY:
+                self._roots[cache_salt, adapter_key] = root
         return Prefix.of(root, token_ids, key_spans)
 
     def _admit(self, request: Request, prefix: Prefix, options: RequestOptions) -> Holding:
@@ -237,9 +247,9 @@ class OffloadRuntime:
         self.worker.submit(self.ledger.release(holding, reason))
 
     def _abandon(self, holding: Holding) -> None:
-        """Called by a request's finaliser, wherever that runs."""
-        if self._is_open and threading.get_ident() == self._thread_id and os.getpid() == self._process_id:
-            self._release(holding, "abandoned")
+        """Called by a request's finaliser: in any thread, or in this one in the middle of changing the ledger."""
+        if self._is_open and os.getpid() == self._process_id:
+            self.worker.call_soon(lambda: None if holding.is_over else self._release(holding, "abandoned"))
 
     # -- computing ------------------------------------------------------------------------------------------------
 
@@ -292,7 +302,17 @@ class OffloadRuntime:
 
 
 MAX_KEPT_ROOTS = 1024
-"""Roots are kept for their running hash; how many tenants there are is not ours to bound."""
+MAX_KEPT_KEY = 256
+"""Roots are kept for their running hash; how many tenants there are, and how long their salts, is not ours to bound."""
+
+
+def _seconds(name: str, value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value:
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    raise InvalidArgument(name, f"must be a number of seconds, got {value!r:.80}")
 
 
 def _is_hashable(*keys: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import anyio
 import attrs
@@ -38,7 +39,8 @@ class CopyWorker:
 
     `submit` launches at once where the bounds allow. Completions arrive from any thread through a deque and one
     coalesced wake-up. A launched job without an end is given up (its destination is quarantined) and nothing more is
-    launched until it reports: a stalled transport makes misses, not queues.
+    launched until it reports: a stalled transport makes misses, not queues. Should the ledger itself fail, the cache
+    turns itself off: nothing is launched any more, and no request hears of it but as a miss.
     """
 
     ledger: Ledger
@@ -53,12 +55,17 @@ class CopyWorker:
     _num_bytes: int = 0
     _overdue: set[int] = attrs.field(factory=set)
     _inbox: deque[Completion] = attrs.field(factory=deque)
+    _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
     _is_signalled: bool = False
     _wake_loop: Callable[[], None] = lambda: None
+    _clock: Callable[[], float] = lambda: 0.0
+    """Not `anyio.current_time`: a commit may come from a plain callback of the loop."""
     _wakeup: anyio.Event = attrs.field(factory=anyio.Event)
     _sleep: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
     _settled: anyio.Event = attrs.field(factory=anyio.Event)
     """Set, and replaced, whenever jobs have ended."""
+    _scope: anyio.CancelScope = attrs.field(factory=lambda: anyio.CancelScope(shield=True))
+    """Around the task: what cancels the engine must not end it before the transfers that are under way."""
     is_accepting: bool = True
 
     # -- launching ------------------------------------------------------------------------------------------------
@@ -67,7 +74,7 @@ class CopyWorker:
         """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
         for plan in plans:
             if not self.is_accepting or self._overdue:
-                self.ledger.discard(plan.job_id)
+                self._tell(self.ledger.discard, plan.job_id)
                 continue
             queue = self._loads if plan.direction is Direction.LOAD else self._stores
             queue.append(QueuedJob(plan, after))
@@ -80,7 +87,7 @@ class CopyWorker:
                 if not self._may_launch(num_bytes):
                     return
                 job = queue.popleft()
-                if self.ledger.launch(job.plan.job_id):
+                if self._tell(self.ledger.launch, job.plan.job_id):
                     self._launch(job, num_bytes)
 
     def _may_launch(self, num_bytes: int) -> bool:
@@ -91,14 +98,13 @@ class CopyWorker:
 
     def _launch(self, job: QueuedJob, num_bytes: int) -> None:
         plan = job.plan
-        deadline = anyio.current_time() + self.config.transfer_timeout_s
+        deadline = self._clock() + self.config.transfer_timeout_s
         self._in_flight[plan.job_id] = InFlight(num_bytes, deadline)
         self._num_bytes += num_bytes
         if len(self._in_flight) == 1:
             self._sleep.deadline = deadline  # it had none while nothing was in flight
         try:
-            after = self.transport.record_fence() if plan.direction is Direction.LOAD else job.after
-            self.transport.launch(plan, after)
+            self.transport.launch(plan, job.after)
         except TransferRefused as error:
             self.deliver(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
         except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what was started, the engine goes on
@@ -109,6 +115,14 @@ class CopyWorker:
     def deliver(self, completion: Completion) -> None:
         """Take a completion in, from any thread; never blocks."""
         self._inbox.append(completion)
+        self._signal()
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Have the worker call `function`. From any thread, and from a finaliser in the middle of whatever."""
+        self._calls.append(function)
+        self._signal()
+
+    def _signal(self) -> None:
         if not self._is_signalled:
             self._is_signalled = True
             self._wake_loop()
@@ -116,6 +130,8 @@ class CopyWorker:
     def drain(self) -> None:
         """Settle what has been delivered. The flag is cleared first: what comes later signals again."""
         self._is_signalled = False
+        while self._calls:
+            self._tell(self._calls.popleft())
         while self._inbox:
             completion = self._inbox.popleft()
             self._forget(completion.job_id)
@@ -123,7 +139,7 @@ class CopyWorker:
                 self._overdue.discard(completion.job_id)
                 if not self._overdue:
                     self.telemetry.transport_recovered()
-            self.ledger.settle(completion)
+            self._tell(self.ledger.settle, completion)
         self._dispatch()
         self._notify_settled()
 
@@ -136,12 +152,23 @@ class CopyWorker:
         if found is not None:
             self._num_bytes -= found.num_bytes
 
+    def _tell(self, function: Callable[..., Any], *args: object) -> Any:
+        """Call into the ledger. A bug there must end neither this task nor the request that happens to call."""
+        try:
+            return function(*args)
+        except Exception as error:  # noqa: BLE001 - see above
+            self.telemetry.worker_failed(error)
+            if self.is_accepting:
+                self.is_accepting = False
+                self.discard_queued()
+            return None
+
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
         """Stop expecting launched jobs: their destinations are quarantined until somebody proves them over."""
         for job_id in tuple(job_ids):
             self._forget(job_id)
             self._overdue.add(job_id)
-            self.ledger.settle(Completion(job_id, Outcome.UNPROVEN, error=error))
+            self._tell(self.ledger.settle, Completion(job_id, Outcome.UNPROVEN, error=error))
         self.discard_queued()
 
     def discard_queued(self) -> None:
@@ -150,34 +177,47 @@ class CopyWorker:
         self._loads.clear()
         self._stores.clear()
         for job in queued:
-            self.ledger.discard(job.plan.job_id)
+            self._tell(self.ledger.discard, job.plan.job_id)
         self._notify_settled()
 
     # -- the task -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Bind to the loop running now."""
+        self._clock = self.env.loop_clock()
         self._wake_loop = self.env.loop_waker(lambda: self._wakeup.set())
 
     async def run(self) -> None:
-        """Settle completions and watch deadlines until cancelled. Whatever goes wrong here must not end the engine."""
-        try:
-            while True:
-                self._wakeup = anyio.Event()
-                if not self._inbox:
-                    with anyio.CancelScope(deadline=self._next_deadline()) as self._sleep:
-                        await self._wakeup.wait()
-                self.drain()
-                self._check_deadlines()
-        except Exception as error:  # noqa: BLE001 - a supervisor: the cache turns itself off, the requests go on
-            self.telemetry.worker_failed(error)
-            self.stop("the worker failed")
+        """Settle completions and watch deadlines until `end`. Whatever goes wrong here must not end the engine."""
+        with self._scope:
+            try:
+                await self._work()
+            except anyio.get_cancelled_exc_class() as error:
+                if self._scope.cancel_called:
+                    raise
+                # `asyncio.Task.cancel` from somewhere. Raised on, it would cancel the group's other tasks, too.
+                self._fail(error)
+            except Exception as error:  # noqa: BLE001 - a supervisor: the cache turns itself off, the requests go on
+                self._fail(error)
+
+    async def _work(self) -> None:
+        while True:
+            self._wakeup = anyio.Event()
+            if not self._inbox and not self._calls:
+                with anyio.CancelScope(deadline=self._next_deadline()) as self._sleep:
+                    await self._wakeup.wait()
+            self.drain()
+            self._check_deadlines()
+
+    def _fail(self, error: BaseException) -> None:
+        self.telemetry.worker_failed(error)
+        self.stop("the worker failed")
 
     def _next_deadline(self) -> float:
         return next(iter(self._in_flight.values())).deadline if self._in_flight else float("inf")
 
     def _check_deadlines(self) -> None:
-        now = anyio.current_time()
+        now = self._clock()
         late = [job_id for job_id, job in self._in_flight.items() if job.deadline <= now]
         if late:
             self.telemetry.transport_stalled(len(late))
@@ -201,3 +241,7 @@ class CopyWorker:
         self.is_accepting = False
         self.discard_queued()
         self.give_up(self._in_flight, error)
+
+    def end(self) -> None:
+        """End the task."""
+        self._scope.cancel()

@@ -50,9 +50,8 @@ async def main() -> None:
         leaver = asyncio.create_task(generate(runtime, queue, 70 * [0]))
         await asyncio.sleep(0)  # it has entered its request
         leaver.cancel()
-        await asyncio.wait([leaver])
         queue.put_nowait(None)
-        await computing
+        await asyncio.wait([leaver, computing])
         await runtime.flush()
         print(f"a client was cancelled: {leaver.cancelled()}, pinned: {runtime.statistics().device.num_pinned} blocks")
 

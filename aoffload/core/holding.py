@@ -101,7 +101,8 @@ class Holding:
 
     @property
     def holds_room(self) -> bool:
-        return bool(self.table) or Tier.DEVICE in self.leases
+        granted = self.waiter is not None and bool(self.waiter.granted)
+        return bool(self.table) or granted or Tier.DEVICE in self.leases
 
     def private_blocks(self, width: int) -> array[int]:
         """The ids that are its own: nobody else reads or frees them."""

@@ -139,15 +139,17 @@ def _incoming(over: list[Stretch], start: int) -> list[Job]:
     found: dict[Job, None] = {}
     position = start
     for stretch in over:
+        if stretch.stop <= position:
+            continue
         part = stretch.run.parts[Tier.DEVICE]
-        if part.incoming is None or stretch.stop <= position:
-            if stretch.stop <= position:
-                continue
-            break
-        job: Job | None = part.incoming
+        chain: list[Job] = []
+        job = part.incoming
         while job is not None and not job.is_settled and job.stop > start:
-            found[job] = None
+            chain.append(job)
             job = job.predecessor
+        if not chain or chain[-1].start > position:  # what was to come first never will: the rest will not be entered
+            break
+        found.update(dict.fromkeys(chain))
         position = min(part.incoming_stop, stretch.stop)
         if position < stretch.stop:
             break

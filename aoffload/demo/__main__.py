@@ -7,6 +7,7 @@ import signal
 
 
 def _leave(*_: object) -> None:
+    os.write(1, b"\n  interrupted before anything was done\n")
     os._exit(130)
 
 

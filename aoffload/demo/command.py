@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except AoffloadError as error:
             make_parser().error(_by_option(error))
         anyio.run(_run_all, runner, interrupt, backend=options.backend)
+        if interrupt.was_pressed:
+            interrupt.leave()  # all is in order by now; only the interpreter would take its time
         interrupt.report_once()
         return outcome.exit_status
 

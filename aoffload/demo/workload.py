@@ -20,7 +20,7 @@ __all__ = ["Conversation", "Turn", "Workload", "make_workload"]
 TURNS_PER_CONVERSATION = 4
 SYSTEM_TOKENS = (192, 320)
 """Two system prompts; conversations take turns with them."""
-OPENING_TOKENS = (160, 1280)
+OPENING_TOKENS = (128, 1120)
 """The first message, with whatever document it brings along."""
 MESSAGE_TOKENS = (16, 64)
 ANSWER_TOKENS = (6, 12)
@@ -81,13 +81,21 @@ def make_workload(seed: int, num_requests: int, vocab_size: int) -> Workload:
 
     systems = [tokens(count) for count in SYSTEM_TOKENS]
     num_conversations = -(-num_requests // TURNS_PER_CONVERSATION)
+    openings = _spread(draw, *OPENING_TOKENS, num_conversations)
     conversations: list[Conversation] = []
     for number in range(num_conversations):
         num_turns = num_requests // num_conversations + (number < num_requests % num_conversations)
-        lengths = [draw.randint(*OPENING_TOKENS)] + [draw.randint(*MESSAGE_TOKENS) for _ in range(num_turns - 1)]
+        lengths = [openings[number]] + [draw.randint(*MESSAGE_TOKENS) for _ in range(num_turns - 1)]
         turns = tuple(
             Turn(f"c{number:02}-t{index}", tokens(length), draw.randint(*ANSWER_TOKENS))
             for index, length in enumerate(lengths)
         )
         conversations.append(Conversation(systems[number % len(systems)], turns))
     return Workload(tuple(conversations))
+
+
+def _spread(draw: random.Random, low: int, high: int, count: int) -> list[int]:
+    """`count` numbers evenly spread over [low, high], in any order: no seed has only short ones, or only long ones."""
+    numbers = [low + int((index + draw.random()) * (high - low) / count) for index in range(count)]
+    draw.shuffle(numbers)
+    return numbers

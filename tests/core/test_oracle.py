@@ -1,0 +1,218 @@
+"""The ledger against the naive model: the same hits, whatever happens to requests on the way.
+
+`python tests/core/test_oracle.py 50000` does the full number of admissions and prints what it has met.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import attrs
+import pytest
+from lockstep import Client, Lockstep
+
+from aoffload.core.lifecycle import RequestState as State
+from aoffload.prefix import KeySpan, Root
+
+ROOTS = (Root("m"), Root("m", cache_salt="a"), Root("m", adapter_key="a"))
+
+
+@attrs.frozen
+class Shape:
+    """What a scenario is like. `unit` tokens are one index unit."""
+
+    block_sizes: tuple[int, ...]
+    num_device: int
+    num_host: int
+    num_clients: int
+    max_units: int
+    vocabulary: int = 2
+    roots: Sequence[Root] = ROOTS[:1]
+    span_rate: float = 0.0
+
+
+SHAPES = {
+    "one unit of room": Shape((1,), 3, 4, 3, 3),
+    "tiny": Shape((1,), 6, 8, 4, 5),
+    "tiny, no host": Shape((2,), 6, 0, 4, 5),
+    "tiny host": Shape((2,), 9, 3, 4, 6),
+    "crowded": Shape((1,), 12, 16, 10, 7),
+    "long": Shape((2,), 40, 60, 6, 24),
+    "roots and spans": Shape((2,), 10, 14, 5, 6, 1, ROOTS, 0.4),
+    "two groups": Shape((2, 4), 24, 27, 5, 6),
+}
+
+
+class Scenario:
+    """Random calls, mostly legal for the state that a request is in, on prompts that share prefixes by design."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.shape = shape
+        self.random = random.Random(seed)
+        self.pair = Lockstep(shape.block_sizes, shape.num_device, shape.num_host)
+        self.num_admitted = 0
+        self.past: list[tuple[list[int], tuple[KeySpan, ...]]] = [([], ())]
+        self.stepping: list[Client] = []
+        self.pinned = {
+            State.PINNED: self.on_pinned,
+            State.ALLOCATED: self.on_allocated,
+            State.LOADING: self.on_loading,
+            State.RUNNING: self.on_running,
+        }
+
+    def run(self, num_admissions: int) -> Counter[str]:
+        while self.num_admitted < num_admissions:
+            self.turn()
+        self.wind_down()
+        return self.pair.seen
+
+    def turn(self) -> None:
+        pair, chance = self.pair, self.random.random()
+        if chance < 0.3 and pair.jobs:
+            self.copy()
+        elif chance < 0.5 and len(pair.clients) < self.shape.num_clients:
+            self.admit()
+        elif chance < 0.58 and self.stepping:
+            pair.end_step(self.stepping.pop(self.random.randrange(len(self.stepping))))
+        elif pair.clients:
+            client = self.random.choice(pair.clients)
+            if self.random.random() < 0.06:
+                pair.release(client, "cancelled")
+            else:
+                self.pinned[client.state](client)
+
+    def wind_down(self) -> None:
+        """Everybody leaves, everything lands: nothing may be left pinned."""
+        for client in list(self.pair.clients):
+            self.pair.release(client, "closed_early")
+        for client in self.stepping:
+            self.pair.end_step(client)
+        while self.pair.jobs:
+            self.copy()
+        statistics = self.pair.ledger.statistics()
+        assert statistics.device.num_pinned == statistics.host.num_pinned == 0
+
+    # -- prompts --------------------------------------------------------------------------------------------------
+
+    def prompt(self) -> tuple[list[int], tuple[KeySpan, ...]]:
+        """A prefix of an earlier prompt, and a few tokens of its own; often exactly to the end of a unit."""
+        choice, limit = self.random, self.shape.max_units * self.pair.unit
+        tokens, spans = choice.choice(self.past)
+        cut = choice.randint(0, min(len(tokens), limit - 1))
+        fresh = choice.randint(0 if cut else 1, limit - cut)
+        tokens = tokens[:cut] + [choice.randrange(self.shape.vocabulary) for _ in range(fresh)]
+        if choice.random() < 0.4 and len(tokens) > self.pair.unit:
+            del tokens[len(tokens) // self.pair.unit * self.pair.unit :]
+        spans = tuple(span for span in spans if span.stop <= len(tokens))
+        start = choice.randint(spans[-1].stop if spans else 0, len(tokens))
+        if start < len(tokens) and choice.random() < self.shape.span_rate:
+            spans += (KeySpan(start, choice.randint(start + 1, len(tokens)), choice.choice((b"x", b"y"))),)
+        return tokens, spans
+
+    def admit(self) -> None:
+        choice, (tokens, spans) = self.random, self.prompt()
+        max_hit = choice.randint(0, len(tokens)) if choice.random() < 0.1 else None
+        alignment = choice.choice((2, 3)) if choice.random() < 0.1 else 1
+        self.pair.admit(choice.choice(self.shape.roots), tokens, spans, max_hit, alignment)
+        self.num_admitted += 1
+        self.past = [*self.past[-6:], (tokens, spans)]
+
+    # -- what may happen to a client ------------------------------------------------------------------------------
+
+    def on_pinned(self, client: Client) -> None:
+        if client.waiter is not None:
+            return self.on_waiting(client)
+        num_tokens = len(client.tokens)
+        if self.random.random() < 0.2:
+            num_tokens = max(1, num_tokens + self.random.randint(-4, 4))
+        return self.pair.allocate(client, num_tokens, waits=self.random.random() < 0.6)
+
+    def on_waiting(self, client: Client) -> None:
+        assert client.waiter is not None
+        if self.random.random() < 0.15:
+            self.pair.withdraw(client)
+        elif client.waiter.is_over:
+            self.pair.accept(client)
+
+    def on_allocated(self, client: Client) -> None:
+        if client.waiter is not None:
+            self.on_waiting(client)
+        elif client.step is None and self.random.random() < 0.8:
+            max_tokens = self.random.randint(0, len(client.tokens)) if self.random.random() < 0.15 else None
+            self.pair.load(client, max_tokens)
+        else:
+            self.on_running(client)
+
+    def on_loading(self, client: Client) -> None:
+        if self.random.random() < 0.3:
+            self.pair.load(client, None)  # a second call while the first one is under way changes nothing
+
+    def on_running(self, client: Client) -> None:
+        choice = self.random.random()
+        if client.waiter is not None:
+            self.on_waiting(client)
+        elif choice < 0.6:
+            self.compute(client)
+        elif choice < 0.75:
+            table = len(client.holding.table) // self.pair.width * self.pair.unit
+            self.pair.allocate(client, table + self.random.randint(1, 3), waits=self.random.random() < 0.6)
+        elif choice < 0.85 and client.step is None:
+            self.pair.enter_step(client)
+            self.stepping.append(client)
+        elif client.holding.num_computed_tokens >= len(client.tokens) - 1:
+            self.pair.release(client, "closed_early")
+
+    def compute(self, client: Client) -> None:
+        room = len(client.holding.table) // self.pair.width * self.pair.unit
+        new = [self.random.randrange(self.shape.vocabulary) for _ in range(self.random.choice((0, 0, 1, 1, 2, 5)))]
+        stop = min(room, len(client.tokens) + len(new))
+        first = client.holding.num_computed_tokens
+        if first <= stop:
+            upto = stop if self.random.random() < 0.5 else self.random.randint(first, stop)
+            self.pair.commit(client, upto, new)
+
+    def copy(self) -> None:
+        """Launch the next queued job, or let one that was launched land: any of them."""
+        queued = [job_id for job_id, job in self.pair.jobs.items() if not job.launched]
+        launched = [job_id for job_id, job in self.pair.jobs.items() if job.launched and not job.landed]
+        if queued and (not launched or self.random.random() < 0.5):
+            self.pair.launch(queued[0])
+        elif launched:
+            self.pair.land(self.random.choice(launched))
+
+
+def explore(name: str, seed: int, num_admissions: int) -> Counter[str]:
+    scenario = Scenario(SHAPES[name], seed)
+    try:
+        return scenario.run(num_admissions)
+    except Exception as error:
+        error.add_note(f"{name!r}, seed {seed}, admission {scenario.num_admitted}")
+        raise
+
+
+INTERESTING = (
+    "splits", "merges", "evicted DEVICE", "evicted HOST", "shared loads", "duplicates", "waits", "out of blocks",
+    "device hits", "host hits", "loads", "out of order", "decoded", "failed extensions",
+    *(f"left {state.name}" for state in (State.PINNED, State.ALLOCATED, State.LOADING, State.RUNNING)),
+)  # fmt: skip
+
+
+def main(num_admissions: int) -> None:
+    seen: Counter[str] = Counter()
+    done = 0
+    for seed in range(1 << 30):
+        for name in SHAPES:
+            seen += explore(name, seed, 250)
+            done += 250
+            if done >= num_admissions:
+                print(f"{done} admissions, the same hits as the naive model, integrity after every call")
+                for event in INTERESTING:
+                    print(f"{seen[event]:>10} {event}")
+                return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 50_000)

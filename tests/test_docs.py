@@ -1,0 +1,140 @@
+"""What the documentation says is there, and what it shows runs."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import aoffload
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Request, telemetry
+from aoffload.core.lifecycle import JOB_MOVES, REQUEST_MOVES
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "aoffload"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, API, TRACING = ROOT / "README.md", ROOT / "docs/api.md", ROOT / "docs/tracing.md"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def code_spans(page: Path) -> set[str]:
+    """What stands between single backticks outside of code blocks."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"`([^`\n]+)`", prose))
+
+
+def names_in(spans: set[str]) -> set[str]:
+    return {name for span in spans for name in re.findall(r"\w+", span)}
+
+
+def test_every_public_name_is_documented() -> None:
+    """Each name of `aoffload.__all__` has a row of its own, or a paragraph that begins with it, in docs/api.md."""
+    begins = {found[1] for found in re.finditer(r"^(?:\| )?`(\w+)", API.read_text(), re.MULTILINE)}
+    assert set(aoffload.__all__) - begins == set()
+
+
+@pytest.mark.parametrize("kind", [OffloadRuntime, Request, Ledger, OffloadConfig])
+def test_every_public_member_of_the_main_classes_is_documented(kind: type) -> None:
+    """Whoever reads docs/api.md has seen every method, property and option there is."""
+    methods = {
+        name
+        for name, member in vars(kind).items()
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
+    }
+    options = {field.name for field in getattr(kind, "__attrs_attrs__", ())}
+    derived = {"bytes_in_flight", "blocks_per_job", "resolve_host_blocks"}  # computed from the options, for transports
+    assert (methods | options) - derived - names_in(code_spans(API)) == set()
+
+
+@each_page
+def test_relative_links_resolve(page: Path) -> None:
+    """No link of a page leads nowhere."""
+    targets = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@each_page
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """A file named in the text is where the text says, from the root or inside the package."""
+    named = {span for span in code_spans(page) if re.fullmatch(r"[\w/]+(\.py|\.md|/)", span)}
+    assert [name for name in sorted(named) if not any((at / name).exists() for at in (ROOT, PACKAGE))] == []
+
+
+def test_readme_code_runs_and_prints_what_it_says() -> None:
+    """The ten-line use is a whole program, and the block behind it is its output."""
+    (code,) = code_blocks(README, "python")
+    shown = code_blocks(README, "text")[0]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    assert printed.getvalue() == shown
+
+
+def test_readme_names_commands_that_the_makefile_has() -> None:
+    """`make` knows every target that the README tells to run."""
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake (\w+)", README.read_text())) - targets == set()
+
+
+def event_rows() -> dict[str, str]:
+    """The rows of the first table of docs/tracing.md by event."""
+    table = TRACING.read_text().split("## The events")[1].split("The reasons of")[0]
+    return {found[1]: found[0] for found in re.finditer(r"^\| `(\w+)` \|.*$", table, re.MULTILINE)}
+
+
+def test_every_event_has_a_row() -> None:
+    """docs/tracing.md lists every event that the telemetry can write, and no other one."""
+    moves = {state.value for targets in REQUEST_MOVES.values() for state in targets}
+    written = {f"request_{state}" for state in moves}
+    written |= {f"job_{state.value}" for targets in JOB_MOVES.values() for state in targets}  # type: ignore[union-attr]
+    for call in ast.walk(ast.parse(inspect.getsource(telemetry))):
+        if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
+            name = call.args[0].value
+            if isinstance(name, str) and re.fullmatch(r"[a-z]+(_[a-z]+)+", name):
+                written.add(name)
+    assert written == set(event_rows())
+
+
+async def _write_log(file: io.StringIO, make_logger: Any) -> None:
+    """Store, evict, load back and give up, on a device of four blocks."""
+    config = OffloadConfig(groups=[KVCacheGroup("full")], num_host_blocks=16)
+    async with OffloadRuntime(config, torch.zeros(5, 16), logger=make_logger(file)) as runtime:
+        for prompt in (range(60), range(100, 160), range(60)):
+            async with runtime.request(prompt) as request:
+                await request.allocate()
+                await request.load()
+                request.commit(len(prompt))
+            await runtime.flush()
+        async with runtime.request(range(60), "leaver"):
+            pass
+
+
+def test_the_json_logger_of_the_page_writes_the_fields_of_the_table() -> None:
+    """Every field of every event of a real run stands in the row of that event, or of the one it refers to."""
+    (code,) = code_blocks(TRACING, "python")
+    namespace: dict[str, Any] = {}
+    exec(compile(code, "docs/tracing.md", "exec"), namespace)
+    file = io.StringIO()
+    anyio.run(_write_log, file, namespace["json_logger"])
+    events = [json.loads(line) for line in file.getvalue().splitlines()]
+    wanted = {"request_loading", "request_done", "request_aborted", "job_completed"}
+    assert wanted <= {event["event"] for event in events}
+    rows = event_rows()
+    rows["job_completed"] += rows["job_launched"]
+    for event in events:
+        undocumented = set(event) - {"event", "level", "timestamp", "request_id"} - names_in({rows[event["event"]]})
+        assert undocumented == set(), event["event"]
