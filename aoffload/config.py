@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from .errors import ConfigError
 __all__ = ["GroupLike", "OffloadConfig", "parse_bytes"]
 
 MAX_BLOCKS = 2**31 - 1
+MAX_SECONDS = 1e9
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -30,17 +30,17 @@ class GroupLike(Protocol):
 def parse_bytes(argument: str, value: int | str) -> int:
     """`8589934592`, `"8GiB"`, `"512 MB"` → bytes."""
     if isinstance(value, int) and not isinstance(value, bool):
-        size = value
+        size: float = value
     elif isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if found is None or found[2].upper() not in _UNITS:
             raise ConfigError(argument, f"is not a size: {value!r} (examples: 8589934592, '8GiB', '512MB')")
-        size = int(float(found[1]) * _UNITS[found[2].upper()])
+        size = float(found[1]) * _UNITS[found[2].upper()]
     else:
         raise ConfigError(argument, f"must be an int or a string such as '8GiB', got {value!r}")
     if not 0 < size < 2**60:
-        raise ConfigError(argument, f"must be positive and below 1 EiB, got {value!r}")
-    return size
+        raise ConfigError(argument, f"must be positive and below 1 EiB, got {value!r:.80}")
+    return int(size)
 
 
 def _count(minimum: int, maximum: int = MAX_BLOCKS) -> Any:
@@ -54,8 +54,22 @@ def _count(minimum: int, maximum: int = MAX_BLOCKS) -> Any:
 
 
 def _seconds(_: object, attribute: Any, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigError(attribute.name, f"must be a positive, finite number of seconds, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
+        raise ConfigError(attribute.name, f"must be a positive number of seconds up to 1e9, got {value!r:.80}")
+
+
+def _bool(_: object, attribute: Any, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(attribute.name, f"must be True or False, got {value!r}")
+
+
+def _text(_: object, attribute: Any, value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(attribute.name, f"must be a string, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(attribute.name, "is not valid text (a lone surrogate)") from error
 
 
 def _name_or_object(*names: str) -> Any:
@@ -86,11 +100,11 @@ class OffloadConfig:
     groups: tuple[GroupLike, ...] = attrs.field(converter=_as_tuple)
     num_host_blocks: int | None = attrs.field(default=None, validator=_count(0))
     host_bytes: int | str | None = None
-    namespace: str = attrs.field(default="")
+    namespace: str = attrs.field(default="", validator=_text)
     """Model, revision, dtype: prompts of another namespace never hit."""
     store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "off"))
     eviction: Any = attrs.field(default="lru", validator=_name_or_object("lru"))
-    verify: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    verify: bool = attrs.field(default=False, validator=_bool)
     """A checksum per block at store, compared at load; a mismatch is a miss."""
     max_jobs_in_flight: int = attrs.field(default=4, validator=_count(1, 1024))
     max_bytes_in_flight: int | str = "128MiB"
@@ -109,8 +123,6 @@ class OffloadConfig:
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             raise ConfigError("groups", f"has two groups of one name: {names}")
-        if not isinstance(self.namespace, str):
-            raise ConfigError("namespace", f"must be a string, got {self.namespace!r}")
         if (self.num_host_blocks is None) == (self.host_bytes is None):
             raise ConfigError("num_host_blocks", "give either num_host_blocks or host_bytes")
         for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):

@@ -100,7 +100,7 @@ class Prefix:
         tokens = encode_tokens(token_ids)
         if not tokens:
             raise InvalidArgument("token_ids", "is empty: at least one token has to be computed")
-        spans = tuple(key_spans)
+        spans = _as_spans(key_spans)
         if spans:
             _check_spans(spans, len(tokens) // TOKEN_BYTES)
         return cls(root, tokens, spans)
@@ -112,6 +112,8 @@ class Prefix:
 
 def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
     """`token_ids` as little-endian int32 bytes: the one copy that is ever made of them."""
+    if isinstance(token_ids, (tuple, list)) and not token_ids:
+        return b""
     if not isinstance(token_ids, np.ndarray):
         token_ids = _as_array(token_ids, argument)
     if token_ids.ndim != 1:
@@ -139,13 +141,20 @@ def _as_array(token_ids: TokenIds, argument: str) -> np.ndarray[Any, Any]:
     return array if array.size else array.astype(np.int32)
 
 
+def _as_spans(key_spans: Iterable[KeySpan]) -> tuple[KeySpan, ...]:
+    try:
+        return tuple(key_spans)
+    except TypeError as error:
+        raise InvalidArgument("key_spans", f"must be an iterable of KeySpan, got {type(key_spans).__name__}") from error
+
+
 def _check_spans(spans: tuple[KeySpan, ...], num_tokens: int) -> None:
     last = 0
     for index, span in enumerate(spans):
         where = f"key_spans[{index}]"
         if not isinstance(span, KeySpan):
             raise InvalidArgument(where, f"must be a KeySpan, got {type(span).__name__}")
-        if not (isinstance(span.start, int) and isinstance(span.stop, int) and isinstance(span.digest, bytes)):
+        if not (_is_int(span.start) and _is_int(span.stop) and isinstance(span.digest, bytes)):
             raise InvalidArgument(where, "needs integer start and stop and a digest in bytes")
         if not 0 <= span.start < span.stop:
             raise InvalidArgument(where, f"is reversed, empty or negative: [{span.start}, {span.stop})")
@@ -154,3 +163,7 @@ def _check_spans(spans: tuple[KeySpan, ...], num_tokens: int) -> None:
         if span.start < last:
             raise InvalidArgument(where, f"starts at {span.start}, inside or before the span that ends at {last}")
         last = span.stop
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -273,6 +273,7 @@ class PendingLoad:
                 await request._wait(anyio.Event())
             request._live()
             if patience.cancelled_caught and holding.load is not None:
+                self._max_tokens = 0  # should it have to queue for room now, it doesn't wait for this load again
                 runtime.ledger.abandon_load(holding)
         return holding.num_computed_tokens
 

@@ -24,10 +24,10 @@ from .tiers import TierBlocks
 if TYPE_CHECKING:
     from .jobs import Job
 
-__all__ = ["PrefixCache"]
+__all__ = ["UNPUBLISHABLE", "PrefixCache"]
 
 UNPUBLISHABLE = -1
-"""The epoch of a job whose source turned out to be wrong: no index has it."""
+"""The epoch of jobs and holdings whose bytes turned out to be wrong: no index has it."""
 
 
 class PrefixCache:

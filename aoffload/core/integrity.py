@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ..errors import IntegrityError
-from .cache import PrefixCache
+from .cache import UNPUBLISHABLE, PrefixCache
 from .holding import Holding
-from .index import Part, Run
+from .index import Run
 from .jobs import JobBook
 from .lease import Lease
 from .plan import Tier
@@ -22,8 +22,9 @@ def check_integrity(cache: PrefixCache, jobs: JobBook, line: Line, holdings: Ite
     held = tuple(holdings)
     leases = list(_leases(held, jobs))
     runs = _runs(cache, leases)
+    num_after = Counter(run.before for run in runs if run.before is not None and run.epoch == run.before.epoch)
     for run in runs:
-        _check_run(cache, run, runs)
+        _check_run(cache, run, num_after[run])
     for tier in cache.tiers:
         _check_references(tier.tier, runs, [lease for lease in leases if lease.tier is tier.tier])
         _check_order(cache, tier.tier, runs)
@@ -55,20 +56,19 @@ def _runs(cache: PrefixCache, leases: list[Lease]) -> set[Run]:
     return runs
 
 
-def _check_run(cache: PrefixCache, run: Run, runs: set[Run]) -> None:
+def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
     _demand(run.start < run.stop, "an empty run", run)
     if run.epoch == cache.epoch:
         _demand(cache.index.runs.get(run.key) is run, "a run of this epoch that is not findable", run)
         _demand(not run.holds_nothing(), "a run is kept for nothing", run)
-        after = sum(other.before is run and other.epoch == run.epoch for other in runs) if run.num_after else 0
-        _demand(run.num_after == after, "runs behind are miscounted", run, run.num_after, after)
+        _demand(run.num_after == num_after, "runs behind are miscounted", run, run.num_after, num_after)
     if run.before is not None:
         _demand(run.before.stop == run.start, "a gap in a path", run.before, run)
     for part in run.parts:
-        _demand(part.run is run, "a part of another run", run, part.run)
-        _demand(run.start <= part.stop <= run.stop, "a part outside of its run", run)
+        _demand(part.run is run and run.start <= part.stop <= run.stop, "a part outside of its run", run, part.run)
         _demand(len(part.blocks) == (part.stop - run.start) * cache.layout.width, "a part of the wrong length", run)
-        _demand(part.incoming is None or not part.incoming.is_settled, "a settled job is still awaited", run)
+        if part.incoming is not None:
+            _demand(not part.incoming.is_settled, "a settled job is still awaited", run, part.incoming)
 
 
 def _check_references(tier: Tier, runs: set[Run], leases: list[Lease]) -> None:
@@ -77,8 +77,8 @@ def _check_references(tier: Tier, runs: set[Run], leases: list[Lease]) -> None:
         if run.before is not None and run.parts[tier].num_references:
             expected[run.before] += 1
     for run in runs:
-        found = run.parts[tier].num_references
-        _demand(found == expected[run], f"{tier.name} references are not its leases", run, found, expected[run])
+        if run.parts[tier].num_references != expected[run]:
+            raise IntegrityError(f"{tier.name} references are not its leases: {run}, {expected[run]} expected")
 
 
 def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
@@ -91,45 +91,46 @@ def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
 
 
 def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook, holdings: tuple[Holding, ...]) -> None:
-    hands: Counter[int] = Counter(cache.tiers[tier].pool.free_ids())
+    hands: list[int] = list(cache.tiers[tier].pool.free_ids())
     for run in runs:
-        hands.update(_part_ids(run.parts[tier]))
+        hands += run.parts[tier].blocks
+        hands += run.parts[tier].condemned or ()
     quarantined = [job for job in jobs.quarantined.values() if job.plan.destination is tier]
     for job in (*jobs.unsettled.values(), *quarantined):
         if job.plan.destination is tier:
-            hands.update(job.plan.destination_ids)
+            hands += job.plan.destination_ids
     if tier is Tier.DEVICE:
         for holding in holdings:
-            hands.update(holding.private_blocks(cache.layout.width))
+            hands += holding.private_blocks(cache.layout.width)
             if holding.waiter is not None and holding.waiter.granted is not None:
-                hands.update(holding.waiter.granted)
-    twice = [block for block, count in hands.items() if count > 1]
-    _demand(not twice, f"{tier.name} blocks in two hands", twice[:8])
+                hands += holding.waiter.granted
+    held = set(hands)
+    if len(held) != len(hands):
+        raise IntegrityError(f"{tier.name} blocks in two hands: {[i for i, n in Counter(hands).items() if n > 1][:8]}")
     total = cache.tiers[tier].pool.num_blocks
-    _demand(len(hands) == total, f"{tier.name} blocks in no hand", total - len(hands))
-    _demand(tier is not Tier.DEVICE or 0 not in hands, "the null block is in use")
+    _demand(len(held) == total, f"{tier.name} blocks in no hand", total - len(held))
+    _demand(tier is not Tier.DEVICE or 0 not in held, "the null block is in use")
     number = sum(len(job.plan.destination_ids) for job in quarantined)
     _demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
 
 
-def _part_ids(part: Part) -> Iterator[int]:
-    yield from part.blocks
-    if part.condemned is not None:
-        yield from part.condemned
-
-
 def _check_table(cache: PrefixCache, holding: Holding) -> None:
     width = cache.layout.width
-    if not holding.table:
-        return
+    if not holding.table or holding.epoch == UNPUBLISHABLE:
+        return  # a forward that still runs may name blocks that were withdrawn meanwhile; it only reads them
     private = {unit for units in holding.duplicates for unit in units}
     run = holding.device_run
     for current in run.path() if run is not None else ():
-        for unit in range(current.start, min(current.parts[Tier.DEVICE].stop, holding.published)):
+        stop = max(current.start, min(current.parts[Tier.DEVICE].stop, holding.published))
+        mine = holding.table[current.start * width : stop * width]
+        theirs = current.parts[Tier.DEVICE].blocks[: (stop - current.start) * width]
+        if private.isdisjoint(range(current.start, stop)):
+            _demand(mine == theirs, "a table does not name its leased blocks", holding, current)
+            continue
+        for unit in range(current.start, stop):
             at = (unit - current.start) * width
-            mine = holding.table[unit * width : (unit + 1) * width]
-            theirs = current.parts[Tier.DEVICE].blocks[at : at + width]
-            _demand((mine == theirs) != (unit in private), "a table does not name its leased blocks", holding, unit)
+            same = mine[at : at + width] == theirs[at : at + width]
+            _demand(same != (unit in private), "a table does not name its leased blocks", holding, unit)
 
 
 def _check_line(line: Line) -> None:

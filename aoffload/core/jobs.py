@@ -225,7 +225,10 @@ class JobBook:
             return
         part.incoming, part.incoming_stop = None, 0
         before = job.predecessor
-        if before is not None and not before.is_settled and part.stop < before.stop and run.start < before.stop:
+        if before is None or before.is_settled:
+            return
+        # Its stretch may go on in another branch than this run.
+        if any(stretch.run is run for stretch in stretches(before.run, part.stop, before.stop)):
             part.incoming, part.incoming_stop = before, min(before.stop, run.stop)
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:

@@ -18,7 +18,7 @@ from ..errors import CommitError, ConfigError, DuplicateRequest, InvalidArgument
 from ..prefix import Prefix, TokenIds, encode_tokens
 from .admission import Admission
 from .blocks import DevicePool, ExtentPool, FreeList
-from .cache import PrefixCache
+from .cache import UNPUBLISHABLE, PrefixCache
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .groups import KVCacheGroup, Layout
 from .holding import Extension, Holding
@@ -116,7 +116,7 @@ class Ledger:
             limit = min(limit, _check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
         alignment = math.lcm(unit, _check_int("hit_alignment", hit_alignment, 1)) // unit
         ticket = self._num_admitted
-        name = f"request-{ticket}" if request_id is None else request_id
+        name = self._unused_name(ticket) if request_id is None else request_id
         if not isinstance(name, str):
             raise InvalidArgument("request_id", f"must be a string, got {name!r}")
         if name in self.holdings:
@@ -128,6 +128,13 @@ class Ledger:
         self._move(holding, _S.MATCHED)
         self._move(holding, _S.PINNED)
         return holding
+
+    def _unused_name(self, ticket: int) -> str:
+        """A name for a request without one, whatever callers call theirs."""
+        name = f"request-{ticket}"
+        while name in self.holdings:
+            name += "'"
+        return name
 
     def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
         """Room for `num_tokens` (the prompt's, if None), all or nothing; `OutOfBlocks` changes nothing."""
@@ -312,7 +319,7 @@ class Ledger:
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
         require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
-        added = encode_tokens(new_token_ids, "new_token_ids") if len(new_token_ids) else b""
+        added = encode_tokens(new_token_ids, "new_token_ids")
         self._check_commit(holding, num_computed_tokens, len(added) // 4)
         if holding.state is _S.ALLOCATED:
             self._end_host_lease(holding)
@@ -324,7 +331,10 @@ class Ledger:
             return ()
         first = holding.published
         publish(self.cache, holding, num_computed_tokens // self.layout.unit_tokens)
-        return self._offer_stores(holding, first)
+        plans = self._offer_stores(holding, first)
+        if holding.published > first:
+            self.admission.pump()  # who is first in line may need less room now
+        return plans
 
     def _check_commit(self, holding: Holding, num_computed_tokens: int, num_added: int) -> None:
         name = "num_computed_tokens"
@@ -354,7 +364,7 @@ class Ledger:
         if not ready <= _check_int("from_token", from_token, 0) <= holding.num_computed_tokens:
             raise CommitError("from_token", f"must lie in [{ready}, {holding.num_computed_tokens}], got {from_token}")
         start = from_token // self.layout.unit_tokens
-        wrong = unpublish(self.cache, holding, start) if holding.epoch == self.cache.epoch else set()
+        wrong = unpublish(self.cache, holding, start)  # after a reset too: its blocks are no less shared for that
         tainted: dict[Holding, None] = {}
         found = True
         while found:  # what was computed on wrong bytes is wrong as well
@@ -363,6 +373,7 @@ class Ledger:
             for other in others:
                 if any(run in wrong for lease in other.leases.values() for run in lease.run.path()):
                     tainted[other] = None
+                    other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds
                     wrong |= unpublish(self.cache, other, 0)
                     found = True
         step_back(self.cache, holding, start)

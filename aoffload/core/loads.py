@@ -30,8 +30,7 @@ class Loads:
         launch the rest. Only what nobody brings takes blocks of the holding's own; the others are given back."""
         over = self._lease_path(holding, stop)
         ready = _ready_stop(over, holding.published)
-        shared = _incoming(over, ready)
-        on_its_way = max((min(job.stop, stop) for job in shared), default=ready)
+        shared, on_its_way = _incoming(over, ready)
         holding.load = Load(stop, wake)
         new = self._launch(holding, on_its_way, stop)
         self._adopt(holding, ready, stop, on_its_way)
@@ -80,6 +79,7 @@ class Loads:
         start, stop = holding.published, load.stop
         ready = _ready_stop(stretches(holding.device_run, start, stop), start)
         holding.table[start * width : ready * width] = self.admission.ready_ids(holding, start, ready)
+        holding.published = holding.ready_stop = ready
         if ready < stop:
             step_back(self.cache, holding, ready)
         self._end_host_lease(holding)
@@ -90,7 +90,7 @@ class Loads:
             self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
             return False
         holding.table[ready * width : stop * width] = self.cache.take(Tier.DEVICE, missing)
-        holding.load, holding.published, holding.ready_stop = None, ready, ready
+        holding.load = None
         return True
 
     def _end_host_lease(self, holding: Holding) -> None:
@@ -134,8 +134,11 @@ def _ready_stop(over: list[Stretch], start: int) -> int:
     return ready
 
 
-def _incoming(over: list[Stretch], start: int) -> list[Job]:
-    """The unsettled jobs that bring the units from `start` on, without a gap."""
+def _incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
+    """The unsettled jobs that bring the units from `start` on, without a gap, and up to where they do.
+
+    Not up to where the jobs end: that may be on another branch.
+    """
     found: dict[Job, None] = {}
     position = start
     for stretch in over:
@@ -153,4 +156,4 @@ def _incoming(over: list[Stretch], start: int) -> list[Job]:
         position = min(part.incoming_stop, stretch.stop)
         if position < stretch.stop:
             break
-    return list(found)
+    return list(found), position

@@ -100,12 +100,13 @@ def _own_units(holding: Holding, start: int) -> Iterator[range]:
 
 def step_back(cache: PrefixCache, holding: Holding, start: int) -> None:
     """Let `holding` compute again from unit `start` on: what it has there is private, its lease ends before."""
+    start = min(start, holding.published)  # after a reset more may be computed than was published
     path = stretches(holding.device_run, 0, start)
     lease = holding.leases.get(Tier.DEVICE)
     if lease is not None and path:
         cache.move_lease(lease, cache.cut(path[-1].run, start))
     elif lease is not None:
         cache.release(holding.leases.pop(Tier.DEVICE))
-    holding.published = min(holding.published, start)
+    holding.published = start
     kept = (range(units.start, min(units.stop, start)) for units in holding.duplicates)
     holding.duplicates = [units for units in kept if units]

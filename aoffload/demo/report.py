@@ -167,7 +167,7 @@ def _tampering(outcome: DemoOutcome) -> Iterator[str]:
 
 
 def _row(label: str, cells: Sequence[str]) -> str:
-    return f"  {label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)
+    return f"  {label:<{LABEL_WIDTH}}{''.join(f'{cell:>{COLUMN_WIDTH}}' for cell in cells)}".rstrip()
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float | None]:

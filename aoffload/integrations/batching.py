@@ -25,8 +25,8 @@ class EngineOptions:
     max_running: int = 8
     """Requests in the engine at a time; further ones queue, first come, first served."""
     reuse_decoded: bool = False
-    """Commit everything that was computed: also the last, shorter slice of a prompt, and what decoding wrote. Their bits
-    differ a little from those that the same tokens would give in a whole slice."""
+    """Commit everything that was computed: also the last, shorter slice of a prompt, and what decoding wrote. Their
+    bits differ a little from those that the same tokens would give in a whole slice."""
 
     def __attrs_post_init__(self) -> None:
         for field in ("block_size", "prefill_tokens", "decode_rows", "max_running"):

@@ -22,10 +22,12 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 import attrs
+import numpy as np
 import torch
 
 from ..env import Env
 from ..errors import AoffloadError, InvalidArgument, RequestAborted
+from ..prefix import TokenIds, encode_tokens
 from .batching import EngineOptions, LineUp, Step
 from .forward import Forward
 from .paged import PagedModel, SequenceSlice
@@ -140,7 +142,7 @@ class PagedEngine:
 
     async def generate(
         self,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         max_new_tokens: int,
         *,
         request_id: str | None = None,
@@ -157,33 +159,36 @@ class PagedEngine:
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise InvalidArgument("max_new_tokens", f"must be a positive integer, got {max_new_tokens!r}")
+        # Copied before anything is waited for: the caller may use its sequence again.
+        tokens = np.frombuffer(encode_tokens(token_ids), dtype="<i4")
+        if tokens.max(initial=0) >= self.model.vocab_size:
+            raise InvalidArgument("token_ids", f"holds {tokens.max()}; the model has {self.model.vocab_size} tokens")
         arrived = self._env.now()
         async with self._places:
             self._check_open()
             async with self.runtime.request(
-                token_ids,
+                tokens,
                 request_id,
                 cache_salt=cache_salt,
                 adapter_key=adapter_key,
                 deadline_s=deadline_s,
                 hit_alignment=self.options.prefill_tokens,
             ) as request:
-                await request.allocate(num_tokens=len(token_ids) + max_new_tokens)
+                await request.allocate(num_tokens=len(tokens) + max_new_tokens)
                 admitted = self._env.now()
-                sequence = await self._load(request, token_ids, max_new_tokens, on_token)
+                sequence = await self._load(request, tokens.tolist(), max_new_tokens, on_token)
                 await self._finish(sequence)
                 return self._record(sequence, arrived, admitted)
         raise RequestAborted(request.request_id, str(request.reason))
 
     async def _load(
-        self, request: Request, token_ids: Sequence[int], max_new_tokens: int, on_token: Callable[[int], None]
+        self, request: Request, prompt: Sequence[int], max_new_tokens: int, on_token: Callable[[int], None]
     ) -> RunningSequence:
         num_ready = await request.load()
         # Final only now: a load that failed may have taken other blocks.
         table = PromptTable(
             request.block_ids[0], num_ready, self.options.prefill_tokens, self.options.block_size, self._scratch_ids
         )
-        prompt = list(token_ids)
         return RunningSequence(request, prompt, max_new_tokens, table, on_token, num_computed=table.start)
 
     async def _finish(self, sequence: RunningSequence) -> None:

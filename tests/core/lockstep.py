@@ -155,15 +155,17 @@ class Lockstep:
         self.check()
 
     def load(self, client: Client, max_tokens: int | None) -> None:
-        num_jobs = len(self.naive.jobs)
+        num_jobs, again = len(self.naive.jobs), client.state is RequestState.LOADING
         self.ledger.plan_load(client.holding, max_tokens)
+        if again:
+            return self.check()
         self.naive.load(client.request, 1 << 30 if max_tokens is None else max_tokens // self.unit)
         self.seen["loads"] += len(self.naive.jobs) - num_jobs
         self.seen["shared loads"] += any(
             client.request in job.claims and len(job.claims) > 1 for job in self.naive.jobs
         )  # fmt: skip
         self.line.pump()
-        self.check()
+        return self.check()
 
     def launch(self, job_id: int) -> None:
         assert self.ledger.launch(job_id)
@@ -175,6 +177,7 @@ class Lockstep:
         self.ledger.settle(Completion(job_id, Outcome.LANDED))
         self.naive.land(job)
         self._conclude()
+        self.line.pump()
         self.check()
 
     def commit(self, client: Client, num_computed_tokens: int, new: list[int]) -> None:
@@ -184,6 +187,7 @@ class Lockstep:
         client.request.num_tokens = len(client.tokens)
         self.seen["decoded"] += len(new)
         self.naive.commit(client.request, num_computed_tokens)
+        self.line.pump()
         self.seen["duplicates"] += len(client.holding.duplicates) > 0
         self.check()
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import attrs
-import pytest
 from lockstep import Client, Lockstep
 
 from aoffload.core.lifecycle import RequestState as State
@@ -28,22 +27,31 @@ class Shape:
     num_device: int
     num_host: int
     num_clients: int
+    num_able: int
+    """Another client comes as long as fewer than this many can do something: wait for neither room nor copies."""
     max_units: int
     vocabulary: int = 2
     roots: Sequence[Root] = ROOTS[:1]
     span_rate: float = 0.0
+    copy_rate: float = 0.25
 
 
 SHAPES = {
-    "one unit of room": Shape((1,), 3, 4, 3, 3),
-    "tiny": Shape((1,), 6, 8, 4, 5),
-    "tiny, no host": Shape((2,), 6, 0, 4, 5),
-    "tiny host": Shape((2,), 9, 3, 4, 6),
-    "crowded": Shape((1,), 12, 16, 10, 7),
-    "long": Shape((2,), 40, 60, 6, 24),
-    "roots and spans": Shape((2,), 10, 14, 5, 6, 1, ROOTS, 0.4),
-    "two groups": Shape((2, 4), 24, 27, 5, 6),
+    "minimal": Shape((1,), 3, 4, 3, 2, 3),
+    "tiny": Shape((1,), 6, 12, 5, 2, 4),
+    "tiny, no host": Shape((2,), 6, 0, 5, 2, 5),
+    "tiny host": Shape((2,), 9, 4, 4, 3, 6),
+    "slow copies": Shape((1,), 9, 60, 8, 3, 4, copy_rate=0.06),
+    "one conversation": Shape((1,), 14, 12, 8, 4, 6, 1, copy_rate=0.1),
+    "crowded": Shape((1,), 12, 24, 10, 4, 7),
+    "long": Shape((2,), 40, 90, 6, 3, 24),
+    "roots and spans": Shape((2,), 10, 20, 5, 3, 6, 1, ROOTS, 0.4),
+    "two groups": Shape((2, 4), 24, 40, 5, 3, 6),
 }
+
+
+def _is_able(client: Client) -> bool:
+    return client.state is not State.LOADING and (client.waiter is None or client.waiter.is_over)
 
 
 class Scenario:
@@ -56,10 +64,9 @@ class Scenario:
         self.num_admitted = 0
         self.past: list[tuple[list[int], tuple[KeySpan, ...]]] = [([], ())]
         self.stepping: list[Client] = []
-        self.pinned = {
+        self.calls = {
             State.PINNED: self.on_pinned,
             State.ALLOCATED: self.on_allocated,
-            State.LOADING: self.on_loading,
             State.RUNNING: self.on_running,
         }
 
@@ -71,18 +78,20 @@ class Scenario:
 
     def turn(self) -> None:
         pair, chance = self.pair, self.random.random()
-        if chance < 0.3 and pair.jobs:
+        able = [client for client in pair.clients if _is_able(client)]
+        if chance < self.shape.copy_rate and pair.jobs:
             self.copy()
-        elif chance < 0.5 and len(pair.clients) < self.shape.num_clients:
+        elif len(able) < self.shape.num_able and len(pair.clients) < self.shape.num_clients:
             self.admit()
-        elif chance < 0.58 and self.stepping:
+        elif chance > 0.92 and self.stepping:
             pair.end_step(self.stepping.pop(self.random.randrange(len(self.stepping))))
-        elif pair.clients:
-            client = self.random.choice(pair.clients)
-            if self.random.random() < 0.06:
-                pair.release(client, "cancelled")
-            else:
-                self.pinned[client.state](client)
+        elif chance > 0.9 and pair.clients:
+            pair.release(self.random.choice(pair.clients), "cancelled")
+        elif chance > 0.88 and (waiting := [c for c in pair.clients if c.waiter and not c.waiter.is_over]):
+            pair.withdraw(self.random.choice(waiting))
+        elif able:
+            client = self.random.choice(able)
+            self.calls[client.state](client)
 
     def wind_down(self) -> None:
         """Everybody leaves, everything lands: nothing may be left pinned."""
@@ -101,6 +110,10 @@ class Scenario:
         """A prefix of an earlier prompt, and a few tokens of its own; often exactly to the end of a unit."""
         choice, limit = self.random, self.shape.max_units * self.pair.unit
         tokens, spans = choice.choice(self.past)
+        if self.past[-1][0] and choice.random() < 0.4:
+            return self.past[-1]  # once more, while the one before is still on its way
+        if tokens and choice.random() < 0.3:
+            return tokens, spans
         cut = choice.randint(0, min(len(tokens), limit - 1))
         fresh = choice.randint(0 if cut else 1, limit - cut)
         tokens = tokens[:cut] + [choice.randrange(self.shape.vocabulary) for _ in range(fresh)]
@@ -118,7 +131,7 @@ class Scenario:
         alignment = choice.choice((2, 3)) if choice.random() < 0.1 else 1
         self.pair.admit(choice.choice(self.shape.roots), tokens, spans, max_hit, alignment)
         self.num_admitted += 1
-        self.past = [*self.past[-6:], (tokens, spans)]
+        self.past = [*self.past[-12:], (tokens, spans)]
 
     # -- what may happen to a client ------------------------------------------------------------------------------
 
@@ -128,13 +141,13 @@ class Scenario:
         num_tokens = len(client.tokens)
         if self.random.random() < 0.2:
             num_tokens = max(1, num_tokens + self.random.randint(-4, 4))
-        return self.pair.allocate(client, num_tokens, waits=self.random.random() < 0.6)
+        return self.pair.allocate(client, num_tokens, waits=self.random.random() < 0.8)
 
     def on_waiting(self, client: Client) -> None:
         assert client.waiter is not None
-        if self.random.random() < 0.15:
+        if self.random.random() < 0.1:
             self.pair.withdraw(client)
-        elif client.waiter.is_over:
+        else:
             self.pair.accept(client)
 
     def on_allocated(self, client: Client) -> None:
@@ -146,23 +159,19 @@ class Scenario:
         else:
             self.on_running(client)
 
-    def on_loading(self, client: Client) -> None:
-        if self.random.random() < 0.3:
-            self.pair.load(client, None)  # a second call while the first one is under way changes nothing
-
     def on_running(self, client: Client) -> None:
         choice = self.random.random()
         if client.waiter is not None:
             self.on_waiting(client)
         elif choice < 0.6:
             self.compute(client)
-        elif choice < 0.75:
+        elif choice < 0.68:
             table = len(client.holding.table) // self.pair.width * self.pair.unit
             self.pair.allocate(client, table + self.random.randint(1, 3), waits=self.random.random() < 0.6)
-        elif choice < 0.85 and client.step is None:
+        elif choice < 0.75 and client.step is None:
             self.pair.enter_step(client)
             self.stepping.append(client)
-        elif client.holding.num_computed_tokens >= len(client.tokens) - 1:
+        elif client.holding.num_computed_tokens >= len(client.tokens) // 2:
             self.pair.release(client, "closed_early")
 
     def compute(self, client: Client) -> None:
@@ -182,6 +191,9 @@ class Scenario:
             self.pair.launch(queued[0])
         elif launched:
             self.pair.land(self.random.choice(launched))
+        for client in self.pair.clients:
+            if client.state is State.LOADING and self.random.random() < 0.05:
+                self.pair.load(client, None)  # a second call while the first one is under way changes nothing
 
 
 def explore(name: str, seed: int, num_admissions: int) -> Counter[str]:

@@ -304,6 +304,29 @@ async def test_bad_lengths_are_named(value: Any) -> None:
             await bench.engine.generate(prompt_of(1), value)
 
 
+@pytest.mark.parametrize("token_ids", [[], [-1], [[1, 2]], ["a"], [1.5], [VOCABULARY], [2**40]])
+async def test_bad_token_ids_are_named(token_ids: Any) -> None:
+    """Ids that are none, or that the model doesn't have, are refused at the door, and the engine goes on."""
+    async with serving() as bench:
+        with pytest.raises(InvalidArgument, match="token_ids"):
+            await bench.engine.generate(token_ids, 3)
+        await bench.ask(prompt_of(1))
+
+
+async def test_the_caller_may_use_its_list_again() -> None:
+    """The prompt is what it was when `generate` was called, whatever its owner does with the list meanwhile."""
+    async with serving() as bench, anyio.create_task_group() as clients:
+        prompt = prompt_of(1)
+
+        async def ask() -> None:
+            generation = await bench.engine.generate(prompt, 3)
+            assert generation.token_ids == answer(prompt_of(1), 3)
+
+        clients.start_soon(ask)
+        await anyio.lowlevel.checkpoint()
+        prompt[:] = [5] * 22
+
+
 async def test_scratch_blocks_are_asked_for() -> None:
     """A KV tensor without room for the engine's scratch blocks is refused: they must not be the runtime's."""
     async with serving() as bench:

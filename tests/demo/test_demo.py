@@ -1,0 +1,192 @@
+"""The demo as a whole, on a smaller workload: what it promises, it shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aoffload.demo import workload
+from aoffload.demo.command import main
+
+KEYS = {
+    "requests",
+    "completed",
+    "aborted",
+    "prompt_tokens",
+    "device_hit_tokens",
+    "host_hit_tokens",
+    "computed_tokens",
+    "outputs_identical",
+    "blocks_loaded",
+    "blocks_verified",
+    "blocks_corrupt",
+    "pinned_blocks_at_end",
+    "quarantined_blocks",
+    "ttft_s",
+    "ttft_s_without_offload",
+    "service_ttft_s",
+    "service_ttft_s_without_offload",
+    "load_gb_per_s",
+    "store_gb_per_s",
+    "wall_s",
+}
+
+
+class Demo:
+    """Runs the demo in this process."""
+
+    def __init__(self, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._directory = directory
+        self._capsys = capsys
+        self.status = -1
+        self.table = ""
+        self.json: dict[str, Any] = {}
+        self.events: list[dict[str, Any]] = []
+
+    def run(self, *arguments: str) -> None:
+        result, log = self._directory / "result.json", self._directory / "events.log"
+        files = ["--json", str(result), "--log", str(log)]
+        self.status = main(["--requests", "10", "--device-blocks", "40", *files, *arguments])
+        self.table = self._capsys.readouterr().out
+        self.json = json.loads(result.read_text())
+        self.events = [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.fixture
+def demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Demo:
+    monkeypatch.setattr(workload, "SYSTEM_TOKENS", (64, 96))
+    monkeypatch.setattr(workload, "OPENING_TOKENS", (192, 352))
+    return Demo(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_evicted_prefixes_come_back_and_nothing_changes(demo: Demo, backend: str) -> None:
+    """The same tokens and logits bit for bit, a good part of the prompts from host memory, every loaded block verified,
+    nothing left behind; and the numbers add up."""
+    demo.run("--backend", backend)
+    found = demo.json
+    assert demo.status == 0
+    assert found.keys() >= KEYS
+    assert found["outputs_identical"] is True
+    assert (found["requests"], found["completed"], found["aborted"]) == (10, 10, 0)
+    assert found["blocks_verified"] == found["blocks_loaded"] > 0
+    assert found["blocks_corrupt"] == found["pinned_blocks_at_end"] == found["quarantined_blocks"] == 0
+    assert found["host_hit_tokens"] > 0.3 * found["prompt_tokens"]
+    sources = found["device_hit_tokens"], found["host_hit_tokens"], found["computed_tokens"]
+    assert sum(sources) == found["prompt_tokens"]
+    assert found["computed_tokens"] < found["computed_tokens_without_offload"]
+    for times in ("ttft_s", "ttft_s_without_offload", "service_ttft_s", "service_ttft_s_without_offload"):
+        assert 0 < found[times]["p50"] <= found[times]["p99"]
+    assert "equal to the reference bit for bit" in demo.table
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_clients_that_go_away_harm_nobody(demo: Demo, backend: str) -> None:
+    """Who stays gets the reference's answer; every aborted request says so exactly once, in the run with offload
+    alone; no pin is left."""
+    demo.run("--backend", backend, "--cancel-rate", "0.6")
+    assert demo.status == 0
+    assert demo.json["outputs_identical"] is True
+    assert demo.json["aborted"] > 0
+    assert demo.json["completed"] + demo.json["aborted"] == 10
+    assert demo.json["pinned_blocks_at_end"] == 0
+    aborted = Counter(event["request_id"] for event in demo.events if event["event"] == "request_aborted")
+    assert len(aborted) == demo.json["aborted"]
+    assert set(aborted.values()) == {1}
+    assert all(name.startswith("with-offload-") for name in aborted)
+
+
+def test_the_checksum_alone_catches_exchanged_blocks(demo: Demo) -> None:
+    """Blocks exchanged before they are verified are a miss: the answers are right, and the demo says what happened."""
+    demo.run("--corrupt", "checksum")
+    assert demo.status == 1
+    assert demo.json["outputs_identical"] is False
+    assert demo.json["blocks_corrupt"] == 2
+    assert "the checksum caught 2 of 2" in demo.table
+    assert "DIFFERENT" not in demo.table
+
+
+def test_the_logits_alone_catch_exchanged_blocks(demo: Demo) -> None:
+    """Blocks exchanged behind the checksum's back give other logits, and nothing else gives them away."""
+    demo.run("--corrupt", "logits")
+    assert demo.status == 1
+    assert demo.json["outputs_identical"] is False
+    assert demo.json["blocks_corrupt"] == 0
+    assert "gave it away" in demo.table
+    assert "outputs with offload: DIFFERENT" in demo.table
+    assert "outputs without offload: 10 requests, tokens and logits equal" in demo.table
+
+
+def test_both_at_once(demo: Demo) -> None:
+    """`--corrupt` alone does both, in different loads, and each check catches its own."""
+    demo.run("--corrupt")
+    assert demo.status == 1
+    assert "the checksum caught 2 of 2" in demo.table
+    assert "gave it away" in demo.table
+
+
+def test_nothing_to_tamper_with_is_said(demo: Demo) -> None:
+    """On a pool where nothing is evicted nothing is loaded: the control did not happen, and that's no success."""
+    demo.run("--corrupt", "--device-blocks", "400")
+    assert demo.status == 1
+    assert demo.json["blocks_loaded"] == 0
+    assert "not done" in demo.table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "nobody"], "--model"),
+        (["--device-blocks", "3"], "--device-blocks"),
+        (["--json", "/nonexistent/result.json"], "--json"),
+        (["--log", "/nonexistent/events.log"], "--log"),
+    ],
+)
+def test_what_cannot_work_is_said_first(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options that are well-formed and impossible all the same give a message that names them, and status 2."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def start_demo(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "aoffload.demo", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("run", ["reference", "without offload", "with offload"])
+def test_ctrl_c_ends_it_with_what_was_done(backend: str, run: str) -> None:
+    """Ctrl-C in any of the runs: over within 2 s, status 130, no traceback, the table so far."""
+    # Few blocks and conversations: each run reports its first quarter soon.
+    with start_demo("--backend", backend, "--requests", "8", "--device-blocks", "112") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith(run):
+                break
+        else:
+            pytest.fail(f"no progress of {run}")
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        took_s = time.monotonic() - began
+    assert process.returncode == 130
+    assert took_s < 2
+    assert "Traceback" not in out + err
+    assert "interrupted; this is what was done so far" in out
+    assert "requests done / aborted" in out

@@ -1,0 +1,44 @@
+"""Event loops whose time passes only when nobody has anything else to do: waits of minutes cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from typing import Any
+
+import pytest
+import trio.testing
+
+
+class JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """Never sleeps: where it would, it lets the loop's time jump instead."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None or timeout <= 0:
+            found: list[tuple[selectors.SelectorKey, int]] = super().select(timeout)
+            return found
+        found = super().select(0)
+        if not found:
+            self.now += timeout
+        return found
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def jumping_backend(name: str) -> tuple[str, dict[str, Any]]:
+    """What the `anyio_backend` fixture returns; a clock is good for one run."""
+    if name == "trio":
+        return name, {"clock": trio.testing.MockClock(autojump_threshold=0)}
+    return name, {"loop_factory": JumpingLoop}
+
+
+JUMPING = [pytest.param("asyncio", id="asyncio"), pytest.param("trio", id="trio")]

@@ -1,0 +1,781 @@
+"""The copy worker: order and bounds, whatever the transport does, and how it all ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+from serving import (
+    ASYNCIO,
+    BACKENDS,
+    GUARD_S,
+    UVLOOP,
+    Engine,
+    TagBlocks,
+    TensorBlocks,
+    assert_at_rest,
+    config,
+    pinned,
+    prompt,
+    scripted,
+    turns,
+    with_bytes,
+)
+
+from aoffload import Completion, IntegrityError, OffloadRuntime, Outcome, OutOfBlocks, RequestState, RuntimeClosed
+from aoffload.core.plan import Direction
+from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
+
+pytestmark = pytest.mark.anyio
+
+A, B, C, D = (prompt(seed, 9) for seed in range(1, 5))
+LONG = prompt(9, 21)
+"""Five whole blocks."""
+
+natively = pytest.mark.parametrize("anyio_backend", [ASYNCIO, UVLOOP], indirect=True)
+
+
+@pytest.fixture(params=BACKENDS)
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def directions(transport: ScriptedTransport) -> list[str]:
+    return [launched.plan.direction.value for launched in transport.launched]
+
+
+async def on_the_host_only(engine: Engine, *prompts: list[int]) -> None:
+    for token_ids in prompts:
+        await engine.serve(token_ids)
+        await engine.runtime.flush()
+        await engine.evict_device()
+
+
+async def land_everything(engine: Engine, transport: ScriptedTransport) -> None:
+    transport.auto = True
+    while transport.in_flight.keys() - transport.lost:
+        transport.land_all()
+        await turns()
+    await engine.runtime.flush()
+
+
+# -- order and bounds ---------------------------------------------------------------------------------------------
+
+
+async def test_loads_go_before_stores() -> None:
+    """A load that was asked for last is launched before the stores that queued before it."""
+    async with scripted(max_jobs_in_flight=1) as (engine, transport), anyio.create_task_group() as group:
+        await on_the_host_only(engine, A)
+        transport.auto = False
+        transport.launched.clear()
+        await engine.serve(B)
+        await engine.serve(C)
+        group.start_soon(engine.serve, A)
+        await turns()
+        assert directions(transport) == ["store"]
+        for expected in (["store", "load"], ["store", "load", "store"]):
+            transport.land_all()
+            await turns(1)
+            while len(transport.launched) < len(expected):
+                await turns(1)
+            assert directions(transport)[: len(expected)] == expected
+        await land_everything(engine, transport)
+        await assert_at_rest(engine.runtime)
+
+
+async def test_jobs_in_flight_are_bounded() -> None:
+    """Never more than `max_jobs_in_flight`, and all of them in the end."""
+    async with scripted(32, num_host_blocks=32, max_jobs_in_flight=2) as (engine, transport):
+        transport.auto = False
+        for seed in range(10, 16):
+            await engine.serve(prompt(seed, 9))
+        num_seen = 0
+        while transport.in_flight:
+            assert len(transport.in_flight) <= 2
+            num_seen += 1
+            transport.land(next(iter(transport.in_flight)))
+            await turns(4)
+        assert num_seen == 6
+        assert engine.runtime.statistics().host.num_cached == 12
+        await assert_at_rest(engine.runtime)
+
+
+async def test_bytes_in_flight_are_bounded() -> None:
+    """Never more than `max_bytes_in_flight`; a single block above the bound goes alone."""
+    for bound, expected in ((5000, 2), (1, 1)):
+        transport = ScriptedTransport(33, block_bytes=1000)
+        made = config(32, max_bytes_in_flight=bound, max_jobs_in_flight=100)
+        async with OffloadRuntime(made, transport=transport) as runtime:
+            engine = Engine(runtime, TagBlocks(transport))
+            for seed in range(10, 14):
+                await engine.serve(prompt(seed, 9))
+            most = 0
+            while transport.in_flight:
+                num_blocks = sum(job.plan.num_blocks for job in transport.in_flight.values())
+                assert num_blocks * 1000 <= bound or len(transport.in_flight) == 1
+                most = max(most, len(transport.in_flight))
+                transport.land(next(iter(transport.in_flight)))
+                await turns(4)
+            assert most == expected
+            assert runtime.statistics().host.num_cached == 8
+            await assert_at_rest(runtime)
+
+
+@pytest.mark.parametrize("order", ["in order", "reversed", "inside out"])
+async def test_large_transfers_are_split(order: str) -> None:
+    """A transfer above `max_job_bytes` is several jobs, whose ends may come in any order."""
+    async with scripted(max_job_bytes=2, auto=False) as (engine, transport):
+
+        async def land(direction: Direction) -> None:
+            await turns(4)
+            plans = [job.plan for job in transport.in_flight.values()]
+            assert [plan.direction for plan in plans] == [direction] * 3
+            assert [plan.num_blocks for plan in plans] == [2, 2, 1]
+            ids = [plan.job_id for plan in plans]
+            for job_id in {"in order": ids, "reversed": ids[::-1], "inside out": [ids[1], ids[2], ids[0]]}[order]:
+                transport.land(job_id)
+                await turns(4)
+                engine.runtime.check_integrity()
+
+        await engine.serve(LONG)
+        await land(Direction.STORE)
+        assert engine.runtime.statistics().host.num_cached == 5
+        await engine.evict_device()
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.serve, LONG)
+            await land(Direction.LOAD)
+        await assert_at_rest(engine.runtime)
+
+
+async def test_a_store_waits_for_the_fence_of_its_commit() -> None:
+    """One fence recorded for a whole step stands before every store of that step; an `after=` goes along as given."""
+    async with scripted(auto=False) as (engine, transport):
+        given = ScriptedFence()
+        async with engine.runtime.request(A) as request:
+            await request.allocate()
+            engine.compute(request, A, 0)
+            request.commit(9, after=given)
+            (launched,) = transport.launched
+            assert launched.after is given
+            given.has_passed = True
+            transport.land_all()
+        await assert_at_rest(engine.runtime)
+
+
+# -- copies that fail ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_landed", [0, 1, 3, 4])
+async def test_a_load_that_fails_is_a_miss(num_landed: int) -> None:
+    """What came before the failure counts, the rest is computed again in blocks of its own; `load` never raises."""
+    async with scripted() as (engine, transport):
+        await on_the_host_only(engine, LONG)
+        transport.auto = False
+        async with engine.runtime.request(LONG) as request:
+            await request.allocate()
+            pending = request.load_nowait()
+            (job_id,) = transport.in_flight
+            transport.fail(job_id, num_landed=num_landed)
+            assert await pending.wait() == num_landed * 4
+            table = request.block_ids[0]
+            assert len(set(table)) == 6 and 0 not in table
+            engine.check(request, LONG, num_landed * 4)
+            engine.compute(request, LONG, num_landed * 4)
+            request.commit(21)
+            assert request.block_ids[0] == table
+            engine.check(request, LONG, 20)
+            engine.runtime.check_integrity()
+        await land_everything(engine, transport)
+        assert await engine.serve(LONG) == 20  # the host's copy was never wrong
+        await assert_at_rest(engine.runtime)
+
+
+async def test_a_load_that_is_refused_is_a_miss() -> None:
+    """A transport that can't start a load costs a prefill, not the request; the next request loads again."""
+    async with scripted() as (engine, transport):
+        await on_the_host_only(engine, A)
+        transport.refuse_next()
+        assert await engine.serve(A) == 0
+        await engine.evict_device()
+        assert await engine.serve(A) == 8
+        await assert_at_rest(engine.runtime)
+
+
+async def test_a_driver_that_raises_is_a_miss() -> None:
+    """An error that nobody foresaw, in `launch` or while a fence is recorded, stays behind the transport."""
+    async with scripted() as (engine, transport):
+        await on_the_host_only(engine, A)
+
+        def broken(*_: object) -> Any:
+            raise OSError("device lost")
+
+        transport.launch = broken  # type: ignore[method-assign]
+        assert await engine.serve(A) == 0
+        await turns()
+        engine.runtime.check_integrity()
+        found = engine.runtime.statistics()
+        assert found.device.num_quarantined == 2  # nobody knows what had been started
+        assert pinned(engine.runtime) == (0, 0)
+        del transport.launch  # type: ignore[method-assign]
+        assert await engine.serve(B) == 0
+        await assert_at_rest(engine.runtime)
+
+
+async def test_corrupt_blocks_are_forgotten() -> None:
+    """A block that came back with other bytes is a miss from now on, for everybody; what is around it is not."""
+    async with scripted() as (engine, transport):
+        await on_the_host_only(engine, LONG, A)
+        transport.auto = False
+        async with engine.runtime.request(LONG) as request:
+            await request.allocate()
+            pending = request.load_nowait()
+            (job_id,) = transport.in_flight
+            transport.corrupt(job_id, 2)
+            assert await pending.wait() == 8
+            engine.check(request, LONG, 8)
+        await land_everything(engine, transport)
+        assert engine.runtime.lookup(LONG).num_tokens == 8
+        assert engine.runtime.lookup(A).num_host_tokens == 8
+        assert await engine.serve(LONG) == 8
+        await engine.runtime.flush()
+        await engine.evict_device()
+        assert await engine.serve(LONG) == 20  # stored again
+        await assert_at_rest(engine.runtime)
+
+
+async def test_completions_that_come_twice_and_late() -> None:
+    """A second end of a job, and one after its request was aborted, change nothing but a counter."""
+    async with scripted() as (engine, transport):
+        await on_the_host_only(engine, A, B)
+        transport.auto = False
+        async with engine.runtime.request(A) as request:
+            await request.allocate()
+            request.load_nowait()
+        assert request.state is RequestState.ABORTED
+        (job_id,) = transport.in_flight
+        transport.land(job_id)
+        await turns()
+        engine.runtime.check_integrity()
+        assert engine.runtime.lookup(A).num_device_tokens == 8  # its request is gone, its bytes are right
+        for _ in range(3):
+            transport.deliver_again(job_id)
+        engine.runtime.worker.deliver(Completion(job_id, Outcome.UNPROVEN))
+        engine.runtime.worker.deliver(Completion(987_654, Outcome.LANDED, 3))
+        await turns()
+        assert engine.runtime.statistics().num_late_completions == 5
+        await land_everything(engine, transport)
+        assert await engine.serve(A) == 8
+        assert await engine.serve(B) == 8
+        await assert_at_rest(engine.runtime)
+
+
+async def test_completions_from_foreign_threads() -> None:
+    """Many threads report at once, some of them twice: every job is settled, once."""
+    async with scripted(64, num_host_blocks=64, max_jobs_in_flight=64, auto=False) as (engine, transport):
+        for seed in range(10, 40):
+            await engine.serve(prompt(seed, 9))
+        jobs = list(transport.in_flight)
+        assert len(jobs) == 30
+        start = threading.Barrier(6)
+
+        def report(share: list[int]) -> None:
+            start.wait(GUARD_S)
+            for job_id in share:
+                completion = Completion(job_id, Outcome.LANDED, 2)
+                engine.runtime.worker.deliver(completion)
+                engine.runtime.worker.deliver(completion)
+
+        threads = [threading.Thread(target=report, args=(jobs[first::6],)) for first in range(6)]
+        for thread in threads:
+            thread.start()
+        with anyio.fail_after(GUARD_S):
+            await engine.runtime.flush()
+        for thread in threads:
+            thread.join(GUARD_S)
+        await turns()
+        found = engine.runtime.statistics()
+        assert (found.host.num_cached, found.num_late_completions) == (60, 30)
+        transport.in_flight.clear()
+        await assert_at_rest(engine.runtime)
+
+
+# -- the copy thread ----------------------------------------------------------------------------------------------
+
+
+class BrokenCopies:
+    """Takes the place of a backend's `copy`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.backend: Any = engine.runtime.transport.backend  # type: ignore[attr-defined]
+        self.copy = self.backend.copy
+        self.go_on = threading.Event()
+        self.entered = threading.Event()
+
+    def hang(self) -> None:
+        def copy(plan: Any) -> Any:
+            self.entered.set()
+            self.go_on.wait(GUARD_S)
+            return self.copy(plan)
+
+        self.backend.copy = copy
+
+    def die(self) -> None:
+        def copy(plan: Any) -> Any:
+            raise SystemExit  # what a thread may die of without a word
+
+        self.backend.copy = copy
+
+
+async def test_a_copy_thread_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job in its hands is quarantined, what is asked of it later is a miss, and requests are served as before."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    async with with_bytes() as engine:
+        await on_the_host_only(engine, A, B)
+        broken = BrokenCopies(engine)
+        broken.die()
+        with anyio.fail_after(GUARD_S):
+            assert await engine.serve(A) == 0
+            broken.backend.copy = broken.copy
+            assert await engine.serve(B) == 0  # the thread is gone for good
+            await engine.serve(C)  # and so is that of stores, by now or not
+        await engine.runtime.flush()
+        engine.runtime.check_integrity()
+        found = engine.runtime.statistics()
+        assert found.device.num_quarantined == 2
+        assert pinned(engine.runtime) == (0, 0)
+    engine.runtime.check_integrity()
+
+
+async def test_shared_load_with_real_bytes() -> None:
+    """Many requests want the same blocks at once: one load brings them, and each reads the right bytes."""
+    async with with_bytes(64) as engine:
+        await on_the_host_only(engine, LONG)
+        found: list[int] = []
+
+        async def serve(tail: int) -> None:
+            found.append(await engine.serve([*LONG[:20], tail]))
+
+        async with anyio.create_task_group() as group:
+            for tail in range(7):
+                group.start_soon(serve, tail)
+        assert found == [20] * 7
+        loaded = engine.runtime.transport.statistics()  # type: ignore[attr-defined]
+        assert (loaded.num_loads, loaded.blocks_loaded) == (1, 5)
+        await assert_at_rest(engine.runtime)
+
+
+@natively
+async def test_a_commit_from_a_callback_of_the_loop() -> None:
+    """`commit` and `cancel` are synchronous: plain asyncio callbacks, outside of any task, may call them."""
+    async with with_bytes() as engine:
+        async with engine.runtime.request(A) as request:
+            await request.allocate()
+            engine.compute(request, A, 0)
+            done = anyio.Event()
+            errors: list[BaseException] = []
+
+            def callback() -> None:
+                try:
+                    request.commit(9)
+                except BaseException as error:  # noqa: BLE001 - looked at below
+                    errors.append(error)
+                done.set()
+
+            asyncio.get_running_loop().call_soon(callback)
+            await done.wait()
+            assert errors == []
+            asyncio.get_running_loop().call_soon(request.cancel, "client gone")
+            await anyio.sleep_forever()
+        assert request.reason == "client gone"
+        await engine.runtime.flush()
+        assert engine.runtime.statistics().host.num_cached == 2
+        await assert_at_rest(engine.runtime)
+
+
+# -- the worker itself --------------------------------------------------------------------------------------------
+
+
+async def test_a_ledger_that_fails_turns_the_cache_off() -> None:
+    """A bug in settling ends neither the worker nor the engine: requests are served, as misses; closing is quick."""
+    options: dict[str, Any] = {"load_timeout_s": 0.05, "close_timeout_s": 10 * GUARD_S}
+    with anyio.fail_after(GUARD_S):
+        async with scripted(**options) as (engine, transport):
+            await ledger_fails(engine, transport)
+
+
+async def ledger_fails(engine: Engine, transport: ScriptedTransport) -> None:
+    await on_the_host_only(engine, A)
+    settle = engine.runtime.ledger.settle
+    calls: list[int] = []
+
+    def broken(completion: Completion) -> None:
+        calls.append(completion.job_id)
+        raise IntegrityError("planted")
+
+    engine.runtime.ledger.settle = broken  # type: ignore[method-assign]
+    assert await engine.serve(A) == 0  # gives up after load_timeout_s
+    assert len(calls) == 1
+    await engine.serve(B)
+    await engine.serve(C)
+    await engine.runtime.flush()
+    assert len(calls) == 1  # nothing is launched any more
+    engine.runtime.ledger.settle = settle  # type: ignore[method-assign]
+    transport.deliver_again(calls[0])
+    await turns()
+    engine.runtime.check_integrity()
+
+
+@natively
+async def test_a_worker_that_is_cancelled_natively() -> None:
+    """`task.cancel()` on every task but ours, as shutdown code does it: the cache turns off, the requests go on."""
+    async with scripted(load_timeout_s=0.05) as (engine, transport):
+        await on_the_host_only(engine, A)
+        (worker,) = (task for task in asyncio.all_tasks() if task.get_name() == "aoffload copy worker")
+        transport.auto = False
+        async with engine.runtime.request(A) as request:
+            await request.allocate()
+            pending = request.load_nowait()
+            worker.cancel()
+            await turns()
+            assert await pending.wait() == 0
+            engine.compute(request, A, 0)
+            request.commit(9)
+        assert request.state is RequestState.DONE
+        assert await engine.serve(B) == 0
+        engine.runtime.check_integrity()
+        assert pinned(engine.runtime) == (0, 0)
+        transport.land_all()
+        with anyio.fail_after(GUARD_S):
+            await engine.runtime.flush()
+
+
+# -- flush and reset ----------------------------------------------------------------------------------------------
+
+
+async def test_flush_waits_for_what_was_offered_and_no_more() -> None:
+    """Several may flush at once; stores offered later don't delay them."""
+    async with scripted(32, num_host_blocks=32, auto=False) as (engine, transport):
+        flushed: list[str] = []
+
+        async def flush(name: str) -> None:
+            await engine.runtime.flush()
+            flushed.append(name)
+
+        with anyio.fail_after(GUARD_S):
+            async with anyio.create_task_group() as group:
+                await engine.serve(A)
+                group.start_soon(flush, "first")
+                group.start_soon(flush, "also first")
+                await turns()
+                await engine.serve(B)
+                group.start_soon(flush, "second")
+                await turns()
+                assert flushed == []
+                first, second = transport.in_flight
+                transport.land(first)
+                await turns()
+                assert sorted(flushed) == ["also first", "first"]
+                transport.land(second)
+        assert flushed[-1] == "second"
+        await assert_at_rest(engine.runtime)
+
+
+async def test_reset_with_transfers_in_flight() -> None:
+    """After a reset nothing is findable; what lands late is published nowhere, and live requests keep their blocks."""
+    async with scripted(32, num_host_blocks=8, max_jobs_in_flight=2) as (engine, transport):
+        await on_the_host_only(engine, A)
+        transport.auto = False
+        with anyio.fail_after(GUARD_S):
+            async with engine.runtime.request(A) as loading, engine.runtime.request(B) as running:
+                await loading.allocate()
+                pending = loading.load_nowait()
+                await engine.prefill(running, B)
+                await engine.serve(C)  # queued behind the two
+                async with anyio.create_task_group() as group:
+                    group.start_soon(engine.runtime.reset)
+                    await turns()
+                    assert all(engine.runtime.lookup(one).num_tokens == 0 for one in (A, B, C))
+                    transport.land_all()
+                assert all(engine.runtime.lookup(one).num_tokens == 0 for one in (A, B, C))
+                engine.runtime.check_integrity()
+                num_ready = await pending.wait()
+                engine.check(loading, A, num_ready)
+                engine.compute(loading, A, num_ready)
+                loading.commit(9)
+                engine.check(running, B, 9)
+                engine.runtime.check_integrity()
+            assert all(engine.runtime.lookup(one).num_tokens == 0 for one in (A, B, C))
+            found = engine.runtime.statistics()
+            assert (found.device.num_free, found.host.num_free) == (32, 8)
+            transport.auto = True
+            await engine.serve(A)
+            assert await engine.serve(A) == 8
+        await assert_at_rest(engine.runtime)
+
+
+# -- the line for room --------------------------------------------------------------------------------------------
+
+
+async def test_room_is_granted_first_come_first_served() -> None:
+    """Those who wait for room get it in the order they came, small ones behind large ones included."""
+    async with scripted(6) as (engine, _):
+        got: list[int] = []
+
+        async def take(number: int, num_blocks: int) -> None:
+            async with engine.runtime.request(prompt(50 + number, 1)) as request:
+                await request.allocate(num_blocks * 4)
+                got.append(number)
+                await turns(2)
+
+        async with anyio.create_task_group() as group:
+            async with engine.runtime.request(prompt(49, 1)) as holder:
+                holder.allocate_nowait(24)
+                for number, num_blocks in enumerate((6, 4, 5, 3, 6)):
+                    group.start_soon(take, number, num_blocks)
+                    await turns(2)
+                    assert got == []
+        assert got == [0, 1, 2, 3, 4]
+        await assert_at_rest(engine.runtime)
+
+
+async def test_who_grows_goes_before_who_begins() -> None:
+    """`extend` is served before `allocate`, though it came later."""
+    async with scripted(6) as (engine, _):
+        got: list[str] = []
+
+        async def begin() -> None:
+            async with engine.runtime.request(prompt(50, 1)) as request:
+                await request.allocate(12)
+                got.append("begins")
+
+        async def grow() -> None:
+            async with engine.runtime.request(prompt(51, 1)) as request:
+                await request.allocate(12)
+                await started.wait()
+                await request.extend(24)
+                got.append("grows")
+
+        started = anyio.Event()
+        async with anyio.create_task_group() as group:
+            async with engine.runtime.request(prompt(49, 1)) as holder:
+                holder.allocate_nowait(12)
+                group.start_soon(grow)
+                await turns(2)
+                group.start_soon(begin)
+                await turns(2)
+                started.set()
+                await turns(2)
+                assert got == []
+        assert got == ["grows", "begins"]
+        await assert_at_rest(engine.runtime)
+
+
+async def test_nobody_overtakes_the_line() -> None:
+    """A request that needs little can't take, without waiting, what somebody waits for."""
+    async with scripted(6) as (engine, _), anyio.create_task_group() as group:
+        async with engine.runtime.request(prompt(49, 1)) as holder:
+            holder.allocate_nowait(12)
+            group.start_soon(engine.serve, prompt(50, 24))
+            await turns(2)
+            async with engine.runtime.request(prompt(51, 1)) as small:
+                with pytest.raises(OutOfBlocks, match="retry"):
+                    small.allocate_nowait()
+        await turns()
+        await assert_at_rest(engine.runtime)
+
+
+# -- closing ------------------------------------------------------------------------------------------------------
+
+
+async def test_closing_waits_for_what_is_in_flight() -> None:
+    """Closing drops what is queued, waits for what is launched, and leaves nothing pinned."""
+    transport = ScriptedTransport(17)
+    runtime = OffloadRuntime(config(max_jobs_in_flight=1), transport=transport)
+    closed: list[bool] = []
+
+    async def live() -> None:
+        async with runtime:
+            engine = Engine(runtime, TagBlocks(transport))
+            await engine.serve(A)
+            await engine.serve(B)
+        closed.append(True)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(live)
+        await turns()
+        assert closed == []
+        assert len(transport.in_flight) == 1
+        transport.land_all()
+    assert len(transport.launched) == 1
+    assert transport.is_closed
+    runtime.check_integrity()
+    found = runtime.statistics()
+    assert (found.num_jobs, found.host.num_cached, *pinned(runtime)) == (0, 2, 0, 0)
+
+
+async def test_closing_when_cancelled_still_waits_for_copies() -> None:
+    """Cancelled around its block, the runtime goes on settling: what is in flight lands, and closing isn't delayed."""
+    transport = ScriptedTransport(17)
+    runtime = OffloadRuntime(config(close_timeout_s=GUARD_S), transport=transport)
+    scope = anyio.CancelScope()
+
+    async def live() -> None:
+        with scope:
+            async with runtime:
+                await Engine(runtime, TagBlocks(transport)).serve(A)
+                await anyio.sleep_forever()
+
+    with anyio.fail_after(GUARD_S / 2):
+        async with anyio.create_task_group() as group:
+            group.start_soon(live)
+            await turns()
+            scope.cancel()
+            await turns()
+            transport.land_all()
+    found = runtime.statistics()
+    assert (found.num_jobs, found.host.num_cached, found.host.num_quarantined) == (0, 2, 0)
+    runtime.check_integrity()
+
+
+@pytest.fixture
+def hanging() -> Iterator[list[BrokenCopies]]:
+    """Let the threads go when the test is over, whatever happened."""
+    found: list[BrokenCopies] = []
+    yield found
+    for broken in found:
+        broken.go_on.set()
+
+
+async def test_closing_with_a_copy_that_hangs(hanging: list[BrokenCopies]) -> None:
+    """A copy that never ends delays closing by `close_timeout_s` and no more; its blocks are quarantined."""
+    blocks = TensorBlocks(17)
+    runtime = OffloadRuntime(config(close_timeout_s=0.1), blocks.tensors)
+    with anyio.fail_after(GUARD_S / 4):
+        async with runtime:
+            engine = Engine(runtime, blocks)
+            await on_the_host_only(engine, A)
+            broken = BrokenCopies(engine)
+            hanging.append(broken)
+            broken.hang()
+            async with runtime.request(A) as request:
+                await request.allocate()
+                request.load_nowait()
+                assert await anyio.to_thread.run_sync(broken.entered.wait, GUARD_S)
+            began = anyio.current_time()
+    assert anyio.current_time() - began < 2.0
+    runtime.check_integrity()
+    found = runtime.statistics()
+    assert (found.num_jobs, found.device.num_quarantined, *pinned(runtime)) == (0, 2, 0, 0)
+
+
+async def test_closing_with_live_requests() -> None:
+    """Whoever waits is woken with `RuntimeClosed`, who computes hears of it at the next call; no pin is left."""
+    ends: dict[str, str] = {}
+    transport = ScriptedTransport(7, auto=True)
+    runtime = OffloadRuntime(config(8, close_timeout_s=0.1), transport=transport)
+    engine = Engine(runtime, TagBlocks(transport))
+    closed = anyio.Event()
+
+    async def live(name: str, function: Callable[[Any], Any], token_ids: list[int]) -> None:
+        request = runtime.request(token_ids, name)
+        try:
+            async with request:
+                await function(request)
+        except RuntimeClosed:
+            ends[name] = request.reason
+        else:
+            ends[name] = "went on"
+
+    async def waits_for_room(request: Any) -> None:
+        await request.allocate(24)
+
+    async def loads(request: Any) -> None:
+        await request.allocate()
+        await request.load()
+
+    async def computes(request: Any) -> None:
+        await request.allocate()
+        with runtime.step([request]):
+            await closed.wait()
+        request.commit(1)
+
+    async def grows(request: Any) -> None:
+        await request.allocate()
+        await request.extend(24)
+
+    with anyio.fail_after(GUARD_S):
+        async with anyio.create_task_group() as group:
+            async with runtime:
+                await on_the_host_only(engine, A)
+                transport.auto = False
+                group.start_soon(live, "loads", loads, A)
+                await turns(4)
+                group.start_soon(live, "computes", computes, prompt(50, 1))
+                await turns(4)
+                group.start_soon(live, "waits for room", waits_for_room, prompt(51, 1))
+                await turns(4)
+                group.start_soon(live, "grows", grows, prompt(52, 1))
+                await turns(4)
+            assert pinned(runtime) == (1, 0)  # what the forward still touches
+            closed.set()
+    assert ends == dict.fromkeys(("loads", "computes", "waits for room", "grows"), "runtime_closed")
+    runtime.check_integrity()
+    assert pinned(runtime) == (0, 0)
+
+
+@natively
+async def test_closing_when_cancelled_natively(hanging: list[BrokenCopies]) -> None:
+    """`task.cancel()` on the task that closes, again and again: it ends with CancelledError, and nothing is pinned."""
+    blocks = TensorBlocks(17)
+    runtime = OffloadRuntime(config(close_timeout_s=GUARD_S), blocks.tensors)
+    opened = anyio.Event()
+
+    async def live() -> None:
+        async with runtime:
+            broken = BrokenCopies(Engine(runtime, blocks))
+            hanging.append(broken)
+            broken.hang()
+            await Engine(runtime, blocks).serve(A)
+            opened.set()
+
+    task = asyncio.create_task(live())
+    await opened.wait()
+    with anyio.fail_after(GUARD_S / 4):
+        while not task.done():
+            task.cancel()
+            await turns(3)
+    assert task.cancelled()
+    runtime.check_integrity()
+    found = runtime.statistics()
+    assert (found.num_jobs, found.host.num_quarantined, *pinned(runtime)) == (0, 2, 0, 0)
+    assert not [task for task in asyncio.all_tasks() if "aoffload" in task.get_name()]
+
+
+async def test_an_error_in_the_block_passes_through() -> None:
+    """The body's own exception leaves the runtime's block as it is, not in a group, and everything is closed."""
+    transport = ScriptedTransport(17, auto=True)
+    runtime = OffloadRuntime(config(), transport=transport)
+    with pytest.raises(KeyError):
+        async with runtime:
+            raise KeyError
+    assert transport.is_closed
+
+
+async def test_a_transport_that_fails_to_close() -> None:
+    """Whatever closing the transport raises is heard, and the runtime's own task has ended all the same."""
+    transport = ScriptedTransport(17, auto=True)
+
+    def broken(_: float) -> bool:
+        raise OSError("device lost")
+
+    transport.close = broken  # type: ignore[method-assign]
+    runtime = OffloadRuntime(config(), transport=transport)
+    with anyio.fail_after(GUARD_S):
+        with pytest.raises(OSError, match="device lost"):
+            async with runtime:
+                await Engine(runtime, TagBlocks(transport)).serve(A)
+    runtime.check_integrity()
