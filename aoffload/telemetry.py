@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
 
 import structlog
 
@@ -14,6 +16,24 @@ __all__ = ["Telemetry", "default_logger"]
 
 _REQUEST_EVENTS = {state: f"request_{state.value}" for state in RequestState}
 _JOB_EVENTS = {state: f"job_{state.value}" for state in JobState}
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def _harmless(
+    report: Callable[Concatenate[Telemetry, Arguments], None],
+) -> Callable[Concatenate[Telemetry, Arguments], None]:
+    """What a logger raises (a full disk, say) stays here: the ledger is in the middle of a change when it reports."""
+
+    @functools.wraps(report)
+    def guarded(self: Telemetry, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            report(self, *args, **kwargs)
+        except Exception:  # noqa: BLE001 - there is nobody left to tell
+            self.num_lost_events += 1
+
+    return guarded
 
 
 def default_logger() -> Any:
@@ -34,7 +54,10 @@ class Telemetry:
         bound = default_logger() if logger is None else logger
         # Bound once: an unbound structlog proxy would look its configuration up at every event.
         self.logger = bound.bind()
+        self.num_lost_events = 0
+        """Events that the logger raised at."""
 
+    @_harmless
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
         state, log = holding.state, self.logger
         event, name = _REQUEST_EVENTS[state], holding.request_id
@@ -58,6 +81,7 @@ class Telemetry:
         else:
             log.debug(event, request_id=name)
 
+    @_harmless
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
         plan = job.plan
         event, completion = _JOB_EVENTS[job.state], job.completion
@@ -75,21 +99,27 @@ class Telemetry:
         else:
             self.logger.debug(event, **about)
 
+    @_harmless
     def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None:
         self.logger.debug("store_skipped", request_id=holding.request_id, num_blocks=num_blocks, reason=reason)
 
+    @_harmless
     def transport_stalled(self, num_jobs: int) -> None:
         self.logger.error("transport_stalled", num_jobs=num_jobs)
 
+    @_harmless
     def transport_recovered(self) -> None:
         self.logger.warning("transport_recovered")
 
+    @_harmless
     def worker_failed(self, error: BaseException) -> None:
         self.logger.error("worker_failed", error=repr(error))
 
+    @_harmless
     def runtime_opened(self, num_device_blocks: int, num_host_blocks: int) -> None:
         self.logger.debug("runtime_opened", num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
 
+    @_harmless
     def runtime_closed(self, num_quarantined_jobs: int) -> None:
         log = self.logger.error if num_quarantined_jobs else self.logger.debug
         log("runtime_closed", num_quarantined_jobs=num_quarantined_jobs)

@@ -114,6 +114,9 @@ class ExtentPool:
         for larger in self._classes[wanted.bit_length() + 1 :]:
             if larger:
                 return next(iter(larger))
+        for start in exact:  # none is larger for certain: look at all of them before cutting the wish into pieces
+            if self._stop_of[start] - start >= wanted:
+                return start
         return next(next(iter(found)) for found in reversed(self._classes) if found)
 
     def _add(self, start: int, stop: int) -> None:

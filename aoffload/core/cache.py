@@ -259,17 +259,27 @@ class PrefixCache:
             tier.num_cached = 0
 
     def withdraw(self, run: Run) -> None:
-        """Make every block of `run` unfindable: its device blocks go back to whoever published them, the rest is
-        free once no reference protects it, and what is in flight to it publishes nothing."""
+        """Make every block of `run` unfindable and free it once no reference protects it; what is in flight to it
+        publishes nothing."""
         for tier, part in zip(self.tiers, run.parts, strict=True):
             job = part.incoming
             while job is not None and job.stop > run.start:
                 job.epoch = UNPUBLISHABLE
                 job = job.predecessor
-            if tier.tier is not Tier.DEVICE and part.blocks:
+            if part.blocks:
                 if part.num_references:
                     part.condemned = part.blocks if part.condemned is None else part.condemned + part.blocks
                 else:
                     tier.make_pinned(part)
                     tier.pool.give(part.blocks)
             part.blocks, part.stop = array("i"), run.start
+
+    def withdraw_behind(self, wrong: set[Run]) -> None:
+        """Withdraw what hangs on `wrong` runs, whoever computed it: once they are right again it could be reached."""
+        if not wrong:
+            return
+        behind = [run for run in self.index.runs.values() if run not in wrong and not wrong.isdisjoint(run.path())]
+        for run in behind:
+            self.withdraw(run)
+        for run in behind:
+            self.tidy(run)

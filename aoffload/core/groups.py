@@ -13,6 +13,7 @@ from ..errors import ConfigError
 __all__ = ["AttentionKind", "FullAttention", "KVCacheGroup", "Layout"]
 
 MAX_BLOCK_SIZE = 65_536
+MAX_UNIT_TOKENS = 2**20
 
 
 class AttentionKind(Protocol):
@@ -71,6 +72,8 @@ class Layout:
     @classmethod
     def of(cls, groups: Sequence[KVCacheGroup]) -> Layout:
         unit = math.lcm(*(group.block_size for group in groups))
+        if unit > MAX_UNIT_TOKENS:
+            raise ConfigError("groups", f"no hit is shorter than {unit} tokens, which all block sizes have to divide")
         return cls(tuple(groups), unit, sum(unit // group.block_size for group in groups))
 
     def num_units(self, num_tokens: int) -> int:

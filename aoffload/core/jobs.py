@@ -15,7 +15,7 @@ from .cache import PrefixCache
 from .holding import Holding
 from .index import Part, Run, Stretch, stretches
 from .lease import Lease
-from .lifecycle import JobState, Observer, move
+from .lifecycle import JobState, Observer, move, require
 from .plan import Completion, Direction, Outcome, Tier, TransferPlan
 
 __all__ = ["Job", "JobBook"]
@@ -145,6 +145,7 @@ class JobBook:
         if job.parked is not None:
             self.num_late += 1
             return []
+        require(job, "settle", JobState.LAUNCHED)
         if (
             job.predecessor is not None
             and not job.predecessor.is_settled
@@ -172,6 +173,7 @@ class JobBook:
         return settled
 
     def _close(self, job: Job, completion: Completion) -> None:
+        job.completion = completion  # settled from here on: no part may be told to wait for it any more
         unproven = completion.outcome is Outcome.UNPROVEN
         width = self.cache.layout.width
         num_units = (job.stop - job.start) if completion.outcome is Outcome.LANDED else completion.num_landed // width
@@ -182,7 +184,6 @@ class JobBook:
             self.cache.tiers[job.plan.destination].quarantine(job.plan.destination_ids)
         if completion.outcome is Outcome.CORRUPT and job.epoch == self.cache.epoch:
             self._forget_corrupt(job, completion)
-        job.completion = completion
         done = completion.outcome is Outcome.LANDED
         self._moved(job, JobState.COMPLETED if done else JobState.FAILED, completion.outcome.value)
         self._forget_job(job)
@@ -234,7 +235,8 @@ class JobBook:
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
         """The bad entries are misses from now on; what is around them is untouched."""
         width = self.cache.layout.width
-        for position in sorted({job.start + index // width for index in completion.corrupt}):
+        bad = {job.start + index // width for index in completion.corrupt if 0 <= index < job.plan.num_blocks}
+        for position in sorted(bad):
             for stretch in stretches(job.run, position, position + 1):
                 if stretch.run.parts[job.plan.source].stop > position:
                     self.cache.forget(job.plan.source, stretch.run, position)

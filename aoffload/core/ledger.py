@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import attrs
 
-from ..config import OffloadConfig
+from ..config import MAX_BLOCKS, OffloadConfig
 from ..errors import CommitError, ConfigError, DuplicateRequest, InvalidArgument, WrongState
 from ..prefix import Prefix, TokenIds, encode_tokens
 from .admission import Admission
@@ -65,7 +65,8 @@ class Ledger:
         device_pool: DevicePool | None = None,
         observer: Observer | None = None,
     ) -> None:
-        _check_int("num_device_blocks", num_device_blocks, 2)
+        _check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
+        _check_int("block_bytes", block_bytes, 1)
         groups = [group for group in config.groups if isinstance(group, KVCacheGroup)]
         if len(groups) != len(config.groups):
             raise ConfigError("groups", "must hold KVCacheGroup objects")
@@ -237,9 +238,12 @@ class Ledger:
         if holding.load is not None:  # called again after a cancelled call
             holding.load.wake = wake
             return ()
-        if holding.waiter is not None:
+        if holding.waiter is not None and holding.state is _S.LOADING:
             holding.waiter.wake = wake
             return ()
+        self._require_idle(holding, "load")
+        if holding.num_steps:
+            raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
         if not holding.table:
             raise WrongState(f"load: {holding} had to let go of its blocks, and they can never fit again: leave it")
         stop = self._load_stop(holding, limit)
@@ -357,6 +361,7 @@ class Ledger:
     def invalidate(self, holding: Holding, from_token: int) -> tuple[Holding, ...]:
         """Take back what a failed forward committed: nothing from `from_token` on was ever right.
 
+        Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
         Returns the other holdings that matched it meanwhile; they have to be aborted.
         """
         require(holding, "invalidate", _S.RUNNING)
@@ -376,8 +381,11 @@ class Ledger:
                     other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds
                     wrong |= unpublish(self.cache, other, 0)
                     found = True
+        self.cache.withdraw_behind(wrong)
         step_back(self.cache, holding, start)
+        holding.sequence.drop_after(from_token + 1)
         holding.num_computed_tokens = from_token
+        self.admission.pump()
         return tuple(tainted)
 
     @contextmanager
@@ -459,9 +467,9 @@ class Ledger:
         return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.holdings.values())
 
 
-def _check_int(name: str, value: object, minimum: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise InvalidArgument(name, f"must be an integer of at least {minimum}, got {value!r}")
+def _check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        raise InvalidArgument(name, f"must be an integer in [{minimum}, {maximum}], got {value!r}")
     return value
 
 

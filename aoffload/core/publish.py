@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 from .cache import PrefixCache
@@ -84,6 +85,8 @@ def unpublish(cache: PrefixCache, holding: Holding, start: int) -> set[Run]:
                     cache.split(stretch.run, at)
     wrong = {stretch.run for units in mine for stretch in stretches(holding.device_run, units.start, units.stop)}
     for run in wrong:
+        part = run.parts[Tier.DEVICE]
+        part.blocks, part.stop = array("i"), run.start  # pinned by its own lease, and in its own table
         cache.withdraw(run)
     holding.duplicates += mine
     return wrong

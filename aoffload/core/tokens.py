@@ -17,11 +17,12 @@ __all__ = ["TokenSequence"]
 class TokenSequence:
     """Tokens by units. The encoding that is hashed: a unit's tokens, then a record of each span that touches it."""
 
-    __slots__ = ("_buffer", "_cuts", "_spans", "_unit_bytes", "_unit_tokens", "root")
+    __slots__ = ("_buffer", "_cuts", "_prompt_bytes", "_spans", "_unit_bytes", "_unit_tokens", "root")
 
     def __init__(self, prefix: Prefix, unit_tokens: int) -> None:
         self.root: Root = prefix.root
         self._buffer: bytes | bytearray = prefix.tokens
+        self._prompt_bytes = len(prefix.tokens)
         self._spans = prefix.spans
         self._unit_tokens = unit_tokens
         self._unit_bytes = unit_tokens * TOKEN_BYTES
@@ -39,8 +40,10 @@ class TokenSequence:
         self._buffer += tokens
 
     def drop_after(self, num_tokens: int) -> None:
-        """Forget the tokens from `num_tokens` on."""
-        self._buffer = bytearray(self._buffer[: num_tokens * TOKEN_BYTES])
+        """Forget what was appended from `num_tokens` on; never the prompt."""
+        stop = max(self._prompt_bytes, num_tokens * TOKEN_BYTES)
+        if stop < len(self._buffer):
+            self._buffer = bytearray(self._buffer[:stop])
 
     def spans_at(self, position: int) -> tuple[KeySpan, ...]:
         """The spans that touch the unit at `position`."""

@@ -41,7 +41,7 @@ SHAPES = {
     "tiny": Shape((1,), 6, 12, 5, 2, 4),
     "tiny, no host": Shape((2,), 6, 0, 5, 2, 5),
     "tiny host": Shape((2,), 9, 4, 4, 3, 6),
-    "slow copies": Shape((1,), 9, 60, 8, 3, 4, copy_rate=0.06),
+    "slow copies": Shape((1,), 12, 60, 8, 4, 5, copy_rate=0.1),
     "one conversation": Shape((1,), 14, 12, 8, 4, 6, 1, copy_rate=0.1),
     "crowded": Shape((1,), 12, 24, 10, 4, 7),
     "long": Shape((2,), 40, 90, 6, 3, 24),
@@ -85,9 +85,9 @@ class Scenario:
             self.admit()
         elif chance > 0.92 and self.stepping:
             pair.end_step(self.stepping.pop(self.random.randrange(len(self.stepping))))
-        elif chance > 0.9 and pair.clients:
+        elif chance > 0.91 and pair.clients:
             pair.release(self.random.choice(pair.clients), "cancelled")
-        elif chance > 0.88 and (waiting := [c for c in pair.clients if c.waiter and not c.waiter.is_over]):
+        elif chance > 0.9 and (waiting := [c for c in pair.clients if c.waiter and not c.waiter.is_over]):
             pair.withdraw(self.random.choice(waiting))
         elif able:
             client = self.random.choice(able)

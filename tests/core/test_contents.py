@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from walk import Walk
+
+NUM_WALKS = 160
+MUST_HAPPEN = (
+    "device hit", "host hit", "queued", "granted", "withdrawn", "loading", "load shared", "load abandoned", "committed",
+    "extended", "done", "aborted", "stepped", "invalidated", "tainted", "reset", "load landed", "load failed",
+    "load corrupt", "load unproven", "store landed", "store failed", "store unproven", "proven late",
+)  # fmt: skip
+
+
+def test_right_bytes_or_a_miss() -> None:
+    """Whatever is called in whatever order, and however transfers end: a request reads its own prefix or computes it,
+    every block is in one hand, and nothing is pinned when everybody has left."""
+    happened: Counter[str] = Counter()
+    for seed in range(NUM_WALKS):
+        walk = Walk(seed)
+        try:
+            happened += walk.run(300)
+        except Exception as error:
+            pytest.fail(f"Walk({seed}), at {walk.last}: {type(error).__name__}: {error}")
+    assert not [event for event in MUST_HAPPEN if not happened[event]], happened

@@ -1,0 +1,319 @@
+"""A random walk over every call of the ledger, with two fake memories under it.
+
+Each block of the fake memories holds a tag that says which tokens' KV it is: `(root, tokens up to there, place)`. What
+a forward computes, and what a job copies, moves tags; torn, corrupt, stale and invalidated blocks get tags that match
+nothing. After every call the ledger's own laws are checked, and every block that a live request may read must hold the
+tag of its prefix: right bytes or a miss.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+from aoffload import (
+    Completion,
+    Direction,
+    KVCacheGroup,
+    Ledger,
+    OffloadConfig,
+    Outcome,
+    OutOfBlocks,
+    Prefix,
+    RequestState,
+    Root,
+)
+
+UNIT = 4
+S = RequestState
+
+
+class Client:
+    """One request as its engine knows it."""
+
+    def __init__(self, holding: Any, tokens: list[int], root: int) -> None:
+        self.holding = holding
+        self.tokens = tokens
+        self.root = root
+
+
+class Walk:
+    OPERATIONS = {
+        "admit": 4, "allocate": 3, "load": 3, "compute": 8, "extend": 1, "leave": 0.7, "transfer": 7,
+        "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05,
+    }  # fmt: skip
+
+    def __init__(self, seed: int) -> None:
+        self.random = rng = random.Random(seed)
+        groups = [KVCacheGroup("full", block_size=UNIT)]
+        if rng.random() < 0.2:
+            groups = [KVCacheGroup("a", block_size=UNIT // 2), KVCacheGroup("b", block_size=UNIT)]
+        self.width = 1 if len(groups) == 1 else 3
+        self.num_units = rng.randint(4, 24)
+        num_host = rng.choice([0, rng.randint(1, 10), rng.randint(10, 60)]) * self.width
+        job_blocks = rng.choice([1, 2, 3, 1000]) * self.width
+        config = OffloadConfig(groups=groups, num_host_blocks=num_host, max_job_bytes=job_blocks)
+        self.ledger = Ledger(config, self.num_units * self.width + 1, block_bytes=1)
+        self.device: list[object] = ["never written"] * (self.num_units * self.width + 1)
+        self.host: list[object] = ["never written"] * num_host
+        self.roots = [Root("m"), Root("m", "another salt")]
+        self.prompts = [[rng.randrange(3) for _ in range(40)] for _ in range(3)]
+        self.most_clients = rng.choice([1, 2, 3, 5])
+        self.clients: list[Client] = []
+        self.plans: dict[int, Any] = {}
+        self.lost: dict[int, Any] = {}
+        self.steps: list[ExitStack] = []
+        self.counts: Counter[str] = Counter()
+
+    # -- the walk -------------------------------------------------------------------------------------------------
+
+    def run(self, num_calls: int) -> Counter[str]:
+        for _ in range(num_calls):
+            (self.last,) = self.random.choices(list(self.OPERATIONS), list(self.OPERATIONS.values()))
+            getattr(self, self.last)()
+            self.check()
+        self.finish()
+        return self.counts
+
+    def finish(self) -> None:
+        """Everybody leaves, everything lands: nothing may be pinned."""
+        for step in self.steps:
+            step.close()
+        for client in tuple(self.clients):
+            self.end(client)
+            self.check()
+        while any(job_id in self.ledger.jobs.unsettled for job_id in self.plans):
+            self.transfer()
+            self.check()
+        found = self.ledger.statistics()
+        assert found.device.num_pinned == found.host.num_pinned == found.num_waiting == 0, found
+
+    def check(self) -> None:
+        self.ledger.check_integrity()
+        for client in self.clients:
+            holding = client.holding
+            if holding.state not in (S.ALLOCATED, S.RUNNING):
+                continue
+            for unit in range(holding.num_computed_tokens // UNIT):
+                ids = holding.table[unit * self.width : (unit + 1) * self.width]
+                found = [self.device[block_id] for block_id in ids]
+                assert found == self.tags(client, unit), f"{holding}: unit {unit} holds {found}"
+
+    def tags(self, client: Client, unit: int) -> list[object]:
+        tokens = tuple(client.tokens[: (unit + 1) * UNIT])
+        return [(client.root, tokens, place) for place in range(self.width)]
+
+    def pick(self, *states: RequestState) -> Client | None:
+        found = [client for client in self.clients if client.holding.state in states]
+        return self.random.choice(found) if found else None
+
+    # -- a request's life -----------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        rng = self.random
+        if len(self.clients) >= self.most_clients:
+            return self.end(max(self.clients, key=lambda client: client.holding.num_computed_tokens))
+        tokens = rng.choice(self.prompts)[: rng.randint(1, max(UNIT, self.num_units * UNIT * 2 // 3))]
+        if rng.random() < 0.15:
+            tokens = tokens[: rng.randint(0, len(tokens))] + [rng.randrange(3) for _ in range(rng.randint(1, 8))]
+        narrowed: dict[str, int] = {}
+        if rng.random() < 0.1:
+            narrowed["max_hit_tokens"] = rng.randrange(40)
+        if rng.random() < 0.1:
+            narrowed["hit_alignment"] = rng.choice([4, 6, 8])
+        root = int(rng.random() < 0.05)
+        holding = self.ledger.admit(Prefix.of(self.roots[root], tokens), **narrowed)
+        assert holding.match.num_tokens < len(tokens), "a token is always left to compute"
+        client = Client(holding, list(tokens), root)
+        self.clients.append(client)
+        self.counts["device hit"] += holding.match.num_device_tokens > 0
+        self.counts["host hit"] += holding.match.num_host_tokens > 0
+        if rng.random() < 0.8:
+            self.check()
+            self.allocate(client)
+            if holding.state is S.ALLOCATED:
+                self.check()
+                self.load(client)
+                self.check()
+                self.compute(client)
+        return None
+
+    def allocate(self, client: Client | None = None) -> None:
+        client = client or self.pick(S.PINNED)
+        if client is None:
+            return
+        if client.holding.waiter is not None:
+            return self.wait_on(client, "granted")
+        num_tokens = max(1, len(client.tokens) + self.random.choice([0, 0, 0, 5, -3]))
+        try:
+            self.ledger.allocate_nowait(client.holding, num_tokens)
+        except OutOfBlocks as error:
+            if not error.retryable:
+                return self.end(client)
+            self.ledger.queue_allocation(client.holding, num_tokens, lambda: None)
+            self.counts["queued"] += 1
+        return None
+
+    def wait_on(self, client: Client, what: str) -> None:
+        waiter = client.holding.waiter
+        if self.random.random() < 0.2:
+            self.counts["withdrawn"] += 1
+            return self.ledger.withdraw(waiter) if client.holding.state is not S.LOADING else None
+        if waiter.is_over:
+            try:
+                self.ledger.accept(waiter)
+                self.counts[what] += 1
+            except OutOfBlocks:
+                self.counts[f"not {what}"] += 1
+                self.end(client)
+        return None
+
+    def load(self, client: Client | None = None) -> None:
+        client = client or self.pick(S.ALLOCATED, S.LOADING)
+        if client is None:
+            return
+        holding = client.holding
+        if holding.waiter is not None:
+            self.wait_on(client, "granted again")
+            if holding.waiter is not None or client not in self.clients:
+                return
+        if holding.load is not None:
+            if self.random.random() < 0.1:
+                self.ledger.abandon_load(holding)
+                self.counts["load abandoned"] += 1
+            return
+        jobs_before = len(self.plans)
+        self.take(self.ledger.plan_load(holding, self.random.choice([None, None, None, self.random.randrange(40)])))
+        if holding.load is not None:
+            self.counts["loading"] += 1
+            self.counts["load shared"] += len(holding.load.jobs) > len(self.plans) - jobs_before
+
+    def compute(self, client: Client | None = None) -> None:
+        client, rng = client or self.pick(S.RUNNING, S.ALLOCATED), self.random
+        if client is None or client.holding.state not in (S.RUNNING, S.ALLOCATED):
+            return
+        holding = client.holding
+        done = holding.num_computed_tokens
+        new = [rng.randrange(3) for _ in range(rng.randint(1, 3))] if done >= len(client.tokens) - 1 else []
+        most = min(len(holding.table) // self.width * UNIT, len(client.tokens) + len(new))
+        if most < done:
+            return
+        num_computed = most if rng.random() < 0.5 else rng.randint(done, most)
+        client.tokens += new
+        for unit in range(done // UNIT, num_computed // UNIT):
+            for block_id, tag in zip(
+                holding.table[unit * self.width : (unit + 1) * self.width], self.tags(client, unit), strict=True
+            ):
+                self.device[block_id] = tag
+        self.take(self.ledger.commit(holding, num_computed, new))
+        self.counts["committed"] += 1
+
+    def extend(self) -> None:
+        client = self.pick(S.RUNNING)
+        if client is None:
+            return
+        holding = client.holding
+        if holding.waiter is not None:
+            return self.wait_on(client, "extended")
+        num_tokens = len(holding.table) // self.width * UNIT + self.random.randint(1, 6)
+        try:
+            self.ledger.extend_nowait(holding, num_tokens)
+        except OutOfBlocks as error:
+            if not error.retryable:
+                return self.end(client)
+            self.ledger.queue_extension(holding, num_tokens, lambda: None)
+        return None
+
+    def leave(self) -> None:
+        if self.clients:
+            self.end(self.random.choice(self.clients), self.random.choice(["closed_early", "cancelled"]))
+
+    def end(self, client: Client, reason: str = "closed_early") -> None:
+        self.clients.remove(client)
+        self.take(self.ledger.release(client.holding, reason))
+        self.counts[client.holding.state.value] += 1
+
+    def step(self) -> None:
+        if self.steps and self.random.random() < 0.6:
+            return self.steps.pop(self.random.randrange(len(self.steps))).close()
+        running = [client.holding for client in self.clients if client.holding.state in (S.RUNNING, S.ALLOCATED)]
+        if running and len(self.steps) < 2:
+            step = ExitStack()
+            step.enter_context(self.ledger.step(self.random.sample(running, self.random.randint(1, len(running)))))
+            self.steps.append(step)
+            self.counts["stepped"] += 1
+        return None
+
+    def invalidate(self) -> None:
+        client = self.pick(S.RUNNING)
+        if client is None:
+            return
+        holding = client.holding
+        start = self.random.randint(holding.ready_stop * UNIT, holding.num_computed_tokens)
+        units = range(start // UNIT * self.width, holding.num_computed_tokens // UNIT * self.width)
+        wrong = [holding.table[at] for at in units]
+        for tainted in self.ledger.invalidate(holding, start):
+            self.counts["tainted"] += 1
+            self.end(next(other for other in self.clients if other.holding is tainted), "prefix_invalidated")
+        for block_id in wrong:
+            self.device[block_id] = "invalidated"
+        self.counts["invalidated"] += 1
+
+    def reset(self) -> None:
+        self.ledger.reset()
+        self.counts["reset"] += 1
+
+    # -- transfers ------------------------------------------------------------------------------------------------
+
+    def take(self, plans: Any) -> None:
+        self.plans |= {plan.job_id: plan for plan in plans}
+
+    def transfer(self) -> None:
+        """Launch a planned job, or end a launched one in one of the ways it can end; now and then twice."""
+        if not self.plans:
+            return
+        job_id = self.random.choice(list(self.plans))
+        job = self.ledger.jobs.unsettled.get(job_id)
+        if job is None:
+            del self.plans[job_id]
+        elif job.state.value == "queued":
+            self.ledger.launch(job_id)
+        elif job.parked is None:
+            completion = self.copy(self.plans.pop(job_id))
+            self.counts[f"{job.plan.direction.value} {completion.outcome.value}"] += 1
+            self.ledger.settle(completion)
+            if self.random.random() < 0.1:
+                self.ledger.settle(completion)
+        elif len(self.plans) == 1:
+            raise AssertionError(f"{job} waits for a job that nobody has")
+
+    def copy(self, plan: Any) -> Completion:
+        rng, loading = self.random, plan.direction is Direction.LOAD
+        source, into = (self.host, self.device) if loading else (self.device, self.host)
+        outcome = rng.choices(list(Outcome), [75, 10, 10 * loading, 2])[0]
+        num_landed, corrupt = plan.num_blocks, ()
+        if outcome is Outcome.FAILED:
+            num_landed = rng.randrange(plan.num_blocks)
+        elif outcome is Outcome.CORRUPT:
+            corrupt = tuple(sorted(rng.sample(range(plan.num_blocks), rng.randint(1, min(2, plan.num_blocks)))))
+        for index, (source_id, block_id) in enumerate(zip(plan.source_ids, plan.destination_ids, strict=True)):
+            if index in corrupt:
+                source[source_id] = "rotten"
+            into[block_id] = source[source_id] if index < num_landed else "torn"
+        if outcome is Outcome.UNPROVEN:
+            self.lost[plan.job_id] = plan
+            return Completion(plan.job_id, outcome)
+        return Completion(plan.job_id, outcome, corrupt[0] if corrupt else num_landed, corrupt)
+
+    def prove_late(self) -> None:
+        """A copy that was given up writes to the end, then says that it is over."""
+        if not self.lost or self.random.random() < 0.5:
+            return
+        plan = self.lost.pop(self.random.choice(list(self.lost)))
+        into = self.device if plan.direction is Direction.LOAD else self.host
+        for block_id in plan.destination_ids:
+            into[block_id] = "written late"
+        self.ledger.settle(Completion(plan.job_id, Outcome.LANDED))
+        self.counts["proven late"] += 1
