@@ -13,7 +13,7 @@ import attrs
 
 from .core.holding import Extension, Holding
 from .core.lifecycle import RequestState
-from .core.matching import PrefixMatch
+from .core.matching import NO_MATCH, PrefixMatch
 from .core.waiting import Waiter
 from .errors import OutOfBlocks, RuntimeClosed, WrongState
 from .prefix import Prefix, TokenIds
@@ -142,7 +142,7 @@ class Request:
     @property
     def match(self) -> PrefixMatch:
         """What was cached when it was matched last: on entering, and again if it had to wait for room."""
-        return self._live().match
+        return NO_MATCH if self._holding is None else self._holding.match
 
     @property
     def block_ids(self) -> list[list[int]]:
@@ -151,8 +151,8 @@ class Request:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is on the device: ready by a hit or a load, or committed."""
-        return self._live().num_computed_tokens
+        """Tokens whose KV is on the device: by a hit, a load or a commit. Behind the block: how far it came."""
+        return 0 if self._holding is None else self._holding.num_computed_tokens
 
     @property
     def log(self) -> Any:

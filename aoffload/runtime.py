@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
@@ -15,18 +15,19 @@ import attrs
 from anyio.abc import TaskGroup
 
 from .config import OffloadConfig
+from .core.blocks import DevicePool
 from .core.holding import Holding
 from .core.ledger import Ledger, LedgerStatistics
 from .core.matching import PrefixMatch
 from .core.tiers import TierStatistics
 from .env import Env
-from .errors import InvalidArgument, RequestAborted, RuntimeClosed, WrongProcess, WrongThread
+from .errors import InvalidArgument, RequestAborted, RuntimeClosed, WrongProcess, WrongState, WrongThread
 from .prefix import KeySpan, Prefix, Root, TokenIds
 from .request import Request, RequestOptions
 from .telemetry import Telemetry
 from .transfer.fence import Fence
 from .transfer.local import LocalTransport
-from .transfer.transport import Transport
+from .transfer.transport import TransferStatistics, Transport
 from .worker import CopyWorker
 
 __all__ = ["Computed", "OffloadRuntime", "RuntimeStatistics"]
@@ -53,13 +54,15 @@ class RuntimeStatistics:
     num_waiting: int
     num_jobs: int
     num_late_completions: int
+    transfers: TransferStatistics
 
 
 class OffloadRuntime:
     """An async context manager around one engine's KV cache.
 
     `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
-    row 0 is the null block. `transport` takes their place where the tensors are elsewhere.
+    row 0 is the null block. `transport` takes their place where the tensors are elsewhere. `device_pool` hands out the
+    block ids; by default a free list of our own.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class OffloadRuntime:
         kv_caches: Any = None,
         *,
         transport: Transport | None = None,
+        device_pool: DevicePool | None = None,
         env: Env | None = None,
         logger: Any = None,
     ) -> None:
@@ -80,7 +84,13 @@ class OffloadRuntime:
         self.env = env if env is not None else Env()
         self.telemetry = Telemetry(logger)
         block_bytes = self.transport.block_bytes
-        self.ledger = Ledger(config, self.transport.num_device_blocks, block_bytes=block_bytes, observer=self.telemetry)
+        self.ledger = Ledger(
+            config,
+            self.transport.num_device_blocks,
+            block_bytes=block_bytes,
+            device_pool=device_pool,
+            observer=self.telemetry,
+        )
         self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
         self._namespace = _namespace_of(config)
         self._roots: dict[tuple[Any, Any], Root] = {}
@@ -260,6 +270,34 @@ class OffloadRuntime:
         with self.ledger.step([request._live() for request in requests]):
             yield
 
+    async def run_step(self, requests: Iterable[Request], function: Callable[[], Result]) -> Result:
+        """Run `function()` in a worker thread with the blocks of `requests` held until the *thread* is through.
+
+        A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
+        the step belongs to the thread, whatever becomes of the task that waits for it.
+        """
+        self._check_usable()
+        with ExitStack() as stack:
+            stack.enter_context(self.ledger.step([request._live() for request in requests]))
+            held = stack.pop_all()
+        begun = threading.Lock()  # taken by the thread, or by whoever gives up before the thread has begun
+
+        def compute() -> Result:
+            if not begun.acquire(blocking=False):
+                raise WrongState("nobody waits for this step any more")
+            try:
+                return function()
+            finally:
+                self.worker.call_soon(held.close)
+
+        try:
+            return await anyio.to_thread.run_sync(compute)
+        finally:
+            if begun.acquire(blocking=False):
+                held.close()
+            else:
+                self.worker.drain()  # a thread that is through has let go already: don't wait for the worker's turn
+
     def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> None:
         """Commit for several requests of one forward behind one fence."""
         self._check_usable()
@@ -294,7 +332,7 @@ class OffloadRuntime:
 
     def statistics(self) -> RuntimeStatistics:
         found: LedgerStatistics = self.ledger.statistics()
-        return RuntimeStatistics(**attrs.asdict(found, recurse=False))
+        return RuntimeStatistics(**attrs.asdict(found, recurse=False), transfers=self.transport.statistics())
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block is in exactly one hand. Costs a look at every block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
@@ -41,7 +42,7 @@ def default_logger() -> Any:
     if structlog.is_configured():
         return structlog.get_logger("aoffload")
     return structlog.wrap_logger(
-        structlog.PrintLogger(),
+        structlog.PrintLogger(sys.stderr),
         processors=[structlog.processors.add_log_level, structlog.processors.KeyValueRenderer()],
         wrapper_class=structlog.make_filtering_bound_logger(30),
     )
@@ -71,7 +72,14 @@ class Telemetry:
                 num_host_tokens=found.num_host_tokens,
             )
         elif state is RequestState.ALLOCATED:
-            log.debug(event, request_id=name, num_blocks=len(holding.table))
+            found = holding.match  # again: who had to wait for room was matched again in the step that granted it
+            log.debug(
+                event,
+                request_id=name,
+                num_blocks=len(holding.table),
+                num_device_tokens=found.num_device_tokens,
+                num_host_tokens=found.num_host_tokens,
+            )
         elif state is RequestState.RUNNING:
             log.debug(event, request_id=name, num_ready_tokens=holding.num_computed_tokens)
         elif state is RequestState.DONE:

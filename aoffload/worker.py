@@ -60,11 +60,12 @@ class CopyWorker:
     _wake_loop: Callable[[], None] = lambda: None
     _clock: Callable[[], float] = lambda: 0.0
     """Not `anyio.current_time`: a commit may come from a plain callback of the loop."""
-    _wakeup: anyio.Event = attrs.field(factory=anyio.Event)
-    _sleep: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
-    _settled: anyio.Event = attrs.field(factory=anyio.Event)
+    # These four are made by `start`: a runtime may be made before there is an event loop.
+    _wakeup: anyio.Event = attrs.field(init=False)
+    _sleep: anyio.CancelScope = attrs.field(init=False)
+    _settled: anyio.Event = attrs.field(init=False)
     """Set, and replaced, whenever jobs have ended."""
-    _scope: anyio.CancelScope = attrs.field(factory=lambda: anyio.CancelScope(shield=True))
+    _scope: anyio.CancelScope = attrs.field(init=False)
     """Around the task: what cancels the engine must not end it before the transfers that are under way."""
     is_accepting: bool = True
 
@@ -184,6 +185,8 @@ class CopyWorker:
 
     def start(self) -> None:
         """Bind to the loop running now."""
+        self._wakeup, self._settled = anyio.Event(), anyio.Event()
+        self._sleep, self._scope = anyio.CancelScope(), anyio.CancelScope(shield=True)
         self._clock = self.env.loop_clock()
         self._wake_loop = self.env.loop_waker(lambda: self._wakeup.set())
 

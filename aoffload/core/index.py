@@ -199,9 +199,9 @@ class RunIndex:
     def remove(self, run: Run) -> None:
         """Take a run that holds nothing out of the index, and those before it that were only kept for it."""
         current: Run | None = run
-        while current is not None and current.holds_nothing():
-            if self.runs.get(current.key) is current:
-                del self.runs[current.key]
+        # Only what is still in it: one removal may have taken along a run that is tidied up next.
+        while current is not None and current.holds_nothing() and self.runs.get(current.key) is current:
+            del self.runs[current.key]
             current = current.before
             if current is not None:
                 current.num_after -= 1

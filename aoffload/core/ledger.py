@@ -32,7 +32,7 @@ from .policy import store_policy_of
 from .publish import publish, step_back, unpublish
 from .tiers import TierBlocks, TierStatistics
 from .tokens import TokenSequence
-from .waiting import Waiter
+from .waiting import Waiter, nobody
 
 __all__ = ["Ledger", "LedgerStatistics"]
 
@@ -143,7 +143,9 @@ class Ledger:
         blocks = self.admission.take_nowait(holding, num_units, behind=not self.admission.line.is_empty)
         self._allocated(holding, blocks)
 
-    def queue_allocation(self, holding: Holding, num_tokens: int | None, wake: Callable[[], object]) -> Waiter:
+    def queue_allocation(
+        self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
+    ) -> Waiter:
         """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it."""
         num_units = self._units_to_allocate(holding, num_tokens)
         self.admission.check_fits(num_units)
@@ -166,7 +168,7 @@ class Ledger:
         holding.table.extend(self.admission.take_nowait(holding, num_units, behind=behind))
         return self._extension(holding, before)
 
-    def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object]) -> Waiter:
+    def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
         """Join the line for more room, before everybody who has none yet."""
         num_units = self._units_to_extend(holding, num_tokens)
         self.admission.check_fits(num_units)
@@ -224,7 +226,7 @@ class Ledger:
     # -- loading --------------------------------------------------------------------------------------------------
 
     def plan_load(
-        self, holding: Holding, max_tokens: int | None = None, wake: Callable[[], object] = lambda: None
+        self, holding: Holding, max_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> tuple[TransferPlan, ...]:
         """Start bringing the host hit onto the device; the plans that have to be launched for it.
 
@@ -247,11 +249,11 @@ class Ledger:
         if not holding.table:
             raise WrongState(f"load: {holding} had to let go of its blocks, and they can never fit again: leave it")
         stop = self._load_stop(holding, limit)
-        if stop <= holding.published:
+        jobs = self._loads.start(holding, stop, wake) if stop > holding.published else []
+        if holding.load is None:
             self._end_host_lease(holding)
             self._ready(holding)
             return ()
-        jobs = self._loads.start(holding, stop, wake)
         if holding.state is _S.ALLOCATED:
             self._move(holding, _S.LOADING)
         if holding.load is not None and not holding.load.jobs:

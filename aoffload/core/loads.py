@@ -27,10 +27,16 @@ class Loads:
 
     def start(self, holding: Holding, stop: int, wake: Callable[[], object]) -> list[Job]:
         """Bring units `[published, stop)` onto the device: adopt what is there by now, wait for what is on its way,
-        launch the rest. Only what nobody brings takes blocks of the holding's own; the others are given back."""
-        over = self._lease_path(holding, stop)
-        ready = _ready_stop(over, holding.published)
+        launch the rest. Only what nobody brings takes blocks of the holding's own; the others are given back.
+
+        Nothing starts (and `holding.load` stays None) if the hit is gone: a block of it turned out to be corrupt."""
+        over = stretches(holding.leases[Tier.HOST].run, holding.published, stop)
+        ready = _present_stop(over, Tier.DEVICE, holding.published)
         shared, on_its_way = _incoming(over, ready)
+        stop = _present_stop(over, Tier.HOST, on_its_way)
+        if stop == holding.published:
+            return []
+        self._lease_path(holding, stop)
         holding.load = Load(stop, wake)
         new = self._launch(holding, on_its_way, stop)
         self._adopt(holding, ready, stop, on_its_way)
@@ -39,20 +45,14 @@ class Loads:
             holding.load.jobs.add(job)
         return new
 
-    def _lease_path(self, holding: Holding, stop: int) -> list[Stretch]:
+    def _lease_path(self, holding: Holding, stop: int) -> None:
         """Pin, on the device, the path up to `stop`: what is published there from now on is pinned as it lands."""
-        over = stretches(holding.leases[Tier.HOST].run, holding.published, stop)
-        last = over[-1].run
-        if stop < last.stop:
-            head = self.cache.split(last, stop)
-            over[-1] = attrs.evolve(over[-1], run=head)
-            last = head
+        last = self.cache.cut(stretches(holding.leases[Tier.HOST].run, stop - 1, stop)[0].run, stop)
         device = holding.leases.get(Tier.DEVICE)
         if device is None:
             holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, last)
         else:
             self.cache.move_lease(device, last)
-        return over
 
     def _launch(self, holding: Holding, start: int, stop: int) -> list[Job]:
         if start == stop:
@@ -77,7 +77,7 @@ class Loads:
         load, width = holding.load, self.cache.layout.width
         assert load is not None
         start, stop = holding.published, load.stop
-        ready = _ready_stop(stretches(holding.device_run, start, stop), start)
+        ready = _present_stop(stretches(holding.device_run, start, stop), Tier.DEVICE, start)
         holding.table[start * width : ready * width] = self.admission.ready_ids(holding, start, ready)
         holding.published = holding.ready_stop = ready
         if ready < stop:
@@ -121,17 +121,14 @@ class Loads:
         return sorted(over, key=lambda holding: holding.ticket)
 
 
-def _ready_stop(over: list[Stretch], start: int) -> int:
-    """Up to where the device holds every unit from `start` on."""
-    ready = start
+def _present_stop(over: list[Stretch], tier: Tier, start: int) -> int:
+    """Up to where `tier` holds every unit from `start` on."""
     for stretch in over:
-        held = min(stretch.run.parts[Tier.DEVICE].stop, stretch.stop)
-        if held <= ready:
-            break
-        ready = held
-        if held < stretch.stop:
-            break
-    return ready
+        if stretch.stop > start:
+            start = max(start, min(stretch.run.parts[tier].stop, stretch.stop))
+            if start < stretch.stop:
+                break
+    return start
 
 
 def _incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:

@@ -15,10 +15,10 @@ import attrs
 from ..errors import OutOfBlocks
 from .holding import Holding
 
-__all__ = ["Line", "Waiter"]
+__all__ = ["Line", "Waiter", "nobody"]
 
 
-def _nobody() -> None:
+def nobody() -> None:
     """A synchronous engine looks at `granted` and `error` itself."""
 
 
@@ -29,7 +29,7 @@ class Waiter:
     holding: Holding
     num_units: int
     """Units in all: of the whole table."""
-    wake: Callable[[], object] = _nobody
+    wake: Callable[[], object] = nobody
     granted: array[int] | None = None
     error: OutOfBlocks | None = None
 

@@ -68,3 +68,7 @@ class Transport(Protocol):
         May block: call it off the loop.
         """
         ...
+
+    def statistics(self) -> TransferStatistics:
+        """What was copied so far."""
+        ...

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
+import pytest
 from naive import DEVICE, Job, Naive, Request, Tier
 from naive_line import NaiveLine, Waiting
 
@@ -119,13 +120,10 @@ class Lockstep:
             self.ledger.extend_nowait(client.holding, num_tokens)
 
     def _refused(self, client: Client, num_tokens: int, *, retryable: bool) -> None:
-        try:
+        with pytest.raises(OutOfBlocks) as refusal:
             self._nowait(client, num_tokens)
-        except OutOfBlocks as error:
-            assert error.retryable is retryable
-            self.seen["out of blocks"] += 1
-        else:
-            raise AssertionError(f"{client.holding} got room that the model does not have")
+        assert refusal.value.retryable is retryable
+        self.seen["out of blocks"] += 1
 
     def accept(self, client: Client) -> None:
         assert client.waiter is not None and client.waiting is not None

@@ -36,6 +36,7 @@ class Client:
     def __init__(self, holding: Any, tokens: list[int], root: int) -> None:
         self.holding = holding
         self.tokens = tokens
+        self.num_prompt = len(tokens)
         self.root = root
 
 
@@ -172,7 +173,7 @@ class Walk:
 
     def load(self, client: Client | None = None) -> None:
         client = client or self.pick(S.ALLOCATED, S.LOADING)
-        if client is None:
+        if client is None or client.holding.num_steps:
             return
         holding = client.holding
         if holding.waiter is not None:
@@ -259,6 +260,7 @@ class Walk:
             self.end(next(other for other in self.clients if other.holding is tainted), "prefix_invalidated")
         for block_id in wrong:
             self.device[block_id] = "invalidated"
+        client.tokens = client.tokens[: max(client.num_prompt, start + 1)]
         self.counts["invalidated"] += 1
 
     def reset(self) -> None:

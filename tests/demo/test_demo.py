@@ -1,4 +1,4 @@
-"""The demo as a whole, on a smaller workload: what it promises, it shows."""
+"""The demo as a whole, on a smaller model and workload: what it promises, it shows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from aoffload.demo import workload
+from aoffload.demo import command, workload
 from aoffload.demo.command import main
+from aoffload.integrations.decoder import Decoder, DecoderConfig
 
 KEYS = {
     "requests",
@@ -61,8 +62,15 @@ class Demo:
         self.events = [json.loads(line) for line in log.read_text().splitlines()]
 
 
+SMALL = DecoderConfig(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
+
+
 @pytest.fixture
 def demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Demo:
+    def load_small(_: str, *, seed: int, device: str) -> Decoder:
+        return Decoder(SMALL, seed=seed, device=device)
+
+    monkeypatch.setattr(command, "load_model", load_small)
     monkeypatch.setattr(workload, "SYSTEM_TOKENS", (64, 96))
     monkeypatch.setattr(workload, "OPENING_TOKENS", (192, 352))
     return Demo(tmp_path, capsys)
@@ -169,12 +177,13 @@ def start_demo(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-@pytest.mark.parametrize("run", ["reference", "without offload", "with offload"])
+@pytest.mark.parametrize(
+    ("backend", "run"),
+    [("asyncio", "reference"), ("trio", "without offload"), ("asyncio", "with offload"), ("trio", "with offload")],
+)
 def test_ctrl_c_ends_it_with_what_was_done(backend: str, run: str) -> None:
     """Ctrl-C in any of the runs: over within 2 s, status 130, no traceback, the table so far."""
-    # Few blocks and conversations: each run reports its first quarter soon.
-    with start_demo("--backend", backend, "--requests", "8", "--device-blocks", "112") as process:
+    with start_demo("--backend", backend, "--requests", "4") as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith(run):

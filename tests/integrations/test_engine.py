@@ -169,6 +169,16 @@ async def test_decoded_blocks_are_reused_only_on_request(reuse_decoded: bool) ->
     assert second.num_device_tokens == (32 if reuse_decoded else 16)
 
 
+@pytest.mark.parametrize("reuse_decoded", [False, True])
+async def test_only_whole_slices_are_cached(reuse_decoded: bool) -> None:
+    """The shorter slice at a prompt's end is not committed: a longer prompt would find its blocks, and have other bits
+    than where it came first."""
+    async with serving(options=attrs.evolve(OPTIONS, reuse_decoded=reuse_decoded)) as bench:
+        await bench.ask(prompt_of(1, 22), 1)
+        found = bench.runtime.lookup([*prompt_of(1, 22), *range(8)])
+    assert found.num_device_tokens == (20 if reuse_decoded else 16)
+
+
 async def test_a_load_that_fails_half_way_is_a_miss_from_there_on() -> None:
     """Corrupt blocks are computed again from the grid, with the same bits; what is cached stays untouched."""
     tampering = Tampering.of(Corrupt.CHECKSUM)
@@ -323,9 +333,11 @@ async def test_the_caller_may_use_its_list_again() -> None:
             generation = await bench.engine.generate(prompt, 3)
             assert generation.token_ids == answer(prompt_of(1), 3)
 
+        bench.model.may_end.clear()
         clients.start_soon(ask)
-        await anyio.lowlevel.checkpoint()
+        await reached(bench.model.began)
         prompt[:] = [5] * 22
+        bench.model.may_end.set()
 
 
 async def test_scratch_blocks_are_asked_for() -> None:

@@ -1,0 +1,114 @@
+"""A ledger driven by hand, as a step-based engine would: every call where the test says so, copies on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from aoffload.config import OffloadConfig
+from aoffload.core.groups import KVCacheGroup
+from aoffload.core.holding import Holding
+from aoffload.core.ledger import Ledger
+from aoffload.core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from aoffload.prefix import Prefix, Root
+
+ROOT = Root("test")
+BLOCK = 4
+
+
+def prompt(name: int, num_tokens: int) -> list[int]:
+    """Tokens that no prompt of another name shares a block with."""
+    return [name * 1000 + i for i in range(num_tokens)]
+
+
+class Driven:
+    """Blocks of 4 tokens, unless told otherwise. After every call of its own it checks integrity."""
+
+    def __init__(self, num_device: int, num_host: int = 16, *, observer: Any = None, **config: Any) -> None:
+        config.setdefault("groups", [KVCacheGroup("full", block_size=BLOCK)])
+        self.ledger = Ledger(OffloadConfig(num_host_blocks=num_host, **config), num_device + 1, observer=observer)
+
+    # -- one call after the other ---------------------------------------------------------------------------------
+
+    def admit(self, tokens: list[int], **options: Any) -> Holding:
+        options.setdefault("root", ROOT)
+        prefix = Prefix.of(options.pop("root"), tokens, options.pop("key_spans", ()))
+        holding = self.ledger.admit(prefix, **options)
+        self.ledger.check_integrity()
+        return holding
+
+    def allocated(self, tokens: list[int], **options: Any) -> Holding:
+        holding = self.admit(tokens, **options)
+        self.ledger.allocate_nowait(holding)
+        self.ledger.check_integrity()
+        return holding
+
+    def running(self, tokens: list[int], **options: Any) -> Holding:
+        """Admitted, allocated, and loaded if there was something to load."""
+        holding = self.allocated(tokens, **options)
+        self.land(self.ledger.plan_load(holding))
+        return holding
+
+    def commit(self, holding: Holding, num_tokens: int | None = None, new: Iterable[int] = ()) -> list[TransferPlan]:
+        count = holding.sequence.num_tokens if num_tokens is None else num_tokens
+        plans = list(self.ledger.commit(holding, count, list(new)))
+        self.ledger.check_integrity()
+        return plans
+
+    def launch(self, plans: Iterable[TransferPlan]) -> list[TransferPlan]:
+        return [plan for plan in plans if self.ledger.launch(plan.job_id)]
+
+    def end(self, plan: TransferPlan, outcome: Outcome = Outcome.LANDED, num_landed: int = 0, corrupt: Any = ()) -> None:
+        self.ledger.settle(Completion(plan.job_id, outcome, num_landed, tuple(corrupt)))
+        self.ledger.check_integrity()
+
+    def land(self, plans: Iterable[TransferPlan]) -> None:
+        for plan in self.launch(plans):
+            self.end(plan)
+
+    def release(self, holding: Holding, reason: str = "closed_early") -> list[TransferPlan]:
+        plans = list(self.ledger.release(holding, reason))
+        self.ledger.check_integrity()
+        return plans
+
+    # -- whole lives ----------------------------------------------------------------------------------------------
+
+    def serve(self, tokens: list[int], **options: Any) -> Holding:
+        """A whole life: computed, stored, gone."""
+        holding = self.running(tokens, **options)
+        stores = self.commit(holding)
+        self.land([*stores, *self.release(holding)])
+        return holding
+
+    def evict_device(self) -> None:
+        """Everything unpinned leaves the device."""
+        holding = self.admit([9_999_999], max_hit_tokens=0)
+        room = self.ledger.statistics().device.num_free + self.ledger.statistics().device.num_cached
+        unit = self.ledger.layout.unit_tokens
+        if room >= self.ledger.layout.width:
+            self.ledger.allocate_nowait(holding, room // self.ledger.layout.width * unit)
+        self.release(holding, "filler")
+
+    def on_host_only(self, tokens: list[int], **options: Any) -> None:
+        self.serve(tokens, **options)
+        self.evict_device()
+
+    # -- looking --------------------------------------------------------------------------------------------------
+
+    def hit(self, tokens: list[int], root: Root = ROOT, key_spans: Any = ()) -> tuple[int, int]:
+        found = self.ledger.lookup(Prefix.of(root, tokens, key_spans))
+        return found.num_device_tokens, found.num_host_tokens
+
+    def num_pinned(self) -> tuple[int, int]:
+        statistics = self.ledger.statistics()
+        return statistics.device.num_pinned, statistics.host.num_pinned
+
+    def picture(self) -> Any:
+        """Everything a refusal must not change."""
+        tiers = [(tier.statistics(), [part.run.key for part in tier.order]) for tier in self.ledger.cache.tiers]
+        runs = {key: repr(run) for key, run in self.ledger.cache.index.runs.items()}
+        line = self.ledger.admission.line
+        return tiers, runs, list(line.extending), list(line.allocating), set(self.ledger.jobs.unsettled)
+
+
+__all__ = ["BLOCK", "ROOT", "Direction", "Driven", "Tier", "prompt"]

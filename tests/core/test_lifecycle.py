@@ -1,0 +1,156 @@
+"""The state tables: what may follow what, and that nothing else does."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from driving import Driven, prompt
+
+from aoffload.core.lifecycle import JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State, mermaid, move
+from aoffload.errors import IllegalTransition, WrongState
+
+PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
+
+
+class Entity(SimpleNamespace):
+    def __str__(self) -> str:
+        return "request r1"
+
+
+def pairs(*, legal: bool) -> list[tuple[State, State]]:
+    found: list[tuple[State, State]] = []
+    for moves, states in ((REQUEST_MOVES, RequestState), (JOB_MOVES, JobState)):
+        found += [(old, new) for old, new in product(states, states) if (new in moves[old]) is legal]
+    return found
+
+
+@pytest.mark.parametrize(("old", "new"), pairs(legal=False), ids=lambda state: state.name)
+def test_an_illegal_move_raises_and_changes_nothing(old: State, new: State) -> None:
+    """A move that the table does not have raises, names both states, and leaves the entity as it was."""
+    entity: Any = Entity(state=old, other="untouched")
+    before = dict(vars(entity))
+    with pytest.raises(IllegalTransition) as refusal:
+        move(entity, new)
+    assert vars(entity) == before
+    assert (refusal.value.old, refusal.value.new) == (old.name, new.name)
+    assert old.name in str(refusal.value) and new.name in str(refusal.value) and "request r1" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("old", "new"), pairs(legal=True), ids=lambda state: state.name)
+def test_a_legal_move_happens(old: State, new: State) -> None:
+    """A move of the table changes the state and says which one was left."""
+    entity: Any = Entity(state=old)
+    assert move(entity, new) is old
+    assert entity.state is new
+
+
+@pytest.mark.parametrize("moves", [REQUEST_MOVES, JOB_MOVES], ids=["request", "job"])
+def test_a_table_is_whole(moves: Mapping[State, frozenset[State]]) -> None:
+    """Every state has a row, every state but the first is reached, and some end."""
+    states = set(type(next(iter(moves))))
+    assert set(moves) == states
+    assert frozenset().union(*moves.values()) == states - {next(iter(moves))}
+    assert any(not targets for targets in moves.values())
+
+
+def test_every_live_request_can_abort() -> None:
+    """Abort is legal in every state that is not final."""
+    final = {RequestState.DONE, RequestState.ABORTED}
+    assert all((RequestState.ABORTED in targets) is (state not in final) for state, targets in REQUEST_MOVES.items())
+
+
+CALLS: dict[str, tuple[str, Any]] = {
+    "allocate": ("PINNED", lambda ledger, holding: ledger.allocate_nowait(holding)),
+    "queue": ("PINNED", lambda ledger, holding: ledger.queue_allocation(holding, None, lambda: None)),
+    "extend": ("ALLOCATED RUNNING", lambda ledger, holding: ledger.extend_nowait(holding, 4)),
+    "load": ("ALLOCATED LOADING RUNNING", lambda ledger, holding: ledger.plan_load(holding)),
+    "abandon": ("LOADING", lambda ledger, holding: ledger.abandon_load(holding)),
+    "commit": ("ALLOCATED RUNNING", lambda ledger, holding: ledger.commit(holding, 8)),
+    "invalidate": ("RUNNING", lambda ledger, holding: ledger.invalidate(holding, 8)),
+    "step": ("ALLOCATED RUNNING", lambda ledger, holding: ledger.step([holding]).__enter__()),
+    "release": ("PINNED ALLOCATED LOADING RUNNING", lambda ledger, holding: ledger.release(holding)),
+}
+
+
+@pytest.mark.parametrize("state", ["PINNED", "ALLOCATED", "LOADING", "RUNNING", "DONE", "ABORTED"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_at_the_wrong_time_changes_nothing(call: str, state: str) -> None:
+    """Each call of the ledger is refused in every state that does not allow it, by a `WrongState` that names it."""
+    driven = Driven(num_device=8)
+    tokens = prompt(1, 9)
+    driven.on_host_only(tokens)
+    holding = driven.admit(tokens)
+    if state != "PINNED":
+        driven.ledger.allocate_nowait(holding)
+    plans = driven.ledger.plan_load(holding) if state in ("LOADING", "RUNNING", "DONE") else ()
+    if state in ("RUNNING", "DONE"):
+        driven.land(plans)
+    if state in ("DONE", "ABORTED"):
+        if state == "DONE":
+            driven.commit(holding)
+        driven.release(holding)
+    assert holding.state.name == state
+    allowed, function = CALLS[call]
+    if state in allowed.split():
+        function(driven.ledger, holding)
+        return
+    before = driven.picture()
+    with pytest.raises(WrongState, match=state):
+        function(driven.ledger, holding)
+    assert driven.picture() == before
+    assert holding.state.name == state
+
+
+def test_a_reset_path_of_states_reaches_the_observer() -> None:
+    """Every move is told once, with the state that was left, after it happened."""
+    moves: list[str] = []
+
+    class Witness:
+        def request_moved(self, holding: Any, old: RequestState, reason: str) -> None:
+            moves.append(f"{old.name}>{holding.state.name} {reason}".strip())
+
+        def job_moved(self, job: Any, old: JobState, reason: str) -> None:
+            moves.append(f"job {old.name}>{job.state.name} {reason}".strip())
+
+        def store_skipped(self, holding: Any, num_blocks: int, reason: str) -> None: ...
+
+    driven = Driven(num_device=8, observer=Witness())
+    driven.serve(prompt(1, 9))
+    driven.release(driven.admit(prompt(2, 9)), "deadline")
+    assert moves == [
+        "QUEUED>MATCHED", "MATCHED>PINNED", "PINNED>ALLOCATED", "ALLOCATED>RUNNING",
+        "job QUEUED>LAUNCHED", "job LAUNCHED>COMPLETED landed", "RUNNING>DONE",
+        "QUEUED>MATCHED", "MATCHED>PINNED", "PINNED>ABORTED deadline",
+    ] or moves == [
+        "QUEUED>MATCHED", "MATCHED>PINNED", "PINNED>ALLOCATED", "ALLOCATED>RUNNING", "RUNNING>DONE",
+        "job QUEUED>LAUNCHED", "job LAUNCHED>COMPLETED landed",
+        "QUEUED>MATCHED", "MATCHED>PINNED", "PINNED>ABORTED deadline",
+    ]  # fmt: skip
+
+
+def test_the_diagrams_in_the_documentation_are_the_tables() -> None:
+    """docs/lifecycle.md shows exactly what `python -m aoffload.core.lifecycle` prints, and a line on every state."""
+    text = PAGE.read_text()
+    printed = subprocess.run(
+        [sys.executable, "-m", "aoffload.core.lifecycle"], capture_output=True, text=True, check=True
+    ).stdout
+    shown = re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL)
+    assert "\n".join(shown).strip() == printed.strip()
+    assert shown == [mermaid(moves) + "\n" for moves in (REQUEST_MOVES, JOB_MOVES)]
+    for state in (*RequestState, *JobState):
+        assert f"| `{state.name}` |" in text, f"docs/lifecycle.md says nothing about {state.name}"
+
+
+def test_the_module_prints_its_diagrams(capsys: pytest.CaptureFixture[str]) -> None:
+    """Running the module is how the page is made."""
+    runpy.run_path(str(Path(__file__).parents[2] / "aoffload" / "core" / "lifecycle.py"), run_name="imported")
+    assert capsys.readouterr().out == ""
