@@ -185,6 +185,7 @@ class RunIndex:
         first = heads[-1]
         for head in heads:
             del self.runs[head.key]
+            head.parts = ()  # see `remove`
         del self.runs[run.key]
         run.tokens = b"".join([head.tokens for head in reversed(heads)] + [run.tokens])
         run.key, run.before, run.start, run.hash_before = first.key, first.before, first.start, first.hash_before
@@ -202,6 +203,7 @@ class RunIndex:
         # Only what is still in it: one removal may have taken along a run that is tidied up next.
         while current is not None and current.holds_nothing() and self.runs.get(current.key) is current:
             del self.runs[current.key]
+            current.parts = ()  # they refer back to it: its tokens would stay until a full collection
             current = current.before
             if current is not None:
                 current.num_after -= 1

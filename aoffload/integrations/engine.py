@@ -61,7 +61,9 @@ class EngineStatistics:
     num_prefilled_tokens: int
     num_decoded_tokens: int
     num_waiting: int
-    num_running: int
+    """Requests that wait for a place."""
+    num_prefilling: int
+    num_decoding: int
 
 
 def _ignore(_: int) -> None:
@@ -117,7 +119,8 @@ class PagedEngine:
             num_prefilled_tokens=self._num_prefilled,
             num_decoded_tokens=self._num_decoded,
             num_waiting=self._places.statistics().tasks_waiting,
-            num_running=self.options.max_running - self._places.value,
+            num_prefilling=len(self._line_up.prefilling),
+            num_decoding=len(self._line_up.decoding),
         )
 
     # -- life -----------------------------------------------------------------------------------------------------

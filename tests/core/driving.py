@@ -58,7 +58,9 @@ class Driven:
     def launch(self, plans: Iterable[TransferPlan]) -> list[TransferPlan]:
         return [plan for plan in plans if self.ledger.launch(plan.job_id)]
 
-    def end(self, plan: TransferPlan, outcome: Outcome = Outcome.LANDED, num_landed: int = 0, corrupt: Any = ()) -> None:
+    def end(
+        self, plan: TransferPlan, outcome: Outcome = Outcome.LANDED, num_landed: int = 0, corrupt: Any = ()
+    ) -> None:
         self.ledger.settle(Completion(plan.job_id, outcome, num_landed, tuple(corrupt)))
         self.ledger.check_integrity()
 

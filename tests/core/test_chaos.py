@@ -133,7 +133,7 @@ class Chaos:
         elif holding.waiter is not None:
             self.accept(client)
         elif holding.state is State.PINNED:
-            self.ledger.queue_allocation(holding, None, lambda: None)
+            self.queue(client)
         elif holding.state is State.ALLOCATED and chance < 0.9:
             self.queued += self.ledger.plan_load(holding)
         elif holding.state is State.LOADING:
@@ -144,6 +144,12 @@ class Chaos:
             self.compute(client)
         elif holding.num_computed_tokens >= len(client.tokens) - 1:
             self.leave(client, "closed_early")
+
+    def queue(self, client: Client) -> None:
+        try:
+            self.ledger.queue_allocation(client.holding, None, lambda: None)
+        except OutOfBlocks:  # too much is in quarantine
+            self.leave(client)
 
     def accept(self, client: Client) -> None:
         holding = client.holding
@@ -194,7 +200,7 @@ class Chaos:
             self.admit()
         for client in list(self.clients[-2:]):
             if client.holding.waiter is None and client.holding.state is State.PINNED:
-                self.ledger.queue_allocation(client.holding, None, lambda: None)
+                self.queue(client)
             elif client.holding.waiter is not None and client.holding.state is State.PINNED:
                 self.accept(client)
 

@@ -95,6 +95,8 @@ class Bench:
         self.runtime.check_integrity()
         statistics = self.runtime.statistics()
         assert (statistics.device.num_pinned, statistics.host.num_pinned) == (0, 0)
+        engine = self.engine.statistics()
+        assert (engine.num_waiting, engine.num_prefilling, engine.num_decoding) == (0, 0, 0)
 
 
 @asynccontextmanager
@@ -267,6 +269,30 @@ async def test_an_error_in_on_token_is_the_client_s_own() -> None:
         clients.start_soon(bench.ask, prompt_of(1), 9)
         with pytest.raises(KeyError, match="mine"):
             await bench.engine.generate(prompt_of(2), 3, on_token=on_token)
+
+
+async def test_who_has_left_hears_nothing_any_more() -> None:
+    """A step that was running when its client left tells nobody."""
+    seen: list[int] = []
+    async with serving() as bench, anyio.create_task_group() as clients:
+
+        def on_token(token: int) -> None:
+            seen.append(token)
+            bench.model.may_end.clear()
+            bench.model.began.clear()
+
+        async def ask() -> None:
+            await bench.engine.generate(prompt_of(1), 9, on_token=on_token)
+
+        clients.start_soon(ask)
+        await reached(bench.model.began)
+        bench.model.began.clear()
+        while not seen:
+            await anyio.lowlevel.checkpoint()
+        await reached(bench.model.began)  # the second token is being computed
+        clients.cancel_scope.cancel()
+        bench.model.may_end.set()
+    assert len(seen) == 1
 
 
 async def test_tokens_come_one_by_one() -> None:
