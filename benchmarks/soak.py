@@ -26,7 +26,7 @@ __all__ = ["Soak", "SoakResult"]
 BLOCK_SIZE = 16
 BLOCKS_PER_REQUEST = 20
 VALUES_PER_BLOCK = 32
-NUM_FAMILIES = 400
+NUM_FAMILIES = 1000
 SHARED_BLOCKS = 12
 """How many leading blocks the requests of a family have in common."""
 
@@ -57,12 +57,13 @@ class Soak:
         self.num_requests = num_requests
         self.num_at_a_time = min(num_at_a_time, num_requests)
         self._random = random.Random(seed)
-        # A third of what those that run at a time would need, and a host pool that evicts, too.
-        num_device_blocks = self.num_at_a_time * BLOCKS_PER_REQUEST // 3
+        # A fifth of what those that run at a time would need: most wait for room, and most of what a family shares has
+        # to come back from the host, which remembers a few thousand requests and evicts, too.
+        num_device_blocks = self.num_at_a_time * BLOCKS_PER_REQUEST // 5
         self._pool = torch.zeros(num_device_blocks + 1, VALUES_PER_BLOCK, dtype=torch.int64)
         self._rows = self._pool.numpy()
         group = KVCacheGroup("full", block_size=BLOCK_SIZE)
-        config = OffloadConfig(groups=[group], num_host_blocks=num_device_blocks, namespace="soak")
+        config = OffloadConfig(groups=[group], num_host_blocks=6 * num_device_blocks, namespace="soak")
         self._runtime = OffloadRuntime(config, self._pool)
         self._num_done = self._num_cancelled = self._num_checked = 0
         self._rss: list[int] = []

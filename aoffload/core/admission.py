@@ -1,4 +1,4 @@
-"""Admission: matching and pinning in one step, granting room, and the one pump behind everything that changes room."""
+"""Admission: granting room, and the one pump behind everything that changes room."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Callable
 
 import attrs
 
-from ..errors import OutOfBlocks
+from ..errors import OutOfBlocks, WrongState
+from .arguments import check_int
 from .cache import PrefixCache
-from .holding import Holding
-from .index import stretches
-from .matching import Hit, PrefixMatch, find_hit
+from .holding import Extension, Holding
+from .lifecycle import Moves, RequestState, require
+from .pins import Pins
 from .plan import Tier
-from .waiting import Line, Waiter
+from .waiting import Line, Waiter, nobody, require_idle
 
 __all__ = ["Admission"]
+
+_S = RequestState
 
 
 @attrs.define(eq=False)
@@ -23,9 +26,101 @@ class Admission:
     """Who gets device blocks, and when. Granting never waits, and refusing changes no count."""
 
     cache: PrefixCache
+    pins: Pins
+    moves: Moves
     others_hold_room: Callable[[], bool]
     """Whether anybody who does not wait holds device blocks (and will let go of them some day)."""
     line: Line = attrs.field(factory=Line)
+
+    # -- what a request asks for ----------------------------------------------------------------------------------
+
+    def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
+        """Room for `num_tokens` (the prompt's, if None), all or nothing; `OutOfBlocks` changes nothing."""
+        num_units = self._units_to_allocate(holding, num_tokens)
+        blocks = self._take_nowait(holding, num_units, behind=not self.line.is_empty)
+        self._allocated(holding, blocks)
+
+    def queue_allocation(
+        self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
+    ) -> Waiter:
+        """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it."""
+        num_units = self._units_to_allocate(holding, num_tokens)
+        self._check_fits(num_units)
+        waiter = Waiter(holding, num_units, wake)
+        self.wait_for_allocation(waiter)
+        self.pump()
+        return waiter
+
+    def _units_to_allocate(self, holding: Holding, num_tokens: int | None) -> int:
+        require(holding, "allocate", _S.PINNED)
+        require_idle(holding, "allocate")
+        wanted = holding.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
+        return max(self.cache.layout.num_units(wanted), holding.published)
+
+    def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
+        """Room for `num_tokens` in all; `OutOfBlocks` changes nothing."""
+        num_units = self._units_to_extend(holding, num_tokens)
+        before = len(holding.table)
+        behind = bool(self.line.extending)
+        holding.table.extend(self._take_nowait(holding, num_units, behind=behind))
+        return self._extension(holding, before)
+
+    def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
+        """Join the line for more room, before everybody who has none yet."""
+        num_units = self._units_to_extend(holding, num_tokens)
+        self._check_fits(num_units)
+        waiter = Waiter(holding, num_units, wake)
+        self._wait_for_extension(waiter)
+        self.pump()
+        return waiter
+
+    def _units_to_extend(self, holding: Holding, num_tokens: int) -> int:
+        require(holding, "extend", _S.ALLOCATED, _S.RUNNING)
+        require_idle(holding, "extend")
+        return self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1))
+
+    def accept(self, waiter: Waiter) -> Extension:
+        """Take what `waiter` was granted, or raise what it failed with."""
+        holding = waiter.holding
+        if holding.waiter is not waiter or not waiter.is_over:
+            raise WrongState(f"accept: {waiter} has nothing to accept")
+        holding.waiter = None
+        if waiter.granted is None:
+            if holding.state is _S.PINNED:
+                self._pin_again(holding)
+            raise waiter.error  # type: ignore[misc]
+        before = len(holding.table)
+        if holding.state is _S.PINNED:
+            self._allocated(holding, waiter.granted)
+        elif holding.state is _S.LOADING:
+            self.pins.start_table(holding, waiter.granted)
+        else:
+            holding.table.extend(waiter.granted)
+        return self._extension(holding, before)
+
+    def withdraw(self, waiter: Waiter) -> None:
+        """Stop waiting: an unused grant goes back, and whoever waits behind gets its chance."""
+        holding = waiter.holding
+        if holding.waiter is not waiter:
+            return
+        self.leave(waiter)
+        if holding.state is _S.PINNED:
+            self._pin_again(holding)
+        self.pump()
+
+    def _pin_again(self, holding: Holding) -> None:
+        self.pins.forget_match(holding)
+        self.pins.pin(holding)
+
+    def _allocated(self, holding: Holding, blocks: array[int]) -> None:
+        self.pins.start_table(holding, blocks)
+        holding.num_computed_tokens = holding.published * self.cache.layout.unit_tokens
+        self.moves.request(holding, _S.ALLOCATED)
+
+    def _extension(self, holding: Holding, before: int) -> Extension:
+        return Extension(self.cache.layout.split_ids(holding.table[before:]), [[] for _ in self.cache.layout.groups])
+
+    # -- room -----------------------------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
@@ -35,82 +130,24 @@ class Admission:
     def capacity(self) -> int:
         return self.cache.tiers[Tier.DEVICE].capacity
 
-    # -- match and pin --------------------------------------------------------------------------------------------
-
-    def pin(self, holding: Holding) -> None:
-        """Match and pin, in one step: nothing can be evicted in between."""
-        if holding.epoch != self.cache.epoch:
-            hit = Hit(0, 0, ())
-        else:
-            limit = min((holding.sequence.num_tokens - 1) // self.cache.layout.unit_tokens, holding.hit_limit)
-            found = find_hit(self.cache.index, holding.sequence, limit)
-            hit = found.narrow(limit, holding.hit_alignment)
-        self._take_leases(holding, hit)
-        unit = self.cache.layout.unit_tokens
-        holding.published = holding.ready_stop = hit.device_stop
-        holding.hit_stop = hit.stop
-        holding.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
-
-    def _take_leases(self, holding: Holding, hit: Hit) -> None:
-        if not hit.stop:
-            return
-        # Exactly what is used is pinned: a request must never be short of room because of what it pins itself.
-        last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
-        if hit.stop > hit.device_stop:
-            holding.leases[Tier.HOST] = self.cache.lease(Tier.HOST, last)
-        if hit.device_stop:
-            on_device = next(run for run in last.path() if run.start < hit.device_stop)
-            run = self.cache.cut(on_device, hit.device_stop)
-            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run)
-
-    def unpin(self, holding: Holding) -> None:
-        """Let go of the leases. Private blocks are another matter."""
-        for tier in tuple(holding.leases):
-            self.cache.release(holding.leases.pop(tier))
-
-    def let_go(self, holding: Holding) -> None:
-        """Give back everything the holding owns; synchronous, complete, whatever its state."""
-        private = holding.private_blocks(self.cache.layout.width)
-        holding.table, holding.duplicates, holding.load = array("i"), [], None
-        self.cache.give(Tier.DEVICE, private)
-        self.unpin(holding)
-        holding.published = holding.ready_stop = holding.hit_stop = 0
-
-    # -- room -----------------------------------------------------------------------------------------------------
-
     def num_missing(self, holding: Holding, num_units: int) -> int:
         """Blocks that a table of `num_units` units still needs."""
         present = len(holding.table) if holding.table else holding.published * self.cache.layout.width
         return max(0, num_units * self.cache.layout.width - present)
 
-    def check_fits(self, num_units: int) -> None:
+    def _check_fits(self, num_units: int) -> None:
         """Refuse what could not fit if everybody else let go."""
         needed = num_units * self.cache.layout.width
         if needed > self.capacity:
             raise OutOfBlocks(needed, self.capacity, retryable=False)
 
-    def take_nowait(self, holding: Holding, num_units: int, *, behind: bool) -> array[int]:
+    def _take_nowait(self, holding: Holding, num_units: int, *, behind: bool) -> array[int]:
         """Room for a table of `num_units`, or `OutOfBlocks`; `behind`: somebody has been waiting for it longer."""
-        self.check_fits(num_units)
+        self._check_fits(num_units)
         missing = self.num_missing(holding, num_units)
         if behind or missing > self.room:
             raise OutOfBlocks(missing, 0 if behind else self.room, retryable=True)
         return self.cache.take(Tier.DEVICE, missing)
-
-    def start_table(self, holding: Holding, blocks: array[int]) -> None:
-        """The block table: the ids of the device hit, then `blocks`."""
-        holding.table = self.ready_ids(holding, 0, holding.published)
-        holding.table.extend(blocks)
-
-    def ready_ids(self, holding: Holding, start: int, stop: int) -> array[int]:
-        """The ids of units `[start, stop)` of the path that `holding` leases on the device."""
-        width, ids = self.cache.layout.width, array("i")
-        for stretch in stretches(holding.device_run, start, stop):
-            first = stretch.run.start
-            ids.extend(
-                stretch.run.parts[Tier.DEVICE].blocks[(stretch.start - first) * width : (stretch.stop - first) * width]
-            )
-        return ids
 
     # -- the line -------------------------------------------------------------------------------------------------
 
@@ -121,15 +158,11 @@ class Admission:
         self.line.join_allocating(waiter)
         head = self.line.allocating[0]
         if head is not before:
-            self.unpin_waiting(before.holding)
+            self.pins.forget_match(before.holding)
         if head is not waiter:
-            self.unpin_waiting(waiter.holding)
+            self.pins.forget_match(waiter.holding)
 
-    def unpin_waiting(self, holding: Holding) -> None:
-        self.unpin(holding)
-        holding.published = holding.ready_stop = holding.hit_stop = 0
-
-    def wait_for_extension(self, waiter: Waiter) -> None:
+    def _wait_for_extension(self, waiter: Waiter) -> None:
         waiter.holding.waiter = waiter
         self.line.join_extending(waiter)
 
@@ -157,7 +190,7 @@ class Admission:
             return True
         missing = self.num_missing(waiter.holding, waiter.num_units)
         if missing > self.room and self.line.allocating:
-            self.unpin_waiting(self.line.allocating[0].holding)  # who has nothing yet must not block who has
+            self.pins.forget_match(self.line.allocating[0].holding)  # who has nothing yet must not block who has
         if missing <= self.room:
             self.line.extending.pop(0)
             waiter.grant(self.cache.take(Tier.DEVICE, missing))
@@ -173,8 +206,8 @@ class Admission:
         if self._fails_for_good(waiter, self.line.allocating):
             return True
         holding = waiter.holding
-        self.unpin_waiting(holding)
-        self.pin(holding)  # what was cached or evicted meanwhile counts: matched again in the step that grants
+        self.pins.forget_match(holding)
+        self.pins.pin(holding)  # what was cached or evicted meanwhile counts: matched again in the step that grants
         missing = self.num_missing(holding, waiter.num_units)
         if missing > self.room:
             return False

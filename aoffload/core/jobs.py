@@ -15,7 +15,7 @@ from .cache import PrefixCache
 from .holding import Holding
 from .index import Part, Run, Stretch, stretches
 from .lease import Lease
-from .lifecycle import JobState, Observer, move, require
+from .lifecycle import JobState, Moves, require
 from .plan import Completion, Direction, Outcome, Tier, TransferPlan
 
 __all__ = ["Job", "JobBook"]
@@ -63,7 +63,7 @@ class JobBook:
     """Every job that is not settled, and those whose destination is quarantined."""
 
     cache: PrefixCache
-    observer: Observer
+    moves: Moves
     units_per_job: int
     unsettled: dict[int, Job] = attrs.field(factory=dict)
     quarantined: dict[int, Job] = attrs.field(factory=dict)
@@ -126,7 +126,7 @@ class JobBook:
         """Whether `job` is still wanted; then it counts as launched and can't be recalled."""
         if job.state is not JobState.QUEUED:
             return False
-        self._moved(job, JobState.LAUNCHED)
+        self.moves.job(job, JobState.LAUNCHED)
         return True
 
     def unclaim(self, job: Job, holding: Holding) -> bool:
@@ -158,7 +158,7 @@ class JobBook:
 
     def discard(self, job: Job) -> list[Job]:
         """Give up a queued job: nothing was started."""
-        self._moved(job, JobState.DISCARDED)
+        self.moves.job(job, JobState.DISCARDED)
         self._land(job, job.start, keep_ids=False)
         self._forget_job(job)
         return [job, *self._settle_followers(job)]
@@ -185,7 +185,7 @@ class JobBook:
         if completion.outcome is Outcome.CORRUPT and job.epoch == self.cache.epoch:
             self._forget_corrupt(job, completion)
         done = completion.outcome is Outcome.LANDED
-        self._moved(job, JobState.COMPLETED if done else JobState.FAILED, completion.outcome.value)
+        self.moves.job(job, JobState.COMPLETED if done else JobState.FAILED, completion.outcome.value)
         self._forget_job(job)
 
     def _forget_job(self, job: Job) -> None:
@@ -248,10 +248,6 @@ class JobBook:
             del self.quarantined[completion.job_id]
             self.cache.tiers[job.plan.destination].end_quarantine(job.plan.destination_ids)
 
-    def _moved(self, job: Job, state: JobState, reason: str = "") -> None:
-        old = move(job, state)
-        self.observer.job_moved(job, old, reason)  # type: ignore[arg-type]
-
     # -- stores ---------------------------------------------------------------------------------------------------
 
     def unstored(self, run: Run, first: int) -> Iterator[list[Stretch]]:
@@ -298,6 +294,6 @@ class JobBook:
             run = self.cache.cut(last, start + num_units)
             jobs = self.plan(holding, Tier.DEVICE, Tier.HOST, run, start, start + num_units, blocks)
         if num_units < wanted:
-            self.observer.store_skipped(holding, (wanted - num_units) * width, "host_full")
+            self.moves.observer.store_skipped(holding, (wanted - num_units) * width, "host_full")
         self.cache.release(path)
         return jobs

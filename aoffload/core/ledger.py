@@ -14,22 +14,24 @@ from contextlib import contextmanager
 import attrs
 
 from ..config import MAX_BLOCKS, OffloadConfig
-from ..errors import CommitError, ConfigError, DuplicateRequest, InvalidArgument, WrongState
-from ..prefix import Prefix, TokenIds, encode_tokens
+from ..errors import ConfigError, DuplicateRequest, InvalidArgument, WrongState
+from ..prefix import Prefix, TokenIds
 from .admission import Admission
+from .arguments import check_int
 from .blocks import DevicePool, ExtentPool, FreeList
-from .cache import UNPUBLISHABLE, PrefixCache
+from .cache import PrefixCache
+from .commits import Commits
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .groups import KVCacheGroup, Layout
 from .holding import Extension, Holding
 from .integrity import check_integrity
 from .jobs import Job, JobBook
-from .lifecycle import NullObserver, Observer, RequestState, move, require
+from .lifecycle import Moves, NullObserver, Observer, RequestState, require
 from .loads import Loads
 from .matching import PrefixMatch, find_hit
+from .pins import Pins
 from .plan import Completion, Tier, TransferPlan
 from .policy import store_policy_of
-from .publish import publish, step_back, unpublish
 from .tiers import TierBlocks, TierStatistics
 from .tokens import TokenSequence
 from .waiting import Waiter, nobody
@@ -65,8 +67,8 @@ class Ledger:
         device_pool: DevicePool | None = None,
         observer: Observer | None = None,
     ) -> None:
-        _check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
-        _check_int("block_bytes", block_bytes, 1)
+        check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
+        check_int("block_bytes", block_bytes, 1)
         groups = [group for group in config.groups if isinstance(group, KVCacheGroup)]
         if len(groups) != len(config.groups):
             raise ConfigError("groups", "must hold KVCacheGroup objects")
@@ -74,16 +76,18 @@ class Ledger:
         self.layout = Layout.of(groups)
         self.holdings: dict[str, Holding] = {}
         self._closing: set[Holding] = set()
-        self._observer = observer if observer is not None else NullObserver()
-        self._policy = store_policy_of(config.store_policy)
         self._new_order = _eviction_of(config.eviction)
         pools = (device_pool or FreeList(num_device_blocks), ExtentPool(config.resolve_host_blocks(block_bytes)))
         tiers = tuple(TierBlocks(tier, pool, self._new_order()) for tier, pool in zip(Tier, pools, strict=True))
         self.cache = PrefixCache(self.layout, tiers, self._new_order)
         units_per_job = max(1, config.blocks_per_job(block_bytes) // self.layout.width)
-        self.jobs = JobBook(self.cache, self._observer, units_per_job)
-        self.admission = Admission(self.cache, self._others_hold_room)
-        self._loads = Loads(self.cache, self.jobs, self.admission)
+        self._moves = Moves(observer if observer is not None else NullObserver())
+        self._pins = Pins(self.cache)
+        self.jobs = JobBook(self.cache, self._moves, units_per_job)
+        self.admission = Admission(self.cache, self._pins, self._moves, self._others_hold_room)
+        self._loads = Loads(self.cache, self._pins, self._moves, self.jobs, self.admission)
+        policy = store_policy_of(config.store_policy)
+        self._commits = Commits(self.cache, self._pins, self.jobs, self.admission, self._loads, policy)
         self._num_admitted = 0
 
     def __repr__(self) -> str:
@@ -114,8 +118,8 @@ class Ledger:
         unit = self.layout.unit_tokens
         limit = prefix.num_tokens // unit
         if max_hit_tokens is not None:
-            limit = min(limit, _check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
-        alignment = math.lcm(unit, _check_int("hit_alignment", hit_alignment, 1)) // unit
+            limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
+        alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
         ticket = self._num_admitted
         name = self._unused_name(ticket) if request_id is None else request_id
         if not isinstance(name, str):
@@ -125,9 +129,9 @@ class Ledger:
         self._num_admitted += 1
         holding = Holding(name, TokenSequence(prefix, unit), self.cache.epoch, ticket, limit, alignment)
         self.holdings[name] = holding
-        self.admission.pin(holding)
-        self._move(holding, _S.MATCHED)
-        self._move(holding, _S.PINNED)
+        self._pins.pin(holding)
+        self._moves.request(holding, _S.MATCHED)
+        self._moves.request(holding, _S.PINNED)
         return holding
 
     def _unused_name(self, ticket: int) -> str:
@@ -139,89 +143,29 @@ class Ledger:
 
     def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
         """Room for `num_tokens` (the prompt's, if None), all or nothing; `OutOfBlocks` changes nothing."""
-        num_units = self._units_to_allocate(holding, num_tokens)
-        blocks = self.admission.take_nowait(holding, num_units, behind=not self.admission.line.is_empty)
-        self._allocated(holding, blocks)
+        self.admission.allocate_nowait(holding, num_tokens)
 
     def queue_allocation(
         self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
         """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it."""
-        num_units = self._units_to_allocate(holding, num_tokens)
-        self.admission.check_fits(num_units)
-        waiter = Waiter(holding, num_units, wake)
-        self.admission.wait_for_allocation(waiter)
-        self.admission.pump()
-        return waiter
-
-    def _units_to_allocate(self, holding: Holding, num_tokens: int | None) -> int:
-        require(holding, "allocate", _S.PINNED)
-        self._require_idle(holding, "allocate")
-        wanted = holding.sequence.num_tokens if num_tokens is None else _check_int("num_tokens", num_tokens, 1)
-        return max(self.layout.num_units(wanted), holding.published)
+        return self.admission.queue_allocation(holding, num_tokens, wake)
 
     def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
         """Room for `num_tokens` in all; `OutOfBlocks` changes nothing."""
-        num_units = self._units_to_extend(holding, num_tokens)
-        before = len(holding.table)
-        behind = bool(self.admission.line.extending)
-        holding.table.extend(self.admission.take_nowait(holding, num_units, behind=behind))
-        return self._extension(holding, before)
+        return self.admission.extend_nowait(holding, num_tokens)
 
     def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
         """Join the line for more room, before everybody who has none yet."""
-        num_units = self._units_to_extend(holding, num_tokens)
-        self.admission.check_fits(num_units)
-        waiter = Waiter(holding, num_units, wake)
-        self.admission.wait_for_extension(waiter)
-        self.admission.pump()
-        return waiter
-
-    def _units_to_extend(self, holding: Holding, num_tokens: int) -> int:
-        require(holding, "extend", _S.ALLOCATED, _S.RUNNING)
-        self._require_idle(holding, "extend")
-        return self.layout.num_units(_check_int("num_tokens", num_tokens, 1))
+        return self.admission.queue_extension(holding, num_tokens, wake)
 
     def accept(self, waiter: Waiter) -> Extension:
         """Take what `waiter` was granted, or raise what it failed with."""
-        holding = waiter.holding
-        if holding.waiter is not waiter or not waiter.is_over:
-            raise WrongState(f"accept: {waiter} has nothing to accept")
-        holding.waiter = None
-        if waiter.granted is None:
-            if holding.state is _S.PINNED:
-                self._pin_again(holding)
-            raise waiter.error  # type: ignore[misc]
-        before = len(holding.table)
-        if holding.state is _S.PINNED:
-            self._allocated(holding, waiter.granted)
-        elif holding.state is _S.LOADING:
-            self.admission.start_table(holding, waiter.granted)
-        else:
-            holding.table.extend(waiter.granted)
-        return self._extension(holding, before)
+        return self.admission.accept(waiter)
 
     def withdraw(self, waiter: Waiter) -> None:
         """Stop waiting: an unused grant goes back, and whoever waits behind gets its chance."""
-        holding = waiter.holding
-        if holding.waiter is not waiter:
-            return
-        self.admission.leave(waiter)
-        if holding.state is _S.PINNED:
-            self._pin_again(holding)
-        self.admission.pump()
-
-    def _pin_again(self, holding: Holding) -> None:
-        self.admission.unpin_waiting(holding)
-        self.admission.pin(holding)
-
-    def _allocated(self, holding: Holding, blocks: object) -> None:
-        self.admission.start_table(holding, blocks)  # type: ignore[arg-type]
-        holding.num_computed_tokens = holding.published * self.layout.unit_tokens
-        self._move(holding, _S.ALLOCATED)
-
-    def _extension(self, holding: Holding, before: int) -> Extension:
-        return Extension(self.layout.split_ids(holding.table[before:]), [[] for _ in self.layout.groups])
+        self.admission.withdraw(waiter)
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -233,64 +177,13 @@ class Ledger:
         RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or when room
         was granted after it had to let go of everything (`holding.waiter`: accept it and plan again).
         """
-        require(holding, "load", _S.ALLOCATED, _S.LOADING, _S.RUNNING)
-        limit = None if max_tokens is None else _check_int("max_tokens", max_tokens, 0)
-        if holding.state is _S.RUNNING:
-            return ()
-        if holding.load is not None:  # called again after a cancelled call
-            holding.load.wake = wake
-            return ()
-        if holding.waiter is not None and holding.state is _S.LOADING:
-            holding.waiter.wake = wake
-            return ()
-        self._require_idle(holding, "load")
-        if holding.num_steps:
-            raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
-        if not holding.table:
-            raise WrongState(f"load: {holding} had to let go of its blocks, and they can never fit again: leave it")
-        stop = self._load_stop(holding, limit)
-        jobs = self._loads.start(holding, stop, wake) if stop > holding.published else []
-        if holding.load is None:
-            self._end_host_lease(holding)
-            self._ready(holding)
-            return ()
-        if holding.state is _S.ALLOCATED:
-            self._move(holding, _S.LOADING)
-        if holding.load is not None and not holding.load.jobs:
-            self._conclude([holding])
-        self.admission.pump()
-        return tuple(job.plan for job in jobs)
-
-    def _load_stop(self, holding: Holding, max_tokens: int | None) -> int:
-        if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
-            return 0
-        stop = min(holding.hit_stop, len(holding.table) // self.layout.width)
-        return stop if max_tokens is None else min(stop, max_tokens // self.layout.unit_tokens)
+        return self._loads.plan(holding, max_tokens, wake)
 
     def abandon_load(self, holding: Holding) -> None:
         """Stop waiting for a load: what has landed counts, the rest is computed. Launched copies go on."""
         require(holding, "abandon_load", _S.LOADING)
         if holding.load is not None:
             self._settled(self._loads.abandon(holding), also=holding)
-
-    def _conclude(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
-        wakes: list[Callable[[], object]] = []
-        for holding in holdings:
-            assert holding.load is not None
-            wake = holding.load.wake
-            if self._loads.conclude(holding):
-                self._ready(holding)
-                wakes.append(wake)
-        return wakes
-
-    def _ready(self, holding: Holding) -> None:
-        holding.num_computed_tokens = holding.published * self.layout.unit_tokens
-        self._move(holding, _S.RUNNING)
-
-    def _end_host_lease(self, holding: Holding) -> None:
-        lease = holding.leases.pop(Tier.HOST, None)
-        if lease is not None:
-            self.cache.release(lease)
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
@@ -313,7 +206,7 @@ class Ledger:
         over = self._loads.settled(jobs)
         if also is not None and also.load is not None and also not in over:
             over.append(also)
-        wakes = self._conclude(over)
+        wakes = self._loads.conclude_all(over)
         self.admission.pump()
         for wake in wakes:
             wake()
@@ -324,41 +217,7 @@ class Ledger:
         self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
-        require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
-        added = encode_tokens(new_token_ids, "new_token_ids")
-        self._check_commit(holding, num_computed_tokens, len(added) // 4)
-        if holding.state is _S.ALLOCATED:
-            self._end_host_lease(holding)
-            self._ready(holding)
-        holding.sequence.append(added)
-        holding.num_computed_tokens = num_computed_tokens
-        holding.has_committed = True
-        if holding.epoch != self.cache.epoch:
-            return ()
-        first = holding.published
-        publish(self.cache, holding, num_computed_tokens // self.layout.unit_tokens)
-        plans = self._offer_stores(holding, first)
-        if holding.published > first:
-            self.admission.pump()  # who is first in line may need less room now
-        return plans
-
-    def _check_commit(self, holding: Holding, num_computed_tokens: int, num_added: int) -> None:
-        name = "num_computed_tokens"
-        if isinstance(num_computed_tokens, bool) or not isinstance(num_computed_tokens, int):
-            raise CommitError(name, f"must be an integer, got {num_computed_tokens!r}")
-        if num_computed_tokens < holding.num_computed_tokens:
-            raise CommitError(name, f"goes back from {holding.num_computed_tokens} to {num_computed_tokens}")
-        allocated = len(holding.table) // self.layout.width * self.layout.unit_tokens
-        if num_computed_tokens > allocated:
-            raise CommitError(name, f"is {num_computed_tokens}, beyond the {allocated} tokens that were allocated")
-        known = holding.sequence.num_tokens + num_added
-        if num_computed_tokens > known:
-            raise CommitError(name, f"is {num_computed_tokens}, beyond the {known} tokens that are known")
-
-    def _offer_stores(self, holding: Holding, first: int) -> tuple[TransferPlan, ...]:
-        if not self._policy.wants(holding):
-            return ()
-        return tuple(job.plan for job in self.jobs.offer_stores(holding, first))
+        return self._commits.commit(holding, num_computed_tokens, new_token_ids)
 
     def invalidate(self, holding: Holding, from_token: int) -> tuple[Holding, ...]:
         """Take back what a failed forward committed: nothing from `from_token` on was ever right.
@@ -366,29 +225,7 @@ class Ledger:
         Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
         Returns the other holdings that matched it meanwhile; they have to be aborted.
         """
-        require(holding, "invalidate", _S.RUNNING)
-        ready = holding.ready_stop * self.layout.unit_tokens
-        if not ready <= _check_int("from_token", from_token, 0) <= holding.num_computed_tokens:
-            raise CommitError("from_token", f"must lie in [{ready}, {holding.num_computed_tokens}], got {from_token}")
-        start = from_token // self.layout.unit_tokens
-        wrong = unpublish(self.cache, holding, start)  # after a reset too: its blocks are no less shared for that
-        tainted: dict[Holding, None] = {}
-        found = True
-        while found:  # what was computed on wrong bytes is wrong as well
-            others = [h for h in self.holdings.values() if h is not holding and h not in tainted]
-            found = False
-            for other in others:
-                if any(run in wrong for lease in other.leases.values() for run in lease.run.path()):
-                    tainted[other] = None
-                    other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds
-                    wrong |= unpublish(self.cache, other, 0)
-                    found = True
-        self.cache.withdraw_behind(wrong)
-        step_back(self.cache, holding, start)
-        holding.sequence.drop_after(from_token + 1)
-        holding.num_computed_tokens = from_token
-        self.admission.pump()
-        return tuple(tainted)
+        return self._commits.invalidate(holding, from_token, self.holdings.values())
 
     @contextmanager
     def step(self, holdings: Iterable[Holding]) -> Iterator[None]:
@@ -405,7 +242,7 @@ class Ledger:
                 holding.num_steps -= 1
                 if not holding.num_steps and holding in self._closing:
                     self._closing.discard(holding)
-                    self.admission.let_go(holding)
+                    self._pins.let_go(holding)
             self.admission.pump()
 
     def release(self, holding: Holding, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
@@ -418,18 +255,18 @@ class Ledger:
         plans: tuple[TransferPlan, ...] = ()
         done = holding.state is _S.RUNNING and holding.has_committed and reason == "closed_early"
         if done and holding.epoch == self.cache.epoch:
-            plans = self._offer_stores(holding, holding.published)
+            plans = self._commits.offer_stores(holding, holding.published)
         if holding.waiter is not None:
             self.admission.leave(holding.waiter)
         settled = self._loads.abandon(holding)
         if holding.num_steps:
             self._closing.add(holding)
         else:
-            self.admission.let_go(holding)
+            self._pins.let_go(holding)
         del self.holdings[holding.request_id]
         if not done:
             holding.reason = reason
-        self._move(holding, _S.DONE if done else _S.ABORTED)
+        self._moves.request(holding, _S.DONE if done else _S.ABORTED)
         self._settled(settled)
         return plans
 
@@ -454,25 +291,10 @@ class Ledger:
         """The block table, one list per group."""
         return self.layout.split_ids(holding.table)
 
-    def _move(self, holding: Holding, state: RequestState) -> None:
-        old = move(holding, state)
-        self._observer.request_moved(holding, old, holding.reason)  # type: ignore[arg-type]
-
-    @staticmethod
-    def _require_idle(holding: Holding, call: str) -> None:
-        if holding.waiter is not None:
-            raise WrongState(f"{call}: {holding} is waiting for room already")
-
     def _others_hold_room(self) -> bool:
         if self.jobs.unsettled or self._closing:
             return True
         return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.holdings.values())
-
-
-def _check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        raise InvalidArgument(name, f"must be an integer in [{minimum}, {maximum}], got {value!r}")
-    return value
 
 
 def _eviction_of(value: object) -> Callable[[], EvictionOrder]:

@@ -9,6 +9,8 @@ import enum
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+import attrs
+
 from ..errors import IllegalTransition, WrongState
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ __all__ = [
     "JOB_MOVES",
     "REQUEST_MOVES",
     "JobState",
+    "Moves",
     "NullObserver",
     "Observer",
     "RequestState",
@@ -107,6 +110,21 @@ class NullObserver:
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
     def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
     def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None: ...
+
+
+@attrs.frozen
+class Moves:
+    """Moves states, and tells whoever wants to know."""
+
+    observer: Observer
+
+    def request(self, holding: Holding, state: RequestState) -> None:
+        old = move(holding, state)
+        self.observer.request_moved(holding, old, holding.reason)  # type: ignore[arg-type]
+
+    def job(self, job: Job, state: JobState, reason: str = "") -> None:
+        old = move(job, state)
+        self.observer.job_moved(job, old, reason)  # type: ignore[arg-type]
 
 
 def mermaid(moves: Mapping[State, frozenset[State]]) -> str:

@@ -3,29 +3,79 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import attrs
 
+from ..errors import WrongState
 from .admission import Admission
+from .arguments import check_int
 from .cache import PrefixCache
 from .holding import Holding, Load
 from .index import Stretch, stretches
 from .jobs import Job, JobBook
-from .plan import Tier
+from .lifecycle import Moves, RequestState, require
+from .pins import Pins
+from .plan import Tier, TransferPlan
 from .publish import step_back
-from .waiting import Waiter
+from .waiting import Waiter, nobody, require_idle
 
 __all__ = ["Loads"]
+
+_S = RequestState
 
 
 @attrs.define(eq=False)
 class Loads:
     cache: PrefixCache
+    pins: Pins
+    moves: Moves
     jobs: JobBook
     admission: Admission
 
-    def start(self, holding: Holding, stop: int, wake: Callable[[], object]) -> list[Job]:
+    def plan(
+        self, holding: Holding, max_tokens: int | None = None, wake: Callable[[], object] = nobody
+    ) -> tuple[TransferPlan, ...]:
+        """Start bringing the host hit onto the device; the plans that have to be launched for it.
+
+        RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or when room
+        was granted after it had to let go of everything (`holding.waiter`: accept it and plan again).
+        """
+        require(holding, "load", _S.ALLOCATED, _S.LOADING, _S.RUNNING)
+        limit = None if max_tokens is None else check_int("max_tokens", max_tokens, 0)
+        if holding.state is _S.RUNNING:
+            return ()
+        if holding.load is not None:  # called again after a cancelled call
+            holding.load.wake = wake
+            return ()
+        if holding.waiter is not None and holding.state is _S.LOADING:
+            holding.waiter.wake = wake
+            return ()
+        require_idle(holding, "load")
+        if holding.num_steps:
+            raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
+        if not holding.table:
+            raise WrongState(f"load: {holding} had to let go of its blocks, and they can never fit again: leave it")
+        stop = self._load_stop(holding, limit)
+        jobs = self._start(holding, stop, wake) if stop > holding.published else []
+        if holding.load is None:
+            self.pins.end_host_lease(holding)
+            self.ready(holding)
+            return ()
+        if holding.state is _S.ALLOCATED:
+            self.moves.request(holding, _S.LOADING)
+        if holding.load is not None and not holding.load.jobs:
+            self.conclude_all([holding])
+        self.admission.pump()
+        return tuple(job.plan for job in jobs)
+
+    def _load_stop(self, holding: Holding, max_tokens: int | None) -> int:
+        if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
+            return 0
+        stop = min(holding.hit_stop, len(holding.table) // self.cache.layout.width)
+        return stop if max_tokens is None else min(stop, max_tokens // self.cache.layout.unit_tokens)
+
+    def _start(self, holding: Holding, stop: int, wake: Callable[[], object]) -> list[Job]:
         """Bring units `[published, stop)` onto the device: adopt what is there by now, wait for what is on its way,
         launch the rest. Only what nobody brings takes blocks of the holding's own; the others are given back.
 
@@ -67,36 +117,47 @@ class Loads:
         width = self.cache.layout.width
         start = holding.published
         self.cache.give(Tier.DEVICE, holding.table[start * width : on_its_way * width])
-        holding.table[start * width : ready * width] = self.admission.ready_ids(holding, start, ready)
+        holding.table[start * width : ready * width] = self.pins.ready_ids(holding, start, ready)
         holding.table[ready * width : stop * width] = array("i", bytes(4 * (stop - ready) * width))
         holding.published = holding.ready_stop = ready
 
-    def conclude(self, holding: Holding) -> bool:
+    def _conclude(self, holding: Holding) -> bool:
         """End a load with whatever is on the device by now. False: there was no room for what is missing, so the
         holding has let go of everything and waits in the line, at its old place."""
         load, width = holding.load, self.cache.layout.width
         assert load is not None
         start, stop = holding.published, load.stop
         ready = _present_stop(stretches(holding.device_run, start, stop), Tier.DEVICE, start)
-        holding.table[start * width : ready * width] = self.admission.ready_ids(holding, start, ready)
+        holding.table[start * width : ready * width] = self.pins.ready_ids(holding, start, ready)
         holding.published = holding.ready_stop = ready
         if ready < stop:
             step_back(self.cache, holding, ready)
-        self._end_host_lease(holding)
+        self.pins.end_host_lease(holding)
         missing = (stop - ready) * width
         if missing > self.admission.room:
             num_units = len(holding.table) // width
-            self.admission.let_go(holding)
+            self.pins.let_go(holding)
             self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
             return False
         holding.table[ready * width : stop * width] = self.cache.take(Tier.DEVICE, missing)
         holding.load = None
         return True
 
-    def _end_host_lease(self, holding: Holding) -> None:
-        lease = holding.leases.pop(Tier.HOST, None)
-        if lease is not None:
-            self.cache.release(lease)
+    def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
+        """End the loads of `holdings`; whom to wake once the line was served."""
+        wakes: list[Callable[[], object]] = []
+        for holding in holdings:
+            assert holding.load is not None
+            wake = holding.load.wake
+            if self._conclude(holding):
+                self.ready(holding)
+                wakes.append(wake)
+        return wakes
+
+    def ready(self, holding: Holding) -> None:
+        """Nothing has to be waited for: what is on the device counts as computed."""
+        holding.num_computed_tokens = holding.published * self.cache.layout.unit_tokens
+        self.moves.request(holding, _S.RUNNING)
 
     def abandon(self, holding: Holding) -> list[Job]:
         """Wait for nothing any more; queued jobs that nobody else waits for are discarded. Launched ones go on."""

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import attrs
 
-from ..errors import OutOfBlocks
+from ..errors import OutOfBlocks, WrongState
 from .holding import Holding
 
-__all__ = ["Line", "Waiter", "nobody"]
+__all__ = ["Line", "Waiter", "nobody", "require_idle"]
 
 
 def nobody() -> None:
@@ -72,3 +72,9 @@ class Line:
         for queue in (self.extending, self.allocating):
             if waiter in queue:
                 queue.remove(waiter)
+
+
+def require_idle(holding: Holding, call: str) -> None:
+    """Refuse `call` while `holding` waits for room."""
+    if holding.waiter is not None:
+        raise WrongState(f"{call}: {holding} is waiting for room already")

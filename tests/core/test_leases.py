@@ -37,7 +37,7 @@ def test_a_request_is_released_once() -> None:
 
 def test_leaving_without_a_commit_is_an_abort() -> None:
     """`closed_early` is a reason like any other; only a commit makes it DONE."""
-    driven = Driven(8)
+    driven = Driven(12)
     early, done, failed = driven.running(A), driven.running(prompt(2, 9)), driven.running(prompt(3, 9))
     driven.commit(done)
     driven.commit(failed)
@@ -103,8 +103,8 @@ def test_what_is_recomputed_is_private() -> None:
 
 
 def test_a_duplicate_stays_private_until_it_closes() -> None:
-    """Committing what somebody cached meanwhile keeps the own copy, and pins the cached one that descendants hang on."""
-    driven = Driven(12)
+    """Committing what somebody cached meanwhile keeps the own copy; the cached path is pinned for what hangs on it."""
+    driven = Driven(12, num_host=0)
     first, second = driven.running(A), driven.running(A)
     driven.commit(first)
     own = list(second.table)

@@ -1,0 +1,113 @@
+"""Commits: what a forward has computed becomes findable and is offered to the host; or is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+
+from ..errors import CommitError
+from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
+from .admission import Admission
+from .arguments import check_int
+from .cache import UNPUBLISHABLE, PrefixCache
+from .holding import Holding
+from .index import Run
+from .jobs import JobBook
+from .lifecycle import RequestState, require
+from .loads import Loads
+from .pins import Pins
+from .plan import TransferPlan
+from .policy import StorePolicy
+from .publish import publish, step_back, unpublish
+
+__all__ = ["Commits"]
+
+_S = RequestState
+
+
+@attrs.define(eq=False)
+class Commits:
+    cache: PrefixCache
+    pins: Pins
+    jobs: JobBook
+    admission: Admission
+    loads: Loads
+    policy: StorePolicy
+
+    def commit(
+        self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
+    ) -> tuple[TransferPlan, ...]:
+        """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
+        require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
+        added = encode_tokens(new_token_ids, "new_token_ids")
+        self._check_commit(holding, num_computed_tokens, len(added) // TOKEN_BYTES)
+        if holding.state is _S.ALLOCATED:
+            self.pins.end_host_lease(holding)
+            self.loads.ready(holding)
+        holding.sequence.append(added)
+        holding.num_computed_tokens = num_computed_tokens
+        holding.has_committed = True
+        if holding.epoch != self.cache.epoch:
+            return ()
+        first = holding.published
+        publish(self.cache, holding, num_computed_tokens // self.cache.layout.unit_tokens)
+        plans = self.offer_stores(holding, first)
+        if holding.published > first:
+            self.admission.pump()  # who is first in line may need less room now
+        return plans
+
+    def _check_commit(self, holding: Holding, num_computed_tokens: int, num_added: int) -> None:
+        name = "num_computed_tokens"
+        if isinstance(num_computed_tokens, bool) or not isinstance(num_computed_tokens, int):
+            raise CommitError(name, f"must be an integer, got {num_computed_tokens!r}")
+        if num_computed_tokens < holding.num_computed_tokens:
+            raise CommitError(name, f"goes back from {holding.num_computed_tokens} to {num_computed_tokens}")
+        allocated = len(holding.table) // self.cache.layout.width * self.cache.layout.unit_tokens
+        if num_computed_tokens > allocated:
+            raise CommitError(name, f"is {num_computed_tokens}, beyond the {allocated} tokens that were allocated")
+        known = holding.sequence.num_tokens + num_added
+        if num_computed_tokens > known:
+            raise CommitError(name, f"is {num_computed_tokens}, beyond the {known} tokens that are known")
+
+    def offer_stores(self, holding: Holding, first: int) -> tuple[TransferPlan, ...]:
+        """What the policy wants stored of the path of `holding`, from unit `first` on and before it where missing."""
+        if not self.policy.wants(holding):
+            return ()
+        return tuple(job.plan for job in self.jobs.offer_stores(holding, first))
+
+    def invalidate(self, holding: Holding, from_token: int, live: Iterable[Holding]) -> tuple[Holding, ...]:
+        """Take back what a failed forward committed: nothing from `from_token` on was ever right.
+
+        Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
+        Returns the other holdings that matched it meanwhile; they have to be aborted.
+        """
+        require(holding, "invalidate", _S.RUNNING)
+        ready = holding.ready_stop * self.cache.layout.unit_tokens
+        if not ready <= check_int("from_token", from_token, 0) <= holding.num_computed_tokens:
+            raise CommitError("from_token", f"must lie in [{ready}, {holding.num_computed_tokens}], got {from_token}")
+        start = from_token // self.cache.layout.unit_tokens
+        wrong = unpublish(self.cache, holding, start)  # after a reset too: its blocks are no less shared for that
+        tainted = self._taint(wrong, [other for other in live if other is not holding])
+        self.cache.withdraw_behind(wrong)
+        step_back(self.cache, holding, start)
+        holding.sequence.drop_after(from_token + 1)
+        holding.num_computed_tokens = from_token
+        self.admission.pump()
+        return tainted
+
+    def _taint(self, wrong: set[Run], others: list[Holding]) -> tuple[Holding, ...]:
+        """Those of `others` that lease a wrong run. What they computed on it is wrong as well, and so on."""
+        tainted: list[Holding] = []
+        found = True
+        while found:
+            found = False
+            for other in others:
+                if other not in tainted and any(
+                    run in wrong for lease in other.leases.values() for run in lease.run.path()
+                ):
+                    tainted.append(other)
+                    other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds
+                    wrong |= unpublish(self.cache, other, 0)
+                    found = True
+        return tuple(tainted)

@@ -1,0 +1,602 @@
+"""Loads and stores from the plan to the settlement: shared, late, twice, out of order, failed, corrupt, in doubt."""
+
+from __future__ import annotations
+
+import pytest
+from driving import BLOCK, Direction, Driven, Tier, prompt
+
+from aoffload.core.holding import Holding
+from aoffload.core.jobs import Job
+from aoffload.core.lifecycle import JobState, RequestState
+from aoffload.core.plan import Completion, Outcome, TransferPlan
+from aoffload.errors import IllegalTransition, OutOfBlocks, WrongState
+
+A = prompt(1, 17)
+"""Four full blocks and a token to compute."""
+
+
+def on_host(num_device: int = 16, num_host: int = 16, **config: object) -> Driven:
+    driven = Driven(num_device, num_host, **config)
+    driven.on_host_only(A)
+    assert driven.hit(A) == (0, 16)
+    return driven
+
+
+def start_load(driven: Driven, tokens: list[int] = A) -> tuple[Holding, list[TransferPlan]]:
+    holding = driven.allocated(tokens)
+    plans = list(driven.ledger.plan_load(holding))
+    driven.ledger.check_integrity()
+    return holding, plans
+
+
+def job(driven: Driven, plan: TransferPlan) -> Job:
+    return driven.ledger.jobs.unsettled[plan.job_id]
+
+
+# -- a whole trip -------------------------------------------------------------------------------------------------
+
+
+def test_a_round_trip_brings_every_count_back() -> None:
+    """Store, evict, hit, load, leave: references and counts end where they were."""
+    driven = on_host()
+    before = driven.ledger.statistics()
+    holding, (plan,) = start_load(driven)
+    assert plan.direction is Direction.LOAD and plan.num_blocks == 4
+    assert driven.num_pinned() == (5, 4)
+    assert list(holding.table[:4]) == [0, 0, 0, 0], "the ids of an unfinished load are the job's"
+    driven.land([plan])
+    assert holding.num_computed_tokens == 16
+    assert list(holding.table[:4]) == list(plan.destination_ids)
+    assert driven.num_pinned() == (5, 0), "host pins end when the load settles"
+    driven.release(holding)
+    driven.evict_device()
+    assert driven.ledger.statistics() == before
+
+
+def test_a_device_prefix_goes_on_in_host_memory() -> None:
+    """What the device still has is used, and only the rest is loaded, chosen by position."""
+    driven = Driven(8)
+    driven.serve(A)
+    driven.release(driven.allocated(prompt(9, 24)), "filler")
+    holding = driven.admit(A)
+    assert (holding.match.num_device_tokens, holding.match.num_host_tokens) == (8, 8)
+    driven.ledger.allocate_nowait(holding)
+    (plan,) = driven.ledger.plan_load(holding)
+    assert plan.num_blocks == 2
+    driven.land([plan])
+    assert holding.num_computed_tokens == 16
+    driven.release(holding)
+    assert driven.hit(A) == (16, 0)
+
+
+@pytest.mark.parametrize(("max_tokens", "ready"), [(0, 0), (3, 0), (4, 4), (11, 8), (16, 16), (999, 16)])
+def test_an_engine_may_take_fewer_tokens(max_tokens: int, ready: int) -> None:
+    """`max_tokens` rounds down to a block; the rest is computed into blocks of its own."""
+    driven = on_host()
+    holding = driven.allocated(A)
+    driven.land(driven.ledger.plan_load(holding, max_tokens))
+    assert holding.state is RequestState.RUNNING
+    assert holding.num_computed_tokens == ready
+    assert 0 not in holding.table
+    driven.commit(holding)
+    driven.release(holding)
+    assert driven.num_pinned() == (0, 0)
+
+
+def test_never_below_the_device_hit() -> None:
+    """What is on the device already counts, however few tokens the engine wants loaded."""
+    driven = Driven(8)
+    driven.serve(A)
+    driven.release(driven.allocated(prompt(9, 24)), "filler")
+    holding = driven.allocated(A)
+    assert driven.ledger.plan_load(holding, 4) == ()
+    assert holding.num_computed_tokens == 8
+
+
+@pytest.mark.parametrize(("limit", "alignment", "expected"), [(9, 1, 8), (None, 12, 12), (15, 8, 8), (0, 1, 0)])
+def test_limits_narrow_the_match(limit: int | None, alignment: int, expected: int) -> None:
+    """`max_hit_tokens` and `hit_alignment` narrow what is matched, and so what is pinned."""
+    driven = on_host()
+    holding = driven.admit(A, max_hit_tokens=limit, hit_alignment=alignment)
+    assert holding.match.num_tokens == expected
+    assert driven.num_pinned()[1] == expected // BLOCK
+
+
+# -- splitting ----------------------------------------------------------------------------------------------------
+
+
+def test_a_large_transfer_is_split() -> None:
+    """No job moves more than `max_job_bytes`; a load is over when all of its jobs are."""
+    driven = on_host(max_job_bytes=2)
+    holding, plans = start_load(driven)
+    assert [plan.num_blocks for plan in plans] == [2, 2]
+    driven.land(plans[:1])
+    assert holding.state is RequestState.LOADING
+    driven.land(plans[1:])
+    assert holding.num_computed_tokens == 16
+    stores = driven.commit(driven.running(prompt(2, 21)))
+    assert [plan.num_blocks for plan in stores] == [2, 2, 1]
+
+
+def test_completions_out_of_order_wait_for_what_comes_before() -> None:
+    """A successor is parked until its predecessor has ended: a prefix is published from its front."""
+    driven = on_host(max_job_bytes=1)
+    holding, plans = start_load(driven)
+    jobs = [job(driven, plan) for plan in plans]
+    driven.launch(plans)
+    for plan in reversed(plans[1:]):
+        driven.end(plan)
+        assert driven.hit(A) == (0, 16)
+        assert holding.state is RequestState.LOADING
+    assert [job.state for job in jobs[1:]] == [JobState.LAUNCHED] * 3
+    driven.end(plans[0])
+    assert {job.state for job in jobs} == {JobState.COMPLETED}
+    assert driven.hit(A) == (16, 0)
+    assert holding.num_computed_tokens == 16
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.UNPROVEN])
+def test_what_lands_behind_a_failure_is_not_published(outcome: Outcome) -> None:
+    """A later job whose predecessor failed frees its destinations; the request computes from the gap on."""
+    driven = on_host(max_job_bytes=1)
+    holding, plans = start_load(driven)
+    driven.launch(plans)
+    driven.end(plans[0])
+    driven.end(plans[3])
+    driven.end(plans[1], outcome)
+    driven.end(plans[2])
+    assert holding.state is RequestState.RUNNING
+    assert holding.num_computed_tokens == 4
+    assert driven.hit(A) == (4, 12)
+    assert 0 not in holding.table
+    if outcome is Outcome.UNPROVEN:
+        assert not set(holding.table) & set(plans[1].destination_ids)
+    driven.commit(holding)
+    driven.release(holding)
+
+
+# -- late, twice, never -------------------------------------------------------------------------------------------
+
+
+def test_second_and_unknown_completions_are_counted_and_ignored() -> None:
+    """A completion that comes twice, or for a job nobody knows, changes nothing but a number."""
+    driven = on_host(max_job_bytes=1)
+    holding, plans = start_load(driven)
+    driven.launch(plans)
+    driven.end(plans[1])
+    driven.end(plans[1], Outcome.FAILED)  # parked: the first one counts
+    driven.end(plans[0])
+    before = driven.picture()
+    for outcome in Outcome:
+        driven.end(plans[0], outcome)
+    driven.ledger.settle(Completion(12345, Outcome.LANDED))
+    assert driven.picture() == before
+    assert driven.ledger.statistics().num_late_completions == 2 + len(Outcome)
+    driven.release(holding)
+
+
+def test_a_completion_for_a_job_that_was_never_launched_changes_nothing() -> None:
+    """Nobody can have copied it: the call is refused by name and nothing is published."""
+    driven = on_host()
+    _, (plan,) = start_load(driven)
+    before = driven.picture()
+    with pytest.raises(WrongState, match="QUEUED"):
+        driven.ledger.settle(Completion(plan.job_id, Outcome.LANDED))
+    assert driven.picture() == before
+    driven.land([plan])
+
+
+def test_a_launched_job_cannot_be_discarded() -> None:
+    """A launched copy can't be recalled: the attempt raises and changes nothing."""
+    driven = on_host()
+    _, (plan,) = start_load(driven)
+    driven.launch([plan])
+    before = driven.picture()
+    with pytest.raises(IllegalTransition, match="LAUNCHED to DISCARDED"):
+        driven.ledger.discard(plan.job_id)
+    assert driven.picture() == before
+    assert not driven.ledger.launch(plan.job_id)
+
+
+def test_unproven_destinations_are_never_reused_until_proven() -> None:
+    """Quarantine: not free, not cached, not granted to anybody; late proof ends it, whatever it says; sources go."""
+    driven = on_host(num_device=8)
+    holding, (plan,) = start_load(driven)
+    driven.launch([plan])
+    driven.end(plan, Outcome.UNPROVEN)
+    statistics = driven.ledger.statistics()
+    assert (statistics.device.num_quarantined, statistics.host.num_pinned) == (4, 0)
+    driven.release(holding, "cancelled")
+    other = driven.allocated(prompt(2, 16))
+    assert not set(other.table) & set(plan.destination_ids)
+    driven.end(plan, Outcome.UNPROVEN)  # still nobody knows
+    assert driven.ledger.statistics().device.num_quarantined == 4
+    driven.end(plan, Outcome.FAILED)
+    assert driven.ledger.statistics().device.num_quarantined == 0
+    assert driven.ledger.statistics().device.num_free == 4
+    assert driven.hit(A) == (0, 16)
+
+
+def test_a_store_in_doubt_quarantines_host_blocks() -> None:
+    """The same on the way out: the host destination waits for proof, the device source does not."""
+    driven = Driven(8, 8)
+    holding = driven.running(A)
+    (store,) = driven.launch(driven.commit(holding))
+    driven.release(holding, "cancelled")
+    driven.end(store, Outcome.UNPROVEN)
+    statistics = driven.ledger.statistics()
+    assert (statistics.host.num_quarantined, statistics.device.num_pinned) == (4, 0)
+    driven.end(store)
+    assert driven.hit(A) == (16, 0)
+    assert driven.ledger.statistics().host.num_free == 8
+
+
+# -- two requests, one load ---------------------------------------------------------------------------------------
+
+
+def test_two_requests_share_a_load() -> None:
+    """The second needs no job and no blocks for what the first brings, and both go on when it has landed."""
+    driven = on_host()
+    first, plans = start_load(driven)
+    second, more = start_load(driven)
+    assert more == []
+    assert driven.num_pinned()[0] == 4 + 1 + 1
+    driven.land(plans)
+    for holding in (first, second):
+        assert holding.state is RequestState.RUNNING and holding.num_computed_tokens == 16
+    assert list(first.table[:4]) == list(second.table[:4])
+
+
+def test_the_second_launches_only_the_rest() -> None:
+    """A longer prompt waits for what is on its way and brings what comes behind it."""
+    driven = Driven(24)
+    long = prompt(1, 25)
+    driven.on_host_only(long)
+    first, plans = start_load(driven, A)
+    second, more = start_load(driven, long)
+    assert [plan.num_blocks for plan in (*plans, *more)] == [4, 2]
+    assert job(driven, more[0]).predecessor is job(driven, plans[0])
+    driven.land([*more, *plans])
+    assert (first.num_computed_tokens, second.num_computed_tokens) == (16, 24)
+
+
+def test_a_load_on_another_branch_brings_only_what_is_common() -> None:
+    """A prompt that diverges waits for the common part and launches its own branch, wherever the other load ends."""
+    driven = Driven(24)
+    other = [*A[:8], *prompt(2, 9)]
+    driven.on_host_only(A)
+    driven.on_host_only(other)
+    first, plans = start_load(driven, A)
+    second, more = start_load(driven, other)
+    assert [plan.num_blocks for plan in more] == [2]
+    driven.land([*plans, *more])
+    assert (first.num_computed_tokens, second.num_computed_tokens) == (16, 16)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_the_leader_of_a_shared_load_may_leave(launched: bool) -> None:
+    """A load lives as long as one waiter does, whoever started it."""
+    driven = on_host()
+    leader, plans = start_load(driven)
+    follower, _ = start_load(driven)
+    if launched:
+        driven.launch(plans)
+    driven.release(leader, "cancelled")
+    assert follower.state is RequestState.LOADING
+    if not launched:
+        driven.launch(plans)
+    driven.end(plans[0])
+    assert follower.num_computed_tokens == 16
+
+
+def test_a_queued_load_without_waiters_is_discarded() -> None:
+    """Nobody wants it and nothing has started: its blocks are free at once, and it can't be launched any more."""
+    driven = on_host()
+    leader, plans = start_load(driven)
+    follower, _ = start_load(driven)
+    the_job = job(driven, plans[0])
+    driven.release(leader, "cancelled")
+    assert the_job.state is JobState.QUEUED
+    driven.release(follower, "cancelled")
+    assert the_job.state is JobState.DISCARDED
+    assert driven.num_pinned() == (0, 0)
+    assert not driven.ledger.launch(plans[0].job_id)
+
+
+def test_a_launched_load_without_waiters_goes_on_and_may_publish() -> None:
+    """It can't be recalled; what it brought is there for the next one."""
+    driven = on_host()
+    holding, plans = start_load(driven)
+    driven.launch(plans)
+    driven.release(holding, "cancelled")
+    assert driven.num_pinned() == (4, 4)
+    driven.end(plans[0])
+    assert driven.num_pinned() == (0, 0)
+    assert driven.hit(A) == (16, 0)
+
+
+def test_when_a_shared_load_fails_each_takes_blocks_of_its_own() -> None:
+    """A failed copy is a miss for everybody who waited for it, and an entry that stays good for the next try."""
+    driven = on_host()
+    first, plans = start_load(driven)
+    second, _ = start_load(driven)
+    driven.launch(plans)
+    driven.end(plans[0], Outcome.FAILED, num_landed=1)
+    for holding in (first, second):
+        assert holding.state is RequestState.RUNNING and holding.num_computed_tokens == 4
+        assert 0 not in holding.table and len(holding.table) == 5
+    assert not set(first.table[1:]) & set(second.table[1:])
+    assert driven.hit(A) == (4, 12)
+
+
+def test_room_lost_under_a_load_fails_its_request() -> None:
+    """Who can't have blocks of its own lets go of everything; if it can never fit again, leaving is all that is left."""
+    driven = on_host(num_device=6)
+    first, plans = start_load(driven)
+    woken: list[str] = []
+    driven.ledger.plan_load(first, wake=lambda: woken.append("first"))
+    (load,) = driven.launch(plans)
+    driven.end(load, Outcome.UNPROVEN)  # four of six blocks are gone: what is left is too little, for good
+    assert woken == ["first"]
+    assert first.state is RequestState.LOADING and first.waiter is not None
+    with pytest.raises(OutOfBlocks, match="can never fit"):
+        driven.ledger.accept(first.waiter)
+    with pytest.raises(WrongState, match="leave it"):
+        driven.ledger.plan_load(first)
+    driven.release(first, "cancelled")
+    assert driven.num_pinned() == (0, 0)
+
+
+def test_no_room_after_a_failed_load_means_queueing_at_the_old_place() -> None:
+    """Who can't have blocks of its own lets go of everything, stands before everybody who came later, and loads again
+    when it is granted."""
+    driven = on_host(num_device=8)
+    first, plans = start_load(driven)  # holds 5 of 8: 4 of them its job's
+    sharer = driven.admit(A)
+    driven.ledger.allocate_nowait(sharer, 12)
+    assert driven.ledger.plan_load(sharer) == ()  # gives its three blocks back and waits for the job
+    filler = driven.allocated(prompt(9, 12))
+    later = driven.admit(prompt(8, 16))
+    behind = driven.ledger.queue_allocation(later, None, lambda: None)
+    (load,) = driven.launch(plans)
+    driven.end(load, Outcome.FAILED)
+    assert first.state is RequestState.RUNNING, "the older one takes the blocks that the job has freed"
+    assert sharer.state is RequestState.LOADING and sharer.waiter is not None
+    assert driven.ledger.admission.line.allocating == [sharer.waiter, behind]
+    assert not behind.is_over
+    driven.release(filler, "done")
+    assert sharer.waiter.granted is not None
+    driven.ledger.accept(sharer.waiter)
+    again = driven.ledger.plan_load(sharer)
+    assert [plan.num_blocks for plan in again] == [3]
+    driven.land(again)
+    assert sharer.num_computed_tokens == 12
+
+
+def test_an_abandoned_load_is_waited_for_no_longer() -> None:
+    """Past its deadline a request computes instead; what has landed counts, what was launched goes on."""
+    driven = on_host(max_job_bytes=2)
+    holding, plans = start_load(driven)
+    launched = driven.launch(plans[:1])
+    driven.ledger.abandon_load(holding)
+    assert holding.state is RequestState.RUNNING and holding.num_computed_tokens == 0
+    assert not driven.ledger.launch(plans[1].job_id), "a queued job that nobody waits for is discarded"
+    driven.end(launched[0])
+    assert driven.hit(A) == (8, 8)
+    driven.commit(holding)
+    driven.release(holding)
+
+
+def test_what_landed_meanwhile_is_adopted() -> None:
+    """Between match and load somebody else brought the blocks: no second copy, no second set of blocks."""
+    driven = on_host()
+    late = driven.allocated(A)
+    other = driven.running(A)
+    assert driven.ledger.plan_load(late) == ()
+    assert late.state is RequestState.RUNNING and late.num_computed_tokens == 16
+    assert list(late.table[:4]) == list(other.table[:4])
+    assert driven.num_pinned()[0] == 4 + 1 + 1
+
+
+# -- corrupt ------------------------------------------------------------------------------------------------------
+
+
+def test_one_corrupt_block_in_the_middle() -> None:
+    """What is before it counts, the rest is recomputed, the bad entry is forgotten, and nothing else is; once the gap
+    is stored again, the blocks behind it are good again."""
+    driven = on_host()
+    holding, (plan,) = start_load(driven)
+    driven.launch([plan])
+    driven.end(plan, Outcome.CORRUPT, num_landed=1, corrupt=[1])
+    assert holding.num_computed_tokens == 4
+    assert driven.hit(A) == (4, 0)
+    assert driven.ledger.statistics().host.num_cached == 3, "one before the gap, two behind it"
+    (store,) = driven.commit(holding)
+    assert store.num_blocks == 1, "only the gap is stored again"
+    driven.land([store])
+    driven.release(holding)
+    driven.evict_device()
+    assert driven.hit(A) == (0, 16)
+    again, plans = start_load(driven)
+    driven.land(plans)
+    assert again.num_computed_tokens == 16
+
+
+def test_a_hit_that_rots_while_it_is_pinned_becomes_shorter() -> None:
+    """Another load found a block corrupt that this request has matched: it loads what is still there, in its place."""
+    driven = on_host()
+    late = driven.allocated(A)
+    first, (plan,) = start_load(driven)
+    driven.launch([plan])
+    driven.end(plan, Outcome.CORRUPT, num_landed=0, corrupt=[2])
+    assert first.num_computed_tokens == 0
+    (rest,) = driven.ledger.plan_load(late)
+    assert list(rest.source_ids) == list(plan.source_ids[:2])
+    driven.land([rest])
+    assert late.num_computed_tokens == 8 and 0 not in late.table
+    driven.release(late)
+
+
+def test_a_hit_that_rotted_away_is_a_miss() -> None:
+    """Nothing of it is left: the request goes on at once and computes."""
+    driven = on_host()
+    late = driven.allocated(A)
+    _, (plan,) = start_load(driven)
+    driven.launch([plan])
+    driven.end(plan, Outcome.CORRUPT, num_landed=0, corrupt=[0])
+    assert driven.ledger.plan_load(late) == ()
+    assert late.state is RequestState.RUNNING and late.num_computed_tokens == 0
+
+
+def test_a_block_still_being_read_is_not_handed_out_when_forgotten() -> None:
+    """Somebody else copies from the bad block right now: it is unfindable at once and free only after that."""
+    driven = on_host(num_host=4)
+    _, (plan,) = start_load(driven)
+    driven.launch([plan])
+    reader = driven.admit(A)
+    driven.end(plan, Outcome.CORRUPT, num_landed=0, corrupt=[3])
+    assert driven.ledger.statistics().host.num_free == 0
+    driven.release(reader, "cancelled")
+    assert driven.ledger.statistics().host.num_free == 1
+
+
+# -- stores -------------------------------------------------------------------------------------------------------
+
+
+class Refusals:
+    def __init__(self) -> None:
+        self.skipped: list[tuple[int, str]] = []
+
+    def request_moved(self, *_: object) -> None: ...
+    def job_moved(self, *_: object) -> None: ...
+    def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None:
+        self.skipped.append((num_blocks, reason))
+
+
+def test_a_store_never_waits_for_room_and_is_offered_again() -> None:
+    """With the host full of pinned blocks, a store is skipped with a reason; when there is room, it happens."""
+    refusals = Refusals()
+    driven = Driven(16, 4, observer=refusals)
+    driven.on_host_only(A)
+    pins = driven.admit(A)
+    holding = driven.running(prompt(2, 12))
+    assert driven.commit(holding) == []
+    assert refusals.skipped == [(3, "host_full")]
+    driven.release(pins, "cancelled")
+    (store,) = driven.commit(holding)
+    assert store.num_blocks == 3
+    driven.land([store])
+    driven.release(holding)
+
+
+def test_a_store_takes_what_room_there_is_from_the_front() -> None:
+    """A part of a prefix is worth storing if it is its front; the rest is offered again when the request is done."""
+    refusals = Refusals()
+    driven = Driven(16, 6, observer=refusals)
+    driven.on_host_only(A)
+    pins = driven.admit(A)
+    holding = driven.running(prompt(2, 12))
+    (store,) = driven.commit(holding)
+    assert store.num_blocks == 2 and refusals.skipped == [(1, "host_full")]
+    driven.land([store])
+    driven.release(pins, "cancelled")
+    (rest,) = driven.release(holding)
+    assert rest.num_blocks == 1
+    driven.land([rest])
+    driven.evict_device()
+    assert driven.hit([*prompt(2, 12), 1]) == (0, 12)
+
+
+def test_chunked_prefill_stores_block_by_block() -> None:
+    """Each commit stores what is new, nothing twice; a partial block is never cached."""
+    driven = Driven(16)
+    holding = driven.running(A)
+    stores: list[TransferPlan] = []
+    for upto in (3, 4, 10, 16, 17):
+        stores += driven.commit(holding, upto)
+    assert [plan.num_blocks for plan in stores] == [1, 1, 2]
+    assert driven.ledger.statistics().device.num_cached == 0
+    driven.land([*stores, *driven.release(holding)])
+    assert driven.hit([*A, *range(8)]) == (16, 0)
+
+
+def test_decoded_blocks_are_cached_and_stored() -> None:
+    """Generated tokens extend the prefix: the next turn hits them, and the last block of a request is stored too."""
+    driven = Driven(16)
+    holding = driven.running(prompt(1, 6))
+    stores = driven.commit(holding, 6, [501])
+    for step in range(1, 11):
+        if 6 + step > len(holding.table) * BLOCK:
+            driven.ledger.extend_nowait(holding, 7 + step)
+        stores += driven.commit(holding, 6 + step, [501 + step])
+    driven.land([*stores, *driven.release(holding)])
+    turn = [*prompt(1, 6), *range(501, 520)]
+    assert driven.hit(turn) == (16, 0)
+    driven.evict_device()
+    assert driven.hit(turn) == (0, 16)
+
+
+def test_no_store_policy_stores_nothing() -> None:
+    """`store_policy="off"` is a cache on the device alone; a policy is any object that says what it wants."""
+    driven = Driven(8, store_policy="off")
+    driven.serve(A)
+    assert driven.hit(A) == (16, 0)
+    assert driven.ledger.statistics().host.num_free == 16
+
+    class LastOnly:
+        def wants(self, holding: Holding) -> bool:
+            return holding.num_computed_tokens >= 16
+
+    driven = Driven(8, store_policy=LastOnly())
+    holding = driven.running(A)
+    assert driven.commit(holding, 8) == []
+    assert [plan.num_blocks for plan in driven.commit(holding, 17)] == [4]
+
+
+def test_what_is_stored_does_not_evict_the_prefix_it_hangs_on() -> None:
+    """Room for the new blocks is made elsewhere, or not at all: never by evicting their own front."""
+    driven = Driven(16, 6)
+    driven.serve(prompt(1, 16))
+    holding = driven.running(prompt(1, 33))
+    (store,) = driven.commit(holding)
+    assert store.num_blocks == 2
+    driven.land([store])
+    driven.release(holding)
+    driven.evict_device()
+    assert driven.hit(prompt(1, 33)) == (0, 24)
+
+
+def test_a_gap_in_front_is_stored_again_with_what_follows() -> None:
+    """Host blocks that were evicted at the front of a path are offered again at the next commit behind them."""
+    driven = Driven(24, 6)
+    first = driven.running(prompt(1, 16))
+    stores = driven.commit(first)
+    driven.launch(stores)
+    driven.end(stores[0], Outcome.FAILED, num_landed=1)
+    driven.ledger.extend_nowait(first, 24)
+    more = driven.commit(first, 24, range(16, 24))
+    assert [plan.num_blocks for plan in more] == [5]
+    assert list(more[0].source_ids) == list(first.table[1:6])
+
+
+@pytest.mark.parametrize("at", [4, 8, 12])
+def test_a_split_under_transfers_loses_nothing(at: int) -> None:
+    """A divergent prompt cuts a run while two jobs fill it, at, before or behind the border between them."""
+    driven = Driven(24)
+    holding = driven.running(A)
+    stores = [*driven.commit(holding, 8), *driven.commit(holding, 17)]
+    assert [plan.num_blocks for plan in stores] == [2, 2]
+    other = driven.running([*A[:at], *prompt(2, 9)])
+    branch = driven.commit(other)
+    driven.launch([*stores, *branch])
+    driven.end(stores[1])
+    driven.end(stores[0])
+    driven.end(branch[0])
+    for plan in branch[1:]:
+        driven.end(plan)
+    assert all(run.parts[Tier.HOST].incoming is None for run in driven.ledger.cache.index.runs.values())
+    driven.release(holding)
+    driven.release(other)
+    driven.evict_device()
+    assert driven.hit(A) == (0, 16)
+    assert driven.hit([*A[:at], *prompt(2, 9)]) == (0, at + 8)

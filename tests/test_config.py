@@ -1,0 +1,146 @@
+"""The configuration is checked as a whole before anything is allocated, and says which setting is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aoffload.config import OffloadConfig, parse_bytes
+from aoffload.core.groups import FullAttention, KVCacheGroup, Layout
+from aoffload.core.ledger import Ledger
+from aoffload.errors import ConfigError, InvalidArgument
+
+GROUP = KVCacheGroup("full", block_size=16)
+
+
+def config(**changes: Any) -> OffloadConfig:
+    return OffloadConfig(**{"groups": [GROUP], "num_host_blocks": 4, **changes})
+
+
+NUMBERS = [0, -1, 2**31, 10**30, 1.5, "4", True, float("nan"), float("inf"), [4]]
+SIZES = [0, -1, "", "0", "-1GiB", "8 gigs", "1e30GiB", "9" * 400 + "GiB", 2**70, 1.5, True, b"8GiB"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("num_host_blocks", value) for value in NUMBERS if value != 0 or value is False),
+        *(("max_jobs_in_flight", value) for value in [*NUMBERS, None]),
+        *(("max_bytes_in_flight", value) for value in [*SIZES, None]),
+        *(("max_job_bytes", value) for value in [*SIZES, None]),
+        *(("load_timeout_s", value) for value in [0, -1, float("nan"), float("inf"), "3", None, True, 1e300]),
+        *(("transfer_timeout_s", value) for value in [0, float("inf")]),
+        *(("close_timeout_s", value) for value in [-0.5, None]),
+        *(("verify", value) for value in [None, 1, "yes"]),
+        *(("namespace", value) for value in [None, 7, b"m", "\ud800"]),
+        *(("store_policy", value) for value in ["lazily", ""]),
+        *(("eviction", value) for value in ["mru", ""]),
+        *(("groups", value) for value in [[], GROUP, "full", None, 7, [7], {"full": 16}, [GROUP, GROUP]]),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_a_bad_setting_is_named(name: str, value: Any) -> None:
+    """Zero, negative, absurd, of another type: one typed error with the name of the setting."""
+    with pytest.raises(ConfigError) as refusal:
+        config(**{name: value})
+    assert refusal.value.argument == name
+    assert len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize("value", SIZES, ids=lambda value: repr(value)[:20])
+def test_a_bad_size_is_named(value: Any) -> None:
+    """The host pool in bytes, too."""
+    with pytest.raises(ConfigError) as refusal:
+        OffloadConfig(groups=[GROUP], host_bytes=value)
+    assert refusal.value.argument == "host_bytes"
+
+
+def test_the_host_pool_is_given_once() -> None:
+    """In blocks or in bytes; both or neither is refused."""
+    for both in ({"num_host_blocks": 4, "host_bytes": "1GiB"}, {"num_host_blocks": None, "host_bytes": None}):
+        with pytest.raises(ConfigError, match="num_host_blocks"):
+            config(**both)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 * 2**30), ("512 MB", 512 * 10**6), ("1.5KiB", 1536), (" 7 ", 7), ("7b", 7), (9, 9)],
+)
+def test_sizes_are_read_as_people_write_them(text: int | str, size: int) -> None:
+    """Powers of two with an i, powers of ten without."""
+    assert parse_bytes("host_bytes", text) == size
+
+
+def test_bytes_become_blocks() -> None:
+    """Rounded down; less than one block is refused, since it would silently be no cache."""
+    sized = OffloadConfig(groups=[GROUP], host_bytes="10KiB")
+    assert sized.resolve_host_blocks(4096) == 2
+    with pytest.raises(ConfigError, match="host_bytes"):
+        sized.resolve_host_blocks(2**20)
+
+
+def test_a_job_never_carries_more_than_may_be_in_flight() -> None:
+    """A bound on what is in flight bounds each job; one block always fits."""
+    assert config(max_job_bytes=100, max_bytes_in_flight=30).blocks_per_job(10) == 3
+    assert config(max_job_bytes=100, max_bytes_in_flight=30).blocks_per_job(1000) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"name": ""}, "groups.name"),
+        ({"name": 7}, "groups.name"),
+        ({"attention": "full"}, "groups.attention"),
+        *(({"block_size": value}, "groups.block_size") for value in (0, -16, 65_537, 1.5, "16", True, None)),
+    ],
+)
+def test_a_bad_group_is_named(arguments: dict[str, Any], named: str) -> None:
+    """A group that no tensor could follow is refused where it is made."""
+    with pytest.raises(ConfigError) as refusal:
+        KVCacheGroup(**{"name": "full", "block_size": 16, **arguments})
+    assert refusal.value.argument == named
+
+
+def test_block_sizes_that_hardly_meet_are_refused() -> None:
+    """With coprime sizes of 65,000 no prompt would ever hit: refused instead of a cache that does nothing."""
+    groups = [KVCacheGroup("a", block_size=65_536), KVCacheGroup("b", block_size=65_535)]
+    with pytest.raises(ConfigError, match="groups"):
+        Layout.of(groups)
+    with pytest.raises(ConfigError, match="groups"):
+        Ledger(config(groups=groups), 64)
+
+
+@pytest.mark.parametrize("num_device_blocks", [1, 0, -3, 1.5, True, None, 2**31, 10**30])
+def test_a_bad_device_pool_is_named(num_device_blocks: Any) -> None:
+    """A pool needs the null block and one more, and ids have to fit into an int32."""
+    with pytest.raises(InvalidArgument) as refusal:
+        Ledger(config(), num_device_blocks)
+    assert refusal.value.argument == "num_device_blocks"
+
+
+@pytest.mark.parametrize("block_bytes", [0, -1, 1.5])
+def test_a_bad_block_size_in_bytes_is_named(block_bytes: Any) -> None:
+    """Sizes in bytes are divided by it."""
+    with pytest.raises(InvalidArgument) as refusal:
+        Ledger(config(), 8, block_bytes=block_bytes)
+    assert refusal.value.argument == "block_bytes"
+
+
+@pytest.mark.parametrize(("name", "value"), [("store_policy", object()), ("eviction", 7), ("eviction", None)])
+def test_an_object_that_is_no_policy_is_named(name: str, value: Any) -> None:
+    """A policy may be any object, if it can do what a policy does."""
+    with pytest.raises(ConfigError) as refusal:
+        Ledger(config(**{name: value}), 8)
+    assert refusal.value.argument == name
+
+
+def test_a_large_host_pool_costs_nothing_until_it_is_used() -> None:
+    """The largest pool that ids can name is a few extents."""
+    ledger = Ledger(config(num_host_blocks=2**31 - 1), 8)
+    assert ledger.statistics().host.num_free == 2**31 - 1
+
+
+def test_full_attention_needs_every_block() -> None:
+    """What a kind requires is asked by position."""
+    assert FullAttention().required_blocks(40, 16) == range(2)
