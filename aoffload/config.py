@@ -45,8 +45,6 @@ def parse_bytes(argument: str, value: int | str) -> int:
 
 def _count(minimum: int, maximum: int = MAX_BLOCKS) -> Any:
     def check(_: object, attribute: Any, value: object) -> None:
-        if value is None:
-            return
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise ConfigError(attribute.name, f"must be an integer in [{minimum}, {maximum}], got {value!r}")
 
@@ -98,7 +96,7 @@ class OffloadConfig:
     """
 
     groups: tuple[GroupLike, ...] = attrs.field(converter=_as_tuple)
-    num_host_blocks: int | None = attrs.field(default=None, validator=_count(0))
+    num_host_blocks: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(0)))
     host_bytes: int | str | None = None
     namespace: str = attrs.field(default="", validator=_text)
     """Model, revision, dtype: prompts of another namespace never hit."""
@@ -126,7 +124,7 @@ class OffloadConfig:
         if (self.num_host_blocks is None) == (self.host_bytes is None):
             raise ConfigError("num_host_blocks", "give either num_host_blocks or host_bytes")
         for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None or name != "host_bytes":
                 parse_bytes(name, getattr(self, name))
 
     def resolve_host_blocks(self, block_bytes: int) -> int:

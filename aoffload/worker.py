@@ -53,6 +53,7 @@ class CopyWorker:
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     """Launched jobs in the order of their launch, so of their deadlines."""
     _num_bytes: int = 0
+    _max_bytes: int = 0
     _overdue: set[int] = attrs.field(factory=set)
     _inbox: deque[Completion] = attrs.field(factory=deque)
     _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
@@ -94,7 +95,7 @@ class CopyWorker:
     def _may_launch(self, num_bytes: int) -> bool:
         if not self._in_flight:
             return True  # a job above the bound goes alone
-        fits = self._num_bytes + num_bytes <= self.config.bytes_in_flight
+        fits = self._num_bytes + num_bytes <= self._max_bytes
         return fits and len(self._in_flight) < self.config.max_jobs_in_flight
 
     def _launch(self, job: QueuedJob, num_bytes: int) -> None:
@@ -187,6 +188,7 @@ class CopyWorker:
         """Bind to the loop running now."""
         self._wakeup, self._settled = anyio.Event(), anyio.Event()
         self._sleep, self._scope = anyio.CancelScope(), anyio.CancelScope(shield=True)
+        self._max_bytes = self.config.bytes_in_flight
         self._clock = self.env.loop_clock()
         self._wake_loop = self.env.loop_waker(lambda: self._wakeup.set())
 

@@ -99,7 +99,7 @@ def test_i2_a_failed_allocation_leaves_every_count_as_it_was() -> None:
 
 def test_i2_an_abort_between_match_and_allocation_leaks_nothing() -> None:
     """What the match pinned is evictable again, at once and in its old order: the tail goes first."""
-    driven = Driven(num_device=4)
+    driven = Driven(num_device=4, num_host=0)
     driven.serve(A)
     driven.release(driven.admit(A), "cancelled")
     assert driven.num_pinned() == (0, 0)

@@ -330,7 +330,7 @@ def test_when_a_shared_load_fails_each_takes_blocks_of_its_own() -> None:
 
 
 def test_room_lost_under_a_load_fails_its_request() -> None:
-    """Who can't have blocks of its own lets go of everything; if it can never fit again, leaving is all that is left."""
+    """Who can't have blocks of its own lets go of everything; if it can never fit again, all it can do is leave."""
     driven = on_host(num_device=6)
     first, plans = start_load(driven)
     woken: list[str] = []

@@ -538,7 +538,6 @@ def everything(runtime: OffloadRuntime, request: Any) -> list[Callable[[], Any]]
         lambda: request.commit(9),
         lambda: request.invalidate(0),
         lambda: request.block_ids,
-        lambda: request.match,
     ]
 
 

@@ -71,6 +71,7 @@ class ScriptedTransport:
         self.lost: set[int] = set()
         self.delivered: list[Completion] = []
         self.is_closed = False
+        self._directions: dict[int, Direction] = {}
         self._num_refusals = 0
         self._deliver: Callable[[Completion], None] | None = None
 
@@ -91,6 +92,7 @@ class ScriptedTransport:
         recorded = self.record_fence() if plan.direction is Direction.LOAD else None
         launched = Launched(plan, after, recorded)
         self.launched.append(launched)
+        self._directions[plan.job_id] = plan.direction
         self.in_flight[plan.job_id] = launched
         if self.auto and launched.may_start:
             self.land(plan.job_id)
@@ -101,9 +103,8 @@ class ScriptedTransport:
 
     def statistics(self) -> TransferStatistics:
         counts: dict[str, int] = dict.fromkeys(("num_loads", "num_stores", "blocks_loaded", "blocks_stored"), 0)
-        plans = {launched.plan.job_id: launched.plan for launched in self.launched}
         for completion in self.delivered:
-            kind = "load" if plans[completion.job_id].direction is Direction.LOAD else "store"
+            kind = self._directions[completion.job_id].value
             counts[f"num_{kind}s"] += 1
             counts["blocks_loaded" if kind == "load" else "blocks_stored"] += completion.num_landed
         return TransferStatistics(**counts)
