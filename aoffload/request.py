@@ -80,10 +80,10 @@ class Request:
     def __del__(self) -> None:
         holding = self._holding
         if holding is not None and not holding.is_over:
+            self._runtime._abandon(holding)  # first: a warning may be an error
             warnings.warn(
                 f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
             )
-            self._runtime._abandon(holding)
 
     def _why(self, error: BaseException | None) -> str:
         """The reason of the abort that leaving with `error` means, if it means one."""
@@ -171,11 +171,12 @@ class Request:
         holding = self._live()
         try:
             self._runtime.ledger.allocate_nowait(holding, num_tokens)
+            return
         except OutOfBlocks as error:
             if not error.retryable:
                 raise
-            event = anyio.Event()
-            await self._wait_in_line(self._runtime.ledger.queue_allocation(holding, num_tokens, event.set), event)
+        event = anyio.Event()
+        await self._wait_in_line(self._runtime.ledger.queue_allocation(holding, num_tokens, event.set), event)
 
     def extend_nowait(self, num_tokens: int) -> Extension:
         """Blocks for `num_tokens` in all; what was added to the block tables."""
@@ -190,8 +191,8 @@ class Request:
         except OutOfBlocks as error:
             if not error.retryable:
                 raise
-            event = anyio.Event()
-            return await self._wait_in_line(self._runtime.ledger.queue_extension(holding, num_tokens, event.set), event)
+        event = anyio.Event()
+        return await self._wait_in_line(self._runtime.ledger.queue_extension(holding, num_tokens, event.set), event)
 
     async def _wait_in_line(self, waiter: Waiter, event: anyio.Event) -> Extension:
         with self._in_line(waiter):

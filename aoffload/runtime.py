@@ -18,6 +18,7 @@ from .config import OffloadConfig
 from .core.blocks import DevicePool
 from .core.holding import Holding
 from .core.ledger import Ledger, LedgerStatistics
+from .core.lifecycle import RequestState
 from .core.matching import PrefixMatch
 from .core.tiers import TierStatistics
 from .env import Env
@@ -299,11 +300,12 @@ class OffloadRuntime:
                 self.worker.drain()  # a thread that is through has let go already: don't wait for the worker's turn
 
     def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> None:
-        """Commit for several requests of one forward behind one fence."""
+        """Commit for several requests of one forward behind one fence. Who was aborted meanwhile is left out."""
         self._check_usable()
         fence = self.transport.record_fence() if after is None else after
         for one in computed:
-            self._commit(one.request._live(), one.num_computed_tokens, one.new_token_ids, fence)
+            if one.request.state not in (RequestState.DONE, RequestState.ABORTED):
+                self._commit(one.request._live(), one.num_computed_tokens, one.new_token_ids, fence)
 
     def _commit(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds, after: Fence | None) -> None:
         fence = self.transport.record_fence() if after is None else after

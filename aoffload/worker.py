@@ -69,6 +69,7 @@ class CopyWorker:
     _scope: anyio.CancelScope = attrs.field(init=False)
     """Around the task: what cancels the engine must not end it before the transfers that are under way."""
     is_accepting: bool = True
+    _has_ended: bool = False
 
     # -- launching ------------------------------------------------------------------------------------------------
 
@@ -190,7 +191,14 @@ class CopyWorker:
         self._sleep, self._scope = anyio.CancelScope(), anyio.CancelScope(shield=True)
         self._max_bytes = self.config.bytes_in_flight
         self._clock = self.env.loop_clock()
-        self._wake_loop = self.env.loop_waker(lambda: self._wakeup.set())
+        self._wake_loop = self.env.loop_waker(self._wake)
+
+    def _wake(self) -> None:
+        """Have the task look at what came in; do its work where it is gone, so that late ends and calls still count."""
+        if self._has_ended:
+            self.drain()
+        else:
+            self._wakeup.set()
 
     async def run(self) -> None:
         """Settle completions and watch deadlines until `end`. Whatever goes wrong here must not end the engine."""
@@ -204,6 +212,8 @@ class CopyWorker:
                 self._fail(error)
             except Exception as error:  # noqa: BLE001 - a supervisor: the cache turns itself off, the requests go on
                 self._fail(error)
+            finally:
+                self._has_ended = True
 
     async def _work(self) -> None:
         while True:

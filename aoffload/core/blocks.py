@@ -54,7 +54,9 @@ class FreeList:
         return taken
 
     def give(self, block_ids: array[int]) -> None:
-        self._free.extend(reversed(block_ids))
+        returned = block_ids[:]  # extend(reversed(...)) would make a Python int of each
+        returned.reverse()
+        self._free.extend(returned)
 
     def free_ids(self) -> Iterable[int]:
         return iter(self._free)

@@ -20,7 +20,7 @@ __all__ = ["Conversation", "Turn", "Workload", "make_workload"]
 TURNS_PER_CONVERSATION = 4
 SYSTEM_TOKENS = (192, 320)
 """Two system prompts; conversations take turns with them."""
-OPENING_TOKENS = (128, 1120)
+OPENING_TOKENS = (128, 960)
 """The first message, with whatever document it brings along."""
 MESSAGE_TOKENS = (16, 64)
 ANSWER_TOKENS = (6, 12)

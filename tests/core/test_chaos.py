@@ -258,7 +258,7 @@ SHAPES = [((1,), 10, 16), ((2,), 8, 6), ((1,), 16, 40), ((2, 4), 24, 30)]
 def test_right_bytes_or_a_miss(shape: tuple[tuple[int, ...], int, int]) -> None:
     """Whatever becomes of copies and forwards: right bytes or a miss, no block in two hands, no pin left."""
     seen: Counter[str] = Counter()
-    for seed in range(6):
+    for seed in range(4):
         chaos = Chaos(seed, *shape)
         try:
             chaos.run(150)

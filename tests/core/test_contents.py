@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
 from walk import Walk
 
 NUM_WALKS = 160
@@ -23,5 +21,6 @@ def test_right_bytes_or_a_miss() -> None:
         try:
             happened += walk.run(300)
         except Exception as error:
-            pytest.fail(f"Walk({seed}), at {walk.last}: {type(error).__name__}: {error}")
+            error.add_note(f"Walk({seed}), at {walk.last}")
+            raise
     assert not [event for event in MUST_HAPPEN if not happened[event]], happened

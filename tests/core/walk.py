@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 from aoffload import (
     Completion,
@@ -41,7 +41,7 @@ class Client:
 
 
 class Walk:
-    OPERATIONS = {
+    OPERATIONS: ClassVar = {
         "admit": 4, "allocate": 3, "load": 3, "compute": 8, "extend": 1, "leave": 0.7, "transfer": 7,
         "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05,
     }  # fmt: skip
@@ -144,7 +144,7 @@ class Walk:
     def allocate(self, client: Client | None = None) -> None:
         client = client or self.pick(S.PINNED)
         if client is None:
-            return
+            return None
         if client.holding.waiter is not None:
             return self.wait_on(client, "granted")
         num_tokens = max(1, len(client.tokens) + self.random.choice([0, 0, 0, 5, -3]))
@@ -214,7 +214,7 @@ class Walk:
     def extend(self) -> None:
         client = self.pick(S.RUNNING)
         if client is None:
-            return
+            return None
         holding = client.holding
         if holding.waiter is not None:
             return self.wait_on(client, "extended")

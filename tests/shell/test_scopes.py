@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any
 
 import anyio
@@ -103,6 +105,22 @@ async def collected(abandons: Callable[[], Coroutine[Any, Any, None]]) -> None:
     await turns()
 
 
+async def test_an_abandoned_request_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `-W error` the finaliser's warning is raised into nothing: the pins go all the same."""
+    async with scripted() as (engine, _):
+        raised: list[Any] = []
+        monkeypatch.setattr(sys, "unraisablehook", lambda about: raised.append(about.exc_type))
+
+        async def abandons() -> None:
+            request = engine.runtime.request(A, "lost")
+            await request.__aenter__()
+            request.allocate_nowait()
+
+        await collected(abandons)
+        assert raised == [ResourceWarning]
+        await assert_at_rest(engine.runtime)
+
+
 async def test_an_abandoned_request_that_another_thread_collects() -> None:
     """The collector runs wherever memory is short: a request found by another thread is let go of in the loop's."""
     async with scripted() as (engine, _):
@@ -195,6 +213,20 @@ async def test_run_returns_or_raises_what_its_function_does() -> None:
                 await engine.runtime.run(works, A, request_id="r1")
         with pytest.raises(OutOfBlocks):
             await engine.runtime.run(lambda request: request.allocate(1000), A)
+        await assert_at_rest(engine.runtime)
+
+
+async def test_run_uses_a_task_of_its_own() -> None:
+    """What the function does to its task stays there: its context variables, and whatever is cancelled by task."""
+    variable: ContextVar[str] = ContextVar("variable", default="the caller's")
+    async with scripted() as (engine, _):
+
+        async def works(request: Request) -> int:
+            variable.set("the function's")
+            return anyio.get_current_task().id
+
+        assert await engine.runtime.run(works, A) != anyio.get_current_task().id
+        assert variable.get() == "the caller's"
         await assert_at_rest(engine.runtime)
 
 
@@ -348,6 +380,20 @@ async def test_one_fence_for_a_step() -> None:
             assert len(recorded) == 1
             assert first.num_computed_tokens == 12
             transport.land_all()
+        await assert_at_rest(engine.runtime)
+
+
+async def test_a_step_commits_for_those_who_are_left() -> None:
+    """A request that was aborted while the forward ran is no reason to commit for none of the others."""
+    async with scripted() as (engine, _):
+        async with engine.runtime.request(A) as first, engine.runtime.request(C) as last:
+            async with engine.runtime.request(B) as aborted:
+                for request, token_ids in ((first, A), (aborted, B), (last, C)):
+                    await request.allocate()
+                    engine.compute(request, token_ids, 0)
+            engine.runtime.commit_step([Computed(first, 9), Computed(aborted, 9), Computed(last, 9)])
+            assert (first.num_computed_tokens, last.num_computed_tokens) == (9, 9)
+        assert engine.runtime.lookup(B).num_tokens == 0
         await assert_at_rest(engine.runtime)
 
 

@@ -429,11 +429,33 @@ async def ledger_fails(engine: Engine, transport: ScriptedTransport) -> None:
     engine.runtime.check_integrity()
 
 
+@pytest.mark.parametrize("broken", ["launch", "discard", "settle"])
+async def test_a_request_does_not_hear_of_a_bug_in_the_ledger(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever call happens to dispatch or drop jobs: what goes wrong in there turns the cache off and is logged."""
+
+    def fails(*_: object) -> None:
+        raise IntegrityError("planted")
+
+    with anyio.fail_after(GUARD_S):
+        async with scripted(load_timeout_s=0.05, close_timeout_s=0.1, max_jobs_in_flight=1) as (engine, transport):
+            await on_the_host_only(engine, A, B)
+            transport.auto = False
+            monkeypatch.setattr(type(engine.runtime.ledger), broken, fails)
+            await engine.serve(C)  # its store stays in flight
+            assert await engine.serve(A) == 0
+            if broken != "launch":
+                transport.land_all()
+            await turns()
+            assert await engine.serve(B) == 0
+            monkeypatch.undo()
+
+
 @natively
 async def test_a_worker_that_is_cancelled_natively() -> None:
     """`task.cancel()` on every task but ours, as shutdown code does it: the cache turns off, the requests go on."""
     async with scripted(load_timeout_s=0.05) as (engine, transport):
         await on_the_host_only(engine, A)
+        called: list[bool] = []
         (worker,) = (task for task in asyncio.all_tasks() if task.get_name() == "aoffload copy worker")
         transport.auto = False
         async with engine.runtime.request(A) as request:
@@ -448,9 +470,16 @@ async def test_a_worker_that_is_cancelled_natively() -> None:
         assert await engine.serve(B) == 0
         engine.runtime.check_integrity()
         assert pinned(engine.runtime) == (0, 0)
+        assert engine.runtime.statistics().device.num_quarantined == 2
         transport.land_all()
+        await turns()
+        assert engine.runtime.statistics().device.num_quarantined == 0  # late ends still count
+        engine.runtime.worker.call_soon(lambda: called.append(True))
+        await turns()
+        assert called == [True]  # and so do calls of other threads
         with anyio.fail_after(GUARD_S):
             await engine.runtime.flush()
+        await assert_at_rest(engine.runtime)
 
 
 # -- flush and reset ----------------------------------------------------------------------------------------------
@@ -725,6 +754,32 @@ async def test_closing_with_live_requests() -> None:
     assert ends == dict.fromkeys(("loads", "computes", "waits for room", "grows"), "runtime_closed")
     runtime.check_integrity()
     assert pinned(runtime) == (0, 0)
+
+
+@pytest.mark.parametrize("backend", [param.values[0] for param in BACKENDS], ids=["asyncio", "uvloop", "trio"])
+def test_a_copy_that_ends_when_the_loop_is_gone(
+    backend: tuple[str, dict[str, Any]], hanging: list[BrokenCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy thread outlives the event loop: reporting to a closed loop is no error, and no memory was unmapped."""
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    blocks = TensorBlocks(17)
+
+    async def live() -> None:
+        async with OffloadRuntime(config(close_timeout_s=0.01), blocks.tensors) as runtime:
+            broken = BrokenCopies(Engine(runtime, blocks))
+            hanging.append(broken)
+            broken.hang()
+            await Engine(runtime, blocks).serve(A)
+
+    anyio.run(live, backend=backend[0], backend_options=backend[1])
+    (broken,) = hanging
+    copying = [thread for thread in threading.enumerate() if thread.name == "aoffload-store"]
+    broken.go_on.set()
+    for thread in copying:
+        thread.join(GUARD_S)
+        assert not thread.is_alive()
+    assert raised == []
 
 
 @natively
