@@ -20,7 +20,6 @@ from .core.holding import Holding
 from .core.ledger import Ledger, LedgerStatistics
 from .core.lifecycle import RequestState
 from .core.matching import PrefixMatch
-from .core.tiers import TierStatistics
 from .env import Env
 from .errors import InvalidArgument, RequestAborted, RuntimeClosed, WrongProcess, WrongState, WrongThread
 from .prefix import KeySpan, Prefix, Root, TokenIds
@@ -46,15 +45,9 @@ class Computed:
 
 
 @attrs.frozen
-class RuntimeStatistics:
+class RuntimeStatistics(LedgerStatistics):
     """A snapshot. `device` and `host` hold num_blocks, num_free, num_cached, num_pinned, num_quarantined."""
 
-    device: TierStatistics
-    host: TierStatistics
-    num_requests: int
-    num_waiting: int
-    num_jobs: int
-    num_late_completions: int
     transfers: TransferStatistics
 
 
@@ -333,7 +326,7 @@ class OffloadRuntime:
         await self.worker.wait_idle()
 
     def statistics(self) -> RuntimeStatistics:
-        found: LedgerStatistics = self.ledger.statistics()
+        found = self.ledger.statistics()
         return RuntimeStatistics(**attrs.asdict(found, recurse=False), transfers=self.transport.statistics())
 
     def check_integrity(self) -> None:

@@ -28,7 +28,7 @@ class Corrupt(enum.Enum):
 class DemoOptions:
     backend: str = "asyncio"
     num_requests: int = 32
-    num_device_blocks: int = 144
+    num_device_blocks: int = 128
     num_host_blocks: int = 2048
     device: str = "cpu"
     cancel_rate: float = 0.0

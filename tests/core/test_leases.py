@@ -150,6 +150,38 @@ def test_a_prompt_pins_no_more_than_it_uses() -> None:
     driven.ledger.allocate_nowait(short, 16)
 
 
+def test_a_device_hit_pins_no_more_than_it_has() -> None:
+    """The same where the hit goes on in host memory: what others bring behind its device part is theirs to pin."""
+    driven = Driven(10)
+    long = prompt(1, 17)
+    driven.serve(long)
+    driven.release(driven.allocated(prompt(2, 32)), "filler")
+    pinned = driven.admit(long)
+    assert (pinned.match.num_device_tokens, pinned.match.num_host_tokens) == (8, 8)
+    other = driven.running(long)
+    assert other.num_computed_tokens == 16
+    driven.release(other, "cancelled")
+    assert driven.num_pinned()[0] == 2
+
+
+def test_a_merge_changes_no_order() -> None:
+    """Runs are joined only where they follow each other in the order of every tier: a head that was touched since
+    outlives what came between it and its tail."""
+    driven = Driven(16, num_host=6)
+    tokens, between = prompt(1, 17), prompt(2, 9)
+    driven.serve(tokens)
+    driven.serve(between)
+    driven.evict_device()
+    driven.release(driven.admit(tokens[:9]))  # on the host, the head is now the newest and the tail the oldest
+    again = driven.running(tokens, max_hit_tokens=0)
+    assert driven.commit(again) == []
+    driven.release(again)
+    driven.serve(prompt(3, 17))  # needs four host blocks: the tail, then what came between
+    driven.evict_device()
+    assert driven.hit(tokens) == (0, 8)
+    assert driven.hit(between) == (0, 0)
+
+
 def test_integrity_names_what_is_broken() -> None:
     """`check_integrity` notices a block in two hands, a lost one and a reference too many, and says which."""
     driven = Driven(8)

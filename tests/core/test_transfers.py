@@ -155,6 +155,18 @@ def test_what_lands_behind_a_failure_is_not_published(outcome: Outcome) -> None:
     driven.release(holding)
 
 
+def test_no_island_is_published_behind_a_failure_in_the_run_before() -> None:
+    """The same across a border between runs: the successor's blocks are free, not cached where nobody finds them."""
+    driven = on_host(max_job_bytes=2)
+    driven.serve([*A[:8], *prompt(2, 5)])  # cuts the run where the first job will end
+    driven.evict_device()
+    _, plans = start_load(driven)
+    driven.launch(plans)
+    driven.end(plans[0], Outcome.FAILED)
+    driven.end(plans[1])
+    assert driven.ledger.statistics().device.num_cached == 0
+
+
 # -- late, twice, never -------------------------------------------------------------------------------------------
 
 
@@ -582,9 +594,9 @@ def test_a_gap_in_front_is_stored_again_with_what_follows() -> None:
 @pytest.mark.parametrize("at", [4, 8, 12])
 def test_a_split_under_transfers_loses_nothing(at: int) -> None:
     """A divergent prompt cuts a run while two jobs fill it, at, before or behind the border between them."""
-    driven = Driven(24)
+    driven = Driven(24, max_job_bytes=2)
     holding = driven.running(A)
-    stores = [*driven.commit(holding, 8), *driven.commit(holding, 17)]
+    stores = driven.commit(holding)
     assert [plan.num_blocks for plan in stores] == [2, 2]
     other = driven.running([*A[:at], *prompt(2, 9)])
     branch = driven.commit(other)

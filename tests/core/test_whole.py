@@ -183,14 +183,15 @@ def test_who_matched_the_wrong_bytes_is_named() -> None:
     driven.commit(wrong, 8)
     fine = driven.running(prompt(1, 9))
     driven.commit(wrong, 17)
-    tainted = driven.running([*A, *prompt(2, 8)])
-    driven.commit(tainted)
+    tainted = driven.running([*A, *prompt(2, 12)])
+    driven.commit(tainted, 24)
     grandchild = driven.running([*A, *prompt(2, 12)])
     assert grandchild.match.num_device_tokens == 24
     assert set(driven.ledger.invalidate(wrong, 8)) == {tainted, grandchild}
     driven.ledger.check_integrity()
     assert driven.hit([*A, *prompt(2, 12)]) == (8, 0)
     assert driven.commit(tainted) == [], "it publishes and stores nothing any more"
+    assert driven.hit([*A, *prompt(2, 12), 5]) == (8, 0)
     for holding in (tainted, grandchild):
         driven.release(holding, "prefix_invalidated")
     driven.commit(fine)

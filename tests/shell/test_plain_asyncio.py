@@ -108,7 +108,7 @@ async def test_a_timeout_inside_of_a_request() -> None:
         await assert_at_rest(engine.runtime)
 
 
-async def test_steps_of_a_request_in_helper_tasks() -> None:
+async def test_steps_of_a_request_in_other_tasks() -> None:
     """`wait_for`, `gather` and `shield` run an await of the request in another task: it is the same request."""
     async with scripted(num_host_blocks=16) as (engine, transport):
         await engine.serve(A)
