@@ -3,7 +3,9 @@
 Each request is a task; what it pins lives as long as its `async with` block. See docs/architecture.md.
 """
 
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
 
 from .config import OffloadConfig
 from .core.blocks import DevicePool
@@ -38,13 +40,37 @@ from .errors import (
 )
 from .prefix import KeySpan, Prefix, Root
 from .request import PendingLoad, Request
-from .runtime import Computed, OffloadRuntime, RuntimeStatistics
 from .transfer.fence import Fence, PassedFence
-from .transfer.local import LocalTransport
-from .transfer.region import KVRegion
 from .transfer.transport import TransferStatistics, Transport
 
+if TYPE_CHECKING:
+    from .runtime import Computed, OffloadRuntime, RuntimeStatistics
+    from .transfer.local import LocalTransport
+    from .transfer.region import KVRegion
+
 __version__ = _version("aoffload")
+
+# Imported when first asked for (PEP 562): torch takes seconds, and a program around the `Ledger` does without it.
+_NEEDS_TORCH = {
+    "Computed": ".runtime",
+    "OffloadRuntime": ".runtime",
+    "RuntimeStatistics": ".runtime",
+    "LocalTransport": ".transfer.local",
+    "KVRegion": ".transfer.region",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(_NEEDS_TORCH[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "Answer",
