@@ -31,6 +31,8 @@ class Admission:
     others_hold_room: Callable[[], bool]
     """Whether anybody who does not wait holds device blocks (and will let go of them some day)."""
     line: Line = attrs.field(factory=Line)
+    _promised: int = 0
+    """The capacity that everybody in the line was checked against."""
 
     # -- what a request asks for ----------------------------------------------------------------------------------
 
@@ -177,6 +179,9 @@ class Admission:
 
     def pump(self) -> None:
         """Grant what can be granted, in order. Called after everything that changes room."""
+        if self.capacity < self._promised:
+            self._fail_who_cannot_fit()
+        self._promised = self.capacity
         while self.line.extending:
             if not self._serve_extension(self.line.extending[0]):
                 break
@@ -186,8 +191,6 @@ class Admission:
 
     def _serve_extension(self, waiter: Waiter) -> bool:
         """Whether the head of the extensions is over, one way or the other."""
-        if self._fails_for_good(waiter, self.line.extending):
-            return True
         missing = self.num_missing(waiter.holding, waiter.num_units)
         if missing > self.room and self.line.allocating:
             self.pins.forget_match(self.line.allocating[0].holding)  # who has nothing yet must not block who has
@@ -203,8 +206,6 @@ class Admission:
         return youngest is waiter
 
     def _serve_allocation(self, waiter: Waiter) -> bool:
-        if self._fails_for_good(waiter, self.line.allocating):
-            return True
         holding = waiter.holding
         self.pins.forget_match(holding)
         self.pins.pin(holding)  # what was cached or evicted meanwhile counts: matched again in the step that grants
@@ -215,11 +216,11 @@ class Admission:
         waiter.grant(self.cache.take(Tier.DEVICE, missing))
         return True
 
-    def _fails_for_good(self, waiter: Waiter, queue: list[Waiter]) -> bool:
-        """Room was lost to quarantine: fail who can no longer fit."""
-        needed = waiter.num_units * self.cache.layout.width
-        if needed <= self.capacity:
-            return False
-        queue.pop(0)
-        waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))
-        return True
+    def _fail_who_cannot_fit(self) -> None:
+        """Room was lost to quarantine: whoever can no longer fit hears of it now, wherever in the line."""
+        for queue in (self.line.extending, self.line.allocating):
+            for waiter in tuple(queue):
+                needed = waiter.num_units * self.cache.layout.width
+                if needed > self.capacity:
+                    queue.remove(waiter)
+                    waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))

@@ -240,6 +240,23 @@ def test_quarantine_fails_who_can_no_longer_fit() -> None:
     assert line.ledger.statistics().device.num_quarantined == 0
 
 
+def test_who_can_no_longer_fit_need_not_come_first_to_hear_of_it() -> None:
+    """Room that is lost fails the waiters that needed it at once, also those behind a head that still fits."""
+    line = Line(6, 8)
+    line.on_host_only(prompt(1, 9))
+    blocker = line.allocated(prompt(4, 8))
+    loading = line.allocated(prompt(1, 9))
+    (plan,) = line.launch(line.ledger.plan_load(loading))
+    small, large = line.wait(line.admit(prompt(2, 16))), line.wait(line.admit(prompt(3, 24)))
+    line.end(plan, Outcome.UNPROVEN)
+    assert line.ledger.statistics().device.num_quarantined == 2
+    assert not small.is_over
+    assert large.error is not None and not large.error.retryable
+    line.release(blocker)
+    line.release(loading, "cancelled")
+    assert small.granted is not None
+
+
 def test_everything_that_changes_room_serves_the_line() -> None:
     """Release, cancellation of the head, the end of a step, a settled job, late proof: each pumps."""
     for change in ("release", "head", "step", "job", "late proof"):
