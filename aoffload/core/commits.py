@@ -76,7 +76,7 @@ class Commits:
             return ()
         return tuple(job.plan for job in self.jobs.offer_stores(holding, first))
 
-    def invalidate(self, holding: Holding, from_token: int, live: Iterable[Holding]) -> tuple[Holding, ...]:
+    def invalidate(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> tuple[Holding, ...]:
         """Take back what a failed forward committed: nothing from `from_token` on was ever right.
 
         Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
@@ -88,7 +88,7 @@ class Commits:
             raise CommitError("from_token", f"must lie in [{ready}, {holding.num_computed_tokens}], got {from_token}")
         start = from_token // self.cache.layout.unit_tokens
         wrong = unpublish(self.cache, holding, start)  # after a reset too: its blocks are no less shared for that
-        tainted = self._taint(wrong, [other for other in live if other is not holding])
+        tainted = self._taint(wrong, [other for other in readers if other is not holding])
         self.cache.withdraw_behind(wrong)
         step_back(self.cache, holding, start)
         holding.sequence.drop_after(from_token + 1)

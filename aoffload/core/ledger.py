@@ -225,7 +225,10 @@ class Ledger:
         Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
         Returns the other holdings that matched it meanwhile; they have to be aborted.
         """
-        return self._commits.invalidate(holding, from_token, self.holdings.values())
+        # Who is over but still computes in a step has read them, too; it is only no longer there to be aborted.
+        readers = (*self.holdings.values(), *self._closing)
+        tainted = self._commits.invalidate(holding, from_token, readers)
+        return tuple(reader for reader in tainted if not reader.is_over)
 
     @contextmanager
     def step(self, holdings: Iterable[Holding]) -> Iterator[None]:
