@@ -140,7 +140,7 @@ class PrefixCache:
         job: Job | None = back.incoming
         while job is not None and job.start >= at:  # only a job that brings something to the head will clear it there
             job = job.predecessor
-        if back.stop < at and job is not None and not job.is_settled:
+        if back.stop < at and job is not None and not job.is_settled and job.stop > back.stop:
             front.incoming, front.incoming_stop = job, min(at, job.stop)
         if back.incoming_stop <= at:
             back.incoming, back.incoming_stop = None, 0

@@ -103,11 +103,11 @@ class Commits:
         while found:
             found = False
             for other in others:
-                if other not in tainted and any(
-                    run in wrong for lease in other.leases.values() for run in lease.run.path()
-                ):
+                read = [run.start for lease in other.leases.values() for run in lease.run.path() if run in wrong]
+                if read and other not in tainted:
                     tainted.append(other)
                     other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds
-                    wrong |= unpublish(self.cache, other, 0)
+                    # Only behind the first wrong block: what it computed before that is right, and others build on it.
+                    wrong |= unpublish(self.cache, other, min(read))
                     found = True
         return tuple(tainted)

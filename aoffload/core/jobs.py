@@ -33,7 +33,7 @@ class Job:
     destination_lease: Lease
     """Keeps the run, and the blocks that the new ones follow, while the copy runs."""
     predecessor: Job | None
-    """The unsettled job that fills what lies right before: settled first, so publishing follows prefix order."""
+    """The unsettled job that fills what lies before: settled first, so publishing follows prefix order."""
     request_id: str
     state: JobState = JobState.QUEUED
     claims: dict[Holding, None] = attrs.field(factory=dict)
@@ -164,11 +164,17 @@ class JobBook:
         return [job, *self._settle_followers(job)]
 
     def _settle_followers(self, job: Job) -> list[Job]:
+        """Settle what waited for `job`; what is still on its way follows what `job` followed, so no chain breaks."""
         settled: list[Job] = []
+        before = job.predecessor
         for follower in job.followers:
             if follower.parked is not None and follower.job_id in self.unsettled:
                 self._close(follower, follower.parked)
                 settled += [follower, *self._settle_followers(follower)]
+            elif not follower.is_settled:
+                follower.predecessor = before
+                if before is not None:
+                    before.followers.append(follower)
         job.followers.clear()
         return settled
 
@@ -226,10 +232,9 @@ class JobBook:
             return
         part.incoming, part.incoming_stop = None, 0
         before = job.predecessor
-        if before is None or before.is_settled:
-            return
-        # Its stretch may go on in another branch than this run.
-        if any(stretch.run is run for stretch in stretches(before.run, part.stop, before.stop)):
+        while before is not None and not _brings(before, run, part):
+            before = before.predecessor
+        if before is not None:
             part.incoming, part.incoming_stop = before, min(before.stop, run.stop)
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
@@ -297,3 +302,8 @@ class JobBook:
             self.moves.observer.store_skipped(holding, (wanted - num_units) * width, "host_full")
         self.cache.release(path)
         return jobs
+
+
+def _brings(job: Job, run: Run, part: Part) -> bool:
+    """Whether `job` still adds to `part`: its stretch may go on in another branch than `run`."""
+    return not job.is_settled and any(over.run is run for over in stretches(job.run, part.stop, job.stop))
