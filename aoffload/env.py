@@ -8,10 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
+import anyio.to_thread
 import attrs
 
 __all__ = ["Env"]
+
+Result = TypeVar("Result")
 
 
 @attrs.define(eq=False)
@@ -29,6 +33,12 @@ class Env:
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
+
+    async def run_in_thread(
+        self, function: Callable[[], Result], limiter: anyio.CapacityLimiter | None = None
+    ) -> Result:
+        """The result of `function`, called in a worker thread. Scoped cancellation waits for it; native doesn't."""
+        return await anyio.to_thread.run_sync(function, limiter=limiter)
 
     def loop_clock(self) -> Callable[[], float]:
         """The clock that cancel scopes in the event loop running now go by; also good outside of a task."""

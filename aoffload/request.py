@@ -175,8 +175,7 @@ class Request:
         except OutOfBlocks as error:
             if not error.retryable:
                 raise
-        event = anyio.Event()
-        await self._wait_in_line(self._runtime.ledger.queue_allocation(holding, num_tokens, event.set), event)
+        await self._wait_in_line(self._runtime.ledger.queue_allocation(holding, num_tokens, self._wake))
 
     def extend_nowait(self, num_tokens: int) -> Extension:
         """Blocks for `num_tokens` in all; what was added to the block tables."""
@@ -191,13 +190,13 @@ class Request:
         except OutOfBlocks as error:
             if not error.retryable:
                 raise
-        event = anyio.Event()
-        return await self._wait_in_line(self._runtime.ledger.queue_extension(holding, num_tokens, event.set), event)
+        return await self._wait_in_line(self._runtime.ledger.queue_extension(holding, num_tokens, self._wake))
 
-    async def _wait_in_line(self, waiter: Waiter, event: anyio.Event) -> Extension:
+    async def _wait_in_line(self, waiter: Waiter) -> Extension:
         with self._in_line(waiter):
-            await self._wait(event)
-            self._live()
+            while not waiter.is_over:  # a grant may be taken back before its task has run
+                await self._wait(anyio.Event())
+                self._live()
             return self._runtime.ledger.accept(waiter)
 
     @contextmanager
@@ -241,7 +240,7 @@ class Request:
         self._runtime._commit(self._live(), num_computed_tokens, new_token_ids, after)
 
     def invalidate(self, from_token: int) -> None:
-        """Take back what a failed forward committed from `from_token` on. Who matched it meanwhile is aborted."""
+        """Take back what a failed forward committed from `from_token` on. Who may have read it meanwhile is aborted."""
         self._runtime._invalidate(self._live(), from_token)
 
 

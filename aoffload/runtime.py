@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
@@ -21,7 +22,15 @@ from .core.ledger import Ledger, LedgerStatistics
 from .core.lifecycle import RequestState
 from .core.matching import PrefixMatch
 from .env import Env
-from .errors import InvalidArgument, RequestAborted, RuntimeClosed, WrongProcess, WrongState, WrongThread
+from .errors import (
+    InvalidArgument,
+    RequestAborted,
+    RuntimeClosed,
+    TransferRefused,
+    WrongProcess,
+    WrongState,
+    WrongThread,
+)
 from .prefix import KeySpan, Prefix, Root, TokenIds
 from .request import Request, RequestOptions
 from .telemetry import Telemetry
@@ -107,12 +116,24 @@ class OffloadRuntime:
         self.worker.start()
         num_host_blocks = self.config.resolve_host_blocks(self.transport.block_bytes)
         self.transport.open(num_host_blocks, verify=self.config.verify, deliver=self.worker.deliver, env=self.env)
-        self._group = anyio.create_task_group()
-        await self._group.__aenter__()
-        self._group.start_soon(self.worker.run, name="aoffload copy worker")
+        try:
+            self._group = await self._start_worker()
+        except BaseException:
+            self._close_transport(0.0)
+            raise
         self._is_open = True
         self.telemetry.runtime_opened(self.transport.num_device_blocks - 1, num_host_blocks)
         return self
+
+    async def _start_worker(self) -> TaskGroup:
+        """The worker is under way when this returns: a task that was cancelled before its first step would take the
+        caller with it."""
+        async with AsyncExitStack() as stack:
+            group = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(self.worker.end)
+            await group.start(self.worker.run, name="aoffload copy worker")
+            stack.pop_all()
+        return group
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -127,17 +148,22 @@ class OffloadRuntime:
             # A launched copy can't be recalled, and its memory must outlive it: the one wait that is shielded.
             with anyio.CancelScope(shield=True, deadline=deadline):
                 await self.worker.wait_idle()
-                await anyio.to_thread.run_sync(self.transport.close, max(0.0, deadline - anyio.current_time()))
+                await self.env.run_in_thread(partial(self._close_transport, max(0.0, deadline - anyio.current_time())))
         finally:
-            try:
-                self.transport.close(0.0)
-            finally:
-                self.worker.drain()
-                self.worker.stop("the runtime was closed")
-                self.telemetry.runtime_closed(len(self.ledger.jobs.quarantined))
-                self.worker.end()
-                assert self._group is not None
-                await self._group.__aexit__(None, None, None)
+            self._close_transport(0.0)
+            self.worker.drain()
+            self.worker.stop("the runtime was closed")
+            self.telemetry.runtime_closed(len(self.ledger.jobs.quarantined))
+            self.worker.end()
+            assert self._group is not None
+            await self._group.__aexit__(None, None, None)
+
+    def _close_transport(self, timeout_s: float) -> None:
+        """A device that does not let go is no reason for an engine not to end."""
+        try:
+            self.transport.close(timeout_s)
+        except Exception as error:  # noqa: BLE001 - a driver error; what is in flight is quarantined
+            self.telemetry.transport_failed(error)
 
     def _close_requests(self) -> None:
         for request in tuple(self._requests.values()):
@@ -285,7 +311,7 @@ class OffloadRuntime:
                 self.worker.call_soon(held.close)
 
         try:
-            return await anyio.to_thread.run_sync(compute)
+            return await self.env.run_in_thread(compute)
         finally:
             if begun.acquire(blocking=False):
                 held.close()
@@ -295,14 +321,30 @@ class OffloadRuntime:
     def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> None:
         """Commit for several requests of one forward behind one fence. Who was aborted meanwhile is left out."""
         self._check_usable()
-        fence = self.transport.record_fence() if after is None else after
+        fence = self._fence() if after is None else after
         for one in computed:
             if one.request.state not in (RequestState.DONE, RequestState.ABORTED):
-                self._commit(one.request._live(), one.num_computed_tokens, one.new_token_ids, fence)
+                self._commit_behind(fence, one.request._live(), one.num_computed_tokens, one.new_token_ids)
 
     def _commit(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds, after: Fence | None) -> None:
-        fence = self.transport.record_fence() if after is None else after
-        self.worker.submit(self.ledger.commit(holding, num_computed_tokens, new_token_ids), fence)
+        self._commit_behind(self._fence() if after is None else after, holding, num_computed_tokens, new_token_ids)
+
+    def _commit_behind(
+        self, fence: Fence | None, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds
+    ) -> None:
+        plans = self.ledger.commit(holding, num_computed_tokens, new_token_ids)
+        if fence is None:
+            self.worker.refuse(plans)
+        else:
+            self.worker.submit(plans, fence)
+
+    def _fence(self) -> Fence | None:
+        """None: the device records none. What is committed can be used on the device, but not stored."""
+        try:
+            return self.transport.record_fence()
+        except TransferRefused as error:
+            self.telemetry.transport_failed(error)
+            return None
 
     def _invalidate(self, holding: Holding, from_token: int) -> None:
         for tainted in self.ledger.invalidate(holding, from_token):

@@ -120,6 +120,10 @@ class Telemetry:
         self.logger.warning("transport_recovered")
 
     @_harmless
+    def transport_failed(self, error: BaseException) -> None:
+        self.logger.error("transport_failed", error=repr(error))
+
+    @_harmless
     def worker_failed(self, error: BaseException) -> None:
         self.logger.error("worker_failed", error=repr(error))
 

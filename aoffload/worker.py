@@ -8,6 +8,8 @@ from typing import Any
 
 import anyio
 import attrs
+from anyio import TASK_STATUS_IGNORED
+from anyio.abc import TaskStatus
 
 from .config import OffloadConfig
 from .core.ledger import Ledger
@@ -77,11 +79,16 @@ class CopyWorker:
         """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
         for plan in plans:
             if not self.is_accepting or self._overdue:
-                self._tell(self.ledger.discard, plan.job_id)
+                self.refuse([plan])
                 continue
             queue = self._loads if plan.direction is Direction.LOAD else self._stores
             queue.append(QueuedJob(plan, after))
         self._dispatch()
+
+    def refuse(self, plans: Iterable[TransferPlan]) -> None:
+        """Give up jobs that were planned and never queued."""
+        for plan in plans:
+            self._tell(self.ledger.discard, plan.job_id)
 
     def _dispatch(self) -> None:
         for queue in (self._loads, self._stores):
@@ -200,9 +207,10 @@ class CopyWorker:
         else:
             self._wakeup.set()
 
-    async def run(self) -> None:
+    async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
         """Settle completions and watch deadlines until `end`. Whatever goes wrong here must not end the engine."""
         with self._scope:
+            task_status.started()
             try:
                 await self._work()
             except anyio.get_cancelled_exc_class() as error:

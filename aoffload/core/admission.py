@@ -105,10 +105,23 @@ class Admission:
         holding = waiter.holding
         if holding.waiter is not waiter:
             return
+        if holding.state is _S.LOADING:
+            raise WrongState(f"withdraw: {holding} has let go of everything and waits to begin again: release it")
         self.leave(waiter)
         if holding.state is _S.PINNED:
             self._pin_again(holding)
         self.pump()
+
+    def match_again(self, holding: Holding) -> None:
+        """What `holding` has matched, and not yet read, is gone. The caller pumps."""
+        self.pins.forget_match(holding)
+        waiter = holding.waiter
+        if waiter is None:
+            self.pins.pin(holding)
+        elif waiter.granted is not None:  # it was too little now
+            self.cache.give(Tier.DEVICE, waiter.granted)
+            waiter.granted = None
+            self.wait_for_allocation(waiter)
 
     def _pin_again(self, holding: Holding) -> None:
         self.pins.forget_match(holding)

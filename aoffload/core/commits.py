@@ -80,7 +80,8 @@ class Commits:
         """Take back what a failed forward committed: nothing from `from_token` on was ever right.
 
         Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
-        Returns the other holdings that matched it meanwhile; they have to be aborted.
+        Returns the other holdings that may have read it meanwhile; they have to be aborted. Who has only matched it is
+        matched again, and a grant that it has not accepted yet goes back into the line.
         """
         require(holding, "invalidate", _S.RUNNING)
         ready = holding.ready_stop * self.cache.layout.unit_tokens
@@ -88,8 +89,12 @@ class Commits:
             raise CommitError("from_token", f"must lie in [{ready}, {holding.num_computed_tokens}], got {from_token}")
         start = from_token // self.cache.layout.unit_tokens
         wrong = unpublish(self.cache, holding, start)  # after a reset too: its blocks are no less shared for that
-        tainted = self._taint(wrong, [other for other in readers if other is not holding])
+        others = [other for other in readers if other is not holding]
+        tainted = self._taint(wrong, [other for other in others if other.table])
         self.cache.withdraw_behind(wrong)
+        for other in others:
+            if not other.table and _leases_any(other, wrong):  # it has only matched: nothing was read yet
+                self.admission.match_again(other)
         step_back(self.cache, holding, start)
         holding.sequence.drop_after(from_token + 1)
         holding.num_computed_tokens = from_token
@@ -111,3 +116,7 @@ class Commits:
                     wrong |= unpublish(self.cache, other, min(read))
                     found = True
         return tuple(tainted)
+
+
+def _leases_any(holding: Holding, runs: set[Run]) -> bool:
+    return any(not runs.isdisjoint(lease.run.path()) for lease in holding.leases.values())

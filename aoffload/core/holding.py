@@ -63,6 +63,8 @@ class Holding:
     """Its place in the line for room, kept when it has to queue again."""
     hit_limit: int
     """Units that a match may cover, and what they must be a multiple of."""
+    ledger: object = attrs.field(kw_only=True)
+    """Who admitted it: no other ledger takes it."""
     hit_alignment: int
     state: RequestState = RequestState.QUEUED
     reason: str = ""

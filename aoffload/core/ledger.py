@@ -17,7 +17,7 @@ from ..config import MAX_BLOCKS, OffloadConfig
 from ..errors import ConfigError, DuplicateRequest, InvalidArgument, WrongState
 from ..prefix import Prefix, TokenIds
 from .admission import Admission
-from .arguments import check_int
+from .arguments import check_completion, check_int
 from .blocks import DevicePool, ExtentPool, FreeList
 from .cache import PrefixCache
 from .commits import Commits
@@ -127,7 +127,7 @@ class Ledger:
         if name in self.holdings:
             raise DuplicateRequest("request_id", f"a live request is called {name!r}")
         self._num_admitted += 1
-        holding = Holding(name, TokenSequence(prefix, unit), self.cache.epoch, ticket, limit, alignment)
+        holding = Holding(name, TokenSequence(prefix, unit), self.cache.epoch, ticket, limit, alignment, ledger=self)
         self.holdings[name] = holding
         self._pins.pin(holding)
         self._moves.request(holding, _S.MATCHED)
@@ -143,28 +143,30 @@ class Ledger:
 
     def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
         """Room for `num_tokens` (the prompt's, if None), all or nothing; `OutOfBlocks` changes nothing."""
-        self.admission.allocate_nowait(holding, num_tokens)
+        self.admission.allocate_nowait(self._own(holding), num_tokens)
 
     def queue_allocation(
         self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
         """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it."""
-        return self.admission.queue_allocation(holding, num_tokens, wake)
+        return self.admission.queue_allocation(self._own(holding), num_tokens, wake)
 
     def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
         """Room for `num_tokens` in all; `OutOfBlocks` changes nothing."""
-        return self.admission.extend_nowait(holding, num_tokens)
+        return self.admission.extend_nowait(self._own(holding), num_tokens)
 
     def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
         """Join the line for more room, before everybody who has none yet."""
-        return self.admission.queue_extension(holding, num_tokens, wake)
+        return self.admission.queue_extension(self._own(holding), num_tokens, wake)
 
     def accept(self, waiter: Waiter) -> Extension:
         """Take what `waiter` was granted, or raise what it failed with."""
+        self._own(waiter.holding)
         return self.admission.accept(waiter)
 
     def withdraw(self, waiter: Waiter) -> None:
         """Stop waiting: an unused grant goes back, and whoever waits behind gets its chance."""
+        self._own(waiter.holding)
         self.admission.withdraw(waiter)
 
     # -- loading --------------------------------------------------------------------------------------------------
@@ -177,11 +179,11 @@ class Ledger:
         RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or when room
         was granted after it had to let go of everything (`holding.waiter`: accept it and plan again).
         """
-        return self._loads.plan(holding, max_tokens, wake)
+        return self._loads.plan(self._own(holding), max_tokens, wake)
 
     def abandon_load(self, holding: Holding) -> None:
         """Stop waiting for a load: what has landed counts, the rest is computed. Launched copies go on."""
-        require(holding, "abandon_load", _S.LOADING)
+        require(self._own(holding), "abandon_load", _S.LOADING)
         if holding.load is not None:
             self._settled(self._loads.abandon(holding), also=holding)
 
@@ -189,16 +191,17 @@ class Ledger:
 
     def launch(self, job_id: int) -> bool:
         """Whether the job is still wanted. From here on it cannot be recalled."""
-        job = self.jobs.unsettled.get(job_id)
+        job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         return job is not None and self.jobs.launch(job)
 
     def settle(self, completion: Completion) -> None:
         """Take in what became of a launched job: publish, drop its leases, serve the line, wake. In this order."""
+        check_completion(completion)
         self._settled(self.jobs.settle(completion))
 
     def discard(self, job_id: int) -> None:
         """Give up a job that was never launched; who waits for it computes instead."""
-        job = self.jobs.unsettled.get(job_id)
+        job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         if job is not None:
             self._settled(self.jobs.discard(job))
 
@@ -217,7 +220,7 @@ class Ledger:
         self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
-        return self._commits.commit(holding, num_computed_tokens, new_token_ids)
+        return self._commits.commit(self._own(holding), num_computed_tokens, new_token_ids)
 
     def invalidate(self, holding: Holding, from_token: int) -> tuple[Holding, ...]:
         """Take back what a failed forward committed: nothing from `from_token` on was ever right.
@@ -225,6 +228,7 @@ class Ledger:
         Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
         Returns the other holdings that matched it meanwhile; they have to be aborted.
         """
+        self._own(holding)
         # Who is over but still computes in a step has read them, too; it is only no longer there to be aborted.
         readers = (*self.holdings.values(), *self._closing)
         tainted = self._commits.invalidate(holding, from_token, readers)
@@ -235,7 +239,7 @@ class Ledger:
         """Hold the blocks of `holdings` while a forward touches them, whatever becomes of their requests."""
         held = tuple(holdings)
         for holding in held:
-            require(holding, "step", _S.ALLOCATED, _S.RUNNING)
+            require(self._own(holding), "step", _S.ALLOCATED, _S.RUNNING)
         for holding in held:
             holding.num_steps += 1
         try:
@@ -253,7 +257,7 @@ class Ledger:
 
         Synchronous and complete. Only blocks that a step or a job still touches stay theirs. Returns stores to launch.
         """
-        if holding.is_over:
+        if self._own(holding).is_over:
             raise WrongState(f"release: {holding} is {holding.state.name} already")
         plans: tuple[TransferPlan, ...] = ()
         done = holding.state is _S.RUNNING and holding.has_committed and reason == "closed_early"
@@ -293,6 +297,12 @@ class Ledger:
     def block_ids(self, holding: Holding) -> list[list[int]]:
         """The block table, one list per group."""
         return self.layout.split_ids(holding.table)
+
+    def _own(self, holding: Holding) -> Holding:
+        """Refuse what another ledger has handed out: its blocks are not ours."""
+        if not isinstance(holding, Holding) or holding.ledger is not self:
+            raise InvalidArgument("holding", f"was not admitted by this ledger: {holding!r:.80}")
+        return holding
 
     def _others_hold_room(self) -> bool:
         if self.jobs.unsettled or self._closing:

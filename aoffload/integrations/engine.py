@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 import attrs
 import numpy as np
 import torch
@@ -248,7 +247,7 @@ class PagedEngine:
         # A client may leave at any time; its blocks stay until the thread is through with them.
         with self.runtime.step([sequence.request for sequence in step.sequences]):
             try:
-                await anyio.to_thread.run_sync(forward.run, limiter=self._worker)
+                await self._env.run_in_thread(forward.run, self._worker)
             finally:
                 forward.finish()
         self._num_steps += 1

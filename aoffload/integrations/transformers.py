@@ -93,6 +93,8 @@ class TransformersModel:
         if info["missing_keys"]:
             # Transformers would draw them at random and only warn.
             raise ConfigError("model", f"{directory!r} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}…")
+        for weights in model.parameters():
+            weights.data = weights.data.clone()  # mapped from a file, they lie unaligned, and kernels round otherwise
         return cls(model.to(device))
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:

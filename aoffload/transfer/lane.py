@@ -193,12 +193,15 @@ class CopyLane:
         return now_s - began_s
 
     def _verify(self, plan: TransferPlan, num_copied: int) -> tuple[int, ...]:
-        """Indices of loaded blocks that differ from what was stored; stored ones are remembered as they landed."""
+        """Indices of loaded blocks that differ from what was stored; stored ones are remembered as compute left them.
+
+        At their source, which the job still leases: a copy that was not over yet when its fence passed is noticed then.
+        """
         if self._checksums is None:
             return ()
         if self.direction is Direction.STORE:
-            for host_id in plan.destination_ids[:num_copied]:
-                self._checksums.record(host_id, self._backend.host_block(host_id))
+            for block_id, host_id in zip(plan.source_ids[:num_copied], plan.destination_ids, strict=False):
+                self._checksums.record(host_id, self._backend.device_block(block_id))
             return ()
         pairs = zip(plan.source_ids[:num_copied], plan.destination_ids, strict=False)
         # Read back from the device, where the compute reads: so a block at the wrong place is noticed, too.

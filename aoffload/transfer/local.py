@@ -55,18 +55,17 @@ class LocalTransport:
             self._lanes[direction] = CopyLane(direction, self.backend, checksums, deliver, env)
 
     def record_fence(self) -> Fence:
-        return self.backend.record_fence()
+        try:
+            return self.backend.record_fence()
+        except Exception as error:  # whatever the driver says: nothing was started
+            raise TransferRefused(f"no fence could be recorded: {error!r}") from error
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         """Hand the plan to its thread. `TransferRefused` for ids that are no blocks, and after closing."""
         if not self._lanes:
             raise TransferRefused("the transport is not open")
         self._check(plan)
-        try:
-            before = self._fences(plan.direction, after)
-        except Exception as error:  # the device cannot even record an event: nothing was started
-            raise TransferRefused(f"no fence could be recorded: {error!r}") from error
-        self._lanes[plan.direction].launch(plan, before)
+        self._lanes[plan.direction].launch(plan, self._fences(plan.direction, after))
 
     def close(self, timeout_s: float) -> bool:
         """Refuse what comes, wait for what was launched. A copy that hangs keeps the memory of both sides."""

@@ -54,7 +54,7 @@ class Transport(Protocol):
         ...
 
     def record_fence(self) -> Fence:
-        """A fence behind all compute that the caller's stream was given so far."""
+        """A fence behind all compute that the caller's stream was given so far. `TransferRefused`: none can be had."""
         ...
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+import structlog
 from serving import (
     ASYNCIO,
     BACKENDS,
@@ -28,7 +29,9 @@ from serving import (
 
 from aoffload import Completion, IntegrityError, OffloadRuntime, Outcome, OutOfBlocks, RequestState, RuntimeClosed
 from aoffload.core.plan import Direction
+from aoffload.errors import TransferRefused
 from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
+from aoffload.transfer.fence import PASSED, Fence
 
 pytestmark = pytest.mark.anyio
 
@@ -821,16 +824,35 @@ async def test_an_error_in_the_block_passes_through() -> None:
 
 
 async def test_a_transport_that_fails_to_close() -> None:
-    """Whatever closing the transport raises is heard, and the runtime's own task has ended all the same."""
-    transport = ScriptedTransport(17, auto=True)
+    """Whatever closing the transport raises is told, and the engine ends all the same."""
+    transport, log = ScriptedTransport(17, auto=True), structlog.testing.CapturingLogger()
 
     def broken(_: float) -> bool:
         raise OSError("device lost")
 
     transport.close = broken  # type: ignore[method-assign]
-    runtime = OffloadRuntime(config(), transport=transport)
+    runtime = OffloadRuntime(config(), transport=transport, logger=structlog.wrap_logger(log, processors=[]))
     with anyio.fail_after(GUARD_S):
-        with pytest.raises(OSError, match="device lost"):
-            async with runtime:
-                await Engine(runtime, TagBlocks(transport)).serve(A)
+        async with runtime:
+            await Engine(runtime, TagBlocks(transport)).serve(A)
+    assert "OSError('device lost')" in [call.kwargs.get("error") for call in log.calls]
     runtime.check_integrity()
+
+
+async def test_what_is_committed_without_a_fence_is_not_stored() -> None:
+    """A device that records no fence makes no store; the commit counts, and the next one stores both."""
+    async with scripted() as (engine, transport):
+        refuses = True
+
+        def record_fence() -> Fence:
+            if refuses:
+                raise TransferRefused("no fence")
+            return PASSED
+
+        transport.record_fence = record_fence  # type: ignore[method-assign]
+        await engine.serve(A)
+        assert engine.runtime.lookup(A).num_device_tokens and not engine.runtime.statistics().host.num_cached
+        refuses = False
+        await engine.serve(A)
+        await engine.runtime.flush()
+        assert engine.runtime.statistics().host.num_cached

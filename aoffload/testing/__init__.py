@@ -1,0 +1,56 @@
+"""A machine that explores schedules: the whole runtime under a seeded scheduler, with virtual time and faults.
+
+Made for this package's own proof, and for whoever embeds the runtime: write a scenario, `simulate` it, replay it.
+"""
+
+from __future__ import annotations
+
+from .choosers import Chooser, Exactly, Option, PriorityChooser, RandomChooser
+from .clients import Client
+from .engine import SPOILED, Ask, ForwardFailed, SimulatedEngine
+from .env import SimulatedEnv
+from .explore import Tally, cancel_sweep, exhaust, explain, fault_sweep, replay, shrink
+from .faults import FAULTS, Fault, FaultKind
+from .injection import HOWS, Cancel
+from .memory import Memory, Tags
+from .scheduler import Decision, Scheduler
+from .simulation import Plan, Result, Scenario, Simulation, simulate
+from .transport import SimulatedTransport
+from .violations import Violation
+
+__all__ = [
+    "FAULTS",
+    "HOWS",
+    "SPOILED",
+    "Ask",
+    "Cancel",
+    "Chooser",
+    "Client",
+    "Decision",
+    "Exactly",
+    "Fault",
+    "FaultKind",
+    "ForwardFailed",
+    "Memory",
+    "Option",
+    "Plan",
+    "PriorityChooser",
+    "RandomChooser",
+    "Result",
+    "Scenario",
+    "Scheduler",
+    "SimulatedEngine",
+    "SimulatedEnv",
+    "SimulatedTransport",
+    "Simulation",
+    "Tags",
+    "Tally",
+    "Violation",
+    "cancel_sweep",
+    "exhaust",
+    "explain",
+    "fault_sweep",
+    "replay",
+    "shrink",
+    "simulate",
+]

@@ -1,0 +1,97 @@
+"""Choosers: who goes next. A run is a function of its seed and of what a chooser answered."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import attrs
+
+from ..errors import InvalidArgument
+
+__all__ = ["Chooser", "Exactly", "Option", "PriorityChooser", "RandomChooser", "chooser_of"]
+
+
+@attrs.frozen
+class Option:
+    """One thing that can happen next: a step of a task, of a copy, of a thread."""
+
+    actor: int
+    """Number of who would take the step, counted from its creation."""
+    name: str
+    since: int
+    """The step at which it became ready."""
+    run: object
+
+
+class Chooser(Protocol):
+    def choose(self, step: int, options: Sequence[Option]) -> int:
+        """The index of one of `options`. They come oldest first, so 0 is what a fair loop would do."""
+        ...
+
+
+class RandomChooser:
+    """Every option is as likely as any other."""
+
+    def __init__(self, seed: int | str) -> None:
+        self._random = random.Random(f"random {seed}")
+
+    def choose(self, step: int, options: Sequence[Option]) -> int:
+        return self._random.randrange(len(options))
+
+
+class PriorityChooser:
+    """Probabilistic concurrency testing (Burckhardt et al., ASPLOS 2010): the actor of the highest priority runs, and
+    at `depth - 1` steps drawn from the first `num_steps` the one that would run falls behind all others.
+
+    A bug that takes `depth` ordering constraints among n actors is met with a probability of at least
+    1 / (n * num_steps ** (depth - 1)) per run, whatever the program does.
+    """
+
+    def __init__(self, seed: int | str, depth: int, num_steps: int = 150) -> None:
+        self._random = random.Random(f"pct {depth} {seed}")
+        self._priorities: dict[int, float] = {}
+        self._falls = {self._random.randrange(num_steps): -float(place + 1) for place in range(depth - 1)}
+
+    def choose(self, step: int, options: Sequence[Option]) -> int:
+        for option in options:
+            if option.actor not in self._priorities:
+                self._priorities[option.actor] = self._random.random()
+        best = self._best(options)
+        if step in self._falls:
+            self._priorities[options[best].actor] = self._falls.pop(step)
+            best = self._best(options)
+        return best
+
+    def _best(self, options: Sequence[Option]) -> int:
+        return max(range(len(options)), key=lambda index: self._priorities[options[index].actor])
+
+
+class Exactly:
+    """The first option, but for the steps that are listed: what a run shrinks to, and how it is replayed."""
+
+    def __init__(self, decisions: Mapping[int, int]) -> None:
+        self.decisions = dict(decisions)
+
+    def choose(self, step: int, options: Sequence[Option]) -> int:
+        return min(self.decisions.get(step, 0), len(options) - 1)
+
+    def __str__(self) -> str:
+        return "exactly:" + ",".join(f"{step}={index}" for step, index in sorted(self.decisions.items()))
+
+
+def chooser_of(text: str, seed: int | str) -> Chooser:
+    """The chooser that `text` names: `random`, `pct:DEPTH` or `exactly:STEP=INDEX,...`."""
+    kind, _, detail = text.partition(":")
+    try:
+        if kind == "random" and not detail:
+            return RandomChooser(seed)
+        if kind == "pct":
+            return PriorityChooser(seed, int(detail))
+        if kind == "exactly":
+            pairs = (pair.split("=") for pair in detail.split(",") if pair)
+            return Exactly({int(step): int(index) for step, index in pairs})
+    except ValueError:
+        pass
+    raise InvalidArgument("chooser", f"must be random, pct:DEPTH or exactly:STEP=INDEX,..., got {text!r}")

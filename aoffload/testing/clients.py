@@ -1,0 +1,191 @@
+"""Clients: tasks whose end is known, whoever ends them; and the log that tells what happened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import attrs
+import trio
+
+from ..core.lifecycle import RequestState
+from ..errors import InvalidArgument, OutOfBlocks, RequestAborted, RuntimeClosed
+from ..request import Request
+from .engine import Ask, ForwardFailed, SimulatedEngine
+from .faults import Faults
+from .scheduler import Scheduler
+from .violations import Violation
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+
+__all__ = ["Client", "Log"]
+
+FAILURES = {"worker_failed"}
+TIMEOUTS = {"transport_stalled"}
+
+
+@attrs.define(eq=False)
+class Client:
+    """One task of a scenario. `outcome`: D done, R done but a hit had to be computed, A aborted, X rejected."""
+
+    name: str
+    function: Callable[[Client], Awaitable[None]]
+    simulation: Simulation
+    task: asyncio.Task[None] | None = None
+    outcome: str = ""
+    error: BaseException | None = None
+    request: Request | None = None
+    was_injected: bool = False
+    may_abort: tuple[str, ...] = ()
+    """Reasons for which its requests may be aborted, besides injections."""
+    is_running: bool = False
+    _scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
+    _outer: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
+    _over: anyio.Event = attrs.field(factory=anyio.Event)
+    _coroutine: Any = None
+
+    @property
+    def num_suspensions(self) -> int:
+        return self.simulation.scheduler.steps_of[self.name]
+
+    async def serve(self, engine: SimulatedEngine, ask: Ask) -> None:
+        """Serve one request, and remember how it ended."""
+        self.simulation.asks.append(ask)
+
+        def watch(request: Request) -> None:
+            self.request = request
+
+        await engine.serve(self.name, ask, watch)
+        self.ended()
+
+    def ended(self) -> None:
+        """The block of its request was left without an exception."""
+        request = self.request
+        if request is None or request.state is RequestState.DONE:
+            self.outcome = "D"
+            if any(self.name in engine.recomputed for engine in self.simulation.engines):
+                self.outcome = "R"
+            for engine in self.simulation.engines:
+                # Who ended before the failure was known can't be helped any more.
+                if self.name in engine.misled and engine.num_invalidations:
+                    raise Violation("wrong bytes", f"{self.name} was served what a failed forward had written")
+        elif request.state is RequestState.ABORTED:
+            self.outcome = "A"
+
+    async def run(self) -> None:
+        """What the task runs. Nothing leaves it."""
+        self._coroutine = _current_coroutine()
+        self.is_running = True
+        try:
+            with self._outer, self._scope:
+                await self.function(self)
+                self.outcome = self.outcome or "D"
+        except BaseException as error:  # noqa: BLE001 - judged by `check`; a violation ends the run
+            self.error = error
+            self.outcome = "X" if isinstance(error, (InvalidArgument, OutOfBlocks, RuntimeClosed)) else "A"
+            if isinstance(error, Violation):
+                self.simulation.violations.append(error)
+        finally:
+            self.outcome = self.outcome or "A"
+            self.is_running = False
+            self._over.set()
+
+    async def wait_over(self) -> None:
+        await self._over.wait()
+
+    def coroutines(self) -> Iterator[Any]:
+        """Its own, and those of tasks that work for it alone (`OffloadRuntime.run`)."""
+        yield self._coroutine
+        for task in self._children():
+            yield task.get_coro()
+
+    def _children(self) -> list[asyncio.Task[Any]]:
+        if self.simulation.plan.backend != "asyncio":
+            return []
+        found = asyncio.all_tasks(asyncio.get_running_loop())
+        return [task for task in found if task.get_name() == f"aoffload {self.name}"]
+
+    def cancel(self, kind: str) -> bool:
+        """Whether there was something to cancel in that way."""
+        if kind == "request":
+            if self.request is None or self.request.state in (RequestState.DONE, RequestState.ABORTED):
+                return False
+            self.request.cancel("injected")
+        elif kind == "scope":
+            self._scope.cancel()
+        elif self.task is not None:
+            self.task.cancel()
+        else:
+            self._outer.cancel()
+        self.was_injected = True
+        return True
+
+    def check(self) -> None:
+        """Whoever was not meant to be aborted is done."""
+        if self.was_injected or self.outcome in ("D", "R") or self._is_explained():
+            return
+        reason = self.request.reason if self.request is not None else ""
+        raise Violation("somebody was harmed", f"{self.name} ended {self.outcome} ({reason or self.error!r})")
+
+    def _is_explained(self) -> bool:
+        """Whether an abort or a rejection follows from what was asked for, or from what was injected elsewhere."""
+        faults, error = self.simulation.faults, self.error
+        if error is None:
+            return self.request is not None and self.request.reason in self.may_abort
+        if isinstance(error, OutOfBlocks):
+            return error.retryable or faults.may_take_room
+        if isinstance(error, ForwardFailed):
+            return bool(faults.fired["compute"])
+        was_closed = self.simulation.clients[0].was_injected or "runtime_closed" in self.may_abort
+        return was_closed and isinstance(error, (RuntimeClosed, RequestAborted))
+
+
+def _current_coroutine() -> Any:
+    try:
+        return trio.lowlevel.current_task().coro
+    except RuntimeError:
+        task = asyncio.current_task()
+        assert task is not None
+        return task.get_coro()
+
+
+class Log:
+    """A logger that counts. With `keep_lines` it remembers what was said, too."""
+
+    def __init__(self, scheduler: Scheduler, faults: Faults, keep_lines: bool = False) -> None:
+        self.counts: Counter[str] = Counter()
+        self.lines: list[str] = []
+        self.failures: list[str] = []
+        self._scheduler = scheduler
+        self._faults = faults
+        self._keep_lines = keep_lines
+        self._num_timeouts = 0
+
+    def bind(self, **values: Any) -> Log:
+        return self
+
+    def debug(self, event: str, **values: Any) -> None:
+        self._take(event, values)
+
+    info = warning = error = debug
+
+    def _take(self, event: str, values: dict[str, Any]) -> None:
+        self.counts[event] += 1
+        if event in FAILURES and not self._faults.fired["worker"]:
+            self.failures.append(f"{event}: {values.get('error')}")
+        if event in TIMEOUTS:
+            self._num_timeouts += 1
+        if self._keep_lines:
+            about = " ".join(f"{name}={value}" for name, value in values.items())
+            self.lines.append(f"{self._scheduler.step:5d}  t={self._scheduler.now:<10.4f} {event} {about}")
+        if self._faults.fire("log"):
+            raise OSError("no space left on the disk of the log")
+
+    def take_timeouts(self) -> int:
+        """Timeouts since it was asked last."""
+        number, self._num_timeouts = self._num_timeouts, 0
+        return number

@@ -1,0 +1,245 @@
+"""An engine without a model: it writes a tag for every block it computes, and checks every block it doesn't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
+
+import anyio
+import attrs
+
+from ..request import Request
+from ..runtime import OffloadRuntime
+from .memory import Memory, Tags
+from .transport import SimulatedTransport
+from .violations import Violation
+
+if TYPE_CHECKING:
+    from .env import SimulatedEnv
+
+__all__ = ["SPOILED", "Ask", "ForwardFailed", "SimulatedEngine"]
+
+SPOILED = -2
+"""What a failed forward leaves behind."""
+Style = Literal["inline", "step", "thread", "stream"]
+
+
+class ForwardFailed(Exception):  # noqa: N818 - what happened
+    """What an engine hears from a device whose kernel failed."""
+
+
+@attrs.frozen(kw_only=True)
+class Ask:
+    """What one client wants, and how its engine goes about it."""
+
+    tokens: tuple[int, ...]
+    salt: str | None = None
+    adapter: str | None = None
+    num_new_tokens: int = 0
+    slice_tokens: int = 1_000_000
+    """The prompt is computed, and committed, that much at a time."""
+    style: Style = "inline"
+    """Where the forward runs: in the loop's thread, in a worker thread inside of a step, in a thread that owns its step
+    (`run_step`), or later, on the device's stream."""
+    max_load_tokens: int | None = None
+    max_hit_tokens: int | None = None
+    hit_alignment: int = 1
+    deadline_s: float | None = None
+    waits: bool = True
+    """Whether it waits for its load or polls it with `load_nowait` and `wait`."""
+
+
+@attrs.define(eq=False)
+class SimulatedEngine:
+    """Serves `Ask`s on one runtime. A wrong byte is a `Violation`, wherever it is read."""
+
+    runtime: OffloadRuntime
+    transport: SimulatedTransport
+    env: SimulatedEnv
+    tags: Tags = attrs.field(factory=Tags)
+    committed: set[object] = attrs.field(factory=set)
+    """Identities of whole blocks that may be cached: what was ever committed since the last reset."""
+    num_resets: int = 0
+    num_invalidations: int = 0
+    num_blocks_checked: int = 0
+    recomputed: set[str] = attrs.field(factory=set)
+    """Requests that found less ready after their load than they had matched."""
+    misled: set[str] = attrs.field(factory=set)
+    """Requests that have read a failed forward's bytes, and so write no better ones."""
+    _born: WeakKeyDictionary[Request, int] = attrs.field(factory=WeakKeyDictionary)
+    """How many resets there were when each request was entered."""
+
+    @property
+    def device(self) -> Memory:
+        return self.transport.device
+
+    def identity(self, ask: Ask, group: int, tokens: tuple[int, ...]) -> object:
+        """What the KV of a block is a function of."""
+        return (ask.salt, ask.adapter, group, tokens)
+
+    # -- a request's life -----------------------------------------------------------------------------------------
+
+    async def serve(self, name: str, ask: Ask, watch: Callable[[Request], None] = lambda request: None) -> None:
+        """One request, from its match to its last token. `watch` sees it as soon as it is entered."""
+        async with self.open(name, ask) as request:
+            watch(request)
+            await self.run(request, ask)
+
+    def open(self, name: str, ask: Ask) -> Request:
+        """A request to be entered at once."""
+        request = self.runtime.request(
+            ask.tokens, name, cache_salt=ask.salt, adapter_key=ask.adapter, deadline_s=ask.deadline_s,
+            max_hit_tokens=ask.max_hit_tokens, hit_alignment=ask.hit_alignment,
+        )  # fmt: skip
+        self._born[request] = self.num_resets
+        return request
+
+    async def run(self, request: Request, ask: Ask) -> None:
+        """Room, load, prompt, new tokens."""
+        born = self._born.setdefault(request, self.num_resets)
+        self.check_match(request, ask)
+        await request.allocate()
+        if born == self.num_resets:
+            self.check_match(request, ask)  # it may have been matched again
+        if ask.waits:
+            num_ready = await request.load(ask.max_load_tokens)
+        else:
+            pending = request.load_nowait(ask.max_load_tokens)
+            await anyio.lowlevel.checkpoint()
+            num_ready = await pending.wait()
+        self.check_ready(request, ask, num_ready)
+        if ask.max_load_tokens is None and num_ready < request.match.num_tokens:
+            self.recomputed.add(request.request_id)
+        await self.prefill(request, ask, num_ready)
+        await self.decode(request, ask)
+
+    async def prefill(self, request: Request, ask: Ask, num_ready: int) -> None:
+        start, stop = num_ready, len(ask.tokens)
+        while start < stop:
+            end = min(stop, start + ask.slice_tokens)
+            await self.forward(request, ask, ask.tokens, start, end)
+            self.commit(request, ask, ask.tokens, end)
+            start = end
+
+    async def decode(self, request: Request, ask: Ask) -> None:
+        tokens = ask.tokens
+        for number in range(ask.num_new_tokens):
+            sampled = 1000 + number
+            tokens = (*tokens, sampled)
+            await request.extend(len(tokens))
+            await self.forward(request, ask, tokens, len(tokens) - 1, len(tokens))
+            self.commit(request, ask, tokens, len(tokens), (sampled,))
+
+    def commit(self, request: Request, ask: Ask, tokens: tuple[int, ...], stop: int, new: tuple[int, ...] = ()) -> None:
+        request.commit(stop, new)
+        self.note_commit(request, ask, tokens, stop)
+
+    def note_commit(self, request: Request, ask: Ask, tokens: tuple[int, ...], stop: int) -> None:
+        """From now on, whole blocks of `tokens[:stop]` may hit."""
+        if self._born[request] != self.num_resets:
+            return  # of another epoch: it publishes nothing
+        for group, config in enumerate(self.runtime.config.groups):
+            for end in range(config.block_size, stop + 1, config.block_size):
+                self.committed.add(self.identity(ask, group, tokens[:end]))
+
+    def forget_everything(self) -> None:
+        """What was committed may not be cached any more."""
+        self.num_resets += 1
+        self.committed.clear()
+
+    # -- forwards -------------------------------------------------------------------------------------------------
+
+    async def forward(self, request: Request, ask: Ask, tokens: tuple[int, ...], start: int, stop: int) -> None:
+        """Compute tokens `[start, stop)`, again if the device fails."""
+        for _ in range(3):
+            try:
+                await self._forward(request, ask, tokens, start, stop)
+                return
+            except ForwardFailed:
+                continue
+        raise ForwardFailed("three times")
+
+    async def _forward(self, request: Request, ask: Ask, tokens: tuple[int, ...], start: int, stop: int) -> None:
+        table, name = request.block_ids, request.request_id
+        touched = self._touched(table, start, stop)
+        if ask.style == "stream":
+            assert self.transport.stream is not None, "this device computes at once"
+            with self.runtime.step([request]):
+                self.transport.stream.submit(
+                    f"forward {name}", lambda: self._compute(request, ask, table, tokens, start, stop)
+                )
+            await anyio.lowlevel.checkpoint()
+            return
+
+        def compute() -> None:
+            for block_id, generation in touched:
+                self.device.check_owner(f"the forward of {name}", block_id, generation)
+            if self.transport.faults.fire("compute"):
+                raise ForwardFailed("the kernel failed")
+            self._compute(request, ask, table, tokens, start, stop)
+
+        if ask.style == "inline":
+            with self.runtime.step([request]):
+                compute()
+        elif ask.style == "step":
+            with self.runtime.step([request]):
+                await self.env.run_in_thread(compute)
+        else:
+            await self.runtime.run_step([request], compute)
+
+    def _touched(self, table: list[list[int]], start: int, stop: int) -> list[tuple[int, int]]:
+        """The blocks that tokens `[start, stop)` are written to, with their generation now."""
+        found: list[tuple[int, int]] = []
+        for group, config in enumerate(self.runtime.config.groups):
+            for block_id in table[group][start // config.block_size : -(-stop // config.block_size)]:
+                found.append((block_id, self.device.generation[block_id]))
+        return found
+
+    def _compute(
+        self, request: Request, ask: Ask, table: list[list[int]], tokens: tuple[int, ...], start: int, stop: int
+    ) -> None:
+        """Attention reads everything before `start`; then `[start, stop)` is written."""
+        self.check_blocks(request, ask, table, tokens, start)
+        for group, config in enumerate(self.runtime.config.groups):
+            size = config.block_size
+            for index in range(start // size, -(-stop // size)):
+                end = min(stop, (index + 1) * size)
+                right = self.tags.of(self.identity(ask, group, tokens[:end]))
+                self.device.content[table[group][index]] = SPOILED if request.request_id in self.misled else right
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def check_blocks(
+        self, request: Request, ask: Ask, table: list[list[int]], tokens: tuple[int, ...], stop: int
+    ) -> None:
+        """Every block up to `stop` holds the KV of exactly these tokens."""
+        for group, config in enumerate(self.runtime.config.groups):
+            size = config.block_size
+            for index in range(-(-stop // size)):
+                expected = self.tags.of(self.identity(ask, group, tokens[: min(stop, (index + 1) * size)]))
+                found = self.device.content[table[group][index]]
+                self.num_blocks_checked += 1
+                if found != expected and (found == SPOILED or request._cancel_reason == "prefix_invalidated"):
+                    self.misled.add(request.request_id)  # it reads what a failed forward wrote: it has to hear of that
+                elif found != expected:
+                    where = f"block {index} of group {group} (id {table[group][index]})"
+                    about = f"{self.tags.name(found)} instead of {self.tags.name(expected)}"
+                    raise Violation("wrong bytes", f"{where} holds {about}")
+
+    def check_ready(self, request: Request, ask: Ask, num_ready: int) -> None:
+        """A load never claims more than was matched, nor the last token; and what it claims is there."""
+        if num_ready > request.match.num_tokens or num_ready >= len(ask.tokens):
+            raise Violation("hit cap", f"{num_ready} of {len(ask.tokens)} ready after a match of {request.match}")
+        if ask.style != "stream":
+            self.check_blocks(request, ask, request.block_ids, ask.tokens, num_ready)
+
+    def check_match(self, request: Request, ask: Ask) -> None:
+        """Nothing hits that was never committed under the same root since the last reset; never the last token."""
+        found = request.match.num_tokens
+        if found >= len(ask.tokens):
+            raise Violation("hit cap", f"{found} of {len(ask.tokens)} tokens hit: there is nothing left to compute")
+        for group, config in enumerate(self.runtime.config.groups):
+            for end in range(config.block_size, found + 1, config.block_size):
+                if self.identity(ask, group, ask.tokens[:end]) not in self.committed:
+                    raise Violation("may not hit", f"{request.request_id} hit {found} tokens, {end} were never cached")

@@ -1,0 +1,59 @@
+"""The seam to the world, simulated: threads and wake-ups are actors of the scheduler, and its clock is the clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TypeVar
+
+import anyio
+import attrs
+
+from ..env import Env
+from .scheduler import Scheduler
+
+__all__ = ["SimulatedEnv"]
+
+Result = TypeVar("Result")
+
+
+@attrs.define(eq=False)
+class SimulatedEnv(Env):
+    scheduler: Scheduler = attrs.field(kw_only=True)
+    delays: random.Random = attrs.field(kw_only=True)
+
+    def now(self) -> float:
+        return self.scheduler.now
+
+    def loop_clock(self) -> Callable[[], float]:
+        return self.now
+
+    def loop_waker(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Each wake-up is a step of its own, as late as the chooser likes."""
+        return lambda: self.scheduler.act("wake-up", callback)
+
+    async def run_in_thread(
+        self, function: Callable[[], Result], limiter: anyio.CapacityLimiter | None = None
+    ) -> Result:
+        """As in a worker thread: `function` runs at a step of its own, and its result arrives at another one.
+
+        Scoped cancellation waits for the thread; native cancellation leaves it running.
+        """
+        await anyio.lowlevel.checkpoint()
+        over = anyio.Event()
+        results: list[Result] = []
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                results.append(function())
+            except Exception as error:  # noqa: BLE001 - raised again in the task that waits
+                errors.append(error)
+            self.scheduler.act("thread ends", over.set)
+
+        self.scheduler.act("thread works", work, self.delays.choice((0.0, 0.0, 0.001, 0.01)))
+        with anyio.CancelScope(shield=True):
+            await over.wait()
+        if errors:
+            raise errors[0]
+        return results[0]

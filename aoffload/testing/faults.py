@@ -1,0 +1,103 @@
+"""Faults: which can be injected, at which opportunity, and what may become of a request that meets one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import attrs
+
+from ..errors import InvalidArgument
+
+__all__ = ["FAULTS", "Fault", "FaultKind", "Faults"]
+
+
+@attrs.frozen
+class FaultKind:
+    """One row of the fault list."""
+
+    name: str
+    about: str
+    needs_verify: bool = False
+    """Only checksums can notice it, so it is injected only into a runtime that has them."""
+    may_time_out: bool = False
+    """A timeout is the only way out."""
+    may_take_room: bool = False
+    """Blocks may end in quarantine, so a request may no longer fit."""
+
+
+_KINDS = (
+    FaultKind("refuse", "the transport refuses a launch"),
+    FaultKind("raise", "a launch raises, and nobody knows whether the copy was started", may_take_room=True),
+    FaultKind("fail", "a copy breaks off half-way"),
+    FaultKind("hang", "a copy never ends", may_time_out=True, may_take_room=True),
+    FaultKind("stuck_fence", "the fence that a copy waits for never passes", may_time_out=True, may_take_room=True),
+    FaultKind("lose", "a copy ends unproven; the proof comes late", may_take_room=True),
+    FaultKind("vanish", "a copy ends unproven; no proof ever comes", may_take_room=True),
+    FaultKind("twice", "a completion is delivered twice"),
+    FaultKind("early", "a store is reported over before its last bytes arrive", needs_verify=True),
+    FaultKind("flip", "bytes change on their way to the device", needs_verify=True),
+    FaultKind("rot", "bytes change in host memory", needs_verify=True),
+    FaultKind("die", "a copy thread dies with everything it had begun", may_take_room=True),
+    FaultKind("device_lost", "every launch from now on fails, and so does recording a fence", may_take_room=True),
+    FaultKind("no_fence", "recording a fence fails"),
+    FaultKind("leap", "the clock leaps by minutes", may_time_out=True, may_take_room=True),
+    FaultKind("block", "the event loop is blocked for a second"),
+    FaultKind("log", "the logger raises"),
+    FaultKind("worker", "the copy worker's task is cancelled natively", may_time_out=True, may_take_room=True),
+    FaultKind("close", "closing the transport raises"),
+    FaultKind("compute", "a forward fails"),
+)
+FAULTS: Mapping[str, FaultKind] = {kind.name: kind for kind in _KINDS}
+
+
+def _known(_: object, attribute: object, value: str) -> None:
+    if value not in FAULTS:
+        raise InvalidArgument("kind", f"must be one of {', '.join(FAULTS)}, got {value!r}")
+
+
+@attrs.frozen
+class Fault:
+    """`kind` happens at its `at`-th opportunity, counted from 0; with `lasting`, at every one from then on."""
+
+    kind: str = attrs.field(validator=_known)
+    at: int = 0
+    lasting: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}@{self.at}{'+' if self.lasting else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        kind, _, at = text.partition("@")
+        try:
+            return cls(kind, int(at.removesuffix("+")), at.endswith("+"))
+        except ValueError:
+            raise InvalidArgument("fault", f"must be KIND@NUMBER or KIND@NUMBER+, got {text!r}") from None
+
+
+class Faults:
+    """The faults of one run: asked at each opportunity, and counted."""
+
+    def __init__(self, faults: Iterable[Fault] = ()) -> None:
+        self.planned = tuple(faults)
+        self.opportunities: Counter[str] = Counter()
+        self.fired: Counter[str] = Counter()
+
+    def fire(self, kind: str) -> bool:
+        """Whether `kind` happens here."""
+        number = self.opportunities[kind]
+        self.opportunities[kind] += 1
+        for fault in self.planned:
+            if fault.kind == kind and (fault.at == number or (fault.lasting and fault.at < number)):
+                self.fired[kind] += 1
+                return True
+        return False
+
+    @property
+    def may_time_out(self) -> bool:
+        return any(FAULTS[kind].may_time_out for kind in self.fired)
+
+    @property
+    def may_take_room(self) -> bool:
+        return any(FAULTS[kind].may_take_room for kind in self.fired)

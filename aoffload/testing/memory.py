@@ -1,0 +1,117 @@
+"""Memories that know whose block is whose: contents by tag, an owner's generation per block, poison where nobody is.
+
+The KV of a block is a function of the prefix that ends in it, so a tag that stands for that prefix stands for its
+bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from ..core.blocks import DevicePool
+from ..core.plan import Tier
+from .violations import Violation
+
+__all__ = ["POISON", "TORN", "Memory", "OwnedPool", "Tags"]
+
+POISON = 0
+"""What a block holds that nobody has written to since it changed hands."""
+TORN = -1
+"""What a copy leaves that broke off in the middle of a block."""
+
+
+class Tags:
+    """One number for each prefix, counted in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[object, int] = {}
+
+    def of(self, identity: object) -> int:
+        return self._numbers.setdefault(identity, len(self._numbers) + 1)
+
+    def name(self, tag: int) -> str:
+        """What a tag stands for, for whoever reads a report."""
+        special = {POISON: "poison", TORN: "torn"}
+        found = next((identity for identity, number in self._numbers.items() if number == tag), "garbage")
+        return special.get(tag) or repr(found)
+
+
+@attrs.define(eq=False)
+class Memory:
+    """One tier: `content[block_id]` is a tag, `generation[block_id]` counts how often the block was handed out."""
+
+    tier: Tier
+    num_rows: int
+    content: list[int] = attrs.field(init=False)
+    generation: list[int] = attrs.field(init=False)
+    is_owned: list[bool] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.content = [POISON] * self.num_rows
+        self.generation = [0] * self.num_rows
+        self.is_owned = [False] * self.num_rows
+
+    def hand_out(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            if self.is_owned[block_id]:
+                raise Violation("two owners", f"{self.tier.name} block {block_id} was handed out twice")
+            self.is_owned[block_id] = True
+            self.generation[block_id] += 1
+
+    def take_back(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            if not self.is_owned[block_id]:
+                raise Violation("two owners", f"{self.tier.name} block {block_id} was given back twice")
+            self.is_owned[block_id] = False
+
+    def generations(self, block_ids: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self.generation[block_id] for block_id in block_ids)
+
+    def check_owner(self, what: str, block_id: int, generation: int) -> None:
+        """`what` may touch the block only while it is in the hands it was in at `generation`."""
+        if not self.is_owned[block_id] or self.generation[block_id] != generation:
+            state = "another owner" if self.is_owned[block_id] else "no owner"
+            raise Violation("ownership", f"{what} touches {self.tier.name} block {block_id}, which has {state} by now")
+
+    def poison(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self.content[block_id] = POISON
+
+    def holders(self, tag: int) -> list[int]:
+        """Owned blocks with that content."""
+        return [block for block, found in enumerate(self.content) if found == tag and self.is_owned[block]]
+
+
+@attrs.define(eq=False)
+class OwnedPool:
+    """A pool whose every change of hands is written down."""
+
+    pool: DevicePool
+    memory: Memory
+    poison: Callable[[array[int]], None]
+    """Spoils blocks that change hands, when the device gets round to it."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    def take(self, num_blocks: int) -> array[int]:
+        block_ids = self.pool.take(num_blocks)
+        self.memory.hand_out(block_ids)
+        self.poison(block_ids)
+        return block_ids
+
+    def give(self, block_ids: array[int]) -> None:
+        self.memory.take_back(block_ids)
+        self.poison(block_ids)
+        self.pool.give(block_ids)
+
+    def free_ids(self) -> Iterable[int]:
+        return self.pool.free_ids()

@@ -1,0 +1,357 @@
+"""One simulated run: a scenario, a seed, a chooser and injections in; outcomes, a trace and perhaps a violation out."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import attrs
+
+from ..config import OffloadConfig
+from ..core.cache import UNPUBLISHABLE
+from ..core.groups import KVCacheGroup
+from ..core.plan import Tier
+from ..errors import InvalidArgument
+from ..runtime import OffloadRuntime
+from .choosers import chooser_of
+from .clients import Client, Log
+from .device import Stream
+from .engine import SimulatedEngine
+from .env import SimulatedEnv
+from .faults import Fault, Faults
+from .injection import ANY_STEP, Cancel, await_lines
+from .loop import SimulatedLoop
+from .memory import OwnedPool
+from .oracles import Oracles
+from .scheduler import Decision, Scheduler
+from .transport import SimulatedTransport
+from .trio_run import run_trio
+from .violations import Violation
+
+__all__ = ["Backend", "Plan", "Result", "Scenario", "Simulation", "simulate"]
+
+Backend = Literal["asyncio", "trio"]
+Scenario = Callable[["Simulation"], Awaitable[None]]
+PACKAGE = str(Path(__file__).parents[1])
+TESTING = str(Path(__file__).parent)
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """Everything that a run depends on, besides the code."""
+
+    scenario: str
+    backend: Backend = attrs.field(default="asyncio", validator=attrs.validators.in_(("asyncio", "trio")))
+    seed: int = 0
+    chooser: str = "random"
+    cancels: tuple[Cancel, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"scenario={self.scenario}", f"backend={self.backend}", f"seed={self.seed}", f"chooser={self.chooser}"]
+        parts += [f"cancel={cancel}" for cancel in self.cancels]
+        parts += [f"fault={fault}" for fault in self.faults]
+        return " ".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """The plan that a line printed by `str` stands for."""
+        values: dict[str, Any] = {}
+        cancels, faults = [], []
+        for word in text.split():
+            name, _, value = word.partition("=")
+            if name == "cancel":
+                cancels.append(Cancel.parse(value))
+            elif name == "fault":
+                faults.append(Fault.parse(value))
+            elif name in ("scenario", "backend", "chooser"):
+                values[name] = value
+            elif name == "seed" and value.isdecimal():
+                values[name] = int(value)
+            else:
+                raise InvalidArgument("plan", f"has {word!r}, which says nothing")
+        if "scenario" not in values:
+            raise InvalidArgument("plan", "names no scenario")
+        return cls(**values, cancels=tuple(cancels), faults=tuple(faults))
+
+
+@attrs.frozen(kw_only=True)
+class Result:
+    plan: Plan
+    violation: Violation | None
+    outcomes: dict[str, str]
+    """D, R, A or X, by client."""
+    num_steps: int
+    num_choices: int
+    digest: str
+    """Of the choices that were made where there was one to make."""
+    num_cancels: int
+    faults: Counter[str]
+    opportunities: Counter[str]
+    await_lines: frozenset[tuple[str, int]]
+    """Of the package, at which a cancellation met somebody."""
+    suspensions: dict[str, int]
+    """How often each client was suspended: where it can be cancelled."""
+    num_checks: int
+    num_blocks_checked: int
+    counts: Counter[str]
+    """What happened, by the runtime's events: how the workload is known to have reached what it is meant to."""
+    trace: list[Decision]
+    log: list[str]
+    time_s: float
+
+
+class Simulation:
+    """What a scenario is given: it makes runtimes, spawns clients, waits, and draws random numbers."""
+
+    def __init__(self, plan: Plan, *, keep_trace: bool = False) -> None:
+        self.plan = plan
+        self.random = random.Random(f"workload {plan.seed}")
+        self.scheduler = Scheduler(chooser_of(plan.chooser, plan.seed), keep_trace=keep_trace)
+        self.scheduler.before_step, self.scheduler.after_step = self._inject, self._look
+        self.faults = Faults(plan.faults)
+        self.env = SimulatedEnv(scheduler=self.scheduler, delays=random.Random(f"delays {plan.seed}"))
+        self.log = Log(self.scheduler, self.faults, keep_trace)
+        self.clients: list[Client] = []
+        self.engines: list[SimulatedEngine] = []
+        self.oracles: list[Oracles] = []
+        self.asks: list[Any] = []
+        self.violations: list[Violation] = []
+        """Found inside of clients; the first ends the run."""
+        self.num_cancels = 0
+        self.await_lines: set[tuple[str, int]] = set()
+        self._cancels = [(cancel, list(cancel.blows)) for cancel in plan.cancels]
+        self._group: anyio.abc.TaskGroup | None = None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether a task may be cancelled natively: a thread that it awaits is not waited for then."""
+        return any("native" in cancel.how for cancel in self.plan.cancels)
+
+    # -- what scenarios call --------------------------------------------------------------------------------------
+
+    def runtime(
+        self,
+        *,
+        num_device_blocks: int = 8,
+        block_sizes: tuple[int, ...] = (2,),
+        stream: bool = False,
+        **options: Any,
+    ) -> SimulatedEngine:
+        """An engine on a runtime of its own: `async with engine.runtime: ...`."""
+        options.setdefault("num_host_blocks", 8)
+        groups = [KVCacheGroup(f"group{size}", block_size=size) for size in block_sizes]
+        config = OffloadConfig(groups=groups, namespace="simulated", **options)
+        rng = random.Random(f"device {self.plan.seed}")
+        device = Stream(self.scheduler, rng) if stream else None
+        transport = SimulatedTransport(
+            self.scheduler, self.faults, rng, num_device_blocks, config.resolve_host_blocks(1), stream=device
+        )
+        runtime = OffloadRuntime(config, transport=transport, env=self.env, logger=self.log)
+        for tier in runtime.ledger.cache.tiers:
+            memory = transport.device if tier.tier is Tier.DEVICE else transport.host
+            on_stream = device if tier.tier is Tier.DEVICE else None
+            tier.pool = OwnedPool(tier.pool, memory, _poison(memory, on_stream))
+        unsettled = runtime.ledger.jobs.unsettled
+        transport.is_doomed = lambda job_id: job_id not in unsettled or unsettled[job_id].epoch == UNPUBLISHABLE
+        engine = SimulatedEngine(runtime, transport, self.env)
+        oracles = Oracles(runtime, engine, self.faults)
+        oracles.attach()
+        self.engines.append(engine)
+        self.oracles.append(oracles)
+        return engine
+
+    def spawn(self, name: str, function: Callable[[Client], Awaitable[None]]) -> Client:
+        """A client in a task of its own; it can be cancelled without harm to any other."""
+        client = Client(name, function, self)
+        self.clients.append(client)
+        if self._group is not None:
+            self._group.start_soon(client.run, name=name)
+        else:
+            client.task = asyncio.get_running_loop().create_task(client.run(), name=name)
+        return client
+
+    async def sleep(self, seconds: float) -> None:
+        """Virtual seconds."""
+        await anyio.sleep(seconds)
+
+    async def jitter(self) -> None:
+        """Arrive a little later, or not."""
+        await anyio.sleep(self.random.choice((0.0, 0.0, 0.001, 0.003, 0.01)))
+
+    async def join(self) -> None:
+        """Wait until every client that was spawned so far is over."""
+        for client in self.clients:
+            if client.name != "main":
+                await client.wait_over()
+
+    # -- injection ------------------------------------------------------------------------------------------------
+
+    def _inject(self) -> None:
+        if self.faults.planned:
+            if self.faults.fire("leap"):
+                self.scheduler.jump(150.0)
+            if self.faults.fire("block"):
+                self.scheduler.jump(1.0)
+            if self.log.counts["runtime_opened"] and self.faults.fire("worker"):
+                self._cancel_worker()
+        for cancel, blows in self._cancels:
+            if blows:
+                self._cancel(cancel, blows)
+
+    def _cancel(self, cancel: Cancel, blows: list[str]) -> None:
+        if cancel.victim == ANY_STEP:
+            due = self.scheduler.step >= cancel.at + len(cancel.blows) - len(blows)
+            alive = [client for client in self.clients if client.is_running and client.name != "main"]
+            if not due or not alive:
+                return
+            client = next((one for one in alive if one.was_injected), alive[cancel.at % len(alive)])
+        else:
+            found = [client for client in self.clients if client.name == cancel.victim and client.is_running]
+            if not found or found[0].num_suspensions <= cancel.at + len(cancel.blows) - len(blows):
+                return
+            client = found[0]
+        self._note_lines(client)
+        if client.cancel(blows.pop(0)):
+            self.num_cancels += 1
+
+    def _note_lines(self, client: Client) -> None:
+        for coroutine in client.coroutines():
+            for path, line in await_lines(coroutine):
+                if path.startswith(PACKAGE) and not path.startswith(TESTING):
+                    self.await_lines.add((path[len(PACKAGE) + 1 :], line))
+
+    def _cancel_worker(self) -> None:
+        """Natively; on trio, a task of a nursery cannot be."""
+        if self.plan.backend == "asyncio":
+            for task in asyncio.all_tasks(asyncio.get_running_loop()):
+                if task.get_name() == "aoffload copy worker":
+                    self.await_lines.update(
+                        (path[len(PACKAGE) + 1 :], line)
+                        for path, line in await_lines(task.get_coro())
+                        if path.startswith(PACKAGE)
+                    )
+                    task.cancel()
+                    self.num_cancels += 1
+
+    def _look(self) -> None:
+        for oracles in self.oracles:
+            oracles.num_timeouts += self.log.take_timeouts()
+            oracles.check()
+        if self.violations:
+            raise self.violations[0]
+        if self.log.failures:
+            raise Violation("a crash inside", self.log.failures[0])
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    async def run(self, scenario: Scenario) -> None:
+        """The scenario is the client `main`; when everybody is over, nothing may be left."""
+
+        async def main(client: Client) -> None:
+            await scenario(self)
+
+        if self.plan.backend == "trio":
+            async with anyio.create_task_group() as self._group:
+                self.spawn("main", main)
+        else:
+            self.spawn("main", main)
+            for client in self.clients:  # grows meanwhile
+                await client.wait_over()
+        self._group = None
+        self._look()
+        for engine in self.engines:
+            if engine.transport.stream is not None:
+                await engine.transport.stream.wait_idle()
+        for client in self.clients:
+            client.check()
+        for oracles in self.oracles:
+            oracles.is_cut_short = self.clients[0].was_injected and self.is_native
+            oracles.check_at_rest()
+            oracles.check_hits(self.asks)
+
+    def result(self, violation: Violation | None) -> Result:
+        scheduler = self.scheduler
+        return Result(
+            plan=self.plan, violation=violation, outcomes={client.name: client.outcome for client in self.clients},
+            num_steps=scheduler.step, num_choices=scheduler.num_choices, digest=scheduler.digest,
+            num_cancels=self.num_cancels, faults=self.faults.fired, opportunities=self.faults.opportunities,
+            await_lines=frozenset(self.await_lines),
+            suspensions={client.name: client.num_suspensions for client in self.clients},
+            num_checks=sum(oracles.num_checks for oracles in self.oracles),
+            num_blocks_checked=sum(engine.num_blocks_checked for engine in self.engines),
+            counts=self.log.counts, trace=scheduler.trace, log=self.log.lines, time_s=scheduler.now,
+        )  # fmt: skip
+
+
+def simulate(plan: Plan, scenario: Scenario, *, keep_trace: bool = False) -> Result:
+    """Run `scenario` as `plan` says. The same plan gives the same run, on every machine and in every process."""
+    simulation = Simulation(plan, keep_trace=keep_trace)
+    violation: Violation | None = None
+    with _undisturbed():
+        try:
+            _run(simulation, scenario)
+        except (Violation, BaseExceptionGroup) as error:
+            violation = _violation_in(error)
+            if violation is None:
+                raise
+            violation.__traceback__ = violation.__context__ = None  # its frames keep the broken-off run alive
+        if violation is not None:
+            gc.collect()
+    return simulation.result(violation)
+
+
+def _run(simulation: Simulation, scenario: Scenario) -> None:
+    scheduler = simulation.scheduler
+    if simulation.plan.backend == "trio":
+        run_trio(scheduler, lambda: simulation.run(scenario))
+        return
+    loop = SimulatedLoop(scheduler)  # type: ignore[abstract]
+    try:
+        loop.run_until_complete(simulation.run(scenario))
+        if loop.unfinished:
+            raise Violation("a leak", f"tasks are left: {loop.unfinished}")
+        if loop.errors:
+            raise Violation("a crash inside", repr(loop.errors[0]))
+    finally:
+        loop.close()
+
+
+def _violation_in(error: BaseException) -> Violation | None:
+    """The first one, wherever task groups have put it."""
+    if isinstance(error, Violation):
+        return error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return next((found for one in inner if (found := _violation_in(one)) is not None), None)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """The collector would run finalizers at steps that no seed determines; what a broken-off run leaves behind says
+    nothing new."""
+    was_enabled, hook = gc.isenabled(), sys.unraisablehook
+    gc.disable()
+    sys.unraisablehook = lambda unraisable: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        sys.unraisablehook = hook
+        if was_enabled:
+            gc.enable()
+
+
+def _poison(memory: Any, stream: Stream | None) -> Callable[[Any], None]:
+    if stream is None:
+        return lambda ids: memory.poison(ids)
+    return lambda ids: stream.submit("poison", lambda: memory.poison(ids))

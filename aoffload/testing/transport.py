@@ -1,0 +1,261 @@
+"""A transport whose copies take virtual time, land at a picked step, and fail as told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import attrs
+
+from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ..env import Env
+from ..errors import TransferRefused
+from ..transfer.fence import PASSED, Fence
+from ..transfer.transport import TransferStatistics
+from .device import SimulatedFence, Stream
+from .faults import Faults
+from .memory import POISON, TORN, Memory
+from .scheduler import Scheduler
+
+__all__ = ["SimulatedTransport"]
+
+LATE_S = 0.7
+"""How long proof takes that comes late: longer than any copy, shorter than any timeout."""
+
+
+@attrs.define(eq=False)
+class Copy:
+    """One launched plan on its way."""
+
+    plan: TransferPlan
+    source: Memory
+    destination: Memory
+    source_generations: tuple[int, ...]
+    destination_generations: tuple[int, ...]
+    is_doomed: Callable[[], bool]
+    """Whether it will publish nothing, because it was given up or its bytes are wrong: its source may be anybody's."""
+    num_moved: int = 0
+    is_told: bool = False
+    """Its end was delivered; it may still write."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.plan.direction.value} {self.plan.job_id}"
+
+    def move(self, stop: int) -> None:
+        """Write blocks up to `stop`. Only into blocks that are the job's, and, until its end is known, from such."""
+        for index in range(self.num_moved, stop):
+            source_id, destination_id = self.plan.source_ids[index], self.plan.destination_ids[index]
+            self.destination.check_owner(self.name, destination_id, self.destination_generations[index])
+            if not self.is_told and not self.is_doomed():
+                self.source.check_owner(self.name, source_id, self.source_generations[index])
+            self.destination.content[destination_id] = self.source.content[source_id]
+        self.num_moved = max(self.num_moved, stop)
+
+
+class SimulatedTransport:
+    """Implements `Transport` over two memories of tags.
+
+    With a `stream`, compute runs later and fences matter; without one, as on a CPU, it is over when it returns.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        faults: Faults,
+        rng: random.Random,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        *,
+        block_bytes: int = 1,
+        stream: Stream | None = None,
+    ) -> None:
+        self.num_device_blocks = num_device_blocks + 1
+        self.block_bytes = block_bytes
+        self.device = Memory(Tier.DEVICE, self.num_device_blocks)
+        self.host = Memory(Tier.HOST, num_host_blocks)
+        self.stream = stream
+        self.faults = faults
+        self.in_flight: dict[int, Copy] = {}
+        """Launched and not yet told over, by job id."""
+        self.is_doomed: Callable[[int], bool] = lambda job_id: False
+        self._scheduler = scheduler
+        self._random = rng
+        self._sums: list[int] = []
+        self._dead: set[Direction] = set()
+        self._is_lost = self._is_closed = self._verify = False
+        self._counts = dict.fromkeys(("num_loads", "num_stores", "blocks_loaded", "blocks_stored"), 0)
+        self._deliver: Callable[[Completion], None] = _not_open
+
+    # -- the protocol ---------------------------------------------------------------------------------------------
+
+    def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
+        assert num_host_blocks == self.host.num_rows, "the host memory was made for another number of blocks"
+        self._sums = [POISON] * num_host_blocks
+        self._verify = verify
+        self._deliver = deliver
+
+    def record_fence(self) -> Fence:
+        if self._is_lost or self.faults.fire("no_fence"):
+            raise TransferRefused("no fence can be recorded")
+        return PASSED if self.stream is None else self.stream.fence()
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        self._check(plan)
+        if self._is_closed or plan.direction in self._dead or self.faults.fire("refuse"):
+            raise TransferRefused(f"job {plan.job_id} is refused")
+        if self._is_lost or self.faults.fire("device_lost"):
+            self._is_lost = True
+            raise RuntimeError("the device is lost")
+        if self.faults.fire("raise"):
+            if self._random.random() < 0.5:
+                self._begin(self._copy_of(plan), after, late=True)
+            raise RuntimeError("the driver does not know")
+        self._begin(self._copy_of(plan), after)
+
+    def close(self, timeout_s: float) -> bool:
+        self._is_closed = True
+        if self.faults.fire("close"):
+            raise RuntimeError("the transport does not close")
+        return not self.in_flight
+
+    def statistics(self) -> TransferStatistics:
+        return TransferStatistics(**self._counts)
+
+    # -- a copy's way ---------------------------------------------------------------------------------------------
+
+    def _copy_of(self, plan: TransferPlan) -> Copy:
+        source, destination = self._memory(plan.source), self._memory(plan.destination)
+        before = source.generations(plan.source_ids), destination.generations(plan.destination_ids)
+        return Copy(plan, source, destination, *before, lambda: self.is_doomed(plan.job_id))
+
+    def _begin(self, copy: Copy, after: Fence | None, late: bool = False) -> None:
+        fences = [after]
+        if self.stream is not None and copy.plan.direction is Direction.LOAD:
+            fences.append(self.stream.fence())
+        if late:
+            copy.is_told = True
+        else:
+            self.in_flight[copy.plan.job_id] = copy
+        if self.faults.fire("stuck_fence"):
+            return
+        waiting = [fence for fence in fences if isinstance(fence, SimulatedFence) and not fence.has_passed]
+        if not waiting and not late and self._random.random() < 0.1:
+            self._start(copy)  # as fast as the call that launches it
+            return
+        self._after_fences(copy, waiting)
+
+    def _after_fences(self, copy: Copy, waiting: list[SimulatedFence]) -> None:
+        if waiting:
+            waiting[0].when_passed(lambda: self._after_fences(copy, waiting[1:]))
+            return
+        delay_s = LATE_S if copy.is_told else self._random.choice((0.0, 0.0, 0.001, 0.004, 0.02))
+        self._scheduler.act(f"{copy.name} starts", lambda: self._start(copy), delay_s)
+
+    def _start(self, copy: Copy) -> None:
+        if copy.plan.direction in self._dead or (not copy.is_told and self.faults.fire("hang")):
+            return
+        copy.move(copy.plan.num_blocks // 2)
+        if self.faults.fire("die"):
+            self._die(copy.plan.direction)
+            return
+        delay_s = self._random.choice((0.0, 0.0, 0.003))
+        self._scheduler.act(f"{copy.name} lands", lambda: self._land(copy), delay_s)
+
+    def _land(self, copy: Copy) -> None:
+        if copy.plan.direction in self._dead:
+            return
+        if copy.is_told:
+            copy.move(copy.plan.num_blocks)
+            self._tell(copy, self._landed(copy))
+        elif self.faults.fire("fail"):
+            self._fail(copy)
+        elif self.faults.fire("vanish"):
+            self._tell(copy, Completion(copy.plan.job_id, Outcome.UNPROVEN, error="lost for good"))
+        elif self.faults.fire("lose"):
+            self._tell(copy, Completion(copy.plan.job_id, Outcome.UNPROVEN, error="lost"))
+            self._scheduler.act(f"{copy.name} is proven late", lambda: self._land(copy), LATE_S)
+        elif copy.plan.direction is Direction.STORE and self._verify and self.faults.fire("early"):
+            self._land_early(copy)
+        else:
+            self._land_all(copy)
+
+    def _land_all(self, copy: Copy) -> None:
+        copy.move(copy.plan.num_blocks)
+        if self._verify and copy.plan.direction is Direction.LOAD and self.faults.fire("flip"):
+            copy.destination.content[self._random.choice(copy.plan.destination_ids)] = TORN
+        completion = self._landed(copy)
+        self._tell(copy, completion)
+        if self._verify and copy.plan.direction is Direction.STORE and self.faults.fire("rot"):
+            copy.destination.content[self._random.choice(copy.plan.destination_ids)] = TORN
+        if self.faults.fire("twice"):
+            self._scheduler.act(f"{copy.name} is told again", lambda: self._deliver(completion), LATE_S / 10)
+
+    def _land_early(self, copy: Copy) -> None:
+        """Told before the last block is there: till it is, and for good if others write there, the sum differs."""
+        self._tell(copy, self._landed(copy))
+        last = copy.plan.destination_ids[-1]
+
+        def arrive() -> None:
+            copy.destination.content[last] = TORN  # whoever's it is by now: only a checksum notices
+
+        self._scheduler.act(f"{copy.name} really lands", arrive, 0.002)
+
+    def _fail(self, copy: Copy) -> None:
+        num_landed = self._random.randint(0, copy.plan.num_blocks - 1)
+        copy.move(num_landed)
+        num_landed = min(num_landed, copy.num_moved)
+        copy.destination.content[copy.plan.destination_ids[num_landed]] = TORN
+        if self._verify and copy.plan.direction is Direction.STORE:
+            self._sum(copy, num_landed)
+        self._tell(copy, Completion(copy.plan.job_id, Outcome.FAILED, num_landed, error="broke off"))
+
+    def _die(self, direction: Direction) -> None:
+        """Everything that the thread of this direction had begun is in doubt, and no proof will come."""
+        self._dead.add(direction)
+        for copy in [copy for copy in self.in_flight.values() if copy.plan.direction is direction]:
+            outcome = Outcome.UNPROVEN if copy.num_moved or self._random.random() < 0.5 else Outcome.FAILED
+            self._tell(copy, Completion(copy.plan.job_id, outcome, error="the copy thread died"))
+
+    def _landed(self, copy: Copy) -> Completion:
+        """What is reported of a copy that has moved everything: with checksums, which blocks are wrong."""
+        plan, num_blocks = copy.plan, copy.plan.num_blocks
+        if self._verify and plan.direction is Direction.STORE:
+            self._sum(copy, num_blocks)
+        elif self._verify:
+            pairs = zip(plan.source_ids, plan.destination_ids, strict=True)
+            wrong = tuple(
+                index for index, (host, device) in enumerate(pairs)
+                if self._sums[host] != copy.destination.content[device]
+            )  # fmt: skip
+            if wrong:
+                return Completion(plan.job_id, Outcome.CORRUPT, wrong[0], wrong, "other bytes than were stored")
+        return Completion(plan.job_id, Outcome.LANDED, num_blocks, num_bytes=num_blocks * self.block_bytes)
+
+    def _sum(self, copy: Copy, num_blocks: int) -> None:
+        """At the source: what arrives later than it should is noticed then."""
+        for block_id, host_id in zip(copy.plan.source_ids[:num_blocks], copy.plan.destination_ids, strict=False):
+            self._sums[host_id] = copy.source.content[block_id]
+
+    def _tell(self, copy: Copy, completion: Completion) -> None:
+        copy.is_told = True
+        self.in_flight.pop(copy.plan.job_id, None)
+        kind = copy.plan.direction.value
+        self._counts[f"num_{kind}s"] += 1
+        self._counts["blocks_loaded" if kind == "load" else "blocks_stored"] += completion.num_landed
+        self._deliver(completion)
+
+    def _memory(self, tier: Tier) -> Memory:
+        return self.device if tier is Tier.DEVICE else self.host
+
+    def _check(self, plan: TransferPlan) -> None:
+        """What a real transport would refuse is somebody's mistake, and is said at once."""
+        for tier, ids in ((plan.source, plan.source_ids), (plan.destination, plan.destination_ids)):
+            lowest, memory = (1, self.device) if tier is Tier.DEVICE else (0, self.host)
+            assert all(lowest <= block_id < memory.num_rows for block_id in ids), f"{plan} names no block"
+            assert len(set(ids)) == len(ids), f"{plan} names a block twice"
+        assert len(plan.source_ids) == len(plan.destination_ids), f"{plan} has ids without a counterpart"
+
+
+def _not_open(completion: Completion) -> None:
+    raise AssertionError("the transport was never opened")

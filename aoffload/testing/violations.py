@@ -1,0 +1,14 @@
+"""A broken promise, as the oracle that noticed it says it."""
+
+from __future__ import annotations
+
+__all__ = ["Violation"]
+
+
+class Violation(AssertionError):  # noqa: N818 - what it is, not an error of the caller
+    """`oracle` names the law, the message says how it was broken."""
+
+    def __init__(self, oracle: str, message: str) -> None:
+        super().__init__(f"{oracle}: {message}")
+        self.oracle = oracle
+        self.message = message

@@ -1,0 +1,1 @@
+"""The proof: what the promise is measured by. `python -m proof`."""

@@ -1,0 +1,77 @@
+"""The fingerprint of a ledger: everything that is reachable from it, as one value that can be compared.
+
+It knows no field by name (but the ones it leaves out), so that nothing is forgotten when the ledger learns something
+new: pools, orders, runs with parts and references, jobs, the line, holdings, counters.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+__all__ = ["changes", "fingerprint"]
+
+MEMOS = frozenset({"_hash_after"})
+"""Computed on demand from what else is there: looking may fill them in."""
+PLAIN = (int, float, str, bytes, type(None))
+
+
+def fingerprint(*roots: object) -> dict[str, object]:
+    """Each object reachable from `roots`, field by field. Objects are named in the order they are met, so two
+    fingerprints are equal if and only if the same values hang together in the same way."""
+    names: dict[int, str] = {}
+    waiting: list[object] = []
+
+    def refer(thing: object) -> object:
+        if isinstance(thing, enum.Enum):
+            return thing.name
+        if isinstance(thing, PLAIN):
+            return type(thing).__name__, thing  # True is not 1, and 1.0 is not either
+        if isinstance(thing, (FunctionType, MethodType, type)):
+            return thing.__qualname__, hash(thing)
+        if id(thing) not in names:
+            names[id(thing)] = f"{type(thing).__name__} {len(names)}"
+            waiting.append(thing)
+        return names[id(thing)]
+
+    found: dict[str, object] = {"roots": [refer(root) for root in roots]}
+    for thing in waiting:  # grows while it is read
+        found[names[id(thing)]] = [(name, refer(value)) for name, value in _inside(thing)]
+    return found
+
+
+def _inside(thing: Any) -> Iterator[tuple[object, object]]:
+    if hasattr(thing, "hexdigest"):
+        yield "digest", thing.hexdigest()
+    elif isinstance(thing, (array, range, bytearray)):
+        yield "values", repr(thing)
+    elif isinstance(thing, dict):
+        for key, value in thing.items():
+            yield "key", key
+            yield "value", value
+    elif isinstance(thing, (set, frozenset)):
+        yield from enumerate(sorted(thing, key=str))
+    elif isinstance(thing, (list, tuple)):
+        yield from enumerate(thing)
+    else:
+        yield from _fields(thing)
+
+
+def _fields(thing: object) -> Iterator[tuple[str, object]]:
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    for name in sorted({*slots, *getattr(thing, "__dict__", {})} - MEMOS - {"__weakref__", "__dict__"}):
+        yield name, getattr(thing, name)
+
+
+def changes(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    """What differs, readably; empty if nothing does."""
+    if before == after:
+        return []
+    return [
+        f"{name}: {before.get(name)} -> {after.get(name)}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
+    ]

@@ -1,0 +1,576 @@
+"""What may not be called: every state, every call, every bad argument is refused by name and changes nothing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from driving import Driven, prompt
+from fingerprint import changes, fingerprint
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from test_match_machine import WHICH, MatchMachine
+
+from aoffload.core.holding import Holding
+from aoffload.core.ledger import Ledger
+from aoffload.core.lifecycle import JobState, RequestState
+from aoffload.core.plan import Completion, Outcome
+from aoffload.errors import DuplicateRequest, IllegalTransition, InvalidArgument, OutOfBlocks, WrongState
+from aoffload.prefix import Prefix, Root
+
+S = RequestState
+A = prompt(1, 9)
+Call = Callable[[Ledger, Holding], object]
+
+CALLS: dict[str, tuple[str, Call]] = {
+    "allocate_nowait": ("allocate", lambda ledger, holding: ledger.allocate_nowait(holding)),
+    "queue_allocation": ("allocate", lambda ledger, holding: ledger.queue_allocation(holding)),
+    "extend_nowait": ("extend", lambda ledger, holding: ledger.extend_nowait(holding, 16)),
+    "queue_extension": ("extend", lambda ledger, holding: ledger.queue_extension(holding, 16)),
+    "plan_load": ("load", lambda ledger, holding: ledger.plan_load(holding)),
+    "abandon_load": ("abandon_load", lambda ledger, holding: ledger.abandon_load(holding)),
+    "commit": ("commit", lambda ledger, holding: ledger.commit(holding, holding.num_computed_tokens)),
+    "invalidate": ("invalidate", lambda ledger, holding: ledger.invalidate(holding, holding.num_computed_tokens)),
+    "step": ("step", lambda ledger, holding: enter(ledger.step([holding]))),
+    "release": ("release", lambda ledger, holding: ledger.release(holding)),
+    "block_ids": ("block_ids", lambda ledger, holding: ledger.block_ids(holding)),
+}
+"""Every call about a request: what it calls itself when it is refused, and how it is made."""
+OTHER_CALLS = {
+    "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
+}  # fmt: skip
+
+ALWAYS = "release block_ids"
+LEGAL: dict[tuple[str, str], str] = {
+    ("QUEUED", ""): ALWAYS,
+    ("MATCHED", ""): ALWAYS,
+    ("PINNED", ""): f"{ALWAYS} allocate_nowait queue_allocation",
+    ("PINNED", "waiting"): ALWAYS,
+    ("ALLOCATED", ""): f"{ALWAYS} extend_nowait queue_extension plan_load commit step",
+    ("ALLOCATED", "waiting"): f"{ALWAYS} commit step",
+    ("ALLOCATED", "stepping"): f"{ALWAYS} extend_nowait queue_extension commit step",
+    ("LOADING", ""): f"{ALWAYS} plan_load abandon_load",
+    ("LOADING", "waiting"): f"{ALWAYS} plan_load abandon_load",
+    ("LOADING", "hopeless"): f"{ALWAYS} abandon_load",
+    ("RUNNING", ""): f"{ALWAYS} extend_nowait queue_extension plan_load commit invalidate step",
+    ("RUNNING", "waiting"): f"{ALWAYS} plan_load commit invalidate step",
+    ("RUNNING", "stepping"): f"{ALWAYS} extend_nowait queue_extension plan_load commit invalidate step",
+    ("PREEMPTED", ""): ALWAYS,
+    ("DONE", ""): "block_ids",
+    ("DONE", "stepping"): "block_ids",
+    ("ABORTED", ""): "block_ids",
+    ("ABORTED", "stepping"): "block_ids",
+}
+"""What may be called when; everything else is refused."""
+
+
+def row_of(holding: Holding) -> tuple[str, str]:
+    if holding.waiter is not None:
+        return holding.state.name, "waiting"
+    if holding.num_steps:
+        return holding.state.name, "stepping"
+    is_hopeless = holding.state is S.LOADING and holding.load is None
+    return holding.state.name, "hopeless" if is_hopeless else ""
+
+
+def enter(step: Any) -> None:
+    with step:
+        pass
+
+
+# -- how a request gets there: 8 device blocks of 4 tokens ---------------------------------------------------------
+
+
+def admitted(driven: Driven) -> Holding:
+    driven.on_host_only(A)
+    return driven.admit(A)
+
+
+def forced(state: RequestState) -> Callable[[Driven], Holding]:
+    """A state that no caller ever sees a request in: calls never end there."""
+
+    def build(driven: Driven) -> Holding:
+        holding = driven.admit(A)
+        holding.state = state
+        return holding
+
+    return build
+
+
+def crowded(driven: Driven, num_blocks: int) -> Holding:
+    return driven.running(prompt(2, num_blocks * 4))
+
+
+def waiting(driven: Driven, *, is_granted: bool = False) -> Holding:
+    hog, holding = crowded(driven, 8), driven.admit(A)
+    driven.ledger.queue_allocation(holding)
+    if is_granted:
+        driven.release(hog)
+    return holding
+
+
+def waiting_in_vain(driven: Driven) -> Holding:
+    """Room is lost to quarantine: it will never fit."""
+    loading = admitted(driven)
+    driven.ledger.allocate_nowait(loading)
+    plans = driven.launch(driven.ledger.plan_load(loading))
+    holding = driven.admit(prompt(3, 32))
+    driven.ledger.queue_allocation(holding)
+    driven.end(plans[0], Outcome.UNPROVEN)
+    assert holding.waiter is not None and holding.waiter.error is not None
+    return holding
+
+
+def allocated(driven: Driven) -> Holding:
+    holding = admitted(driven)
+    driven.ledger.allocate_nowait(holding)
+    return holding
+
+
+def loading(driven: Driven) -> Holding:
+    holding = allocated(driven)
+    driven.plans = driven.ledger.plan_load(holding)  # type: ignore[attr-defined]
+    return holding
+
+
+def robbed(driven: Driven, *, is_granted: bool = False) -> Holding:
+    """Its load went to quarantine, and there was no room for what is missing."""
+    holding = allocated(driven)
+    hog = crowded(driven, 5)
+    driven.end(driven.launch(driven.ledger.plan_load(holding))[0], Outcome.UNPROVEN)
+    if is_granted:
+        driven.release(hog)
+    return holding
+
+
+def hopeless(driven: Driven) -> Holding:
+    holding = admitted(driven)
+    driven.ledger.allocate_nowait(holding, 28)
+    driven.end(driven.launch(driven.ledger.plan_load(holding))[0], Outcome.UNPROVEN)
+    assert holding.waiter is not None
+    with pytest.raises(OutOfBlocks):
+        driven.ledger.accept(holding.waiter)
+    return holding
+
+
+def running(driven: Driven) -> Holding:
+    holding = loading(driven)
+    driven.land(driven.plans)  # type: ignore[attr-defined]
+    driven.commit(holding)
+    return holding
+
+
+def extending(start: Callable[[Driven], Holding]) -> Callable[[Driven], Holding]:
+    def build(driven: Driven) -> Holding:
+        holding = start(driven)
+        crowded(driven, 5)
+        driven.ledger.queue_extension(holding, 16)
+        return holding
+
+    return build
+
+
+def stepping(start: Callable[[Driven], Holding], *reasons: str) -> Callable[[Driven], Holding]:
+    def build(driven: Driven) -> Holding:
+        holding = start(driven)
+        driven.step = driven.ledger.step([holding])  # type: ignore[attr-defined]
+        driven.step.__enter__()  # type: ignore[attr-defined]
+        for reason in reasons:
+            driven.release(holding, reason)
+        return holding
+
+    return build
+
+
+def over(start: Callable[[Driven], Holding], reason: str = "closed_early") -> Callable[[Driven], Holding]:
+    def build(driven: Driven) -> Holding:
+        holding = start(driven)
+        driven.release(holding, reason)
+        return holding
+
+    return build
+
+
+SITUATIONS: dict[str, tuple[tuple[str, str], Callable[[Driven], Holding]]] = {
+    "queued": (("QUEUED", ""), forced(S.QUEUED)),
+    "matched": (("MATCHED", ""), forced(S.MATCHED)),
+    "preempted": (("PREEMPTED", ""), forced(S.PREEMPTED)),
+    "pinned": (("PINNED", ""), admitted),
+    "pinned, waiting": (("PINNED", "waiting"), waiting),
+    "pinned, granted": (("PINNED", "waiting"), lambda driven: waiting(driven, is_granted=True)),
+    "pinned, failed": (("PINNED", "waiting"), waiting_in_vain),
+    "allocated": (("ALLOCATED", ""), allocated),
+    "allocated, waiting": (("ALLOCATED", "waiting"), extending(allocated)),
+    "allocated, stepping": (("ALLOCATED", "stepping"), stepping(allocated)),
+    "loading": (("LOADING", ""), loading),
+    "loading, robbed": (("LOADING", "waiting"), robbed),
+    "loading, granted": (("LOADING", "waiting"), lambda driven: robbed(driven, is_granted=True)),
+    "loading, hopeless": (("LOADING", "hopeless"), hopeless),
+    "running": (("RUNNING", ""), running),
+    "running, waiting": (("RUNNING", "waiting"), extending(running)),
+    "running, stepping": (("RUNNING", "stepping"), stepping(running)),
+    "done": (("DONE", ""), over(running)),
+    "done, stepping": (("DONE", "stepping"), stepping(running, "closed_early")),
+    "aborted": (("ABORTED", ""), over(loading)),
+    "aborted, stepping": (("ABORTED", "stepping"), stepping(allocated, "cancelled")),
+}
+
+
+@contextmanager
+def refused(ledger: Ledger, *roots: object, error: type[Exception], says: tuple[str, ...]) -> Iterator[None]:
+    """The call raises `error`, which names what is wrong, and leaves everything as it was."""
+    before = fingerprint(ledger, *roots)
+    with pytest.raises(error) as refusal:
+        yield
+    assert all(word in str(refusal.value) for word in says), (str(refusal.value), says)
+    assert not changes(before, fingerprint(ledger, *roots))
+
+
+def refuse(ledger: Ledger, holding: Holding, call: str) -> None:
+    word, make = CALLS[call]
+    with refused(ledger, holding, error=WrongState, says=(f"{word}: ", str(holding))):
+        make(ledger, holding)
+
+
+# -- the table ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_whole() -> None:
+    """Every state of a request has a row and a way to get there; every call of the ledger is in the table, or is not
+    about a request. A new call or a new state fails here until somebody has said when it is legal."""
+    public = {name: value for name, value in vars(Ledger).items() if not name.startswith("_") and callable(value)}
+    assert set(public) == set(CALLS) | OTHER_CALLS
+    about = {name for name, call in public.items() if list(inspect.signature(call).parameters)[1:2] == ["holding"]}
+    assert about | {"step"} == set(CALLS)
+    assert {state for state, _ in LEGAL} == {state.name for state in RequestState}
+    assert {row for row, _ in SITUATIONS.values()} == set(LEGAL)
+    assert set(" ".join(LEGAL.values()).split()) == set(CALLS)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_what_the_table_does_not_allow_is_refused(situation: str) -> None:
+    """A call at the wrong time raises `WrongState`, says which call and which request, and changes nothing; what the
+    table allows happens."""
+    row, build = SITUATIONS[situation]
+    for call in CALLS:
+        driven = Driven(8)
+        holding = build(driven)
+        assert row_of(holding) == row
+        driven.ledger.check_integrity()
+        if call in LEGAL[row].split():
+            CALLS[call][1](driven.ledger, holding)
+        else:
+            refuse(driven.ledger, holding, call)
+        driven.ledger.check_integrity()
+
+
+def test_nothing_about_a_step_happens_if_one_of_its_requests_may_not_step() -> None:
+    """A step holds all its requests or none."""
+    driven = Driven(16)
+    good, bad = driven.allocated(prompt(2, 8)), driven.admit(A)
+    with refused(driven.ledger, error=WrongState, says=("step: ", str(bad), "PINNED")):
+        enter(driven.ledger.step([good, bad]))
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------
+
+HUGE = 2**70
+NO_COUNT: tuple[object, ...] = (-1, -HUGE, True, False, 1.0, float("nan"), float("inf"), "4", b"4", [4], (), 4j)
+BAD: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {
+    ("admit", "max_hit_tokens"): ("pinned", NO_COUNT),
+    ("admit", "hit_alignment"): ("pinned", (*NO_COUNT, 0, None)),
+    ("allocate_nowait", "num_tokens"): ("pinned", (*NO_COUNT, 0, HUGE, 33)),
+    ("queue_allocation", "num_tokens"): ("pinned", (*NO_COUNT, 0, HUGE, 33)),
+    ("extend_nowait", "num_tokens"): ("running", (*NO_COUNT, 0, None, HUGE, 33)),
+    ("queue_extension", "num_tokens"): ("running", (*NO_COUNT, 0, None, HUGE, 33)),
+    ("plan_load", "max_tokens"): ("allocated", NO_COUNT),
+    ("commit", "num_computed_tokens"): ("running", (*NO_COUNT, None, HUGE, 8, 11, 13)),
+    ("invalidate", "from_token"): ("running", (*NO_COUNT, None, HUGE, 0, 7, 10)),
+}
+"""For each number that a call takes: when the call is legal, and what may not be handed in then."""
+BAD_TOKENS = [[-1], [2**31], [HUGE], [1.5], [True], ["7"], [None], "12", b"12", [[1]], 7, None, [1, [2]]]
+
+
+def with_argument(ledger: Ledger, holding: Holding, call: str, name: str, value: object) -> object:
+    if call == "admit":
+        return ledger.admit(Prefix.of(Root("test"), A), **{name: value})  # type: ignore[arg-type]
+    more = {"new_token_ids": [7]} if call == "commit" else {}
+    return getattr(ledger, call)(holding, **{name: value}, **more)
+
+
+def refuse_argument(ledger: Ledger, holding: Holding, call: str, name: str, value: object) -> None:
+    with refused(ledger, holding, error=(InvalidArgument, OutOfBlocks), says=(f"{name}: ",)):  # type: ignore[arg-type]
+        with_argument(ledger, holding, call, name, value)
+
+
+def test_every_number_that_a_call_takes_is_checked() -> None:
+    """A new argument fails here until somebody has said what it may not be. Job ids are looked up, not checked."""
+    taken = {
+        (name, parameter.name)
+        for name in {*CALLS, *OTHER_CALLS}
+        for parameter in inspect.signature(getattr(Ledger, name)).parameters.values()
+        if parameter.annotation in ("int", "int | None") and parameter.name != "job_id"
+    }
+    assert taken == set(BAD)
+
+
+@pytest.mark.parametrize(("call", "name"), BAD)
+def test_a_bad_number_is_refused_by_name(call: str, name: str) -> None:
+    """Negative, a bool, a float, text, beyond every pool: an error that names the argument, and nothing is changed."""
+    situation, values = BAD[call, name]
+    driven = Driven(8)
+    holding = SITUATIONS[situation][1](driven)
+    for value in values:
+        refuse_argument(driven.ledger, holding, call, name, value)
+
+
+@pytest.mark.parametrize("tokens", BAD_TOKENS, ids=repr)
+def test_bad_tokens_are_refused_by_name(tokens: object) -> None:
+    """What is no token id is appended to no sequence, however much of the commit was right."""
+    driven = Driven(8)
+    holding = running(driven)
+    with refused(driven.ledger, holding, error=InvalidArgument, says=("new_token_ids: ",)):
+        driven.ledger.commit(holding, 9, tokens)
+
+
+@pytest.mark.parametrize("name", [5, b"r", True, 1.0, ("r",), ["r"]], ids=repr)
+def test_a_request_id_is_text(name: object) -> None:
+    """Whatever else is handed in is named, and no request is left half admitted."""
+    driven = Driven(8)
+    with refused(driven.ledger, error=InvalidArgument, says=("request_id: ",)):
+        driven.ledger.admit(Prefix.of(Root("test"), A), request_id=name)  # type: ignore[arg-type]
+
+
+def test_a_live_request_keeps_its_name() -> None:
+    """The second of two of one name is refused; it gets the name when the first is over."""
+    driven = Driven(8)
+    first = driven.admit(A, request_id="r")
+    with refused(driven.ledger, first, error=DuplicateRequest, says=("request_id: ", "'r'")):
+        driven.ledger.admit(Prefix.of(Root("test"), A), request_id="r")
+    driven.release(first)
+    assert driven.admit(A, request_id="r").request_id == "r"
+
+
+# -- waiters and jobs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["still waiting", "accepted", "withdrawn", "released"])
+def test_a_waiter_is_accepted_once_and_in_time(end: str) -> None:
+    """A grant is taken once, by who has it: not before it is there, not again, not after leaving."""
+    driven = Driven(8)
+    holding = waiting(driven, is_granted=end == "accepted")
+    waiter = holding.waiter
+    assert waiter is not None
+    if end == "accepted":
+        driven.ledger.accept(waiter)
+    elif end == "withdrawn":
+        driven.ledger.withdraw(waiter)
+    elif end == "released":
+        driven.release(holding)
+    with refused(driven.ledger, holding, waiter, error=WrongState, says=("accept: ", repr(waiter))):
+        driven.ledger.accept(waiter)
+    driven.ledger.check_integrity()
+
+
+@pytest.mark.parametrize("end", ["accepted", "withdrawn", "released", "waits again"])
+def test_withdrawing_what_is_over_changes_nothing(end: str) -> None:
+    """Stopping to wait for what nobody waits for any more is no error: it may cross a grant. It gives nothing back
+    a second time and takes nobody else's place."""
+    driven = Driven(8)
+    holding = waiting(driven, is_granted=end == "accepted")
+    waiter = holding.waiter
+    assert waiter is not None
+    if end == "accepted":
+        driven.ledger.accept(waiter)
+    elif end == "released":
+        driven.release(holding)
+    else:
+        driven.ledger.withdraw(waiter)
+    if end == "waits again":
+        driven.ledger.queue_allocation(holding)
+    before = fingerprint(driven.ledger, holding, waiter)
+    driven.ledger.withdraw(waiter)
+    assert not changes(before, fingerprint(driven.ledger, holding, waiter))
+
+
+@pytest.mark.parametrize("job_id", [0, 99, HUGE])
+def test_a_job_that_nobody_knows(job_id: Any) -> None:
+    """Launching it says no, giving it up is nothing to do, and its end is counted and otherwise ignored."""
+    driven = Driven(8)
+    loading(driven)
+    before = fingerprint(driven.ledger)
+    assert driven.ledger.launch(job_id) is False
+    driven.ledger.discard(job_id)
+    assert not changes(before, fingerprint(driven.ledger))
+    driven.ledger.settle(Completion(job_id, Outcome.LANDED))
+    only_counted(driven, before, 1)
+
+
+@pytest.mark.parametrize("job_id", [-1, True, 2.0, "1", None, [1]])
+def test_what_is_no_job_id(job_id: Any) -> None:
+    """Refused by name in every call that takes one; `2.0` and `True` are no jobs, even where 2 and 1 are."""
+    driven = Driven(8)
+    loading(driven)
+    for call in (driven.ledger.launch, driven.ledger.discard):
+        with refused(driven.ledger, error=InvalidArgument, says=("job_id",)):
+            call(job_id)
+    with refused(driven.ledger, error=InvalidArgument, says=("completion.job_id",)):
+        driven.ledger.settle(Completion(job_id, Outcome.LANDED))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"outcome": "landed"}, "outcome"),
+        ({"outcome": None}, "outcome"),
+        ({"outcome": Outcome.FAILED, "num_landed": 1.0}, "num_landed"),
+        ({"outcome": Outcome.FAILED, "num_landed": "1"}, "num_landed"),
+        ({"outcome": Outcome.CORRUPT, "corrupt": ("a",)}, "corrupt"),
+        ({"outcome": Outcome.CORRUPT, "corrupt": (0.5,)}, "corrupt"),
+        ({"outcome": Outcome.CORRUPT, "corrupt": None}, "corrupt"),
+    ],
+)
+def test_what_is_no_completion(wrong: dict[str, Any], name: str) -> None:
+    """A transport of another program may say anything: it is looked at before anything is changed."""
+    driven = Driven(8)
+    loading(driven)
+    (plan,) = driven.plans  # type: ignore[attr-defined]
+    driven.ledger.launch(plan.job_id)
+    with refused(driven.ledger, error=InvalidArgument, says=(f"completion.{name}",)):
+        driven.ledger.settle(Completion(plan.job_id, **wrong))
+    with refused(driven.ledger, error=InvalidArgument, says=("completion",)):
+        driven.ledger.settle(None)  # type: ignore[arg-type]
+
+
+def test_another_ledgers_holdings_and_waiters() -> None:
+    """What one ledger has handed out, no other takes: both would lose count of their blocks."""
+    ours, theirs = Driven(8), Driven(8)
+    waiting, allocated_there = theirs.admit(prompt(1, 9)), theirs.allocated(prompt(2, 9))
+    waiter = theirs.ledger.queue_allocation(waiting)
+    calls: list[Callable[[], Any]] = [
+        lambda: ours.ledger.withdraw(waiter),
+        lambda: ours.ledger.accept(waiter),
+        lambda: ours.ledger.release(allocated_there),
+        lambda: ours.ledger.allocate_nowait(waiting),
+        lambda: ours.ledger.queue_allocation(waiting),
+        lambda: ours.ledger.extend_nowait(allocated_there, 12),
+        lambda: ours.ledger.queue_extension(allocated_there, 12),
+        lambda: ours.ledger.plan_load(allocated_there),
+        lambda: ours.ledger.abandon_load(allocated_there),
+        lambda: ours.ledger.commit(allocated_there, 4),
+        lambda: ours.ledger.invalidate(allocated_there, 0),
+        lambda: ours.ledger.step([allocated_there]).__enter__(),
+        lambda: ours.ledger.step([None]).__enter__(),  # type: ignore[list-item]
+    ]
+    before = fingerprint(theirs.ledger)
+    for call in calls:
+        with refused(ours.ledger, error=InvalidArgument, says=("holding",)):
+            call()
+    assert not changes(before, fingerprint(theirs.ledger))
+
+
+def test_who_waits_to_begin_again_cannot_only_stop_waiting() -> None:
+    """A load that lost its room has nothing left but its place in the line: it is accepted, or released."""
+    driven = Driven(8)
+    holding = robbed(driven)
+    assert holding.waiter is not None
+    with refused(driven.ledger, error=WrongState, says=("withdraw", "release it")):
+        driven.ledger.withdraw(holding.waiter)
+
+
+def only_counted(driven: Driven, before: dict[str, object], num_late: int) -> None:
+    jobs = driven.ledger.jobs
+    assert jobs.num_late == num_late
+    jobs.num_late -= 1
+    assert not changes(before, fingerprint(driven.ledger))
+    jobs.num_late += 1
+
+
+def test_a_job_moves_only_forwards() -> None:
+    """Not settled before it was launched, launched once, never given up after that, settled once."""
+    driven = Driven(8)
+    loading(driven)
+    (plan,) = driven.plans  # type: ignore[attr-defined]
+    landed = Completion(plan.job_id, Outcome.LANDED)
+    with refused(driven.ledger, error=WrongState, says=("settle: ", f"job {plan.job_id}", "QUEUED", "LAUNCHED")):
+        driven.ledger.settle(landed)
+    assert driven.ledger.launch(plan.job_id)
+    before = fingerprint(driven.ledger)
+    assert driven.ledger.launch(plan.job_id) is False
+    assert not changes(before, fingerprint(driven.ledger))
+    with refused(driven.ledger, error=IllegalTransition, says=(f"job {plan.job_id}", "LAUNCHED", "DISCARDED")):
+        driven.ledger.discard(plan.job_id)
+    driven.end(plan)
+    for num_late, outcome in enumerate(Outcome, start=1):
+        before = fingerprint(driven.ledger)
+        driven.ledger.settle(Completion(plan.job_id, outcome, corrupt=(0,)))
+        only_counted(driven, before, num_late)
+
+
+# -- anything, at any time ----------------------------------------------------------------------------------------
+
+
+class IllegalMachine(MatchMachine):
+    """Any legal calls, and in between one that is not: by the same tables."""
+
+    def some(self, which: int) -> Holding:
+        alive = [client.holding for client in self.clients]
+        gone = [*self.gone[-3:], *self.ledger._closing]
+        return [*alive, *gone][which % len([*alive, *gone])]
+
+    @property
+    def gone(self) -> list[Holding]:
+        return self.__dict__.setdefault("_gone", [])
+
+    def end(self, client: Any, reason: str = "closed_early") -> None:
+        super().end(client, reason)
+        self.gone.append(client.holding)
+
+    @precondition(lambda self: self.clients or self.gone)
+    @rule(which=WHICH, call=st.sampled_from(sorted(CALLS)))
+    def call_at_the_wrong_time(self, which: int, call: str) -> None:
+        holding = self.some(which)
+        if call not in LEGAL[row_of(holding)].split():
+            refuse(self.ledger, holding, call)
+
+    @precondition(lambda self: self.clients)
+    @rule(which=WHICH, argument=st.sampled_from(sorted(BAD)), value=WHICH)
+    def hand_in_nonsense(self, which: int, argument: tuple[str, str], value: int) -> None:
+        holding, (call, name) = self.clients[which % len(self.clients)].holding, argument
+        if call == "admit" or call in LEGAL[row_of(holding)].split():
+            nonsense = NO_COUNT[value % len(NO_COUNT)]
+            refuse_argument(self.ledger, holding, call, name, nonsense)
+
+    @precondition(lambda self: self.plans)
+    @rule(which=WHICH, call=st.sampled_from(["launch", "settle", "discard"]))
+    def disturb_a_job(self, which: int, call: str) -> None:
+        job_id = list(self.plans)[which % len(self.plans)]
+        job = self.ledger.jobs.unsettled.get(job_id)
+        if job is not None and job.state is JobState.QUEUED and call == "settle":
+            with refused(self.ledger, error=WrongState, says=("settle: ", str(job), "QUEUED")):
+                self.ledger.settle(Completion(job_id, Outcome.LANDED))
+        elif job is not None and job.state is JobState.LAUNCHED and call == "discard":
+            with refused(self.ledger, error=IllegalTransition, says=(str(job), "LAUNCHED", "DISCARDED")):
+                self.ledger.discard(job_id)
+        elif call == "launch" and (job is None or job.state is not JobState.QUEUED):
+            before = fingerprint(self.ledger)
+            assert self.ledger.launch(job_id) is False
+            assert not changes(before, fingerprint(self.ledger))
+
+    @precondition(lambda self: self.ledger.admission.line.allocating)
+    @rule(which=WHICH)
+    def accept_too_early(self, which: int) -> None:
+        line = self.ledger.admission.line.allocating
+        waiter = line[which % len(line)]
+        with refused(self.ledger, waiter, error=WrongState, says=("accept: ", repr(waiter))):
+            self.ledger.accept(waiter)
+
+
+class TestIllegal(IllegalMachine.TestCase):
+    """Whatever was called before: an illegal call raises what names it, and the whole ledger is as it was."""
+
+    settings = settings(derandomize=True, deadline=None, max_examples=150, stateful_step_count=50)
