@@ -127,13 +127,15 @@ class OffloadRuntime:
 
     async def _start_worker(self) -> TaskGroup:
         """The worker is under way when this returns: a task that was cancelled before its first step would take the
-        caller with it."""
+        caller with it. Not `TaskGroup.start`, which would wait for the shielded worker if it was cancelled itself."""
         async with AsyncExitStack() as stack:
             group = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(self.worker.end)
-            await group.start(self.worker.run, name="aoffload copy worker")
+            group.start_soon(self.worker.run, name="aoffload copy worker")
+            await self.worker.has_begun.wait()
             stack.pop_all()
-        return group
+            return group
+        raise RuntimeClosed("the copy worker was cancelled before it had begun")
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -8,8 +8,6 @@ from typing import Any
 
 import anyio
 import attrs
-from anyio import TASK_STATUS_IGNORED
-from anyio.abc import TaskStatus
 
 from .config import OffloadConfig
 from .core.ledger import Ledger
@@ -63,13 +61,15 @@ class CopyWorker:
     _wake_loop: Callable[[], None] = lambda: None
     _clock: Callable[[], float] = lambda: 0.0
     """Not `anyio.current_time`: a commit may come from a plain callback of the loop."""
-    # These four are made by `start`: a runtime may be made before there is an event loop.
+    # These five are made by `start`: a runtime may be made before there is an event loop.
     _wakeup: anyio.Event = attrs.field(init=False)
     _sleep: anyio.CancelScope = attrs.field(init=False)
     _settled: anyio.Event = attrs.field(init=False)
     """Set, and replaced, whenever jobs have ended."""
     _scope: anyio.CancelScope = attrs.field(init=False)
     """Around the task: what cancels the engine must not end it before the transfers that are under way."""
+    has_begun: anyio.Event = attrs.field(init=False)
+    """From here on, what cancels the task natively is survived."""
     is_accepting: bool = True
     _has_ended: bool = False
 
@@ -194,7 +194,7 @@ class CopyWorker:
 
     def start(self) -> None:
         """Bind to the loop running now."""
-        self._wakeup, self._settled = anyio.Event(), anyio.Event()
+        self._wakeup, self._settled, self.has_begun = anyio.Event(), anyio.Event(), anyio.Event()
         self._sleep, self._scope = anyio.CancelScope(), anyio.CancelScope(shield=True)
         self._max_bytes = self.config.bytes_in_flight
         self._clock = self.env.loop_clock()
@@ -207,10 +207,10 @@ class CopyWorker:
         else:
             self._wakeup.set()
 
-    async def run(self, *, task_status: TaskStatus[None] = TASK_STATUS_IGNORED) -> None:
+    async def run(self) -> None:
         """Settle completions and watch deadlines until `end`. Whatever goes wrong here must not end the engine."""
         with self._scope:
-            task_status.started()
+            self.has_begun.set()
             try:
                 await self._work()
             except anyio.get_cancelled_exc_class() as error:
@@ -222,6 +222,7 @@ class CopyWorker:
                 self._fail(error)
             finally:
                 self._has_ended = True
+                self.drain()  # what it was woken for and didn't get round to: nobody signals twice
 
     async def _work(self) -> None:
         while True:

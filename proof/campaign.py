@@ -34,6 +34,7 @@ class Campaign:
     share: int = 0
     of: int = 1
     first_seed: int = 1000
+    sweeps: bool = True
 
     def run(self, tally: Tally) -> None:
         worlds = [(row, backend) for row in SCENARIOS.values() for backend in BACKENDS]
@@ -42,7 +43,8 @@ class Campaign:
                 tally.add(result)
 
     def results(self, row: ScenarioRow, backend: Backend) -> Iterator[Result]:
-        yield from self.swept(row, backend)
+        if self.sweeps:
+            yield from self.swept(row, backend)
         for number in range(self.rounds):
             yield from self.sampled(row, backend, self.first_seed + number)
 
@@ -52,27 +54,29 @@ class Campaign:
         yield base
         for victim in base.suspensions:
             yield from cancel_sweep(plan, row.run, victim, "native")
-            yield from cancel_sweep(plan, row.run, victim, "request*2")
-        yield from cancel_sweep(plan, row.run, "step", "native*2")
+        yield from cancel_sweep(plan, row.run, "step", "request*2")
         for kind in FAULTS:
             if kind not in AT_ANY_STEP:
-                for lasting in (False, True):
-                    yield from fault_sweep(plan, row.run, kind, lasting, at_most=25)
-        yield from exhaust(plan, row.run, num_deviations=2, at_most=60)
+                yield from fault_sweep(plan, row.run, kind, at_most=8)
+                yield from fault_sweep(plan, row.run, kind, lasting=True, at_most=3)
+        yield from exhaust(plan, row.run, num_deviations=2, at_most=20)
 
-    def sampled(self, row: ScenarioRow, backend: Backend, seed: int) -> Iterator[Result]:
-        """One run with nothing injected, and as many with something as make the sample worth its name."""
+    def sampled(self, row: ScenarioRow, backend: Backend, seed: int, num_injected: int = 6) -> Iterator[Result]:
+        """One run with nothing injected, and `num_injected` with cancellations, faults or both."""
         rng = random.Random(f"{row.name} {backend} {seed}")
         plan = Plan(scenario=row.name, backend=backend, seed=seed, chooser=CHOOSERS[seed % len(CHOOSERS)])
         base = simulate(plan, row.run)
         yield base
-        for number in range(6):
-            chosen = attrs.evolve(plan, chooser=rng.choice(CHOOSERS), seed=seed * 10 + number)
-            cancels = (self._cancel(rng, base),) if number % 3 != 1 else ()
-            faults = (self._fault(rng, base),) if number % 3 != 0 else ()
-            if rng.random() < 0.3:
-                cancels = (*cancels, self._cancel(rng, base))
-            yield simulate(attrs.evolve(chosen, cancels=cancels, faults=faults), row.run)
+        for number in range(num_injected):
+            num_cancels, num_faults = ((2, 0), (0, 2), (1, 1))[number % 3]
+            yield simulate(
+                attrs.evolve(
+                    plan, chooser=rng.choice(CHOOSERS), seed=seed * 10 + number,
+                    cancels=tuple(self._cancel(rng, base) for _ in range(num_cancels)),
+                    faults=tuple(self._fault(rng, row, base) for _ in range(num_faults)),
+                ),
+                row.run,
+            )  # fmt: skip
 
     @staticmethod
     def _cancel(rng: random.Random, base: Result) -> Cancel:
@@ -82,9 +86,10 @@ class Campaign:
         return Cancel(victim, rng.randrange(max(1, base.suspensions[victim])), rng.choice(HOWS))
 
     @staticmethod
-    def _fault(rng: random.Random, base: Result) -> Fault:
+    def _fault(rng: random.Random, row: ScenarioRow, base: Result) -> Fault:
         possible = [kind for kind in FAULTS if kind in AT_ANY_STEP or base.opportunities[kind]]
-        kind = rng.choice(possible)
+        wanted = [kind for kind in row.faults if base.opportunities[kind]]
+        kind = rng.choice(wanted if wanted and rng.random() < 0.6 else possible)
         if kind in AT_ANY_STEP:
             return Fault(kind, rng.randrange(max(1, base.num_steps)))
         return Fault(kind, rng.randrange(base.opportunities[kind]), rng.random() < 0.4)

@@ -13,9 +13,11 @@ from typing import Any
 import anyio
 import attrs
 
-from aoffload import OutOfBlocks, RequestState
+from aoffload import KeySpan, OutOfBlocks, RequestState
 from aoffload.errors import DuplicateRequest, InvalidArgument, LeaseError, WrongState
 from aoffload.testing import SPOILED, Ask, Client, Scenario, SimulatedEngine, Simulation, Violation
+
+from .paged import paged_engine
 
 __all__ = ["SCENARIOS", "ScenarioRow"]
 
@@ -25,22 +27,26 @@ class ScenarioRow:
     name: str
     run: Scenario
     about: str
-    calls: tuple[str, ...] = ()
+    events: tuple[str, ...] = ()
     """Events that the scenario is for: a campaign in which one never happened was not about it."""
+    faults: tuple[str, ...] = ()
+    """Faults that it is for: drawn more often than the others."""
 
 
 SCENARIOS: dict[str, ScenarioRow] = {}
 
 
-def scenario(*events: str) -> Callable[[Scenario], Scenario]:
+def scenario(*events: str, faults: tuple[str, ...] = ()) -> Callable[[Scenario], Scenario]:
     """Enter a function into the table under its own name."""
 
     def enter(function: Any) -> Scenario:
-        SCENARIOS[function.__name__] = ScenarioRow(function.__name__, function, function.__doc__ or "", events)
+        SCENARIOS[function.__name__] = ScenarioRow(function.__name__, function, function.__doc__ or "", events, faults)
         return function  # type: ignore[no-any-return]
 
     return enter
 
+
+scenario("request_done")(paged_engine)
 
 # -- what they have in common -----------------------------------------------------------------------------------------
 
@@ -210,7 +216,7 @@ async def exact_fit(sim: Simulation) -> None:
 # -- sharing ----------------------------------------------------------------------------------------------------------
 
 
-@scenario("request_loading")
+@scenario("request_loading", faults=("fail", "refuse", "vanish", "hang"))
 async def shared_load(sim: Simulation) -> None:
     """Several requests want the same blocks from the host at once; whoever leads may go."""
     engine = sim.runtime(num_device_blocks=16, num_host_blocks=10, max_job_bytes=sim.random.choice((1, 2, 100)))
@@ -223,7 +229,7 @@ async def shared_load(sim: Simulation) -> None:
         await after(sim, engine)
 
 
-@scenario("request_loading", "request_done")
+@scenario("request_loading", "request_done", faults=("fail", "lose", "twice"))
 async def branches(sim: Simulation) -> None:
     """Prompts that part ways inside of blocks and runs which others load, compute and evict at the same time."""
     engine = sim.runtime(num_device_blocks=9, num_host_blocks=12, max_job_bytes=2)
@@ -258,13 +264,65 @@ async def conversations(sim: Simulation) -> None:
 
 @scenario("request_done")
 async def tenants(sim: Simulation) -> None:
-    """The same tokens under other salts and adapters: never a hit across, whatever is shared within."""
-    engine = sim.runtime(num_device_blocks=10, num_host_blocks=10)
+    """The same tokens under other salts, adapters and images: never a hit across, whatever is shared within."""
+    engine = sim.runtime(num_device_blocks=14, num_host_blocks=14)
     async with engine.runtime:
         for index in range(6):
             salt, adapter = (None, "t1", "t2")[index % 3], (None, "lora")[index // 3]
             serve(sim, engine, f"r{index}", tokens(1, 7), salt=salt, adapter=adapter)
+            image = KeySpan(index % 3, 4, bytes([index // 2]) * 16)
+            serve(sim, engine, f"image{index}", tokens(1, 7), key_spans=(image,))
         serve(sim, engine, "r6", tokens(1, 7), salt="t1")
+        await after(sim, engine)
+
+
+@scenario("request_loading", "request_aborted", faults=("hang", "fail", "vanish"))
+async def host_pressure(sim: Simulation) -> None:
+    """Loads out of a host that stores want to fill, while the loading requests are cancelled: sources stay."""
+    engine = sim.runtime(num_device_blocks=16, num_host_blocks=6)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        await evict_device(engine)
+        for index in range(4):
+            client = serve(sim, engine, f"load{index}", tokens(1, 9))
+            client.may_abort = ("cancelled",)
+            serve(sim, engine, f"store{index}", tokens(5 + index, 6))
+
+        async def cancel(client: Client) -> None:
+            for index in range(4):
+                await sim.jitter()
+                engine.runtime.cancel(f"load{index}")
+
+        sim.spawn("cancel", cancel)
+        await after(sim, engine)
+
+
+@scenario("request_loading", faults=("fail", "vanish"))
+async def crowded_sharing(sim: Simulation) -> None:
+    """Requests adopt what others have loaded and give blocks back, and a line waits for those."""
+    engine = sim.runtime(num_device_blocks=9, num_host_blocks=12)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        await evict_device(engine)
+        for index in range(4):
+            serve(sim, engine, f"share{index}", tokens(1, 9), num_new_tokens=index % 2)
+        for index in range(3):
+            serve(sim, engine, f"other{index}", tokens(5 + index, sim.random.randint(4, 12)))
+        await after(sim, engine)
+
+
+@scenario("request_done")
+async def least_recently_used(sim: Simulation) -> None:
+    """Under pressure, what was touched last survives, in both tiers, and a prefix loses its tail first."""
+    engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
+    async with engine.runtime:
+        for family in (1, 2, 1, 2):  # a store that lands is a touch, too: each is waited for
+            await store(sim, engine, f"turn of {family}", tokens(family, 6))
+        await store(sim, engine, "new", tokens(3, 7))
+        found = engine.runtime.lookup((*tokens(2, 6), 9))
+        expect(sim, found.num_device_tokens == 6, f"what was touched last is gone: {found}")
+        for index in range(4):
+            serve(sim, engine, f"r{index}", tokens(1 + index, sim.random.randint(3, 8), shared=2))
         await after(sim, engine)
 
 
@@ -312,12 +370,13 @@ async def retries(sim: Simulation) -> None:
             wanted = ask(sim, engine, tokens(1, 8), waits=True)
             async with engine.open(client.name, wanted) as request:
                 client.request = request
-                while request.state is RequestState.PINNED:
-                    with anyio.move_on_after(sim.random.choice((0.001, 0.01))):
+                for patience_s in (0.001, 0.0, 0.01, 0.003, None):
+                    with anyio.move_on_after(patience_s):
                         await request.allocate()
+                        break
                 pending = request.load_nowait()
-                while not pending.is_over:
-                    with anyio.move_on_after(0.001):
+                for patience_s in (0.001, 0.0, 0.002):
+                    with anyio.move_on_after(patience_s):
                         await pending.wait()
                 num_ready = await pending.wait()
                 engine.check_ready(request, wanted, num_ready)
@@ -432,7 +491,7 @@ async def abandoned(sim: Simulation) -> None:
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-@scenario("job_launched")
+@scenario("job_launched", faults=("fail", "lose", "hang", "twice"))
 async def split_transfers(sim: Simulation) -> None:
     """Transfers in pieces of one block, one or many at a time: published in prefix order however they land."""
     engine = sim.runtime(
@@ -458,7 +517,7 @@ async def loads_first(sim: Simulation) -> None:
         expect(sim, len(engine.transport.in_flight) == 0, "something is in flight")
 
 
-@scenario("request_loading")
+@scenario("request_loading", faults=("rot", "flip", "early", "fail"))
 async def verified(sim: Simulation) -> None:
     """With checksums: bytes that rot in host memory or change on their way are a miss, and nobody else's."""
     engine = sim.runtime(num_device_blocks=7, num_host_blocks=12, verify=True, max_job_bytes=sim.random.choice((1, 3)))
@@ -497,10 +556,30 @@ async def failed_forwards(sim: Simulation) -> None:
                 engine.commit(request, wanted, wanted.tokens, 9)
             client.ended()
 
+        async def stubborn(client: Client) -> None:
+            """Commits once more on its way out, whatever it was told."""
+            wanted = ask(sim, engine, tokens(1, 9, branch=3), style="inline")
+            sim.asks.append(wanted)
+            async with engine.open(client.name, wanted) as request:
+                client.request = request
+                await request.allocate()
+                num_ready = await request.load()
+                await engine.forward(request, wanted, wanted.tokens, num_ready, 9)
+                try:
+                    await sim.jitter()
+                    await sim.jitter()
+                finally:
+                    if request.state is RequestState.RUNNING:
+                        engine.commit(request, wanted, wanted.tokens, 9)
+            client.ended()
+
         sim.spawn("fails", fails)
+        sim.spawn("stubborn", stubborn).may_abort = ("prefix_invalidated",)
         for index in range(4):
             client = serve(sim, engine, f"r{index}", tokens(1, 9, branch=index % 2))
             client.may_abort = ("prefix_invalidated",)
+        await sim.join()
+        serve(sim, engine, "afterwards", tokens(1, 9, branch=3))
         await after(sim, engine)
 
 
@@ -519,10 +598,13 @@ async def mixed_on_stream(sim: Simulation) -> None:
     await traffic(sim, stream=True)
 
 
-@scenario("request_done")
+@scenario("request_done", faults=("fail", "rot", "flip"))
 async def two_groups(sim: Simulation) -> None:
     """Two groups of layers with block sizes of their own share one pool."""
-    await traffic(sim, stream=sim.random.random() < 0.3, block_sizes=(2, 4), num_device_blocks=24, num_host_blocks=24)
+    stream, verify = sim.random.random() < 0.3, sim.random.random() < 0.5
+    await traffic(
+        sim, stream=stream, verify=verify, block_sizes=(2, 4), num_device_blocks=18, num_host_blocks=24, shared=8
+    )
 
 
 @scenario("request_done")
@@ -532,7 +614,7 @@ async def nothing_to_offload_to(sim: Simulation) -> None:
     await traffic(sim, stream=False, **options)
 
 
-async def traffic(sim: Simulation, *, stream: bool, **options: Any) -> None:
+async def traffic(sim: Simulation, *, stream: bool, shared: int = 2, **options: Any) -> None:
     rng = sim.random
     options.setdefault("num_device_blocks", rng.randint(6, 12))
     options.setdefault("num_host_blocks", rng.choice((2, 6, 14)))
@@ -542,10 +624,11 @@ async def traffic(sim: Simulation, *, stream: bool, **options: Any) -> None:
     engine = sim.runtime(stream=stream, **options)
     async with engine.runtime:
         for index in range(rng.randint(4, 7)):
-            prompt = tokens(rng.randrange(2), rng.randint(2, 9), branch=rng.randrange(2), shared=rng.choice((2, 5)))
+            length, common = rng.randint(2, 9), rng.choice((shared, 5))
+            prompt = tokens(rng.randrange(2), length, branch=rng.randrange(2), shared=common)
             serve(
                 sim, engine, f"r{index}", prompt, num_new_tokens=rng.choice((0, 0, 1, 3)),
-                salt=rng.choice((None, None, None, "s")), max_load_tokens=rng.choice((None, None, 2)),
+                salt=rng.choice((None, None, None, "s")), max_load_tokens=rng.choice((None, None, 2, 3)),
                 max_hit_tokens=rng.choice((None, None, 4)), hit_alignment=rng.choice((1, 1, 4)),
             )  # fmt: skip
         await after(sim, engine)

@@ -42,6 +42,8 @@ class Client:
     was_injected: bool = False
     may_abort: tuple[str, ...] = ()
     """Reasons for which its requests may be aborted, besides injections."""
+    may_raise: tuple[type[Exception], ...] = (RuntimeClosed, RequestAborted)
+    """What it may end with when the runtime is closed under it."""
     is_running: bool = False
     _scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
     _outer: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
@@ -98,16 +100,13 @@ class Client:
         await self._over.wait()
 
     def coroutines(self) -> Iterator[Any]:
-        """Its own, and those of tasks that work for it alone (`OffloadRuntime.run`)."""
+        """Its own, and those of tasks that end with it: what `OffloadRuntime.run` spawns, and an engine's loop."""
         yield self._coroutine
-        for task in self._children():
-            yield task.get_coro()
-
-    def _children(self) -> list[asyncio.Task[Any]]:
-        if self.simulation.plan.backend != "asyncio":
-            return []
-        found = asyncio.all_tasks(asyncio.get_running_loop())
-        return [task for task in found if task.get_name() == f"aoffload {self.name}"]
+        if self.simulation.plan.backend == "asyncio":
+            names = {f"aoffload {self.name}"} | ({"aoffload engine"} if self.name == "main" else set())
+            for task in asyncio.all_tasks(asyncio.get_running_loop()):
+                if task.get_name() in names:
+                    yield task.get_coro()
 
     def cancel(self, kind: str) -> bool:
         """Whether there was something to cancel in that way."""
@@ -126,6 +125,8 @@ class Client:
 
     def check(self) -> None:
         """Whoever was not meant to be aborted is done."""
+        if self.outcome == "R" and not self.simulation.may_recompute:
+            raise Violation("a hit was lost", f"{self.name} had to compute what it had matched")
         if self.was_injected or self.outcome in ("D", "R") or self._is_explained():
             return
         reason = self.request.reason if self.request is not None else ""
@@ -134,14 +135,15 @@ class Client:
     def _is_explained(self) -> bool:
         """Whether an abort or a rejection follows from what was asked for, or from what was injected elsewhere."""
         faults, error = self.simulation.faults, self.error
+        was_closed = self.simulation.clients[0].was_injected or "runtime_closed" in self.may_abort
         if error is None:
-            return self.request is not None and self.request.reason in self.may_abort
+            reason = self.request.reason if self.request is not None else ""
+            return reason in self.may_abort or (was_closed and reason == "runtime_closed")
         if isinstance(error, OutOfBlocks):
             return error.retryable or faults.may_take_room
         if isinstance(error, ForwardFailed):
             return bool(faults.fired["compute"])
-        was_closed = self.simulation.clients[0].was_injected or "runtime_closed" in self.may_abort
-        return was_closed and isinstance(error, (RuntimeClosed, RequestAborted))
+        return was_closed and isinstance(error, self.may_raise)
 
 
 def _current_coroutine() -> Any:

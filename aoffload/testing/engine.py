@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import anyio
 import attrs
 
+from ..prefix import KeySpan
 from ..request import Request
 from ..runtime import OffloadRuntime
 from .memory import Memory, Tags
@@ -42,6 +43,7 @@ class Ask:
     style: Style = "inline"
     """Where the forward runs: in the loop's thread, in a worker thread inside of a step, in a thread that owns its step
     (`run_step`), or later, on the device's stream."""
+    key_spans: tuple[KeySpan, ...] = ()
     max_load_tokens: int | None = None
     max_hit_tokens: int | None = None
     hit_alignment: int = 1
@@ -76,7 +78,8 @@ class SimulatedEngine:
 
     def identity(self, ask: Ask, group: int, tokens: tuple[int, ...]) -> object:
         """What the KV of a block is a function of."""
-        return (ask.salt, ask.adapter, group, tokens)
+        spans = tuple((span.start, span.digest) for span in ask.key_spans if span.start < len(tokens))
+        return (ask.salt, ask.adapter, spans, group, tokens)
 
     # -- a request's life -----------------------------------------------------------------------------------------
 
@@ -90,7 +93,7 @@ class SimulatedEngine:
         """A request to be entered at once."""
         request = self.runtime.request(
             ask.tokens, name, cache_salt=ask.salt, adapter_key=ask.adapter, deadline_s=ask.deadline_s,
-            max_hit_tokens=ask.max_hit_tokens, hit_alignment=ask.hit_alignment,
+            max_hit_tokens=ask.max_hit_tokens, hit_alignment=ask.hit_alignment, key_spans=ask.key_spans,
         )  # fmt: skip
         self._born[request] = self.num_resets
         return request
@@ -231,6 +234,9 @@ class SimulatedEngine:
         """A load never claims more than was matched, nor the last token; and what it claims is there."""
         if num_ready > request.match.num_tokens or num_ready >= len(ask.tokens):
             raise Violation("hit cap", f"{num_ready} of {len(ask.tokens)} ready after a match of {request.match}")
+        most = None if ask.max_load_tokens is None else max(ask.max_load_tokens, request.match.num_device_tokens)
+        if most is not None and num_ready > most:
+            raise Violation("hit cap", f"{num_ready} ready where at most {most} were asked for")
         if ask.style != "stream":
             self.check_blocks(request, ask, request.block_ids, ask.tokens, num_ready)
 

@@ -115,7 +115,10 @@ class Tally:
     """By scenario."""
     backends: Counter[str] = attrs.field(factory=Counter)
     faults: Counter[str] = attrs.field(factory=Counter)
+    """Runs that a kind was injected into; one that lasts counts once."""
     outcomes: Counter[str] = attrs.field(factory=Counter)
+    fates: dict[str, Counter[str]] = attrs.field(factory=dict)
+    """How clients ended, by the fault that their run met and no other one."""
     events: dict[str, Counter[str]] = attrs.field(factory=dict)
     await_lines: set[tuple[str, int]] = attrs.field(factory=set)
     violations: list[tuple[str, str]] = attrs.field(factory=list)
@@ -128,7 +131,7 @@ class Tally:
         self.num_checks += result.num_checks
         self.num_blocks_checked += result.num_blocks_checked
         self.backends[plan.backend] += 1
-        self.faults.update(result.faults)
+        self.faults.update(set(result.faults))
         self.await_lines |= result.await_lines
         self.events.setdefault(plan.scenario, Counter()).update(result.counts)
         digests = self.digests.setdefault(plan.scenario, set())
@@ -136,6 +139,9 @@ class Tally:
             digests.add(f"{plan.backend} {result.digest}")
         for outcome in result.outcomes.values():
             self.outcomes[outcome] += 1
+        if len(result.faults) == 1 and not result.num_cancels:
+            (kind,) = result.faults
+            self.fates.setdefault(kind, Counter()).update(result.outcomes.values())
         if result.violation is not None:
             self.violations.append((str(plan), str(result.violation)))
 

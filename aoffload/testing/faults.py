@@ -34,7 +34,7 @@ _KINDS = (
     FaultKind("stuck_fence", "the fence that a copy waits for never passes", may_time_out=True, may_take_room=True),
     FaultKind("lose", "a copy ends unproven; the proof comes late", may_take_room=True),
     FaultKind("vanish", "a copy ends unproven; no proof ever comes", may_take_room=True),
-    FaultKind("twice", "a completion is delivered twice"),
+    FaultKind("twice", "a second completion is delivered, which may say otherwise"),
     FaultKind("early", "a store is reported over before its last bytes arrive", needs_verify=True),
     FaultKind("flip", "bytes change on their way to the device", needs_verify=True),
     FaultKind("rot", "bytes change in host memory", needs_verify=True),

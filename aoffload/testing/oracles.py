@@ -12,11 +12,11 @@ from typing import Any
 
 import attrs
 
+from ..core.lifecycle import JobState, RequestState
 from ..core.matching import find_hit
-from ..core.plan import Tier
+from ..core.plan import Completion, Direction, Outcome, Tier
 from ..core.tokens import TokenSequence
 from ..errors import IntegrityError, OutOfBlocks
-from ..prefix import Prefix
 from ..runtime import OffloadRuntime
 from .engine import Ask, SimulatedEngine
 from .faults import Faults
@@ -58,6 +58,8 @@ class Oracles:
             if name == "abandon_load":
                 self.num_timeouts += 1
             before = self.runtime.ledger.statistics() if name in REFUSING else None
+            if name == "settle":
+                return self._settle(call, args[0])
             try:
                 return call(*args, **kwargs)
             except OutOfBlocks:
@@ -66,6 +68,19 @@ class Oracles:
                 raise
 
         return noticed
+
+    def _settle(self, call: Callable[..., Any], completion: Completion) -> Any:
+        """A transient failure of a load forgets nothing that is in host memory."""
+        ledger = self.runtime.ledger
+        job = ledger.jobs.unsettled.get(completion.job_id)
+        host = ledger.cache.tiers[Tier.HOST].pool
+        before = host.num_free
+        result = call(completion)
+        is_transient = completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN)
+        is_load = job is not None and job.plan.direction is Direction.LOAD and job.epoch == ledger.cache.epoch
+        if is_transient and is_load and not self.faults.fired["rot"] and host.num_free != before:
+            raise Violation("forgotten for nothing", f"{completion} freed {host.num_free - before} host blocks")
+        return result
 
     # -- after every step -----------------------------------------------------------------------------------------
 
@@ -80,6 +95,8 @@ class Oracles:
         except IntegrityError as error:
             raise Violation("conservation", str(error)) from None
         self._check_counts()
+        self._check_jobs()
+        self._check_pins()
         self._check_line()
         self._check_timeouts()
 
@@ -88,6 +105,24 @@ class Oracles:
         for tier in (statistics.device, statistics.host):
             if min(attrs.astuple(tier)) < 0:
                 raise Violation("a negative count", repr(tier))
+
+    def _check_jobs(self) -> None:
+        """Nothing is stored twice at a time, and no load is queued that nobody waits for."""
+        storing: set[int] = set()
+        for job in self.runtime.ledger.jobs.unsettled.values():
+            if job.plan.direction is Direction.LOAD:
+                if job.state is JobState.QUEUED and not job.claims:
+                    raise Violation("a load for nobody", repr(job))
+            elif not storing.isdisjoint(job.plan.source_ids):
+                raise Violation("stored twice", repr(job))
+            elif job.epoch == self.runtime.ledger.cache.epoch:  # what is doomed may be computed, and stored, again
+                storing.update(job.plan.source_ids)
+
+    def _check_pins(self) -> None:
+        """Host pins end when the load does."""
+        for holding in self.runtime.ledger.holdings.values():
+            if holding.state is RequestState.RUNNING and Tier.HOST in holding.leases:
+                raise Violation("a leak", f"{holding} still pins host blocks")
 
     def _check_line(self) -> None:
         admission = self.runtime.ledger.admission
@@ -141,6 +176,33 @@ class Oracles:
         if not self.may_quarantine and (found.device.num_quarantined or found.host.num_quarantined):
             raise Violation("a leak", f"quarantined without a fault: {found}")
 
+        self._check_proofs()
+        self._check_reachable()
+
+    def _check_proofs(self) -> None:
+        """Whose end was proven, however late, is in quarantine no more; what was found corrupt is forgotten."""
+        ledger, transport = self.runtime.ledger, self.engine.transport
+        ignored = transport.proven & set(ledger.jobs.quarantined)
+        if ignored:
+            raise Violation("a proof was ignored", f"jobs {sorted(ignored)}")
+        kept = [b for b, generation in transport.corrupt if self._is_findable(b, generation)]
+        if kept:
+            raise Violation("a bad entry was kept", f"host blocks {kept}")
+
+    def _is_findable(self, host_id: int, generation: int) -> bool:
+        host = self.engine.transport.host
+        return host.is_owned[host_id] and host.generation[host_id] == generation
+
+    def _check_reachable(self) -> None:
+        """Unless something failed: a prefix loses its tail before its head, so no tier holds a tail without one."""
+        if self.faults.fired or self.engine.num_invalidations:
+            return
+        for run in self.runtime.ledger.cache.index.runs.values():
+            for part in run.parts:
+                before = run.before.parts[part.run.parts.index(part)] if run.before is not None else None
+                if part.blocks and before is not None and run.before is not None and before.stop < run.before.stop:
+                    raise Violation("a tail without its head", f"{run} behind {run.before}")
+
     @property
     def may_quarantine(self) -> bool:
         return self.is_cut_short or self.faults.may_take_room
@@ -155,9 +217,9 @@ class Oracles:
                 raise Violation("what may hit", f"{found} units of {ask.tokens} hit, memory says {expected}")
 
     def _found_hit(self, ask: Ask) -> tuple[int, int]:
-        root = self.runtime._prefix(ask.tokens, ask.salt, ask.adapter, ()).root
         cache = self.runtime.ledger.cache
-        sequence = TokenSequence(Prefix.of(root, ask.tokens, ()), cache.layout.unit_tokens)
+        prefix = self.runtime._prefix(ask.tokens, ask.salt, ask.adapter, ask.key_spans)
+        sequence = TokenSequence(prefix, cache.layout.unit_tokens)
         hit = find_hit(cache.index, sequence, len(ask.tokens) // cache.layout.unit_tokens)
         return hit.device_stop, hit.stop
 

@@ -33,7 +33,7 @@ from .loop import SimulatedLoop
 from .memory import OwnedPool
 from .oracles import Oracles
 from .scheduler import Decision, Scheduler
-from .transport import SimulatedTransport
+from .transport import LATE_S, SimulatedTransport
 from .trio_run import run_trio
 from .violations import Violation
 
@@ -137,6 +137,11 @@ class Simulation:
         """Whether a task may be cancelled natively: a thread that it awaits is not waited for then."""
         return any("native" in cancel.how for cancel in self.plan.cancels)
 
+    @property
+    def may_recompute(self) -> bool:
+        """Whether anything has happened that makes a hit a miss."""
+        return bool(self.faults.fired) or any(engine.num_resets or engine.num_invalidations for engine in self.engines)
+
     # -- what scenarios call --------------------------------------------------------------------------------------
 
     def runtime(
@@ -207,6 +212,10 @@ class Simulation:
         for cancel, blows in self._cancels:
             if blows:
                 self._cancel(cancel, blows)
+        if self.num_cancels:
+            for client in self.clients:
+                if client.was_injected and client.is_running:
+                    self._note_lines(client)  # where it is told: perhaps only at its next checkpoint
 
     def _cancel(self, cancel: Cancel, blows: list[str]) -> None:
         if cancel.victim == ANY_STEP:
@@ -220,7 +229,6 @@ class Simulation:
             if not found or found[0].num_suspensions <= cancel.at + len(cancel.blows) - len(blows):
                 return
             client = found[0]
-        self._note_lines(client)
         if client.cancel(blows.pop(0)):
             self.num_cancels += 1
 
@@ -272,6 +280,7 @@ class Simulation:
         for engine in self.engines:
             if engine.transport.stream is not None:
                 await engine.transport.stream.wait_idle()
+        await anyio.sleep(2 * LATE_S)  # what is late comes before the end is looked at
         for client in self.clients:
             client.check()
         for oracles in self.oracles:
@@ -295,18 +304,21 @@ class Simulation:
 
 def simulate(plan: Plan, scenario: Scenario, *, keep_trace: bool = False) -> Result:
     """Run `scenario` as `plan` says. The same plan gives the same run, on every machine and in every process."""
+    with _undisturbed():
+        result = _simulate(plan, scenario, keep_trace)
+        if result.violation is not None:
+            gc.collect()  # what a broken-off run leaves behind
+    return result
+
+
+def _simulate(plan: Plan, scenario: Scenario, keep_trace: bool) -> Result:
     simulation = Simulation(plan, keep_trace=keep_trace)
     violation: Violation | None = None
-    with _undisturbed():
-        try:
-            _run(simulation, scenario)
-        except (Violation, BaseExceptionGroup) as error:
-            violation = _violation_in(error)
-            if violation is None:
-                raise
-            violation.__traceback__ = violation.__context__ = None  # its frames keep the broken-off run alive
-        if violation is not None:
-            gc.collect()
+    try:
+        _run(simulation, scenario)
+    except Exception as error:  # noqa: BLE001 - whatever comes out of a run is its result
+        violation = _violation_in(error) or Violation("a crash", repr(error))
+        violation.__traceback__ = violation.__context__ = None  # its frames keep the broken-off run alive
     return simulation.result(violation)
 
 

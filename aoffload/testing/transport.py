@@ -79,6 +79,10 @@ class SimulatedTransport:
         self.in_flight: dict[int, Copy] = {}
         """Launched and not yet told over, by job id."""
         self.is_doomed: Callable[[int], bool] = lambda job_id: False
+        self.proven: set[int] = set()
+        """Jobs whose end was told for certain, in time or late."""
+        self.corrupt: set[tuple[int, int]] = set()
+        """Host blocks, and their generation, that a load was told to hold other bytes than were stored."""
         self._scheduler = scheduler
         self._random = rng
         self._sums: list[int] = []
@@ -102,7 +106,8 @@ class SimulatedTransport:
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         self._check(plan)
-        if self._is_closed or plan.direction in self._dead or self.faults.fire("refuse"):
+        without = after is None and plan.direction is Direction.STORE and self.faults.fire("no_fence")
+        if self._is_closed or plan.direction in self._dead or without or self.faults.fire("refuse"):
             raise TransferRefused(f"job {plan.job_id} is refused")
         if self._is_lost or self.faults.fire("device_lost"):
             self._is_lost = True
@@ -131,7 +136,7 @@ class SimulatedTransport:
 
     def _begin(self, copy: Copy, after: Fence | None, late: bool = False) -> None:
         fences = [after]
-        if self.stream is not None and copy.plan.direction is Direction.LOAD:
+        if self.stream is not None and (copy.plan.direction is Direction.LOAD or after is None):
             fences.append(self.stream.fence())
         if late:
             copy.is_told = True
@@ -149,7 +154,7 @@ class SimulatedTransport:
         if waiting:
             waiting[0].when_passed(lambda: self._after_fences(copy, waiting[1:]))
             return
-        delay_s = LATE_S if copy.is_told else self._random.choice((0.0, 0.0, 0.001, 0.004, 0.02))
+        delay_s = LATE_S if copy.is_told else self._random.choice((0.0, 0.0, 0.001, 0.004, 0.02, 0.05))
         self._scheduler.act(f"{copy.name} starts", lambda: self._start(copy), delay_s)
 
     def _start(self, copy: Copy) -> None:
@@ -188,8 +193,6 @@ class SimulatedTransport:
         self._tell(copy, completion)
         if self._verify and copy.plan.direction is Direction.STORE and self.faults.fire("rot"):
             copy.destination.content[self._random.choice(copy.plan.destination_ids)] = TORN
-        if self.faults.fire("twice"):
-            self._scheduler.act(f"{copy.name} is told again", lambda: self._deliver(completion), LATE_S / 10)
 
     def _land_early(self, copy: Copy) -> None:
         """Told before the last block is there: till it is, and for good if others write there, the sum differs."""
@@ -243,7 +246,13 @@ class SimulatedTransport:
         kind = copy.plan.direction.value
         self._counts[f"num_{kind}s"] += 1
         self._counts["blocks_loaded" if kind == "load" else "blocks_stored"] += completion.num_landed
+        if completion.outcome is not Outcome.UNPROVEN:
+            self.proven.add(copy.plan.job_id)
+        for index in completion.corrupt:
+            self.corrupt.add((copy.plan.source_ids[index], copy.source_generations[index]))
         self._deliver(completion)
+        if self.faults.fire("twice"):
+            self._scheduler.act(f"{copy.name} is told again", lambda: self._deliver(_otherwise(completion)), 0.001)
 
     def _memory(self, tier: Tier) -> Memory:
         return self.device if tier is Tier.DEVICE else self.host
@@ -255,6 +264,15 @@ class SimulatedTransport:
             assert all(lowest <= block_id < memory.num_rows for block_id in ids), f"{plan} names no block"
             assert len(set(ids)) == len(ids), f"{plan} names a block twice"
         assert len(plan.source_ids) == len(plan.destination_ids), f"{plan} has ids without a counterpart"
+
+
+def _otherwise(completion: Completion) -> Completion:
+    """A second completion need not say what the first one did; only doubt stays doubt, or it would be late proof."""
+    if completion.outcome is Outcome.FAILED:
+        return Completion(completion.job_id, Outcome.LANDED, completion.num_landed + 1)
+    if completion.outcome is Outcome.LANDED:
+        return Completion(completion.job_id, Outcome.FAILED, error="told otherwise")
+    return completion
 
 
 def _not_open(completion: Completion) -> None:

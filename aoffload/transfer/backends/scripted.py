@@ -41,7 +41,7 @@ class Launched:
     plan: TransferPlan
     after: Fence | None
     recorded: Fence | None = None
-    """For a load: the compute that was under way at launch."""
+    """For a load, and a store without `after`: the compute that was under way at launch."""
 
     @property
     def may_start(self) -> bool:
@@ -89,7 +89,7 @@ class ScriptedTransport:
             self._num_refusals -= 1
             raise TransferRefused("refused by the script")
         self._check(plan)
-        recorded = self.record_fence() if plan.direction is Direction.LOAD else None
+        recorded = self.record_fence() if plan.direction is Direction.LOAD or after is None else None
         launched = Launched(plan, after, recorded)
         self.launched.append(launched)
         self._directions[plan.job_id] = plan.direction

@@ -1,0 +1,68 @@
+"""Every place where the package waits, read from its source: a cancellation can arrive at each of them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import attrs
+
+import aoffload
+
+__all__ = ["Wait", "missed", "waits"]
+
+PACKAGE = Path(aoffload.__file__).parent
+NOT_SERVING = ("testing", "demo")
+"""Rooms that are programs around the package, not part of what is served."""
+NEVER_THERE = {
+    "anyio.to_thread.run_sync(": "the seam to real threads: simulated runs have another one in its place",
+    "create_task_group())": "entering a task group waits for nothing",
+    "self._tasks.__aenter__()": "entering a task group waits for nothing",
+    "async with request:": "entering and leaving a request wait for nothing",
+    "async with self.runtime.request(": "entering and leaving a request wait for nothing",
+}
+"""By a piece of the source: where no simulated task is ever suspended, and why."""
+
+
+@attrs.frozen(order=True)
+class Wait:
+    path: str
+    first_line: int
+    last_line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.first_line}"
+
+
+def waits() -> list[Wait]:
+    """Each `await`, `async with` and `async for`, by file and line."""
+    return sorted(set(_waits()))
+
+
+def _waits() -> Iterator[Wait]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = str(path.relative_to(PACKAGE))
+        if name.startswith(NOT_SERVING):
+            continue
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, (ast.Await, ast.AsyncWith, ast.AsyncFor)):
+                continue
+            text = ast.get_source_segment(source, node) or ""
+            if any(piece in text.partition(":\n")[0] + ":" for piece in NEVER_THERE):
+                continue
+            if isinstance(node, ast.Await):
+                yield Wait(name, node.lineno, node.end_lineno or node.lineno)
+            elif isinstance(node, (ast.AsyncWith, ast.AsyncFor)):
+                yield Wait(name, node.lineno, node.body[0].lineno - 1)
+
+
+def missed(hit: Iterable[tuple[str, int]]) -> list[Wait]:
+    """Waits at which no cancellation has met anybody."""
+    lines = set(hit)
+    return [
+        wait
+        for wait in waits()
+        if not any((wait.path, line) in lines for line in range(wait.first_line, wait.last_line + 1))
+    ]

@@ -1,0 +1,47 @@
+"""The battery: the same thousand runs for every mutant, until one of them breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from aoffload.testing import Result, explain
+
+from .campaign import BACKENDS, Campaign
+from .scenarios import SCENARIOS
+
+__all__ = ["MOST_RUNS", "detect", "runs"]
+
+MOST_RUNS = 1000
+FIRST_SEED = 5000
+
+
+def runs() -> Iterator[Result]:
+    """All scenarios in turn, on both backends in turn, undisturbed and injected into."""
+    campaign = Campaign(rounds=0)
+    seed = FIRST_SEED
+    while True:
+        for number, row in enumerate(SCENARIOS.values()):
+            backend = BACKENDS[(number + seed) % len(BACKENDS)]
+            yield from campaign.sampled(row, backend, seed, num_injected=3)
+        seed += 1
+
+
+def detect(argument: Any) -> dict[str, Any]:
+    """The first violation within `argument["runs"]` runs, by which oracle, in which run; JSON in, JSON out."""
+    most = int(argument.get("runs", MOST_RUNS)) if isinstance(argument, dict) else MOST_RUNS
+    for number, result in enumerate(runs(), start=1):
+        if result.violation is not None:
+            plan, violation = str(result.plan), result.violation
+            return {"violation": str(violation), "oracle": violation.oracle, "runs": number, "plan": plan}
+        if number >= most:
+            break
+    return {"violation": None, "oracle": None, "runs": most, "plan": None}
+
+
+def story(plan: str) -> str:
+    """A broken run for a person."""
+    from aoffload.testing import replay
+
+    scenario = next(word.partition("=")[2] for word in plan.split() if word.startswith("scenario="))
+    return explain(replay(plan, SCENARIOS[scenario].run))

@@ -1,0 +1,16 @@
+"""The planted defects: mistakes that a programmer could make here, each breaking a promise of the design.
+
+Many are the incidents that the project was founded on, put back in. A checker is worth what it finds of these.
+"""
+
+from __future__ import annotations
+
+from .mutants_cache import CACHE_MUTANTS
+from .mutants_line import LINE_MUTANTS
+from .mutants_shell import SHELL_MUTANTS
+from .mutants_transfers import TRANSFER_MUTANTS
+from .planting import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS: tuple[Mutant, ...] = CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS

@@ -1,0 +1,261 @@
+"""Planted defects of what is cached: keys, matching, pins, runs, eviction, publishing."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["CACHE_MUTANTS"]
+
+PREFIX, TOKENS, MATCHING = "aoffload.prefix", "aoffload.core.tokens", "aoffload.core.matching"
+PINS, CACHE, TIERS = "aoffload.core.pins", "aoffload.core.cache", "aoffload.core.tiers"
+EVICTION, INDEX, LEASE = "aoffload.core.eviction", "aoffload.core.index", "aoffload.core.lease"
+PUBLISH, COMMITS, HOLDING = "aoffload.core.publish", "aoffload.core.commits", "aoffload.core.holding"
+
+_KEYS = (
+    Mutant(
+        "salt missing from the root",
+        PREFIX,
+        '("namespace", "cache_salt", "adapter_key")',
+        '("namespace", "adapter_key")',
+        "another salt is never a hit",
+    ),
+    Mutant(
+        "adapter missing from the root",
+        PREFIX,
+        '("namespace", "cache_salt", "adapter_key")',
+        '("namespace", "cache_salt")',
+        "another adapter is never a hit",
+    ),
+    Mutant(
+        "key spans missing from the key",
+        TOKENS,
+        "self._spans = prefix.spans",
+        "self._spans = ()",
+        "another image behind the same placeholder tokens is never a hit",
+    ),
+    Mutant(
+        "tokens under a span missing from the digest",
+        TOKENS,
+        "after.update(tokens[at : at + unit_bytes] + record)",
+        "after.update(record)",
+        "equal digests mean equal prefixes, under a span too",
+    ),
+    Mutant(
+        "hit up to the last token",
+        PINS,
+        "(holding.sequence.num_tokens - 1) // self.cache.layout.unit_tokens",
+        "holding.sequence.num_tokens // self.cache.layout.unit_tokens",
+        "at least one token is always left to compute",
+    ),
+    Mutant(
+        "device island counts as a hit",
+        MATCHING,
+        "if device_stop == run.start:",
+        "if run.parts[Tier.DEVICE].blocks:",
+        "no device island behind a missing block is shared",
+    ),
+    Mutant(
+        "a store in flight counts as a hit",
+        MATCHING,
+        "reached = max(part.stop for part in run.parts[1:])",
+        "reached = max(part.covered_stop for part in run.parts[1:])",
+        "publish on completion",
+    ),
+)
+
+_PINS = (
+    Mutant(
+        "device hit not pinned",
+        PINS,
+        "            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run)",
+        "            from .lease import Lease\n\n            holding.leases[Tier.DEVICE] = Lease(Tier.DEVICE, run)",
+        "match and pin are one step, on the device (I2)",
+    ),
+    Mutant(
+        "host hit not pinned",
+        PINS,
+        "            holding.leases[Tier.HOST] = self.cache.lease(Tier.HOST, last)",
+        "            from .lease import Lease\n\n            holding.leases[Tier.HOST] = Lease(Tier.HOST, last)",
+        "match and pin are one step, on the host (I1)",
+    ),
+    Mutant(
+        "lease released twice",
+        LEASE,
+        '            raise LeaseError(f"{self.tier.name} lease on {self.run} released twice")',
+        "            return",
+        "a lease is single-use: releasing twice raises",
+    ),
+    Mutant(
+        "duplicates not given back",
+        HOLDING,
+        "            private.extend(self.table[units.start * width : units.stop * width])",
+        "            private.extend(array('i'))",
+        "nothing leaks: private duplicates go at close",
+    ),
+    Mutant(
+        "destinations of a load freed with the request",
+        HOLDING,
+        "start = self.published if self.load is None else self.load.stop",
+        "start = self.published",
+        "a job owns its blocks, never the request",
+    ),
+    Mutant(
+        "holding without its grant holds no room",
+        HOLDING,
+        "return bool(self.table) or granted or Tier.DEVICE in self.leases",
+        "return granted or Tier.DEVICE in self.leases",
+        "a waiting extend fails only if nobody else will let go",
+    ),
+)
+
+_RUNS = (
+    Mutant(
+        "split loses a reference",
+        CACHE,
+        "front.num_references = 1 if part.num_references else 0",
+        "front.num_references = 0",
+        "references are leases: what pinned a run pins both parts",
+    ),
+    Mutant(
+        "runs merged with a job in flight",
+        CACHE,
+        "if front.num_references or back.num_references or front.incoming is not None or back.incoming is not None:",
+        "if front is back:",
+        "the ids of an unfinished transfer belong to the job's own runs",
+    ),
+    Mutant(
+        "pinned blocks stay evictable",
+        TIERS,
+        "        self.num_cached -= len(part.blocks)",
+        "        self.num_cached -= 0",
+        "all-or-nothing rests on the count of evictable blocks",
+    ),
+    Mutant(
+        "evicted from the head",
+        TIERS,
+        "        keep = len(part.blocks) - num_units * width\n"
+        "        freed = part.blocks[keep:]\n"
+        "        del part.blocks[keep:]\n",
+        "        freed = part.blocks[: num_units * width]\n        del part.blocks[: num_units * width]\n",
+        "a prefix loses its tail before its head",
+    ),
+    Mutant(
+        "evicted newest first",
+        EVICTION,
+        "first = self._ring.newer\n        return",
+        "first = self._ring.older\n        return",
+        "the least recently used goes first, a prefix by its tail",
+    ),
+    Mutant(
+        "split head older than its tail",
+        EVICTION,
+        "self._link(part, than)",
+        "self._link(part, than.older)",
+        "a head outlives its tail",
+    ),
+    Mutant(
+        "shared run grown in place",
+        PUBLISH,
+        "run.num_after or run.parts[Tier.DEVICE].num_references != 1 or run.parts",
+        "run.num_after or run.parts",
+        "a run grows only under its sole reference",
+    ),
+    Mutant(
+        "reset keeps the entries",
+        CACHE,
+        "self.index = RunIndex(self.layout, self.index.epoch + 1, len(self.tiers))",
+        "runs = self.index.runs\n"
+        "        self.index = RunIndex(self.layout, self.index.epoch + 1, len(self.tiers))\n"
+        "        self.index.runs = runs",
+        "reset makes everything unfindable",
+    ),
+    Mutant(
+        "reset keeps the epoch",
+        CACHE,
+        "RunIndex(self.layout, self.index.epoch + 1, len(self.tiers))",
+        "RunIndex(self.layout, self.index.epoch, len(self.tiers))",
+        "what was admitted before a reset never publishes or stores again",
+    ),
+    Mutant(
+        "blocks of an old epoch kept",
+        CACHE,
+        "        if run.epoch == self.index.epoch:\n            tier.make_evictable(part)",
+        "        if run.epoch <= self.index.epoch:\n            tier.make_evictable(part)",
+        "reset: what is pinned is free once it is let go of",
+    ),
+    Mutant(
+        "corrupt block freed under a reader",
+        CACHE,
+        "part.condemned = bad if part.condemned is None else part.condemned + bad",
+        "self.tiers[tier].pool.give(bad)",
+        "a block is free when everybody has let go",
+    ),
+)
+
+_PUBLISHING = (
+    Mutant(
+        "partial block published",
+        COMMITS,
+        "publish(self.cache, holding, num_computed_tokens // self.cache.layout.unit_tokens)",
+        "publish(self.cache, holding, self.cache.layout.num_units(num_computed_tokens))",
+        "partial blocks are never cached",
+    ),
+    Mutant(
+        "published after a reset",
+        COMMITS,
+        "        if holding.epoch != self.cache.epoch:\n            return ()\n        first",
+        "        first",
+        "requests admitted before a reset never publish again",
+    ),
+    Mutant(
+        "private duplicate published",
+        PUBLISH,
+        "part.blocks.extend(holding.table[present * width : stop * width])",
+        "part.blocks.extend(holding.table[position * width : stop * width])",
+        "a private duplicate is never findable (I3)",
+    ),
+    Mutant(
+        "private duplicate forgotten",
+        PUBLISH,
+        "        holding.duplicates.append(range(position, present))",
+        "        del position",
+        "the private copy stays until close, and goes then",
+    ),
+    Mutant(
+        "invalidate leaves it published",
+        COMMITS,
+        "wrong = unpublish(self.cache, holding, start)",
+        "wrong: set[Run] = set()",
+        "what a failed forward committed is a miss",
+    ),
+    Mutant(
+        "invalidate leaves the host copy",
+        PUBLISH,
+        "        cache.withdraw(run)\n",
+        "",
+        "taken back in every tier, in flight too",
+    ),
+    Mutant(
+        "invalidate leaves what others built on it",
+        COMMITS,
+        "        self.cache.withdraw_behind(wrong)\n",
+        "",
+        "what was computed on wrong bytes is wrong",
+    ),
+    Mutant(
+        "invalidate tells no reader",
+        COMMITS,
+        "        found = True\n        while found:\n",
+        "        found = False\n        while found:\n",
+        "whoever matched wrong bytes is aborted",
+    ),
+    Mutant(
+        "tainted readers publish on",
+        COMMITS,
+        "                    other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds\n",
+        "",
+        "whoever matched wrong bytes publishes nothing more",
+    ),
+)
+
+CACHE_MUTANTS: tuple[Mutant, ...] = _KEYS + _PINS + _RUNS + _PUBLISHING

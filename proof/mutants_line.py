@@ -1,0 +1,257 @@
+"""Planted defects of the line for room and of the ledger around it: hold-and-wait, lost wake-ups, steps."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["LINE_MUTANTS"]
+
+ADMISSION, WAITING, LEDGER = "aoffload.core.admission", "aoffload.core.waiting", "aoffload.core.ledger"
+COMMITS, LIFECYCLE = "aoffload.core.commits", "aoffload.core.lifecycle"
+
+_LINE = (
+    Mutant(
+        "hold and wait",
+        ADMISSION,
+        "        if head is not waiter:\n            self.pins.forget_match(waiter.holding)\n",
+        "",
+        "only the head of the line keeps pins while it waits",
+    ),
+    Mutant(
+        "overtaken head keeps its pins",
+        ADMISSION,
+        "        if head is not before:\n            self.pins.forget_match(before.holding)\n",
+        "",
+        "only the head of the line keeps pins while it waits",
+    ),
+    Mutant(
+        "head without room blocks an extension",
+        ADMISSION,
+        "            self.pins.forget_match(self.line.allocating[0].holding)",
+        "            pass",
+        "who has nothing yet must not block who has",
+    ),
+    Mutant(
+        "no match at the grant",
+        ADMISSION,
+        "        self.pins.forget_match(holding)\n        self.pins.pin(holding)  # what",
+        "        # what",
+        "who waited matches again in the step that grants",
+    ),
+    Mutant(
+        "refused without its match",
+        ADMISSION,
+        "            if holding.state is _S.PINNED:\n                self._pin_again(holding)\n            raise",
+        "            raise",
+        "who was refused may try again with what is cached",
+    ),
+    Mutant(
+        "withdrawn without its match",
+        ADMISSION,
+        "        self.leave(waiter)\n        if holding.state is _S.PINNED:\n            self._pin_again(holding)\n",
+        "        self.leave(waiter)\n",
+        "a cancelled allocate leaves PINNED and may be tried again",
+    ),
+    Mutant(
+        "unused grant kept",
+        ADMISSION,
+        '            self.cache.give(Tier.DEVICE, waiter.granted)\n            waiter.granted = array("i")\n',
+        '            waiter.granted = array("i")\n',
+        "a cancelled waiter returns an unused grant",
+    ),
+    Mutant(
+        "fast path ignores the line",
+        ADMISSION,
+        "behind=not self.line.is_empty",
+        "behind=False",
+        "the fast path checks that nobody waits",
+    ),
+    Mutant(
+        "extension behind allocations",
+        ADMISSION,
+        "behind = bool(self.line.extending)",
+        "behind = not self.line.is_empty",
+        "extend goes before allocate",
+    ),
+    Mutant(
+        "allocation overtakes an extension",
+        ADMISSION,
+        "while self.line.allocating and not self.line.extending:",
+        "while self.line.allocating:",
+        "extend goes before allocate",
+    ),
+    Mutant(
+        "only waiters hold room and nobody fails",
+        ADMISSION,
+        "        if self.others_hold_room():\n            return False\n",
+        "        if waiter.num_units:\n            return False\n",
+        "when only waiters hold room the youngest extend fails",
+    ),
+    Mutant(
+        "oldest extension fails",
+        ADMISSION,
+        "youngest = self.line.extending.pop()",
+        "youngest = self.line.extending.pop(0)",
+        "the youngest extend is the one to fail",
+    ),
+    Mutant(
+        "requeued at the end",
+        WAITING,
+        "        insort(self.allocating, waiter, key=lambda waiting: waiting.holding.ticket)",
+        "        self.allocating.append(waiter)",
+        "who had to let go of everything gets its old place back",
+    ),
+    Mutant(
+        "quarantine fails nobody",
+        ADMISSION,
+        "        if self.capacity < self._promised:\n            self._fail_who_cannot_fit()\n",
+        "",
+        "room lost to quarantine fails who can no longer fit",
+    ),
+    Mutant(
+        "what can never fit waits",
+        ADMISSION,
+        "        if needed > self.capacity:\n            raise OutOfBlocks",
+        "        if needed > self.cache.tiers[Tier.DEVICE].pool.num_blocks + 1:\n            raise OutOfBlocks",
+        "no hang: what can never fit is refused",
+    ),
+    Mutant(
+        "room taken in part",
+        ADMISSION,
+        "            raise OutOfBlocks(missing, 0 if behind else self.room, retryable=True)\n",
+        "            self.cache.take(Tier.DEVICE, min(missing, self.room))\n"
+        "            raise OutOfBlocks(missing, 0 if behind else self.room, retryable=True)\n",
+        "all or nothing: refusing changes no count",
+    ),
+    Mutant(
+        "host lease ends at allocation",
+        ADMISSION,
+        "        self.pins.start_table(holding, blocks)\n        holding.num_computed_tokens",
+        "        self.pins.start_table(holding, blocks)\n"
+        "        self.pins.end_host_lease(holding)\n        holding.num_computed_tokens",
+        "a hit that was matched is there to be loaded (I1)",
+    ),
+)
+
+_WAKING = (
+    Mutant(
+        "no wake-up with a grant",
+        WAITING,
+        "        self.granted = blocks\n        self.wake()\n",
+        "        self.granted = blocks\n",
+        "no hang: whoever is granted room is woken",
+    ),
+    Mutant(
+        "woken before the grant is there",
+        WAITING,
+        "        self.granted = blocks\n        self.wake()\n",
+        "        self.wake()\n        self.granted = blocks\n",
+        "the grant is in the waiter before anybody is woken",
+    ),
+    Mutant(
+        "no wake-up with a failure",
+        WAITING,
+        "        self.error = error\n        self.wake()\n",
+        "        self.error = error\n",
+        "no hang: whoever can no longer fit is woken",
+    ),
+    Mutant(
+        "no pump after a release",
+        LEDGER,
+        "        self._settled(settled)\n        return plans\n",
+        "        if settled:\n            self._settled(settled)\n        return plans\n",
+        "everything that changes room serves the line",
+    ),
+    Mutant(
+        "no pump after the head is cancelled",
+        ADMISSION,
+        "            self._pin_again(holding)\n        self.pump()\n",
+        "            self._pin_again(holding)\n",
+        "a cancelled waiter's close serves the line",
+    ),
+    Mutant(
+        "no pump after quarantine",
+        LEDGER,
+        "        wakes = self._loads.conclude_all(over)\n        self.admission.pump()\n",
+        "        wakes = self._loads.conclude_all(over)\n"
+        "        if not any(job.job_id in self.jobs.quarantined for job in jobs):\n"
+        "            self.admission.pump()\n",
+        "quarantine serves the line",
+    ),
+    Mutant(
+        "no pump after late proof",
+        LEDGER,
+        "        self._settled(self.jobs.settle(completion))\n",
+        "        if jobs := self.jobs.settle(completion):\n            self._settled(jobs)\n",
+        "room that comes back serves the line",
+    ),
+    Mutant(
+        "no pump after a step",
+        LEDGER,
+        "                    self._pins.let_go(holding)\n            self.admission.pump()\n",
+        "                    self._pins.let_go(holding)\n",
+        "the end of a step serves the line",
+    ),
+    Mutant(
+        "no pump after a commit",
+        COMMITS,
+        "        if holding.published > first:\n            self.admission.pump()  # who",
+        "        if holding.published < first:\n            self.admission.pump()  # who",
+        "who is first in line may need less room after a commit",
+    ),
+    Mutant(
+        "shared load wakes only the first",
+        LEDGER,
+        "        for wake in wakes:\n            wake()\n",
+        "        for wake in wakes[:1]:\n            wake()\n",
+        "no hang: a load wakes all who wait for it",
+    ),
+)
+
+_STEPS = (
+    Mutant(
+        "step holds no blocks",
+        LEDGER,
+        "        if holding.num_steps:\n            self._closing.add(holding)\n        else:\n"
+        "            self._pins.let_go(holding)\n",
+        "        self._pins.let_go(holding)\n",
+        "a step holds what it touches",
+    ),
+    Mutant(
+        "first of two steps lets go",
+        LEDGER,
+        "if not holding.num_steps and holding in self._closing:",
+        "if holding in self._closing:",
+        "a block is free when request, jobs and every step have let go",
+    ),
+    Mutant(
+        "step keeps the blocks",
+        LEDGER,
+        "                    self._closing.discard(holding)\n                    self._pins.let_go(holding)\n",
+        "                    self._closing.discard(holding)\n",
+        "nothing leaks behind a step",
+    ),
+    Mutant(
+        "request id used twice",
+        LEDGER,
+        "        if name in self.holdings:\n            raise",
+        "        if name in self.holdings and not name:\n            raise",
+        "a request id used twice is rejected by name",
+    ),
+    Mutant(
+        "illegal move made",
+        LIFECYCLE,
+        "        raise IllegalTransition(str(entity), old.name, new.name)\n",
+        "        return old\n",
+        "an illegal move raises",
+    ),
+    Mutant(
+        "stores of a finished request not handed out",
+        LEDGER,
+        "plans = self._commits.offer_stores(holding, holding.published)",
+        "self._commits.offer_stores(holding, holding.published)",
+        "what was planned is launched or discarded",
+    ),
+)
+
+LINE_MUTANTS: tuple[Mutant, ...] = _LINE + _WAKING + _STEPS

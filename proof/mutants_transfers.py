@@ -1,0 +1,299 @@
+"""Planted defects of jobs and loads: leases of their own, landing, sharing, stores."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["TRANSFER_MUTANTS"]
+
+JOBS, LOADS = "aoffload.core.jobs", "aoffload.core.loads"
+
+_OWNERSHIP = (
+    Mutant(
+        "job borrows the request's lease",
+        JOBS,
+        "self.cache.lease(source, end.run), self.cache.lease(destination, end.run),",
+        "self.cache.lease(destination, end.run), self.cache.lease(destination, end.run),",
+        "a job owns its own leases: its source stays",
+    ),
+    Mutant(
+        "destination path not pinned",
+        JOBS,
+        "self.cache.lease(source, end.run), self.cache.lease(destination, end.run),",
+        "self.cache.lease(source, end.run), self.cache.lease(source, end.run),",
+        "what a copy follows stays until it has landed",
+    ),
+    Mutant(
+        "source released at launch",
+        JOBS,
+        "        self.moves.job(job, JobState.LAUNCHED)\n",
+        "        self.moves.job(job, JobState.LAUNCHED)\n"
+        "        self.cache.release(job.source_lease)\n"
+        "        job.source_lease = self.cache.lease(job.plan.destination, job.run)\n",
+        "a source is released when the fence has passed, not before",
+    ),
+    Mutant(
+        "load source released at launch",
+        JOBS,
+        "        self.moves.job(job, JobState.LAUNCHED)\n",
+        "        self.moves.job(job, JobState.LAUNCHED)\n"
+        "        if job.plan.direction is Direction.LOAD:\n"
+        "            self.cache.release(job.source_lease)\n"
+        "            job.source_lease = self.cache.lease(job.plan.destination, job.run)\n",
+        "host pins end when the load settles",
+    ),
+    Mutant(
+        "published at launch",
+        JOBS,
+        "        self.moves.job(job, JobState.LAUNCHED)\n",
+        "        self.moves.job(job, JobState.LAUNCHED)\n        self._land(job, job.stop, keep_ids=True)\n",
+        "findable only when the bytes are proven there",
+    ),
+    Mutant(
+        "run looked up by its key at completion",
+        JOBS,
+        "            part = stretch.run.parts[tier]\n            first, last",
+        "            part = self.cache.index.runs[stretch.run.key].parts[tier]\n            first, last",
+        "ids of an unfinished transfer belong to the job, not to the index",
+    ),
+    Mutant(
+        "destination read from the table at completion",
+        JOBS,
+        "        for stretch in stretches(job.run, job.start, job.stop):\n            part",
+        "        for waiting in job.claims:\n"
+        "            ids = waiting.table[job.start * width : job.stop * width]\n"
+        "        for stretch in stretches(job.run, job.start, job.stop):\n            part",
+        "never look a request up at completion",
+    ),
+    Mutant(
+        "adopted blocks leak",
+        LOADS,
+        "        self.cache.give(Tier.DEVICE, holding.table[start * width : on_its_way * width])\n",
+        "",
+        "nothing leaks: blocks that others bring are given back",
+    ),
+)
+
+_LANDING = (
+    Mutant(
+        "no epoch check at landing",
+        JOBS,
+        "may_publish = job.epoch == self.cache.epoch and not unproven",
+        "may_publish = not unproven",
+        "late landings after a reset or an invalidation only free",
+    ),
+    Mutant(
+        "quarantine frees the destination",
+        JOBS,
+        "job.start, keep_ids=unproven)",
+        "job.start, keep_ids=False)",
+        "leak, don't corrupt: unproven destinations are never reused",
+    ),
+    Mutant(
+        "late proof ignored",
+        JOBS,
+        "        self.num_late += 1\n        job = self.quarantined.get(completion.job_id)\n",
+        "        self.num_late += 1\n        return\n        job = self.quarantined.get(completion.job_id)\n",
+        "late proof ends a quarantine",
+    ),
+    Mutant(
+        "doubt repeated ends a quarantine",
+        JOBS,
+        "        if job is not None and completion.outcome is not Outcome.UNPROVEN:",
+        "        if job is not None:",
+        "only proof ends a quarantine",
+    ),
+    Mutant(
+        "quarantine ended twice",
+        JOBS,
+        "            del self.quarantined[completion.job_id]\n",
+        "",
+        "second completions are ignored",
+    ),
+    Mutant(
+        "second completion replaces a parked one",
+        JOBS,
+        "        if job.parked is not None:\n            self.num_late += 1\n            return []\n",
+        "",
+        "settle once: a second completion changes nothing",
+    ),
+    Mutant(
+        "failed copy counts as landed",
+        JOBS,
+        "if completion.outcome is Outcome.LANDED else completion.num_landed // width",
+        "if completion.outcome in (Outcome.LANDED, Outcome.FAILED) else completion.num_landed // width",
+        "loaded means proven",
+    ),
+    Mutant(
+        "corrupt copy counts as landed",
+        JOBS,
+        "if completion.outcome is Outcome.LANDED else completion.num_landed // width",
+        "if completion.outcome is not Outcome.FAILED else completion.num_landed // width",
+        "loaded means verified",
+    ),
+    Mutant(
+        "part of a unit counts as all of it",
+        JOBS,
+        "else completion.num_landed // width\n",
+        "else -(-completion.num_landed // width)\n",
+        "a hit is one for every group at once",
+    ),
+    Mutant(
+        "corrupt entry not forgotten",
+        JOBS,
+        "        if completion.outcome is Outcome.CORRUPT and job.epoch == self.cache.epoch:\n"
+        "            self._forget_corrupt(job, completion)\n",
+        "",
+        "a content failure forgets the bad entry",
+    ),
+    Mutant(
+        "failure forgets what is right",
+        JOBS,
+        "        if completion.outcome is Outcome.CORRUPT and job.epoch == self.cache.epoch:\n",
+        "        if completion.outcome is not Outcome.LANDED and may_publish and job.plan.source is Tier.HOST:\n"
+        "            completion = attrs.evolve(completion, corrupt=completion.corrupt or (completion.num_landed,))\n",
+        "a transient error forgets nothing",
+    ),
+    Mutant(
+        "published behind a gap",
+        JOBS,
+        "        return before.parts[tier].stop == before.stop\n",
+        "        return True\n",
+        "publish in prefix order",
+    ),
+    Mutant(
+        "predecessors not waited for",
+        JOBS,
+        "            job.parked = completion\n            return []\n",
+        "            pass\n",
+        "a later completion waits for what lies before it",
+    ),
+    Mutant(
+        "parked completion forgotten",
+        JOBS,
+        "            if follower.parked is not None and follower.job_id in self.unsettled:\n",
+        "            if follower.parked is not None:\n                continue\n"
+        "            if follower.job_id in self.unsettled and follower.is_settled:\n",
+        "no hang: what waited for a job is settled with it",
+    ),
+    Mutant(
+        "chain of jobs broken by an early end",
+        JOBS,
+        "                if before is not None:\n                    before.followers.append(follower)\n",
+        "",
+        "what is on its way follows what its predecessor followed",
+    ),
+)
+
+_SHARING = (
+    Mutant(
+        "follower does not wait",
+        LOADS,
+        "        for job in (*shared, *new):\n",
+        "        for job in new:\n",
+        "two requests, one load: the second waits for it",
+    ),
+    Mutant(
+        "what is on its way counts as ready",
+        LOADS,
+        "        holding.published = holding.ready_stop = ready\n\n    def _conclude",
+        "        holding.published = holding.ready_stop = on_its_way\n\n    def _conclude",
+        "loaded means landed",
+    ),
+    Mutant(
+        "leader's cancellation discards a shared load",
+        JOBS,
+        "        return not job.claims and job.state is JobState.QUEUED",
+        "        return job.state is JobState.QUEUED",
+        "a load lives as long as one waiter does",
+    ),
+    Mutant(
+        "load without a waiter not discarded",
+        JOBS,
+        "        return not job.claims and job.state is JobState.QUEUED",
+        "        return bool(job.claims) and job.state is JobState.QUEUED",
+        "a queued load is discarded at zero waiters",
+    ),
+    Mutant(
+        "host hit counts before it is loaded",
+        LOADS,
+        "        holding.num_computed_tokens = holding.published * self.cache.layout.unit_tokens\n",
+        "        holding.num_computed_tokens = holding.hit_stop * self.cache.layout.unit_tokens\n",
+        "a failed load is a miss",
+    ),
+    Mutant(
+        "failed load keeps the path",
+        LOADS,
+        "        if ready < stop:\n            step_back(self.cache, holding, ready)\n",
+        "",
+        "what is recomputed is private",
+    ),
+    Mutant(
+        "host lease kept after the load",
+        LOADS,
+        "        self.pins.end_host_lease(holding)\n        missing",
+        "        missing",
+        "host pins end when the load settles",
+    ),
+    Mutant(
+        "room for a failed load not looked at",
+        LOADS,
+        "        if missing > self.admission.room:\n",
+        "        if missing > self.admission.capacity:\n",
+        "a load can always give up: it queues again without room",
+    ),
+    Mutant(
+        "load rounds up to a block",
+        LOADS,
+        "min(stop, max_tokens // self.cache.layout.unit_tokens)",
+        "min(stop, self.cache.layout.num_units(max_tokens))",
+        "load(max_tokens=) rounds down to a block",
+    ),
+    Mutant(
+        "no pump after a load gave blocks back",
+        LOADS,
+        "        self.admission.pump()\n        return tuple(job.plan for job in jobs)\n",
+        "        return tuple(job.plan for job in jobs)\n",
+        "everything that changes room serves the line",
+    ),
+)
+
+_STORES = (
+    Mutant(
+        "store in flight offered again",
+        JOBS,
+        "current.parts[Tier.HOST].covered_stop, current.parts[Tier.DEVICE].stop",
+        "current.parts[Tier.HOST].stop, current.parts[Tier.DEVICE].stop",
+        "a range being stored isn't stored again (I3)",
+    ),
+    Mutant(
+        "store in flight forgotten with the one behind it",
+        JOBS,
+        "            part.incoming, part.incoming_stop = before, min(before.stop, run.stop)\n",
+        "            pass\n",
+        "a range being stored isn't stored again, whichever job ends first",
+    ),
+    Mutant(
+        "failed store never offered again",
+        JOBS,
+        "            self._end_incoming(job, stretch.run, part)\n",
+        "            if part.stop >= stretch.stop:\n                self._end_incoming(job, stretch.run, part)\n",
+        "after a failure the offload that was wanted is offered again (I3)",
+    ),
+    Mutant(
+        "store evicts what it hangs on",
+        JOBS,
+        "path = self.cache.lease(Tier.HOST, over[-1].run)",
+        "path = self.cache.lease(Tier.DEVICE, over[-1].run)",
+        "a store never evicts its own prefix",
+    ),
+    Mutant(
+        "store waits for no host room",
+        JOBS,
+        "num_units = min(wanted, self.cache.tiers[Tier.HOST].room // width)",
+        "num_units = min(wanted, self.cache.tiers[Tier.HOST].capacity // width)",
+        "a store that finds no room is skipped",
+    ),
+)
+
+TRANSFER_MUTANTS: tuple[Mutant, ...] = _OWNERSHIP + _LANDING + _SHARING + _STORES

@@ -1,0 +1,284 @@
+"""Mutation testing: which defects, planted one at a time, the battery notices, and which survive.
+
+`python -m proof.mutation --results FILE [--sample N --seed S] [--workers N] [--front module:function] [--planted]`
+
+Cosmic Ray's operators say what to change. Its runner is not used: it writes each mutant over the source and starts a
+test command for it; here a mutant is planted in a forked child, which costs milliseconds. The battery goes from what is
+cheap to what is thorough and stops at the first stage that objects. A run can be interrupted: results are lines of
+JSON, and what is in the file is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import attrs
+
+from .mutants import MUTANTS
+from .mutants_automatic import diff_of, enumerate_specs, mutant_of
+from .planting import JSON, PRELOADED, ChildResult, Ending, Mutant, in_child, preload, source_path
+
+__all__ = ["BATTERY", "core_tests", "main", "oracle", "shell_tests", "walks"]
+
+ROOT = Path(__file__).resolve().parent.parent
+BATTERY = ("proof.mutation:walks", "proof.mutation:oracle", "proof.mutation:core_tests", "proof.mutation:shell_tests")
+"""Functions of one argument (None here) that return {"violation": str | None, "runs": int}, cheap ones first."""
+TEST_RUN = ("pytest", "pytest_asyncio", "hypothesis", "uvloop")
+FIRST_TIMEOUT_S = 300.0
+LEFT_OUT = ("test_oracle.py", "test_contents.py", "test_soak.py", "test_*_machine*.py")
+"""Tests that the first stages stand for, and those that take long."""
+
+
+# -- the battery ------------------------------------------------------------------------------------------------------
+
+
+def walks(_: JSON) -> JSON:
+    """Random walks over every call of the ledger, with tagged bytes under it. What goes wrong raises."""
+    sys.path.insert(0, str(ROOT / "tests" / "core"))
+    from walk import Walk  # type: ignore[import-not-found]
+
+    for seed in range(200):
+        Walk(seed).run(150)
+    return {"violation": None, "runs": 200}
+
+
+def oracle(_: JSON) -> JSON:
+    """The ledger beside the naive model, one scenario of each shape. What goes wrong raises."""
+    sys.path.insert(0, str(ROOT / "tests" / "core"))
+    from test_oracle import SHAPES, explore  # type: ignore[import-not-found]
+
+    for seed in range(2):
+        for shape in SHAPES:
+            explore(shape, 1000 + seed, 120)
+    return {"violation": None, "runs": 2 * len(SHAPES)}
+
+
+def core_tests(_: JSON) -> JSON:
+    return _run_pytest("tests/core")
+
+
+def shell_tests(_: JSON) -> JSON:
+    return _run_pytest("tests/shell")
+
+
+class _Failures:
+    """A pytest plugin: which tests ran, and which did not pass."""
+
+    def __init__(self) -> None:
+        self.num_passed = 0
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        self._take(report)
+        self.num_passed += getattr(report, "when", "") == "call" and bool(getattr(report, "passed", False))
+
+    def pytest_collectreport(self, report: object) -> None:
+        self._take(report)
+
+    def _take(self, report: object) -> None:
+        if getattr(report, "failed", False):
+            self.failed.append(str(getattr(report, "nodeid", report)))
+
+
+def _run_pytest(folder: str) -> JSON:
+    import pytest
+
+    os.chdir(ROOT)
+    files = sorted(path for path in (ROOT / folder).glob("test_*.py") if not any(map(path.match, LEFT_OUT)))
+    found = _Failures()
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain"]  # the plugins are imported: too late to rewrite
+    status = pytest.main([*options, *map(str, files)], plugins=[found])
+    violation = None if status == 0 else found.failed[0] if found.failed else f"pytest ended with {status!r}"
+    return {"violation": violation, "runs": found.num_passed}
+
+
+# -- one mutant -------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Stage:
+    function: str
+    timeout_s: float
+
+
+@attrs.frozen
+class Candidate:
+    """A mutant that is made when its turn comes."""
+
+    key: str
+    module: str
+    line: int
+    operator: str
+    make: Callable[[], Mutant | None]
+    """None: it is no valid Python, or the same program."""
+
+
+@attrs.frozen
+class Result:
+    """What became of one mutant."""
+
+    key: str
+    place: str
+    operator: str
+    outcome: str
+    """killed, survived or invalid"""
+    stage: str = ""
+    """The one that objected, how it ended, and with what."""
+    ending: str = ""
+    detail: str = ""
+    duration_s: float = 0.0
+    diff: list[str] = attrs.field(factory=list)
+
+
+def _objection(result: ChildResult) -> str:
+    """What a stage objects to; empty if nothing."""
+    if result.ending is Ending.RETURNED:
+        return str(result.value["violation"] or "")
+    return result.detail or result.ending.value
+
+
+def _judge(candidate: Candidate, battery: Sequence[Stage]) -> Result:
+    began_s, mutant = time.monotonic(), candidate.make()
+    place = f"{candidate.module.replace('.', '/')}.py:{candidate.line}"
+    result = Result(candidate.key, place, candidate.operator, "invalid")
+    if mutant is not None:
+        result = _verdict(attrs.evolve(result, outcome="survived", diff=diff_of(mutant)), mutant, battery)
+    return attrs.evolve(result, duration_s=round(time.monotonic() - began_s, 2))
+
+
+def _verdict(result: Result, mutant: Mutant, battery: Sequence[Stage]) -> Result:
+    for stage in battery:
+        found = in_child(stage.function, None, mutant, stage.timeout_s)
+        if objection := _objection(found):
+            ending, detail = found.ending.value, objection[:400]
+            return attrs.evolve(result, outcome="killed", stage=stage.function, ending=ending, detail=detail)
+    return result
+
+
+def _timed(functions: Sequence[str]) -> list[Stage]:
+    """The battery on the sound source: it must not object, and how long it takes bounds how long a mutant may."""
+    stages: list[Stage] = []
+    for function in functions:
+        result = in_child(function, None, None, FIRST_TIMEOUT_S)
+        if objection := _objection(result):
+            raise SystemExit(f"{function} objects to the sound source: {objection}\n{result.output}")
+        print(f"{function}: {result.value['runs']} runs in {result.duration_s:.1f} s", flush=True)
+        stages.append(Stage(function, 10.0 + 5 * result.duration_s))
+    return stages
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+def _automatic() -> list[Candidate]:
+    core = source_path("aoffload.core").parent
+    modules = [f"aoffload.core.{path.stem}" for path in sorted(core.glob("[!_]*.py"))] + ["aoffload.request"]
+    return [
+        Candidate(spec.key, spec.module, spec.line, spec.operator, partial(mutant_of, spec))
+        for spec in enumerate_specs(modules)
+    ]
+
+
+def _planted() -> list[Candidate]:
+    return [Candidate(m.name, m.module, _line_of(m), "planted", partial(lambda m: m, m)) for m in MUTANTS]
+
+
+def _line_of(mutant: Mutant) -> int:
+    return source_path(mutant.module).read_text().partition(mutant.old)[0].count("\n") + 1
+
+
+def _known(path: Path) -> list[Result]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Result(**json.loads(line)) for line in lines]
+
+
+def _chosen(options: argparse.Namespace) -> list[Candidate]:
+    """In an order that makes whatever has been done so far a fair sample."""
+    candidates = _planted() if options.planted else _automatic()
+    random.Random(options.seed).shuffle(candidates)
+    return candidates[: options.sample]
+
+
+def _work(candidates: Sequence[Candidate], battery: Sequence[Stage], path: Path) -> None:
+    for candidate in candidates:
+        line = json.dumps(attrs.asdict(_judge(candidate, battery)))
+        with path.open("a") as results:  # one write each: several workers append
+            results.write(line + "\n")
+
+
+def _share_out(candidates: Sequence[Candidate], battery: Sequence[Stage], path: Path, num_workers: int) -> None:
+    """Fork the workers, without threads: each forks children of its own."""
+    workers = []
+    for number in range(num_workers):
+        pid = os.fork()
+        if not pid:
+            try:
+                _work(candidates[number::num_workers], battery, path)
+            except BaseException:  # noqa: BLE001 - a forked worker must not go on as if it were the program
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        workers.append(pid)
+    failed = [pid for pid in workers if os.waitpid(pid, 0)[1]]  # waits for all of them
+    if failed:
+        raise SystemExit("a worker failed: what it has done is in the results")
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def _report(results: Sequence[Result]) -> Iterator[str]:
+    by_file: dict[str, Counter[str]] = {}
+    for result in results:
+        kind = "timeout" if result.ending == Ending.TIMED_OUT.value else result.outcome
+        by_file.setdefault(result.place.partition(":")[0], Counter())[kind] += 1
+    yield f"{'':34}  killed  survived  timeout  invalid"
+    for file, counts in [*sorted(by_file.items()), ("all", sum(by_file.values(), Counter()))]:
+        found = [counts[kind] for kind in ("killed", "survived", "timeout", "invalid")]
+        yield "{:34}{:>8}{:>10}{:>9}{:>9}".format(file, *found)
+    for stage, count in Counter(result.stage for result in results if result.stage).most_common():
+        yield f"{count:>6} noticed by {stage}"
+    for result in sorted(results, key=lambda result: result.place):
+        if result.outcome == "survived":
+            name = result.key if result.operator == "planted" else result.operator
+            yield "\n".join([f"{result.place} {name}", *(f"    {line}" for line in result.diff)])
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Plant defects one at a time; count how many the battery notices.")
+    parser.add_argument("--results", type=Path, required=True, help="lines of JSON; what is in there is not run again")
+    parser.add_argument("--sample", type=int, help="how many mutants to take, at random (all of them)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--front", action="append", default=[], help="module:function to put before the battery")
+    parser.add_argument("--planted", action="store_true", help="the mutants planted by hand instead")
+    parser.add_argument("--report", action="store_true", help="run nothing, only report")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = _options()
+    done = {result.key for result in _known(options.results)}
+    candidates = _chosen(options)
+    if not options.report:
+        preload((*PRELOADED, *TEST_RUN))
+        battery = _timed([*options.front, *BATTERY])
+        todo = [candidate for candidate in candidates if candidate.key not in done]
+        print(f"{len(candidates)} mutants, {len(todo)} to do", flush=True)
+        _share_out(todo, battery, options.results, options.workers)
+    keys = {candidate.key for candidate in candidates}
+    print(*_report([result for result in _known(options.results) if result.key in keys]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""`PagedEngine` in a simulation: a model without weights, whose KV is the prefix and whose next token is known."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from aoffload import RequestAborted, RuntimeClosed
+from aoffload.integrations.batching import EngineOptions
+from aoffload.integrations.engine import EngineClosed, PagedEngine, StepFailed
+from aoffload.integrations.paged import PagedBatch
+from aoffload.testing import Client, SimulatedEngine, Simulation, Violation
+
+__all__ = ["TagModel", "next_token", "paged_engine"]
+
+VOCAB = 97
+BLOCK = 2
+OPTIONS = EngineOptions(block_size=BLOCK, prefill_tokens=4, max_running=3)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the model says after `tokens`."""
+    return hashlib.blake2b(repr(tuple(tokens)).encode(), digest_size=2).digest()[0] % VOCAB
+
+
+@attrs.define(eq=False)
+class TagModel:
+    """Implements `PagedModel` on the tags of a simulated device; the engine's scratch blocks are its own."""
+
+    simulated: SimulatedEngine
+    vocab_size: int = VOCAB
+    _scratch: dict[int, object] = attrs.field(factory=dict)
+    _identities: dict[int, object] = attrs.field(factory=dict)
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
+        return torch.zeros(num_blocks, 1)
+
+    def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(batch.num_sequences, self.vocab_size)
+        for row, span in enumerate(batch.spans):
+            ids = batch.input_ids[span.first : span.stop].tolist()
+            tokens = self._extend(span.table.tolist(), span.kv_len - len(ids), ids)
+            logits[row, next_token(tokens)] = 1.0
+        return logits
+
+    def _extend(self, table: list[int], start: int, ids: list[int]) -> tuple[int, ...]:
+        """Read what lies before `start`, write what is computed."""
+        tokens: tuple[int, ...] = ()
+        for index in range(-(-start // BLOCK)):
+            stop = min(start, (index + 1) * BLOCK)
+            found = self._read(table[index])
+            if not isinstance(found, tuple) or len(found) != stop or found[: len(tokens)] != tokens:
+                raise Violation("wrong bytes", f"block {index} (id {table[index]}) holds {found} behind {tokens}")
+            tokens = found
+        for index in range(start // BLOCK, -(-(start + len(ids)) // BLOCK)):
+            stop = min(start + len(ids), (index + 1) * BLOCK)
+            self._write(table[index], (*tokens[:start], *ids)[:stop])
+        return (*tokens[:start], *ids)
+
+    def _read(self, block_id: int) -> object:
+        content = self.simulated.device.content
+        return self._identities.get(content[block_id]) if block_id < len(content) else self._scratch.get(block_id)
+
+    def _write(self, block_id: int, tokens: tuple[int, ...]) -> None:
+        content = self.simulated.device.content
+        if block_id >= len(content):
+            self._scratch[block_id] = tokens
+            return
+        tag = self.simulated.tags.of((None, None, 0, tokens))
+        self._identities[tag] = tokens
+        content[block_id] = tag
+
+
+async def paged_engine(sim: Simulation) -> None:
+    """The engine that comes with the package: batches, a forward thread, clients that leave at any time."""
+    simulated = sim.runtime(num_device_blocks=12, num_host_blocks=sim.random.choice((4, 16)), block_sizes=(BLOCK,))
+    model = TagModel(simulated)
+    kv_cache = model.new_kv_cache(simulated.transport.num_device_blocks + OPTIONS.num_scratch_blocks, BLOCK)
+    async with simulated.runtime as runtime:
+        async with PagedEngine(model, runtime, kv_cache, OPTIONS, env=sim.env) as engine:
+            for index in range(5):
+                prompt = [index % 2, 1, 2, 3, *range(4, sim.random.randint(5, 13))]
+
+                async def generate(client: Client, prompt: list[int] = prompt) -> None:
+                    await sim.jitter()
+                    await _generate(engine, client, prompt)
+
+                sim.spawn(f"r{index}", generate).may_raise = (RequestAborted, RuntimeClosed, EngineClosed, StepFailed)
+            await sim.join()
+            await runtime.flush()
+
+
+async def _generate(engine: PagedEngine, client: Client, prompt: list[int]) -> None:
+    def watch(_: int) -> None:
+        client.request = engine.runtime._requests.get(client.name)
+
+    num_new = client.simulation.random.randint(1, 4)
+    found = await engine.generate(prompt, num_new, request_id=client.name, on_token=watch)
+    expected = list(prompt)
+    for _ in range(num_new):
+        expected.append(next_token(expected))
+    if list(found.token_ids) != expected[len(prompt) :]:
+        raise Violation("wrong answer", f"{found.token_ids} after {prompt}")
+    client.outcome = "D"

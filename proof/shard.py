@@ -1,0 +1,90 @@
+"""One process's part of the proof: `python -m proof.shard campaign|mutants --share 0 --of 2` writes JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["campaign", "mutants"]
+
+MUTANT_TIMEOUT_S = 150.0
+
+
+def campaign(share: int, of: int, rounds: int, seconds: float) -> dict[str, Any]:
+    """The campaign's share; with `seconds`, new seeds until they are over."""
+    from aoffload.testing import Tally
+
+    from .campaign import Campaign
+
+    tally = Tally()
+    began_s = time.monotonic()
+    Campaign(rounds, share, of).run(tally)
+    first_seed = 1000 + rounds
+    while time.monotonic() - began_s < seconds:
+        Campaign(2, share, of, first_seed=first_seed, sweeps=False).run(tally)
+        first_seed += 2
+    return {
+        "runs": tally.num_runs,
+        "seconds": time.monotonic() - began_s,
+        "cancels": tally.num_cancels,
+        "checks": tally.num_checks,
+        "blocks_checked": tally.num_blocks_checked,
+        "distinct": {name: sorted(digest[:22] for digest in found) for name, found in tally.digests.items()},
+        "backends": dict(tally.backends),
+        "faults": dict(tally.faults),
+        "outcomes": dict(tally.outcomes),
+        "fates": {kind: dict(found) for kind, found in tally.fates.items()},
+        "events": {name: dict(found) for name, found in tally.events.items()},
+        "await_lines": sorted(tally.await_lines),
+        "violations": tally.violations,
+    }
+
+
+def mutants(share: int, of: int) -> dict[str, Any]:
+    """The share's mutants through the battery, each in a child of its own; first the twin without a defect."""
+    from .mutants import MUTANTS
+    from .planting import Ending, in_child, preload
+
+    preload()
+    rows: list[dict[str, Any]] = []
+    for mutant in (None, *MUTANTS[share::of]):
+        found = in_child("proof.battery:detect", {}, mutant, MUTANT_TIMEOUT_S * (4 if mutant is None else 1))
+        value = found.value if found.ending is Ending.RETURNED else {}
+        # A child that hangs or dies has met the defect, too; its number of runs is not known.
+        oracle = value.get("oracle") if value else found.ending.value
+        rows.append(
+            {
+                "mutant": "(none)" if mutant is None else mutant.name,
+                "module": "" if mutant is None else mutant.module,
+                "promise": "" if mutant is None else mutant.promise,
+                "oracle": oracle,
+                "runs": value.get("runs") if value else None,
+                "plan": value.get("plan") if value else None,
+                "detail": found.detail if not value else value.get("violation"),
+                "seconds": round(found.duration_s, 2),
+            }
+        )
+    return {"rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m proof.shard", description=__doc__)
+    parser.add_argument("part", choices=["campaign", "mutants"])
+    parser.add_argument("--share", type=int, default=0)
+    parser.add_argument("--of", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--json", type=Path, required=True)
+    given = parser.parse_args()
+    if given.part == "campaign":
+        found = campaign(given.share, given.of, given.rounds, given.seconds)
+    else:
+        found = mutants(given.share, given.of)
+    given.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

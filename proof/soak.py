@@ -1,0 +1,325 @@
+"""A soak with real threads and real bytes: `python -m proof.soak --seconds 60 --backend asyncio`.
+
+Conversations of which the host remembers a quarter and the device less; a tenth of the requests is cut short natively,
+by scopes, by name, by deadlines. Every block that a request is told is ready is compared with what belongs there.
+At rest nothing may be pinned; resident memory and file descriptors must be flat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import attrs
+
+from aoffload import OutOfBlocks, Request, RequestState
+from aoffload.errors import AoffloadError, RequestAborted
+
+from .soak_result import Sample, SoakResult
+from .soak_workload import Server, Ticket, Workload, WrongBytes, turns
+
+__all__ = ["BACKENDS", "Soak", "soak"]
+
+BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "asyncio": ("asyncio", {}),
+    "trio": ("trio", {}),
+    "uvloop": ("asyncio", {"use_uvloop": True}),
+}
+DEFAULT_CLIENTS = 40
+NUM_THREADS = 6
+"""For forwards; fewer than there are at times, so some are cancelled before a thread has begun with them."""
+SAMPLE_S = 0.5
+REST_S = 3.0
+"""The clients drain after that long."""
+PATIENCE_S = 5.0
+"""Threads that nobody waits for let go of their blocks within that long."""
+HANG_S = 30.0
+"""A request that takes that much longer than the clients hangs."""
+CLIENT_GONE = "client gone"
+FROM_OUTSIDE = ("cancelled", "")  # the latter before it was entered
+REASONS = {"native": FROM_OUTSIDE, "scope": FROM_OUTSIDE, "request": (CLIENT_GONE,), "runtime": (CLIENT_GONE,)}
+"""What a request says of itself, by what was done to it."""
+
+
+class Alarms:
+    """A logger: whatever is worth a warning is a problem here, where no fault is injected."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+
+    def bind(self, **values: Any) -> Alarms:
+        return self
+
+    def debug(self, event: str, **values: Any) -> None: ...
+
+    info = debug
+
+    def warning(self, event: str, **values: Any) -> None:
+        self._report(f"{event}: {values}")
+
+    error = warning
+
+
+@attrs.define(eq=False)
+class Attempt:
+    """One request on its way, and what has been done to end it."""
+
+    ticket: Ticket
+    server: Server
+    request: Request | None = None
+    error: BaseException | None = None
+    was_struck: bool = False
+    is_over: bool = False
+    cancel_task: Callable[[], object] = lambda: None
+    cancel_scope: Callable[[], object] = lambda: None
+
+    async def serve(self) -> None:
+        ticket, runtime = self.ticket, self.server.runtime
+        options: dict[str, Any] = {"cache_salt": ticket.conversation.salt, "deadline_s": ticket.deadline_s}
+        if ticket.form == "run":
+            await runtime.run(self._work, ticket.prompt, request_id=ticket.name, **options)
+            return
+        async with runtime.request(ticket.prompt, ticket.name, **options) as request:
+            await self._work(request)
+
+    async def _work(self, request: Request) -> None:
+        self.request = request
+        await self.server.serve(request, self.ticket)
+
+    def strike(self, kind: str) -> None:
+        """Cancel it that way, if it is still there to be cancelled."""
+        if self.is_over:
+            return
+        if kind == "native":
+            self.cancel_task()
+        elif kind == "scope":
+            self.cancel_scope()
+        elif kind == "request" and self.request is not None:
+            self.request.cancel(CLIENT_GONE)
+        elif kind == "request" or not self.server.runtime.cancel(self.ticket.name, CLIENT_GONE):
+            return
+        self.was_struck = True
+
+    def outcome(self) -> str:
+        """What ended it; raises what nobody asked for."""
+        request, ticket = self.request, self.ticket
+        if request is not None and request.state is RequestState.DONE and self.error is None:
+            return "done"
+        reason = request.reason if request is not None else ""
+        if isinstance(self.error, OutOfBlocks) and self.error.retryable:
+            return "gave way"
+        if self.error is not None and not isinstance(self.error, (RequestAborted, asyncio.CancelledError)):
+            raise self.error
+        if reason == "prefix_invalidated" or (reason == "deadline" and ticket.deadline_s is not None):
+            return reason
+        if ticket.interruption is not None and self.was_struck and reason in REASONS[ticket.interruption.kind]:
+            return ticket.interruption.kind
+        raise AssertionError(f"ended without having been cancelled: {request!r}, {reason!r}, {self.error!r}")
+
+
+class Soak:
+    """One run of `seconds`; ends early at the first problem."""
+
+    def __init__(self, seconds: float, backend: str, seed: int, num_clients: int) -> None:
+        self._seconds, self._backend, self._seed, self._num_clients = seconds, backend, seed, num_clients
+        self._workload = Workload(seed)
+        self._numbers = itertools.count()
+        self._found: list[str] = []
+        self._outcomes: Counter[str] = Counter()
+        self._samples: list[Sample] = []
+        self._num_resets = self._num_rests = self._max_waiting = self._max_pinned = 0
+        alarms = Alarms(self._found.append)
+        self._servers = {
+            name: Server(verify=name == "verified", report=self._found.append, logger=alarms)
+            for name in ("plain", "verified")
+        }
+
+    async def run(self) -> SoakResult:
+        self._began = time.monotonic()
+        anyio.to_thread.current_default_thread_limiter().total_tokens = NUM_THREADS
+        async with AsyncExitStack() as stack:
+            for server in self._servers.values():
+                await stack.enter_async_context(server.runtime)
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._sample)
+                while self._left_s > 0 and not self._found:
+                    await self._work_for(min(REST_S, max(1.0, self._seconds / 4), self._left_s))
+                    await self._rest()
+                group.cancel_scope.cancel()
+        self._found += [f"left behind: {thread.name}" for thread in threading.enumerate() if _copies(thread)]
+        return self._result(time.monotonic() - self._began)
+
+    @property
+    def _left_s(self) -> float:
+        return self._began + self._seconds - time.monotonic()
+
+    async def _work_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        with anyio.move_on_after(seconds + HANG_S) as patience:
+            async with anyio.create_task_group() as clients:
+                clients.start_soon(self._keeper, seconds)
+                for _ in range(self._num_clients):
+                    clients.start_soon(self._client, until)
+        if patience.cancelled_caught:
+            self._found.append(f"a request hangs: {[server.runtime for server in self._servers.values()]}")
+
+    async def _keeper(self, seconds: float) -> None:
+        """Forgets what one of the caches holds, some time in every phase."""
+        draw = random.Random(f"{self._seed} keeper {self._num_resets}")
+        await anyio.sleep(draw.random() * seconds / 2)
+        await self._servers[draw.choice(("plain", "verified"))].runtime.reset()
+        self._num_resets += 1
+
+    async def _client(self, until: float) -> None:
+        while time.monotonic() < until and not self._found:
+            for ticket in self._workload.session(next(self._numbers)):
+                await self._attempt(Attempt(ticket, self._servers[ticket.server]))
+
+    async def _attempt(self, attempt: Attempt) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._interrupt, attempt)
+            with anyio.CancelScope() as scope:
+                attempt.cancel_scope = attempt.cancel_task = scope.cancel
+                await self._settle(attempt)
+            attempt.is_over = True
+            group.cancel_scope.cancel()
+        try:
+            self._outcomes[attempt.outcome()] += 1
+        except WrongBytes:
+            return  # reported where it was found
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody asked for it
+            self._found.append(f"{attempt.ticket.name} failed: {error!r}")
+
+    async def _settle(self, attempt: Attempt) -> None:
+        if attempt.ticket.home == "plain task" and self._backend != "trio":
+            await self._in_plain_task(attempt)
+            return
+        try:
+            await attempt.serve()
+        except Exception as error:  # noqa: BLE001 - judged by `outcome`
+            attempt.error = error
+
+    async def _in_plain_task(self, attempt: Attempt) -> None:
+        """In a task that anyio knows nothing of; a scope around it can only cancel it natively."""
+        task = asyncio.get_running_loop().create_task(attempt.serve())
+        attempt.cancel_task = attempt.cancel_scope = task.cancel
+        await asyncio.wait([task])
+        attempt.error = asyncio.CancelledError() if task.cancelled() else task.exception()
+
+    async def _interrupt(self, attempt: Attempt) -> None:
+        planned = attempt.ticket.interruption
+        if planned is None:
+            return
+        await turns(planned.num_turns)
+        await anyio.sleep(planned.pause_s)
+        attempt.strike(planned.kind)
+        if planned.again_after_turns is not None:
+            await turns(planned.again_after_turns)
+            attempt.strike(planned.kind)
+
+    async def _rest(self) -> None:
+        """Nobody is served: within some time for threads that nobody waits for, nothing is held any more."""
+        for name, server in self._servers.items():
+            with anyio.move_on_after(PATIENCE_S):
+                while _held(server):  # noqa: ASYNC110 - a forgotten thread sets no event
+                    await anyio.sleep(0.01)
+            self._max_pinned = max(self._max_pinned, _pinned(server))
+            if held := _held(server):
+                self._found.append(f"at rest, {name}: {held}")
+            try:
+                server.runtime.check_integrity()
+            except AoffloadError as error:
+                self._found.append(f"at rest, {name}: {error!r}")
+        gc.collect()  # cycles that wait for the collector are no leak
+        self._num_rests += 1
+
+    async def _sample(self) -> None:
+        while True:
+            self._samples.append(Sample.take(self._began))
+            waiting = [server.runtime.statistics().num_waiting for server in self._servers.values()]
+            self._max_waiting = max(self._max_waiting, *waiting)
+            await anyio.sleep(SAMPLE_S)
+
+    def _result(self, wall_s: float) -> SoakResult:
+        servers = self._servers.values()
+        transfers = [server.runtime.statistics().transfers for server in servers]
+        early = {name: number for name, number in self._outcomes.items() if name != "done"}
+        return SoakResult(
+            backend=self._backend,
+            seed=self._seed,
+            wall_s=wall_s,
+            num_requests=self._outcomes.total(),
+            num_done=self._outcomes["done"],
+            num_ended_early=early,
+            blocks_checked=sum(server.num_checked for server in servers),
+            blocks_loaded=sum(counts.blocks_loaded for counts in transfers),
+            blocks_stored=sum(counts.blocks_stored for counts in transfers),
+            blocks_verified=sum(counts.blocks_verified for counts in transfers),
+            blocks_evicted=sum(server.num_evicted for server in servers),
+            num_failed_forwards=sum(server.num_failed_forwards for server in servers),
+            num_resets=self._num_resets,
+            num_rests=self._num_rests,
+            max_waiting=self._max_waiting,
+            max_pinned_at_rest=self._max_pinned,
+            samples=self._samples,
+            found=self._found,
+        )
+
+
+def _pinned(server: Server) -> int:
+    found = server.runtime.statistics()
+    return found.device.num_pinned + found.host.num_pinned
+
+
+def _held(server: Server) -> dict[str, int]:
+    """What must not be there at rest, by name."""
+    found = server.runtime.statistics()
+    held = {
+        "requests": found.num_requests,
+        "waiting": found.num_waiting,
+        "unsettled": found.num_jobs,
+        "pinned": _pinned(server),
+        "quarantined": found.device.num_quarantined + found.host.num_quarantined,
+    }
+    return {name: number for name, number in held.items() if number}
+
+
+def _copies(thread: threading.Thread) -> bool:
+    return thread.name.startswith("aoffload-")
+
+
+def soak(seconds: float, backend: str, seed: int = 0, num_clients: int = DEFAULT_CLIENTS) -> SoakResult:
+    """Run it in an event loop of that kind."""
+    name, options = BACKENDS[backend]
+    return anyio.run(Soak(seconds, backend, seed, num_clients).run, backend=name, backend_options=options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m proof.soak", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--backend", choices=tuple(BACKENDS), default="asyncio")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, default=DEFAULT_CLIENTS, help="requests at a time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and all samples there")
+    options = parser.parse_args()
+    result = soak(options.seconds, options.backend, options.seed, options.clients)
+    print(result.table())
+    if options.json is not None:
+        options.json.write_text(result.as_json() + "\n")
+    sys.exit(not result.has_passed)
+
+
+if __name__ == "__main__":
+    main()

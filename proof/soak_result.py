@@ -1,0 +1,128 @@
+"""What a soak has seen, and whether it has passed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import attrs
+import numpy as np
+
+__all__ = ["Sample", "SoakResult"]
+
+SHORTEST_JUDGED_S = 30.0
+"""Over less than that, the slope of the memory says more about the start of the process than about leaks."""
+MAX_SLOPE = 1.0
+"""MB (10**6 bytes) per minute."""
+
+
+@attrs.frozen
+class Sample:
+    at_s: float
+    rss_bytes: int
+    num_fds: int
+    num_threads: int
+
+    @classmethod
+    def take(cls, began: float) -> Sample:
+        rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return cls(time.monotonic() - began, rss, len(os.listdir("/proc/self/fd")), threading.active_count())
+
+
+@attrs.frozen
+class SoakResult:
+    """What a run has seen. It has passed if there is no problem."""
+
+    backend: str
+    seed: int
+    wall_s: float
+    num_requests: int
+    num_done: int
+    num_ended_early: dict[str, int]
+    """By what ended them. `gave way`: only requests waiting for more room held any, and this was the youngest."""
+    blocks_checked: int
+    blocks_loaded: int
+    blocks_stored: int
+    blocks_verified: int
+    blocks_evicted: int
+    num_failed_forwards: int
+    num_resets: int
+    num_rests: int
+    max_waiting: int
+    max_pinned_at_rest: int
+    samples: list[Sample] = attrs.field(repr=False)
+    found: list[str]
+    """What went wrong while it ran."""
+
+    @property
+    def judged(self) -> list[Sample]:
+        """The samples after the first quarter of the run."""
+        return [sample for sample in self.samples if sample.at_s >= self.wall_s / 4] or self.samples[-1:]
+
+    @property
+    def slope(self) -> float:
+        """Of the resident memory after the warm-up, by least squares, in MB (10**6 bytes) per minute."""
+        at_s = np.array([sample.at_s for sample in self.judged])
+        rss = np.array([sample.rss_bytes for sample in self.judged])
+        spread = at_s - at_s.mean()
+        return float((spread * (rss - rss.mean())).sum() / max((spread**2).sum(), 1e-9)) * 60 / 1e6
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.found, *self._not_flat(), *self._never_seen()]
+
+    @property
+    def has_passed(self) -> bool:
+        return not self.problems
+
+    def _not_flat(self) -> list[str]:
+        fds = [sample.num_fds for sample in self.judged]
+        problems = [f"file descriptors: {min(fds)} to {max(fds)}"] if min(fds) != max(fds) else []
+        if self.wall_s >= SHORTEST_JUDGED_S and self.slope >= MAX_SLOPE:
+            problems.append(f"resident memory: {self.slope:.2f} MB per minute")
+        return problems
+
+    def _never_seen(self) -> list[str]:
+        """A run that was cut short by a problem may miss anything; another one is about all of these."""
+        names = ("blocks_loaded", "blocks_stored", "blocks_verified", "blocks_evicted", "max_waiting", "num_rests")
+        return [] if self.found else [f"never happened: {name}" for name in names if not getattr(self, name)]
+
+    def table(self) -> str:
+        """One line per figure, for people."""
+        rows = list(self._rows())
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        early = [(f"  ended early: {name}", f"{number:,}") for name, number in sorted(self.num_ended_early.items())]
+        names = ("checked", "loaded", "stored", "verified", "evicted")
+        blocks = [(f"blocks {name}", f"{getattr(self, f'blocks_{name}'):,}") for name in names]
+        judged = "" if self.wall_s >= SHORTEST_JUDGED_S else " (not judged: too short a run)"
+        rss = [sample.rss_bytes / 1e6 for sample in (self.judged[0], self.judged[-1])]
+        return [
+            ("backend, seed, seconds", f"{self.backend}, {self.seed}, {self.wall_s:.1f}"),
+            ("requests", f"{self.num_requests:,}"),
+            ("  done", f"{self.num_done:,}"),
+            *early,
+            *blocks,
+            ("failed forwards, resets", f"{self.num_failed_forwards:,}, {self.num_resets}"),
+            ("most waiting for room", f"{self.max_waiting}"),
+            ("rests, most pinned at one", f"{self.num_rests}, {self.max_pinned_at_rest}"),
+            ("resident MB, warm and last", f"{rss[0]:.1f}, {rss[1]:.1f}"),
+            ("slope, MB per minute", f"{self.slope:+.3f}{judged}"),
+            ("descriptors, first/last/most", _span([sample.num_fds for sample in self.samples])),
+            ("threads, first/last/most", _span([sample.num_threads for sample in self.samples])),
+            ("verdict", "passed" if self.has_passed else "FAILED"),
+            *(("  problem", problem) for problem in self.problems[:8]),
+        ]
+
+    def as_json(self) -> str:
+        more = {"slope_mb_per_min": self.slope, "problems": self.problems, "has_passed": self.has_passed}
+        return json.dumps({**attrs.asdict(self), **more}, indent=1)
+
+
+def _span(values: list[int]) -> str:
+    return f"{values[0]}/{values[-1]}/{max(values)}"

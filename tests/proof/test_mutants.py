@@ -1,0 +1,98 @@
+"""The planted defects stay planted: a mutant that no longer applies finds nothing, and nobody would notice."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from proof.mutants import MUTANTS
+from proof.planting import Mutant, PatchDoesNotApply, patched, source_path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WHERE_THEY_MUST_BE = ("core", "request", "worker", "runtime")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_another_program(mutant: Mutant) -> None:
+    """Each applies to today's source exactly once, compiles, and is not the same program in other words."""
+    mutated = patched(mutant)
+    compile(mutated, mutant.module, "exec", dont_inherit=True)
+    assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source_path(mutant.module).read_text()))
+
+
+def test_the_mutants_are_many_and_everywhere() -> None:
+    """There are enough of them, no two have the same name or the same text, and each says what it breaks."""
+    assert len(MUTANTS) >= 45
+    assert not [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1]
+    patches = Counter((mutant.module, patched(mutant)) for mutant in MUTANTS)
+    assert not [module for (module, _), count in patches.items() if count > 1]
+    assert all(mutant.promise for mutant in MUTANTS)
+    assert {mutant.module.split(".")[1] for mutant in MUTANTS} >= set(WHERE_THEY_MUST_BE)
+
+
+@pytest.mark.parametrize("old", ["", "no such text", "self"])
+def test_a_patch_that_does_not_apply_once(old: str) -> None:
+    """A text that is not there exactly once is refused before anything is planted."""
+    with pytest.raises(PatchDoesNotApply) as refusal:
+        patched(Mutant("none", "aoffload.core.lease", old, "new", ""))
+    assert refusal.value.count != 1
+
+
+def test_a_module_that_is_not_there() -> None:
+    """A mutant of no module is an error of the mutant, not a defect that was found."""
+    with pytest.raises(FileNotFoundError):
+        patched(Mutant("none", "aoffload.core.nothing", "a", "b", ""))
+
+
+CHILDREN = """
+import threading
+from proof.planting import AlreadyImported, Ending, HasThreads, Mutant, in_child, preload
+
+preload(("attrs",))
+double = Mutant("double", "aoffload.core.arguments", "return value", "return value * 2", "numbers stay what they are")
+
+def ending(function, argument=None, mutant=None, timeout_s=30.0):
+    return in_child(function, argument, mutant, timeout_s)
+
+CODE = "from aoffload.core.arguments import check_int; assert check_int('n', 21, 0) == 21"
+sound, wrong = ending("builtins:exec", CODE), ending("builtins:exec", CODE, double)
+assert (sound.ending, wrong.ending) == (Ending.RETURNED, Ending.RAISED), (sound, wrong)
+assert wrong.detail == "AssertionError" and "Traceback" in wrong.output, wrong
+assert ending("builtins:sorted", [3, 1, 2]).value == [1, 2, 3]
+assert ending("builtins:exec", "import sys; sys.exit(3)").ending is Ending.RAISED
+gone = ending("os:_exit", 3)
+assert (gone.ending, gone.detail) == (Ending.CRASHED, "exit status 3"), gone
+killed = ending("builtins:exec", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+assert (killed.ending, killed.detail) == (Ending.CRASHED, "signal SIGSEGV"), killed
+assert ending("builtins:exec", "while True: pass", timeout_s=0.1).ending is Ending.TIMED_OUT
+orphan = ending("builtins:exec", "import os, time\\nif os.fork(): os._exit(4)\\ntime.sleep(30)")
+assert (orphan.ending, orphan.detail) == (Ending.CRASHED, "exit status 4") and orphan.duration_s < 20, orphan
+assert ending("builtins:set", [1]).ending is Ending.RAISED, "no JSON"
+
+def refused(error):
+    try:
+        ending("builtins:sorted", [])
+    except error:
+        return True
+
+stop = threading.Event()
+thread = threading.Thread(target=stop.wait)
+thread.start()
+assert refused(HasThreads)
+stop.set()
+thread.join()
+import aoffload
+assert refused(AlreadyImported)
+print("ok")
+"""
+
+
+def test_how_a_child_may_end() -> None:
+    """A planted defect shows in the child alone, and no way to end is lost: a value, an error, a signal, no end."""
+    found = subprocess.run([sys.executable, "-c", CHILDREN], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert found.stdout.strip() == "ok", found.stderr
