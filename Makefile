@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
+PROOF_ARGS ?=
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check prove prove-long bench clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -24,6 +25,14 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(MAKE) test
+
+# Every schedule, cancellation and fault that fits into a few minutes on two cores; the report is in build/proof/.
+prove: $(VENV)/.installed
+	$(BIN)/python -m proof $(PROOF_ARGS)
+
+# The same for an hour: new seeds until it is over.
+prove-long: $(VENV)/.installed
+	$(BIN)/python -m proof --seconds 3000 --soak-seconds 300 $(PROOF_ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks

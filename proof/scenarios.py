@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import attrs
 
-from aoffload import KeySpan, OutOfBlocks, RequestState
+from aoffload import Computed, KeySpan, OutOfBlocks, RequestState
 from aoffload.errors import DuplicateRequest, InvalidArgument, LeaseError, WrongState
 from aoffload.testing import SPOILED, Ask, Client, Scenario, SimulatedEngine, Simulation, Violation
 
@@ -105,6 +105,20 @@ async def store(sim: Simulation, engine: SimulatedEngine, name: str, prompt: tup
     """Serve a prompt in this task and wait until it is in host memory."""
     await engine.serve(name, ask(sim, engine, prompt))
     await engine.runtime.flush()
+
+
+def canceller(sim: Simulation, engine: SimulatedEngine, *names: str) -> None:
+    """A client that cancels others, one after the other."""
+
+    async def cancel(client: Client) -> None:
+        for name in names:
+            await sim.jitter()
+            engine.runtime.cancel(name)
+
+    for client in sim.clients:
+        if client.name in names:
+            client.may_abort = (*client.may_abort, "cancelled")
+    sim.spawn("canceller", cancel)
 
 
 async def evict_device(engine: SimulatedEngine) -> None:
@@ -219,13 +233,18 @@ async def exact_fit(sim: Simulation) -> None:
 @scenario("request_loading", faults=("fail", "refuse", "vanish", "hang"))
 async def shared_load(sim: Simulation) -> None:
     """Several requests want the same blocks from the host at once; whoever leads may go."""
-    engine = sim.runtime(num_device_blocks=16, num_host_blocks=10, max_job_bytes=sim.random.choice((1, 2, 100)))
+    engine = sim.runtime(
+        num_device_blocks=16, num_host_blocks=10, max_job_bytes=sim.random.choice((1, 2, 100)),
+        max_jobs_in_flight=sim.random.choice((1, 4)),
+    )  # fmt: skip
     async with engine.runtime:
         await store(sim, engine, "first", tokens(1, 8))
         await evict_device(engine)
         for index in range(4):
             serve(sim, engine, f"r{index}", tokens(1, sim.random.randint(5, 9)), num_new_tokens=index % 2)
         bystanders(sim, engine, 2)
+        if sim.random.random() < 0.5:
+            canceller(sim, engine, "r0", "r2")
         await after(sim, engine)
 
 
@@ -273,6 +292,9 @@ async def tenants(sim: Simulation) -> None:
             image = KeySpan(index % 3, 4, bytes([index // 2]) * 16)
             serve(sim, engine, f"image{index}", tokens(1, 7), key_spans=(image,))
         serve(sim, engine, "r6", tokens(1, 7), salt="t1")
+        for index in range(3):  # other placeholder tokens under the same image
+            prompt = (index % 2, index % 2, *tokens(1, 7)[2:])
+            serve(sim, engine, f"under{index}", prompt, key_spans=(KeySpan(0, 2, b"image" * 4),))
         await after(sim, engine)
 
 
@@ -284,16 +306,9 @@ async def host_pressure(sim: Simulation) -> None:
         await store(sim, engine, "first", tokens(1, 8))
         await evict_device(engine)
         for index in range(4):
-            client = serve(sim, engine, f"load{index}", tokens(1, 9))
-            client.may_abort = ("cancelled",)
+            serve(sim, engine, f"load{index}", tokens(1, 9))
             serve(sim, engine, f"store{index}", tokens(5 + index, 6))
-
-        async def cancel(client: Client) -> None:
-            for index in range(4):
-                await sim.jitter()
-                engine.runtime.cancel(f"load{index}")
-
-        sim.spawn("cancel", cancel)
+        canceller(sim, engine, "load0", "load1", "load2", "load3")
         await after(sim, engine)
 
 
@@ -345,7 +360,8 @@ async def device_full(sim: Simulation) -> None:
     engine = sim.runtime(num_device_blocks=5, num_host_blocks=sim.random.choice((0, 8)))
     async with engine.runtime:
         for index in range(6):
-            serve(sim, engine, f"r{index}", tokens(index % 3, sim.random.randint(4, 9)))
+            serve(sim, engine, f"r{index}", tokens(index % 2, sim.random.randint(4, 9)), slice_tokens=2)
+        canceller(sim, engine, "r2", "r4", "r3")
         await after(sim, engine)
 
 
@@ -435,6 +451,9 @@ async def deadlines(sim: Simulation) -> None:
             client = serve(sim, engine, f"r{index}", tokens(index % 2, 8), deadline_s=deadline_s)
             client.may_abort = ("deadline",)
         await after(sim, engine)
+        for client in sim.clients:
+            if client.name in ("r0", "r4"):
+                expect(sim, client.outcome == "A", f"{client.name} ended {client.outcome} after its deadline")
 
 
 @scenario("request_done")
@@ -463,7 +482,7 @@ async def run_form(sim: Simulation) -> None:
 @scenario("request_aborted")
 async def abandoned(sim: Simulation) -> None:
     """Requests that are left by exceptions, cancelled by others, dropped on the floor, or never entered."""
-    engine = sim.runtime(num_device_blocks=6, num_host_blocks=6)
+    engine = sim.runtime(num_device_blocks=14, num_host_blocks=6)
     async with engine.runtime:
         for index in range(4):
             client = serve(sim, engine, f"r{index}", tokens(index % 2, 7))
@@ -482,8 +501,33 @@ async def abandoned(sim: Simulation) -> None:
             del request
             engine.open("never entered", ask(sim, engine, tokens(1, 5)))
 
+        async def raises(client: Client) -> None:
+            """What the block raises comes out, also of a request that was cancelled meanwhile."""
+            try:
+                async with engine.open(client.name, ask(sim, engine, tokens(1, 5))) as request:
+                    request.cancel("somebody said so")
+                    raise KeyError(client.name)
+            except KeyError:
+                return
+            raise Violation("an error was swallowed", client.name)
+
+        async def batch(client: Client) -> None:
+            """One forward of two requests; one is aborted before its results are committed."""
+            first, second = (ask(sim, engine, tokens(8 + n, 5), style="inline") for n in range(2))
+            async with engine.open("batch1", first) as one:
+                await one.allocate()
+                await one.load()
+                async with engine.open("batch2", second) as other:
+                    await other.allocate()
+                    await other.load()
+                    await engine.forward(one, first, first.tokens, one.match.num_device_tokens, 5)
+                engine.runtime.commit_step([Computed(other, 5), Computed(one, 5)])
+                engine.note_commit(one, first, first.tokens, 5)
+
         sim.spawn("meddle", meddle)
         sim.spawn("drop", drop)
+        sim.spawn("raises", raises)
+        sim.spawn("batch", batch)
         bystanders(sim, engine, 1)
         await after(sim, engine)
 
@@ -495,11 +539,13 @@ async def abandoned(sim: Simulation) -> None:
 async def split_transfers(sim: Simulation) -> None:
     """Transfers in pieces of one block, one or many at a time: published in prefix order however they land."""
     engine = sim.runtime(
-        num_device_blocks=9, num_host_blocks=10, max_job_bytes=1, max_jobs_in_flight=sim.random.choice((1, 2, 8))
+        num_device_blocks=12, num_host_blocks=12, max_job_bytes=1, max_jobs_in_flight=sim.random.choice((1, 2, 8))
     )
     async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 10))
+        await evict_device(engine)
         for index in range(5):
-            serve(sim, engine, f"r{index}", tokens(index % 2, sim.random.randint(6, 10), branch=index % 3))
+            serve(sim, engine, f"r{index}", tokens(index % 2, sim.random.randint(6, 10), branch=index % 3, shared=8))
         await after(sim, engine)
 
 
@@ -520,18 +566,22 @@ async def loads_first(sim: Simulation) -> None:
 @scenario("request_loading", faults=("rot", "flip", "early", "fail"))
 async def verified(sim: Simulation) -> None:
     """With checksums: bytes that rot in host memory or change on their way are a miss, and nobody else's."""
-    engine = sim.runtime(num_device_blocks=7, num_host_blocks=12, verify=True, max_job_bytes=sim.random.choice((1, 3)))
+    engine = sim.runtime(num_device_blocks=12, num_host_blocks=14, verify=True, max_job_bytes=sim.random.choice((1, 3)))
     async with engine.runtime:
-        await store(sim, engine, "first", tokens(1, 6))
-        for index in range(5):
-            serve(sim, engine, f"r{index}", tokens(1 + index % 2, sim.random.randint(5, 9)))
-        await after(sim, engine)
+        await store(sim, engine, "first", tokens(1, 8))
+        await evict_device(engine)
+        for wave in range(2):
+            for index in range(3):
+                serve(sim, engine, f"r{wave}{index}", tokens(1 + index // 2, sim.random.randint(5, 9)))
+            await after(sim, engine)
+            await evict_device(engine)
+        await engine.serve("last", ask(sim, engine, tokens(1, 9)))
 
 
 @scenario("request_done")
 async def failed_forwards(sim: Simulation) -> None:
     """A forward that was committed turns out to have failed: what it wrote is taken back, also from who matched it."""
-    engine = sim.runtime(num_device_blocks=10, num_host_blocks=10)
+    engine = sim.runtime(num_device_blocks=16, num_host_blocks=14)
     async with engine.runtime:
 
         async def fails(client: Client) -> None:
@@ -546,6 +596,7 @@ async def failed_forwards(sim: Simulation) -> None:
                     engine.device.content[block_id] = SPOILED
                 engine.commit(request, wanted, wanted.tokens, 9)
                 try:
+                    await sim.jitter()
                     await sim.jitter()
                 finally:
                     engine.num_invalidations += 1
@@ -579,7 +630,8 @@ async def failed_forwards(sim: Simulation) -> None:
             client = serve(sim, engine, f"r{index}", tokens(1, 9, branch=index % 2))
             client.may_abort = ("prefix_invalidated",)
         await sim.join()
-        serve(sim, engine, "afterwards", tokens(1, 9, branch=3))
+        for branch in (0, 1, 3):
+            serve(sim, engine, f"afterwards{branch}", tokens(1, 10, branch=branch))
         await after(sim, engine)
 
 

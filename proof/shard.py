@@ -1,14 +1,15 @@
-"""One process's part of the proof: `python -m proof.shard campaign|mutants --share 0 --of 2` writes JSON."""
+"""One process's part of the proof: `python -m proof.shard campaign|mutants|traces --share 0 --of 2` writes JSON."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["campaign", "mutants"]
+__all__ = ["campaign", "mutants", "traces"]
 
 MUTANT_TIMEOUT_S = 150.0
 
@@ -70,9 +71,30 @@ def mutants(share: int, of: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def traces() -> dict[str, Any]:
+    """Every decision of one run of each scenario on each backend, as a digest: equal in every process, or no seed
+    replays anything."""
+    from aoffload.testing import Cancel, Fault, Plan, simulate
+
+    from .campaign import BACKENDS
+    from .scenarios import SCENARIOS
+
+    found: dict[str, str] = {}
+    for row in SCENARIOS.values():
+        for backend in BACKENDS:
+            plan = Plan(
+                scenario=row.name, backend=backend, seed=7, chooser="pct:3",
+                cancels=(Cancel("step", 30, "native"),), faults=(Fault("fail", 1),),
+            )  # fmt: skip
+            result = simulate(plan, row.run, keep_trace=True)
+            text = "\n".join([*map(str, result.trace), *result.log, str(result.outcomes), str(result.violation)])
+            found[str(plan)] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m proof.shard", description=__doc__)
-    parser.add_argument("part", choices=["campaign", "mutants"])
+    parser.add_argument("part", choices=["campaign", "mutants", "traces"])
     parser.add_argument("--share", type=int, default=0)
     parser.add_argument("--of", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=10)
@@ -81,8 +103,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.part == "campaign":
         found = campaign(given.share, given.of, given.rounds, given.seconds)
-    else:
+    elif given.part == "mutants":
         found = mutants(given.share, given.of)
+    else:
+        found = traces()
     given.json.write_text(json.dumps(found))
 
 

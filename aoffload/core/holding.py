@@ -81,6 +81,8 @@ class Holding:
     num_computed_tokens: int = 0
     has_committed: bool = False
     load: Load | None = None
+    has_lost_load: bool = False
+    """A load failed and there was no room to compute instead, so it began again: this time it computes."""
     waiter: Waiter | None = None
     num_steps: int = 0
     """Forwards that touch its blocks now. It gives nothing back before they end."""

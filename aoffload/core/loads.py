@@ -70,7 +70,8 @@ class Loads:
         return tuple(job.plan for job in jobs)
 
     def _load_stop(self, holding: Holding, max_tokens: int | None) -> int:
-        if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
+        # Two requests whose loads fail at once would give each other room for the next try for ever.
+        if holding.has_lost_load or holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
             return 0
         stop = min(holding.hit_stop, len(holding.table) // self.cache.layout.width)
         return stop if max_tokens is None else min(stop, max_tokens // self.cache.layout.unit_tokens)
@@ -137,6 +138,7 @@ class Loads:
         if missing > self.admission.room:
             num_units = len(holding.table) // width
             self.pins.let_go(holding)
+            holding.has_lost_load = True
             self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
             return False
         holding.table[ready * width : stop * width] = self.cache.take(Tier.DEVICE, missing)

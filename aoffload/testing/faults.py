@@ -72,6 +72,8 @@ class Fault:
         kind, _, at = text.partition("@")
         try:
             return cls(kind, int(at.removesuffix("+")), at.endswith("+"))
+        except InvalidArgument:
+            raise
         except ValueError:
             raise InvalidArgument("fault", f"must be KIND@NUMBER or KIND@NUMBER+, got {text!r}") from None
 

@@ -16,10 +16,12 @@ from ..core.lifecycle import JobState, RequestState
 from ..core.matching import find_hit
 from ..core.plan import Completion, Direction, Outcome, Tier
 from ..core.tokens import TokenSequence
+from ..core.waiting import Waiter
 from ..errors import IntegrityError, OutOfBlocks
 from ..runtime import OffloadRuntime
 from .engine import Ask, SimulatedEngine
 from .faults import Faults
+from .transport import SimulatedTransport
 from .violations import Violation
 
 __all__ = ["Oracles"]
@@ -58,16 +60,34 @@ class Oracles:
             if name == "abandon_load":
                 self.num_timeouts += 1
             before = self.runtime.ledger.statistics() if name in REFUSING else None
-            if name == "settle":
-                return self._settle(call, args[0])
+            line = self.runtime.ledger.admission.line
+            extending, allocating = tuple(line.extending), tuple(line.allocating)
             try:
-                return call(*args, **kwargs)
+                found = self._settle(call, args[0]) if name == "settle" else call(*args, **kwargs)
+                self._check_turns(name, extending, allocating)
+                return found
             except OutOfBlocks:
                 if before is not None and self.runtime.ledger.statistics() != before:
                     raise Violation("a refusal changed a count", f"{name}: {before} before") from None
                 raise
 
         return noticed
+
+    def _check_turns(self, name: str, extending: tuple[Waiter, ...], allocating: tuple[Waiter, ...]) -> None:
+        """Extensions before allocations, each in its order; nobody new before them; the youngest gives way."""
+        line = self.runtime.ledger.admission.line
+        if name == "allocate_nowait" and (extending or allocating):
+            raise Violation("out of turn", "room was taken past a line")
+        waits_on = [waiter for waiter in extending if waiter in line.extending]
+        if waits_on and any(waiter.granted is not None and waiter.granted for waiter in allocating):
+            raise Violation("out of turn", f"an allocation was granted before {waits_on[0]}")
+        for queue, now in ((extending, line.extending), (allocating, line.allocating)):
+            granted = [index for index, waiter in enumerate(queue) if waiter.granted]
+            if granted and any(waiter in now for waiter in queue[: granted[-1]]):
+                raise Violation("out of turn", f"{queue[granted[-1]]} was granted before another")
+        for index, waiter in enumerate(extending):
+            if waiter.error is not None and waiter.error.retryable and any(w in waits_on for w in extending[index:]):
+                raise Violation("out of turn", f"{waiter} gave way before a younger one")
 
     def _settle(self, call: Callable[..., Any], completion: Completion) -> Any:
         """A transient failure of a load forgets nothing that is in host memory."""
@@ -81,6 +101,19 @@ class Oracles:
         if is_transient and is_load and not self.faults.fired["rot"] and host.num_free != before:
             raise Violation("forgotten for nothing", f"{completion} freed {host.num_free - before} host blocks")
         return result
+
+    def check_launch(self, transport: SimulatedTransport) -> None:
+        """Nothing is launched by a runtime that closes, nor above its bounds; a job above the bound goes alone."""
+        if not self.runtime._is_open:
+            raise Violation("launched while closing", repr(self.runtime))
+        config, num_bytes = self.runtime.config, self.runtime.worker._num_bytes
+        in_flight = sum(copy.plan.num_blocks for copy in transport.in_flight.values()) * transport.block_bytes
+        if self.faults.fired:
+            return
+        if len(transport.in_flight) >= config.max_jobs_in_flight:
+            raise Violation("too much in flight", f"{len(transport.in_flight)} jobs before this one")
+        if transport.in_flight and num_bytes > config.bytes_in_flight:
+            raise Violation("too much in flight", f"{num_bytes} bytes with this one, {in_flight} before it")
 
     # -- after every step -----------------------------------------------------------------------------------------
 
@@ -123,6 +156,10 @@ class Oracles:
         for holding in self.runtime.ledger.holdings.values():
             if holding.state is RequestState.RUNNING and Tier.HOST in holding.leases:
                 raise Violation("a leak", f"{holding} still pins host blocks")
+            waits = holding.waiter is not None
+            matched = holding.match.num_tokens and holding.epoch == self.runtime.ledger.cache.epoch
+            if holding.state is RequestState.PINNED and matched and not waits and not holding.leases:
+                raise Violation("a match without a pin", repr(holding))
 
     def _check_line(self) -> None:
         admission = self.runtime.ledger.admission
@@ -182,7 +219,10 @@ class Oracles:
     def _check_proofs(self) -> None:
         """Whose end was proven, however late, is in quarantine no more; what was found corrupt is forgotten."""
         ledger, transport = self.runtime.ledger, self.engine.transport
-        ignored = transport.proven & set(ledger.jobs.quarantined)
+        worker = self.runtime.worker
+        ignored = transport.proven & (set(ledger.jobs.quarantined) | worker._overdue)
+        if worker._num_bytes or worker._in_flight:
+            raise Violation("a leak", f"{worker._num_bytes} bytes count as in flight")
         if ignored:
             raise Violation("a proof was ignored", f"jobs {sorted(ignored)}")
         kept = [b for b, generation in transport.corrupt if self._is_findable(b, generation)]

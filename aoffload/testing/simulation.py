@@ -171,6 +171,7 @@ class Simulation:
         engine = SimulatedEngine(runtime, transport, self.env)
         oracles = Oracles(runtime, engine, self.faults)
         oracles.attach()
+        transport.check_bounds = oracles.check_launch
         self.engines.append(engine)
         self.oracles.append(oracles)
         return engine
@@ -229,7 +230,8 @@ class Simulation:
             if not found or found[0].num_suspensions <= cancel.at + len(cancel.blows) - len(blows):
                 return
             client = found[0]
-        if client.cancel(blows.pop(0)):
+        if client.cancel(blows[0]):
+            blows.pop(0)
             self.num_cancels += 1
 
     def _note_lines(self, client: Client) -> None:

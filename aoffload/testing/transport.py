@@ -78,6 +78,8 @@ class SimulatedTransport:
         self.faults = faults
         self.in_flight: dict[int, Copy] = {}
         """Launched and not yet told over, by job id."""
+        self.check_bounds: Callable[[SimulatedTransport], None] = lambda transport: None
+        """Called at each launch, before it."""
         self.is_doomed: Callable[[int], bool] = lambda job_id: False
         self.proven: set[int] = set()
         """Jobs whose end was told for certain, in time or late."""
@@ -106,6 +108,7 @@ class SimulatedTransport:
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         self._check(plan)
+        self.check_bounds(self)
         without = after is None and plan.direction is Direction.STORE and self.faults.fire("no_fence")
         if self._is_closed or plan.direction in self._dead or without or self.faults.fire("refuse"):
             raise TransferRefused(f"job {plan.job_id} is refused")
@@ -145,7 +148,7 @@ class SimulatedTransport:
         if self.faults.fire("stuck_fence"):
             return
         waiting = [fence for fence in fences if isinstance(fence, SimulatedFence) and not fence.has_passed]
-        if not waiting and not late and self._random.random() < 0.1:
+        if not waiting and not late and self._random.random() < 0.2:
             self._start(copy)  # as fast as the call that launches it
             return
         self._after_fences(copy, waiting)

@@ -58,8 +58,9 @@ class Transport(Protocol):
         ...
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
-        """Start copying once `after` has passed; a load, and a store without `after`, also wait for all compute given to
-        the caller's stream so far, which may still read the one's destination and write the other's source. `TransferRefused`: nothing was started, nothing will be delivered."""
+        """Start copying once `after` has passed; a load, and a store without `after`, also wait for all compute given
+        to the caller's stream so far, which may still read the one's destination and write the other's source.
+        `TransferRefused`: nothing was started, nothing will be delivered."""
         ...
 
     def close(self, timeout_s: float) -> bool:
