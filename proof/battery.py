@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
-from aoffload.testing import Result, explain
+from aoffload.testing import Result, Violation, explain
 
 from .campaign import BACKENDS, Campaign
 from .scenarios import SCENARIOS
@@ -14,6 +15,8 @@ __all__ = ["MOST_RUNS", "detect", "runs"]
 
 MOST_RUNS = 1000
 FIRST_SEED = 5000
+MOST_SECONDS = 4.0
+"""For one run, which takes milliseconds."""
 
 
 def runs() -> Iterator[Result]:
@@ -27,10 +30,26 @@ def runs() -> Iterator[Result]:
         seed += 1
 
 
+def watched(results: Iterator[Result]) -> Iterator[Result]:
+    """Each run within `MOST_SECONDS`: a loop that never ends inside of one step is a violation like any other."""
+
+    def out_of_time(signal_number: int, frame: object) -> None:
+        raise Violation("a hang", f"one run took more than {MOST_SECONDS} s")
+
+    signal.signal(signal.SIGALRM, out_of_time)
+    try:
+        while True:
+            # Again every second: the first one may end in a handler that survives whatever it is given.
+            signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS, 1.0)
+            yield next(results)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
 def detect(argument: Any) -> dict[str, Any]:
     """The first violation within `argument["runs"]` runs, by which oracle, in which run; JSON in, JSON out."""
     most = int(argument.get("runs", MOST_RUNS)) if isinstance(argument, dict) else MOST_RUNS
-    for number, result in enumerate(runs(), start=1):
+    for number, result in enumerate(watched(runs()), start=1):
         if result.violation is not None:
             plan, violation = str(result.plan), result.violation
             return {"violation": str(violation), "oracle": violation.oracle, "runs": number, "plan": plan}

@@ -193,6 +193,20 @@ _WAKING = (
         "the end of a step serves the line",
     ),
     Mutant(
+        "grant kept over an invalidated match",
+        COMMITS,
+        "            if not other.table and _leases_any(other, wrong):",
+        "            if other.table and _leases_any(other, wrong):",
+        "a table names the blocks it was granted for",
+    ),
+    Mutant(
+        "lost load tried again",
+        "aoffload.core.loads",
+        "        if holding.has_lost_load or holding.epoch != self.cache.epoch",
+        "        if holding.epoch != self.cache.epoch",
+        "a failed load is not retried for ever",
+    ),
+    Mutant(
         "no pump after a commit",
         COMMITS,
         "        if holding.published > first:\n            self.admission.pump()  # who",

@@ -196,33 +196,25 @@ _WORKER = (
         "no lost wake-up: what comes later signals again",
     ),
     Mutant(
-        "flag of the wake-up cleared last",
+        "worker ends without a last look",
         WORKER,
-        "        self._is_signalled = False\n"
-        "        while self._calls:\n"
-        "            self._tell(self._calls.popleft())\n"
-        "        while self._inbox:\n"
-        "            completion = self._inbox.popleft()\n"
-        "            self._forget(completion.job_id)\n"
-        "            if completion.job_id in self._overdue and completion.outcome is not Outcome.UNPROVEN:\n"
-        "                self._overdue.discard(completion.job_id)\n"
-        "                if not self._overdue:\n"
-        "                    self.telemetry.transport_recovered()\n"
-        "            self._tell(self.ledger.settle, completion)\n"
-        "        self._dispatch()\n",
-        "        while self._calls:\n"
-        "            self._tell(self._calls.popleft())\n"
-        "        while self._inbox:\n"
-        "            completion = self._inbox.popleft()\n"
-        "            self._forget(completion.job_id)\n"
-        "            if completion.job_id in self._overdue and completion.outcome is not Outcome.UNPROVEN:\n"
-        "                self._overdue.discard(completion.job_id)\n"
-        "                if not self._overdue:\n"
-        "                    self.telemetry.transport_recovered()\n"
-        "            self._tell(self.ledger.settle, completion)\n"
-        "        self._dispatch()\n"
-        "        self._is_signalled = False\n",
-        "no lost wake-up: the flag is cleared before draining",
+        "                self.drain()  # what it was woken for and didn't get round to: nobody signals twice\n",
+        "",
+        "late proof ends a quarantine, also after closing",
+    ),
+    Mutant(
+        "opened before the worker has begun",
+        RUNTIME,
+        "            await self.worker.has_begun.wait()\n",
+        "",
+        "what cancels the worker cancels nobody else",
+    ),
+    Mutant(
+        "no fence, no commit",
+        RUNTIME,
+        "        except TransferRefused as error:\n            self.telemetry",
+        "        except ZeroDivisionError as error:\n            self.telemetry",
+        "a device without fences harms no request",
     ),
     Mutant(
         "sleep without a look at the inbox",

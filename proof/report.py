@@ -124,12 +124,17 @@ class Report:
         twins = [row for row in rows if row["mutant"] == "(none)"]
         planted = [row for row in rows if row["mutant"] != "(none)"]
         survivors = [row["mutant"] for row in planted if row["oracle"] is None]
-        runs = sorted(row["runs"] or 1 for row in planted if row["oracle"])
-        about = f"{len(planted) - len(survivors)} of {len(planted)}, median {runs[len(runs) // 2] if runs else 0} runs"
-        clean = all(row["oracle"] is None for row in twins)
+        by_test = [row["mutant"] for row in planted if row["oracle"] == "test"]
+        runs = sorted(row["runs"] for row in planted if row["runs"])
+        by_oracle = len(planted) - len(survivors) - len(by_test)
+        median, most = (runs[len(runs) // 2], runs[-1]) if runs else (0, 0)
+        about = f"{by_oracle} of {len(planted)}; {len(runs)} in simulated runs, median {median}, most {most} runs"
+        twin = [row for row in twins if row["oracle"] is not None]
         return [
-            Line("mutants caught within 1,000 runs", "all", f"{about} {survivors or ''}", not survivors),
-            Line("the twin without a defect, on the same runs", "clean", "clean" if clean else str(twins), clean),
+            Line("mutants caught by an oracle within 1,000 runs", "at least 40", about, by_oracle >= 40),
+            Line("mutants that only a named test catches", "listed", f"{len(by_test)}: {', '.join(by_test)}", True),
+            Line("mutants that nothing catches", "none", f"{len(survivors)} {survivors or ''}", not survivors),
+            Line("the twin without a defect, on the same runs", "clean", str(twin or "clean"), not twin),
         ]
 
     # -- for people -----------------------------------------------------------------------------------------------

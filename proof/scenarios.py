@@ -552,7 +552,9 @@ async def split_transfers(sim: Simulation) -> None:
 @scenario("request_loading")
 async def loads_first(sim: Simulation) -> None:
     """Loads and stores compete for few places: in flight stays bounded, and what is queued may still be discarded."""
-    engine = sim.runtime(num_device_blocks=14, num_host_blocks=12, max_jobs_in_flight=1, max_bytes_in_flight=2)
+    engine = sim.runtime(
+        num_device_blocks=14, num_host_blocks=12, max_jobs_in_flight=sim.random.choice((1, 3)), max_bytes_in_flight=2
+    )
     async with engine.runtime:
         await store(sim, engine, "first", tokens(1, 8))
         await evict_device(engine)

@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .planting import PRELOADED, Ending, Mutant, in_child
+
 __all__ = ["campaign", "mutants", "traces"]
 
-MUTANT_TIMEOUT_S = 150.0
+MUTANT_TIMEOUT_S = 30.0
+"""Several times what a thousand sound runs take: a child that is not through by then is stuck, and was noticed."""
 
 
 def campaign(share: int, of: int, rounds: int, seconds: float) -> dict[str, Any]:
@@ -44,31 +47,43 @@ def campaign(share: int, of: int, rounds: int, seconds: float) -> dict[str, Any]
     }
 
 
-def mutants(share: int, of: int) -> dict[str, Any]:
-    """The share's mutants through the battery, each in a child of its own; first the twin without a defect."""
-    from .mutants import MUTANTS
-    from .planting import Ending, in_child, preload
+STAGES = (
+    ("proof.battery:detect", ""),
+    ("proof.mutation:walks", "random walk over the ledger"),
+    ("proof.mutation:oracle", "naive model beside the ledger"),
+    ("proof.mutation:core_tests", "test"),
+    ("proof.mutation:shell_tests", "test"),
+)
+"""What a mutant is shown to, until something notices: simulated runs first; the last two are the named tests."""
 
-    preload()
-    rows: list[dict[str, Any]] = []
-    for mutant in (None, *MUTANTS[share::of]):
-        found = in_child("proof.battery:detect", {}, mutant, MUTANT_TIMEOUT_S * (4 if mutant is None else 1))
-        value = found.value if found.ending is Ending.RETURNED else {}
-        # A child that hangs or dies has met the defect, too; its number of runs is not known.
-        oracle = value.get("oracle") if value else found.ending.value
-        rows.append(
-            {
-                "mutant": "(none)" if mutant is None else mutant.name,
-                "module": "" if mutant is None else mutant.module,
-                "promise": "" if mutant is None else mutant.promise,
-                "oracle": oracle,
-                "runs": value.get("runs") if value else None,
-                "plan": value.get("plan") if value else None,
-                "detail": found.detail if not value else value.get("violation"),
-                "seconds": round(found.duration_s, 2),
-            }
-        )
-    return {"rows": rows}
+
+def mutants(share: int, of: int) -> dict[str, Any]:
+    """The share's mutants, each in a child of its own; first the twin without a defect, on the same runs."""
+    from .mutants import MUTANTS
+    from .planting import preload
+
+    preload((*PRELOADED, "pytest", "pytest_asyncio", "hypothesis", "uvloop"))
+    return {"rows": [_row(mutant) for mutant in (None, *MUTANTS[share::of])]}
+
+
+def _row(mutant: Mutant | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"mutant": "(none)", "module": "", "promise": "", "oracle": None, "runs": None, "detail": ""}
+    if mutant is not None:
+        row |= {"mutant": mutant.name, "module": mutant.module, "promise": mutant.promise}
+    for path, name in STAGES if mutant is not None else STAGES[:1]:
+        found = in_child(path, {}, mutant, MUTANT_TIMEOUT_S * (4 if mutant is None else 1))
+        value = found.value if found.ending is Ending.RETURNED else None
+        if value is not None and value.get("violation") is None:
+            continue
+        # A child that hangs or dies has met the defect, too; after how many runs is not known.
+        oracle = (value or {}).get("oracle") or name or found.ending.value
+        return row | {
+            "oracle": oracle,
+            "runs": (value or {}).get("runs") if not name else None,
+            "detail": str((value or {}).get("violation") or found.detail)[:300],
+            "plan": (value or {}).get("plan"),
+        }
+    return row
 
 
 def traces() -> dict[str, Any]:

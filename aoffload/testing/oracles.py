@@ -98,7 +98,8 @@ class Oracles:
         result = call(completion)
         is_transient = completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN)
         is_load = job is not None and job.plan.direction is Direction.LOAD and job.epoch == ledger.cache.epoch
-        if is_transient and is_load and not self.faults.fired["rot"] and host.num_free != before:
+        is_spoiled = any(self.faults.fired[kind] for kind in ("rot", "flip", "early"))  # what is bad goes when it may
+        if is_transient and is_load and not is_spoiled and host.num_free != before:
             raise Violation("forgotten for nothing", f"{completion} freed {host.num_free - before} host blocks")
         return result
 

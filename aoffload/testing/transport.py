@@ -210,11 +210,19 @@ class SimulatedTransport:
     def _fail(self, copy: Copy) -> None:
         num_landed = self._random.randint(0, copy.plan.num_blocks - 1)
         copy.move(num_landed)
-        num_landed = min(num_landed, copy.num_moved)
+        num_landed = self._num_right(copy, num_landed)
         copy.destination.content[copy.plan.destination_ids[num_landed]] = TORN
         if self._verify and copy.plan.direction is Direction.STORE:
             self._sum(copy, num_landed)
         self._tell(copy, Completion(copy.plan.job_id, Outcome.FAILED, num_landed, error="broke off"))
+
+    def _num_right(self, copy: Copy, num_landed: int) -> int:
+        """With checksums, what landed before a copy broke off counts as far as it is right."""
+        if not self._verify or copy.plan.direction is Direction.STORE:
+            return num_landed
+        pairs = zip(copy.plan.source_ids[:num_landed], copy.plan.destination_ids, strict=False)
+        wrong = (i for i, (host, device) in enumerate(pairs) if self._sums[host] != copy.destination.content[device])
+        return next(wrong, num_landed)
 
     def _die(self, direction: Direction) -> None:
         """Everything that the thread of this direction had begun is in doubt, and no proof will come."""
