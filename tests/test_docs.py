@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import aoffload
+import aoffload.testing
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Request, telemetry
 from aoffload.core.lifecycle import JOB_MOVES, REQUEST_MOVES
 
@@ -45,6 +46,21 @@ def test_every_public_name_is_documented() -> None:
     """Each name of `aoffload.__all__` has a row of its own, or a paragraph that begins with it, in docs/api.md."""
     begins = {found[1] for found in re.finditer(r"^(?:\| )?`(\w+)", API.read_text(), re.MULTILINE)}
     assert set(aoffload.__all__) - begins == set()
+
+
+def test_every_name_for_tests_is_documented() -> None:
+    """Each name of `aoffload.testing.__all__` stands in docs/api.md."""
+    assert set(aoffload.testing.__all__) - names_in(code_spans(API)) == set()
+
+
+def test_the_first_scenario_runs_and_prints_what_it_says() -> None:
+    """The program in docs/testing.md is whole, finds nothing, and the block behind it is its output."""
+    page = ROOT / "docs/testing.md"
+    (code,), (shown,) = code_blocks(page, "python"), code_blocks(page, "text")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "testing.md", "exec"), {"__name__": "testing_page"})
+    assert printed.getvalue() == shown
 
 
 @pytest.mark.parametrize("kind", [OffloadRuntime, Request, Ledger, OffloadConfig])
