@@ -63,14 +63,24 @@ def mutants(share: int, of: int) -> dict[str, Any]:
     from .planting import preload
 
     preload((*PRELOADED, "pytest", "pytest_asyncio", "hypothesis", "uvloop"))
-    return {"rows": [_row(mutant) for mutant in (None, *MUTANTS[share::of])]}
+    rows: list[dict[str, Any]] = []
+    for mutant in (None, *MUTANTS[share::of]):
+        began_s = time.monotonic()
+        rows.append(_row(mutant))
+        row = rows[-1]
+        seconds = time.monotonic() - began_s
+        print(
+            f"{seconds:5.1f} s  {row['mutant']}: {row['oracle']} after {row['runs']} runs  {row['detail'][:80]}",
+            flush=True,
+        )
+    return {"rows": rows}
 
 
 def _row(mutant: Mutant | None) -> dict[str, Any]:
     row: dict[str, Any] = {"mutant": "(none)", "module": "", "promise": "", "oracle": None, "runs": None, "detail": ""}
     if mutant is not None:
         row |= {"mutant": mutant.name, "module": mutant.module, "promise": mutant.promise}
-    for path, name in STAGES if mutant is not None else STAGES[:1]:
+    for path, name in STAGES:
         found = in_child(path, {}, mutant, MUTANT_TIMEOUT_S * (4 if mutant is None else 1))
         value = found.value if found.ending is Ending.RETURNED else None
         if value is not None and value.get("violation") is None:

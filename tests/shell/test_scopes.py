@@ -562,3 +562,21 @@ async def test_representations() -> None:
         assert repr(request) == "<Request 'r1' ABORTED>"
         assert (request.state, request.reason, request.request_id) == (RequestState.ABORTED, "closed_early", "r1")
     assert repr(runtime).startswith("<OffloadRuntime closed ")
+
+
+@pytest.mark.parametrize("anyio_backend", [ASYNCIO], indirect=True)
+async def test_a_group_with_an_error_in_it_is_no_cancellation() -> None:
+    """The reason of an abort names the error, also where a cancellation came with it; a group of nothing but
+    cancellations is one."""
+    cancelled = asyncio.CancelledError
+    groups = {
+        "error: BaseExceptionGroup": BaseExceptionGroup("both", [cancelled(), KeyError()]),
+        "cancelled": BaseExceptionGroup("outer", [cancelled(), BaseExceptionGroup("inner", [cancelled()])]),
+    }
+    async with scripted() as (engine, _):
+        for reason, group in groups.items():
+            request = engine.runtime.request(prompt(1, 5))
+            with pytest.raises(BaseExceptionGroup):
+                async with request:
+                    raise group
+            assert request.reason == reason

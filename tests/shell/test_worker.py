@@ -852,6 +852,7 @@ async def test_what_is_committed_without_a_fence_is_not_stored() -> None:
         transport.record_fence = record_fence  # type: ignore[method-assign]
         await engine.serve(A)
         assert engine.runtime.lookup(A).num_device_tokens and not engine.runtime.statistics().host.num_cached
+        await engine.runtime.flush()  # what leaving has offered was refused as well, and is over now
         refuses = False
         await engine.serve(A)
         await engine.runtime.flush()

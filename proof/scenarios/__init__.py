@@ -1,0 +1,15 @@
+"""The scenarios: what is explored. Each is a small world with a hazard in it, and bystanders who must not notice.
+
+A scenario is an ordinary program against the public API. It says what must be true where the general oracles of
+`aoffload.testing` can't know it; runs with nothing injected are held to more than disturbed ones.
+"""
+
+from __future__ import annotations
+
+from . import copies, ends, incidents, room, sharing, worlds
+from .paged import paged_engine
+from .table import SCENARIOS, ScenarioRow, scenario
+
+__all__ = ["SCENARIOS", "ScenarioRow", "copies", "ends", "incidents", "room", "sharing", "worlds"]
+
+scenario("request_done")(paged_engine)

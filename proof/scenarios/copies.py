@@ -1,0 +1,111 @@
+"""Copies: split, bounded, verified, and of bytes that a failed forward left."""
+
+from __future__ import annotations
+
+from aoffload import RequestState
+from aoffload.testing import SPOILED, Client, Simulation
+
+from .common import after, ask, evict_device, expect, serve, store, tokens
+from .table import scenario
+
+
+@scenario("job_launched", faults=("fail", "lose", "hang", "twice"))
+async def split_transfers(sim: Simulation) -> None:
+    """Transfers in pieces of one block, one or many at a time: published in prefix order however they land."""
+    engine = sim.runtime(
+        num_device_blocks=12, num_host_blocks=12, max_job_bytes=1, max_jobs_in_flight=sim.random.choice((1, 2, 8))
+    )
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 10))
+        await evict_device(engine)
+        for index in range(5):
+            serve(sim, engine, f"r{index}", tokens(index % 2, sim.random.randint(6, 10), branch=index % 3, shared=8))
+        await after(sim, engine)
+
+
+@scenario("request_loading")
+async def loads_first(sim: Simulation) -> None:
+    """Loads and stores compete for few places: in flight stays bounded, and what is queued may still be discarded."""
+    engine = sim.runtime(
+        num_device_blocks=14, num_host_blocks=12, max_jobs_in_flight=sim.random.choice((1, 3)), max_bytes_in_flight=2
+    )
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        await evict_device(engine)
+        for index in range(3):
+            serve(sim, engine, f"load{index}", tokens(1, 9))
+            serve(sim, engine, f"store{index}", tokens(5 + index, 6))
+        await after(sim, engine)
+        expect(sim, len(engine.transport.in_flight) == 0, "something is in flight")
+
+
+@scenario("request_loading", faults=("rot", "flip", "early", "fail"))
+async def verified(sim: Simulation) -> None:
+    """With checksums: bytes that rot in host memory or change on their way are a miss, and nobody else's."""
+    engine = sim.runtime(num_device_blocks=12, num_host_blocks=14, verify=True, max_job_bytes=sim.random.choice((1, 3)))
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        await evict_device(engine)
+        for wave in range(2):
+            for index in range(3):
+                serve(sim, engine, f"r{wave}{index}", tokens(1 + index // 2, sim.random.randint(5, 9)))
+            await after(sim, engine)
+            await evict_device(engine)
+        await engine.serve("last", ask(sim, engine, tokens(1, 9)))
+
+
+@scenario("request_done")
+async def failed_forwards(sim: Simulation) -> None:
+    """A forward that was committed turns out to have failed: what it wrote is taken back, also from who matched it."""
+    engine = sim.runtime(num_device_blocks=16, num_host_blocks=14)
+    async with engine.runtime:
+
+        async def fails(client: Client) -> None:
+            wanted = ask(sim, engine, tokens(1, 9), style="inline")
+            async with engine.open(client.name, wanted) as request:
+                client.request = request
+                await request.allocate()
+                num_ready = await request.load()
+                start = max(num_ready, sim.random.choice((2, 4, 6)))
+                await engine.forward(request, wanted, wanted.tokens, num_ready, start)
+                for block_id in request.block_ids[0][start // 2 :]:
+                    engine.device.content[block_id] = SPOILED
+                engine.commit(request, wanted, wanted.tokens, 9)
+                try:
+                    await sim.jitter()
+                    await sim.jitter()
+                finally:
+                    engine.num_invalidations += 1
+                    if request.state is RequestState.RUNNING:
+                        request.invalidate(start)
+                await sim.jitter()
+                await engine.forward(request, wanted, wanted.tokens, start, 9)
+                engine.commit(request, wanted, wanted.tokens, 9)
+            client.ended()
+
+        async def stubborn(client: Client) -> None:
+            """Commits once more on its way out, whatever it was told."""
+            wanted = ask(sim, engine, tokens(1, 9, branch=3), style="inline")
+            sim.asks.append(wanted)
+            async with engine.open(client.name, wanted) as request:
+                client.request = request
+                await request.allocate()
+                num_ready = await request.load()
+                await engine.forward(request, wanted, wanted.tokens, num_ready, 9)
+                try:
+                    await sim.jitter()
+                    await sim.jitter()
+                finally:
+                    if request.state is RequestState.RUNNING:
+                        engine.commit(request, wanted, wanted.tokens, 9)
+            client.ended()
+
+        sim.spawn("fails", fails)
+        sim.spawn("stubborn", stubborn).may_abort = ("prefix_invalidated",)
+        for index in range(4):
+            client = serve(sim, engine, f"r{index}", tokens(1, 9, branch=index % 2))
+            client.may_abort = ("prefix_invalidated",)
+        await sim.join()
+        for branch in (0, 1, 3):
+            serve(sim, engine, f"afterwards{branch}", tokens(1, 10, branch=branch))
+        await after(sim, engine)

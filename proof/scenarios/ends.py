@@ -1,0 +1,134 @@
+"""Ends: resets, closing, deadlines, cancellations, abandonment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aoffload import Computed
+from aoffload.testing import Ask, Client, Simulation, Violation
+
+from .common import after, ask, bystanders, expect, serve, store, tokens
+from .table import scenario
+
+
+@scenario("request_done")
+async def reset_in_flight(sim: Simulation) -> None:
+    """The cache is reset while copies and requests are under way: nothing from before is ever found again."""
+    engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
+    async with engine.runtime:
+        for index in range(4):
+            serve(sim, engine, f"r{index}", tokens(1, 7, branch=index % 2), num_new_tokens=index % 3)
+
+        async def reset(client: Client) -> None:
+            for _ in range(2):
+                await sim.jitter()
+                engine.forget_everything()
+                await engine.runtime.reset()
+
+        sim.spawn("reset", reset)
+        for index in range(2):
+            serve(sim, engine, f"late{index}", tokens(1, 7, branch=index))
+        await after(sim, engine)
+
+
+@scenario("runtime_closed")
+async def close_in_flight(sim: Simulation) -> None:
+    """The runtime is closed under live requests and copies: each hears of it, and nothing is left."""
+    engine = sim.runtime(num_device_blocks=6, num_host_blocks=6)
+    async with engine.runtime:
+        for index in range(5):
+            client = serve(sim, engine, f"r{index}", tokens(index % 2, 8), num_new_tokens=index)
+            client.may_abort = ("runtime_closed",)
+        for _ in range(sim.random.randint(1, 6)):
+            await sim.jitter()
+
+
+@scenario("request_aborted")
+async def deadlines(sim: Simulation) -> None:
+    """Deadlines that are over on entry, while queued, in the middle of a copy, or never."""
+    engine = sim.runtime(num_device_blocks=5, num_host_blocks=8)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        for index, deadline_s in enumerate((0.0, 0.0005, 0.002, 0.02, -1.0, 100.0)):
+            client = serve(sim, engine, f"r{index}", tokens(index % 2, 8), deadline_s=deadline_s)
+            client.may_abort = ("deadline",)
+        await after(sim, engine)
+        for client in sim.clients:
+            if client.name in ("r0", "r4"):
+                expect(sim, client.outcome == "A", f"{client.name} ended {client.outcome} after its deadline")
+
+
+@scenario("request_done")
+async def run_form(sim: Simulation) -> None:
+    """`runtime.run` spawns: whoever cancels its caller, natively too, cancels nothing but that request."""
+    engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
+    async with engine.runtime:
+        for index in range(4):
+            wanted = ask(sim, engine, tokens(index % 2, 7))
+
+            async def run(client: Client, wanted: Ask = wanted) -> None:
+                sim.asks.append(wanted)
+
+                async def body(request: Any) -> None:
+                    client.request = request
+                    await engine.run(request, wanted)
+
+                await engine.runtime.run(body, wanted.tokens, request_id=client.name)
+                client.ended()
+
+            sim.spawn(f"r{index}", run)
+        bystanders(sim, engine, 2)
+        await after(sim, engine)
+
+
+@scenario("request_aborted")
+async def abandoned(sim: Simulation) -> None:
+    """Requests that are left by exceptions, cancelled by others, dropped on the floor, or never entered."""
+    engine = sim.runtime(num_device_blocks=14, num_host_blocks=6)
+    async with engine.runtime:
+        for index in range(4):
+            client = serve(sim, engine, f"r{index}", tokens(index % 2, 7))
+            client.may_abort = ("cancelled", "somebody said so")
+
+        async def meddle(client: Client) -> None:
+            for index in (1, 2, 2, 9):
+                await sim.jitter()
+                engine.runtime.cancel(f"r{index}", "somebody said so")
+
+        async def drop(client: Client) -> None:
+            request = engine.open("dropped", ask(sim, engine, tokens(1, 5)))
+            await request.__aenter__()
+            request._scope.__exit__(None, None, None)
+            await sim.jitter()
+            del request
+            engine.open("never entered", ask(sim, engine, tokens(1, 5)))
+
+        async def raises(client: Client) -> None:
+            """What the block raises comes out, also of a request that was cancelled meanwhile."""
+            try:
+                async with engine.open(client.name, ask(sim, engine, tokens(1, 5))) as request:
+                    request.cancel("somebody said so")
+                    raise KeyError(client.name)
+            except KeyError:
+                return
+            raise Violation("an error was swallowed", client.name)
+
+        async def batch(client: Client) -> None:
+            """One forward of two requests; one is aborted before its results are committed."""
+            first, second = (ask(sim, engine, tokens(8 + n, 5), style="inline") for n in range(2))
+            async with engine.open("batch1", first) as one:
+                await one.allocate()
+                await one.load()
+                async with engine.open("batch2", second) as other:
+                    await other.allocate()
+                    await other.load()
+                    await engine.forward(one, first, first.tokens, one.match.num_device_tokens, 5)
+                engine.runtime.commit_step([Computed(other, 5), Computed(one, 5)])
+                engine.note_commit(one, first, first.tokens, 5)
+
+        sim.spawn("meddle", meddle)
+        sim.spawn("drop", drop)
+        sim.spawn("raises", raises)
+        sim.spawn("batch", batch)
+        bystanders(sim, engine, 1)
+        await after(sim, engine)

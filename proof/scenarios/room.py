@@ -1,0 +1,72 @@
+"""Not enough room: lines, growth, and those who give up."""
+
+from __future__ import annotations
+
+import anyio
+
+from aoffload.testing import Client, Simulation
+
+from .common import after, ask, canceller, serve, store, tokens
+from .table import scenario
+
+
+@scenario("store_skipped")
+async def host_full(sim: Simulation) -> None:
+    """Stores find the host full and pinned; later they are offered again."""
+    engine = sim.runtime(num_device_blocks=10, num_host_blocks=2)
+    async with engine.runtime:
+        for index in range(5):
+            serve(sim, engine, f"r{index}", tokens(index % 4, 6), num_new_tokens=index % 2)
+        await after(sim, engine)
+
+
+@scenario("request_allocated")
+async def device_full(sim: Simulation) -> None:
+    """More prompts than fit: a line. Whoever waits without pins is matched again, and none waits for nothing."""
+    engine = sim.runtime(num_device_blocks=5, num_host_blocks=sim.random.choice((0, 8)))
+    async with engine.runtime:
+        for index in range(6):
+            serve(sim, engine, f"r{index}", tokens(index % 2, sim.random.randint(4, 9)), slice_tokens=2)
+        canceller(sim, engine, "r2", "r4", "r3")
+        await after(sim, engine)
+
+
+@scenario("request_aborted")
+async def growing(sim: Simulation) -> None:
+    """Everybody grows and nobody has room: extensions go first, and the youngest is told when only waiters hold it."""
+    engine = sim.runtime(num_device_blocks=6, num_host_blocks=4)
+    async with engine.runtime:
+        for index in range(5):
+            serve(sim, engine, f"r{index}", tokens(index, 4), num_new_tokens=sim.random.randint(2, 6))
+        await after(sim, engine)
+
+
+@scenario("request_done")
+async def retries(sim: Simulation) -> None:
+    """A wait for room that was given up, and tried again; the same with a load."""
+    engine = sim.runtime(num_device_blocks=5, num_host_blocks=8)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 6))
+
+        async def patient(client: Client) -> None:
+            wanted = ask(sim, engine, tokens(1, 8), waits=True)
+            async with engine.open(client.name, wanted) as request:
+                client.request = request
+                for patience_s in (0.001, 0.0, 0.01, 0.003, None):
+                    with anyio.move_on_after(patience_s):
+                        await request.allocate()
+                        break
+                pending = request.load_nowait()
+                for patience_s in (0.001, 0.0, 0.002):
+                    with anyio.move_on_after(patience_s):
+                        await pending.wait()
+                num_ready = await pending.wait()
+                engine.check_ready(request, wanted, num_ready)
+                await engine.prefill(request, wanted, num_ready)
+            client.ended()
+
+        sim.spawn("patient", patient)
+        sim.spawn("patient2", patient)
+        for index in range(3):
+            serve(sim, engine, f"r{index}", tokens(2 + index, 8))
+        await after(sim, engine)

@@ -1,0 +1,120 @@
+"""Requests that want the same blocks."""
+
+from __future__ import annotations
+
+from aoffload import KeySpan
+from aoffload.testing import Client, Simulation
+
+from .common import after, ask, bystanders, canceller, evict_device, expect, serve, store, tokens
+from .table import scenario
+
+
+@scenario("request_loading", faults=("fail", "refuse", "vanish", "hang"))
+async def shared_load(sim: Simulation) -> None:
+    """Several requests want the same blocks from the host at once; whoever leads may go."""
+    engine = sim.runtime(
+        num_device_blocks=16, num_host_blocks=10, max_job_bytes=sim.random.choice((1, 2, 100)),
+        max_jobs_in_flight=sim.random.choice((1, 4)),
+    )  # fmt: skip
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        await evict_device(engine)
+        for index in range(4):
+            serve(sim, engine, f"r{index}", tokens(1, sim.random.randint(5, 9)), num_new_tokens=index % 2)
+        bystanders(sim, engine, 2)
+        if sim.random.random() < 0.5:
+            canceller(sim, engine, "r0", "r2")
+        await after(sim, engine)
+
+
+@scenario("request_loading", "request_done", faults=("fail", "lose", "twice"))
+async def branches(sim: Simulation) -> None:
+    """Prompts that part ways inside of blocks and runs which others load, compute and evict at the same time."""
+    engine = sim.runtime(num_device_blocks=9, num_host_blocks=12, max_job_bytes=2)
+    async with engine.runtime:
+        for index in range(6):
+            prompt = tokens(1, sim.random.randint(5, 11), branch=index % 3, shared=sim.random.choice((2, 5)))
+            serve(sim, engine, f"r{index}", prompt, max_load_tokens=sim.random.choice((None, None, 4)))
+        await after(sim, engine)
+
+
+@scenario("request_loading")
+async def conversations(sim: Simulation) -> None:
+    """Turns that build on each other, more of them than the device can keep."""
+    engine = sim.runtime(num_device_blocks=8, num_host_blocks=sim.random.choice((5, 16)))
+    async with engine.runtime:
+        for number in range(3):
+
+            async def talk(client: Client, number: int = number) -> None:
+                said = tokens(number, 4)
+                for turn in range(3):
+                    await sim.jitter()
+                    wanted = ask(sim, engine, said, num_new_tokens=2, slice_tokens=100)
+                    async with engine.open(f"{client.name}.{turn}", wanted) as request:
+                        client.request = request
+                        await engine.run(request, wanted)
+                    client.ended()
+                    said = (*said, 1000, 1001, *range(turn * 10, turn * 10 + 2))
+
+            sim.spawn(f"talk{number}", talk)
+        await after(sim, engine)
+
+
+@scenario("request_done")
+async def tenants(sim: Simulation) -> None:
+    """The same tokens under other salts, adapters and images: never a hit across, whatever is shared within."""
+    engine = sim.runtime(num_device_blocks=14, num_host_blocks=14)
+    async with engine.runtime:
+        for index in range(6):
+            salt, adapter = (None, "t1", "t2")[index % 3], (None, "lora")[index // 3]
+            serve(sim, engine, f"r{index}", tokens(1, 7), salt=salt, adapter=adapter)
+            image = KeySpan(index % 3, 4, bytes([index // 2]) * 16)
+            serve(sim, engine, f"image{index}", tokens(1, 7), key_spans=(image,))
+        serve(sim, engine, "r6", tokens(1, 7), salt="t1")
+        for index in range(3):  # other placeholder tokens under the same image
+            prompt = (index % 2, index % 2, *tokens(1, 7)[2:])
+            serve(sim, engine, f"under{index}", prompt, key_spans=(KeySpan(0, 2, b"image" * 4),))
+        await after(sim, engine)
+
+
+@scenario("request_loading", "request_aborted", faults=("hang", "fail", "vanish"))
+async def host_pressure(sim: Simulation) -> None:
+    """Loads out of a host that stores want to fill, while the loading requests are cancelled: sources stay."""
+    engine = sim.runtime(num_device_blocks=16, num_host_blocks=6)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        await evict_device(engine)
+        for index in range(4):
+            serve(sim, engine, f"load{index}", tokens(1, 9))
+            serve(sim, engine, f"store{index}", tokens(5 + index, 6))
+        canceller(sim, engine, "load0", "load1", "load2", "load3")
+        await after(sim, engine)
+
+
+@scenario("request_loading", faults=("fail", "vanish"))
+async def crowded_sharing(sim: Simulation) -> None:
+    """Requests adopt what others have loaded and give blocks back, and a line waits for those."""
+    engine = sim.runtime(num_device_blocks=9, num_host_blocks=12)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        await evict_device(engine)
+        for index in range(4):
+            serve(sim, engine, f"share{index}", tokens(1, 9), num_new_tokens=index % 2)
+        for index in range(3):
+            serve(sim, engine, f"other{index}", tokens(5 + index, sim.random.randint(4, 12)))
+        await after(sim, engine)
+
+
+@scenario("request_done")
+async def least_recently_used(sim: Simulation) -> None:
+    """Under pressure, what was touched last survives, in both tiers, and a prefix loses its tail first."""
+    engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
+    async with engine.runtime:
+        for family in (1, 2, 1, 2):  # a store that lands is a touch, too: each is waited for
+            await store(sim, engine, f"turn of {family}", tokens(family, 6))
+        await store(sim, engine, "new", tokens(3, 7))
+        found = engine.runtime.lookup((*tokens(2, 6), 9))
+        expect(sim, found.num_device_tokens == 6, f"what was touched last is gone: {found}")
+        for index in range(4):
+            serve(sim, engine, f"r{index}", tokens(1 + index, sim.random.randint(3, 8), shared=2))
+        await after(sim, engine)
