@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
     Hasher = Any
 
-__all__ = ["KeySpan", "Prefix", "Root", "TokenIds", "encode_tokens"]
+__all__ = ["KeySpan", "Prefix", "Root", "Roots", "TokenIds", "encode_tokens"]
 
 TokenIds: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | bytes | Any"
 
@@ -77,6 +77,33 @@ class Root:
     def hasher(self) -> Hasher:
         """The running hash every prefix under this root starts from; copy it, never update it."""
         return self._hasher
+
+
+class Roots:
+    """Roots of one namespace, kept for their running hash. How many tenants there are, and how long their salts, is not
+    ours to bound, so not all are kept."""
+
+    MAX_KEPT = 1024
+    MAX_KEY = 256
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._kept: dict[tuple[Any, Any], Root] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def of(self, cache_salt: Any, adapter_key: Any) -> Root:
+        """The root of these keys; `InvalidArgument` naming the one that is none."""
+        is_known_type = all(key is None or isinstance(key, _KEY_TYPES) for key in (cache_salt, adapter_key))
+        root = self._kept.get((cache_salt, adapter_key)) if is_known_type else None
+        if root is None:
+            root = Root(self._namespace, cache_salt, adapter_key)
+            if len(self._kept) >= self.MAX_KEPT:
+                self._kept.clear()
+            if len(cache_salt or "") + len(adapter_key or "") <= self.MAX_KEY:
+                self._kept[cache_salt, adapter_key] = root
+        return root
 
 
 def _utf8(name: str, value: str) -> bytes:

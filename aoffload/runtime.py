@@ -31,7 +31,7 @@ from .errors import (
     WrongState,
     WrongThread,
 )
-from .prefix import KeySpan, Prefix, Root, TokenIds
+from .prefix import KeySpan, Prefix, Roots, TokenIds
 from .request import Request, RequestOptions
 from .telemetry import Telemetry
 from .transfer.fence import Fence
@@ -95,8 +95,7 @@ class OffloadRuntime:
             observer=self.telemetry,
         )
         self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
-        self._namespace = _namespace_of(config)
-        self._roots: dict[tuple[Any, Any], Root] = {}
+        self._roots = Roots(_namespace_of(config))
         # Weak, or an abandoned request would never be noticed.
         self._requests: WeakValueDictionary[str, Request] = WeakValueDictionary()
         self._group: TaskGroup | None = None
@@ -254,14 +253,7 @@ class OffloadRuntime:
         return self.ledger.lookup(self._prefix(token_ids, cache_salt, adapter_key, key_spans))
 
     def _prefix(self, token_ids: TokenIds, cache_salt: Any, adapter_key: Any, key_spans: Iterable[KeySpan]) -> Prefix:
-        root = self._roots.get((cache_salt, adapter_key)) if _is_hashable(cache_salt, adapter_key) else None
-        if root is None:
-            root = Root(self._namespace, cache_salt, adapter_key)
-            if len(self._roots) >= MAX_KEPT_ROOTS:
-                self._roots.clear()
-            if len(cache_salt or "") + len(adapter_key or "") <= MAX_KEPT_KEY:
-                self._roots[cache_salt, adapter_key] = root
-        return Prefix.of(root, token_ids, key_spans)
+        return Prefix.of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
 
     def _admit(self, request: Request, prefix: Prefix, options: RequestOptions) -> Holding:
         self._check_usable()
@@ -378,11 +370,6 @@ class OffloadRuntime:
         self.ledger.check_integrity()
 
 
-MAX_KEPT_ROOTS = 1024
-MAX_KEPT_KEY = 256
-"""Roots are kept for their running hash; how many tenants there are, and how long their salts, is not ours to bound."""
-
-
 def _seconds(name: str, value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value:
         try:
@@ -390,10 +377,6 @@ def _seconds(name: str, value: object) -> float:
         except OverflowError:
             pass
     raise InvalidArgument(name, f"must be a number of seconds, got {value!r:.80}")
-
-
-def _is_hashable(*keys: object) -> bool:
-    return all(key is None or isinstance(key, (str, bytes)) for key in keys)
 
 
 def _namespace_of(config: OffloadConfig) -> str:
