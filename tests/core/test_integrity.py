@@ -1,0 +1,148 @@
+"""`check_integrity` itself: each law, broken by hand in a ledger that is busy with everything, is named."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from driving import Driven, prompt
+
+from aoffload.core.index import Run
+from aoffload.core.plan import Outcome, Tier
+from aoffload.errors import IntegrityError
+
+
+class Busy(Driven):
+    """Runs of two prompts with one head, a store in flight, one in quarantine, a line of three, a running request."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        head = [9] * 8
+        for name in (1, 2):
+            holding = self.running([*head, *prompt(name, 5)])
+            self.land(self.commit(holding, 12))
+            self.release(holding)
+        doubtful = self.running(prompt(3, 9))
+        (plan,) = self.launch(self.commit(doubtful, 8))
+        self.end(plan, Outcome.UNPROVEN)
+        self.release(doubtful)
+        self.running_one = self.running([*head, *prompt(1, 5), 1, 1, 1])
+        (self.store,) = self.launch(self.commit(self.running_one, 16))
+        self.waiters = [self.ledger.queue_allocation(self.admit(prompt(10 + n, 60))) for n in range(3)]
+        self.ledger.check_integrity()
+
+    def run_with(self, tier: Tier, *, pinned: bool) -> Run:
+        runs = self.ledger.cache.index.runs.values()
+        return next(run for run in runs if run.parts[tier].blocks and bool(run.parts[tier].num_references) == pinned)
+
+
+def tier(busy: Busy, which: Tier) -> Any:
+    return busy.ledger.cache.tiers[which]
+
+
+def empty_run(busy: Busy) -> None:
+    run = busy.run_with(Tier.DEVICE, pinned=True)
+    run.start = run.stop
+
+
+def unfindable(busy: Busy) -> None:
+    run = busy.run_with(Tier.DEVICE, pinned=True)
+    del busy.ledger.cache.index.runs[run.key]
+
+
+def miscounted_after(busy: Busy) -> None:
+    busy.run_with(Tier.DEVICE, pinned=True).num_after += 1
+
+
+def gap(busy: Busy) -> None:
+    run = next(run for run in busy.ledger.cache.index.runs.values() if run.before is not None)
+    assert run.before is not None
+    run.before.stop -= 1
+
+
+def part_too_long(busy: Busy) -> None:
+    busy.run_with(Tier.HOST, pinned=False).parts[Tier.HOST].stop += 1
+
+
+def one_block_too_many(busy: Busy) -> None:
+    busy.run_with(Tier.DEVICE, pinned=True).parts[Tier.DEVICE].blocks.append(99)
+
+
+def reference_too_many(busy: Busy) -> None:
+    busy.run_with(Tier.DEVICE, pinned=True).parts[Tier.DEVICE].num_references += 1
+
+
+def not_in_the_order(busy: Busy) -> None:
+    blocks = tier(busy, Tier.HOST)
+    part = blocks.order.oldest()
+    blocks.order.remove(part)
+
+
+def evictable_miscounted(busy: Busy) -> None:
+    tier(busy, Tier.HOST).num_cached += 1
+
+
+def two_hands(busy: Busy) -> None:
+    tier(busy, Tier.DEVICE).pool.give(array("i", [busy.running_one.table[0]]))
+
+
+def no_hand(busy: Busy) -> None:
+    tier(busy, Tier.HOST).pool.take(1)
+
+
+def quarantine_miscounted(busy: Busy) -> None:
+    tier(busy, Tier.HOST).num_quarantined += 1
+
+
+def wrong_table(busy: Busy) -> None:
+    table = busy.running_one.table
+    table[0], table[1] = table[1], table[0]
+
+
+def released_lease(busy: Busy) -> None:
+    busy.running_one.leases[Tier.DEVICE].spend()
+
+
+def settled_job_awaited(busy: Busy) -> None:
+    busy.ledger.jobs.unsettled[busy.store.job_id].completion = object()  # type: ignore[assignment]
+
+
+def pins_behind_the_head(busy: Busy) -> None:
+    last = busy.waiters[-1].holding
+    last.leases[Tier.HOST] = busy.ledger.cache.lease(Tier.HOST, busy.run_with(Tier.HOST, pinned=False))
+
+
+def waiter_out_of_place(busy: Busy) -> None:
+    busy.waiters[-1].holding.waiter = None
+
+
+LAWS: list[tuple[Callable[[Busy], None], str]] = [
+    (empty_run, "an empty run"),
+    (unfindable, "not findable"),
+    (miscounted_after, "runs behind are miscounted"),
+    (gap, "a gap in a path|outside of its run"),
+    (part_too_long, "outside of its run|wrong length"),
+    (one_block_too_many, "wrong length"),
+    (reference_too_many, "references are not its leases"),
+    (not_in_the_order, "order is not the unpinned"),
+    (evictable_miscounted, "evictable blocks are miscounted"),
+    (two_hands, "blocks in two hands"),
+    (no_hand, "blocks in no hand"),
+    (quarantine_miscounted, "quarantine is miscounted"),
+    (wrong_table, "a table does not name its leased blocks"),
+    (released_lease, "a released lease is still held"),
+    (settled_job_awaited, "a settled job is still awaited"),
+    (pins_behind_the_head, "somebody behind the head keeps pins"),
+    (waiter_out_of_place, "a waiter out of place"),
+]
+
+
+@pytest.mark.parametrize(("damage", "law"), LAWS, ids=lambda value: getattr(value, "__name__", ""))
+def test_each_law_is_named_when_it_is_broken(damage: Callable[[Busy], None], law: str) -> None:
+    """Every conservation law is looked at, not only the ones that most defects break first."""
+    busy = Busy()
+    damage(busy)
+    with pytest.raises(IntegrityError, match=law):
+        busy.ledger.check_integrity()

@@ -1,0 +1,66 @@
+"""Rare turns that simulated runs seldom take: what planted defects have shown to need a test by name."""
+
+from __future__ import annotations
+
+import pytest
+from driving import Driven, prompt
+
+from aoffload.core.eviction import LeastRecentlyUsed
+from aoffload.core.index import Part
+from aoffload.core.lifecycle import RequestState
+from aoffload.core.plan import Outcome
+from aoffload.errors import OutOfBlocks
+
+
+def test_who_was_refused_has_its_match_again() -> None:
+    """A waiter behind the head holds no pins; when quarantine makes its wish hopeless, it is matched again and may ask
+    for less."""
+    driven = Driven(6)
+    driven.on_host_only(prompt(1, 9))
+    loading = driven.allocated(prompt(1, 9))
+    (plan,) = driven.launch(driven.ledger.plan_load(loading))
+    head = driven.ledger.queue_allocation(driven.admit(prompt(2, 16)))
+    behind = driven.ledger.queue_allocation(driven.admit(prompt(1, 24)), 24)
+    driven.end(plan, Outcome.UNPROVEN)
+    assert behind.error is not None and not behind.error.retryable
+    with pytest.raises(OutOfBlocks):
+        driven.ledger.accept(behind)
+    assert behind.holding.state is RequestState.PINNED and behind.holding.leases
+    driven.release(head.holding)
+    driven.release(loading)
+    driven.ledger.allocate_nowait(behind.holding, 12)
+
+
+class NewestFirst(LeastRecentlyUsed):
+    """An order that a program might pass: what was let go of last goes first, so heads go before tails."""
+
+    def oldest(self) -> Part | None:
+        last = self._ring.older
+        return None if last is self._ring else last
+
+
+def test_an_island_on_the_device_is_not_shared() -> None:
+    """Whatever order evicts: what the device holds behind its first missing block is no hit."""
+    driven = Driven(6, 20, eviction=NewestFirst)
+    shared, tail = [1] * 4, [2] * 8
+    for tokens in ([*shared, *tail, 0], [*shared, *[3] * 4, 0]):
+        holding = driven.running(tokens)
+        driven.land(driven.commit(holding, len(tokens) - 1))
+        driven.release(holding)
+    crowd = driven.allocated(prompt(7, 12))
+    driven.release(crowd)
+    again = driven.allocated([*shared, *tail, 0])
+    assert again.match.num_device_tokens + again.match.num_host_tokens == 12
+    driven.ledger.check_integrity()
+
+
+def test_a_store_in_flight_outlives_the_one_behind_it() -> None:
+    """Two stores on one run; the second ends in doubt. What the first still brings is not stored again (I3)."""
+    driven = Driven(8, 8, max_job_bytes=1)
+    holding = driven.allocated(prompt(1, 9))
+    first, second = driven.launch(driven.commit(holding, 8))
+    driven.end(second, Outcome.UNPROVEN)
+    again = driven.ledger.release(holding)
+    stored_again = {block_id for plan in again for block_id in plan.source_ids}
+    assert stored_again.isdisjoint(first.source_ids)
+    assert stored_again == set(second.source_ids)
