@@ -259,7 +259,8 @@ class SimulatedTransport:
         self._counts["blocks_loaded" if kind == "load" else "blocks_stored"] += completion.num_landed
         if completion.outcome is not Outcome.UNPROVEN:
             self.proven.add(copy.plan.job_id)
-        for index in completion.corrupt:
+        # What is said of a job that was given up comes too late: its source may be anybody's.
+        for index in completion.corrupt if not self.is_doomed(copy.plan.job_id) else ():
             self.corrupt.add((copy.plan.source_ids[index], copy.source_generations[index]))
         self._deliver(completion)
         if self.faults.fire("twice"):

@@ -774,6 +774,7 @@ def test_a_copy_that_ends_when_the_loop_is_gone(
             hanging.append(broken)
             broken.hang()
             await Engine(runtime, blocks).serve(A)
+            assert await anyio.to_thread.run_sync(broken.entered.wait, GUARD_S)
 
     anyio.run(live, backend=backend[0], backend_options=backend[1])
     (broken,) = hanging
@@ -798,6 +799,8 @@ async def test_closing_when_cancelled_natively(hanging: list[BrokenCopies]) -> N
             hanging.append(broken)
             broken.hang()
             await Engine(runtime, blocks).serve(A)
+            # A copy that had not begun would be proven over by the closing transport.
+            assert await anyio.to_thread.run_sync(broken.entered.wait, GUARD_S)
             opened.set()
 
     task = asyncio.create_task(live())
