@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from parso.tree import BaseNode, NodeOrLeaf
 
 from .planting import Mutant, source_path
 
-__all__ = ["Spec", "diff_of", "enumerate_specs", "mutant_of"]
+__all__ = ["Spec", "enumerate_specs", "mutant_of"]
 
 NOISE = re.compile(
     "ReplaceBinaryOperator_.*_(Div|Pow|RShift|LShift|BitOr|BitAnd|BitXor)"
@@ -109,12 +108,6 @@ def _differs(source: str, mutated: str) -> bool:
         return ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source))
     except (SyntaxError, ValueError):
         return False
-
-
-def diff_of(mutant: Mutant) -> list[str]:
-    """The lines that were taken out and put in."""
-    lines = difflib.unified_diff(mutant.old.splitlines(), mutant.new.splitlines(), n=0, lineterm="")
-    return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 
 # -- what is left alone -----------------------------------------------------------------------------------------------

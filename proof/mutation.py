@@ -11,6 +11,7 @@ JSON, and what is in the file is not run again.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import random
@@ -25,7 +26,6 @@ from pathlib import Path
 import attrs
 
 from .mutants import MUTANTS
-from .mutants_automatic import diff_of, enumerate_specs, mutant_of
 from .planting import JSON, PRELOADED, ChildResult, Ending, Mutant, in_child, preload, source_path
 
 __all__ = ["BATTERY", "core_tests", "main", "oracle", "shell_tests", "walks"]
@@ -147,12 +147,18 @@ def _objection(result: ChildResult) -> str:
     return result.detail or result.ending.value
 
 
+def _diff_of(mutant: Mutant) -> list[str]:
+    """The lines that were taken out and put in."""
+    lines = difflib.unified_diff(mutant.old.splitlines(), mutant.new.splitlines(), n=0, lineterm="")
+    return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+
+
 def _judge(candidate: Candidate, battery: Sequence[Stage]) -> Result:
     began_s, mutant = time.monotonic(), candidate.make()
     place = f"{candidate.module.replace('.', '/')}.py:{candidate.line}"
     result = Result(candidate.key, place, candidate.operator, "invalid")
     if mutant is not None:
-        result = _verdict(attrs.evolve(result, outcome="survived", diff=diff_of(mutant)), mutant, battery)
+        result = _verdict(attrs.evolve(result, outcome="survived", diff=_diff_of(mutant)), mutant, battery)
     return attrs.evolve(result, duration_s=round(time.monotonic() - began_s, 2))
 
 
@@ -181,6 +187,8 @@ def _timed(functions: Sequence[str]) -> list[Stage]:
 
 
 def _automatic() -> list[Candidate]:
+    from .mutants_automatic import enumerate_specs, mutant_of  # needs Cosmic Ray, which nothing else here does
+
     core = source_path("aoffload.core").parent
     modules = [f"aoffload.core.{path.stem}" for path in sorted(core.glob("[!_]*.py"))] + ["aoffload.request"]
     return [
