@@ -70,7 +70,7 @@ assert (gone.ending, gone.detail) == (Ending.CRASHED, "exit status 3"), gone
 killed = ending("builtins:exec", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
 assert (killed.ending, killed.detail) == (Ending.CRASHED, "signal SIGSEGV"), killed
 assert ending("builtins:exec", "while True: pass", timeout_s=0.1).ending is Ending.TIMED_OUT
-orphan = ending("builtins:exec", "import os, time\\nif os.fork(): os._exit(4)\\ntime.sleep(30)")
+orphan = ending("builtins:exec", "import os, signal\\nif os.fork(): os._exit(4)\\nsignal.pause()")
 assert (orphan.ending, orphan.detail) == (Ending.CRASHED, "exit status 4") and orphan.duration_s < 20, orphan
 assert ending("builtins:set", [1]).ending is Ending.RAISED, "no JSON"
 
