@@ -76,7 +76,7 @@ class Telemetry:
             log.debug(
                 event,
                 request_id=name,
-                num_blocks=len(holding.table),
+                num_blocks=holding.num_blocks,
                 num_device_tokens=found.num_device_tokens,
                 num_host_tokens=found.num_host_tokens,
             )

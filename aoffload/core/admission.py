@@ -40,14 +40,14 @@ class Admission:
         """Room for `num_tokens` (the prompt's, if None), all or nothing; `OutOfBlocks` changes nothing."""
         num_units = self._units_to_allocate(holding, num_tokens)
         blocks = self._take_nowait(holding, num_units, behind=not self.line.is_empty)
-        self._allocated(holding, blocks)
+        self._allocated(holding, num_units, blocks)
 
     def queue_allocation(
         self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
         """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it."""
         num_units = self._units_to_allocate(holding, num_tokens)
-        self._check_fits(num_units)
+        self._check_fits(holding, num_units)
         waiter = Waiter(holding, num_units, wake)
         self.wait_for_allocation(waiter)
         self.pump()
@@ -62,15 +62,15 @@ class Admission:
     def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
         """Room for `num_tokens` in all; `OutOfBlocks` changes nothing."""
         num_units = self._units_to_extend(holding, num_tokens)
-        before = len(holding.table)
-        behind = bool(self.line.extending)
-        holding.table.extend(self._take_nowait(holding, num_units, behind=behind))
+        before = holding.num_units
+        blocks = self._take_nowait(holding, num_units, behind=bool(self.line.extending))
+        self.pins.lengthen_tables(holding, num_units, blocks)
         return self._extension(holding, before)
 
     def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
         """Join the line for more room, before everybody who has none yet."""
         num_units = self._units_to_extend(holding, num_tokens)
-        self._check_fits(num_units)
+        self._check_fits(holding, num_units)
         waiter = Waiter(holding, num_units, wake)
         self._wait_for_extension(waiter)
         self.pump()
@@ -91,13 +91,13 @@ class Admission:
             if holding.state is _S.PINNED:
                 self._pin_again(holding)
             raise waiter.error  # type: ignore[misc]
-        before = len(holding.table)
+        before = holding.num_units
         if holding.state is _S.PINNED:
-            self._allocated(holding, waiter.granted)
+            self._allocated(holding, waiter.num_units, waiter.granted)
         elif holding.state is _S.LOADING:
-            self.pins.start_table(holding, waiter.granted)
+            self.pins.start_tables(holding, waiter.num_units, waiter.granted)
         else:
-            holding.table.extend(waiter.granted)
+            self.pins.lengthen_tables(holding, waiter.num_units, waiter.granted)
         return self._extension(holding, before)
 
     def withdraw(self, waiter: Waiter) -> None:
@@ -127,13 +127,21 @@ class Admission:
         self.pins.forget_match(holding)
         self.pins.pin(holding)
 
-    def _allocated(self, holding: Holding, blocks: array[int]) -> None:
-        self.pins.start_table(holding, blocks)
+    def _allocated(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
+        self.pins.start_tables(holding, num_units, blocks)
         holding.num_computed_tokens = holding.published * self.cache.layout.unit_tokens
         self.moves.request(holding, _S.ALLOCATED)
 
     def _extension(self, holding: Holding, before: int) -> Extension:
-        return Extension(self.cache.layout.split_ids(holding.table[before:]), [[] for _ in self.cache.layout.groups])
+        """What was added behind `before` units, and what became null since this was told last."""
+        layout = self.cache.layout
+        added = layout.by_group([table.at(before, holding.num_units) for table in holding.tables])
+        nulled: list[list[int]] = [[] for _ in layout.groups]
+        for band, start, stop in holding.nulled:
+            for group, positions in layout.positions(band, start, stop):
+                nulled[group].extend(positions)
+        holding.nulled.clear()
+        return Extension(added, nulled)
 
     # -- room -----------------------------------------------------------------------------------------------------
 
@@ -147,18 +155,22 @@ class Admission:
 
     def num_missing(self, holding: Holding, num_units: int) -> int:
         """Blocks that a table of `num_units` units still needs."""
-        present = len(holding.table) if holding.table else holding.published * self.cache.layout.width
-        return max(0, num_units * self.cache.layout.width - present)
+        return max(0, num_units - (holding.num_units or holding.published)) * self.cache.layout.width
 
-    def _check_fits(self, num_units: int) -> None:
+    def num_needed(self, holding: Holding, num_units: int) -> int:
+        """Blocks that a table of `num_units` units takes; of a prompt that has none yet, without a hit."""
+        gone = sum(table.start * table.width for table in holding.tables)
+        return num_units * self.cache.layout.width - gone
+
+    def _check_fits(self, holding: Holding, num_units: int) -> None:
         """Refuse what could not fit if everybody else let go."""
-        needed = num_units * self.cache.layout.width
+        needed = self.num_needed(holding, num_units)
         if needed > self.capacity:
             raise OutOfBlocks(needed, self.capacity, retryable=False)
 
     def _take_nowait(self, holding: Holding, num_units: int, *, behind: bool) -> array[int]:
         """Room for a table of `num_units`, or `OutOfBlocks`; `behind`: somebody has been waiting for it longer."""
-        self._check_fits(num_units)
+        self._check_fits(holding, num_units)
         missing = self.num_missing(holding, num_units)
         if behind or missing > self.room:
             raise OutOfBlocks(missing, 0 if behind else self.room, retryable=True)
@@ -233,7 +245,7 @@ class Admission:
         """Room was lost to quarantine: whoever can no longer fit hears of it now, wherever in the line."""
         for queue in (self.line.extending, self.line.allocating):
             for waiter in tuple(queue):
-                needed = waiter.num_units * self.cache.layout.width
+                needed = self.num_needed(waiter.holding, waiter.num_units)
                 if needed > self.capacity:
                     queue.remove(waiter)
                     waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))

@@ -6,17 +6,21 @@ not pinned yet, and an unpinned run never has a pinned one behind it:
 
     root <- [0,40) <- [40,48) <- [48,50)      leases: a ends at 48, b at 50
               1          1+1         1        a's own lease on [40,48), and [48,50) behind it
+
+That is the spine: the blocks of full attention. Of a band of limited reach a lease pins only what lies from some unit
+on; it counts on each run from there to its end, and a run begins there. What has left the window is cached as long as
+there is room, and a prefix that ends there may still hit.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .eviction import EvictionOrder
-from .groups import Layout
-from .index import Part, Run, RunIndex
+from .groups import Band, Layout
+from .index import NUM_TIERS, Part, Run, RunIndex
 from .lease import Lease
 from .plan import Tier
 from .tiers import TierBlocks
@@ -36,7 +40,7 @@ class PrefixCache:
     def __init__(self, layout: Layout, tiers: tuple[TierBlocks, ...], new_order: Callable[[], EvictionOrder]) -> None:
         self.layout = layout
         self.tiers = tiers
-        self.index = RunIndex(layout, epoch=0, num_tiers=len(tiers))
+        self.index = RunIndex(layout, epoch=0)
         self._new_order = new_order
 
     @property
@@ -45,23 +49,68 @@ class PrefixCache:
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
-    def lease(self, tier: Tier, run: Run) -> Lease:
-        """Pin the path of `run` in `tier`."""
-        self._reference(self.tiers[tier], run)
-        return Lease(tier, run)
+    def lease(self, tier: Tier, run: Run, starts: Sequence[int] = ()) -> Lease:
+        """Pin the path of `run` in `tier`; of each band of limited reach what lies from its unit in `starts` on."""
+        blocks = self.tiers[tier]
+        self._reference(blocks, run)
+        lease = Lease(tier, run, list(starts))
+        for band, start in zip(self.layout.windows, starts, strict=False):
+            self._split_path(run, start)
+            for current in _between(run, start, run.stop):
+                self._reference_part(blocks, current.part(tier, band.number))
+        return lease
 
     def release(self, lease: Lease) -> None:
         """End a lease; what nobody else pins becomes evictable, the tail as the oldest."""
         lease.spend()
-        self._dereference(self.tiers[lease.tier], lease.run)
+        blocks = self.tiers[lease.tier]
+        for band, start in zip(self.layout.windows, lease.starts, strict=False):
+            for current in _between(lease.run, start, lease.run.stop):
+                self._dereference_part(blocks, current, band.number)
+        self._dereference(blocks, lease.run)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
         """Let `lease` end at `run` instead: on the same path, further on or further back."""
         if lease.run is run:
             return
-        self._reference(self.tiers[lease.tier], run)
-        old, lease.run = lease.run, run
-        self._dereference(self.tiers[lease.tier], old)
+        blocks, old = self.tiers[lease.tier], lease.run
+        self._reference(blocks, run)
+        for band, start in zip(self.layout.windows, lease.starts, strict=False):
+            for current in _between(run, max(start, old.stop), run.stop):
+                self._reference_part(blocks, current.part(lease.tier, band.number))
+            for current in _between(old, max(start, run.stop), old.stop):
+                self._dereference_part(blocks, current, band.number)
+        lease.run = run
+        lease.starts = [min(start, run.stop) for start in lease.starts]
+        self._dereference(blocks, old)
+
+    def slide_lease(self, lease: Lease, band: Band, start: int) -> None:
+        """Let go, in `band`, of what lies before unit `start`: it stays cached as long as nobody needs its room."""
+        at = band.number - 1
+        for current in reversed(_between(lease.run, lease.starts[at], start)):
+            if current.stop <= start:
+                self._dereference_part(self.tiers[lease.tier], current, band.number)
+            elif not self._move_border(current, start, band):
+                self._dereference_part(self.tiers[lease.tier], self.split(current, start), band.number)
+        lease.starts[at] = max(lease.starts[at], start)
+
+    def _split_path(self, run: Run, at: int) -> None:
+        """Have a run of the path of `run` begin at unit `at`, if it reaches that far."""
+        for current in _between(run, at, at + 1):
+            if current.start < at:
+                self.split(current, at)
+
+    @staticmethod
+    def _reference_part(tier: TierBlocks, part: Part) -> None:
+        part.num_references += 1
+        if part.num_references == 1 and part.blocks:
+            tier.make_pinned(part)
+
+    def _dereference_part(self, tier: TierBlocks, run: Run, band: int) -> None:
+        part = run.part(tier.tier, band)
+        part.num_references -= 1
+        if not part.num_references:
+            self._unpin(tier, run, part)
 
     @staticmethod
     def _reference(tier: TierBlocks, run: Run) -> None:
@@ -98,30 +147,40 @@ class PrefixCache:
         if run.epoch == self.index.epoch:
             tier.make_evictable(part)
             return
-        tier.pool.give(part.blocks)  # a reset has made it unfindable meanwhile
-        part.blocks, part.stop = array("i"), run.start
+        tier.pool.give(part.clear())  # a reset has made it unfindable meanwhile
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
     def split(self, run: Run, at: int) -> Run:
         """Cut `run` at unit `at` and return the head. Whatever pinned the run pins both."""
-        width = self.layout.width
+        start = run.start
         head = self.index.split_head(run, at)
-        parts: list[Part] = []
-        for tier, part in zip(self.tiers, run.parts, strict=True):
-            cut = (min(at, part.stop) - head.start) * width
-            front = Part(head, min(at, part.stop), part.blocks[:cut])
+        head.parts = tuple([self._divide(head, start, number, part, at) for number, part in enumerate(run.parts)])
+        return head
+
+    def _divide(self, head: Run, start: int, number: int, part: Part, at: int) -> Part:
+        """The part of the head that is cut off at `at`; `part` keeps what lies behind."""
+        front = Part(head, part.width, start, start)
+        if number < NUM_TIERS:
             # The leases stay with the tail, which now counts once on the head.
             front.num_references = 1 if part.num_references else 0
-            self._divide_incoming(front, part, at)
-            if not part.num_references:
-                self._divide_place(tier, front, part, cut)
-            else:
-                del part.blocks[:cut]
-            part.stop = max(part.stop, at)
-            parts.append(front)
-        head.parts = tuple(parts)
-        return head
+        else:
+            front.num_references = part.num_references  # a lease on a window begins where a run does
+        self._divide_incoming(front, part, at)
+        if number < NUM_TIERS or part.first < at:
+            front.first, front.stop = part.first, min(at, part.stop)
+        cut = (front.stop - front.first) * part.width
+        front.blocks = part.blocks[:cut]
+        if cut and not part.num_references:
+            # The head outlives its tail: next in the order, right behind it.
+            self.tiers[number % NUM_TIERS].order.add_newer(front, part)
+        del part.blocks[:cut]
+        part.first, part.stop = max(part.first, at), max(part.stop, at)
+        if not part.blocks:
+            part.first = part.stop = at
+            if cut and not part.num_references:
+                self.tiers[number % NUM_TIERS].order.remove(part)
+        return front
 
     def cut(self, run: Run, at: int) -> Run:
         """The run that ends at unit `at` of `run`, so that a lease on it pins exactly what is used: whatever is
@@ -140,27 +199,66 @@ class PrefixCache:
         job: Job | None = back.incoming
         while job is not None and job.start >= at:  # only a job that brings something to the head will clear it there
             job = job.predecessor
-        if back.stop < at and job is not None and not job.is_settled and job.stop > back.stop:
+        if job is not None and not job.is_settled and _adds_before(job, front, back, at):
             front.incoming, front.incoming_stop = job, min(at, job.stop)
         if back.incoming_stop <= at:
             back.incoming, back.incoming_stop = None, 0
 
+    def _move_border(self, run: Run, at: int, band: Band) -> bool:
+        """Whether the run before could take over what lies before `at`, where `band` alone is let go of. A window
+        that moves on with every block would leave a run behind for each of them."""
+        head = run.before
+        if head is None or not self._may_take_over(head, run, band):
+            return False
+        for number, (front, back) in enumerate(zip(head.parts, run.parts, strict=True)):
+            self._take_over(self.tiers[number % NUM_TIERS], front, back, at)
+        self.index.move_border(head, run, at)
+        return True
+
+    def _may_take_over(self, head: Run, run: Run, band: Band) -> bool:
+        """Whether `head` is nobody's end, and whoever pins anything of it pins the same of `run`; but for `band`, of
+        which one lease alone pins `run`."""
+        if head.num_after != 1 or head.spans != run.spans or head.epoch != self.epoch:
+            return False
+        leaving = band.number * NUM_TIERS + Tier.DEVICE
+        for number, (front, back) in enumerate(zip(head.parts, run.parts, strict=True)):
+            if front.incoming is not None or back.incoming is not None:
+                return False
+            if back.blocks and not self._follows(front, back, is_spine=number < NUM_TIERS):
+                return False
+            expected = min(1, back.num_references) if number < NUM_TIERS else back.num_references
+            if number == leaving and (front.num_references, back.num_references) != (0, 1):
+                return False
+            if number != leaving and front.num_references != expected:
+                return False
+        return True
+
     @staticmethod
-    def _divide_place(tier: TierBlocks, front: Part, back: Part, cut: int) -> None:
-        """The head outlives its tail: next in the order, right behind it."""
+    def _take_over(tier: TierBlocks, front: Part, back: Part, at: int) -> None:
+        """Move what `back` holds before `at` to `front`."""
+        count = (min(max(at, back.first), back.stop) - back.first) * back.width
+        if count:
+            if not front.blocks:
+                front.first = front.stop = back.first
+                if not front.num_references:
+                    tier.order.add_newer(front, back) if not back.num_references else tier.order.add(front)
+            front.blocks.extend(back.blocks[:count])
+            front.stop += count // back.width
+            del back.blocks[:count]
+            if back.num_references and not front.num_references:
+                tier.num_cached += count
+        back.first, back.stop = max(back.first, at), max(back.stop, at)
         if not back.blocks:
-            return
-        tier.order.add_newer(front, back)
-        del back.blocks[:cut]
-        if not back.blocks:
-            tier.order.remove(back)
+            back.first = back.stop = at
+            if count and not back.num_references:
+                tier.order.remove(back)
 
     def _merge(self, let_go: list[Run]) -> list[Run]:
         """Join runs that were let go of together, or divergent prompts would shatter the index; the runs left."""
         left = [let_go[0]]
         heads: list[Run] = []
         for head in let_go[1:]:
-            if self._can_join(head, heads[-1] if heads else left[-1]):
+            if self._can_join(head, heads[-1] if heads else left[-1], left[-1]):
                 heads.append(head)
                 continue
             self._join(heads, left[-1])
@@ -169,38 +267,56 @@ class PrefixCache:
         self._join(heads, left[-1])
         return left
 
-    def _can_join(self, head: Run, tail: Run) -> bool:
-        """Whether the two are one run: nothing else hangs on the head, and joining changes no order."""
-        if head.num_after != 1 or head.epoch != self.index.epoch or head.spans != tail.spans:
+    def _can_join(self, head: Run, back: Run, tail: Run) -> bool:
+        """Whether `head` and `back`, which is joined with `tail`, are one run: nothing else hangs on the head, and
+        joining changes no order."""
+        if head.num_after != 1 or head.epoch != self.index.epoch or head.spans != back.spans:
             return False
-        for front, back in zip(head.parts, tail.parts, strict=True):
-            if front.num_references or back.num_references or front.incoming is not None or back.incoming is not None:
+        for number, (front, behind) in enumerate(zip(head.parts, back.parts, strict=True)):
+            if front.num_references or behind.num_references:
                 return False
-            if back.blocks and (front.stop != head.stop or back.newer is not front):
+            if front.incoming is not None or behind.incoming is not None:
                 return False
+            if behind.blocks and not self._follows(front, behind, is_spine=number < NUM_TIERS):
+                return False
+            if behind.blocks and front.blocks and behind.newer is not front:
+                return False
+            if number >= NUM_TIERS and front.blocks and not behind.blocks and back is not tail:
+                return False  # what lies behind `back` would not follow
         return True
+
+    @staticmethod
+    def _follows(front: Part, back: Part, *, is_spine: bool) -> bool:
+        """Whether `back` goes on where `front` ends; a window may also begin there."""
+        return front.stop == back.first or (not front.blocks and not is_spine)
 
     def _join(self, heads: list[Run], tail: Run) -> None:
         """Join `heads`, nearest first, into `tail`."""
         if not heads:
             return
-        for index, (tier, part) in enumerate(zip(self.tiers, tail.parts, strict=True)):
-            fronts = [head.parts[index] for head in heads]
-            if not part.blocks:
-                # The nearest head with blocks takes the tail's place in the order; the ones before it follow.
-                place = next((front for front in fronts if front.blocks), None)
-                if place is not None:
-                    tier.order.add_newer(part, place)
-                    part.stop = place.stop
-            blocks = array("i")
-            for front in reversed(fronts):
-                if front.blocks:
-                    blocks.extend(front.blocks)
-                    tier.order.remove(front)
-            part.blocks = blocks + part.blocks
+        for number, part in enumerate(tail.parts):
+            self._join_parts(self.tiers[number % NUM_TIERS], [head.parts[number] for head in heads], part)
         self.index.absorb(tail, heads)
         for part in tail.parts:
-            part.stop = tail.start + len(part.blocks) // self.layout.width
+            if not part.blocks:
+                part.first = part.stop = tail.start
+
+    @staticmethod
+    def _join_parts(tier: TierBlocks, fronts: list[Part], part: Part) -> None:
+        if not part.blocks:
+            # The nearest head with blocks takes the tail's place in the order; the ones before it follow.
+            place = next((front for front in fronts if front.blocks), None)
+            if place is not None:
+                tier.order.add_newer(part, place)
+                part.stop = place.stop
+        blocks = array("i")
+        for front in reversed(fronts):
+            if front.blocks:
+                blocks.extend(front.blocks)
+                tier.order.remove(front)
+        part.blocks = blocks + part.blocks
+        if part.blocks:
+            part.first = part.stop - len(part.blocks) // part.width
 
     def tidy(self, run: Run) -> None:
         """Forget a run that holds nothing, and tokens that no tier holds any more."""
@@ -210,7 +326,8 @@ class PrefixCache:
         for part in run.parts:
             if part.num_references or part.incoming is not None:
                 return
-            held = max(held, part.stop)
+            if part.blocks:
+                held = max(held, part.stop)
         if held == run.start:
             self.index.remove(run)
         elif (held - run.start) * 2 <= run.stop - run.start:
@@ -224,9 +341,9 @@ class PrefixCache:
         while (short := num_blocks - blocks.pool.num_free) > 0:
             part = blocks.order.oldest()
             assert part is not None, "room was promised"
-            num_units = min(-(-short // self.layout.width), part.stop - part.run.start)
-            blocks.trim(part, num_units, self.layout.width)
-            blocks.num_evicted += num_units * self.layout.width
+            num_units = min(-(-short // part.width), part.stop - part.first)
+            blocks.trim(part, num_units)
+            blocks.num_evicted += num_units * part.width
             self.tidy(part.run)
         return blocks.pool.take(num_blocks)
 
@@ -234,45 +351,44 @@ class PrefixCache:
         if block_ids:
             self.tiers[tier].pool.give(block_ids)
 
-    def forget(self, tier: Tier, run: Run, position: int) -> None:
-        """Drop the block at `position` of a referenced run from `tier`: what is there is wrong.
+    def forget(self, part: Part, position: int) -> None:
+        """Drop the blocks of the unit at `position` from a referenced `part`: what is there is wrong.
 
         What lies behind it in the run stays, cut off, and can be reached again once the gap is filled.
         """
-        if position + 1 < run.stop and run.parts[tier].stop > position + 1:
-            run = self.split(run, position + 1)
-        part = run.parts[tier]
-        keep = (position - run.start) * self.layout.width
-        bad = part.blocks[keep:]
-        del part.blocks[keep:]
-        part.stop = position
+        run, number = part.run, part.run.parts.index(part)
+        if position + 1 < run.stop and part.stop > position + 1:
+            part = self.split(run, position + 1).parts[number]
+        bad = part.drop_behind(position)
         part.condemned = bad if part.condemned is None else part.condemned + bad
 
     def reset(self) -> None:
         """Swap the index: nothing cached so far is findable any more; what is pinned stays until it is let go of."""
-        self.index = RunIndex(self.layout, self.index.epoch + 1, len(self.tiers))
+        self.index = RunIndex(self.layout, self.index.epoch + 1)
         for tier in self.tiers:
             for part in list(tier.order):
-                tier.pool.give(part.blocks)
-                part.blocks, part.stop = array("i"), part.run.start
+                tier.pool.give(part.clear())
             tier.order = self._new_order()
             tier.num_cached = 0
 
     def withdraw(self, run: Run) -> None:
         """Make every block of `run` unfindable and free it once no reference protects it; what is in flight to it
         publishes nothing."""
-        for tier, part in zip(self.tiers, run.parts, strict=True):
-            job = part.incoming
-            while job is not None and job.stop > run.start:
-                job.epoch = UNPUBLISHABLE
-                job = job.predecessor
-            if part.blocks:
-                if part.num_references:
-                    part.condemned = part.blocks if part.condemned is None else part.condemned + part.blocks
-                else:
-                    tier.make_pinned(part)
-                    tier.pool.give(part.blocks)
-            part.blocks, part.stop = array("i"), run.start
+        for number, part in enumerate(run.parts):
+            self.withdraw_part(self.tiers[number % NUM_TIERS], part)
+
+    @staticmethod
+    def withdraw_part(tier: TierBlocks, part: Part) -> None:
+        job = part.incoming
+        while job is not None and job.stop > part.run.start:
+            job.epoch = UNPUBLISHABLE
+            job = job.predecessor
+        if part.blocks and not part.num_references:
+            tier.make_pinned(part)
+            tier.pool.give(part.clear())
+        elif part.blocks:
+            wrong = part.clear()
+            part.condemned = wrong if part.condemned is None else part.condemned + wrong
 
     def withdraw_behind(self, wrong: set[Run]) -> None:
         """Withdraw what hangs on `wrong` runs, whoever computed it: once they are right again it could be reached."""
@@ -283,3 +399,21 @@ class PrefixCache:
             self.withdraw(run)
         for run in behind:
             self.tidy(run)
+
+
+def _between(run: Run, start: int, stop: int) -> list[Run]:
+    """The runs on the path of `run` that lie in units `[start, stop)`, or partly, last first."""
+    found: list[Run] = []
+    for current in run.path():
+        if current.stop <= start:
+            break
+        if current.start < stop:
+            found.append(current)
+    return found
+
+
+def _adds_before(job: Job, front: Part, back: Part, at: int) -> bool:
+    """Whether `job` still brings something of what lies before `at` in a part that is divided there."""
+    if job.band:
+        return job.stop > front.run.start
+    return back.stop < at and job.stop > back.stop

@@ -13,13 +13,14 @@ from .arguments import check_int
 from .cache import UNPUBLISHABLE, PrefixCache
 from .holding import Holding
 from .index import Run
-from .jobs import JobBook
 from .lifecycle import RequestState, require
 from .loads import Loads
 from .pins import Pins
 from .plan import TransferPlan
 from .policy import StorePolicy
 from .publish import publish, step_back, unpublish
+from .stores import Stores
+from .windows import slide
 
 __all__ = ["Commits"]
 
@@ -30,7 +31,7 @@ _S = RequestState
 class Commits:
     cache: PrefixCache
     pins: Pins
-    jobs: JobBook
+    stores: Stores
     admission: Admission
     loads: Loads
     policy: StorePolicy
@@ -48,13 +49,14 @@ class Commits:
         holding.sequence.append(added)
         holding.num_computed_tokens = num_computed_tokens
         holding.has_committed = True
-        if holding.epoch != self.cache.epoch:
-            return ()
+        plans: tuple[TransferPlan, ...] = ()
         first = holding.published
-        publish(self.cache, holding, num_computed_tokens // self.cache.layout.unit_tokens)
-        plans = self.offer_stores(holding, first)
-        if holding.published > first:
-            self.admission.pump()  # who is first in line may need less room now
+        if holding.epoch == self.cache.epoch:
+            publish(self.cache, holding, num_computed_tokens // self.cache.layout.unit_tokens)
+            plans = self.offer_stores(holding, first)
+        slid = slide(self.cache, holding)
+        if slid or holding.published > first:
+            self.admission.pump()  # there is room now, or who is first in line needs less
         return plans
 
     def _check_commit(self, holding: Holding, num_computed_tokens: int, num_added: int) -> None:
@@ -63,25 +65,35 @@ class Commits:
             raise CommitError(name, f"must be an integer, got {num_computed_tokens!r}")
         if num_computed_tokens < holding.num_computed_tokens:
             raise CommitError(name, f"goes back from {holding.num_computed_tokens} to {num_computed_tokens}")
-        allocated = len(holding.table) // self.cache.layout.width * self.cache.layout.unit_tokens
+        allocated = holding.num_units * self.cache.layout.unit_tokens
         if num_computed_tokens > allocated:
             raise CommitError(name, f"is {num_computed_tokens}, beyond the {allocated} tokens that were allocated")
         known = holding.sequence.num_tokens + num_added
         if num_computed_tokens > known:
             raise CommitError(name, f"is {num_computed_tokens}, beyond the {known} tokens that are known")
 
-    def offer_stores(self, holding: Holding, first: int) -> tuple[TransferPlan, ...]:
-        """What the policy wants stored of the path of `holding`, from unit `first` on and before it where missing."""
+    def offer_stores(self, holding: Holding, first: int, *, is_last: bool = False) -> tuple[TransferPlan, ...]:
+        """What the policy wants stored of the path of `holding`, from unit `first` on and before it where missing.
+
+        Of bands of limited reach only where a later prompt may end: at the end of what is known, and of the request."""
         if not self.policy.wants(holding):
             return ()
-        return tuple(job.plan for job in self.jobs.offer_stores(holding, first))
+        is_at_end = is_last or self._is_at_end(holding)
+        return tuple(job.plan for job in self.stores.offer(holding, first, with_windows=is_at_end))
+
+    @staticmethod
+    def _is_at_end(holding: Holding) -> bool:
+        """Whether the prompt is computed, and nothing was generated yet."""
+        num_prompt = holding.sequence.num_prompt_tokens
+        return num_prompt <= holding.num_computed_tokens <= holding.sequence.num_tokens <= num_prompt + 1
 
     def invalidate(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> tuple[Holding, ...]:
         """Take back what a failed forward committed: nothing from `from_token` on was ever right.
 
         Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
-        Returns the other holdings that may have read it meanwhile; they have to be aborted. Who has only matched it is
-        matched again, and a grant that it has not accepted yet goes back into the line.
+        Returns the other holdings that may have read it meanwhile; they have to be aborted. So has `holding` itself, if
+        it would have to go back behind its window. Who has only matched it is matched again, and a grant that it has
+        not accepted yet goes back into the line.
         """
         require(holding, "invalidate", _S.RUNNING)
         ready = holding.ready_stop * self.cache.layout.unit_tokens
@@ -90,16 +102,21 @@ class Commits:
         start = from_token // self.cache.layout.unit_tokens
         wrong = unpublish(self.cache, holding, start)  # after a reset too: its blocks are no less shared for that
         others = [other for other in readers if other is not holding]
-        tainted = self._taint(wrong, [other for other in others if other.table])
+        tainted = self._taint(wrong, [other for other in others if other.num_units])
         self.cache.withdraw_behind(wrong)
         for other in others:
-            if not other.table and _leases_any(other, wrong):  # it has only matched: nothing was read yet
+            if not other.num_units and _leases_any(other, wrong):  # it has only matched: nothing was read yet
                 self.admission.match_again(other)
         step_back(self.cache, holding, start)
         holding.sequence.drop_after(from_token + 1)
         holding.num_computed_tokens = from_token
         self.admission.pump()
-        return tainted
+        return tainted if self._may_go_on(holding) else (holding, *tainted)
+
+    def _may_go_on(self, holding: Holding) -> bool:
+        """Whether what attention reads before where `holding` has come to is still there, or a window has left it."""
+        tables = zip(self.cache.layout.windows, holding.tables[1:], strict=True)
+        return all(table.start <= band.first_needed(holding.num_computed_tokens) for band, table in tables)
 
     def _taint(self, wrong: set[Run], others: list[Holding]) -> tuple[Holding, ...]:
         """Those of `others` that lease a wrong run. What they computed on it is wrong as well, and so on."""
@@ -108,7 +125,7 @@ class Commits:
         while found:
             found = False
             for other in others:
-                read = [run.start for lease in other.leases.values() for run in lease.run.path() if run in wrong]
+                read = [run.start for lease in other.all_leases() for run in lease.run.path() if run in wrong]
                 if read and other not in tainted:
                     tainted.append(other)
                     other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds
@@ -119,4 +136,4 @@ class Commits:
 
 
 def _leases_any(holding: Holding, runs: set[Run]) -> bool:
-    return any(not runs.isdisjoint(lease.run.path()) for lease in holding.leases.values())
+    return any(not runs.isdisjoint(lease.run.path()) for lease in holding.all_leases())

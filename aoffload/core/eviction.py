@@ -32,7 +32,7 @@ class LeastRecentlyUsed:
     """Oldest release first, as a ring through the parts themselves."""
 
     def __init__(self) -> None:
-        self._ring = Part(None, 0)  # type: ignore[arg-type]
+        self._ring = Part(None, 0, 0, 0)  # type: ignore[arg-type]
         self._ring.older = self._ring.newer = self._ring
 
     def add(self, part: Part) -> None:

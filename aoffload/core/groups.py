@@ -1,27 +1,44 @@
-"""KV cache groups: layers that share a block table and an attention kind."""
+"""KV cache groups: layers that share a block table and an attention kind. Bands: groups that need the same tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 import attrs
 
 from ..errors import ConfigError
 
-__all__ = ["AttentionKind", "FullAttention", "KVCacheGroup", "Layout"]
+__all__ = ["AttentionKind", "Band", "ChunkedLocal", "FullAttention", "KVCacheGroup", "Layout", "SlidingWindow"]
 
 MAX_BLOCK_SIZE = 65_536
 MAX_UNIT_TOKENS = 2**20
+MAX_REACH = 2**31 - 1
 
 
 class AttentionKind(Protocol):
-    """Which of the blocks before a position attention still reads."""
+    """Which of the blocks before a position attention still reads.
+
+    Kinds are compared with `==`: groups of equal kinds form one band. What is needed never begins further back for a
+    later position than it did for an earlier one. A recurrent state would need the one block that ends at `hit_end`.
+    """
 
     def required_blocks(self, hit_end: int, block_size: int) -> range:
-        """The block positions that must be present for computing to go on at token `hit_end`."""
+        """The block positions that must be present for computing to go on at token `hit_end`: up to the block before
+        it, without a gap."""
         ...
+
+    def free_end(self, hit_end: int) -> int:
+        """The last token, at most `hit_end`, at which nothing that lies before it is needed."""
+        ...
+
+
+def _reach(_: object, attribute: attrs.Attribute[int], value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_REACH:
+        raise ConfigError(attribute.name, f"must be a number of tokens in [1, {MAX_REACH}], got {value!r}")
 
 
 @attrs.frozen
@@ -30,6 +47,35 @@ class FullAttention:
 
     def required_blocks(self, hit_end: int, block_size: int) -> range:
         return range(hit_end // block_size)
+
+    def free_end(self, hit_end: int) -> int:
+        return 0
+
+
+@attrs.frozen
+class SlidingWindow:
+    """A token reads itself and the `window - 1` tokens before it (Gemma, gpt-oss, Mistral)."""
+
+    window: int = attrs.field(validator=_reach)
+
+    def required_blocks(self, hit_end: int, block_size: int) -> range:
+        return range(max(0, hit_end - self.window + 1) // block_size, hit_end // block_size)
+
+    def free_end(self, hit_end: int) -> int:
+        return hit_end if self.window == 1 else 0
+
+
+@attrs.frozen
+class ChunkedLocal:
+    """A token reads what lies before it in its own chunk of `chunk` tokens (Llama 4)."""
+
+    chunk: int = attrs.field(validator=_reach)
+
+    def required_blocks(self, hit_end: int, block_size: int) -> range:
+        return range(self.free_end(hit_end) // block_size, hit_end // block_size)
+
+    def free_end(self, hit_end: int) -> int:
+        return hit_end - hit_end % self.chunk
 
 
 @attrs.frozen
@@ -47,8 +93,10 @@ class KVCacheGroup:
 
     @attention.validator
     def _check_attention(self, _: object, value: object) -> None:
-        if not isinstance(value, FullAttention):
-            raise ConfigError("groups.attention", f"must be FullAttention() so far, got {value!r}")
+        if isinstance(value, type) or not all(
+            callable(getattr(value, name, None)) for name in ("required_blocks", "free_end")
+        ):
+            raise ConfigError("groups.attention", f"must be an attention kind such as FullAttention(), got {value!r}")
 
     @block_size.validator
     def _check_block_size(self, _: object, value: object) -> None:
@@ -57,37 +105,112 @@ class KVCacheGroup:
 
 
 @attrs.frozen
+class Band:
+    """Groups of one attention kind: what lies before a position is needed of all of them or of none.
+
+    The blocks of a unit lie together: `width` ids, group after group.
+    """
+
+    number: int
+    kind: AttentionKind
+    block_sizes: tuple[int, ...]
+    unit_tokens: int
+    width: int
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The unit from which on blocks are needed for computing to go on at token `num_tokens`.
+
+        Whole units: a window that begins inside of one needs all of it."""
+        firsts = (self.kind.required_blocks(num_tokens, size).start * size for size in self.block_sizes)
+        return min(firsts) // self.unit_tokens
+
+    def margin(self, num_units: int) -> int:
+        """How many units before a window of `num_units` are stored with it: the next turn of a conversation matches
+        somewhat earlier than this one ended."""
+        return -(-num_units // 4)
+
+    def free_unit(self, stop: int) -> int:
+        """The last unit, at most `stop`, at whose start nothing of this band is needed."""
+        at = self.kind.free_end(stop * self.unit_tokens)
+        while at % self.unit_tokens:
+            at = self.kind.free_end(at - 1)
+        return at // self.unit_tokens
+
+
+@attrs.frozen
 class Layout:
     """How the groups share the index.
 
     The index counts in units of `unit_tokens`, the least common multiple of the block sizes, so that a hit is one for
-    every group at once. The blocks of a unit lie together: `width` ids, group after group. With one group a unit is
-    a block.
+    every group at once. With one group a unit is a block. The first band is that of full attention, the spine: its
+    blocks are a prefix's from the start on. It has no width where every group has a window.
     """
 
     groups: tuple[KVCacheGroup, ...]
     unit_tokens: int
+    bands: tuple[Band, ...]
+    places: tuple[tuple[int, int], ...]
+    """For each group: its band, and how many ids of a unit lie before its own there."""
+    windows: tuple[Band, ...]
+    """The bands of limited reach: all but the spine."""
     width: int
+    """Ids of a unit in all groups together: what a request needs for one more."""
 
     @classmethod
     def of(cls, groups: Sequence[KVCacheGroup]) -> Layout:
         unit = math.lcm(*(group.block_size for group in groups))
         if unit > MAX_UNIT_TOKENS:
             raise ConfigError("groups", f"no hit is shorter than {unit} tokens, which all block sizes have to divide")
-        return cls(tuple(groups), unit, sum(unit // group.block_size for group in groups))
+        kinds: list[AttentionKind] = [FullAttention()]
+        sizes: list[list[int]] = [[]]
+        places: list[tuple[int, int]] = []
+        for group in groups:
+            if group.attention not in kinds:
+                kinds.append(group.attention)
+                sizes.append([])
+            number = kinds.index(group.attention)
+            places.append((number, sum(unit // size for size in sizes[number])))
+            sizes[number].append(group.block_size)
+        bands = tuple(
+            Band(number, kind, tuple(found), unit, sum(unit // size for size in found))
+            for number, (kind, found) in enumerate(zip(kinds, sizes, strict=True))
+        )
+        return cls(tuple(groups), unit, bands, tuple(places), bands[1:], sum(band.width for band in bands))
+
+    @property
+    def spine(self) -> Band:
+        return self.bands[0]
 
     def num_units(self, num_tokens: int) -> int:
         """Units it takes to hold `num_tokens`."""
         return -(-num_tokens // self.unit_tokens)
 
-    def split_ids(self, flat: Sequence[int]) -> list[list[int]]:
-        """The ids of whole units, as one list per group."""
+    def by_group(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The ids of whole units, one sequence for each band, as one list per group."""
         if len(self.groups) == 1:
-            return [list(flat)]
-        tables: list[list[int]] = []
-        offset = 0
-        for group in self.groups:
+            return [list(tables[self.places[0][0]])]
+        found: list[list[int]] = []
+        for group, (number, offset) in zip(self.groups, self.places, strict=True):
+            ids, width = tables[number], self.bands[number].width
             per_unit = self.unit_tokens // group.block_size
-            tables.append([flat[at + offset + i] for at in range(0, len(flat), self.width) for i in range(per_unit)])
-            offset += per_unit
-        return tables
+            rows = (ids[at + offset : at + offset + per_unit] for at in range(0, len(ids), width))
+            found.append(list(chain.from_iterable(rows)))
+        return found
+
+    def positions(self, band: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
+        """Which block positions of which groups the units `[start, stop)` of a band are."""
+        for number, (group, (its_band, _)) in enumerate(zip(self.groups, self.places, strict=True)):
+            if its_band == band:
+                per_unit = self.unit_tokens // group.block_size
+                yield number, range(start * per_unit, stop * per_unit)
+
+    def deal(self, blocks: array[int], num_units: int) -> list[array[int]]:
+        """Fresh blocks for `num_units` more units, a part for each band."""
+        if len(self.bands) == 1:
+            return [blocks]
+        found: list[array[int]] = []
+        at = 0
+        for band in self.bands:
+            found.append(blocks[at : at + num_units * band.width])
+            at += num_units * band.width
+        return found

@@ -1,16 +1,4 @@
-"""A holding: everything one request owns, in one place, given back in one call.
-
-Its block table, by units:
-
-    0            published              load.stop                    len(table)
-    |---------------|-----------------------|----------------------------|
-    | leased: the   | in flight: the jobs   | private: nobody else can   |
-    | cached path   | own these blocks (0   | read these; the request    |
-    | (duplicates   | in the table until    | computes them              |
-    | are private)  | the load settles)     |                            |
-
-Without a load in flight the private part begins at `published`.
-"""
+"""A holding: everything one request owns, in one place, given back in one call."""
 
 from __future__ import annotations
 
@@ -25,6 +13,7 @@ from .lease import Lease
 from .lifecycle import RequestState
 from .matching import NO_MATCH, PrefixMatch
 from .plan import Tier
+from .table import BlockTable
 from .tokens import TokenSequence
 
 if TYPE_CHECKING:
@@ -71,11 +60,18 @@ class Holding:
     """Why it was aborted."""
     match: PrefixMatch = NO_MATCH
     hit_stop: int = 0
-    table: array[int] = attrs.field(factory=lambda: array("i"))
+    tables: tuple[BlockTable, ...] = ()
+    """One for each band; no ids in it before it has room."""
+    num_units: int = 0
+    """What the tables reach to."""
     leases: dict[Tier, Lease] = attrs.field(factory=dict)
+    """On the device what it reads, in the host what it wants to load."""
+    reserve: Lease | None = None
+    """On the device, too, what lies behind the device hit and its load would find there."""
     published: int = 0
-    duplicates: list[range] = attrs.field(factory=list)
-    """Units below `published` whose blocks in the table are private: somebody else had cached them first."""
+    """Units that are findable, or were when it got them."""
+    nulled: list[tuple[int, int, int]] = attrs.field(factory=list)
+    """Units `[start, stop)` of a band that left its window since `extend` told last: (band, start, stop)."""
     ready_stop: int = 0
     """Units that were ready before anything was computed: hits, and what was loaded."""
     num_computed_tokens: int = 0
@@ -88,7 +84,7 @@ class Holding:
     """Forwards that touch its blocks now. It gives nothing back before they end."""
 
     def __repr__(self) -> str:
-        return f"<Holding {self.request_id!r} {self.state.name} {len(self.table)} blocks>"
+        return f"<Holding {self.request_id!r} {self.state.name} {self.num_blocks} blocks>"
 
     def __str__(self) -> str:
         return f"request {self.request_id}"
@@ -104,14 +100,26 @@ class Holding:
         return None if lease is None else lease.run
 
     @property
+    def table(self) -> array[int]:
+        """The block ids of the spine: of all groups of full attention."""
+        return self.tables[0].ids if self.tables else array("i")
+
+    @property
     def holds_room(self) -> bool:
         granted = self.waiter is not None and bool(self.waiter.granted)
-        return bool(self.table) or granted or Tier.DEVICE in self.leases
+        return self.num_units > 0 or granted or Tier.DEVICE in self.leases
 
-    def private_blocks(self, width: int) -> array[int]:
+    def all_leases(self) -> list[Lease]:
+        return [*self.leases.values()] if self.reserve is None else [*self.leases.values(), self.reserve]
+
+    def private_blocks(self) -> array[int]:
         """The ids that are its own: nobody else reads or frees them."""
-        start = self.published if self.load is None else self.load.stop
-        private = self.table[start * width :]
-        for units in self.duplicates:
-            private.extend(self.table[units.start * width : units.stop * width])
-        return private
+        found = array("i")
+        for table in self.tables:
+            found.extend(table.private(self.published))
+        return found
+
+    @property
+    def num_blocks(self) -> int:
+        """Places in its block tables; those that are null by now are counted, too."""
+        return sum(len(table.ids) for table in self.tables)

@@ -2,6 +2,12 @@
 
 A run is a stretch of blocks that were always touched together. `before` is the run that its prefix ends with, so the
 path of a run is found without the index. The index is one dict: digest of a run's first unit -> run.
+
+What a run holds in one tier is one part for each band of groups:
+
+    run      [start ............................. stop)
+    spine    [blocks, from the start on )
+    window           [blocks, wherever    )               a band of limited reach
 """
 
 from __future__ import annotations
@@ -20,19 +26,25 @@ from .tokens import TokenSequence, hash_run
 if TYPE_CHECKING:
     from .jobs import Job
 
-__all__ = ["Part", "Run", "RunIndex", "Stretch", "stretches"]
+__all__ = ["NUM_TIERS", "Part", "Run", "RunIndex", "Stretch", "stretches"]
+
+NUM_TIERS = len(Tier)
 
 
 @attrs.define(eq=False, repr=False)
 class Part:
-    """What one run holds in one tier: the blocks of a leading stretch, `[run.start, stop)`."""
+    """What one run holds of one band in one tier: the blocks of `[first, stop)`. The spine's begin at the run's start;
+    a part without blocks is at the run's start, too."""
 
     run: Run
+    width: int
+    first: int
     stop: int
     blocks: array[int] = attrs.field(factory=lambda: array("i"))
-    """`width` ids for each unit; len(blocks) == (stop - run.start) * width."""
+    """`width` ids for each unit; len(blocks) == (stop - first) * width."""
     num_references: int = 0
-    """Leases that end at this run + runs right behind it that are referenced. 0: evictable, and in the order."""
+    """Of the spine: leases that end at this run + runs right behind it that are referenced. Of a window: leases that
+    cover this run. 0: evictable, and in the order."""
     incoming: Job | None = None
     """The last job in flight that adds to this part, and up to where."""
     incoming_stop: int = 0
@@ -41,10 +53,44 @@ class Part:
     older: Part | None = None
     newer: Part | None = None
 
+    def __str__(self) -> str:
+        return f"{self.stop - self.first}/{self.num_references}"
+
     @property
     def covered_stop(self) -> int:
         """Up to where the tier holds this run, or will when the jobs in flight have landed."""
         return max(self.stop, self.incoming_stop) if self.incoming is not None else self.stop
+
+    @property
+    def covered(self) -> tuple[int, int]:
+        """From where up to where the tier holds this run, or will; first == last if it does not."""
+        job, first, stop = self.incoming, self.first, self.stop
+        if job is None:
+            return first, stop
+        if not self.blocks:
+            first, stop = max(self.run.start, job.start), self.incoming_stop
+        while job is not None and not job.is_settled and job.stop > self.run.start:
+            first = min(first, max(self.run.start, job.start))
+            job = job.predecessor
+        return first, max(stop, self.incoming_stop)
+
+    def ids(self, start: int, stop: int) -> array[int]:
+        """The ids of units `[start, stop)`, which lie in this part."""
+        return self.blocks[(start - self.first) * self.width : (stop - self.first) * self.width]
+
+    def drop_behind(self, stop: int) -> array[int]:
+        """Let the part end at `stop`; the blocks that were behind it."""
+        keep = max(0, stop - self.first) * self.width
+        dropped = self.blocks[keep:]
+        del self.blocks[keep:]
+        self.stop = stop
+        if not self.blocks:
+            self.first = self.stop = self.run.start
+        return dropped
+
+    def clear(self) -> array[int]:
+        """Let the part hold nothing; what it has held."""
+        return self.drop_behind(self.first)
 
 
 @attrs.define(eq=False, repr=False)
@@ -58,14 +104,13 @@ class Run:
     hash_before: Hasher
     epoch: int
     parts: tuple[Part, ...] = ()
+    """Band by band, in each the tiers: `parts[tier]` is the spine's."""
     num_after: int = 0
     """Runs whose `before` is this one. A run stays as long as anything hangs on it."""
     _hash_after: Hasher | None = None
 
     def __repr__(self) -> str:
-        held = " ".join(
-            f"{Tier(i).name.lower()}={p.stop - self.start}/{p.num_references}" for i, p in enumerate(self.parts)
-        )
+        held = " ".join(f"{Tier(i % NUM_TIERS).name.lower()}={part}" for i, part in enumerate(self.parts))
         return f"<Run [{self.start},{self.stop}) {held}>"
 
     @property
@@ -74,6 +119,9 @@ class Run:
             unit_bytes = len(self.tokens) // (self.stop - self.start)
             self._hash_after = hash_run(self.hash_before, self.tokens, self.spans, unit_bytes)
         return self._hash_after
+
+    def part(self, tier: Tier, band: int) -> Part:
+        return self.parts[band * NUM_TIERS + tier]
 
     def path(self) -> Iterator[Run]:
         """This run and all before it, last first."""
@@ -112,10 +160,10 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
 class RunIndex:
     """All findable runs of one epoch."""
 
-    def __init__(self, layout: Layout, epoch: int, num_tiers: int = len(Tier)) -> None:
+    def __init__(self, layout: Layout, epoch: int) -> None:
         self.epoch = epoch
         self.runs: dict[bytes, Run] = {}
-        self._num_tiers = num_tiers
+        self._widths = tuple(band.width for band in layout.bands for _ in Tier)
         self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
 
     def __repr__(self) -> str:
@@ -147,7 +195,7 @@ class RunIndex:
         hasher = sequence.root.hasher if before is None else before.hash_after
         key = sequence.key_at(hasher, start)
         run = Run(key, before, start, stop, sequence.stretch(start, stop), sequence.spans_at(start), hasher, self.epoch)
-        run.parts = tuple(Part(run, start) for _ in range(self._num_tiers))
+        run.parts = tuple([Part(run, width, start, start) for width in self._widths])
         if before is not None:
             before.num_after += 1
         self.runs[key] = run
@@ -169,16 +217,34 @@ class RunIndex:
         head = Run(run.key, run.before, run.start, at, run.tokens[:cut], run.spans, run.hash_before, run.epoch)
         head.num_after = 1
         run.before = head
-        run.hash_before = head.hash_after
-        run.tokens = run.tokens[cut:]
-        run.start = at
-        probe = run.hash_before.copy()
-        probe.update(run.tokens[: self._unit_bytes] + b"".join(span.record() for span in run.spans))
-        run.key = probe.digest()
+        self._begin_at(run, head, at)
         if run.epoch == self.epoch:
             self.runs[head.key] = head
             self.runs[run.key] = run
         return head
+
+    def move_border(self, head: Run, run: Run, at: int) -> None:
+        """Let `head`, which nothing else follows, go on to unit `at`, where `run` begins from now on. Tokens and place
+        only."""
+        moved = run.tokens[: (at - run.start) * self._unit_bytes]
+        head._hash_after = hash_run(head.hash_after, moved, head.spans, self._unit_bytes)
+        head.tokens += moved
+        head.stop = at
+        was_findable = self.runs.get(run.key) is run
+        if was_findable:
+            del self.runs[run.key]
+        self._begin_at(run, head, at)
+        if was_findable:
+            self.runs[run.key] = run
+
+    def _begin_at(self, run: Run, head: Run, at: int) -> None:
+        """Let `run` begin at unit `at`, where `head` ends."""
+        run.hash_before = head.hash_after
+        run.tokens = run.tokens[(at - run.start) * self._unit_bytes :]
+        run.start = at
+        probe = run.hash_before.copy()
+        probe.update(run.tokens[: self._unit_bytes] + b"".join(span.record() for span in run.spans))
+        run.key = probe.digest()
 
     def absorb(self, run: Run, heads: list[Run]) -> None:
         """Join `heads` (the runs right before `run`, nearest first) into `run`: the opposite of a split."""

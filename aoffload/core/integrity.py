@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import IntegrityError
 from .cache import UNPUBLISHABLE, PrefixCache
+from .groups import Band
 from .holding import Holding
-from .index import Run
+from .index import NUM_TIERS, Run
 from .jobs import JobBook
 from .lease import Lease
 from .plan import Tier
+from .table import BlockTable
 from .waiting import Line
 
 __all__ = ["check_integrity"]
@@ -26,11 +28,14 @@ def check_integrity(cache: PrefixCache, jobs: JobBook, line: Line, holdings: Ite
     for run in runs:
         _check_run(cache, run, num_after[run])
     for tier in cache.tiers:
-        _check_references(tier.tier, runs, [lease for lease in leases if lease.tier is tier.tier])
+        of_tier = [lease for lease in leases if lease.tier is tier.tier]
+        _check_references(tier.tier, runs, of_tier)
+        for band in cache.layout.windows:
+            _check_window_references(tier.tier, band, runs, of_tier)
         _check_order(cache, tier.tier, runs)
         _check_blocks(cache, tier.tier, runs, jobs, held)
     for holding in held:
-        _check_table(cache, holding)
+        _check_tables(holding)
     _check_line(line)
 
 
@@ -41,7 +46,7 @@ def _demand(law: bool, message: str, *about: object) -> None:
 
 def _leases(holdings: tuple[Holding, ...], jobs: JobBook) -> Iterator[Lease]:
     for holding in holdings:
-        yield from holding.leases.values()
+        yield from holding.all_leases()
     for job in jobs.unsettled.values():
         yield job.source_lease
         yield job.destination_lease
@@ -64,9 +69,12 @@ def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
         _demand(run.num_after == num_after, "runs behind are miscounted", run, run.num_after, num_after)
     if run.before is not None:
         _demand(run.before.stop == run.start, "a gap in a path", run.before, run)
-    for part in run.parts:
-        _demand(part.run is run and run.start <= part.stop <= run.stop, "a part outside of its run", run, part.run)
-        _demand(len(part.blocks) == (part.stop - run.start) * cache.layout.width, "a part of the wrong length", run)
+    for number, part in enumerate(run.parts):
+        is_inside = run.start <= part.first <= part.stop <= run.stop
+        _demand(part.run is run and is_inside, "a part outside of its run", run, part.run)
+        _demand(len(part.blocks) == (part.stop - part.first) * part.width, "a part of the wrong length", run)
+        begins_there = part.first == run.start or (number >= NUM_TIERS and bool(part.blocks))
+        _demand(begins_there, "a part that begins nowhere", run, part.first)
         if part.incoming is not None:
             _demand(not part.incoming.is_settled, "a settled job is still awaited", run, part.incoming)
 
@@ -81,10 +89,23 @@ def _check_references(tier: Tier, runs: set[Run], leases: list[Lease]) -> None:
             raise IntegrityError(f"{tier.name} references are not its leases: {run}, {expected[run]} expected")
 
 
+def _check_window_references(tier: Tier, band: Band, runs: set[Run], leases: list[Lease]) -> None:
+    expected: Counter[Run] = Counter()
+    for lease in leases:
+        start = lease.starts[band.number - 1]
+        covered = [run for run in lease.run.path() if run.stop > start]
+        _demand(all(run.start >= start for run in covered), "a lease begins inside of a run", lease, start)
+        expected.update(covered)
+    for run in runs:
+        if run.part(tier, band.number).num_references != expected[run]:
+            raise IntegrityError(f"{tier.name} references of a window are not its leases: {run}, {expected[run]}")
+
+
 def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
     blocks = cache.tiers[tier]
     ordered = list(blocks.order)
-    unpinned = {run.parts[tier] for run in runs if run.parts[tier].blocks and not run.parts[tier].num_references}
+    parts = [part for run in runs for part in run.parts[tier::NUM_TIERS]]
+    unpinned = {part for part in parts if part.blocks and not part.num_references}
     _demand(len(set(ordered)) == len(ordered) and set(ordered) == unpinned, f"{tier.name} order is not the unpinned")
     total = sum(len(part.blocks) for part in ordered)
     _demand(blocks.num_cached == total, f"{tier.name} evictable blocks are miscounted", blocks.num_cached, total)
@@ -93,15 +114,16 @@ def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
 def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook, holdings: tuple[Holding, ...]) -> None:
     hands: list[int] = list(cache.tiers[tier].pool.free_ids())
     for run in runs:
-        hands += run.parts[tier].blocks
-        hands += run.parts[tier].condemned or ()
+        for part in run.parts[tier::NUM_TIERS]:
+            hands += part.blocks
+            hands += part.condemned or ()
     quarantined = [job for job in jobs.quarantined.values() if job.plan.destination is tier]
     for job in (*jobs.unsettled.values(), *quarantined):
         if job.plan.destination is tier:
             hands += job.plan.destination_ids
     if tier is Tier.DEVICE:
         for holding in holdings:
-            hands += holding.private_blocks(cache.layout.width)
+            hands += holding.private_blocks()
             if holding.waiter is not None and holding.waiter.granted is not None:
                 hands += holding.waiter.granted
     held = set(hands)
@@ -114,27 +136,29 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
     _demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
 
 
-def _check_table(cache: PrefixCache, holding: Holding) -> None:
-    width = cache.layout.width
-    if not holding.table or holding.epoch == UNPUBLISHABLE:
+def _check_tables(holding: Holding) -> None:
+    if holding.epoch == UNPUBLISHABLE:
         return  # a forward that still runs may name blocks that were withdrawn meanwhile; it only reads them
-    private = {unit for units in holding.duplicates for unit in units}
+    for number, table in enumerate(holding.tables):
+        _demand(len(table.ids) == holding.num_units * table.width, "a table of the wrong length", holding, number)
+        _demand(not any(table.at(0, table.start)), "what has left a window is in the table", holding, number)
+        _check_table(holding, number, table)
+
+
+def _check_table(holding: Holding, band: int, table: BlockTable) -> None:
+    private = {unit for units in table.duplicates for unit in units}
     run = holding.device_run
-    for current in run.path() if run is not None else ():
-        stop = max(current.start, min(current.parts[Tier.DEVICE].stop, holding.published))
-        mine = holding.table[current.start * width : stop * width]
-        theirs = current.parts[Tier.DEVICE].blocks[: (stop - current.start) * width]
-        if private.isdisjoint(range(current.start, stop)):
-            _demand(mine == theirs, "a table does not name its leased blocks", holding, current)
-            continue
-        for unit in range(current.start, stop):
-            at = (unit - current.start) * width
-            same = mine[at : at + width] == theirs[at : at + width]
+    for current in run.path() if run is not None and table.width else ():
+        part = current.part(Tier.DEVICE, band)
+        for unit in range(max(current.start, table.start), min(current.stop, holding.published)):
+            if not part.first <= unit < part.stop:
+                continue  # found corrupt meanwhile, and forgotten
+            same = table.at(unit, unit + 1) == part.ids(unit, unit + 1)
             _demand(same != (unit in private), "a table does not name its leased blocks", holding, unit)
 
 
 def _check_line(line: Line) -> None:
     for waiter in line.allocating[1:]:
-        _demand(not waiter.holding.leases, "somebody behind the head keeps pins", waiter)
+        _demand(not waiter.holding.all_leases(), "somebody behind the head keeps pins", waiter)
     for waiter in (*line.extending, *line.allocating):
         _demand(waiter.holding.waiter is waiter and not waiter.is_over, "a waiter out of place", waiter)

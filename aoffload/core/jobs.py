@@ -7,11 +7,12 @@ source that stays and a destination that nobody else is given. The ids of an unf
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import attrs
 
 from .cache import PrefixCache
+from .groups import Band
 from .holding import Holding
 from .index import Part, Run, Stretch, stretches
 from .lease import Lease
@@ -29,6 +30,8 @@ class Job:
     start: int
     stop: int
     epoch: int
+    band: int
+    """The band of groups whose blocks it moves; a transfer of several is several jobs."""
     source_lease: Lease
     destination_lease: Lease
     """Keeps the run, and the blocks that the new ones follow, while the copy runs."""
@@ -64,7 +67,8 @@ class JobBook:
 
     cache: PrefixCache
     moves: Moves
-    units_per_job: int
+    units_per_job: Sequence[int]
+    """For each band."""
     unsettled: dict[int, Job] = attrs.field(factory=dict)
     quarantined: dict[int, Job] = attrs.field(factory=dict)
     num_late: int = 0
@@ -79,48 +83,62 @@ class JobBook:
     # -- deciding -------------------------------------------------------------------------------------------------
 
     def plan(
-        self, holding: Holding, source: Tier, destination: Tier, run: Run, start: int, stop: int, blocks: array[int]
+        self, holding: Holding, direction: Direction, run: Run, band: Band, start: int, stop: int, blocks: array[int]
     ) -> list[Job]:
-        """Jobs that bring units `[start, stop)` of the path of `run` from `source` into `blocks` of `destination`."""
-        width = self.cache.layout.width
+        """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of the other tier."""
         jobs: list[Job] = []
-        for first in range(start, stop, self.units_per_job):
-            last = min(first + self.units_per_job, stop)
-            into = blocks[(first - start) * width : (last - start) * width]
-            jobs.append(self._job(holding, source, destination, stretches(run, first, last), into))
+        source, destination = (Tier.HOST, Tier.DEVICE) if direction is Direction.LOAD else (Tier.DEVICE, Tier.HOST)
+        if band.number:
+            self._make_adjoin(run, band, destination, start, stop)
+        most = self.units_per_job[band.number]
+        for first in range(start, stop, most):
+            last = min(first + most, stop)
+            into = blocks[(first - start) * band.width : (last - start) * band.width]
+            jobs.append(self._job(holding, source, destination, band, stretches(run, first, last), into))
         return jobs
 
-    def _job(self, holding: Holding, source: Tier, destination: Tier, over: list[Stretch], blocks: array[int]) -> Job:
+    def _make_adjoin(self, run: Run, band: Band, tier: Tier, start: int, stop: int) -> None:
+        """Of a window a run holds one stretch in each tier: give what would not adjoin it a run of its own."""
+        for stretch in stretches(run, start, stop):
+            part = stretch.run.part(tier, band.number)
+            first, last = part.covered
+            if first == last:
+                continue
+            if stretch.stop < first:
+                self.cache.split(stretch.run, stretch.stop)
+            elif stretch.start > last:
+                self.cache.split(stretch.run, stretch.start)
+
+    def _job(
+        self, holding: Holding, source: Tier, destination: Tier, band: Band, over: list[Stretch], blocks: array[int]
+    ) -> Job:
         source_ids = array("i")
         for stretch in over:
-            source_ids.extend(self._blocks(stretch, source))
+            source_ids.extend(stretch.run.part(source, band.number).ids(stretch.start, stretch.stop))
         end = over[-1]
         plan = TransferPlan(self._next_id, source, destination, source_ids, blocks)
         self._next_id += 1
+        # Of its own band from a run's start on, of no other.
+        starts = [over[0].run.start if other is band else end.run.stop for other in self.cache.layout.windows]
         job = Job(
-            plan, end.run, over[0].start, end.stop, self.cache.epoch,
-            self.cache.lease(source, end.run), self.cache.lease(destination, end.run),
-            self._predecessor(over[0], destination), holding.request_id,
+            plan, end.run, over[0].start, end.stop, self.cache.epoch, band.number,
+            self.cache.lease(source, end.run, starts), self.cache.lease(destination, end.run, starts),
+            self._predecessor(over[0], destination, band.number), holding.request_id,
         )  # fmt: skip
         if job.predecessor is not None:
             job.predecessor.followers.append(job)
         for stretch in over:
-            part = stretch.run.parts[destination]
+            part = stretch.run.part(destination, band.number)
             part.incoming, part.incoming_stop = job, stretch.stop
         self.unsettled[job.job_id] = job
         return job
 
-    def _blocks(self, stretch: Stretch, tier: Tier) -> array[int]:
-        width, part = self.cache.layout.width, stretch.run.parts[tier]
-        at = stretch.run.start
-        return part.blocks[(stretch.start - at) * width : (stretch.stop - at) * width]
-
     @staticmethod
-    def _predecessor(first: Stretch, tier: Tier) -> Job | None:
+    def _predecessor(first: Stretch, tier: Tier, band: int) -> Job | None:
         run: Run | None = first.run
-        if run is not None and first.start == run.start:
+        if run is not None and first.start == run.start and run.part(tier, band).incoming is None:
             run = run.before
-        return None if run is None else run.parts[tier].incoming
+        return None if run is None else run.part(tier, band).incoming
 
     def launch(self, job: Job) -> bool:
         """Whether `job` is still wanted; then it counts as launched and can't be recalled."""
@@ -181,7 +199,7 @@ class JobBook:
     def _close(self, job: Job, completion: Completion) -> None:
         job.completion = completion  # settled from here on: no part may be told to wait for it any more
         unproven = completion.outcome is Outcome.UNPROVEN
-        width = self.cache.layout.width
+        width = self.cache.layout.bands[job.band].width
         num_units = (job.stop - job.start) if completion.outcome is Outcome.LANDED else completion.num_landed // width
         may_publish = job.epoch == self.cache.epoch and not unproven
         self._land(job, job.start + num_units if may_publish else job.start, keep_ids=unproven)
@@ -201,30 +219,17 @@ class JobBook:
 
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish what is proven, in prefix order and onto the job's own runs; free the other destinations."""
-        width, tier, ids = self.cache.layout.width, job.plan.destination, job.plan.destination_ids
+        width, tier, ids = self.cache.layout.bands[job.band].width, job.plan.destination, job.plan.destination_ids
         for stretch in stretches(job.run, job.start, job.stop):
-            part = stretch.run.parts[tier]
+            part = stretch.run.part(tier, job.band)
             first, last = stretch.start, min(stretch.stop, proven_stop)
-            unused = ids[(first - job.start) * width : (stretch.stop - job.start) * width]
-            if first < last and self._in_order(tier, part, first, last):
-                skip = (part.stop - first) * width  # somebody computed these meanwhile; theirs stay
-                take = (last - first) * width
-                part.blocks.extend(unused[skip:take])
-                unused = unused[:skip] + unused[take:]
-                part.stop = last
+            brought = ids[(first - job.start) * width : (stretch.stop - job.start) * width]
+            if first < last:
+                enter = _enter_window if job.band else _enter_spine
+                brought = enter(tier, part, first, last, brought)
             if not keep_ids:
-                self.cache.give(tier, unused)
+                self.cache.give(tier, brought)
             self._end_incoming(job, stretch.run, part)
-
-    @staticmethod
-    def _in_order(tier: Tier, part: Part, first: int, last: int) -> bool:
-        """Whether blocks up to `last` may follow in `part`: what lies before `first` is there, something is missing."""
-        if not first <= part.stop < last:
-            return False
-        before = part.run.before
-        if first > part.run.start or before is None:
-            return True
-        return before.parts[tier].stop == before.stop
 
     @staticmethod
     def _end_incoming(job: Job, run: Run, part: Part) -> None:
@@ -239,12 +244,13 @@ class JobBook:
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
         """The bad entries are misses from now on; what is around them is untouched."""
-        width = self.cache.layout.width
+        width = self.cache.layout.bands[job.band].width
         bad = {job.start + index // width for index in completion.corrupt if 0 <= index < job.plan.num_blocks}
         for position in sorted(bad):
             for stretch in stretches(job.run, position, position + 1):
-                if stretch.run.parts[job.plan.source].stop > position:
-                    self.cache.forget(job.plan.source, stretch.run, position)
+                part = stretch.run.part(job.plan.source, job.band)
+                if part.first <= position < part.stop:
+                    self.cache.forget(part, position)
 
     def _late(self, completion: Completion) -> None:
         self.num_late += 1
@@ -253,57 +259,37 @@ class JobBook:
             del self.quarantined[completion.job_id]
             self.cache.tiers[job.plan.destination].end_quarantine(job.plan.destination_ids)
 
-    # -- stores ---------------------------------------------------------------------------------------------------
 
-    def unstored(self, run: Run, first: int) -> Iterator[list[Stretch]]:
-        """What the device holds of the path of `run` and the host neither has nor gets, as contiguous stretches.
+def _enter_spine(tier: Tier, part: Part, first: int, last: int, brought: array[int]) -> array[int]:
+    """Publish `brought` up to unit `last`, if what lies before is there and something is missing; the ids left over."""
+    if not first <= part.stop < last:
+        return brought
+    before = part.run.before
+    if first == part.run.start and before is not None and before.parts[tier].stop != before.stop:
+        return brought
+    skip = (part.stop - first) * part.width  # somebody computed these meanwhile; theirs stay
+    take = (last - first) * part.width
+    part.blocks.extend(brought[skip:take])
+    part.stop = last
+    return brought[:skip] + brought[take:]
 
-        Looks at everything from unit `first` on, and before it as far as something is missing.
-        """
-        found: list[Stretch] = []
-        for current in run.path():
-            covered, there = current.parts[Tier.HOST].covered_stop, current.parts[Tier.DEVICE].stop
-            if covered < there:
-                found.append(Stretch(current, covered, there))
-            if current.start < min(first, covered):
-                break
-        together: list[Stretch] = []
-        for stretch in reversed(found):
-            if together and together[-1].stop != stretch.start:
-                yield together
-                together = []
-            together.append(stretch)
-        if together:
-            yield together
 
-    def offer_stores(self, holding: Holding, first: int) -> list[Job]:
-        """Store what is missing on the host of the path that `holding` leases; never waits for room."""
-        run = holding.device_run
-        if run is None or not self.cache.tiers[Tier.HOST].pool.num_blocks:
-            return []
-        jobs: list[Job] = []
-        for over in self.unstored(run, first):
-            jobs += self._store(holding, over)
-        return jobs
-
-    def _store(self, holding: Holding, over: list[Stretch]) -> list[Job]:
-        width = self.cache.layout.width
-        # Pinned before room is made: what is stored must not evict the prefix it hangs on.
-        path = self.cache.lease(Tier.HOST, over[-1].run)
-        start, wanted = over[0].start, over[-1].stop - over[0].start
-        num_units = min(wanted, self.cache.tiers[Tier.HOST].room // width)
-        jobs: list[Job] = []
-        if num_units:
-            blocks = self.cache.take(Tier.HOST, num_units * width)
-            last = stretches(path.run, start, start + num_units)[-1].run
-            run = self.cache.cut(last, start + num_units)
-            jobs = self.plan(holding, Tier.DEVICE, Tier.HOST, run, start, start + num_units, blocks)
-        if num_units < wanted:
-            self.moves.observer.store_skipped(holding, (wanted - num_units) * width, "host_full")
-        self.cache.release(path)
-        return jobs
+def _enter_window(tier: Tier, part: Part, first: int, last: int, brought: array[int]) -> array[int]:
+    """The same for a band of limited reach, where only what adjoins the part can be entered."""
+    if not part.blocks:
+        part.first = part.stop = first
+    if last < part.first or first > part.stop:
+        return brought
+    head = max(0, part.first - first) * part.width
+    skip = (min(part.stop, last) - first) * part.width
+    take = (last - first) * part.width
+    part.blocks = brought[:head] + part.blocks + brought[skip:take]
+    known = brought[head:skip]
+    part.first, part.stop = min(part.first, first), max(part.stop, last)
+    return known + brought[take:]
 
 
 def _brings(job: Job, run: Run, part: Part) -> bool:
     """Whether `job` still adds to `part`: its stretch may go on in another branch than `run`."""
-    return not job.is_settled and any(over.run is run for over in stretches(job.run, part.stop, job.stop))
+    start = job.start if job.band else part.stop
+    return not job.is_settled and any(over.run is run for over in stretches(job.run, start, job.stop))

@@ -21,6 +21,9 @@ class Lease:
 
     tier: Tier
     run: Run
+    starts: list[int] = attrs.field(factory=list)
+    """For each band of limited reach: the unit, always the start of a run, from which on its blocks are pinned, too.
+    Beyond the end of `run` while none of them is."""
     released: bool = False
 
     def spend(self) -> None:

@@ -32,9 +32,11 @@ from .matching import PrefixMatch, find_hit
 from .pins import Pins
 from .plan import Completion, Tier, TransferPlan
 from .policy import store_policy_of
+from .stores import Stores
 from .tiers import TierBlocks, TierStatistics
 from .tokens import TokenSequence
 from .waiting import Waiter, nobody
+from .windows import slide
 
 __all__ = ["Ledger", "LedgerStatistics"]
 
@@ -80,14 +82,15 @@ class Ledger:
         pools = (device_pool or FreeList(num_device_blocks), ExtentPool(config.resolve_host_blocks(block_bytes)))
         tiers = tuple(TierBlocks(tier, pool, self._new_order()) for tier, pool in zip(Tier, pools, strict=True))
         self.cache = PrefixCache(self.layout, tiers, self._new_order)
-        units_per_job = max(1, config.blocks_per_job(block_bytes) // self.layout.width)
+        units_per_job = [max(1, config.blocks_per_job(block_bytes) // max(1, b.width)) for b in self.layout.bands]
         self._moves = Moves(observer if observer is not None else NullObserver())
         self._pins = Pins(self.cache)
         self.jobs = JobBook(self.cache, self._moves, units_per_job)
         self.admission = Admission(self.cache, self._pins, self._moves, self._others_hold_room)
         self._loads = Loads(self.cache, self._pins, self._moves, self.jobs, self.admission)
         policy = store_policy_of(config.store_policy)
-        self._commits = Commits(self.cache, self._pins, self.jobs, self.admission, self._loads, policy)
+        stores = Stores(self.cache, self.jobs, self._moves)
+        self._commits = Commits(self.cache, self._pins, stores, self.admission, self._loads, policy)
         self._num_admitted = 0
 
     def __repr__(self) -> str:
@@ -100,7 +103,7 @@ class Ledger:
         """What is cached of `prefix`. Takes nothing, touches nothing."""
         unit = self.layout.unit_tokens
         limit = (prefix.num_tokens - 1) // unit
-        hit = find_hit(self.cache.index, TokenSequence(prefix, unit), limit).narrow(limit, 1)
+        hit = find_hit(self.cache.index, TokenSequence(prefix, unit), self.layout, limit)
         return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
 
     def admit(
@@ -247,9 +250,13 @@ class Ledger:
         finally:
             for holding in held:
                 holding.num_steps -= 1
-                if not holding.num_steps and holding in self._closing:
+                if holding.num_steps:
+                    continue
+                if holding in self._closing:
                     self._closing.discard(holding)
                     self._pins.let_go(holding)
+                else:
+                    slide(self.cache, holding)
             self.admission.pump()
 
     def release(self, holding: Holding, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
@@ -262,7 +269,7 @@ class Ledger:
         plans: tuple[TransferPlan, ...] = ()
         done = holding.state is _S.RUNNING and holding.has_committed and reason == "closed_early"
         if done and holding.epoch == self.cache.epoch:
-            plans = self._commits.offer_stores(holding, holding.published)
+            plans = self._commits.offer_stores(holding, holding.published, is_last=True)
         if holding.waiter is not None:
             self.admission.leave(holding.waiter)
         settled = self._loads.abandon(holding)
@@ -296,7 +303,10 @@ class Ledger:
 
     def block_ids(self, holding: Holding) -> list[list[int]]:
         """The block table, one list per group."""
-        return self.layout.split_ids(holding.table)
+        return self.layout.by_group([table.ids for table in holding.tables]) if holding.tables else self._no_tables()
+
+    def _no_tables(self) -> list[list[int]]:
+        return [[] for _ in self.layout.groups]
 
     def _own(self, holding: Holding) -> Holding:
         """Refuse what another ledger has handed out: its blocks are not ours."""

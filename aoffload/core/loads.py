@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import attrs
 
@@ -11,14 +10,18 @@ from ..errors import WrongState
 from .admission import Admission
 from .arguments import check_int
 from .cache import PrefixCache
+from .groups import Band
 from .holding import Holding, Load
-from .index import Stretch, stretches
+from .index import Part, Run, Stretch, stretches
 from .jobs import Job, JobBook
 from .lifecycle import Moves, RequestState, require
+from .matching import accepted
 from .pins import Pins
-from .plan import Tier, TransferPlan
+from .plan import Direction, Tier, TransferPlan
 from .publish import step_back
+from .table import without
 from .waiting import Waiter, nobody, require_idle
+from .windows import slide
 
 __all__ = ["Loads"]
 
@@ -54,7 +57,7 @@ class Loads:
         require_idle(holding, "load")
         if holding.num_steps:
             raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
-        if not holding.table:
+        if not holding.num_units:
             raise WrongState(f"load: {holding} had to let go of its blocks, and they can never fit again: leave it")
         stop = self._load_stop(holding, limit)
         jobs = self._start(holding, stop, wake) if stop > holding.published else []
@@ -73,7 +76,7 @@ class Loads:
         # Two requests whose loads fail at once would give each other room for the next try for ever.
         if holding.has_lost_load or holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
             return 0
-        stop = min(holding.hit_stop, len(holding.table) // self.cache.layout.width)
+        stop = min(holding.hit_stop, holding.num_units)
         return stop if max_tokens is None else min(stop, max_tokens // self.cache.layout.unit_tokens)
 
     def _start(self, holding: Holding, stop: int, wake: Callable[[], object]) -> list[Job]:
@@ -81,69 +84,115 @@ class Loads:
         launch the rest. Only what nobody brings takes blocks of the holding's own; the others are given back.
 
         Nothing starts (and `holding.load` stays None) if the hit is gone: a block of it turned out to be corrupt."""
-        over = stretches(holding.leases[Tier.HOST].run, holding.published, stop)
-        ready = _present_stop(over, Tier.DEVICE, holding.published)
-        shared, on_its_way = _incoming(over, ready)
-        stop = _present_stop(over, Tier.HOST, on_its_way)
-        if stop == holding.published:
+        layout, start = self.cache.layout, holding.published
+        path = list(holding.leases[Tier.HOST].run.path())[::-1]
+        shared, on_its_way = self._on_its_way(path, start, stop)
+        stop = accepted(layout, path, self._held_stop(path, on_its_way, stop), tuple(Tier))
+        if stop <= start:
             return []
         self._lease_path(holding, stop)
-        holding.load = Load(stop, wake)
-        new = self._launch(holding, on_its_way, stop)
-        self._adopt(holding, ready, stop, on_its_way)
+        holding.load = load = Load(stop, wake)
+        on_its_way = min(on_its_way, stop)
+        new = self._launch(holding, layout.spine, on_its_way, stop)
+        self._give_up(holding, layout.spine, start, on_its_way)
+        for band in layout.windows:
+            shared += self._bring_window(holding, band, max(start, band.first_needed(stop * layout.unit_tokens)), new)
         for job in (*shared, *new):
-            job.claims[holding] = None
-            holding.load.jobs.add(job)
+            if job.start < stop:
+                job.claims[holding] = None
+                load.jobs.add(job)
         return new
+
+    def _on_its_way(self, path: list[Run], start: int, stop: int) -> tuple[list[Job], int]:
+        """Jobs of others that bring the spine from `start` on, and up to where it is there with them."""
+        if not self.cache.layout.spine.width:
+            return [], stop
+        over = _over(path, start, stop)
+        return _incoming(over, _present_stop(over, Tier.DEVICE, start))
+
+    def _held_stop(self, path: list[Run], start: int, stop: int) -> int:
+        """Up to where the host holds the spine from `start` on."""
+        return _present_stop(_over(path, start, stop), Tier.HOST, start) if self.cache.layout.spine.width else stop
 
     def _lease_path(self, holding: Holding, stop: int) -> None:
         """Pin, on the device, the path up to `stop`: what is published there from now on is pinned as it lands."""
         last = self.cache.cut(stretches(holding.leases[Tier.HOST].run, stop - 1, stop)[0].run, stop)
         device = holding.leases.get(Tier.DEVICE)
         if device is None:
-            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, last)
+            starts = [table.start for table in holding.tables[1:]]  # all of it, should the load fail
+            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, last, starts)
         else:
             self.cache.move_lease(device, last)
 
-    def _launch(self, holding: Holding, start: int, stop: int) -> list[Job]:
-        if start == stop:
+    def _launch(self, holding: Holding, band: Band, start: int, stop: int) -> list[Job]:
+        """Have units `[start, stop)` copied into blocks of the holding's own, which are the jobs' from now on."""
+        if start >= stop or not band.width:
             return []
-        width = self.cache.layout.width
-        own = holding.table[start * width : stop * width]
-        run = holding.leases[Tier.DEVICE].run
-        return self.jobs.plan(holding, Tier.HOST, Tier.DEVICE, run, start, stop, own)
+        run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
+        return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, table.null(start, stop))
 
-    def _adopt(self, holding: Holding, ready: int, stop: int, on_its_way: int) -> None:
-        """Enter what is ready; what others bring or have brought needs no blocks of ours; the rest is the jobs' now."""
-        width = self.cache.layout.width
-        start = holding.published
-        self.cache.give(Tier.DEVICE, holding.table[start * width : on_its_way * width])
-        holding.table[start * width : ready * width] = self.pins.ready_ids(holding, start, ready)
-        holding.table[ready * width : stop * width] = array("i", bytes(4 * (stop - ready) * width))
-        holding.published = holding.ready_stop = ready
+    def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
+        """Others bring or have brought units `[start, stop)`: they need no blocks of ours."""
+        if start < stop:
+            self.cache.give(Tier.DEVICE, holding.tables[band.number].null(start, stop))
+
+    def _bring_window(self, holding: Holding, band: Band, start: int, new: list[Job]) -> list[Job]:
+        """Bring what of a band of limited reach is needed from unit `start` on; the jobs of others that do."""
+        load, run = holding.load, holding.leases[Tier.DEVICE].run
+        assert load is not None
+        shared: dict[Job, None] = {}
+        missing: list[range] = []
+        for stretch in stretches(run, start, load.stop):
+            part = stretch.run.part(Tier.DEVICE, band.number)
+            first, stop = part.covered
+            shared.update(dict.fromkeys(_coming(part)))
+            lacking = without([range(first, stop)], stretch.start, stretch.stop)
+            for units in without(lacking, stretch.start, stretch.stop):
+                self._give_up(holding, band, units.start, units.stop)
+            for units in lacking:
+                if missing and missing[-1].stop == units.start:
+                    missing[-1] = range(missing[-1].start, units.stop)
+                else:
+                    missing.append(units)
+        for units in missing:
+            new += self._launch(holding, band, units.start, units.stop)
+        return list(shared)
 
     def _conclude(self, holding: Holding) -> bool:
         """End a load with whatever is on the device by now. False: there was no room for what is missing, so the
         holding has let go of everything and waits in the line, at its old place."""
-        load, width = holding.load, self.cache.layout.width
+        load, layout = holding.load, self.cache.layout
         assert load is not None
-        start, stop = holding.published, load.stop
-        ready = _present_stop(stretches(holding.device_run, start, stop), Tier.DEVICE, start)
-        holding.table[start * width : ready * width] = self.pins.ready_ids(holding, start, ready)
+        start, ready = holding.published, self._ready_stop(holding, load)
+        for table, band in zip(holding.tables, layout.bands, strict=True):
+            first = max(start, band.first_needed(ready * layout.unit_tokens))
+            self.cache.give(Tier.DEVICE, table.null(start, ready))
+            table.put(first, self.pins.ready_ids(holding, band.number, first, ready))
         holding.published = holding.ready_stop = ready
-        if ready < stop:
+        if ready < load.stop:
             step_back(self.cache, holding, ready)
         self.pins.end_host_lease(holding)
-        missing = (stop - ready) * width
-        if missing > self.admission.room:
-            num_units = len(holding.table) // width
+        missing = [table.num_null(ready, load.stop) for table in holding.tables]
+        if sum(missing) > self.admission.room:
+            num_units = holding.num_units
             self.pins.let_go(holding)
             holding.has_lost_load = True
             self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
             return False
-        holding.table[ready * width : stop * width] = self.cache.take(Tier.DEVICE, missing)
+        for table, number in zip(holding.tables, missing, strict=True):
+            table.fill(ready, load.stop, self.cache.take(Tier.DEVICE, number))
         holding.load = None
         return True
+
+    def _ready_stop(self, holding: Holding, load: Load) -> int:
+        """Up to where computing can go on with what is on the device."""
+        run, start = holding.device_run, holding.published
+        assert run is not None
+        path = list(run.path())[::-1]
+        stop = load.stop
+        if self.cache.layout.spine.width:
+            stop = _present_stop(_over(path, start, stop), Tier.DEVICE, start)
+        return max(start, accepted(self.cache.layout, path, stop, (Tier.DEVICE,)))
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
         """End the loads of `holdings`; whom to wake once the line was served."""
@@ -153,6 +202,7 @@ class Loads:
             wake = holding.load.wake
             if self._conclude(holding):
                 self.ready(holding)
+                slide(self.cache, holding)
                 wakes.append(wake)
         return wakes
 
@@ -217,3 +267,15 @@ def _incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
         if position < stretch.stop:
             break
     return list(found), position
+
+
+def _coming(part: Part) -> Iterator[Job]:
+    """The unsettled jobs that bring something to a part of a window."""
+    job = part.incoming
+    while job is not None and not job.is_settled and job.stop > part.run.start:
+        yield job
+        job = job.predecessor
+
+
+def _over(path: list[Run], start: int, stop: int) -> list[Stretch]:
+    return stretches(path[-1], start, stop) if path else []

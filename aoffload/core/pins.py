@@ -8,9 +8,11 @@ import attrs
 
 from .cache import PrefixCache
 from .holding import Holding
-from .index import stretches
+from .index import Run, stretches
+from .lease import Lease
 from .matching import Hit, PrefixMatch, find_hit
 from .plan import Tier
+from .table import BlockTable
 
 __all__ = ["Pins"]
 
@@ -23,12 +25,11 @@ class Pins:
 
     def pin(self, holding: Holding) -> None:
         """Match and pin, in one step: nothing can be evicted in between."""
-        if holding.epoch != self.cache.epoch:
-            hit = Hit(0, 0, ())
-        else:
-            limit = min((holding.sequence.num_tokens - 1) // self.cache.layout.unit_tokens, holding.hit_limit)
-            found = find_hit(self.cache.index, holding.sequence, limit)
-            hit = found.narrow(limit, holding.hit_alignment)
+        hit = Hit(0, 0, ())
+        if holding.epoch == self.cache.epoch:
+            layout = self.cache.layout
+            limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit)
+            hit = find_hit(self.cache.index, holding.sequence, layout, limit, holding.hit_alignment)
         self._take_leases(holding, hit)
         unit = self.cache.layout.unit_tokens
         holding.published = holding.ready_stop = hit.device_stop
@@ -41,16 +42,25 @@ class Pins:
         # Exactly what is used is pinned: a request must never be short of room because of what it pins itself.
         last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
         if hit.stop > hit.device_stop:
-            holding.leases[Tier.HOST] = self.cache.lease(Tier.HOST, last)
+            holding.leases[Tier.HOST] = self.lease(Tier.HOST, last)
+            if self.cache.layout.windows:  # on the device more may lie than can be gone on with, and not in the host
+                holding.reserve = self.lease(Tier.DEVICE, last)
         if hit.device_stop:
             on_device = next(run for run in last.path() if run.start < hit.device_stop)
             run = self.cache.cut(on_device, hit.device_stop)
-            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run)
+            holding.leases[Tier.DEVICE] = self.lease(Tier.DEVICE, run)
+
+    def lease(self, tier: Tier, run: Run) -> Lease:
+        """Pin, in `tier`, what is needed for computing to go on at the end of `run`."""
+        starts = [band.first_needed(run.stop * band.unit_tokens) for band in self.cache.layout.windows]
+        return self.cache.lease(tier, run, starts)
 
     def unpin(self, holding: Holding) -> None:
         """Let go of the leases. Private blocks are another matter."""
-        for tier in tuple(holding.leases):
-            self.cache.release(holding.leases.pop(tier))
+        self.end_host_lease(holding)
+        lease = holding.leases.pop(Tier.DEVICE, None)
+        if lease is not None:
+            self.cache.release(lease)
 
     def forget_match(self, holding: Holding) -> None:
         """Let go of the leases and of what was matched: it is matched again when its turn comes."""
@@ -58,29 +68,45 @@ class Pins:
         holding.published = holding.ready_stop = holding.hit_stop = 0
 
     def end_host_lease(self, holding: Holding) -> None:
-        """Host pins end when the load settles, or when nothing loads."""
+        """Pins for a load end when it settles, or when nothing loads."""
         lease = holding.leases.pop(Tier.HOST, None)
         if lease is not None:
             self.cache.release(lease)
+        if holding.reserve is not None:
+            self.cache.release(holding.reserve)
+            holding.reserve = None
 
     def let_go(self, holding: Holding) -> None:
         """Give back everything the holding owns; synchronous, complete, whatever its state."""
-        private = holding.private_blocks(self.cache.layout.width)
-        holding.table, holding.duplicates, holding.load = array("i"), [], None
+        private = holding.private_blocks()
+        holding.tables, holding.num_units, holding.load = (), 0, None
         self.cache.give(Tier.DEVICE, private)
         self.forget_match(holding)
 
-    def start_table(self, holding: Holding, blocks: array[int]) -> None:
-        """The block table: the ids of the device hit, then `blocks`."""
-        holding.table = self.ready_ids(holding, 0, holding.published)
-        holding.table.extend(blocks)
+    def start_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
+        """The block tables: the ids of the device hit, as far as they are needed, then `blocks`."""
+        holding.tables = tuple([BlockTable(band.width) for band in self.cache.layout.bands])
+        stop = holding.published
+        lease = holding.leases.get(Tier.DEVICE)
+        for number, table in enumerate(holding.tables):
+            if number and lease is not None:
+                table.start = lease.starts[number - 1]
+                table.ids = array("i", bytes(4 * table.start * table.width))
+            table.ids.extend(self.ready_ids(holding, number, table.start, stop))
+        holding.num_units = stop
+        self.lengthen_tables(holding, num_units, blocks)
 
-    def ready_ids(self, holding: Holding, start: int, stop: int) -> array[int]:
+    def lengthen_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
+        """Enter `blocks`, which were taken for units up to `num_units`."""
+        added = num_units - holding.num_units
+        if added > 0:
+            for table, ids in zip(holding.tables, self.cache.layout.deal(blocks, added), strict=True):
+                table.ids.extend(ids)
+            holding.num_units = num_units
+
+    def ready_ids(self, holding: Holding, band: int, start: int, stop: int) -> array[int]:
         """The ids of units `[start, stop)` of the path that `holding` leases on the device."""
-        width, ids = self.cache.layout.width, array("i")
+        ids = array("i")
         for stretch in stretches(holding.device_run, start, stop):
-            first = stretch.run.start
-            ids.extend(
-                stretch.run.parts[Tier.DEVICE].blocks[(stretch.start - first) * width : (stretch.stop - first) * width]
-            )
+            ids.extend(stretch.run.part(Tier.DEVICE, band).ids(stretch.start, stretch.stop))
         return ids

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
-
 from .cache import PrefixCache
+from .groups import Band
 from .holding import Holding
-from .index import Run, stretches
+from .index import NUM_TIERS, Part, Run, stretches
 from .plan import Tier
+from .table import BlockTable, within, without
 
 __all__ = ["publish", "step_back", "unpublish"]
 
@@ -36,27 +35,62 @@ def publish(cache: PrefixCache, holding: Holding, stop: int) -> None:
 def _pin(cache: PrefixCache, holding: Holding, run: Run) -> None:
     lease = holding.leases.get(Tier.DEVICE)
     if lease is None:
-        holding.leases[Tier.DEVICE] = cache.lease(Tier.DEVICE, run)
+        starts = [holding.tables[band.number].start for band in cache.layout.windows]
+        holding.leases[Tier.DEVICE] = cache.lease(Tier.DEVICE, run, starts)
     else:
         cache.move_lease(lease, run)
 
 
 def _fill(cache: PrefixCache, holding: Holding, run: Run, stop: int) -> None:
     """Hand blocks to a run that exists, from where it has none; the ones before stay private duplicates."""
-    part, width, position = run.parts[Tier.DEVICE], cache.layout.width, holding.published
-    present = min(part.stop, stop)
-    if present > position:
-        holding.duplicates.append(range(position, present))
-    if present < stop:
-        part.blocks.extend(holding.table[present * width : stop * width])
-        part.stop = stop
+    part, table, position = run.parts[Tier.DEVICE], holding.tables[0], holding.published
+    if table.width:
+        present = min(part.stop, stop)
+        if present > position:
+            table.duplicates.append(range(position, present))
+        if present < stop:
+            part.blocks.extend(table.at(present, stop))
+            part.stop = stop
+    for band in cache.layout.windows:
+        _fill_window(cache, holding, band, run, position, stop)
     holding.published = stop
+
+
+def _fill_window(cache: PrefixCache, holding: Holding, band: Band, run: Run, start: int, stop: int) -> None:
+    """The same for a band of limited reach, of which a run may hold any stretch, but only one: what does not adjoin it
+    gets a run of its own."""
+    table = holding.tables[band.number]
+    start = max(start, table.start)
+    for stretch in stretches(run, start, stop):
+        current, first, last = stretch.run, stretch.start, stretch.stop
+        part = current.part(Tier.DEVICE, band.number)
+        if part.blocks and last < part.first:
+            current, part = _divided(cache, current, last, band)
+        elif part.blocks and first > part.stop:
+            cache.split(current, first)
+        if not part.blocks:
+            part.first = part.stop = first
+        if first < part.first:
+            part.blocks = table.at(first, part.first) + part.blocks
+            known, part.first = range(part.first, min(last, part.stop)), first
+        else:
+            known = range(first, min(last, part.stop))
+        if known:
+            table.duplicates.append(known)
+        if last > part.stop:
+            part.blocks.extend(table.at(part.stop, last))
+            part.stop = last
+
+
+def _divided(cache: PrefixCache, run: Run, at: int, band: Band) -> tuple[Run, Part]:
+    head = cache.split(run, at)
+    return head, head.part(Tier.DEVICE, band.number)
 
 
 def _append(cache: PrefixCache, holding: Holding, run: Run | None, stop: int) -> None:
     """Nobody has these tokens: grow the last run if it is ours alone, else start a new one."""
     sequence, position = holding.sequence, holding.published
-    if run is not None and _is_ours_alone(run) and run.spans == sequence.spans_at(position):
+    if run is not None and _is_ours_alone(cache, run) and run.spans == sequence.spans_at(position):
         cache.index.grow(run, sequence, stop)
     else:
         run = cache.index.insert(sequence, run, position, stop)
@@ -64,11 +98,18 @@ def _append(cache: PrefixCache, holding: Holding, run: Run | None, stop: int) ->
     _fill(cache, holding, run, stop)
 
 
-def _is_ours_alone(run: Run) -> bool:
+def _is_ours_alone(cache: PrefixCache, run: Run) -> bool:
     """Whether the growing request's lease is the sole reference: nobody would see the run change under it."""
-    if run.num_after or run.parts[Tier.DEVICE].num_references != 1 or run.parts[Tier.DEVICE].stop != run.stop:
+    spine = run.parts[Tier.DEVICE]
+    if run.num_after or spine.num_references != 1 or (spine.width and spine.stop != run.stop):
         return False
-    return all(not p.num_references and p.incoming is None for p in run.parts[1:]) and run.parts[0].incoming is None
+    for number, part in enumerate(run.parts):
+        is_ours = number % NUM_TIERS == Tier.DEVICE
+        if part.incoming is not None or part.num_references > is_ours:
+            return False
+        if is_ours and number >= NUM_TIERS and (not part.num_references or (part.blocks and part.stop != run.stop)):
+            return False
+    return True
 
 
 def unpublish(cache: PrefixCache, holding: Holding, start: int) -> set[Run]:
@@ -77,28 +118,28 @@ def unpublish(cache: PrefixCache, holding: Holding, start: int) -> set[Run]:
     Its blocks are private again, like duplicates. Returns the runs taken back: whoever leases one has matched bytes
     that were never right. What somebody else cached is somebody else's, and stays.
     """
-    mine = list(_own_units(holding, max(start, holding.ready_stop)))
-    for units in mine:
-        for at in (units.start, units.stop):
-            for stretch in stretches(holding.device_run, at, at + 1):
-                if stretch.run.start < at:
-                    cache.split(stretch.run, at)
-    wrong = {stretch.run for units in mine for stretch in stretches(holding.device_run, units.start, units.stop)}
-    for run in wrong:
-        part = run.parts[Tier.DEVICE]
-        part.blocks, part.stop = array("i"), run.start  # pinned by its own lease, and in its own table
-        cache.withdraw(run)
-    holding.duplicates += mine
+    wrong: set[Run] = set()
+    start = max(start, holding.ready_stop)
+    own = [without(table.duplicates, start, holding.published) for table in holding.tables]
+    for at in {at for found in own for units in found for at in (units.start, units.stop)}:
+        for stretch in stretches(holding.device_run, at, at + 1):
+            if stretch.run.start < at:
+                cache.split(stretch.run, at)
+    for number, (table, found) in enumerate(zip(holding.tables, own, strict=True)):
+        for units in found:
+            for stretch in stretches(holding.device_run, units.start, units.stop):
+                _take_back(cache, table, stretch.run, number)
+                wrong.add(stretch.run)
+        table.duplicates += found
     return wrong
 
 
-def _own_units(holding: Holding, start: int) -> Iterator[range]:
-    for units in sorted(holding.duplicates, key=lambda units: units.start):
-        if units.start > start:
-            yield range(start, units.start)
-        start = max(start, units.stop)
-    if start < holding.published:
-        yield range(start, holding.published)
+def _take_back(cache: PrefixCache, table: BlockTable, run: Run, band: int) -> None:
+    """Make what `run` holds of a band unfindable; what is in `table` stays there."""
+    if run.start >= table.start:
+        run.part(Tier.DEVICE, band).clear()  # pinned by the holding's own lease
+    for tier in cache.tiers:
+        cache.withdraw_part(tier, run.part(tier.tier, band))
 
 
 def step_back(cache: PrefixCache, holding: Holding, start: int) -> None:
@@ -111,5 +152,5 @@ def step_back(cache: PrefixCache, holding: Holding, start: int) -> None:
     elif lease is not None:
         cache.release(holding.leases.pop(Tier.DEVICE))
     holding.published = start
-    kept = (range(units.start, min(units.stop, start)) for units in holding.duplicates)
-    holding.duplicates = [units for units in kept if units]
+    for table in holding.tables:
+        table.duplicates = within(table.duplicates, 0, start)

@@ -65,12 +65,9 @@ class TierBlocks:
         self.order.remove(part)
         self.num_cached -= len(part.blocks)
 
-    def trim(self, part: Part, num_units: int, width: int) -> None:
+    def trim(self, part: Part, num_units: int) -> None:
         """Free the last `num_units` of an unpinned part: the tail first, so a prefix loses its tail before its head."""
-        keep = len(part.blocks) - num_units * width
-        freed = part.blocks[keep:]
-        del part.blocks[keep:]
-        part.stop -= num_units
+        freed = part.drop_behind(part.stop - num_units)
         self.num_cached -= len(freed)
         if not part.blocks:
             self.order.remove(part)

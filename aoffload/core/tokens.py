@@ -32,6 +32,10 @@ class TokenSequence:
     def num_tokens(self) -> int:
         return len(self._buffer) // TOKEN_BYTES
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._prompt_bytes // TOKEN_BYTES
+
     def append(self, tokens: bytes) -> None:
         if not tokens:
             return

@@ -189,7 +189,7 @@ class Oracles:
         if holding.epoch != cache.epoch:
             return 0
         limit = min((holding.sequence.num_tokens - 1) // cache.layout.unit_tokens, holding.hit_limit)
-        return find_hit(cache.index, holding.sequence, limit).narrow(limit, holding.hit_alignment).device_stop
+        return find_hit(cache.index, holding.sequence, cache.layout, limit, holding.hit_alignment).device_stop
 
     def _evictable_of(self, holding: Any, pinned_stop: int) -> int:
         """Blocks of its own hit that it doesn't pin yet: room that it would take away from itself."""
@@ -261,7 +261,7 @@ class Oracles:
         cache = self.runtime.ledger.cache
         prefix = self.runtime._prefix(ask.tokens, ask.salt, ask.adapter, ask.key_spans)
         sequence = TokenSequence(prefix, cache.layout.unit_tokens)
-        hit = find_hit(cache.index, sequence, len(ask.tokens) // cache.layout.unit_tokens)
+        hit = find_hit(cache.index, sequence, cache.layout, len(ask.tokens) // cache.layout.unit_tokens)
         return hit.device_stop, hit.stop
 
     def _expected_hit(self, ask: Ask) -> tuple[int, int]:

@@ -1,0 +1,111 @@
+"""Stores: what of a holding's path is offered to the host, and the room it gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from .cache import PrefixCache
+from .groups import Band
+from .holding import Holding
+from .index import Run, Stretch, stretches
+from .jobs import Job, JobBook
+from .lifecycle import Moves
+from .plan import Direction, Tier
+
+__all__ = ["Stores"]
+
+
+@attrs.define(eq=False)
+class Stores:
+    """Best effort: never waits for room, and what is refused is offered again."""
+
+    cache: PrefixCache
+    jobs: JobBook
+    moves: Moves
+
+    def offer(self, holding: Holding, first: int, *, with_windows: bool) -> list[Job]:
+        """Store what the host lacks of the path that `holding` leases, from unit `first` on and before it as far as
+        something is missing; of bands of limited reach, if asked for, what a hit near the end needs."""
+        run = holding.device_run
+        if run is None or not self.cache.tiers[Tier.HOST].pool.num_blocks:
+            return []
+        jobs: list[Job] = []
+        spine = self.cache.layout.spine
+        for over in _together(_unstored(run, first)) if spine.width else ():
+            jobs += self._store(holding, spine, over)
+        for band in self.cache.layout.windows if with_windows else ():
+            for over in _together(_unstored_window(run, band)):
+                jobs += self._store(holding, band, over)
+        return jobs
+
+    def _store(self, holding: Holding, band: Band, over: list[Stretch]) -> list[Job]:
+        # Pinned before room is made: what is stored must not evict the prefix it hangs on.
+        host, end = self.cache.tiers[Tier.HOST], over[-1].run
+        pin = self.cache.lease(Tier.HOST, end, [end.stop for _ in self.cache.layout.windows])
+        start, wanted = over[0].start, over[-1].stop - over[0].start
+        num_units = min(wanted, host.room // band.width)
+        jobs: list[Job] = []
+        if num_units:
+            # Of a window its end is what hits need.
+            first = start + wanted - num_units if band.number else start
+            stop = first + num_units
+            blocks = self.cache.take(Tier.HOST, num_units * band.width)
+            run = self.cache.cut(stretches(pin.run, first, stop)[-1].run, stop)
+            jobs = self.jobs.plan(holding, Direction.STORE, run, band, first, stop, blocks)
+        if num_units < wanted:
+            self.moves.observer.store_skipped(holding, (wanted - num_units) * band.width, "host_full")
+        self.cache.release(pin)
+        return jobs
+
+
+def _unstored(run: Run, first: int) -> list[Stretch]:
+    """What the device holds of the spine and the host neither has nor gets, last first.
+
+    Looks at everything from unit `first` on, and before it as far as something is missing."""
+    found: list[Stretch] = []
+    for current in run.path():
+        covered, there = current.parts[Tier.HOST].covered_stop, current.parts[Tier.DEVICE].stop
+        if covered < there:
+            found.append(Stretch(current, covered, there))
+        if current.start < min(first, covered):
+            break
+    return found
+
+
+def _unstored_window(run: Run, band: Band) -> list[Stretch]:
+    """The same of a band of limited reach: of what a hit needs that ends at the end of `run`, or a little before, as
+    the next turn of a conversation does."""
+    start = band.first_needed(run.stop * band.unit_tokens)
+    start = max(0, start - band.margin(run.stop - start))
+    found: list[Stretch] = []
+    for current in run.path():
+        if current.stop <= start:
+            break
+        device = current.part(Tier.DEVICE, band.number)
+        first, stop = max(start, device.first), device.stop
+        for missing in _without(first, stop, current.part(Tier.HOST, band.number).covered):
+            found.append(Stretch(current, missing.start, missing.stop))
+    return found
+
+
+def _without(start: int, stop: int, covered: tuple[int, int]) -> list[range]:
+    """What of `[start, stop)` lies outside of `covered`, last first."""
+    first, last = covered
+    if first == last:
+        return [range(start, stop)] if start < stop else []
+    parts = (range(max(start, last), stop), range(start, min(stop, first)))
+    return [part for part in parts if part]
+
+
+def _together(found: list[Stretch]) -> Iterator[list[Stretch]]:
+    """Stretches, last first, as what lies without a gap, in prefix order."""
+    together: list[Stretch] = []
+    for stretch in reversed(found):
+        if together and together[-1].stop != stretch.start:
+            yield together
+            together = []
+        together.append(stretch)
+    if together:
+        yield together

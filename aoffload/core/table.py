@@ -1,0 +1,91 @@
+"""The block table of one holding in one band.
+
+By units; what lies before `start` has left the window, and is null:
+
+    0        start          published              load.stop                  num_units
+    |--------|--------------|-----------------------|--------------------------|
+    | null:  | leased: the  | in flight: the jobs   | private: nobody else can |
+    | needed | cached path  | own these blocks (0   | read these; the request  |
+    | no more| (duplicates  | in the table until    | computes them            |
+    |        | are private) | the load settles)     |                          |
+
+Without a load in flight the private part begins at `published`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import attrs
+
+__all__ = ["BlockTable", "within", "without"]
+
+
+def _no_ids() -> array[int]:
+    return array("i")
+
+
+@attrs.define(eq=False)
+class BlockTable:
+    width: int
+    """Ids for each unit."""
+    ids: array[int] = attrs.field(factory=_no_ids)
+    start: int = 0
+    """Units before this one are null. It never goes back."""
+    duplicates: list[range] = attrs.field(factory=list)
+    """Published units whose blocks here are private (or null by now): somebody else had cached them first."""
+
+    def at(self, start: int, stop: int) -> array[int]:
+        return self.ids[start * self.width : stop * self.width]
+
+    def put(self, start: int, ids: array[int]) -> None:
+        """Enter `ids` from unit `start` on."""
+        self.ids[start * self.width : start * self.width + len(ids)] = ids
+
+    def null(self, start: int, stop: int) -> array[int]:
+        """Make units `[start, stop)` null; what was there."""
+        taken = self.at(start, stop)
+        self.put(start, array("i", bytes(taken.itemsize * len(taken))))
+        return not_null(taken)
+
+    def num_null(self, start: int, stop: int) -> int:
+        return self.at(start, stop).count(0)
+
+    def fill(self, start: int, stop: int, ids: array[int]) -> None:
+        """Enter `ids` where units `[start, stop)` are null."""
+        fresh = iter(ids)
+        self.put(start, array("i", [block_id or next(fresh) for block_id in self.at(start, stop)]))
+
+    def private(self, published: int) -> array[int]:
+        """The ids that are the holding's own: nobody else reads or frees them."""
+        return self.private_in(0, len(self.ids), published)
+
+    def private_in(self, start: int, stop: int, published: int) -> array[int]:
+        """Those of them that lie in units `[start, stop)`."""
+        found = not_null(self.at(max(start, published), stop))
+        for units in within(self.duplicates, start, stop):
+            found.extend(not_null(self.at(units.start, units.stop)))
+        return found
+
+
+def within(ranges: Iterable[range], start: int, stop: int) -> list[range]:
+    """What of `ranges` lies in `[start, stop)`."""
+    cut = (range(max(units.start, start), min(units.stop, stop)) for units in ranges)
+    return [units for units in cut if units]
+
+
+def without(ranges: Iterable[range], start: int, stop: int) -> list[range]:
+    """What of `[start, stop)` lies in none of `ranges`."""
+    found: list[range] = []
+    for units in sorted(ranges, key=lambda units: units.start):
+        if units.start > start:
+            found.append(range(start, min(units.start, stop)))
+        start = max(start, units.stop)
+    found.append(range(start, stop))
+    return [units for units in found if units]
+
+
+def not_null(ids: array[int]) -> array[int]:
+    """`ids` without the null block."""
+    return array("i", filter(None, ids)) if 0 in ids else ids

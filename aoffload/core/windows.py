@@ -1,0 +1,33 @@
+"""Windows: what a holding gives back when what it has computed has moved on."""
+
+from __future__ import annotations
+
+from .cache import PrefixCache
+from .holding import Holding
+from .plan import Tier
+
+__all__ = ["slide"]
+
+
+def slide(cache: PrefixCache, holding: Holding) -> bool:
+    """Let go of the blocks that are needed no more for computing to go on where `holding` has come to; whether any.
+
+    Its own are free, what is cached stays cached as long as there is room. Their positions are null from now on. A
+    step that runs may still read them: it slides when it ends.
+    """
+    if holding.num_steps or not holding.tables:
+        return False
+    before = len(holding.nulled)
+    for band in cache.layout.windows:
+        table = holding.tables[band.number]
+        start = min(band.first_needed(holding.num_computed_tokens), holding.num_units)
+        if start <= table.start:
+            continue
+        cache.give(Tier.DEVICE, table.private_in(table.start, start, holding.published))
+        table.null(table.start, start)
+        lease = holding.leases.get(Tier.DEVICE)
+        if lease is not None:
+            cache.slide_lease(lease, band, start)
+        holding.nulled.append((band.number, table.start, start))
+        table.start = start
+    return len(holding.nulled) > before
