@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .config import OffloadConfig
 from .core.blocks import DevicePool
 from .core.eviction import EvictionOrder
-from .core.groups import AttentionKind, FullAttention, KVCacheGroup
+from .core.groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from .core.holding import Extension, Holding
 from .core.ledger import Ledger, LedgerStatistics
 from .core.lifecycle import JobState, Observer, RequestState
@@ -76,6 +76,7 @@ __all__ = [
     "Answer",
     "AoffloadError",
     "AttentionKind",
+    "ChunkedLocal",
     "CommitError",
     "Completion",
     "Computed",
@@ -116,6 +117,7 @@ __all__ = [
     "Root",
     "RuntimeClosed",
     "RuntimeStatistics",
+    "SlidingWindow",
     "StorePolicy",
     "Tier",
     "TierStatistics",

@@ -264,6 +264,7 @@ class CopyWorker:
         """Launch nothing any more; what is still in flight is quarantined."""
         self.is_accepting = False
         self.discard_queued()
+        self.drain()  # what was told in time counts: of whom there is no word yet, nobody knows
         self.give_up(self._in_flight, error)
 
     def end(self) -> None:

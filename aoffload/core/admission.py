@@ -89,7 +89,7 @@ class Admission:
         holding.waiter = None
         if waiter.granted is None:
             if holding.state is _S.PINNED:
-                self._pin_again(holding)
+                self.pins.match_again(holding)
             raise waiter.error  # type: ignore[misc]
         before = holding.num_units
         if holding.state is _S.PINNED:
@@ -109,7 +109,7 @@ class Admission:
             raise WrongState(f"withdraw: {holding} has let go of everything and waits to begin again: release it")
         self.leave(waiter)
         if holding.state is _S.PINNED:
-            self._pin_again(holding)
+            self.pins.match_again(holding)
         self.pump()
 
     def match_again(self, holding: Holding) -> None:
@@ -122,10 +122,6 @@ class Admission:
             self.cache.give(Tier.DEVICE, waiter.granted)
             waiter.granted = None
             self.wait_for_allocation(waiter)
-
-    def _pin_again(self, holding: Holding) -> None:
-        self.pins.forget_match(holding)
-        self.pins.pin(holding)
 
     def _allocated(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
         self.pins.start_tables(holding, num_units, blocks)
@@ -155,12 +151,16 @@ class Admission:
 
     def num_missing(self, holding: Holding, num_units: int) -> int:
         """Blocks that a table of `num_units` units still needs."""
-        return max(0, num_units - (holding.num_units or holding.published)) * self.cache.layout.width
+        if holding.tables:
+            return max(0, num_units - holding.num_units) * self.cache.layout.width
+        return self.pins.num_fresh(holding, num_units)
 
     def num_needed(self, holding: Holding, num_units: int) -> int:
-        """Blocks that a table of `num_units` units takes; of a prompt that has none yet, without a hit."""
-        gone = sum(table.start * table.width for table in holding.tables)
-        return num_units * self.cache.layout.width - gone
+        """Blocks that a table of `num_units` units takes: less what has left the windows, or never was in them."""
+        if holding.tables:
+            gone = sum(table.start * table.width for table in holding.tables)
+            return num_units * self.cache.layout.width - gone
+        return self.pins.num_fresh(holding, num_units) + self.pins.num_kept(holding)
 
     def _check_fits(self, holding: Holding, num_units: int) -> None:
         """Refuse what could not fit if everybody else let go."""
@@ -171,10 +171,22 @@ class Admission:
     def _take_nowait(self, holding: Holding, num_units: int, *, behind: bool) -> array[int]:
         """Room for a table of `num_units`, or `OutOfBlocks`; `behind`: somebody has been waiting for it longer."""
         self._check_fits(holding, num_units)
-        missing = self.num_missing(holding, num_units)
-        if behind or missing > self.room:
-            raise OutOfBlocks(missing, 0 if behind else self.room, retryable=True)
-        return self.cache.take(Tier.DEVICE, missing)
+        if behind or not self._has_room(holding, num_units):
+            raise OutOfBlocks(self.num_missing(holding, num_units), 0 if behind else self.room, retryable=True)
+        return self.cache.take(Tier.DEVICE, self.num_missing(holding, num_units))
+
+    def _has_room(self, holding: Holding, num_units: int) -> bool:
+        """Whether a table of `num_units` can be had now; if need be without what `holding` itself pins on the device
+        behind its device hit, so that its own pins never keep it waiting."""
+        if self.num_missing(holding, num_units) <= self.room:
+            return True
+        if holding.reserve is None:
+            return False
+        self.pins.match_again(holding, islands=False)
+        if self.num_missing(holding, num_units) <= self.room:
+            return True
+        self.pins.match_again(holding)
+        return False
 
     # -- the line -------------------------------------------------------------------------------------------------
 
@@ -232,20 +244,28 @@ class Admission:
 
     def _serve_allocation(self, waiter: Waiter) -> bool:
         holding = waiter.holding
-        self.pins.forget_match(holding)
-        self.pins.pin(holding)  # what was cached or evicted meanwhile counts: matched again in the step that grants
-        missing = self.num_missing(holding, waiter.num_units)
-        if missing > self.room:
-            return False
-        self.line.allocating.pop(0)
-        waiter.grant(self.cache.take(Tier.DEVICE, missing))
-        return True
+        self.pins.match_again(holding)  # in the step that grants
+        if self._has_room(holding, waiter.num_units):
+            self.line.allocating.pop(0)
+            waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))
+            return True
+        if (needed := self.num_needed(holding, waiter.num_units)) > self.capacity:  # a hit had made it fit
+            self.line.allocating.pop(0)
+            waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))
+            return True
+        return False
+
+    def _num_least(self, waiter: Waiter) -> int:
+        """Blocks that it takes at least, whatever will hit."""
+        if waiter.holding.tables:
+            return self.num_needed(waiter.holding, waiter.num_units)
+        return waiter.num_units * self.cache.layout.spine.width
 
     def _fail_who_cannot_fit(self) -> None:
         """Room was lost to quarantine: whoever can no longer fit hears of it now, wherever in the line."""
         for queue in (self.line.extending, self.line.allocating):
             for waiter in tuple(queue):
-                needed = self.num_needed(waiter.holding, waiter.num_units)
+                needed = self._num_least(waiter)
                 if needed > self.capacity:
                     queue.remove(waiter)
                     waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))

@@ -14,7 +14,7 @@ from .cache import UNPUBLISHABLE, PrefixCache
 from .holding import Holding
 from .index import Run
 from .lifecycle import RequestState, require
-from .loads import Loads
+from .loads import Loads, require_no_holes
 from .pins import Pins
 from .plan import TransferPlan
 from .policy import StorePolicy
@@ -41,6 +41,7 @@ class Commits:
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
         require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
+        require_no_holes(holding, "commit")
         added = encode_tokens(new_token_ids, "new_token_ids")
         self._check_commit(holding, num_computed_tokens, len(added) // TOKEN_BYTES)
         if holding.state is _S.ALLOCATED:

@@ -122,7 +122,7 @@ class Band:
 
         Whole units: a window that begins inside of one needs all of it."""
         firsts = (self.kind.required_blocks(num_tokens, size).start * size for size in self.block_sizes)
-        return min(firsts) // self.unit_tokens
+        return min(firsts, default=0) // self.unit_tokens
 
     def margin(self, num_units: int) -> int:
         """How many units before a window of `num_units` are stored with it: the next turn of a conversation matches

@@ -27,7 +27,7 @@ from .holding import Extension, Holding
 from .integrity import check_integrity
 from .jobs import Job, JobBook
 from .lifecycle import Moves, NullObserver, Observer, RequestState, require
-from .loads import Loads
+from .loads import Loads, require_no_holes
 from .matching import PrefixMatch, find_hit
 from .pins import Pins
 from .plan import Completion, Tier, TransferPlan
@@ -243,6 +243,7 @@ class Ledger:
         held = tuple(holdings)
         for holding in held:
             require(self._own(holding), "step", _S.ALLOCATED, _S.RUNNING)
+            require_no_holes(holding, "step")
         for holding in held:
             holding.num_steps += 1
         try:

@@ -15,15 +15,15 @@ from .holding import Holding, Load
 from .index import Part, Run, Stretch, stretches
 from .jobs import Job, JobBook
 from .lifecycle import Moves, RequestState, require
-from .matching import accepted
+from .matching import accepted, present_stop
 from .pins import Pins
 from .plan import Direction, Tier, TransferPlan
 from .publish import step_back
-from .table import without
+from .table import BlockTable, without
 from .waiting import Waiter, nobody, require_idle
 from .windows import slide
 
-__all__ = ["Loads"]
+__all__ = ["Loads", "has_holes", "require_no_holes"]
 
 _S = RequestState
 
@@ -61,6 +61,8 @@ class Loads:
             raise WrongState(f"load: {holding} had to let go of its blocks, and they can never fit again: leave it")
         stop = self._load_stop(holding, limit)
         jobs = self._start(holding, stop, wake) if stop > holding.published else []
+        if holding.load is None and has_holes(holding):
+            holding.load = Load(holding.published, wake)
         if holding.load is None:
             self.pins.end_host_lease(holding)
             self.ready(holding)
@@ -88,7 +90,7 @@ class Loads:
         path = list(holding.leases[Tier.HOST].run.path())[::-1]
         shared, on_its_way = self._on_its_way(path, start, stop)
         stop = accepted(layout, path, self._held_stop(path, on_its_way, stop), tuple(Tier))
-        if stop <= start:
+        if stop <= start or not self._fill_windows(holding, stop):
             return []
         self._lease_path(holding, stop)
         holding.load = load = Load(stop, wake)
@@ -103,16 +105,29 @@ class Loads:
                 load.jobs.add(job)
         return new
 
+    def _fill_windows(self, holding: Holding, stop: int) -> bool:
+        """Have blocks where a load up to `stop` brings something: other places than those of the whole hit, if it takes
+        fewer tokens. False: there is no room for them."""
+        wanted: list[tuple[BlockTable, int]] = []
+        for band in self.cache.layout.windows:
+            first = max(holding.published, band.first_needed(stop * band.unit_tokens))
+            wanted.append((holding.tables[band.number], first))
+        if sum(table.num_null(first, stop) for table, first in wanted) > self.admission.room:
+            return False
+        for table, first in wanted:
+            table.fill(first, stop, self.cache.take(Tier.DEVICE, table.num_null(first, stop)))
+        return True
+
     def _on_its_way(self, path: list[Run], start: int, stop: int) -> tuple[list[Job], int]:
         """Jobs of others that bring the spine from `start` on, and up to where it is there with them."""
         if not self.cache.layout.spine.width:
             return [], stop
-        over = _over(path, start, stop)
-        return _incoming(over, _present_stop(over, Tier.DEVICE, start))
+        over = stretches(path[-1], start, stop)
+        return _incoming(over, present_stop(path, Tier.DEVICE, start, stop))
 
     def _held_stop(self, path: list[Run], start: int, stop: int) -> int:
         """Up to where the host holds the spine from `start` on."""
-        return _present_stop(_over(path, start, stop), Tier.HOST, start) if self.cache.layout.spine.width else stop
+        return present_stop(path, Tier.HOST, start, stop) if self.cache.layout.spine.width else stop
 
     def _lease_path(self, holding: Holding, stop: int) -> None:
         """Pin, on the device, the path up to `stop`: what is published there from now on is pinned as it lands."""
@@ -172,7 +187,7 @@ class Loads:
         if ready < load.stop:
             step_back(self.cache, holding, ready)
         self.pins.end_host_lease(holding)
-        missing = [table.num_null(ready, load.stop) for table in holding.tables]
+        missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
         if sum(missing) > self.admission.room:
             num_units = holding.num_units
             self.pins.let_go(holding)
@@ -180,18 +195,17 @@ class Loads:
             self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
             return False
         for table, number in zip(holding.tables, missing, strict=True):
-            table.fill(ready, load.stop, self.cache.take(Tier.DEVICE, number))
+            table.fill(ready, holding.num_units, self.cache.take(Tier.DEVICE, number))
         holding.load = None
         return True
 
     def _ready_stop(self, holding: Holding, load: Load) -> int:
         """Up to where computing can go on with what is on the device."""
         run, start = holding.device_run, holding.published
-        assert run is not None
-        path = list(run.path())[::-1]
+        path = [] if run is None else list(run.path())[::-1]
         stop = load.stop
         if self.cache.layout.spine.width:
-            stop = _present_stop(_over(path, start, stop), Tier.DEVICE, start)
+            stop = present_stop(path, Tier.DEVICE, start, stop)
         return max(start, accepted(self.cache.layout, path, stop, (Tier.DEVICE,)))
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
@@ -234,16 +248,6 @@ class Loads:
         return sorted(over, key=lambda holding: holding.ticket)
 
 
-def _present_stop(over: list[Stretch], tier: Tier, start: int) -> int:
-    """Up to where `tier` holds every unit from `start` on."""
-    for stretch in over:
-        if stretch.stop > start:
-            start = max(start, min(stretch.run.parts[tier].stop, stretch.stop))
-            if start < stretch.stop:
-                break
-    return start
-
-
 def _incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
     """The unsettled jobs that bring the units from `start` on, without a gap, and up to where they do.
 
@@ -269,13 +273,20 @@ def _incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
     return list(found), position
 
 
+def has_holes(holding: Holding) -> bool:
+    """Whether its tables lack blocks that it needs if nothing is loaded."""
+    return any(table.num_null(holding.published, holding.num_units) for table in holding.tables[1:])
+
+
+def require_no_holes(holding: Holding, call: str) -> None:
+    """Refuse `call` while a host hit is neither loaded nor declined whose place the tables have left null."""
+    if holding.state is _S.ALLOCATED and has_holes(holding):
+        raise WrongState(f"{call}: load the host hit of {holding} first, or decline it: load(max_tokens=0)")
+
+
 def _coming(part: Part) -> Iterator[Job]:
     """The unsettled jobs that bring something to a part of a window."""
     job = part.incoming
     while job is not None and not job.is_settled and job.stop > part.run.start:
         yield job
         job = job.predecessor
-
-
-def _over(path: list[Run], start: int, stop: int) -> list[Stretch]:
-    return stretches(path[-1], start, stop) if path else []

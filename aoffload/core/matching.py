@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import attrs
 
 from .groups import Band, Layout
-from .index import NUM_TIERS, Part, Run, RunIndex
+from .index import NUM_TIERS, Run, RunIndex
 from .plan import Tier
 from .tokens import TokenSequence
 
-__all__ = ["Answer", "Hit", "PrefixMatch", "accepted", "find_hit"]
+__all__ = ["Answer", "Hit", "PrefixMatch", "accepted", "find_hit", "present_stop"]
 
 
 class Answer(enum.Enum):
@@ -53,12 +53,40 @@ class Hit:
         return next(run for run in reversed(self.path) if run.start < position)
 
 
-def find_hit(index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, alignment: int = 1) -> Hit:
+def find_hit(
+    index: RunIndex,
+    sequence: TokenSequence,
+    layout: Layout,
+    limit: int,
+    alignment: int = 1,
+    *,
+    islands: bool = True,
+) -> Hit:
     """Look for the first `limit` units of `sequence`, a multiple of `alignment`. Takes nothing, never splits.
 
     The device counts as long as it holds everything from the start: an island behind its first missing block is not
     shared. Behind that, each position has to be in a lower tier. A hit ends where every band has what it needs.
+    Without `islands`, what the device holds behind where it alone could go on counts for no band.
     """
+    path, device_stop, stop = _spine(index, sequence, layout, limit)
+    if not layout.windows:
+        stop -= stop % alignment
+        return Hit(min(device_stop, stop), stop, path)
+    if islands:
+        stop = accepted(layout, path, stop, tuple(Tier), alignment)
+        return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path)
+    near = device_stop
+    while True:
+        near = accepted(layout, path, near, (Tier.DEVICE,))
+        reached = present_stop(path, Tier.HOST, near, stop) if layout.spine.width else stop
+        reached = accepted(layout, path, reached, tuple(Tier), alignment, device_limit=near)
+        if near <= reached:
+            return Hit(near, reached, path)
+        near = reached
+
+
+def _spine(index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int) -> tuple[tuple[Run, ...], int, int]:
+    """The path, up to where the device holds the spine, and up to where any tier does."""
     device_stop = stop = 0
     path: list[Run] = []
     has_spine = layout.spine.width > 0
@@ -71,58 +99,87 @@ def find_hit(index: RunIndex, sequence: TokenSequence, layout: Layout, limit: in
         stop = min(reached, agreed)
         if stop < run.stop:
             break
-    found = tuple(path)
-    stop = accepted(layout, found, min(stop, limit), tuple(Tier), alignment)
-    device_stop = min(device_stop, stop)
-    if layout.windows:
-        device_stop = accepted(layout, found, device_stop, (Tier.DEVICE,))
-    return Hit(device_stop, stop, found)
+    return tuple(path), device_stop, stop
 
 
-def accepted(layout: Layout, path: Sequence[Run], stop: int, tiers: Sequence[Tier], alignment: int = 1) -> int:
+def present_stop(path: Sequence[Run], tier: Tier, start: int, stop: int) -> int:
+    """Up to where `tier` holds every unit of the spine from `start` on, at most `stop`."""
+    for run in path:
+        if run.stop > start:
+            if run.start >= stop:
+                break
+            start = max(start, min(run.parts[tier].stop, stop))
+            if start < run.stop:
+                break
+    return start
+
+
+def accepted(
+    layout: Layout,
+    path: Sequence[Run],
+    stop: int,
+    tiers: Sequence[Tier],
+    alignment: int = 1,
+    device_limit: int | None = None,
+) -> int:
     """The last position, at most `stop` and a multiple of `alignment`, for which `tiers` hold what every band of
-    limited reach needs. `path`: runs in prefix order, the spine being there up to `stop`."""
+    limited reach needs. `path`: runs in prefix order, the spine being there up to `stop`. The device counts up to
+    `device_limit`."""
+    held = _Held(path, tiers, stop if device_limit is None else device_limit)
     while True:
         stop -= stop % alignment
         lower = stop
         for band in layout.windows:
-            lower = _accepted_by(band, path, lower, tiers)
+            lower = held.accepted(band, lower)
         if lower == stop:
             return stop
         stop = lower
 
 
-def _accepted_by(band: Band, path: Sequence[Run], stop: int, tiers: Sequence[Tier]) -> int:
-    """The same for one band. Kinds never reach further back for a later position, so whoever lacks a unit can't end
-    anywhere behind it that needs it: the next candidate is where something lies, or where nothing is needed."""
-    while stop:
-        missing = _last_missing(band, path, band.first_needed(stop * band.unit_tokens), stop, tiers)
-        if missing is None:
-            return stop
-        stop = max(_present_before(band, path, missing, tiers), band.free_unit(missing))
-    return 0
+@attrs.frozen
+class _Held:
+    """What lies where on a path, of bands of limited reach."""
 
+    path: Sequence[Run]
+    tiers: Sequence[Tier]
+    device_limit: int
 
-def _last_missing(band: Band, path: Sequence[Run], start: int, stop: int, tiers: Sequence[Tier]) -> int | None:
-    """The last unit of `[start, stop)` that no tier holds."""
-    for run in reversed(path):
-        while start < stop and run.start < stop:
-            holds = [part.first for part in _parts(band, run, tiers) if part.first < stop <= part.stop]
-            if not holds:
-                return stop - 1
-            stop = min(holds)
-    return None if stop <= start else stop - 1
+    def accepted(self, band: Band, stop: int) -> int:
+        """The last position, at most `stop`, for which all is there that `band` needs.
 
+        Kinds never reach further back for a later position, so whoever lacks a unit can't end anywhere behind it that
+        needs it: the next candidate is where something lies, or where nothing is needed."""
+        while stop:
+            missing = self._last_missing(band, band.first_needed(stop * band.unit_tokens), stop)
+            if missing is None:
+                return stop
+            stop = max(self._present_before(band, missing), band.free_unit(missing))
+        return 0
 
-def _present_before(band: Band, path: Sequence[Run], position: int, tiers: Sequence[Tier]) -> int:
-    """The end of what some tier holds, nearest to `position` from before; 0 if nothing is there."""
-    for run in reversed(path):
-        if run.start < position:
-            held = [part for part in _parts(band, run, tiers) if part.blocks and part.first < position]
-            if held:
-                return max(min(part.stop, position) for part in held)
-    return 0
+    def _last_missing(self, band: Band, start: int, stop: int) -> int | None:
+        """The last unit of `[start, stop)` that no tier holds."""
+        for run in reversed(self.path):
+            while start < stop and run.start < stop:
+                firsts = [units.start for units in self._units(band, run) if units.start < stop <= units.stop]
+                if not firsts:
+                    return stop - 1
+                stop = min(firsts)
+        return None if stop <= start else stop - 1
 
+    def _present_before(self, band: Band, position: int) -> int:
+        """The end of what some tier holds, nearest to `position` from before; 0 if nothing is there."""
+        for run in reversed(self.path):
+            if run.start < position:
+                ends = [min(units.stop, position) for units in self._units(band, run) if units.start < position]
+                if ends:
+                    return max(ends)
+        return 0
 
-def _parts(band: Band, run: Run, tiers: Sequence[Tier]) -> list[Part]:
-    return [run.part(tier, band.number) for tier in tiers]
+    def _units(self, band: Band, run: Run) -> list[range]:
+        found: list[range] = []
+        for tier in self.tiers:
+            part = run.part(tier, band.number)
+            stop = min(part.stop, self.device_limit) if tier is Tier.DEVICE else part.stop
+            if part.first < stop:
+                found.append(range(part.first, stop))
+        return found

@@ -7,6 +7,7 @@ from array import array
 import attrs
 
 from .cache import PrefixCache
+from .groups import Band
 from .holding import Holding
 from .index import Run, stretches
 from .lease import Lease
@@ -23,27 +24,30 @@ class Pins:
 
     cache: PrefixCache
 
-    def pin(self, holding: Holding) -> None:
-        """Match and pin, in one step: nothing can be evicted in between."""
+    def pin(self, holding: Holding, *, islands: bool = True) -> None:
+        """Match and pin, in one step: nothing can be evicted in between. `islands`: see `find_hit`."""
         hit = Hit(0, 0, ())
         if holding.epoch == self.cache.epoch:
             layout = self.cache.layout
             limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit)
-            hit = find_hit(self.cache.index, holding.sequence, layout, limit, holding.hit_alignment)
-        self._take_leases(holding, hit)
+            hit = find_hit(self.cache.index, holding.sequence, layout, limit, holding.hit_alignment, islands=islands)
+            if holding.has_lost_load:  # it computes this time
+                hit = attrs.evolve(hit, stop=hit.device_stop)
+        self._take_leases(holding, hit, islands=islands)
         unit = self.cache.layout.unit_tokens
         holding.published = holding.ready_stop = hit.device_stop
         holding.hit_stop = hit.stop
         holding.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
 
-    def _take_leases(self, holding: Holding, hit: Hit) -> None:
+    def _take_leases(self, holding: Holding, hit: Hit, *, islands: bool) -> None:
         if not hit.stop:
             return
         # Exactly what is used is pinned: a request must never be short of room because of what it pins itself.
         last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
         if hit.stop > hit.device_stop:
             holding.leases[Tier.HOST] = self.lease(Tier.HOST, last)
-            if self.cache.layout.windows:  # on the device more may lie than can be gone on with, and not in the host
+            if islands and self.cache.layout.windows:
+                # The device may hold more than it alone could go on with, and the host need not have that.
                 holding.reserve = self.lease(Tier.DEVICE, last)
         if hit.device_stop:
             on_device = next(run for run in last.path() if run.start < hit.device_stop)
@@ -67,6 +71,11 @@ class Pins:
         self.unpin(holding)
         holding.published = holding.ready_stop = holding.hit_stop = 0
 
+    def match_again(self, holding: Holding, *, islands: bool = True) -> None:
+        """What was cached or evicted meanwhile counts."""
+        self.forget_match(holding)
+        self.pin(holding, islands=islands)
+
     def end_host_lease(self, holding: Holding) -> None:
         """Pins for a load end when it settles, or when nothing loads."""
         lease = holding.leases.pop(Tier.HOST, None)
@@ -83,18 +92,40 @@ class Pins:
         self.cache.give(Tier.DEVICE, private)
         self.forget_match(holding)
 
+    # -- tables ---------------------------------------------------------------------------------------------------
+
+    def num_fresh(self, holding: Holding, num_units: int) -> int:
+        """Blocks that tables of `num_units` units take, besides the device hit: of a window only what will be needed
+        once the host hit is loaded."""
+        bands = self.cache.layout.bands
+        return sum(max(0, num_units - self._first_fresh(holding, band)) * band.width for band in bands)
+
+    def num_kept(self, holding: Holding) -> int:
+        """Blocks of the device hit."""
+        stop, bands = holding.published, self.cache.layout.bands
+        return sum((stop - band.first_needed(stop * band.unit_tokens)) * band.width for band in bands)
+
+    @staticmethod
+    def _first_fresh(holding: Holding, band: Band) -> int:
+        return max(holding.published, band.first_needed(holding.hit_stop * band.unit_tokens))
+
     def start_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
-        """The block tables: the ids of the device hit, as far as they are needed, then `blocks`."""
-        holding.tables = tuple([BlockTable(band.width) for band in self.cache.layout.bands])
-        stop = holding.published
-        lease = holding.leases.get(Tier.DEVICE)
-        for number, table in enumerate(holding.tables):
-            if number and lease is not None:
-                table.start = lease.starts[number - 1]
-                table.ids = array("i", bytes(4 * table.start * table.width))
-            table.ids.extend(self.ready_ids(holding, number, table.start, stop))
-        holding.num_units = stop
-        self.lengthen_tables(holding, num_units, blocks)
+        """The block tables: the ids of the device hit, as far as they are needed, then `blocks`. What is before the
+        window of the host hit stays null, and gets blocks should the load fail."""
+        stop, taken = holding.published, 0
+        num_units = max(num_units, stop)  # it may have been matched again, and hit more than it asked room for
+        tables: list[BlockTable] = []
+        for band in self.cache.layout.bands:
+            table = BlockTable(band.width, start=band.first_needed(stop * band.unit_tokens))
+            table.append_null(table.start)
+            table.ids.extend(self.ready_ids(holding, band.number, table.start, stop))
+            fresh = min(num_units, self._first_fresh(holding, band))
+            table.append_null(fresh - stop)
+            count = (num_units - fresh) * band.width
+            table.ids.extend(blocks[taken : taken + count])
+            taken += count
+            tables.append(table)
+        holding.tables, holding.num_units = tuple(tables), num_units
 
     def lengthen_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
         """Enter `blocks`, which were taken for units up to `num_units`."""

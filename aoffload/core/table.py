@@ -49,6 +49,9 @@ class BlockTable:
         self.put(start, array("i", bytes(taken.itemsize * len(taken))))
         return not_null(taken)
 
+    def append_null(self, num_units: int) -> None:
+        self.ids.extend(array("i", bytes(self.ids.itemsize * num_units * self.width)))
+
     def num_null(self, start: int, stop: int) -> int:
         return self.at(start, stop).count(0)
 

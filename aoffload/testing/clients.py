@@ -140,10 +140,13 @@ class Client:
             reason = self.request.reason if self.request is not None else ""
             return reason in self.may_abort or (was_closed and reason == "runtime_closed")
         if isinstance(error, OutOfBlocks):
-            return error.retryable or faults.may_take_room
+            # With windows a load may be what made it fit.
+            has_windows = any(engine.runtime.ledger.layout.windows for engine in self.simulation.engines)
+            return error.retryable or faults.may_take_room or (has_windows and bool(faults.fired))
         if isinstance(error, ForwardFailed):
             return bool(faults.fired["compute"])
-        return was_closed and isinstance(error, self.may_raise)
+        # Cancelled before its first step, a worker can't survive: whoever opens the runtime is told.
+        return (was_closed or bool(faults.fired["worker"])) and isinstance(error, self.may_raise)
 
 
 def _current_coroutine() -> Any:

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import anyio
 import attrs
 
+from ..errors import OutOfBlocks
 from ..prefix import KeySpan
 from ..request import Request
 from ..runtime import OffloadRuntime
@@ -50,6 +51,8 @@ class Ask:
     deadline_s: float | None = None
     waits: bool = True
     """Whether it waits for its load or polls it with `load_nowait` and `wait`."""
+    in_slices: bool = False
+    """Whether it takes room for one slice after the other: what has left a window makes room for the next."""
 
 
 @attrs.define(eq=False)
@@ -102,7 +105,7 @@ class SimulatedEngine:
         """Room, load, prompt, new tokens."""
         born = self._born.setdefault(request, self.num_resets)
         self.check_match(request, ask)
-        await request.allocate()
+        await self._allocate(request, ask)
         if born == self.num_resets:
             self.check_match(request, ask)  # it may have been matched again
         if ask.waits:
@@ -112,15 +115,32 @@ class SimulatedEngine:
             await anyio.lowlevel.checkpoint()
             num_ready = await pending.wait()
         self.check_ready(request, ask, num_ready)
-        if ask.max_load_tokens is None and num_ready < request.match.num_tokens:
+        is_whole = ask.max_load_tokens is None and not ask.in_slices  # else it may have taken less room than it matched
+        if is_whole and num_ready < request.match.num_tokens:
             self.recomputed.add(request.request_id)
         await self.prefill(request, ask, num_ready)
         await self.decode(request, ask)
+
+    @staticmethod
+    async def _allocate(request: Request, ask: Ask) -> None:
+        wanted = len(ask.tokens)
+        while ask.in_slices:
+            wanted = min(wanted, request.match.num_tokens + ask.slice_tokens)
+            try:
+                await request.allocate(wanted)
+                return
+            except OutOfBlocks:
+                if wanted <= request.match.num_tokens + ask.slice_tokens:
+                    raise
+                # The hit that made it fit has gone while it was waiting.
+        await request.allocate()
 
     async def prefill(self, request: Request, ask: Ask, num_ready: int) -> None:
         start, stop = num_ready, len(ask.tokens)
         while start < stop:
             end = min(stop, start + ask.slice_tokens)
+            if ask.in_slices:
+                await request.extend(end)
             await self.forward(request, ask, ask.tokens, start, end)
             self.commit(request, ask, ask.tokens, end)
             start = end
@@ -216,10 +236,10 @@ class SimulatedEngine:
     def check_blocks(
         self, request: Request, ask: Ask, table: list[list[int]], tokens: tuple[int, ...], stop: int
     ) -> None:
-        """Every block up to `stop` holds the KV of exactly these tokens."""
-        for group, config in enumerate(self.runtime.config.groups):
+        """Every block that attention reads for the token at `stop` holds the KV of exactly these tokens."""
+        for group, config in enumerate(self.runtime.ledger.layout.groups):
             size = config.block_size
-            for index in range(-(-stop // size)):
+            for index in range(config.attention.required_blocks(stop, size).start, -(-stop // size)):
                 expected = self.tags.of(self.identity(ask, group, tokens[: min(stop, (index + 1) * size)]))
                 found = self.device.content[table[group][index]]
                 self.num_blocks_checked += 1

@@ -155,8 +155,8 @@ class Oracles:
     def _check_pins(self) -> None:
         """Host pins end when the load does."""
         for holding in self.runtime.ledger.holdings.values():
-            if holding.state is RequestState.RUNNING and Tier.HOST in holding.leases:
-                raise Violation("a leak", f"{holding} still pins host blocks")
+            if holding.state is RequestState.RUNNING and (Tier.HOST in holding.leases or holding.reserve is not None):
+                raise Violation("a leak", f"{holding} still pins what was to be loaded")
             waits = holding.waiter is not None
             matched = holding.match.num_tokens and holding.epoch == self.runtime.ledger.cache.epoch
             if holding.state is RequestState.PINNED and matched and not waits and not holding.leases:
@@ -239,9 +239,9 @@ class Oracles:
         if self.faults.fired or self.engine.num_invalidations:
             return
         for run in self.runtime.ledger.cache.index.runs.values():
-            for part in run.parts:
-                before = run.before.parts[part.run.parts.index(part)] if run.before is not None else None
-                if part.blocks and before is not None and run.before is not None and before.stop < run.before.stop:
+            for tier in Tier:
+                before = run.before.parts[tier] if run.before is not None else None
+                if run.parts[tier].blocks and before is not None and before.stop < before.run.stop:
                     raise Violation("a tail without its head", f"{run} behind {run.before}")
 
     @property
@@ -254,7 +254,11 @@ class Oracles:
         for ask in asks:
             expected = self._expected_hit(ask)
             found = self._found_hit(ask)
-            if found != expected and not lost_bytes and not self.engine.num_invalidations:
+            if lost_bytes or self.engine.num_invalidations:
+                continue
+            # Without full attention nothing may be needed for a hit, but that somebody has had these tokens.
+            is_right = found == expected if self.runtime.ledger.layout.spine.width else found <= expected
+            if not is_right:
                 raise Violation("what may hit", f"{found} units of {ask.tokens} hit, memory says {expected}")
 
     def _found_hit(self, ask: Ask) -> tuple[int, int]:
@@ -265,12 +269,31 @@ class Oracles:
         return hit.device_stop, hit.stop
 
     def _expected_hit(self, ask: Ask) -> tuple[int, int]:
-        num_units = len(ask.tokens) // self.runtime.ledger.layout.unit_tokens
-        device = self._present(ask, Tier.DEVICE, 0, num_units)
-        return device, self._present(ask, Tier.HOST, device, num_units)
+        """By a search over all lengths."""
+        ends = range(len(ask.tokens) // self.runtime.ledger.layout.unit_tokens, -1, -1)
+        held = {tier: self._held(ask, tier) for tier in Tier}
+        stop = next(end for end in ends if self._may_end(end, held, tuple(Tier)))
+        return next(end for end in range(stop, -1, -1) if self._may_end(end, held, (Tier.DEVICE,))), stop
 
-    def _present(self, ask: Ask, tier: Tier, start: int, stop: int) -> int:
-        """Up to where every unit from `start` on is in memory, whole, and in somebody's hands."""
+    def _may_end(self, stop: int, held: dict[Tier, set[tuple[int, int]]], tiers: tuple[Tier, ...]) -> bool:
+        """Whether each group has what it needs of the first `stop` units: of full attention the device from the start
+        on and the host behind it, of the others anywhere."""
+        layout = self.runtime.ledger.layout
+        needed = [
+            (group, unit)
+            for group, (band, _) in enumerate(layout.places)
+            for unit in range(layout.bands[band].first_needed(stop * layout.unit_tokens), stop)
+        ]
+        if not all(any(place in held[tier] for tier in tiers) for place in needed):
+            return False
+        spine = [group for group, (band, _) in enumerate(layout.places) if not band]
+        on_device = [all((group, unit) in held[Tier.DEVICE] for group in spine) for unit in range(stop)]
+        near = on_device.index(False) if False in on_device else stop
+        behind = [(group, unit) for group in spine for unit in range(near, stop)]
+        return not behind or (Tier.HOST in tiers and held[Tier.HOST].issuperset(behind))
+
+    def _held(self, ask: Ask, tier: Tier) -> set[tuple[int, int]]:
+        """The units of each group that are in memory, whole, and in somebody's hands."""
         memory = self.engine.device if tier is Tier.DEVICE else self.engine.transport.host
         quarantined = {
             block_id
@@ -278,15 +301,16 @@ class Oracles:
             if job.plan.destination is tier
             for block_id in job.plan.destination_ids
         }
-        for unit in range(start, stop):
-            if not all(set(memory.holders(tag)) - quarantined for tag in self._tags_of(ask, unit)):
-                return unit
-        return stop
+        layout = self.runtime.ledger.layout
+        return {
+            (group, unit)
+            for group in range(len(layout.groups))
+            for unit in range(len(ask.tokens) // layout.unit_tokens)
+            if all(set(memory.holders(tag)) - quarantined for tag in self._tags_of(ask, group, unit))
+        }
 
-    def _tags_of(self, ask: Ask, unit: int) -> list[int]:
-        unit_tokens = self.runtime.ledger.layout.unit_tokens
-        found: list[int] = []
-        for group, config in enumerate(self.runtime.config.groups):
-            for end in range(unit * unit_tokens + config.block_size, (unit + 1) * unit_tokens + 1, config.block_size):
-                found.append(self.engine.tags.of(self.engine.identity(ask, group, ask.tokens[:end])))
-        return found
+    def _tags_of(self, ask: Ask, group: int, unit: int) -> list[int]:
+        layout = self.runtime.ledger.layout
+        size = layout.groups[group].block_size
+        ends = range(unit * layout.unit_tokens + size, (unit + 1) * layout.unit_tokens + 1, size)
+        return [self.engine.tags.of(self.engine.identity(ask, group, ask.tokens[:end])) for end in ends]

@@ -18,7 +18,7 @@ import attrs
 
 from ..config import OffloadConfig
 from ..core.cache import UNPUBLISHABLE
-from ..core.groups import KVCacheGroup
+from ..core.groups import AttentionKind, FullAttention, KVCacheGroup
 from ..core.plan import Tier
 from ..errors import InvalidArgument
 from ..runtime import OffloadRuntime
@@ -149,12 +149,15 @@ class Simulation:
         *,
         num_device_blocks: int = 8,
         block_sizes: tuple[int, ...] = (2,),
+        attention: tuple[AttentionKind, ...] = (),
         stream: bool = False,
         **options: Any,
     ) -> SimulatedEngine:
-        """An engine on a runtime of its own: `async with engine.runtime: ...`."""
+        """An engine on a runtime of its own: `async with engine.runtime: ...`. Groups without an `attention` of their
+        own are of full attention."""
         options.setdefault("num_host_blocks", 8)
-        groups = [KVCacheGroup(f"group{size}", block_size=size) for size in block_sizes]
+        kinds = (*attention, *[FullAttention()] * len(block_sizes))
+        groups = [KVCacheGroup(f"group{i}", kinds[i], size) for i, size in enumerate(block_sizes)]
         config = OffloadConfig(groups=groups, namespace="simulated", **options)
         rng = random.Random(f"device {self.plan.seed}")
         device = Stream(self.scheduler, rng) if stream else None

@@ -81,8 +81,8 @@ def canceller(sim: Simulation, engine: SimulatedEngine, *names: str) -> None:
 
 async def evict_device(engine: SimulatedEngine) -> None:
     """Give every unpinned device block to somebody else for a moment."""
-    room = engine.runtime.statistics().device
-    num_tokens = (room.num_free + room.num_cached) * engine.runtime.config.groups[0].block_size
+    room, layout = engine.runtime.statistics().device, engine.runtime.ledger.layout
+    num_tokens = max(1, (room.num_free + room.num_cached) // layout.width * layout.unit_tokens)
     async with engine.runtime.request((7, 7)) as request:
         with suppress(OutOfBlocks):  # somebody was faster: then something was evicted, too
             request.allocate_nowait(num_tokens)

@@ -1,6 +1,6 @@
 """A random walk over every call of the ledger, with two fake memories under it.
 
-Each block of the fake memories holds a tag that says which tokens' KV it is: `(root, tokens up to there, place)`. What
+Each block of the fake memories holds a tag that says which tokens' KV it is: `(root, tokens up to there, group)`. What
 a forward computes, and what a job copies, moves tags; torn, corrupt, stale and invalidated blocks get tags that match
 nothing. After every call the ledger's own laws are checked, and every block that a live request may read must hold the
 tag of its prefix: right bytes or a miss.
@@ -14,8 +14,10 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from aoffload import (
+    ChunkedLocal,
     Completion,
     Direction,
+    FullAttention,
     KVCacheGroup,
     Ledger,
     OffloadConfig,
@@ -24,10 +26,27 @@ from aoffload import (
     Prefix,
     RequestState,
     Root,
+    SlidingWindow,
 )
+from aoffload.core.loads import has_holes
 
 UNIT = 4
 S = RequestState
+
+
+def full_groups_of(rng: random.Random) -> list[KVCacheGroup]:
+    if rng.random() < 0.2:
+        return [KVCacheGroup("a", block_size=UNIT // 2), KVCacheGroup("b", block_size=UNIT)]
+    return [KVCacheGroup("full", block_size=UNIT)]
+
+
+def groups_of(rng: random.Random) -> list[KVCacheGroup]:
+    """One to four groups, at least one of them of limited reach."""
+    kinds = [SlidingWindow(rng.randint(1, 20)), ChunkedLocal(rng.randint(1, 20))]
+    attention = [rng.choice(kinds), *rng.choices([FullAttention(), *kinds], [2, 1, 1], k=rng.randint(0, 3))]
+    rng.shuffle(attention)
+    sizes = [UNIT, *rng.choices([1, 2, UNIT, UNIT], k=3)]
+    return [KVCacheGroup(f"g{i}", kind, size) for i, (kind, size) in enumerate(zip(attention, sizes, strict=False))]
 
 
 class Client:
@@ -46,12 +65,10 @@ class Walk:
         "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05,
     }  # fmt: skip
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, with_windows: bool = False) -> None:
         self.random = rng = random.Random(seed)
-        groups = [KVCacheGroup("full", block_size=UNIT)]
-        if rng.random() < 0.2:
-            groups = [KVCacheGroup("a", block_size=UNIT // 2), KVCacheGroup("b", block_size=UNIT)]
-        self.width = 1 if len(groups) == 1 else 3
+        groups = self.groups = groups_of(rng) if with_windows else full_groups_of(rng)
+        self.width = sum(UNIT // group.block_size for group in groups)
         self.num_units = rng.randint(4, 24)
         num_host = rng.choice([0, rng.randint(1, 10), rng.randint(10, 60)]) * self.width
         job_blocks = rng.choice([1, 2, 3, 1000]) * self.width
@@ -61,6 +78,8 @@ class Walk:
         self.host: list[object] = ["never written"] * num_host
         self.roots = [Root("m"), Root("m", "another salt")]
         self.prompts = [[rng.randrange(3) for _ in range(40)] for _ in range(3)]
+        # With windows a hit needs the same end.
+        self.lengths = [rng.randint(6, 38) for _ in range(2)] if with_windows else []
         self.most_clients = rng.choice([1, 2, 3, 5])
         self.clients: list[Client] = []
         self.plans: dict[int, Any] = {}
@@ -97,14 +116,23 @@ class Walk:
             holding = client.holding
             if holding.state not in (S.ALLOCATED, S.RUNNING):
                 continue
-            for unit in range(holding.num_computed_tokens // UNIT):
-                ids = holding.table[unit * self.width : (unit + 1) * self.width]
-                found = [self.device[block_id] for block_id in ids]
-                assert found == self.tags(client, unit), f"{holding}: unit {unit} holds {found}"
+            for group, table in enumerate(self.ledger.block_ids(holding)):
+                for position in self.readable(group, holding.num_computed_tokens):
+                    found = self.device[table[position]] if table[position] else "null"
+                    assert found == self.tag(client, group, position), f"{holding}: {group} {position} holds {found}"
 
-    def tags(self, client: Client, unit: int) -> list[object]:
-        tokens = tuple(client.tokens[: (unit + 1) * UNIT])
-        return [(client.root, tokens, place) for place in range(self.width)]
+    @staticmethod
+    def may_compute(holding: Any) -> bool:
+        """Whether a host hit whose window has no blocks yet is not in the way."""
+        return holding.state is S.RUNNING or (holding.state is S.ALLOCATED and not has_holes(holding))
+
+    def readable(self, group: int, num_tokens: int) -> range:
+        """The whole blocks that attention reads for computing the token at `num_tokens`."""
+        size = self.groups[group].block_size
+        return self.groups[group].attention.required_blocks(num_tokens, size)
+
+    def tag(self, client: Client, group: int, position: int) -> object:
+        return (client.root, tuple(client.tokens[: (position + 1) * self.groups[group].block_size]), group)
 
     def pick(self, *states: RequestState) -> Client | None:
         found = [client for client in self.clients if client.holding.state in states]
@@ -116,7 +144,9 @@ class Walk:
         rng = self.random
         if len(self.clients) >= self.most_clients:
             return self.end(max(self.clients, key=lambda client: client.holding.num_computed_tokens))
-        tokens = rng.choice(self.prompts)[: rng.randint(1, max(UNIT, self.num_units * UNIT * 2 // 3))]
+        most = max(UNIT, self.num_units * UNIT * 2 // 3)
+        length = rng.choice(self.lengths) if self.lengths and rng.random() < 0.8 else rng.randint(1, most)
+        tokens = rng.choice(self.prompts)[: min(length, most)]
         if rng.random() < 0.15:
             tokens = tokens[: rng.randint(0, len(tokens))] + [rng.randrange(3) for _ in range(rng.randint(1, 8))]
         narrowed: dict[str, int] = {}
@@ -193,21 +223,21 @@ class Walk:
 
     def compute(self, client: Client | None = None) -> None:
         client, rng = client or self.pick(S.RUNNING, S.ALLOCATED), self.random
-        if client is None or client.holding.state not in (S.RUNNING, S.ALLOCATED):
+        if client is None or not self.may_compute(client.holding):
             return
         holding = client.holding
         done = holding.num_computed_tokens
         new = [rng.randrange(3) for _ in range(rng.randint(1, 3))] if done >= len(client.tokens) - 1 else []
-        most = min(len(holding.table) // self.width * UNIT, len(client.tokens) + len(new))
+        most = min(holding.num_units * UNIT, len(client.tokens) + len(new))
         if most < done:
             return
         num_computed = most if rng.random() < 0.5 else rng.randint(done, most)
         client.tokens += new
-        for unit in range(done // UNIT, num_computed // UNIT):
-            for block_id, tag in zip(
-                holding.table[unit * self.width : (unit + 1) * self.width], self.tags(client, unit), strict=True
-            ):
-                self.device[block_id] = tag
+        for group, table in enumerate(self.ledger.block_ids(holding)):
+            size = self.groups[group].block_size
+            for position in range(done // size, num_computed // size):
+                assert table[position], "what is to be computed has a block"
+                self.device[table[position]] = self.tag(client, group, position)
         self.take(self.ledger.commit(holding, num_computed, new))
         self.counts["committed"] += 1
 
@@ -218,7 +248,7 @@ class Walk:
         holding = client.holding
         if holding.waiter is not None:
             return self.wait_on(client, "extended")
-        num_tokens = len(holding.table) // self.width * UNIT + self.random.randint(1, 6)
+        num_tokens = holding.num_units * UNIT + self.random.randint(1, 6)
         try:
             self.ledger.extend_nowait(holding, num_tokens)
         except OutOfBlocks as error:
@@ -239,7 +269,7 @@ class Walk:
     def step(self) -> None:
         if self.steps and self.random.random() < 0.6:
             return self.steps.pop(self.random.randrange(len(self.steps))).close()
-        running = [client.holding for client in self.clients if client.holding.state in (S.RUNNING, S.ALLOCATED)]
+        running = [client.holding for client in self.clients if self.may_compute(client.holding)]
         if running and len(self.steps) < 2:
             step = ExitStack()
             step.enter_context(self.ledger.step(self.random.sample(running, self.random.randint(1, len(running)))))
@@ -253,15 +283,22 @@ class Walk:
             return
         holding = client.holding
         start = self.random.randint(holding.ready_stop * UNIT, holding.num_computed_tokens)
-        units = range(start // UNIT * self.width, holding.num_computed_tokens // UNIT * self.width)
-        wrong = [holding.table[at] for at in units]
+        wrong = self.written(holding, start)
         for tainted in self.ledger.invalidate(holding, start):
             self.counts["tainted"] += 1
             self.end(next(other for other in self.clients if other.holding is tainted), "prefix_invalidated")
-        for block_id in wrong:
+        for block_id in wrong - {0}:
             self.device[block_id] = "invalidated"
         client.tokens = client.tokens[: max(client.num_prompt, start + 1)]
         self.counts["invalidated"] += 1
+
+    def written(self, holding: Any, start: int) -> set[int]:
+        """The whole blocks behind token `start` that `holding` has computed."""
+        found = set()
+        for group, table in enumerate(self.ledger.block_ids(holding)):
+            size = self.groups[group].block_size
+            found.update(table[start // size : holding.num_computed_tokens // size])
+        return found
 
     def reset(self) -> None:
         self.ledger.reset()
