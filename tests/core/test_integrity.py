@@ -66,6 +66,10 @@ def part_too_long(busy: Busy) -> None:
     busy.run_with(Tier.HOST, pinned=False).parts[Tier.HOST].stop += 1
 
 
+def part_of_another_run(busy: Busy) -> None:
+    busy.run_with(Tier.DEVICE, pinned=True).parts[Tier.DEVICE].run = busy.run_with(Tier.HOST, pinned=False)
+
+
 def one_block_too_many(busy: Busy) -> None:
     busy.run_with(Tier.DEVICE, pinned=True).parts[Tier.DEVICE].blocks.append(99)
 
@@ -78,6 +82,10 @@ def not_in_the_order(busy: Busy) -> None:
     blocks = tier(busy, Tier.HOST)
     part = blocks.order.oldest()
     blocks.order.remove(part)
+
+
+def pinned_but_in_the_order(busy: Busy) -> None:
+    tier(busy, Tier.HOST).order.add(busy.run_with(Tier.HOST, pinned=True).parts[Tier.HOST])
 
 
 def evictable_miscounted(busy: Busy) -> None:
@@ -124,9 +132,11 @@ LAWS: list[tuple[Callable[[Busy], None], str]] = [
     (miscounted_after, "runs behind are miscounted"),
     (gap, "a gap in a path|outside of its run"),
     (part_too_long, "outside of its run|wrong length"),
+    (part_of_another_run, "outside of its run"),
     (one_block_too_many, "wrong length"),
     (reference_too_many, "references are not its leases"),
     (not_in_the_order, "order is not the unpinned"),
+    (pinned_but_in_the_order, "order is not the unpinned"),
     (evictable_miscounted, "evictable blocks are miscounted"),
     (two_hands, "blocks in two hands"),
     (no_hand, "blocks in no hand"),

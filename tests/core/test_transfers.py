@@ -629,6 +629,20 @@ def test_a_block_that_rots_twice_under_one_reader() -> None:
     assert (host.num_free, host.num_cached) == (2, 3)
 
 
+def test_whoever_matched_a_rotten_block_may_leave() -> None:
+    """The hit of a request ends with a block that has rotted since: leaving, it takes along nothing of others."""
+    driven = on_host()
+    short, longer = driven.admit(A, max_hit_tokens=8), driven.admit(A, max_hit_tokens=12)
+    holding, (plan,) = start_load(driven)
+    driven.launch([plan])
+    driven.end(plan, Outcome.CORRUPT, num_landed=0, corrupt=[2])
+    for each in (holding, short, longer):
+        driven.release(each, "cancelled")
+    assert driven.hit(A) == (0, 8)
+    driven.serve(A)
+    assert driven.hit(A) == (16, 0)
+
+
 # -- stores -------------------------------------------------------------------------------------------------------
 
 

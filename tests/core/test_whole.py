@@ -201,6 +201,32 @@ def test_who_matched_the_wrong_bytes_is_named() -> None:
         driven.release(holding)
 
 
+@pytest.mark.parametrize("turn", ["pinned", "first in line", "granted"])
+def test_who_has_only_matched_wrong_bytes_matches_again(turn: str) -> None:
+    """Nothing was read yet, so nobody is aborted: the wrong blocks are computed instead, and no count is lost."""
+    driven = Driven(16)
+    wrong = driven.running(A)
+    driven.commit(wrong, 16)
+    matched = driven.admit(A)
+    filler = driven.allocated(prompt(6, 44))
+    waiter = None if turn == "pinned" else driven.ledger.queue_allocation(matched)
+    if turn == "granted":
+        driven.release(filler)
+        assert waiter is not None and waiter.granted is not None
+    assert driven.ledger.invalidate(wrong, 8) == ()
+    driven.ledger.check_integrity()
+    if turn != "granted":
+        driven.release(filler)
+    if waiter is None:
+        driven.ledger.allocate_nowait(matched)
+    else:
+        driven.ledger.accept(waiter)
+    assert driven.ledger.plan_load(matched) == ()
+    assert (matched.num_computed_tokens, len(matched.table)) == (8, 5)
+    assert not set(matched.table[2:]) & set(wrong.table)
+    driven.ledger.check_integrity()
+
+
 def test_what_somebody_gone_computed_on_wrong_bytes_is_taken_back() -> None:
     """A request that has finished on a wrong prefix left wrong blocks behind it: when the prefix is right again, they
     must not be found."""
