@@ -57,6 +57,10 @@ def unfindable(busy: Busy) -> None:
     del busy.ledger.cache.index.runs[run.key]
 
 
+def run_for_nothing(busy: Busy) -> None:
+    busy.ledger.cache.index.insert(busy.waiters[0].holding.sequence, None, 0, 1)
+
+
 def miscounted_after(busy: Busy) -> None:
     busy.run_with(Tier.DEVICE, pinned=True).num_after += 1
 
@@ -150,6 +154,7 @@ LAWS: list[tuple[Callable[[Busy], None], str]] = [
     (empty_run, "an empty run"),
     (run_inside_out, "an empty run"),
     (unfindable, "not findable"),
+    (run_for_nothing, "a run is kept for nothing"),
     (miscounted_after, "runs behind are miscounted"),
     (gap, "a gap in a path"),
     (overlap, "a gap in a path"),
