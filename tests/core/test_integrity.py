@@ -94,6 +94,10 @@ def one_block_too_many(busy: Busy) -> None:
     busy.run_with(Tier.DEVICE, pinned=True).parts[Tier.DEVICE].blocks.append(99)
 
 
+def one_block_too_few(busy: Busy) -> None:
+    busy.run_with(Tier.DEVICE, pinned=True).parts[Tier.DEVICE].blocks.pop()
+
+
 def reference_too_many(busy: Busy) -> None:
     busy.run_with(Tier.DEVICE, pinned=True).parts[Tier.DEVICE].num_references += 1
 
@@ -161,6 +165,7 @@ LAWS: list[tuple[Callable[[Busy], None], str]] = [
     (part_too_long, "outside of its run|wrong length"),
     (part_of_another_run, "outside of its run"),
     (one_block_too_many, "wrong length"),
+    (one_block_too_few, "wrong length"),
     (reference_too_many, "references are not its leases"),
     (not_in_the_order, "order is not the unpinned"),
     (pinned_but_in_the_order, "order is not the unpinned"),

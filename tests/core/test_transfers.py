@@ -510,6 +510,21 @@ def test_what_is_on_its_way_is_shared_behind_what_came_meanwhile() -> None:
     assert late.num_computed_tokens == 24
 
 
+def test_what_an_orphaned_load_has_brought_counts() -> None:
+    """Its request has left and it failed on the way: who loads the rest has both in its table, each in its place."""
+    driven = on_host()
+    late = driven.allocated(A)
+    leader, (plan,) = start_load(driven)
+    driven.launch([plan])
+    driven.release(leader, "cancelled")
+    driven.end(plan, Outcome.FAILED, num_landed=2)
+    (rest,) = driven.ledger.plan_load(late)
+    assert list(rest.source_ids) == list(plan.source_ids[2:])
+    driven.land([rest])
+    assert late.num_computed_tokens == 16
+    assert list(late.table[:4]) == [*plan.destination_ids[:2], *rest.destination_ids]
+
+
 # -- corrupt ------------------------------------------------------------------------------------------------------
 
 
@@ -627,6 +642,20 @@ def test_a_block_that_rots_twice_under_one_reader() -> None:
     driven.release(reader, "cancelled")
     host = driven.ledger.statistics().host
     assert (host.num_free, host.num_cached) == (2, 3)
+
+
+def test_two_gaps_are_stored_as_two() -> None:
+    """What lies between two bad blocks is on the host still, and is not stored again (I3)."""
+    driven = on_host()
+    holding, (plan,) = start_load(driven)
+    driven.launch([plan])
+    driven.end(plan, Outcome.CORRUPT, num_landed=1, corrupt=[1, 3])
+    stores = driven.commit(holding)
+    assert [list(store.source_ids) for store in stores] == [[holding.table[1]], [holding.table[3]]]
+    driven.land(stores)
+    driven.release(holding)
+    driven.evict_device()
+    assert driven.hit(A) == (0, 16)
 
 
 def test_whoever_matched_a_rotten_block_may_leave() -> None:
