@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,11 +105,27 @@ def test_a_bad_group_is_named(arguments: dict[str, Any], named: str) -> None:
 
 def test_block_sizes_that_hardly_meet_are_refused() -> None:
     """With coprime sizes of 65,000 no prompt would ever hit: refused instead of a cache that does nothing."""
-    groups = [KVCacheGroup("a", block_size=65_536), KVCacheGroup("b", block_size=65_535)]
-    with pytest.raises(ConfigError, match="groups"):
-        Layout.of(groups)
-    with pytest.raises(ConfigError, match="groups"):
-        Ledger(config(groups=groups), 64)
+    for other in (65_535, 17):
+        groups = [KVCacheGroup("a", block_size=65_536), KVCacheGroup("b", block_size=other)]
+        with pytest.raises(ConfigError, match="groups"):
+            Layout.of(groups)
+        with pytest.raises(ConfigError, match="groups"):
+            Ledger(config(groups=groups), 64)
+
+
+@pytest.mark.parametrize(("sizes", "unit"), [((65_536,), 65_536), ((4, 6), 12), ((65_536, 15), 983_040)])
+def test_block_sizes_that_meet_within_a_million_tokens_are_taken(sizes: tuple[int, ...], unit: int) -> None:
+    """Groups share a cache if all their block sizes divide some number of tokens up to 2**20."""
+    assert Layout.of([KVCacheGroup(f"g{size}", block_size=size) for size in sizes]).unit_tokens == unit
+
+
+def test_a_group_of_another_make_is_refused() -> None:
+    """What merely looks like a group is refused by name: it is never left out of the cache in silence."""
+    lookalike: Any = SimpleNamespace(name="other", block_size=16, attention=FullAttention())
+    for groups in ([lookalike], [GROUP, lookalike]):
+        with pytest.raises(ConfigError) as refusal:
+            Ledger(config(groups=groups), 64)
+        assert refusal.value.argument == "groups"
 
 
 @pytest.mark.parametrize("num_device_blocks", [1, 0, -3, 1.5, True, None, 2**31, 10**30])

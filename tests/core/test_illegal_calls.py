@@ -328,6 +328,27 @@ def test_a_bad_number_is_refused_by_name(call: str, name: str) -> None:
         refuse_argument(driven.ledger, holding, call, name, value)
 
 
+SMALLEST: dict[tuple[str, str], tuple[str, int]] = {
+    ("admit", "max_hit_tokens"): ("pinned", 0),
+    ("admit", "hit_alignment"): ("pinned", 1),
+    ("allocate_nowait", "num_tokens"): ("pinned", 1),
+    ("queue_allocation", "num_tokens"): ("pinned", 1),
+    ("extend_nowait", "num_tokens"): ("running", 1),
+    ("queue_extension", "num_tokens"): ("running", 1),
+    ("plan_load", "max_tokens"): ("allocated", 0),
+}
+
+
+@pytest.mark.parametrize(("call", "name"), SMALLEST)
+def test_the_smallest_number_is_taken(call: str, name: str) -> None:
+    """Nobody has to ask for more than they need: one token, or none where none makes sense."""
+    situation, value = SMALLEST[call, name]
+    driven = Driven(8)
+    holding = SITUATIONS[situation][1](driven)
+    with_argument(driven.ledger, holding, call, name, value)
+    driven.ledger.check_integrity()
+
+
 @pytest.mark.parametrize("tokens", BAD_TOKENS, ids=repr)
 def test_bad_tokens_are_refused_by_name(tokens: object) -> None:
     """What is no token id is appended to no sequence, however much of the commit was right."""

@@ -64,3 +64,30 @@ def test_a_store_in_flight_outlives_the_one_behind_it() -> None:
     stored_again = {block_id for plan in again for block_id in plan.source_ids}
     assert stored_again.isdisjoint(first.source_ids)
     assert stored_again == set(second.source_ids)
+
+
+def test_a_split_where_a_store_stops_leaves_nothing_behind() -> None:
+    """A prompt branches off right where the copy in flight ends: when all is over, no token of it stays in memory."""
+    driven = Driven(12, 8, max_job_bytes=1)
+    holding = driven.allocated(prompt(1, 9))
+    first, second = driven.launch(driven.commit(holding, 8))
+    driven.end(second, Outcome.UNPROVEN)
+    branch = driven.running([*prompt(1, 4), *prompt(2, 5)])
+    driven.end(first)
+    driven.release(holding, "cancelled")
+    driven.release(branch, "cancelled")
+    driven.end(second)
+    driven.evict_device()
+    assert [repr(run) for run in driven.ledger.cache.index.runs.values()] == ["<Run [0,1) device=0/0 host=1/0>"]
+
+
+def test_no_order_of_eviction_breaks_a_path() -> None:
+    """An order may take heads before tails: what was evicted is a miss, and what hangs on it is reached again later."""
+    driven = Driven(8, 0, eviction=NewestFirst)
+    shared = prompt(1, 8)
+    for name in (2, 3):
+        driven.serve([*shared, *prompt(name, 5)])
+    driven.release(driven.allocated(prompt(7, 20)))  # four blocks are free: one is taken from the head
+    assert driven.hit([*shared, *prompt(2, 5)]) == (4, 0)
+    driven.serve([*shared, 0])
+    assert driven.hit([*shared, *prompt(2, 5)]) == (12, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from driving import BLOCK, Direction, Driven, Tier, prompt
 
+from aoffload.core.groups import KVCacheGroup, Layout
 from aoffload.core.holding import Holding
 from aoffload.core.jobs import Job
 from aoffload.core.lifecycle import JobState, RequestState
@@ -13,6 +14,8 @@ from aoffload.errors import IllegalTransition, OutOfBlocks, WrongState
 
 A = prompt(1, 17)
 """Four full blocks and a token to compute."""
+ONE = [KVCacheGroup("full", block_size=BLOCK)]
+TWO = [KVCacheGroup("a", block_size=4), KVCacheGroup("b", block_size=8)]
 
 
 def on_host(num_device: int = 16, num_host: int = 16, **config: object) -> Driven:
@@ -102,6 +105,15 @@ def test_limits_narrow_the_match(limit: int | None, alignment: int, expected: in
     assert driven.num_pinned()[1] == expected // BLOCK
 
 
+@pytest.mark.parametrize("block_size", [1, 3, 4, 5])
+def test_without_limits_every_whole_block_is_hit(block_size: int) -> None:
+    """Whatever the block size, who asks for no alignment gets every block that is cached."""
+    driven = Driven(16, groups=[KVCacheGroup("full", block_size=block_size)])
+    tokens = prompt(1, 3 * block_size + 1)
+    driven.serve(tokens)
+    assert driven.admit(tokens).match.num_tokens == 3 * block_size
+
+
 # -- splitting ----------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +177,57 @@ def test_no_island_is_published_behind_a_failure_in_the_run_before() -> None:
     driven.end(plans[0], Outcome.FAILED)
     driven.end(plans[1])
     assert driven.ledger.statistics().device.num_cached == 0
+
+
+def test_a_load_in_flight_is_shared_though_one_behind_it_is_in_doubt() -> None:
+    """Three copies in a row, the middle one given up: what the first still brings is not copied a second time."""
+    driven = on_host(max_job_bytes=1)
+    _, plans = start_load(driven)
+    driven.launch(plans)
+    driven.end(plans[1], Outcome.UNPROVEN)
+    second, more = start_load(driven)
+    assert plans[0].source_ids[0] not in [block_id for plan in more for block_id in plan.source_ids]
+    for plan in (plans[0], plans[2], plans[3]):
+        driven.end(plan)
+    driven.land(more)
+    assert second.state is RequestState.RUNNING and second.num_computed_tokens >= 4
+
+
+def test_nobody_waits_for_copies_of_what_is_there() -> None:
+    """Blocks computed meanwhile need no copy: whoever shares the rest goes on when the rest has ended."""
+    driven = on_host(max_job_bytes=1)
+    _, plans = start_load(driven)
+    driven.launch(plans)
+    driven.end(plans[1], Outcome.UNPROVEN)
+    driven.commit(driven.running(A, max_hit_tokens=0), 8)
+    sharer, more = start_load(driven)
+    assert more == [] and sharer.state is RequestState.LOADING
+    for plan in plans[2:]:
+        driven.end(plan, Outcome.UNPROVEN)
+    assert sharer.state is RequestState.RUNNING and sharer.num_computed_tokens == 8
+    assert plans[0].job_id in driven.ledger.jobs.unsettled
+
+
+@pytest.mark.parametrize("groups", [ONE, TWO], ids=["one group", "two groups"])
+def test_a_copy_that_was_partly_overtaken_brings_the_rest(groups: list[KVCacheGroup]) -> None:
+    """Of a late copy, what nobody else has brought meanwhile is a hit as soon as it lands; the rest is free again."""
+    width = Layout.of(groups).width
+    tokens = prompt(1, 4 * Layout.of(groups).unit_tokens + 1)
+    driven = Driven(16 * width, 16 * width, groups=groups, max_job_bytes=2 * width)
+    driven.on_host_only(tokens)
+    first, (front, back) = start_load(driven, tokens)
+    driven.launch([front, back])
+    driven.end(front, Outcome.FAILED, num_landed=width)
+    second, (middle, end) = start_load(driven, tokens)
+    driven.launch([middle, end])
+    driven.end(middle)
+    driven.end(back)
+    assert first.num_computed_tokens == len(tokens) - 1
+    assert driven.hit(tokens) == (len(tokens) - 1, 0)
+    assert list(first.table[2 * width : 3 * width]) == list(middle.destination_ids[width:])
+    assert list(first.table[3 * width : 4 * width]) == list(back.destination_ids[width:])
+    driven.end(end, Outcome.FAILED)
+    assert second.num_computed_tokens == len(tokens) - 1
 
 
 # -- late, twice, never -------------------------------------------------------------------------------------------
@@ -384,6 +447,22 @@ def test_no_room_after_a_failed_load_means_queueing_at_the_old_place() -> None:
     assert Tier.HOST not in sharer.leases
 
 
+def test_whoever_asks_last_is_woken() -> None:
+    """A wait for room that was cancelled and begun again, after a failed load, wakes the new one and only that."""
+    driven = on_host(num_device=9)
+    holding, plans = start_load(driven)
+    filler = driven.allocated(prompt(9, 16))
+    driven.launch(plans)
+    woken: list[str] = []
+    driven.ledger.plan_load(holding, None, lambda: woken.append("first"))
+    driven.end(plans[0], Outcome.UNPROVEN)
+    waiter = holding.waiter
+    assert waiter is not None and not woken
+    assert driven.ledger.plan_load(holding, None, lambda: woken.append("second")) == ()
+    driven.release(filler)
+    assert waiter.granted is not None and woken == ["second"]
+
+
 def test_an_abandoned_load_is_waited_for_no_longer() -> None:
     """Past its deadline a request computes instead; what has landed counts, what was launched goes on."""
     driven = on_host(max_job_bytes=2)
@@ -409,6 +488,43 @@ def test_what_landed_meanwhile_is_adopted() -> None:
     assert driven.num_pinned()[0] == 4 + 1 + 1
 
 
+def on_host_in_runs() -> tuple[Driven, list[int]]:
+    """Six blocks on the host, in three runs of two: other prompts hang on the borders."""
+    driven, long = Driven(32, 32), prompt(1, 25)
+    driven.on_host_only(long)
+    for at in (8, 16):
+        driven.on_host_only([*long[:at], *prompt(at, 5)])
+    assert driven.hit(long) == (0, 24)
+    return driven, long
+
+
+def test_what_is_on_its_way_is_shared_behind_what_came_meanwhile() -> None:
+    """Some runs were brought since the match, another is on its way: no copy is made a second time."""
+    driven, long = on_host_in_runs()
+    late = driven.allocated(long)
+    driven.running(long[:17])
+    _, (rest,) = start_load(driven, long)
+    assert rest.num_blocks == 2
+    assert driven.ledger.plan_load(late) == ()
+    driven.land([rest])
+    assert late.num_computed_tokens == 24
+
+
+def test_what_an_orphaned_load_has_brought_counts() -> None:
+    """Its request has left and it failed on the way: who loads the rest has both in its table, each in its place."""
+    driven = on_host()
+    late = driven.allocated(A)
+    leader, (plan,) = start_load(driven)
+    driven.launch([plan])
+    driven.release(leader, "cancelled")
+    driven.end(plan, Outcome.FAILED, num_landed=2)
+    (rest,) = driven.ledger.plan_load(late)
+    assert list(rest.source_ids) == list(plan.source_ids[2:])
+    driven.land([rest])
+    assert late.num_computed_tokens == 16
+    assert list(late.table[:4]) == [*plan.destination_ids[:2], *rest.destination_ids]
+
+
 # -- corrupt ------------------------------------------------------------------------------------------------------
 
 
@@ -431,6 +547,46 @@ def test_one_corrupt_block_in_the_middle() -> None:
     again, plans = start_load(driven)
     driven.land(plans)
     assert again.num_computed_tokens == 16
+
+
+@pytest.mark.parametrize("groups", [ONE, TWO], ids=["one group", "two groups"])
+@pytest.mark.parametrize("bad", range(4))
+def test_a_corrupt_block_beside_a_border(bad: int, groups: list[KVCacheGroup]) -> None:
+    """Wherever the bad block lies in the runs of a load, and in whichever group: exactly its unit is a miss."""
+    layout = Layout.of(groups)
+    unit, width = layout.unit_tokens, layout.width
+    tokens = prompt(1, 4 * unit + 1)
+    driven = Driven(16 * width, 16 * width, groups=groups)
+    driven.on_host_only(tokens)
+    driven.on_host_only([*tokens[: 2 * unit], *prompt(2, unit + 1)])  # cuts the run in the middle
+    holding, (plan,) = start_load(driven, tokens)
+    driven.launch([plan])
+    driven.end(plan, Outcome.CORRUPT, num_landed=bad * width, corrupt=[bad * width])
+    assert holding.num_computed_tokens == bad * unit
+    (store,) = driven.commit(holding)
+    assert store.num_blocks == width, "only the gap is stored again"
+    driven.land([store])
+    driven.release(holding)
+    driven.evict_device()
+    again, (load,) = start_load(driven, tokens)
+    assert list(load.source_ids) == [
+        *plan.source_ids[: bad * width], *store.destination_ids, *plan.source_ids[(bad + 1) * width :]
+    ]  # fmt: skip
+    driven.land([load])
+    assert again.num_computed_tokens == 4 * unit
+
+
+def test_a_hit_that_was_repaired_in_its_place_is_whole() -> None:
+    """Another load found a block corrupt and its request computed it again: who had matched it gets all of it."""
+    driven = Driven(16)
+    driven.on_host_only(A[:9])
+    late = driven.allocated(A[:9])
+    first, (plan,) = start_load(driven, A[:9])
+    driven.launch([plan])
+    driven.end(plan, Outcome.CORRUPT, num_landed=0, corrupt=[1])
+    driven.commit(first)
+    assert driven.ledger.plan_load(late) == ()
+    assert late.num_computed_tokens == 8
 
 
 def test_a_hit_that_rots_while_it_is_pinned_becomes_shorter() -> None:
@@ -469,6 +625,51 @@ def test_a_block_still_being_read_is_not_handed_out_when_forgotten() -> None:
     assert driven.ledger.statistics().host.num_free == 0
     driven.release(reader, "cancelled")
     assert driven.ledger.statistics().host.num_free == 1
+
+
+def test_a_block_that_rots_twice_under_one_reader() -> None:
+    """It was stored again and rotted again: neither copy is handed out before the reader of both is gone."""
+    driven = on_host(num_host=5)
+    reader = driven.admit(A)
+    for _ in range(2):
+        holding, (plan,) = start_load(driven)
+        driven.launch([plan])
+        driven.end(plan, Outcome.CORRUPT, num_landed=3, corrupt=[3])
+        driven.land([*driven.commit(holding), *driven.release(holding)])
+        driven.evict_device()
+    host = driven.ledger.statistics().host
+    assert (host.num_free, host.num_pinned) == (0, 5)
+    driven.release(reader, "cancelled")
+    host = driven.ledger.statistics().host
+    assert (host.num_free, host.num_cached) == (2, 3)
+
+
+def test_two_gaps_are_stored_as_two() -> None:
+    """What lies between two bad blocks is on the host still, and is not stored again (I3)."""
+    driven = on_host()
+    holding, (plan,) = start_load(driven)
+    driven.launch([plan])
+    driven.end(plan, Outcome.CORRUPT, num_landed=1, corrupt=[1, 3])
+    stores = driven.commit(holding)
+    assert [list(store.source_ids) for store in stores] == [[holding.table[1]], [holding.table[3]]]
+    driven.land(stores)
+    driven.release(holding)
+    driven.evict_device()
+    assert driven.hit(A) == (0, 16)
+
+
+def test_whoever_matched_a_rotten_block_may_leave() -> None:
+    """The hit of a request ends with a block that has rotted since: leaving, it takes along nothing of others."""
+    driven = on_host()
+    short, longer = driven.admit(A, max_hit_tokens=8), driven.admit(A, max_hit_tokens=12)
+    holding, (plan,) = start_load(driven)
+    driven.launch([plan])
+    driven.end(plan, Outcome.CORRUPT, num_landed=0, corrupt=[2])
+    for each in (holding, short, longer):
+        driven.release(each, "cancelled")
+    assert driven.hit(A) == (0, 8)
+    driven.serve(A)
+    assert driven.hit(A) == (16, 0)
 
 
 # -- stores -------------------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from driving import BLOCK, Driven, Tier, prompt
+from driving import BLOCK, ROOT, Driven, Tier, prompt
 
 from aoffload.core.groups import KVCacheGroup
 from aoffload.core.lifecycle import RequestState
 from aoffload.core.plan import Outcome
 from aoffload.errors import CommitError, InvalidArgument, WrongState
-from aoffload.prefix import KeySpan, Root
+from aoffload.prefix import TOKEN_BYTES, KeySpan, Root
 
 A = prompt(1, 17)
 
@@ -201,6 +201,32 @@ def test_who_matched_the_wrong_bytes_is_named() -> None:
         driven.release(holding)
 
 
+@pytest.mark.parametrize("turn", ["pinned", "first in line", "granted"])
+def test_who_has_only_matched_wrong_bytes_matches_again(turn: str) -> None:
+    """Nothing was read yet, so nobody is aborted: the wrong blocks are computed instead, and no count is lost."""
+    driven = Driven(16)
+    wrong = driven.running(A)
+    driven.commit(wrong, 16)
+    matched = driven.admit(A)
+    filler = driven.allocated(prompt(6, 44))
+    waiter = None if turn == "pinned" else driven.ledger.queue_allocation(matched)
+    if turn == "granted":
+        driven.release(filler)
+        assert waiter is not None and waiter.granted is not None
+    assert driven.ledger.invalidate(wrong, 8) == ()
+    driven.ledger.check_integrity()
+    if turn != "granted":
+        driven.release(filler)
+    if waiter is None:
+        driven.ledger.allocate_nowait(matched)
+    else:
+        driven.ledger.accept(waiter)
+    assert driven.ledger.plan_load(matched) == ()
+    assert (matched.num_computed_tokens, len(matched.table)) == (8, 5)
+    assert not set(matched.table[2:]) & set(wrong.table)
+    driven.ledger.check_integrity()
+
+
 def test_what_somebody_gone_computed_on_wrong_bytes_is_taken_back() -> None:
     """A request that has finished on a wrong prefix left wrong blocks behind it: when the prefix is right again, they
     must not be found."""
@@ -358,6 +384,16 @@ def test_a_failed_load_of_two_groups_keeps_whole_units() -> None:
     driven.release(holding)
 
 
+def test_no_commit_goes_beyond_what_several_groups_were_given() -> None:
+    """Room is counted in tokens that every group has blocks for, and a commit past it changes nothing."""
+    driven = Driven(24, 24, groups=TWO)
+    holding = driven.running(prompt(1, 9))
+    before = driven.picture()
+    with pytest.raises(CommitError, match="beyond the 16 tokens that were allocated"):
+        driven.ledger.commit(holding, 17, list(range(8)))
+    assert driven.picture() == before and holding.sequence.num_tokens == 9
+
+
 def test_extensions_are_told_by_group() -> None:
     """`extend` returns what was appended to each table."""
     driven = Driven(24, 24, groups=TWO)
@@ -414,6 +450,34 @@ def test_key_spans_are_part_of_the_prefix(spans: list[KeySpan], expected: int, o
     if on_host:
         driven.evict_device()
     assert sum(driven.hit(A, key_spans=[KeySpan(6, 10, b"cat")])) == 16
+
+
+def test_a_digest_does_not_depend_on_how_runs_were_cut() -> None:
+    """The key of a block is the digest of root, tokens and spans up to it, however prompts came, grew and branched."""
+    driven = Driven(32)
+    spans = [KeySpan(4, 14, b"cat"), KeySpan(21, 22, b"dog")]
+    tokens = prompt(1, 33)
+    holding = driven.running(tokens[:24], key_spans=spans)
+    for upto in (3, 6, 11, 17, 24):
+        driven.commit(holding, upto)
+    for upto in range(25, 33):
+        if upto > len(holding.table) * BLOCK:
+            driven.ledger.extend_nowait(holding, upto)
+        driven.commit(holding, upto, [tokens[upto - 1]])
+    driven.release(holding)
+    for at in (28, 12, 8, 20, 4):
+        driven.serve([*tokens[:at], *prompt(at, 33 - at)], key_spans=spans)
+    runs = driven.ledger.cache.index.runs
+    assert len(runs) > 10
+    for run in runs.values():
+        path = b"".join(each.tokens for each in reversed(list(run.path())))
+        hasher = ROOT.hasher.copy()
+        for position in range(run.start + 1):
+            hasher.update(path[position * BLOCK * TOKEN_BYTES : (position + 1) * BLOCK * TOKEN_BYTES])
+            for span in spans:
+                if span.start < (position + 1) * BLOCK and span.stop > position * BLOCK:
+                    hasher.update(span.record())
+        assert run.key == hasher.digest(), run
 
 
 def test_a_caller_may_reuse_its_array() -> None:

@@ -31,7 +31,7 @@ from serving import (
     with_bytes,
 )
 
-from aoffload import Computed, DuplicateRequest, OutOfBlocks, Request, RequestAborted, RequestState
+from aoffload import Computed, DuplicateRequest, OutOfBlocks, PrefixMatch, Request, RequestAborted, RequestState
 from aoffload.transfer.backends.scripted import ScriptedFence
 
 pytestmark = pytest.mark.anyio
@@ -543,6 +543,16 @@ async def test_a_request_logs_with_its_own_id() -> None:
 
 
 # -- what a person sees -------------------------------------------------------------------------------------------
+
+
+async def test_a_request_that_was_not_entered_has_nothing() -> None:
+    """It may be asked what it is before its block: no hit, no tokens, no reason, and no pin is taken for the answer."""
+    async with scripted() as (engine, _):
+        await engine.serve(A)
+        request = engine.runtime.request(A)
+        assert request.match == PrefixMatch(0, 0)
+        assert (request.state, request.reason, request.num_computed_tokens) == (RequestState.QUEUED, "", 0)
+        await assert_at_rest(engine.runtime)
 
 
 async def test_representations() -> None:

@@ -9,7 +9,7 @@ import pytest
 from clocks import JUMPING, jumping_backend
 from serving import Engine, assert_at_rest, pinned, prompt, scripted, turns
 
-from aoffload import OutOfBlocks, RequestState, RuntimeClosed
+from aoffload import OutOfBlocks, Request, RequestState, RuntimeClosed
 from aoffload.core.plan import Direction
 
 pytestmark = pytest.mark.anyio
@@ -249,6 +249,29 @@ async def test_closing_gives_up_after_its_own_bound() -> None:
     transport.land_all()
     with pytest.raises(RuntimeClosed):
         await engine.serve(A)
+
+
+async def test_a_load_that_lands_as_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lands after the timeout has fired and before the request hears of it: what it brought is ready."""
+    async with scripted(**TIMES) as (engine, transport):
+        await on_the_host_only(engine, A)
+        transport.auto = False
+        wait = Request._wait
+
+        async def land_last(request: Request, event: anyio.Event) -> None:
+            try:
+                await wait(request, event)
+            except anyio.get_cancelled_exc_class():
+                transport.land_all()
+                engine.runtime.worker.drain()
+                raise
+
+        monkeypatch.setattr(Request, "_wait", land_last)
+        began = anyio.current_time()
+        assert await engine.serve(A) == 8
+        assert anyio.current_time() - began == pytest.approx(30)
+        transport.land_all()
+        await assert_at_rest(engine.runtime)
 
 
 async def test_a_slow_copy_is_not_a_stalled_one() -> None:
