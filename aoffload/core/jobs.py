@@ -136,8 +136,8 @@ class JobBook:
     @staticmethod
     def _predecessor(first: Stretch, tier: Tier, band: int) -> Job | None:
         run: Run | None = first.run
-        if run is not None and first.start == run.start and run.part(tier, band).incoming is None:
-            run = run.before
+        if first.start == first.run.start and (not band or first.run.part(tier, band).incoming is None):
+            run = first.run.before
         return None if run is None else run.part(tier, band).incoming
 
     def launch(self, job: Job) -> bool:

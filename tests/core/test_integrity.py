@@ -198,7 +198,7 @@ def test_a_table_is_looked_at_beside_private_copies() -> None:
     driven.release(driven.allocated(prompt(9, 24)), "filler")  # of four blocks, two stay on the device
     holding = driven.running(prompt(1, 17), max_hit_tokens=0)
     driven.commit(holding)
-    assert holding.duplicates == [range(2)]
+    assert holding.tables[0].duplicates == [range(2)]
     table = holding.table
     table[2], table[3] = table[3], table[2]
     with pytest.raises(IntegrityError, match="a table does not name its leased blocks"):
