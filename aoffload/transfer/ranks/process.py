@@ -41,7 +41,8 @@ class ProcessRank:
     def __init__(self, build: Build | str, rank: int, num_ranks: int) -> None:
         self.rank = rank
         self._ready: Ready | None = None
-        self._is_started = False
+        self._reader: threading.Thread | None = None
+        self._writer: threading.Thread | None = None
         self._refusal = ""
         """Why nothing is launched any more."""
         self._has_ended = False
@@ -49,7 +50,7 @@ class ProcessRank:
         self._error: Refused | None = None
         self._statistics = TransferStatistics()
         self._outbox: SimpleQueue[Frame | None] = SimpleQueue()  # reentrant: finalisers put into it
-        self._answered, self._gone = threading.Event(), threading.Event()
+        self._answered = threading.Event()
         self._deliver: Callable[[Completion], None] = lambda completion: None
         self._lost: Callable[[str], None] = lambda reason: None
         self._process, self._channel = _start(build, rank, num_ranks)
@@ -99,14 +100,13 @@ class ProcessRank:
         lost: Callable[[str], None],
         env: Env,
     ) -> None:
-        if self._is_started or self._refusal:
+        if self._reader is not None or self._refusal:
             raise WrongState("this rank was opened or closed before; make another one")
         self._capacity()
-        self._is_started = True
         self._deliver, self._lost = deliver, lost
         self._outbox.put(Open(num_host_blocks, verify))
-        env.start_thread(self._write, f"aoffload-rank-{self.rank}-out")
-        env.start_thread(self._read, f"aoffload-rank-{self.rank}-in")
+        self._writer = env.start_thread(self._write, f"aoffload-rank-{self.rank}-out")
+        self._reader = env.start_thread(self._read, f"aoffload-rank-{self.rank}-in")
 
     def wait_open(self, timeout_s: float) -> None:
         if not self._answered.wait(timeout_s):
@@ -145,12 +145,14 @@ class ProcessRank:
 
     def join(self, timeout_s: float) -> bool:
         """Kills what has not ended within `timeout_s`; all its copies are over then, too."""
-        if not self._is_started:
+        if self._reader is None:
             self._kill()
-        elif not self._gone.wait(max(0.0, timeout_s)):
+            return not self._process.is_alive()
+        self._reader.join(max(0.0, timeout_s))
+        if self._reader.is_alive():
             self._process.kill()
-            self._gone.wait(_KILL_S)
-        return self._has_ended or self._gone.is_set()
+            self._reader.join(_KILL_S)
+        return self._has_ended or not self._reader.is_alive()
 
     def statistics(self) -> TransferStatistics:
         return self._statistics
@@ -187,14 +189,15 @@ class ProcessRank:
     def _end(self, reason: str) -> None:
         """Only a process that is gone copies nothing any more, so it is made sure of before anybody is told."""
         self._refusal = self._refusal or reason
-        self._outbox.put(None)
         if self._refusal != "closed" or not self._has_ended:
             self._process.kill()
         self._process.join()
-        self._channel.cut()
         self._lost(f"{reason} (exit code {self._process.exitcode})")
         self._answered.set()
-        self._gone.set()
+        self._channel.cut()
+        self._outbox.put(None)
+        if self._writer is not None:
+            self._writer.join()  # or it might write into whatever gets the descriptor next
         self._channel.close()
 
     def _kill(self) -> None:
@@ -202,7 +205,6 @@ class ProcessRank:
         self._process.kill()
         self._process.join(_KILL_S)
         self._channel.close()
-        self._gone.set()
 
 
 def _start(build: Build | str, rank: int, num_ranks: int) -> tuple[BaseProcess, Channel]:
