@@ -1,7 +1,6 @@
 """Two rank processes, as in tensor parallel: each has its part of every block, one runtime decides for both.
 
 Prints:
-    2 ranks, 8 blocks of 16384 bytes over both
     first time: 0 tokens ready
     bytes right on rank 0: True
     bytes right on rank 1: True
@@ -43,23 +42,18 @@ async def serve(runtime: OffloadRuntime, kv_caches: list[torch.Tensor], token_id
         with runtime.step([request]):
             forward(kv_caches, token_ids, request.block_ids[0], num_ready)
         request.commit(len(token_ids))
-    await runtime.flush()
     return num_ready
 
 
 async def main() -> None:
     kv_caches = [torch.zeros(9, 2, BLOCK_SIZE, 64).share_memory_() for _ in range(2)]
     transport = RankTransport.spawn(partial(build, kv_caches), 2)
-    print(
-        f"{len(kv_caches)} ranks, {transport.num_device_blocks - 1} blocks of {transport.block_bytes} bytes over both"
-    )
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK_SIZE)], num_host_blocks=64)
     async with OffloadRuntime(config, transport=transport) as runtime:
         print(f"first time: {await serve(runtime, kv_caches, PROMPT)} tokens ready")
         await serve(runtime, kv_caches, OTHER)
         print(f"after a prompt that needs the room: {await serve(runtime, kv_caches, PROMPT)} tokens ready")
-        found = transport.statistics()
-    print(f"each rank has stored {found.blocks_stored} blocks and loaded {found.blocks_loaded}")
+    print("each rank has stored {0.blocks_stored} blocks and loaded {0.blocks_loaded}".format(transport.statistics()))
 
 
 if __name__ == "__main__":
