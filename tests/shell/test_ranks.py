@@ -19,7 +19,8 @@ import structlog
 import torch
 from serving import ASYNCIO, GUARD_S, TRIO, Engine, assert_at_rest, config, prompt, turns
 
-from aoffload import OffloadRuntime, ProcessRank, RankTransport, RequestState
+from aoffload import LocalRank, OffloadRuntime, ProcessRank, RankTransport, RequestState
+from aoffload.transfer.backends.scripted import ScriptedTransport
 
 pytestmark = pytest.mark.anyio
 
@@ -146,6 +147,52 @@ async def test_a_hung_rank_is_given_up_and_its_death_ends_the_quarantine() -> No
                     await runtime.worker._settled.wait()
             await assert_at_rest(runtime)
     assert {"transport_stalled", "transport_recovered"} <= {entry["event"] for entry in logs}
+
+
+@attrs.define(eq=False)
+class ScriptedBlocks:
+    """The tags of several scripted ranks."""
+
+    scripts: list[ScriptedTransport]
+
+    def write(self, block_id: int, value: int) -> None:
+        for rank, script in enumerate(self.scripts):
+            script.device_content[block_id] = value + rank
+
+    def read(self, block_id: int) -> int:
+        found = {script.device_content[block_id] - rank for rank, script in enumerate(self.scripts)}
+        return found.pop() if len(found) == 1 else -1
+
+
+@pytest.mark.parametrize("end", ["fail", "corrupt", "lose"])
+async def test_blocks_stay_with_the_job_until_the_last_rank_has_reported(end: str) -> None:
+    """A load that is lost on one rank still writes on the other: its request waits, and nobody is given its blocks."""
+    scripts = [ScriptedTransport(NUM_BLOCKS + 1, auto=True) for _ in "01"]
+    with structlog.testing.capture_logs():
+        async with OffloadRuntime(config(), transport=RankTransport([LocalRank(one) for one in scripts])) as runtime:
+            engine = Engine(runtime, ScriptedBlocks(scripts))
+            await engine.serve(WARM[0])
+            await runtime.flush()
+            await engine.evict_device()
+            for script in scripts:
+                script.auto = False
+            async with anyio.create_task_group() as group:
+                group.start_soon(engine.serve, WARM[0])
+                await turns()
+                job_id = scripts[0].launched[-1].plan.job_id
+                getattr(scripts[1], end)(job_id, *([1] if end == "corrupt" else []))
+                await turns()
+                found = runtime.statistics()
+                assert (found.num_jobs, found.num_requests, found.device.num_quarantined) == (1, 1, 0)
+                scripts[0].land(job_id)
+                for script in scripts:
+                    script.auto = True
+            assert runtime.statistics().device.num_quarantined == (2 if end == "lose" else 0)
+            if end == "lose":
+                scripts[1].land(job_id)
+                await turns()
+            await assert_at_rest(runtime)
+            assert runtime.statistics().device.num_quarantined == 0
 
 
 async def test_everything_is_right_on_both_ranks_while_both_live() -> None:

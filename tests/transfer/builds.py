@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -50,8 +51,9 @@ def speaking(rank: int, num_ranks: int) -> torch.Tensor:
 
 
 def present(path: str, rank: int, num_ranks: int) -> torch.Tensor:
-    """Holds a named pipe open for as long as the process lives."""
+    """Holds a named pipe open for as long as the process lives, and has a thread that never ends."""
     os.open(path, os.O_WRONLY)
+    threading.Thread(target=threading.Event().wait).start()
     return plain(rank, num_ranks)
 
 

@@ -149,6 +149,18 @@ def test_a_rank_that_ends_or_hangs_while_it_builds_is_noticed(gates: tuple[Conne
         RankTransport.spawn(builds.plain, 0)
 
 
+def test_a_transport_that_was_never_opened_can_be_closed() -> None:
+    """Its processes are gone, and nothing can be opened any more."""
+    transport = RankTransport.spawn(builds.plain, 1, timeout_s=START_S)
+    (rank,) = transport.ranks
+    assert isinstance(rank, ProcessRank)
+    assert transport.close(0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank.pid, 0)
+    with pytest.raises(WrongState, match="opened or closed before"):
+        transport.open(4, verify=False, deliver=lambda completion: None, env=Env())
+
+
 def test_host_memory_that_a_rank_cannot_have_names_rank_and_size() -> None:
     """Opening raises what the configuration got wrong, and every process is gone."""
     ranks = spawn_ranks(builds.plain, 1, START_S)

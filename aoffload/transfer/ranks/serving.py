@@ -73,9 +73,11 @@ class _Server:
                 if isinstance(frame, Close):
                     self._channel.send(Closed(self._local.join(frame.timeout_s)))
                     return True
+                if type(frame) not in self._handlers:
+                    raise WireError(f"{type(frame).__name__} is no command")
                 self._handlers[type(frame)](frame)
-        except (WireError, KeyError):  # whatever this is, it is no command of ours
-            return False
+        except WireError:
+            return False  # whoever sends this decides nothing here
         return False
 
     def _open(self, frame: Open) -> None:
