@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import signal
@@ -132,6 +133,7 @@ def test_a_rank_that_cannot_be_built_is_named(build: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RankTransport.spawn(build, 2, timeout_s=START_S)
     assert str(caught.value).startswith(message)
+    assert multiprocessing.active_children() == []
 
 
 def test_a_rank_that_ends_or_hangs_while_it_builds_is_noticed(gates: tuple[Connection, Connection]) -> None:
@@ -188,6 +190,7 @@ def test_a_copy_that_hangs_is_over_when_closing_has_killed_its_rank(
     processes = start(partial(builds.held, pools, theirs), 2)
     processes.load(1, [0, 1], [2, 3])
     assert ours.poll(GUARD_S)
+    os.kill(processes.ranks[1].pid, signal.SIGSTOP)  # or it would end by itself when it is told to
     assert processes.transport.close(0)
     assert processes.next().outcome is Outcome.FAILED
     processes.assert_gone()

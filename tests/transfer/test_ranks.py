@@ -182,10 +182,12 @@ def test_what_the_first_rank_refuses_nobody_starts() -> None:
     with pytest.raises(TransferRefused):
         ranks.launch()
     assert (ranks.told, ranks.scripts[1].launched) == ([], [])
-    ranks.launch()
-    ranks.scripts[0].land(1)
-    ranks.scripts[1].land(1)
-    assert ranks.outcomes() == [Outcome.LANDED]
+    ranks.launch(2)
+    ranks.scripts[0].land(2)
+    ranks.scripts[1].land(2)
+    for rank in ranks.ranks:
+        rank.die("killed")
+    assert [(found.job_id, found.outcome) for found in ranks.told] == [(2, Outcome.LANDED)]
 
 
 def test_what_a_later_rank_refuses_is_a_failure_of_the_job() -> None:
@@ -220,6 +222,15 @@ def test_a_copy_may_land_inside_the_launch() -> None:
     ranks = Ranks(auto=True)
     ranks.launch()
     assert ranks.outcomes() == [Outcome.LANDED]
+
+
+def test_whoever_is_told_of_an_end_may_launch_at_once() -> None:
+    """`deliver` is called in the middle of a report, and a simulated loop may run the worker right there."""
+    ranks = Ranks(auto=True)
+    told = ranks.told.append
+    ranks.transport._deliver = lambda found: ranks.launch(2) if found.job_id == 1 else told(found)
+    ranks.launch(1)
+    assert [found.job_id for found in ranks.told] == [2]
 
 
 # -- any order ----------------------------------------------------------------------------------------------------

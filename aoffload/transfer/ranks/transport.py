@@ -68,7 +68,8 @@ class RankTransport:
         self.block_bytes = sum(rank.block_bytes for rank in self.ranks)
         self._open_timeout_s = open_timeout_s
         # Guards the tally and the refusal: a job that begins is either refused or failed by a death, never neither.
-        self._lock = threading.Lock()
+        # Reentrant: whoever is told of an end may launch the next job at once.
+        self._lock = threading.RLock()
         self._tally = JobTally(len(self.ranks))
         self._refusal = "the transport is not open"
         self._is_opened = False
@@ -203,7 +204,7 @@ class RankTransport:
         return lambda reason: self._lose(index, reason)
 
     def _report(self, index: int, completion: Completion) -> None:
-        # Delivered under the lock, or doubt could overtake its proof. `deliver` never blocks and never comes back here.
+        # Delivered under the lock, or doubt could overtake its proof; `deliver` never blocks.
         with self._lock:
             told = self._tally.report(index, completion)
             if told is not None:
