@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from copies import GUARD_S
 from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
 from aoffload.env import Env
 from aoffload.errors import ConfigError, TransferRefused, WrongState
+from aoffload.transfer.backends.base import anonymous_memory
 from aoffload.transfer.ranks.process import ProcessRank, spawn_ranks
 from aoffload.transfer.ranks.transport import RankTransport
 
@@ -114,6 +116,8 @@ def test_what_a_rank_refuses_or_cannot_fence_is_a_failure(start: Callable[..., P
     (rank,) = processes.ranks
     rank.launch(TransferPlan(2, Tier.DEVICE, Tier.HOST, array("i", [1]), array("i", [0])), 77)
     processes.transport._tally.begin(2, 1)
+    with pytest.raises(TransferRefused, match="rank 0: Launch cannot be written"):
+        processes.store(2**64, [1], [0])
     found = [processes.next(), processes.next()]
     assert [(one.outcome, one.num_landed) for one in found] == [(Outcome.FAILED, 0)] * 2
     assert "rank 0: job 1: destination_ids must be in [1, 8), got 8" in found[0].error
@@ -172,6 +176,14 @@ def test_host_memory_that_a_rank_cannot_have_names_rank_and_size() -> None:
         os.kill(ranks[0].pid, 0)
 
 
+def test_a_rank_that_dies_before_it_is_opened_is_noticed() -> None:
+    """Opening does not wait for an answer that nobody gives."""
+    ranks = spawn_ranks(builds.plain, 1, START_S)
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    with pytest.raises(ConfigError, match="num_host_blocks: rank 0: its process ended"):
+        RankTransport(ranks).open(4, verify=False, deliver=lambda completion: None, env=Env())
+
+
 def test_a_rank_that_speaks_out_of_turn_is_killed() -> None:
     """Who sends what no rank says is not trusted with anything else."""
     ranks = spawn_ranks(builds.speaking, 1, START_S)
@@ -207,6 +219,21 @@ def test_commands_do_not_wait_for_a_rank_that_reads_nothing(start: Callable[...,
 
     with pytest.raises(TransferRefused, match="has not read its last 8192 commands"):
         commit_often()
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
+def test_host_memory_is_asked_for_in_huge_pages() -> None:
+    """A killed rank counts as dead when its memory is taken apart: of many gigabytes in small pages, seconds later."""
+    memory = anonymous_memory(64, 2**20)
+    address = memory.ctypes.data
+    regions = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    heads = [re.search(r"^([0-9a-f]+)-([0-9a-f]+) ", region, re.MULTILINE) for region in regions]
+    (flags,) = [
+        after.splitlines()[0]
+        for head, after in zip(heads, regions[1:], strict=False)
+        if head is not None and int(head[1], 16) <= address < int(head[2], 16)
+    ]
+    assert "hg" in flags.split()
 
 
 DECIDER = """

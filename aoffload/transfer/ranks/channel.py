@@ -29,7 +29,10 @@ class Channel:
 
     def send(self, frame: Frame) -> bool:
         """Whether there was somebody to send to. Blocks while the peer does not read."""
-        data = encode(frame)
+        return self.send_encoded(encode(frame))
+
+    def send_encoded(self, data: bytes) -> bool:
+        """`send`, of what `encode` has written."""
         try:
             with self._sending:
                 self._connection.send_bytes(data)

@@ -18,6 +18,7 @@ from ..transport import TransferStatistics
 from .channel import Channel
 from .frames import Close, Closed, Completed, Frame, Launch, Open, Opened, Ready, RecordFence, Refused, ReleaseFence
 from .serving import Build, rank_main
+from .wire import encode
 
 __all__ = ["ProcessRank", "spawn_ranks"]
 
@@ -34,8 +35,9 @@ class ProcessRank:
     `build` is a function that can be imported, or picklable, or the string `"module:function"`; starting a process
     pickles its target, and from then on nothing is pickled. `ConfigError` if it cannot be sent to a process.
 
-    The process is a daemon, ignores Ctrl-C, and ends by itself when this one is gone. A thread reads what it reports
-    and is the only one that reaps it; another one writes, so no command blocks the event loop.
+    The process is a daemon (so it has no `multiprocessing` children of its own), ignores Ctrl-C, and ends by itself
+    when this one is gone. A thread reads what it reports and is the only one that reaps it; another one writes, so no
+    command blocks the event loop.
     """
 
     def __init__(self, build: Build | str, rank: int, num_ranks: int) -> None:
@@ -49,7 +51,7 @@ class ProcessRank:
         """It said itself that every copy has ended."""
         self._error: Refused | None = None
         self._statistics = TransferStatistics()
-        self._outbox: SimpleQueue[Frame | None] = SimpleQueue()  # reentrant: finalisers put into it
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()  # reentrant: finalisers put into it
         self._answered = threading.Event()
         self._deliver: Callable[[Completion], None] = lambda completion: None
         self._lost: Callable[[str], None] = lambda reason: None
@@ -104,7 +106,7 @@ class ProcessRank:
             raise WrongState("this rank was opened or closed before; make another one")
         self._capacity()
         self._deliver, self._lost = deliver, lost
-        self._outbox.put(Open(num_host_blocks, verify))
+        self._outbox.put(encode(Open(num_host_blocks, verify)))
         self._writer = env.start_thread(self._write, f"aoffload-rank-{self.rank}-out")
         self._reader = env.start_thread(self._read, f"aoffload-rank-{self.rank}-in")
 
@@ -127,7 +129,7 @@ class ProcessRank:
         self._post(RecordFence(number))
 
     def release_fence(self, number: int) -> None:
-        self._outbox.put(ReleaseFence(number))
+        self._outbox.put(encode(ReleaseFence(number)))
 
     def launch(self, plan: TransferPlan, after: int | None) -> None:
         self._post(Launch(plan, after or 0))
@@ -137,11 +139,14 @@ class ProcessRank:
             raise TransferRefused(f"rank {self.rank}: {self._refusal}")
         if self._outbox.qsize() >= _MAX_UNSENT:
             raise TransferRefused(f"rank {self.rank} has not read its last {_MAX_UNSENT} commands")
-        self._outbox.put(frame)
+        try:
+            self._outbox.put(encode(frame))
+        except WireError as error:
+            raise TransferRefused(f"rank {self.rank}: {error}") from error
 
     def stop(self, timeout_s: float) -> None:
         self._refusal = self._refusal or "closed"
-        self._outbox.put(Close(max(0.0, timeout_s)))
+        self._outbox.put(encode(Close(max(0.0, timeout_s))))
 
     def join(self, timeout_s: float) -> bool:
         """Kills what has not ended within `timeout_s`; all its copies are over then, too."""
@@ -160,8 +165,8 @@ class ProcessRank:
     # -- its threads ----------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        while (frame := self._outbox.get()) is not None:
-            if not self._channel.send(frame):
+        while (data := self._outbox.get()) is not None:
+            if not self._channel.send_encoded(data):
                 return
 
     def _read(self) -> None:
