@@ -34,6 +34,7 @@ from .errors import (
     RequestAborted,
     RuntimeClosed,
     TransferRefused,
+    WireError,
     WrongProcess,
     WrongState,
     WrongThread,
@@ -41,11 +42,14 @@ from .errors import (
 from .prefix import KeySpan, Prefix, Root
 from .request import PendingLoad, Request
 from .transfer.fence import Fence, PassedFence
+from .transfer.ranks.rank import LocalRank, Rank
 from .transfer.transport import TransferStatistics, Transport
 
 if TYPE_CHECKING:
     from .runtime import Computed, OffloadRuntime, RuntimeStatistics
     from .transfer.local import LocalTransport
+    from .transfer.ranks.process import ProcessRank
+    from .transfer.ranks.transport import RankFence, RankTransport
     from .transfer.region import KVRegion
 
 __version__ = _version("aoffload")
@@ -56,6 +60,9 @@ _NEEDS_TORCH = {
     "OffloadRuntime": ".runtime",
     "RuntimeStatistics": ".runtime",
     "LocalTransport": ".transfer.local",
+    "ProcessRank": ".transfer.ranks.process",
+    "RankFence": ".transfer.ranks.transport",
+    "RankTransport": ".transfer.ranks.transport",
     "KVRegion": ".transfer.region",
 }
 
@@ -100,6 +107,7 @@ __all__ = [
     "LeaseError",
     "Ledger",
     "LedgerStatistics",
+    "LocalRank",
     "LocalTransport",
     "Observer",
     "OffloadConfig",
@@ -110,6 +118,10 @@ __all__ = [
     "PendingLoad",
     "Prefix",
     "PrefixMatch",
+    "ProcessRank",
+    "Rank",
+    "RankFence",
+    "RankTransport",
     "RegionError",
     "Request",
     "RequestAborted",
@@ -126,6 +138,7 @@ __all__ = [
     "TransferStatistics",
     "Transport",
     "Waiter",
+    "WireError",
     "WrongProcess",
     "WrongState",
     "WrongThread",

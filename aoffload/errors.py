@@ -16,6 +16,7 @@ __all__ = [
     "RequestAborted",
     "RuntimeClosed",
     "TransferRefused",
+    "WireError",
     "WrongProcess",
     "WrongState",
     "WrongThread",
@@ -103,6 +104,10 @@ class WrongProcess(AoffloadError):  # noqa: N818
 
 class TransferRefused(AoffloadError):  # noqa: N818
     """A transport could not start a transfer. Nothing was started, so nothing has to be waited for."""
+
+
+class WireError(AoffloadError):
+    """Bytes between the deciding process and a rank that are no frame, or a value that no frame can hold."""
 
 
 class IntegrityError(AoffloadError, AssertionError):

@@ -1,0 +1,143 @@
+"""A rank: one set of KV tensors and its host memory, as the deciding process sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ...core.plan import Completion, TransferPlan
+from ...env import Env
+from ...errors import ConfigError, TransferRefused
+from ..fence import Fence
+from ..transport import TransferStatistics, Transport
+
+__all__ = ["LocalRank", "Rank"]
+
+
+class Rank(Protocol):
+    """One device of several that hold a part of every block each.
+
+    Everything but `wait_open` and `join` is called in the event loop's thread (`release_fence` in any) and never
+    blocks. Commands take effect in the order they are given.
+    """
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Rows of every KV region of this rank, the null block 0 included."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of this rank's part of a block."""
+        ...
+
+    def open(
+        self,
+        num_host_blocks: int,
+        *,
+        verify: bool,
+        deliver: Callable[[Completion], None],
+        lost: Callable[[str], None],
+        env: Env,
+    ) -> None:
+        """Start allocating `num_host_blocks` of this rank's host memory.
+
+        From then on `deliver` is called, in any thread, with what becomes of a plan, and `lost` with a reason once the
+        rank has ended, for good and for certain: nothing of it copies any more.
+        """
+        ...
+
+    def wait_open(self, timeout_s: float) -> None:
+        """Return when that memory is there. `ConfigError` with its size where it cannot be had. May block."""
+        ...
+
+    def record_fence(self, number: int) -> None:
+        """Record a fence behind all compute that this rank's device was given so far. `TransferRefused`: it cannot."""
+        ...
+
+    def release_fence(self, number: int) -> None:
+        """Nobody will name this fence any more. Called from finalisers, so it takes no lock."""
+        ...
+
+    def launch(self, plan: TransferPlan, after: int | None) -> None:
+        """As `Transport.launch`, behind the fence of the number `after`."""
+        ...
+
+    def stop(self, timeout_s: float) -> None:
+        """Launch nothing more; what runs has `timeout_s` to end."""
+        ...
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether every copy has ended, waiting up to `timeout_s`. A process is gone afterwards, one way or the other.
+
+        May block.
+        """
+        ...
+
+    def statistics(self) -> TransferStatistics:
+        """What this rank is known to have copied."""
+        ...
+
+
+class LocalRank:
+    """A rank in this process: a transport, and the fences that were recorded on it.
+
+    For engines that hold several devices in one process, for tests, and for the inside of a rank process.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._fences: dict[int, Fence] = {}
+
+    def __repr__(self) -> str:
+        return f"<LocalRank {self.transport!r} fences={len(self._fences)}>"
+
+    @property
+    def num_device_blocks(self) -> int:
+        return self.transport.num_device_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self.transport.block_bytes
+
+    def open(
+        self,
+        num_host_blocks: int,
+        *,
+        verify: bool,
+        deliver: Callable[[Completion], None],
+        lost: Callable[[str], None],
+        env: Env,
+    ) -> None:
+        """`ConfigError` with the size where the memory cannot be had. It never reports to `lost`: it lives as we do."""
+        try:
+            self.transport.open(num_host_blocks, verify=verify, deliver=deliver, env=env)
+        except (MemoryError, RuntimeError, OSError) as error:  # what allocators raise beside our own
+            size = num_host_blocks * self.block_bytes / 2**30
+            raise ConfigError("num_host_blocks", f"{size:.1f} GiB of host memory: {error!r}") from error
+
+    def wait_open(self, timeout_s: float) -> None:
+        """Nothing to wait for: `open` has allocated."""
+
+    def record_fence(self, number: int) -> None:
+        self._fences[number] = self.transport.record_fence()
+
+    def release_fence(self, number: int) -> None:
+        self._fences.pop(number, None)
+
+    def launch(self, plan: TransferPlan, after: int | None) -> None:
+        if after is None:
+            self.transport.launch(plan, None)
+        elif after in self._fences:
+            self.transport.launch(plan, self._fences[after])
+        else:  # it could not be recorded here; copying without it would copy what is still being computed
+            raise TransferRefused(f"job {plan.job_id}: there is no fence {after}")
+
+    def stop(self, timeout_s: float) -> None:
+        """Nothing to do before `join`: whoever would launch is stopped already."""
+
+    def join(self, timeout_s: float) -> bool:
+        return self.transport.close(timeout_s)
+
+    def statistics(self) -> TransferStatistics:
+        return self.transport.statistics()

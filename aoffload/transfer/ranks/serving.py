@@ -1,0 +1,111 @@
+"""What a rank process does: build its tensors, execute what it is told, report what became of it."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import attrs
+
+from ...core.plan import Completion, Outcome
+from ...env import Env
+from ...errors import ConfigError, TransferRefused, WireError
+from ..local import LocalTransport
+from .channel import Channel
+from .frames import Close, Closed, Completed, Launch, Open, Opened, Ready, RecordFence, Refused, ReleaseFence
+from .rank import LocalRank
+
+__all__ = ["Build", "rank_main"]
+
+Build: TypeAlias = Callable[[int, int], Any]
+"""`build(rank, num_ranks)`, called once in the rank's process: its KV caches (what `OffloadRuntime` takes), or a
+`LocalTransport` made of them."""
+
+_MAX_ERROR = 2000
+"""Characters of an error that are sent on."""
+
+
+def rank_main(connection: Connection, decider_pid: int, rank: int, num_ranks: int, build: Build | str) -> None:
+    """The whole life of a rank process. It ends when it is told to, or when the deciding process is gone."""
+    # Ctrl-C reaches every process of a terminal. The deciding one closes the ranks when it is through with them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(connection, decider_pid)
+    try:
+        local = LocalRank(_transport(build, rank, num_ranks))
+    except Exception as error:  # noqa: BLE001 - the caller's own function: its error is told where it was asked for
+        channel.send(Refused("build", f"rank {rank}: {error!r}"[:_MAX_ERROR]))
+        return
+    channel.send(Ready(local.num_device_blocks, local.block_bytes))
+    if not _Server(channel, local, rank).serve():
+        # Nobody is left to clean up for. Threads of the caller's must not keep this process, and its device memory.
+        os._exit(1)
+
+
+def _transport(build: Build | str, rank: int, num_ranks: int) -> LocalTransport:
+    function = pkgutil.resolve_name(build) if isinstance(build, str) else build
+    made = function(rank, num_ranks)
+    return made if isinstance(made, LocalTransport) else LocalTransport(made)
+
+
+class _Server:
+    """Takes commands from the channel, in order, to the rank's transport."""
+
+    def __init__(self, channel: Channel, local: LocalRank, rank: int) -> None:
+        self._channel = channel
+        self._local = local
+        self._rank = rank
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Open: self._open,
+            RecordFence: self._record_fence,
+            ReleaseFence: lambda frame: self._local.release_fence(frame.number),
+            Launch: self._launch,
+        }
+
+    def serve(self) -> bool:
+        """Until told to close, or until the other side is gone or sends garbage; whether it was the former."""
+        try:
+            while (frame := self._channel.receive()) is not None:
+                if isinstance(frame, Close):
+                    self._channel.send(Closed(self._local.join(frame.timeout_s)))
+                    return True
+                if type(frame) not in self._handlers:
+                    raise WireError(f"{type(frame).__name__} is no command")
+                self._handlers[type(frame)](frame)
+        except WireError:
+            return False  # whoever sends this decides nothing here
+        return False
+
+    def _open(self, frame: Open) -> None:
+        try:
+            self._local.open(
+                frame.num_host_blocks, verify=frame.verify, deliver=self._deliver, lost=lambda reason: None, env=Env()
+            )
+        except ConfigError as error:
+            self._channel.send(Refused(error.argument, f"rank {self._rank}: {error.problem}"[:_MAX_ERROR]))
+        else:
+            self._channel.send(Opened())
+
+    def _record_fence(self, frame: RecordFence) -> None:
+        try:
+            self._local.record_fence(frame.number)
+        except TransferRefused:
+            return  # the launch that names it is refused: nothing is ever copied without its fence
+
+    def _launch(self, frame: Launch) -> None:
+        end = partial(Completion, frame.plan.job_id)
+        try:
+            self._local.launch(frame.plan, frame.after or None)
+        except TransferRefused as error:
+            self._deliver(end(Outcome.FAILED, error=str(error)))
+        except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what was started, the rank goes on
+            self._deliver(end(Outcome.UNPROVEN, error=repr(error)))
+
+    def _deliver(self, completion: Completion) -> None:
+        """From any thread of the transport; blocks only while the deciding process does not read."""
+        short = attrs.evolve(completion, error=completion.error[:_MAX_ERROR])
+        self._channel.send(Completed(short, self._local.statistics()))

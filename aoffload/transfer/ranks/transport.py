@@ -1,0 +1,241 @@
+"""The transport of several ranks: every plan goes to all of them, and is over when it is over on all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import attrs
+
+from ...core.plan import Completion, Outcome, TransferPlan
+from ...env import Env
+from ...errors import ConfigError, TransferRefused, WrongState
+from ..fence import Fence, PassedFence
+from ..transport import TransferStatistics
+from .process import spawn_ranks
+from .rank import Rank
+from .serving import Build
+from .tally import JobTally
+
+__all__ = ["MAX_FENCES", "RankFence", "RankTransport"]
+
+MAX_FENCES = 4096
+"""Fences that are kept at a time. A device that is so far behind is not asked for more: what is committed meanwhile is
+not stored."""
+
+
+@attrs.frozen(eq=False)
+class RankFence:
+    """A fence that every rank has recorded on its own device, under this number.
+
+    Only the ranks can tell whether it has passed, so here it can be named, as the `after` of a plan, and not waited
+    for. When nobody refers to it any more, the ranks forget it.
+    """
+
+    number: int
+
+    def query(self) -> bool:
+        """Never known here."""
+        return False
+
+    def synchronize(self) -> None:
+        """`WrongState`: only a rank can wait for it."""
+        raise WrongState(f"fence {self.number} is recorded on the ranks' devices; nobody can wait for it here")
+
+
+class RankTransport:
+    """Implements `Transport` over `ranks` (`ProcessRank`, `LocalRank`, or one's own), in the order given.
+
+    A plan goes to every rank, and is complete when every rank's part is: LANDED if all landed, UNPROVEN if one cannot
+    say, otherwise a failure with the blocks that all of them have. Nothing is told before the last rank has reported or
+    is dead, so the blocks stay with the job until then. When a rank has died, its jobs fail at once, and every launch
+    is refused from then on: a part of every block is gone. Whoever starts that rank again makes a new transport and a
+    new runtime.
+
+    Capacity is agreed once: `num_device_blocks` is the least of all ranks, `block_bytes` the sum of their parts, and
+    each opens the same number of host blocks.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], *, open_timeout_s: float = 600.0) -> None:
+        """`open_timeout_s`: how long the ranks may take to allocate. Raises `ConfigError` without ranks."""
+        self.ranks = tuple(ranks)
+        if not self.ranks:
+            raise ConfigError("ranks", "is empty")
+        self.num_device_blocks = min(rank.num_device_blocks for rank in self.ranks)
+        self.block_bytes = sum(rank.block_bytes for rank in self.ranks)
+        self._open_timeout_s = open_timeout_s
+        # Guards the tally and the refusal: a job that begins is either refused or failed by a death, never neither.
+        # Reentrant: whoever is told of an end may launch the next job at once.
+        self._lock = threading.RLock()
+        self._tally = JobTally(len(self.ranks))
+        self._refusal = "the transport is not open"
+        self._is_opened = False
+        self._deliver: Callable[[Completion], None] = lambda completion: None
+        self._last_fence = 0
+        self._fences: weakref.WeakSet[RankFence] = weakref.WeakSet()
+
+    @classmethod
+    def spawn(cls, build: Build | str, num_ranks: int, *, timeout_s: float = 600.0) -> Self:
+        """Start `num_ranks` processes that each call `build(rank, num_ranks)` for their tensors; see `ProcessRank`.
+
+        May block for `timeout_s` seconds, as `open` may. `ConfigError` naming the rank that did not get ready.
+        """
+        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+            raise ConfigError("num_ranks", f"must be at least 1, got {num_ranks!r}")
+        return cls(spawn_ranks(build, num_ranks, timeout_s), open_timeout_s=timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<RankTransport ranks={len(self.ranks)} blocks={self.num_device_blocks} {self._refusal or 'open'}>"
+
+    # -- opening and closing --------------------------------------------------------------------------------------
+
+    def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
+        """Have every rank allocate. `ConfigError` naming the rank and the size it cannot have; all are closed then.
+
+        Blocks until the last rank has answered.
+        """
+        if self._is_opened:
+            raise WrongState("this transport was opened before; make another one")
+        self._is_opened = True
+        self._deliver = deliver
+        self._refusal = ""
+        try:
+            self._open_ranks(num_host_blocks, verify, env)
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    def _open_ranks(self, num_host_blocks: int, verify: bool, env: Env) -> None:
+        deadline_s = time.monotonic() + self._open_timeout_s  # not the `Env`'s clock: allocating takes real time
+        for index, rank in enumerate(self.ranks):
+            report, lost = self._reporter(index), self._mourner(index)
+            try:
+                rank.open(num_host_blocks, verify=verify, deliver=report, lost=lost, env=env)
+            except ConfigError as error:
+                raise ConfigError(error.argument, f"rank {index}: {error.problem}") from error
+        for rank in self.ranks:
+            rank.wait_open(max(0.0, deadline_s - time.monotonic()))
+
+    def close(self, timeout_s: float) -> bool:
+        """Have every rank end within `timeout_s`; a process that does not is killed. Whether no copy is in doubt."""
+        deadline_s = time.monotonic() + timeout_s
+        self._refuse("the transport is closed")
+        for rank in self.ranks:
+            rank.stop(timeout_s)
+        ended = [rank.join(max(0.0, deadline_s - time.monotonic())) for rank in self.ranks]
+        return all(ended)
+
+    def _refuse(self, reason: str) -> None:
+        with self._lock:
+            self._refusal = self._refusal or reason
+
+    # -- launching ------------------------------------------------------------------------------------------------
+
+    def record_fence(self) -> Fence:
+        """A fence on every rank, recorded when the rank gets to it: after all that it was told before.
+
+        The engine must have handed the forward to every rank's stream before: on a CPU, have heard that it is over.
+        """
+        self._check_usable()
+        if len(self._fences) >= MAX_FENCES:
+            raise TransferRefused(f"{MAX_FENCES} fences are still needed")
+        self._last_fence += 1
+        fence = RankFence(self._last_fence)
+        told: list[Rank] = []
+        try:
+            for rank in self.ranks:
+                rank.record_fence(fence.number)
+                told.append(rank)
+        finally:  # also of a fence that a later rank could not record: nobody will ever name it
+            weakref.finalize(fence, _release, told, fence.number).atexit = False
+        self._fences.add(fence)
+        return fence
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        """Tell every rank. `TransferRefused` when one is dead, and for a fence that is not of `record_fence`."""
+        number = self._number(after)
+        with self._lock:
+            self._check_usable()
+            self._tally.begin(plan.job_id, plan.num_blocks)
+        for index, rank in enumerate(self.ranks):
+            try:
+                rank.launch(plan, number)
+            except TransferRefused as error:
+                self._not_started(index, plan, error)
+                return
+            except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what this rank has started
+                self._report(index, Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
+                self._skip(index + 1, plan, "an earlier rank could not start")
+                return
+
+    def _not_started(self, index: int, plan: TransferPlan, error: TransferRefused) -> None:
+        """Refused as a whole only if no rank has begun; otherwise a failure, once those that did are through."""
+        if index == 0:
+            with self._lock:
+                nothing_was_told = self._tally.forget(plan.job_id)
+            if nothing_was_told:
+                raise error
+        self._skip(index, plan, str(error))
+
+    def _skip(self, first: int, plan: TransferPlan, reason: str) -> None:
+        for index in range(first, len(self.ranks)):
+            self._report(index, Completion(plan.job_id, Outcome.FAILED, error=reason))
+
+    def _number(self, after: Fence | None) -> int | None:
+        if after is None or isinstance(after, PassedFence):
+            return None  # the rank records a fence of its own, which is later than any that has passed
+        if isinstance(after, RankFence) and after in self._fences:
+            return after.number
+        raise TransferRefused(f"after: ranks know only the fences of their own record_fence(), got {after!r:.80}")
+
+    def _check_usable(self) -> None:
+        if self._refusal:
+            raise TransferRefused(self._refusal)
+
+    # -- reports, from any thread ---------------------------------------------------------------------------------
+
+    def _reporter(self, index: int) -> Callable[[Completion], None]:
+        return lambda completion: self._report(index, completion)
+
+    def _mourner(self, index: int) -> Callable[[str], None]:
+        return lambda reason: self._lose(index, reason)
+
+    def _report(self, index: int, completion: Completion) -> None:
+        # Delivered under the lock, or doubt could overtake its proof; `deliver` never blocks.
+        with self._lock:
+            told = self._tally.report(index, completion)
+            if told is not None:
+                self._deliver(told)
+
+    def _lose(self, index: int, reason: str) -> None:
+        with self._lock:
+            self._refusal = self._refusal or f"rank {index} is gone: {reason}"
+            for told in self._tally.lose(index, reason):
+                self._deliver(told)
+
+    # -- looking --------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> TransferStatistics:
+        """What all ranks have done: jobs and blocks are the least of any rank (`blocks_corrupt`: the most), bytes the
+        sum, seconds the longest. A process reports them with each job that ends; of a dead one, the last are kept."""
+        found = [rank.statistics() for rank in self.ranks]
+        return TransferStatistics(
+            num_loads=min(one.num_loads for one in found),
+            num_stores=min(one.num_stores for one in found),
+            blocks_loaded=min(one.blocks_loaded for one in found),
+            blocks_stored=min(one.blocks_stored for one in found),
+            blocks_verified=min(one.blocks_verified for one in found),
+            blocks_corrupt=max(one.blocks_corrupt for one in found),
+            bytes_loaded=sum(one.bytes_loaded for one in found),
+            bytes_stored=sum(one.bytes_stored for one in found),
+            load_seconds=max(one.load_seconds for one in found),
+            store_seconds=max(one.store_seconds for one in found),
+        )
+
+
+def _release(ranks: Sequence[Rank], number: int) -> None:
+    for rank in ranks:
+        rank.release_fence(number)
