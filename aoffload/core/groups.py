@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 
 from ..errors import ConfigError
 
-__all__ = ["AttentionKind", "FullAttention", "KVCacheGroup", "Layout"]
+__all__ = ["AttentionKind", "ChunkedLocal", "FullAttention", "KVCacheGroup", "Layout", "SlidingWindow"]
 
 MAX_BLOCK_SIZE = 65_536
 MAX_UNIT_TOKENS = 2**20
@@ -30,6 +30,31 @@ class FullAttention:
 
     def required_blocks(self, hit_end: int, block_size: int) -> range:
         return range(hit_end // block_size)
+
+
+def _positive(_: object, attribute: Any, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(attribute.name, f"must be a positive integer, got {value!r}")
+
+
+@attrs.frozen
+class SlidingWindow:
+    """Every token reads itself and the `window - 1` tokens before it."""
+
+    window: int = attrs.field(validator=_positive)
+
+    def required_blocks(self, hit_end: int, block_size: int) -> range:
+        return range(max(0, hit_end - self.window + 1) // block_size, hit_end // block_size)
+
+
+@attrs.frozen
+class ChunkedLocal:
+    """Every token reads the tokens from the start of its own `chunk` on."""
+
+    chunk: int = attrs.field(validator=_positive)
+
+    def required_blocks(self, hit_end: int, block_size: int) -> range:
+        return range((hit_end - hit_end % self.chunk) // block_size, hit_end // block_size)
 
 
 @attrs.frozen
