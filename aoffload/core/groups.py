@@ -32,7 +32,7 @@ class FullAttention:
         return range(hit_end // block_size)
 
 
-def _positive(_: object, attribute: Any, value: object) -> None:
+def _positive(_: object, attribute: Any, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(attribute.name, f"must be a positive integer, got {value!r}")
 
