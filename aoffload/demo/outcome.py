@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from ..integrations.engine import EngineStatistics
 from ..integrations.sequence import Generation
+from ..integrations.statistics import EngineStatistics
 from .comparison import Difference, find_differences
 from .options import DemoOptions
 from .pools import Pools

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
-import attrs
 import numpy as np
 import torch
 
@@ -36,6 +35,7 @@ from .forward import Forward
 from .layers import check_groups
 from .paged import PagedModel, SequenceSlice
 from .sequence import Generation, PromptTable, RowOutput, RunningSequence
+from .statistics import EngineStatistics, Peaks
 from .tries import Ask, PromptPlace, Rivals, Try
 
 if TYPE_CHECKING:
@@ -59,43 +59,6 @@ class StepFailed(AoffloadError):  # noqa: N818
         super().__init__(f"the step of {', '.join(request_ids)} failed: {type(cause).__name__}: {cause}")
         self.request_ids = tuple(request_ids)
         self.__cause__ = cause
-
-
-@attrs.frozen(kw_only=True)
-class EngineStatistics:
-    """Counts since the engine was opened, for every request, also those that did not finish."""
-
-    num_steps: int
-    num_prefilled_tokens: int
-    num_decoded_tokens: int
-    num_waiting: int
-    """Requests that wait for a place."""
-    num_prefilling: int
-    num_decoding: int
-    num_made_way: int
-    """Tries that gave up their room to an older request and began again."""
-    peak_pinned_blocks: int
-    """The most device blocks that were in use at once, of the runtime's own count."""
-    peak_null_blocks: int
-    """The most blocks that windows have saved at once: null positions in the tables of live requests."""
-    num_blocks_at_peak: int
-    """All positions of those tables then, the null ones too: the blocks they would take without windows. A prefix that
-    two requests share counts in both."""
-
-
-@attrs.define(eq=False)
-class _Peaks:
-    """What the device held at most, looked at in every step."""
-
-    pinned: int = 0
-    nulls: int = 0
-    positions: int = 0
-
-    def observe(self, num_pinned: int, tables: Sequence[PromptTable]) -> None:
-        self.pinned = max(self.pinned, num_pinned)
-        nulls = sum(table.num_nulls for table in tables)
-        if nulls > self.nulls:
-            self.nulls, self.positions = nulls, sum(table.num_positions for table in tables)
 
 
 def _ignore(_: int) -> None:
@@ -148,7 +111,7 @@ class PagedEngine:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._closed = True
         self._num_asks = self._num_steps = self._num_prefilled = self._num_decoded = 0
-        self._peaks = _Peaks()
+        self._peaks = Peaks()
 
     def __repr__(self) -> str:
         return f"<PagedEngine {'closed' if self._closed else 'open'} {self.statistics()}>"
@@ -162,9 +125,9 @@ class PagedEngine:
             num_prefilling=len(self._line_up.prefilling),
             num_decoding=len(self._line_up.decoding),
             num_made_way=self._rivals.num_made_way,
-            peak_pinned_blocks=self._peaks.pinned,
-            peak_null_blocks=self._peaks.nulls,
-            num_blocks_at_peak=self._peaks.positions,
+            peak_pinned_blocks=self._peaks.num_pinned,
+            peak_null_blocks=self._peaks.num_nulls,
+            num_blocks_at_peak=self._peaks.num_positions,
         )
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -241,7 +204,7 @@ class PagedEngine:
                 if sequence is None:
                     return None
                 await self._finish(sequence, one)
-                return self._record(sequence, arrived, admitted)
+                return sequence.record(arrived, admitted, self._env.now())
         if one.is_to_be_repeated:
             return None
         raise RequestAborted(request.request_id, str(request.reason))
@@ -300,23 +263,6 @@ class PagedEngine:
         else:
             sequence.take_tables()
 
-    def _record(self, sequence: RunningSequence, arrived: float, admitted: float) -> Generation:
-        num_hit = sequence.table.start
-        num_device = min(sequence.request.match.num_device_tokens, num_hit)
-        return Generation(
-            request_id=sequence.request.request_id,
-            token_ids=tuple(sequence.token_ids),
-            logits_digests=tuple(sequence.logits_digests),
-            num_prompt_tokens=len(sequence.prompt),
-            num_device_tokens=num_device,
-            num_host_tokens=num_hit - num_device,
-            num_computed_tokens=len(sequence.prompt) - num_hit,
-            arrived_s=arrived,
-            admitted_s=admitted,
-            first_token_s=sequence.first_token_s,
-            finished_s=self._env.now(),
-        )
-
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed")
@@ -341,9 +287,8 @@ class PagedEngine:
         forward = Forward(self.model, self.kv_cache, self.options.block_size, step.slices, len(step.sequences))
         # A client may leave at any time; its blocks stay until the thread is through with them.
         with self.runtime.step([sequence.request for sequence in step.sequences]):
-            self._peaks.observe(
-                self.runtime.statistics().device.num_pinned, [sequence.table for sequence in self._line_up]
-            )
+            tables = [sequence.table for sequence in self._line_up] if self._is_windowed else []
+            self._peaks.observe(self.runtime.statistics().device.num_pinned, tables)
             try:
                 await self._env.run_in_thread(forward.run, self._worker)
             finally:

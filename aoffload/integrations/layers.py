@@ -50,12 +50,12 @@ def group_layers(kinds: Sequence[AttentionKind]) -> tuple[LayerGroup, ...]:
     for layer, kind in enumerate(kinds):
         by_kind.setdefault(kind, []).append(layer)
     size = math.gcd(*(len(layers) for layers in by_kind.values()))
-    groups: list[LayerGroup] = []
-    for kind, layers in by_kind.items():
-        parts = [tuple(layers[at : at + size]) for at in range(0, len(layers), size)]
-        names = [_name_of(kind) if len(parts) == 1 else f"{_name_of(kind)}-{number}" for number in range(len(parts))]
-        groups += [LayerGroup(name, part, kind) for name, part in zip(names, parts, strict=True)]
-    return tuple(groups)
+    parts = [(k, tuple(layers[at : at + size])) for k, layers in by_kind.items() for at in range(0, len(layers), size)]
+    names = [_name_of(kind) for kind, _ in parts]
+    return tuple(
+        LayerGroup(name if names.count(name) == 1 else f"{name}-{names[:index].count(name)}", layers, kind)
+        for index, (name, (kind, layers)) in enumerate(zip(names, parts, strict=True))
+    )
 
 
 def places_of(groups: Iterable[LayerGroup]) -> dict[int, LayerPlace]:

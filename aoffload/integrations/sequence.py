@@ -195,6 +195,24 @@ class RunningSequence:
         """Look at the request's block tables again: they have grown, or positions have become null."""
         self.table = attrs.evolve(self.table, block_ids=self.request.block_ids)
 
+    def record(self, arrived_s: float, admitted_s: float, finished_s: float) -> Generation:
+        """What its client gets."""
+        num_hit = self.table.start
+        num_device = min(self.request.match.num_device_tokens, num_hit)
+        return Generation(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids),
+            logits_digests=tuple(self.logits_digests),
+            num_prompt_tokens=len(self.prompt),
+            num_device_tokens=num_device,
+            num_host_tokens=num_hit - num_device,
+            num_computed_tokens=len(self.prompt) - num_hit,
+            arrived_s=arrived_s,
+            admitted_s=admitted_s,
+            first_token_s=self.first_token_s,
+            finished_s=finished_s,
+        )
+
     def end(self, error: Exception | None = None) -> None:
         """Wake the client: complete, or with an error. The first call counts."""
         if not self.is_over:
