@@ -18,6 +18,7 @@ slices are committed and hits end on the grid, and decoding always computes the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,9 @@ __all__ = ["EngineClosed", "EngineOptions", "EngineStatistics", "PagedEngine", "
 
 MAX_PREFILLING = 2
 """Prompts under way with windowed groups: one is computed, one loads. More would only hold room half-way."""
+
+MAX_ALONE = 3
+"""Tries of a request that has the device to itself and no room; then it will never have enough."""
 
 
 class EngineClosed(AoffloadError):  # noqa: N818 - reads as what it is at the call
@@ -198,7 +202,7 @@ class PagedEngine:
         with self._rivals.entered(Try(ask, request)) as one:
             async with request:
                 ask.request_id = request.request_id
-                await request.allocate(num_tokens=self._first_room(one))
+                await self._allocate(one)
                 admitted = self._env.now()
                 sequence = await self._load(one, place)
                 if sequence is None:
@@ -206,8 +210,17 @@ class PagedEngine:
                 await self._finish(sequence, one)
                 return sequence.record(arrived, admitted, self._env.now())
         if one.is_to_be_repeated:
+            place.give_back()
+            await one.wait_to_return()
             return None
         raise RequestAborted(request.request_id, str(request.reason))
+
+    async def _allocate(self, one: Try) -> None:
+        room = self._first_room(one)
+        await one.request.allocate(num_tokens=room)
+        if self._first_room(one) > room:  # more was cached when its turn came than when it arrived
+            with suppress(OutOfBlocks):
+                one.request.extend_nowait(self._first_room(one))
 
     def _first_room(self, one: Try) -> int:
         """Tokens to have room for before anything is loaded."""
@@ -252,15 +265,20 @@ class PagedEngine:
             raise sequence.error
 
     async def _wait_for_room(self, sequence: RunningSequence, one: Try) -> None:
-        """Queue in the runtime's line for the next slice's room."""
+        """Queue in the runtime's line for the next slice's room. Without it afterwards: to be called again."""
+        was_alone = self._rivals.is_alone(one)
         try:
             await sequence.request.extend(sequence.wanted_room)
         except OutOfBlocks as error:
             self._check_open()
-            # Only waiters hold room. Alone among them there is nobody to wait for.
-            if not error.retryable or not await self._rivals.have_one_make_way(one):
+            # Only waiters hold room. Who is alone may still hold copies of what others have cached meanwhile, and finds
+            # those in the next try.
+            one.ask.num_alone += was_alone and self._rivals.is_alone(one)
+            if not error.retryable or one.ask.num_alone > MAX_ALONE:
                 raise
+            await self._rivals.have_one_make_way(one)
         else:
+            one.is_served.set()
             sequence.take_tables()
 
     def _check_open(self) -> None:

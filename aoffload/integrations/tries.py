@@ -43,6 +43,8 @@ class Ask:
     deadline_s: float | None
     on_token: Callable[[int], None]
     max_hit_tokens: int | None = None
+    num_alone: int = 0
+    """Tries that had no room though nobody else held any."""
     _expires_at: float | None = None
     _num_told: int = 0
 
@@ -78,16 +80,25 @@ class Try:
     request: Request
     has_made_way: bool = False
     has_left: anyio.Event = attrs.field(factory=anyio.Event)
+    is_served: anyio.Event = attrs.field(factory=anyio.Event)
+    """Whoever made way for it stays away until it has its room, or could snatch it away again and again."""
+    _made_way_for: Try | None = None
 
     @property
     def is_to_be_repeated(self) -> bool:
         """Whether it ended to make way, and for no other reason."""
         return self.has_made_way and self.request.reason == MADE_WAY
 
-    def make_way(self) -> None:
+    def make_way(self, needy: Try) -> None:
         """End, wherever its task is; the task then begins again."""
         self.has_made_way = True
+        self._made_way_for = needy
         self.request.cancel(MADE_WAY)
+
+    async def wait_to_return(self) -> None:
+        """Until the one that it made way for has its room, or is gone."""
+        if self._made_way_for is not None and self._made_way_for is not self:
+            await self._made_way_for.is_served.wait()
 
 
 @attrs.define(eq=False)
@@ -104,25 +115,29 @@ class Rivals:
             yield one
         finally:
             self._tries.remove(one)
+            one.is_served.set()
             one.has_left.set()
 
-    async def have_one_make_way(self, needy: Try) -> bool:
-        """End the try that came last, perhaps `needy` itself, and wait until it has left; False if there is no other.
+    def is_alone(self, needy: Try) -> bool:
+        """Whether nobody else holds room."""
+        return all(one is needy for one in self._tries if one.request.state in _HOLDS_ROOM)
+
+    async def have_one_make_way(self, needy: Try) -> None:
+        """End the try that came last, perhaps `needy` itself, and wait until it has left.
 
         One at a time: while somebody is leaving, nobody else has to.
         """
-        holders = [one for one in self._tries if one.request.state in _HOLDS_ROOM]
         leaving = next((one for one in self._tries if one.has_made_way), None)
         if leaving is None:
-            if all(one is needy for one in holders):
-                return False
+            holders = [one for one in self._tries if one.request.state in _HOLDS_ROOM]
             leaving = max(holders, key=lambda one: one.ask.ticket)
             self.num_made_way += 1
-            leaving.make_way()
+            if needy.is_served.is_set():
+                needy.is_served = anyio.Event()
+            leaving.make_way(needy)
         if leaving is needy:
             await anyio.lowlevel.checkpoint()  # raises: its scope is cancelled
         await leaving.has_left.wait()
-        return True
 
 
 @attrs.define(eq=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import anyio
 import anyio.lowlevel
 import attrs
@@ -71,6 +73,21 @@ async def test_who_came_last_makes_way(kind: str) -> None:
         clients.start_soon(ask, 0, 16, 32)
         clients.start_soon(ask, 1, 24, 20)
     assert bench.engine.statistics().num_made_way > 0
+
+
+@each_kind
+@pytest.mark.parametrize("seed", range(8))
+async def test_hardly_more_room_than_the_largest_needs(kind: str, seed: int) -> None:
+    """Whoever has to make way, however often, gets its answer: nobody is refused, nobody waits for ever."""
+    draw = random.Random(seed)
+    asks = [(draw.randint(1, 60), draw.randint(1, 30)) for _ in range(draw.randint(3, 9))]
+    num_blocks = max(2 * OPTIONS.num_blocks(sum(ask)) for ask in asks) + draw.randint(0, 12)
+    options = attrs.evolve(OPTIONS, reuse_decoded=draw.random() < 0.5, decode_rows=draw.choice([1, 2, 4]))
+    async with serving(kind, num_blocks, options=options) as bench:
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as clients:
+                for number, (num_tokens, num_new) in enumerate(asks):
+                    clients.start_soon(bench.ask, prompt_of(number % 4, num_tokens), num_new)
 
 
 @each_kind
