@@ -29,9 +29,10 @@ import torch
 
 from ..core.groups import FullAttention
 from ..env import Env
-from ..errors import AoffloadError, InvalidArgument, OutOfBlocks, RequestAborted
+from ..errors import InvalidArgument, OutOfBlocks, RequestAborted
 from ..prefix import TokenIds, encode_tokens
 from .batching import EngineOptions, LineUp, Step
+from .failures import EngineClosed, StepFailed
 from .forward import Forward
 from .layers import check_groups
 from .paged import PagedModel, SequenceSlice
@@ -50,19 +51,6 @@ MAX_PREFILLING = 2
 
 MAX_ALONE = 3
 """Tries of a request that has the device to itself and no room; then it will never have enough."""
-
-
-class EngineClosed(AoffloadError):  # noqa: N818 - reads as what it is at the call
-    """The engine is closed, or was never opened."""
-
-
-class StepFailed(AoffloadError):  # noqa: N818
-    """The forward of a step failed: every request of that step gets this, and no other one. `__cause__` says why."""
-
-    def __init__(self, request_ids: Sequence[str], cause: Exception) -> None:
-        super().__init__(f"the step of {', '.join(request_ids)} failed: {type(cause).__name__}: {cause}")
-        self.request_ids = tuple(request_ids)
-        self.__cause__ = cause
 
 
 def _ignore(_: int) -> None:

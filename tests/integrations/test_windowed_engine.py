@@ -7,6 +7,7 @@ import random
 import anyio
 import anyio.lowlevel
 import attrs
+import numpy as np
 import pytest
 from windowed import KINDS, OPTIONS, Bench, answer, needs_windows, prompt_of, serving
 
@@ -14,6 +15,7 @@ from aoffload.demo.options import Corrupt
 from aoffload.demo.tampering import Tampering
 from aoffload.errors import OutOfBlocks, RequestAborted
 from aoffload.integrations.engine import EngineClosed
+from aoffload.integrations.tries import Ask
 
 pytestmark = pytest.mark.anyio
 
@@ -90,9 +92,31 @@ async def test_hardly_more_room_than_the_largest_needs(kind: str, seed: int) -> 
                     clients.start_soon(bench.ask, prompt_of(number % 4, num_tokens), num_new)
 
 
+async def test_a_deadline_goes_on_through_all_tries() -> None:
+    """Beginning again gives nobody more time: the first try has all of it, the next what is left."""
+    ask = Ask(1, np.array([1]), [1], 1, None, {}, 50.0, lambda _: None)
+    assert ask.remaining_s() == 50.0
+    await anyio.lowlevel.checkpoint()
+    left = ask.remaining_s()
+    assert left is not None and 0 < left < 50.0
+    assert ask.remaining_s() <= left  # type: ignore[operator]
+
+
+async def test_a_later_try_tells_only_what_is_new() -> None:
+    """Who begins again after two tokens hears the third one next."""
+    heard: list[int] = []
+    ask = Ask(1, np.array([1]), [1], 5, None, {}, None, heard.append)
+    for num_tokens in (2, 1, 4):
+        tell = ask.listener()
+        for token in range(num_tokens):
+            tell(token)
+    assert heard == [0, 1, 2, 3]
+    assert ask.remaining_s() is None
+
+
 @each_kind
-async def test_a_deadline_goes_on_through_all_tries(kind: str) -> None:
-    """Beginning again gives nobody more time."""
+async def test_a_deadline_ends_a_request(kind: str) -> None:
+    """A deadline that is over is an abort; the engine goes on."""
     async with serving(kind, 40) as bench:
         with pytest.raises(RequestAborted, match="deadline"):
             await bench.engine.generate(prompt_of(1, 60), 3, deadline_s=0.0)
