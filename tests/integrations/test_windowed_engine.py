@@ -157,7 +157,7 @@ class StubRequest:
 
 async def test_who_made_way_stays_away_until_the_other_has_its_room() -> None:
     """It could snatch the room away again before the one that it made way for has run."""
-    rivals, order = Rivals(), list[str]()
+    rivals, order, has_entered = Rivals(), list[str](), anyio.Event()
     requests: list[Any] = [StubRequest(), StubRequest()]
     older, younger = (
         Try(Ask(ticket, np.array([1]), [1], 1, None, {}, None, lambda _: None), request)
@@ -166,6 +166,7 @@ async def test_who_made_way_stays_away_until_the_other_has_its_room() -> None:
 
     async def leave_when_asked() -> None:
         with rivals.entered(younger):
+            has_entered.set()
             await requests[1].cancelled.wait()
         order.append("younger has left")
         assert younger.is_to_be_repeated
@@ -175,7 +176,7 @@ async def test_who_made_way_stays_away_until_the_other_has_its_room() -> None:
     async with anyio.create_task_group() as tasks:
         with rivals.entered(older):
             tasks.start_soon(leave_when_asked)
-            await anyio.lowlevel.checkpoint()
+            await has_entered.wait()
             assert not rivals.is_alone(older)
             await rivals.have_one_make_way(older)
             for _ in range(10):
