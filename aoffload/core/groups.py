@@ -38,7 +38,7 @@ class AttentionKind(Protocol):
 
 def _reach(_: object, attribute: attrs.Attribute[int], value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_REACH:
-        raise ConfigError(attribute.name, f"must be a number of tokens in [1, {MAX_REACH}], got {value!r}")
+        raise ConfigError(attribute.name, f"must be a positive integer up to {MAX_REACH}, got {value!r:.80}")
 
 
 @attrs.frozen

@@ -14,19 +14,23 @@ import anyio
 import torch
 
 from ..env import Env
-from ..errors import AoffloadError, InvalidArgument
+from ..errors import AoffloadError, ConfigError, InvalidArgument
 from ..integrations.models import load_model
 from .interrupt import Interrupt
 from .logs import make_logger
 from .options import DemoOptions, make_parser, parse_options
 from .outcome import DemoOutcome
+from .pools import Pools
 from .progress import Progress
 from .report import as_json, as_table
-from .runner import ENGINE, Runner, run_kinds
+from .runner import Runner, run_kinds
 from .tampering import Tampering
-from .workload import Workload, make_workload
+from .workload import make_workload
 
 __all__ = ["main"]
+
+# Arguments of other names than the option that they come from.
+_OPTIONS = {"store_policy": "store"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,32 +82,29 @@ def _prepare(options: DemoOptions, outcome: DemoOutcome, progress: Progress, log
     torch.set_num_threads(1)
     model = load_model(options.model, seed=options.seed, device=options.device)
     workload = make_workload(options.seed, options.num_requests, model.vocab_size)
-    _check_fits(options, workload)
+    outcome.pools = Pools.of(options, workload, model.groups)
     outcome.first_turn_ids = workload.first_turn_ids()
     outcome.num_conversations = len(workload.conversations)
-    return Runner(model, workload, outcome, progress, make_logger(log))
-
-
-def _check_fits(options: DemoOptions, workload: Workload) -> None:
-    needed = ENGINE.num_blocks(workload.max_tokens)
-    if needed > options.num_device_blocks:
-        problem = f"{options.num_device_blocks} is too few: the longest request takes {needed} blocks"
-        raise InvalidArgument("device_blocks", problem)
+    runner = Runner(model, workload, outcome, progress, make_logger(log))
+    for kind in run_kinds(outcome.pools, options.store):
+        runner.make_config(kind)  # so that what the configuration refuses is said before the work
+    return runner
 
 
 def _by_option(error: AoffloadError) -> str:
     """The message, with the name of the option in place of the argument's."""
-    if isinstance(error, InvalidArgument):
-        return f"argument --{error.argument.replace('_', '-')}: {error.problem}"
+    if isinstance(error, (InvalidArgument, ConfigError)):
+        return f"argument --{_OPTIONS.get(error.argument, error.argument).replace('_', '-')}: {error.problem}"
     return str(error)
 
 
 async def _run_all(runner: Runner, interrupt: Interrupt) -> None:
-    options = runner.outcome.options
+    outcome = runner.outcome
+    assert outcome.pools is not None
     with anyio.CancelScope() as scope:
         interrupt.stop_with(Env().loop_waker(scope.cancel))
         try:
-            for kind in run_kinds(runner.workload, options.num_device_blocks, options.num_host_blocks):
-                await runner.run(kind, options.cancel_rate if kind.has_offload else 0.0)
+            for kind in run_kinds(outcome.pools, outcome.options.store):
+                await runner.run(kind, outcome.options.cancel_rate if kind.has_offload else 0.0)
         finally:
             interrupt.stop_with(None)

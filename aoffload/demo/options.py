@@ -9,9 +9,13 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["Corrupt", "DemoOptions", "make_parser", "parse_options"]
+from ..integrations.models import MODEL_NAMES
+
+__all__ = ["STORE_POLICIES", "Corrupt", "DemoOptions", "make_parser", "parse_options"]
 
 MAX_BLOCKS = 1_000_000
+STORE_POLICIES = ("eager", "lazy", "selective", "off")
+"""For `OffloadConfig.store_policy`, which has the last word on whether there is such a policy."""
 
 
 class Corrupt(enum.Enum):
@@ -28,11 +32,13 @@ class Corrupt(enum.Enum):
 class DemoOptions:
     backend: str = "asyncio"
     num_requests: int = 32
-    num_device_blocks: int = 128
-    num_host_blocks: int = 2048
+    num_device_blocks: int | None = None
+    """None: what suits the model."""
+    num_host_blocks: int | None = None
     device: str = "cpu"
     cancel_rate: float = 0.0
     model: str = "tiny"
+    store: str = "eager"
     seed: int = 0
     log: Path | None = None
     json: Path | None = None
@@ -51,14 +57,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--backend", choices=("asyncio", "trio"), default=default.backend, help="event loop (default: %(default)s)")
     add("--requests", dest="num_requests", type=_count(1, 100_000), default=default.num_requests, metavar="N",
         help="turns in all conversations together (default: %(default)s)")  # fmt: skip
-    add("--device-blocks", dest="num_device_blocks", type=_count(1, MAX_BLOCKS), default=default.num_device_blocks,
-        metavar="N", help="blocks of the small device pool (default: %(default)s)")  # fmt: skip
-    add("--host-blocks", dest="num_host_blocks", type=_count(1, MAX_BLOCKS), default=default.num_host_blocks,
-        metavar="N", help="blocks in host memory (default: %(default)s)")  # fmt: skip
+    add("--device-blocks", dest="num_device_blocks", type=_count(1, MAX_BLOCKS), metavar="N",
+        help="blocks of the small device pool (default: 128, for models with windows what they need)")  # fmt: skip
+    add("--host-blocks", dest="num_host_blocks", type=_count(1, MAX_BLOCKS), metavar="N",
+        help="blocks in host memory (default: 2048 for each group of layers)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default=default.device, help="where the model runs (default: %(default)s)")
     add("--cancel-rate", type=_rate, default=default.cancel_rate, metavar="P",
         help="part of the clients that go away at random points, in the run with offload (default: 0)")  # fmt: skip
-    add("--model", default=default.model, metavar="tiny|llama|qwen3|DIR", help="(default: %(default)s)")
+    add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")), help="(default: %(default)s)")
+    add("--store", choices=STORE_POLICIES, default=default.store,
+        help="what is copied to host memory, in the run with offload (default: %(default)s)")  # fmt: skip
     add("--seed", type=_count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights and workload")
     add("--log", type=Path, metavar="FILE", help="one JSON line per event")
     add("--json", type=Path, metavar="FILE", help="the result")

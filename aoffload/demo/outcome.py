@@ -8,8 +8,10 @@ from typing import Any
 import attrs
 
 from ..integrations.sequence import Generation
+from ..integrations.statistics import EngineStatistics
 from .comparison import Difference, find_differences
 from .options import DemoOptions
+from .pools import Pools
 from .tampering import Tampering
 
 __all__ = ["DemoOutcome", "RunKind", "RunOutcome"]
@@ -22,6 +24,7 @@ class RunKind:
     name: str
     num_device_blocks: int
     num_host_blocks: int
+    store: str
 
     @property
     def has_offload(self) -> bool:
@@ -43,15 +46,21 @@ class RunOutcome:
     integrity_error: str = ""
     transfers: Mapping[str, Any] = attrs.field(factory=dict)
     """Counts of the transport."""
+    engine: EngineStatistics | None = None
+    block_bytes: int = 0
 
     @classmethod
     def nothing(cls) -> RunOutcome:
         """A run that never began."""
-        return cls(RunKind("", 0, 0))
+        return cls(RunKind("", 0, 0, ""))
 
     def sum_of(self, field: str) -> int:
         """A count of tokens over the completed requests."""
         return sum(getattr(generation, field) for generation in self.generations.values())
+
+    def bytes_of(self, field: str) -> int:
+        """What a count of blocks in the engine's statistics takes on the device."""
+        return getattr(self.engine, field) * self.block_bytes if self.engine is not None else 0
 
     def rate(self, direction: str) -> float | None:
         """Payload of all loads or stores over the time they took, in GB/s."""
@@ -73,6 +82,8 @@ class DemoOutcome:
     options: DemoOptions
     first_turn_ids: frozenset[str] = frozenset()
     num_conversations: int = 0
+    pools: Pools | None = None
+    """As soon as the model is known."""
     runs: list[RunOutcome] = attrs.field(factory=list)
     tampering: Tampering | None = None
     was_interrupted: bool = False

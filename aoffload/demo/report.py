@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import __version__
 from .outcome import DemoOutcome, RunOutcome
-from .runner import ENGINE
+from .pools import ENGINE
 
 __all__ = ["as_json", "as_table"]
 
@@ -29,8 +29,9 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
         "backend": options.backend,
         "device": options.device,
         "seed": options.seed,
-        "device_blocks": options.num_device_blocks,
-        "host_blocks": options.num_host_blocks,
+        "store": options.store,
+        "device_blocks": outcome.pools.num_device_blocks if outcome.pools else None,
+        "host_blocks": outcome.pools.num_host_blocks if outcome.pools else None,
         "cancel_rate": options.cancel_rate,
         "corrupt": options.corrupt.value if options.corrupt else None,
         "interrupted": outcome.was_interrupted,
@@ -50,6 +51,9 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
         "blocks_corrupt": run.transfers.get("blocks_corrupt", 0),
         "pinned_blocks_at_end": sum(each.num_pinned for each in outcome.runs),
         "quarantined_blocks": sum(each.num_quarantined for each in outcome.runs),
+        "peak_device_bytes": run.bytes_of("peak_pinned_blocks"),
+        "window_saved_bytes": run.bytes_of("peak_null_blocks"),
+        "window_saved_of_bytes": run.bytes_of("num_blocks_at_peak"),
         "ttft_s": _percentiles(run.times("arrived_s", first_turns)),
         "ttft_s_without_offload": _percentiles(without.times("arrived_s", first_turns)),
         "service_ttft_s": _percentiles(run.times("admitted_s", first_turns)),
@@ -72,12 +76,13 @@ def as_table(outcome: DemoOutcome) -> str:
 
 
 def _heading(outcome: DemoOutcome) -> Iterator[str]:
-    options = outcome.options
+    options, pools = outcome.options, outcome.pools
     yield f"  aoffload demo: model {options.model}, {options.backend}, {options.device}, seed {options.seed}"
-    yield (
-        f"  {options.num_requests} requests in {outcome.num_conversations} conversations; "
-        f"small pool {options.num_device_blocks}, host {options.num_host_blocks} blocks of {ENGINE.block_size} tokens"
-    )
+    if pools is not None:
+        yield (
+            f"  {options.num_requests} requests in {outcome.num_conversations} conversations; "
+            f"small pool {pools.num_device_blocks}, host {pools.num_host_blocks} blocks of {ENGINE.block_size} tokens"
+        )
 
 
 def _rows(outcome: DemoOutcome) -> Iterator[str]:
@@ -120,6 +125,12 @@ def _transfers(outcome: DemoOutcome) -> Iterator[str]:
         f"stored {counts.get('blocks_stored', 0):,}{_speed(run.rate('store'))}; "
         f"verified {counts.get('blocks_verified', 0):,}, corrupt {counts.get('blocks_corrupt', 0):,}"
     )
+    if run.bytes_of("peak_null_blocks"):
+        saved, of, used = map(run.bytes_of, ("peak_null_blocks", "num_blocks_at_peak", "peak_pinned_blocks"))
+        yield (
+            f"  device memory saved by freeing out-of-window blocks: {_mebibytes(saved)} of {_mebibytes(of)}; "
+            f"at most {_mebibytes(used)} in use"
+        )
 
 
 def _verdict(outcome: DemoOutcome) -> Iterator[str]:
@@ -178,6 +189,10 @@ def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _speed(rate: float | None) -> str:

@@ -9,36 +9,33 @@ from typing import Any
 import anyio
 import attrs
 
-from .. import FullAttention, KVCacheGroup, OffloadConfig, OffloadRuntime
+from .. import OffloadConfig, OffloadRuntime
 from ..errors import IntegrityError
-from ..integrations.batching import EngineOptions
 from ..integrations.engine import PagedEngine
+from ..integrations.layers import kv_cache_groups
 from ..integrations.paged import PagedModel
 from ..integrations.sequence import Generation
 from ..transfer.local import LocalTransport
 from .departures import Departures
 from .outcome import DemoOutcome, RunKind, RunOutcome
+from .pools import ENGINE, Pools
 from .progress import Progress
 from .workload import Conversation, Workload
 
-__all__ = ["ENGINE", "Runner", "run_kinds"]
+__all__ = ["Runner", "run_kinds"]
 
-# Room for every conversation at once: who waits, waits in the runtime's line for blocks.
-ENGINE = EngineOptions(block_size=16, prefill_tokens=64, decode_rows=4, max_running=4096)
 FLUSH_TIMEOUT_S = 10.0
 LAST_FLUSH_TIMEOUT_S = 0.3
 CLOSE_TIMEOUT_S = 0.5
 """The last two: Ctrl-C is over within two seconds. A copy takes milliseconds."""
 
 
-def run_kinds(workload: Workload, num_device_blocks: int, num_host_blocks: int) -> tuple[RunKind, RunKind, RunKind]:
+def run_kinds(pools: Pools, store: str) -> tuple[RunKind, RunKind, RunKind]:
     """The three runs, in their order."""
-    # Every conversation keeps its longest prompt, and may hold it a second time while two compute the same.
-    everything = 2 * sum(ENGINE.num_blocks(conversation.max_tokens) for conversation in workload.conversations)
     return (
-        RunKind("reference", max(everything, num_device_blocks), 0),
-        RunKind("without offload", num_device_blocks, 0),
-        RunKind("with offload", num_device_blocks, num_host_blocks),
+        RunKind("reference", pools.num_reference_blocks, 0, "off"),
+        RunKind("without offload", pools.num_device_blocks, 0, "off"),
+        RunKind("with offload", pools.num_device_blocks, pools.num_host_blocks, store),
     )
 
 
@@ -57,7 +54,8 @@ class Runner:
         self.progress.start(kind.name, self.workload.num_requests)
         kv_cache = self.model.new_kv_cache(kind.num_device_blocks + 1 + ENGINE.num_scratch_blocks, ENGINE.block_size)
         transport = self._transport(kind, kv_cache[: kind.num_device_blocks + 1])  # without the engine's scratch
-        config = self._config(kind)
+        config = self.make_config(kind)
+        result.block_bytes = kv_cache[0].nbytes
         started = time.monotonic()
         try:
             async with OffloadRuntime(config, transport=transport, logger=self.logger.bind(run=kind.name)) as runtime:
@@ -76,12 +74,13 @@ class Runner:
         tampering = self.outcome.tampering if kind.has_offload else None
         return LocalTransport([kv_cache], backend=tampering.make_backend if tampering is not None else None)
 
-    def _config(self, kind: RunKind) -> OffloadConfig:
+    def make_config(self, kind: RunKind) -> OffloadConfig:
+        """Raises `ConfigError` for groups or a store policy that there are not."""
         return OffloadConfig(
-            groups=[KVCacheGroup("full", attention=FullAttention(), block_size=ENGINE.block_size)],
+            groups=kv_cache_groups(self.model.groups, ENGINE.block_size),
             num_host_blocks=kind.num_host_blocks,
             namespace=f"{self.outcome.options.model}@{self.outcome.options.seed}",
-            store_policy="eager" if kind.has_offload else "off",
+            store_policy=kind.store,
             verify=kind.has_offload,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
@@ -97,10 +96,13 @@ class Runner:
 
             answers = self.outcome.runs[0].generations  # the reference's; in the reference run its own, as they come
             async with PagedEngine(self.model, runtime, kv_cache, ENGINE, on_step=on_step) as engine:
-                async with anyio.create_task_group() as clients:
-                    for conversation in self.workload.conversations:
-                        client = Client(conversation, engine, result, departures, answers)
-                        clients.start_soon(client.converse)
+                try:
+                    async with anyio.create_task_group() as clients:
+                        for conversation in self.workload.conversations:
+                            client = Client(conversation, engine, result, departures, answers)
+                            clients.start_soon(client.converse)
+                finally:
+                    result.engine = engine.statistics()
             tasks.cancel_scope.cancel()
 
 

@@ -4,17 +4,23 @@
 only when a model of it is asked for.
 """
 
+from .attention import paged_attention
 from .decoder import Decoder, DecoderConfig
+from .layers import LayerGroup, LayerPlace, group_layers, kv_cache_groups
 from .models import MODEL_NAMES, load_model
-from .paged import PagedBatch, PagedModel, SequenceSlice, paged_attention
+from .paged import PagedBatch, PagedModel, SequenceSlice
 
 __all__ = [
     "MODEL_NAMES",
     "Decoder",
     "DecoderConfig",
+    "LayerGroup",
+    "LayerPlace",
     "PagedBatch",
     "PagedModel",
     "SequenceSlice",
+    "group_layers",
+    "kv_cache_groups",
     "load_model",
     "paged_attention",
 ]

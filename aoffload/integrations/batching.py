@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -73,6 +73,10 @@ class LineUp:
     def __contains__(self, sequence: RunningSequence) -> bool:
         return sequence in self.prefilling or sequence in self.decoding
 
+    def __iter__(self) -> Iterator[RunningSequence]:
+        yield from self.prefilling
+        yield from self.decoding
+
     def put_in(self, sequence: RunningSequence) -> None:
         self.prefilling.append(sequence)
 
@@ -82,14 +86,14 @@ class LineUp:
                 sequences.remove(sequence)
 
     def next_step(self) -> Step | None:
-        """A slice of the oldest prompt, else a decode step, else nothing.
+        """A slice of the oldest prompt that has room for it, else a decode step, else nothing.
 
         Prompts go first: that is what clients wait for. It can't starve decoding, since the places are bounded.
         """
         for sequence in self.prefilling:
-            if sequence.is_live:
+            if sequence.is_ready:
                 return Step([sequence], [sequence.next_slice()])
-        sequences = [sequence for sequence in self.decoding if sequence.is_live][: self.options.decode_rows]
+        sequences = [sequence for sequence in self.decoding if sequence.is_ready][: self.options.decode_rows]
         if not sequences:
             return None
         slices = [sequence.next_slice() for sequence in sequences]

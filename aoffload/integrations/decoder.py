@@ -6,7 +6,9 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
-from .paged import PagedBatch, paged_attention
+from .attention import paged_attention
+from .layers import LayerGroup, LayerPlace
+from .paged import PagedBatch
 
 __all__ = ["Decoder", "DecoderConfig"]
 
@@ -49,6 +51,7 @@ class Decoder:
     def __init__(self, config: DecoderConfig, *, seed: int, device: torch.device | str = "cpu") -> None:
         self.config = config
         self.vocab_size = config.vocab_size
+        self.groups: tuple[LayerGroup, ...] = (LayerGroup("full", tuple(range(config.num_layers))),)
         self.device = torch.device(device)
         # Drawn on the CPU, so that a seed means the same weights on every device.
         generator = torch.Generator().manual_seed(seed)
@@ -88,7 +91,7 @@ class Decoder:
             hidden = self.embedding[batch.input_ids]
             cos, sin = self.cos[batch.positions], self.sin[batch.positions]
             for index, layer in enumerate(self.layers):
-                hidden = hidden + self._attention(layer, hidden, cos, sin, kv_cache[:, index], batch)
+                hidden = hidden + self._attention(layer, hidden, cos, sin, kv_cache, batch, LayerPlace(0, index, None))
                 both = F.linear(self._normalise(hidden, layer.mlp_norm), layer.gate_up)
                 gate, up = torch.split(both, self.config.intermediate_size, dim=-1)
                 hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
@@ -100,15 +103,16 @@ class Decoder:
         hidden: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        layer_cache: torch.Tensor,
+        kv_cache: torch.Tensor,
         batch: PagedBatch,
+        place: LayerPlace,
     ) -> torch.Tensor:
         config = self.config
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         packed = F.linear(self._normalise(hidden, layer.attention_norm), layer.qkv)
         query, key, value = torch.split(packed.view(len(hidden), sum(heads), config.head_dim), heads, dim=1)
         query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-        found = paged_attention(query, key, value, layer_cache, batch, config.head_dim**-0.5)
+        found = paged_attention(query, key, value, kv_cache, batch, place, scaling=config.head_dim**-0.5)
         return F.linear(found.flatten(1), layer.output)
 
     def _normalise(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,9 @@ waits for room, loads, puts its sequence in and waits for its end; wherever it i
 synchronously and leaves its `async with`. The engine loop is one task: it picks a step, holds the step's blocks with
 `runtime.step` while a worker thread computes, and gives the results to whoever is still there.
 
+With windowed groups a request gets its room slice by slice, since blocks that leave a window come back meanwhile, and
+few prompts are computed at a time (see `tries` for what happens when all of them wait). Otherwise it gets all at once.
+
 What makes results comparable bit for bit: prompts are computed one slice per forward on a fixed grid, only whole
 slices are committed and hits end on the grid, and decoding always computes the same number of rows.
 """
@@ -15,54 +18,39 @@ slices are committed and hits end on the grid, and decoding always computes the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
-import attrs
 import numpy as np
 import torch
 
+from ..core.groups import FullAttention
 from ..env import Env
-from ..errors import AoffloadError, InvalidArgument, RequestAborted
+from ..errors import InvalidArgument, OutOfBlocks, RequestAborted
 from ..prefix import TokenIds, encode_tokens
 from .batching import EngineOptions, LineUp, Step
+from .failures import EngineClosed, StepFailed
 from .forward import Forward
+from .layers import check_groups
 from .paged import PagedModel, SequenceSlice
 from .sequence import Generation, PromptTable, RowOutput, RunningSequence
+from .statistics import EngineStatistics, Peaks
+from .tries import Ask, PromptPlace, Rivals, Try
 
 if TYPE_CHECKING:
-    from ..request import Request
     from ..runtime import OffloadRuntime
 
 __all__ = ["EngineClosed", "EngineOptions", "EngineStatistics", "PagedEngine", "StepFailed"]
 
 
-class EngineClosed(AoffloadError):  # noqa: N818 - reads as what it is at the call
-    """The engine is closed, or was never opened."""
+MAX_PREFILLING = 2
+"""Prompts under way with windowed groups: one is computed, one loads. More would only hold room half-way."""
 
-
-class StepFailed(AoffloadError):  # noqa: N818
-    """The forward of a step failed: every request of that step gets this, and no other one. `__cause__` says why."""
-
-    def __init__(self, request_ids: Sequence[str], cause: Exception) -> None:
-        super().__init__(f"the step of {', '.join(request_ids)} failed: {type(cause).__name__}: {cause}")
-        self.request_ids = tuple(request_ids)
-        self.__cause__ = cause
-
-
-@attrs.frozen(kw_only=True)
-class EngineStatistics:
-    """Counts since the engine was opened, for every request, also those that did not finish."""
-
-    num_steps: int
-    num_prefilled_tokens: int
-    num_decoded_tokens: int
-    num_waiting: int
-    """Requests that wait for a place."""
-    num_prefilling: int
-    num_decoding: int
+MAX_ALONE = 3
+"""Tries of a request that has the device to itself and no room; then it will never have enough."""
 
 
 def _ignore(_: int) -> None:
@@ -101,13 +89,21 @@ class PagedEngine:
         if len(self._scratch_ids) < self.options.num_scratch_blocks:
             wanted = num_owned + self.options.num_scratch_blocks
             raise InvalidArgument("kv_cache", f"has {len(kv_cache)} rows, the engine needs {wanted}")
+        check_groups(model.groups, runtime.config.groups, self.options.block_size)
+        self._is_windowed = any(not isinstance(group.attention, FullAttention) for group in model.groups)
+        max_prefilling = (
+            min(MAX_PREFILLING, self.options.max_running) if self._is_windowed else self.options.max_running
+        )
         self._places = anyio.Semaphore(self.options.max_running, fast_acquire=True)
+        self._prompt_places = anyio.Semaphore(max_prefilling, fast_acquire=True)
+        self._rivals = Rivals()
         self._worker = anyio.CapacityLimiter(1)
-        self._line_up = LineUp(self.options, SequenceSlice([0], 0, self._scratch_ids[-1:]))
+        self._line_up = LineUp(self.options, SequenceSlice([0], 0, [self._scratch_ids[-1:]] * len(model.groups)))
         self._work = anyio.Event()
         self._tasks: anyio.abc.TaskGroup | None = None
         self._closed = True
-        self._num_steps = self._num_prefilled = self._num_decoded = 0
+        self._num_asks = self._num_steps = self._num_prefilled = self._num_decoded = 0
+        self._peaks = Peaks()
 
     def __repr__(self) -> str:
         return f"<PagedEngine {'closed' if self._closed else 'open'} {self.statistics()}>"
@@ -117,9 +113,13 @@ class PagedEngine:
             num_steps=self._num_steps,
             num_prefilled_tokens=self._num_prefilled,
             num_decoded_tokens=self._num_decoded,
-            num_waiting=self._places.statistics().tasks_waiting,
+            num_waiting=sum(each.statistics().tasks_waiting for each in (self._places, self._prompt_places)),
             num_prefilling=len(self._line_up.prefilling),
             num_decoding=len(self._line_up.decoding),
+            num_made_way=self._rivals.num_made_way,
+            peak_pinned_blocks=self._peaks.num_pinned,
+            peak_null_blocks=self._peaks.num_nulls,
+            num_blocks_at_peak=self._peaks.num_positions,
         )
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -166,61 +166,108 @@ class PagedEngine:
         if tokens.max(initial=0) >= self.model.vocab_size:
             raise InvalidArgument("token_ids", f"holds {tokens.max()}; the model has {self.model.vocab_size} tokens")
         arrived = self._env.now()
+        options = {"cache_salt": cache_salt, "adapter_key": adapter_key}
+        self._num_asks += 1
+        ask = Ask(self._num_asks, tokens, tokens.tolist(), max_new_tokens, request_id, options, deadline_s, on_token)
         async with self._places:
-            self._check_open()
-            async with self.runtime.request(
-                tokens,
-                request_id,
-                cache_salt=cache_salt,
-                adapter_key=adapter_key,
-                deadline_s=deadline_s,
-                hit_alignment=self.options.prefill_tokens,
-            ) as request:
-                await request.allocate(num_tokens=len(tokens) + max_new_tokens)
+            while True:
+                async with PromptPlace(self._prompt_places) as place:
+                    self._check_open()
+                    generation = await self._try(ask, place, arrived)
+                    if generation is not None:
+                        return generation
+
+    async def _try(self, ask: Ask, place: PromptPlace, arrived: float) -> Generation | None:
+        """None: try again, because it had to make way or its hit was of no use."""
+        request = self.runtime.request(
+            ask.tokens,
+            ask.request_id,
+            deadline_s=ask.remaining_s(),
+            max_hit_tokens=ask.max_hit_tokens,
+            hit_alignment=self.options.prefill_tokens,
+            **ask.options,
+        )
+        with self._rivals.entered(Try(ask, request)) as one:
+            async with request:
+                ask.request_id = request.request_id
+                await self._allocate(one)
                 admitted = self._env.now()
-                sequence = await self._load(request, tokens.tolist(), max_new_tokens, on_token)
-                await self._finish(sequence)
-                return self._record(sequence, arrived, admitted)
+                sequence = await self._load(one, place)
+                if sequence is None:
+                    return None
+                await self._finish(sequence, one)
+                return sequence.record(arrived, admitted, self._env.now())
+        if one.is_to_be_repeated:
+            place.give_back()
+            await one.wait_to_return()
+            return None
         raise RequestAborted(request.request_id, str(request.reason))
 
-    async def _load(
-        self, request: Request, prompt: Sequence[int], max_new_tokens: int, on_token: Callable[[int], None]
-    ) -> RunningSequence:
+    async def _allocate(self, one: Try) -> None:
+        room = self._first_room(one)
+        await one.request.allocate(num_tokens=room)
+        if self._first_room(one) > room:  # more was cached when its turn came than when it arrived
+            with suppress(OutOfBlocks):
+                one.request.extend_nowait(self._first_room(one))
+
+    def _first_room(self, one: Try) -> int:
+        """Tokens to have room for before anything is loaded."""
+        if not self._is_windowed:
+            return one.ask.num_tokens
+        return min(one.request.match.num_tokens + self.options.prefill_tokens, one.ask.num_tokens)
+
+    async def _load(self, one: Try, place: PromptPlace) -> RunningSequence | None:
+        """Load what is cached. None: that ended off the grid, and the next try has to take less."""
+        request, options = one.request, self.options
         num_ready = await request.load()
         # Final only now: a load that failed may have taken other blocks.
-        table = PromptTable(
-            request.block_ids[0], num_ready, self.options.prefill_tokens, self.options.block_size, self._scratch_ids
+        table = PromptTable(request.block_ids, num_ready, options.prefill_tokens, options.block_size, self._scratch_ids)
+        if table.start != num_ready and len(table.block_ids) > 1:
+            # A window that is whole at `num_ready` may not be whole at the grid point before it.
+            one.ask.max_hit_tokens = table.start
+            return None
+        return RunningSequence(
+            request,
+            one.ask.prompt,
+            one.ask.max_new_tokens,
+            table,
+            one.ask.listener(),
+            num_computed=table.start,
+            on_prompt_done=place.give_back,
         )
-        return RunningSequence(request, prompt, max_new_tokens, table, on_token, num_computed=table.start)
 
-    async def _finish(self, sequence: RunningSequence) -> None:
+    async def _finish(self, sequence: RunningSequence, one: Try) -> None:
         """Hand the sequence to the engine loop and wait for its end; wherever this is cut short, take it back."""
         self._check_open()
         self._line_up.put_in(sequence)
         self._work.set()
         try:
-            await sequence.ended.wait()
+            while not sequence.is_over:
+                if sequence.needs_room:
+                    await self._wait_for_room(sequence, one)
+                    self._work.set()
+                await sequence.wait_for_attention()
         finally:
             self._line_up.take_out(sequence)
         if sequence.error is not None:
             raise sequence.error
 
-    def _record(self, sequence: RunningSequence, arrived: float, admitted: float) -> Generation:
-        num_hit = sequence.table.start
-        num_device = min(sequence.request.match.num_device_tokens, num_hit)
-        return Generation(
-            request_id=sequence.request.request_id,
-            token_ids=tuple(sequence.token_ids),
-            logits_digests=tuple(sequence.logits_digests),
-            num_prompt_tokens=len(sequence.prompt),
-            num_device_tokens=num_device,
-            num_host_tokens=num_hit - num_device,
-            num_computed_tokens=len(sequence.prompt) - num_hit,
-            arrived_s=arrived,
-            admitted_s=admitted,
-            first_token_s=sequence.first_token_s,
-            finished_s=self._env.now(),
-        )
+    async def _wait_for_room(self, sequence: RunningSequence, one: Try) -> None:
+        """Queue in the runtime's line for the next slice's room. Without it afterwards: to be called again."""
+        was_alone = self._rivals.is_alone(one)
+        try:
+            await sequence.request.extend(sequence.wanted_room)
+        except OutOfBlocks as error:
+            self._check_open()
+            # Only waiters hold room. Who is alone may still hold copies of what others have cached meanwhile, and finds
+            # those in the next try.
+            one.ask.num_alone += was_alone and self._rivals.is_alone(one)
+            if not error.retryable or one.ask.num_alone > MAX_ALONE:
+                raise
+            await self._rivals.have_one_make_way(one)
+        else:
+            one.is_served.set()
+            sequence.take_tables()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -239,13 +286,15 @@ class PagedEngine:
                     await self._run(step)
         finally:
             self._closed = True
-            for sequence in [*self._line_up.prefilling, *self._line_up.decoding]:
+            for sequence in list(self._line_up):
                 sequence.end(EngineClosed("the engine was closed before the request was done"))
 
     async def _run(self, step: Step) -> None:
         forward = Forward(self.model, self.kv_cache, self.options.block_size, step.slices, len(step.sequences))
         # A client may leave at any time; its blocks stay until the thread is through with them.
         with self.runtime.step([sequence.request for sequence in step.sequences]):
+            tables = [sequence.table for sequence in self._line_up] if self._is_windowed else []
+            self._peaks.observe(self.runtime.statistics().device.num_pinned, tables)
             try:
                 await self._env.run_in_thread(forward.run, self._worker)
             finally:
@@ -279,8 +328,23 @@ class PagedEngine:
             sequence.request.commit(sequence.num_computed, [output.token_id] if has_token else ())
         elif was_prefilling:
             sequence.request.commit(sequence.num_reusable)
+        if self._is_windowed:
+            self._make_room(sequence)
+        if was_prefilling and not sequence.is_prefilling:
+            sequence.on_prompt_done()
         self._line_up.has_moved_on(sequence)
         if has_token:
             sequence.on_token(output.token_id)
         if sequence.is_complete:
             sequence.end()
+
+    def _make_room(self, sequence: RunningSequence) -> None:
+        """Room for its next slice if there is some, or the client wakes and queues for it."""
+        if sequence.needs_room:
+            try:
+                sequence.request.extend_nowait(sequence.wanted_room)
+            except OutOfBlocks as error:
+                if not error.retryable:
+                    raise
+                sequence.attention.set()
+        sequence.take_tables()

@@ -12,16 +12,16 @@ from .paged import PagedModel
 
 __all__ = ["MODEL_NAMES", "load_model"]
 
-MODEL_NAMES = ("tiny", "llama", "qwen3")
+MODEL_NAMES = ("tiny", "llama", "qwen3", "gemma3", "gpt-oss")
 
 
 def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") -> PagedModel:
-    """Make `"tiny"` (plain torch), `"llama"` or `"qwen3"` (transformers), or load a local directory.
+    """Make `"tiny"` (plain torch) or another of `MODEL_NAMES` (transformers), or load a local directory.
 
     The named ones have weights drawn from `seed`, the same on every device and torch's own generator untouched.
     A directory is what `save_pretrained` writes, a config and safetensors; nothing is ever downloaded. Raises
     `InvalidArgument` naming `model` for anything else, and `ConfigError` if transformers is needed but not installed,
-    or if the model has attention that a block table alone does not describe.
+    or if the model has attention that block tables and windows do not describe.
     """
     if name == "tiny":
         return Decoder(DecoderConfig(), seed=seed, device=device)

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Generation", "PromptTable", "RowOutput", "RunningSequence"]
 
+NULL_BLOCK = 0
+
+
+def _ignore() -> None:
+    return None
+
 
 @attrs.frozen
 class RowOutput:
@@ -27,7 +33,7 @@ class RowOutput:
 
 @attrs.frozen(kw_only=True)
 class Generation:
-    """One finished request. Times are the engine's clock, in seconds.
+    """One finished request. Times are the engine's clock, in seconds; those of its last try, if it had to begin again.
 
     `num_device_tokens + num_host_tokens + num_computed_tokens == num_prompt_tokens`: where the prompt's KV came from.
     """
@@ -53,7 +59,8 @@ class PromptTable:
 
     Blocks before `num_ready` are shared: nobody writes into them. When `num_ready` is not on the grid (a load that
     failed half-way), the first slice starts at the grid point before it all the same, or its bits would differ from
-    everybody else's; what it computes anew below `num_ready` goes to the engine's scratch blocks.
+    everybody else's; what it computes anew below `num_ready` goes to the engine's scratch blocks. That is for models
+    with one group; with several a sequence begins on the grid.
 
         grid            |               |               |
         num_ready                 ^
@@ -61,7 +68,8 @@ class PromptTable:
         later slices     the request's own table
     """
 
-    block_ids: Sequence[int]
+    block_ids: Sequence[Sequence[int]]
+    """A table for each group."""
     num_ready: int
     grid: int
     block_size: int
@@ -72,12 +80,28 @@ class PromptTable:
         """The first position that is computed."""
         return self.num_ready - self.num_ready % self.grid
 
-    def for_slice(self, start: int) -> Sequence[int]:
-        """The table of the slice that starts at `start`."""
+    @property
+    def num_tokens(self) -> int:
+        """Positions that have room."""
+        return len(self.block_ids[0]) * self.block_size
+
+    @property
+    def num_positions(self) -> int:
+        """Of blocks, over all groups."""
+        return sum(len(table) for table in self.block_ids)
+
+    @property
+    def num_nulls(self) -> int:
+        """Of these, those whose block is null: before the window of their group."""
+        return sum(table.count(NULL_BLOCK) for table in self.block_ids)
+
+    def for_slice(self, start: int) -> Sequence[Sequence[int]]:
+        """The tables of the slice that starts at `start`."""
         if start != self.start or start == self.num_ready:
             return self.block_ids
+        (table,) = self.block_ids
         first, stop = start // self.block_size, self.num_ready // self.block_size
-        return [*self.block_ids[:first], *self.scratch_ids[: stop - first], *self.block_ids[stop:]]
+        return [[*table[:first], *self.scratch_ids[: stop - first], *table[stop:]]]
 
     def stop_of(self, start: int, num_tokens: int) -> int:
         """Where the slice that starts at `start` ends, in a prompt of `num_tokens`."""
@@ -98,11 +122,14 @@ class RunningSequence:
     table: PromptTable
     on_token: Callable[[int], None]
     num_computed: int
+    on_prompt_done: Callable[[], None] = _ignore
     token_ids: list[int] = attrs.field(factory=list)
     logits_digests: list[bytes] = attrs.field(factory=list)
     first_token_s: float = 0.0
     error: Exception | None = None
-    ended: anyio.Event = attrs.field(factory=anyio.Event)
+    is_over: bool = False
+    attention: anyio.Event = attrs.field(factory=anyio.Event)
+    """Wakes the client: the sequence is over, or has to wait for room."""
 
     @property
     def is_prefilling(self) -> bool:
@@ -111,7 +138,26 @@ class RunningSequence:
     @property
     def is_live(self) -> bool:
         """Not over, neither for the engine nor for the runtime: a cancelled request's client may not have run yet."""
-        return not self.ended.is_set() and self.request.state is RequestState.RUNNING
+        return not self.is_over and self.request.state is RequestState.RUNNING
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its next slice can be computed now."""
+        return self.is_live and not self.needs_room
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether the next slice ends behind what has room."""
+        stop = self.num_computed + 1
+        if self.is_prefilling:
+            stop = self.table.stop_of(self.num_computed, len(self.prompt))
+        return not self.is_complete and stop > self.table.num_tokens
+
+    @property
+    def wanted_room(self) -> int:
+        """Tokens to have room for, to go on up to the next grid point."""
+        next_point = self.num_computed - self.num_computed % self.table.grid + self.table.grid
+        return min(next_point, len(self.prompt) + self.max_new_tokens)
 
     @property
     def is_complete(self) -> bool:
@@ -145,8 +191,37 @@ class RunningSequence:
         self.logits_digests.append(output.logits_digest)
         return True
 
+    def take_tables(self) -> None:
+        """Look at the request's block tables again: they have grown, or positions have become null."""
+        self.table = attrs.evolve(self.table, block_ids=self.request.block_ids)
+
+    def record(self, arrived_s: float, admitted_s: float, finished_s: float) -> Generation:
+        """What its client gets."""
+        num_hit = self.table.start
+        num_device = min(self.request.match.num_device_tokens, num_hit)
+        return Generation(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids),
+            logits_digests=tuple(self.logits_digests),
+            num_prompt_tokens=len(self.prompt),
+            num_device_tokens=num_device,
+            num_host_tokens=num_hit - num_device,
+            num_computed_tokens=len(self.prompt) - num_hit,
+            arrived_s=arrived_s,
+            admitted_s=admitted_s,
+            first_token_s=self.first_token_s,
+            finished_s=finished_s,
+        )
+
     def end(self, error: Exception | None = None) -> None:
         """Wake the client: complete, or with an error. The first call counts."""
-        if not self.ended.is_set():
+        if not self.is_over:
             self.error = error
-            self.ended.set()
+            self.is_over = True
+            self.attention.set()
+
+    async def wait_for_attention(self) -> None:
+        """Wait until it is over or needs room. Whoever changes either sets `attention`."""
+        if not self.is_over and not self.needs_room:
+            self.attention = anyio.Event()
+            await self.attention.wait()

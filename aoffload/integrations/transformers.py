@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
+from ..core.groups import AttentionKind, FullAttention, SlidingWindow
 from ..errors import ConfigError, InvalidArgument
+from .attention import paged_attention
 from .decoder import DecoderConfig
-from .paged import PagedBatch, paged_attention
+from .layers import LayerPlace, group_layers, places_of
+from .paged import PagedBatch
 
 __all__ = ["ATTENTION_NAME", "TransformersModel"]
 
@@ -21,15 +24,40 @@ __all__ = ["ATTENTION_NAME", "TransformersModel"]
 # builds no mask.
 ATTENTION_NAME = "aoffload_paged"
 
-_CONFIG_CLASSES = {"llama": "LlamaConfig", "qwen3": "Qwen3Config"}
+WINDOW = 128
+"""Of the sliding layers in the seeded models."""
+
+# The class of the config, and what it has beside the sizes that all seeded models share.
+_SEEDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    # Five sliding layers, then a full one: Gemma's own pattern.
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": WINDOW, "query_pre_attn_scalar": DecoderConfig().head_dim}),
+    # Sliding and full layers take turns; the experts are as many and as wide as keeps it as fast as the others.
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "sliding_window": WINDOW,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 192,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": DecoderConfig().max_positions // 2,
+            },
+        },
+    ),
+}
 # What a layer may ask of its attention that paged_attention doesn't do: silence would mean wrong tokens.
-_UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")
+_UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias")
 # Their frequencies depend on the longest position seen so far, so a cached key is not a function of its prefix.
 _UNSUPPORTED_ROPE = ("dynamic", "longrope")
 
 
 class TransformersModel:
-    """A `PagedModel` around a causal language model of transformers whose layers all have full attention."""
+    """A `PagedModel` around a causal language model of transformers whose layers have full or sliding attention."""
 
     def __init__(self, model: Any) -> None:
         """Take over `model`, a `PreTrainedModel`: its attention implementation is changed, its weights are not.
@@ -38,38 +66,45 @@ class TransformersModel:
         """
         text = model.config.get_text_config()
         _check_supported(model, text)
+        self.groups = group_layers(_attention_kinds(text))
+        self._places = places_of(self.groups)
         _import_transformers()
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.eval()
+        self._has_row_experts = False
         self.vocab_size: int = text.vocab_size
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        self._block_shape = (text.num_hidden_layers, 2, num_kv_heads, head_dim)
+        self._block_shape = (len(self.groups[0].layers), 2, num_kv_heads, head_dim)
 
     @classmethod
     def seeded(cls, name: str, *, seed: int, device: torch.device | str = "cpu") -> TransformersModel:
-        """`"llama"` or `"qwen3"`: the sizes of `DecoderConfig`, random weights in float32."""
+        """`"llama"`, `"qwen3"`, `"gemma3"` or `"gpt-oss"`: the sizes of `DecoderConfig`, random weights in float32."""
         transformers = _import_transformers()
         sizes = DecoderConfig()
-        config = getattr(transformers, _CONFIG_CLASSES[name])(
-            vocab_size=sizes.vocab_size,
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_hidden_layers=sizes.num_layers,
-            num_attention_heads=sizes.num_heads,
-            num_key_value_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            max_position_embeddings=sizes.max_positions,
-            initializer_range=sizes.initializer_range,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+        config_class, others = _SEEDED[name]
+        shared = {
+            "vocab_size": sizes.vocab_size,
+            "hidden_size": sizes.hidden_size,
+            "intermediate_size": sizes.intermediate_size,
+            "num_hidden_layers": sizes.num_layers,
+            "num_attention_heads": sizes.num_heads,
+            "num_key_value_heads": sizes.num_kv_heads,
+            "head_dim": sizes.head_dim,
+            "max_position_embeddings": sizes.max_positions,
+            "initializer_range": sizes.initializer_range,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        config = getattr(transformers, config_class)(**(shared | others))
         # The constructor draws weights from the global generator; put it back as it was.
         with torch.random.fork_rng(devices=[]):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _draw_weights(model, sizes, seed)
-        return cls(model.to(device))
+        seeded = cls(model.to(device))
+        seeded._has_row_experts = hasattr(config, "num_local_experts")
+        return seeded
 
     @classmethod
     def from_directory(cls, directory: str, *, device: torch.device | str = "cpu") -> TransformersModel:
@@ -99,12 +134,17 @@ class TransformersModel:
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
         """See `PagedModel.new_kv_cache`."""
-        num_layers, two, num_kv_heads, head_dim = self._block_shape
-        shape = (num_blocks, num_layers, two, block_size, num_kv_heads, head_dim)
+        group_size, two, num_kv_heads, head_dim = self._block_shape
+        shape = (num_blocks, group_size, two, block_size, num_kv_heads, head_dim)
         return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
 
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
         """See `PagedModel.forward`."""
+        if self._has_row_experts:
+            # Tokens of one expert are multiplied together, so a row's bits would depend on its neighbours. A product
+            # for each token doesn't, and copies the weights of its experts: cheap for a few tokens of a small model.
+            each_alone = batch.num_tokens == batch.num_sequences
+            self.model.set_experts_implementation("batched_mm" if each_alone else "grouped_mm")
         with torch.inference_mode():
             output = self.model(
                 input_ids=batch.input_ids[None],
@@ -113,6 +153,7 @@ class TransformersModel:
                 logits_to_keep=batch.last_rows,
                 paged_batch=batch,
                 paged_kv_cache=kv_cache,
+                paged_places=self._places,
             )
             logits: torch.Tensor = output.logits[0].float()
             return logits
@@ -128,14 +169,20 @@ def _attention_function(
     scaling: float,
     paged_batch: PagedBatch,
     paged_kv_cache: torch.Tensor,
+    paged_places: Mapping[int, LayerPlace],
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in each layer: query [1, heads, T, head_dim] → [1, T, heads, head_dim]."""
     for name in _UNSUPPORTED_ARGUMENTS:
         if others.get(name) is not None:
             raise ConfigError("model", f"layer {module.layer_idx} wants {name}, which paged attention doesn't do")
+    place = paged_places[module.layer_idx]
+    if sliding_window != place.window:
+        raise ConfigError("model", f"layer {module.layer_idx} has window {sliding_window}, its config {place.window}")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    output = paged_attention(query, key, value, paged_kv_cache[:, module.layer_idx], paged_batch, scaling)
+    output = paged_attention(query, key, value, paged_kv_cache, paged_batch, place, scaling=scaling, sinks=s_aux)
     return output[None], None
 
 
@@ -151,28 +198,43 @@ def _import_transformers() -> Any:
 
 
 def _draw_weights(model: Any, sizes: DecoderConfig, seed: int) -> None:
-    """Matrices from `seed`, everything else (the norms) one."""
+    """Everything but the norms from `seed`; those are neutral already, which is one here and zero there."""
     generator = torch.Generator().manual_seed(seed)
     head = model.get_output_embeddings().weight
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 1:
-                weight.fill_(1.0)
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                continue
+            if weight is head:
+                std = sizes.logit_std / sizes.hidden_size**0.5
             else:
-                std = sizes.logit_std / sizes.hidden_size**0.5 if weight is head else sizes.initializer_range
-                weight.normal_(0.0, std, generator=generator)
+                # Sinks compete with scores; as small as the weights they would all be the same.
+                std = 1.0 if name.endswith("sinks") else sizes.initializer_range
+            weight.normal_(0.0, std, generator=generator)
+
+
+def _attention_kinds(text: Any) -> list[AttentionKind]:
+    """What each layer of a config reads. Raises `ConfigError` naming `model` for what a block table can't describe."""
+    window = getattr(text, "sliding_window", None)
+    layer_types = getattr(text, "layer_types", None)
+    if layer_types is None:
+        layer_types = ["full_attention" if window is None else "sliding_attention"] * text.num_hidden_layers
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ConfigError("model", f"has layers of {', '.join(sorted(unknown))}; only full and sliding ones are known")
+    if "sliding_attention" not in layer_types:
+        return [FullAttention() for _ in layer_types]
+    if window is None:
+        raise ConfigError("model", "has sliding layers and no sliding_window")
+    return [FullAttention() if kind == "full_attention" else SlidingWindow(window) for kind in layer_types]
 
 
 def _check_supported(model: Any, text: Any) -> None:
     """Refuse at the door what would give wrong tokens later."""
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError("model", f"{type(model).__name__} doesn't use transformers' attention interface")
-    layer_types = getattr(text, "layer_types", None)
-    kinds = set(layer_types) if layer_types else {"full_attention"}
-    if layer_types is None and getattr(text, "sliding_window", None) is not None:
-        kinds = {"sliding_attention"}
-    if kinds != {"full_attention"}:
-        raise ConfigError("model", f"has layers of {', '.join(sorted(kinds))}; only full attention is supported here")
+    if getattr(text, "use_bidirectional_attention", False):
+        raise ConfigError("model", "attends to later tokens, so a cached key depends on more than its prefix")
     for rope_type in _rope_types(getattr(text, "rope_parameters", None) or {}):
         if rope_type in _UNSUPPORTED_ROPE:
             raise ConfigError("model", f"has {rope_type!r} rotary positions: its keys depend on more than their prefix")

@@ -11,6 +11,7 @@ import torch
 from aoffload import RequestAborted, RuntimeClosed
 from aoffload.integrations.batching import EngineOptions
 from aoffload.integrations.engine import EngineClosed, PagedEngine, StepFailed
+from aoffload.integrations.layers import LayerGroup
 from aoffload.integrations.paged import PagedBatch
 from aoffload.testing import Client, SimulatedEngine, Simulation, Violation
 
@@ -34,6 +35,7 @@ class TagModel:
     vocab_size: int = VOCAB
     _scratch: dict[int, object] = attrs.field(factory=dict)
     _identities: dict[int, object] = attrs.field(factory=dict)
+    groups: tuple[LayerGroup, ...] = (LayerGroup("full", (0,)),)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
         return torch.zeros(num_blocks, 1)
@@ -42,7 +44,7 @@ class TagModel:
         logits = torch.zeros(batch.num_sequences, self.vocab_size)
         for row, span in enumerate(batch.spans):
             ids = batch.input_ids[span.first : span.stop].tolist()
-            tokens = self._extend(span.table.tolist(), span.kv_len - len(ids), ids)
+            tokens = self._extend(span.tables[0].tolist(), span.kv_len - len(ids), ids)
             logits[row, next_token(tokens)] = 1.0
         return logits
 

@@ -125,15 +125,6 @@ def test_what_is_required_is_what_attention_reads(kind: AttentionKind, block_siz
         assert all(attended(kind, later) for later in range(kind.free_end(token) + 1, token + 1))
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8", None, 2**31])
-def test_a_reach_is_a_number_of_tokens(wrong: object) -> None:
-    """What is no number of tokens is refused by name."""
-    with pytest.raises(ConfigError, match="window"):
-        SlidingWindow(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="chunk"):
-        ChunkedLocal(wrong)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("wrong", [None, "full", FullAttention, object()])
 def test_an_attention_kind_says_what_it_requires(wrong: object) -> None:
     """What is no attention kind is refused by name."""

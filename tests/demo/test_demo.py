@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from aoffload.demo import command, workload
+from aoffload import KVCacheGroup
+from aoffload.core.groups import SlidingWindow
+from aoffload.demo import command, runner, workload
 from aoffload.demo.command import main
+from aoffload.errors import ConfigError
 from aoffload.integrations.decoder import Decoder, DecoderConfig
+from aoffload.integrations.layers import LayerGroup
+from aoffload.integrations.transformers import TransformersModel
 
 KEYS = {
     "requests",
@@ -39,6 +45,10 @@ KEYS = {
     "load_gb_per_s",
     "store_gb_per_s",
     "wall_s",
+    "store",
+    "peak_device_bytes",
+    "window_saved_bytes",
+    "window_saved_of_bytes",
 }
 
 
@@ -95,6 +105,68 @@ def test_evicted_prefixes_come_back_and_nothing_changes(demo: Demo, backend: str
     for times in ("ttft_s", "ttft_s_without_offload", "service_ttft_s", "service_ttft_s_without_offload"):
         assert 0 < found[times]["p50"] <= found[times]["p99"]
     assert "equal to the reference bit for bit" in demo.table
+
+
+def small_gemma() -> TransformersModel:
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 16, "sliding_window": 64}
+    layer_types = ["sliding_attention"] * 3 + ["full_attention"]
+    config = Gemma3TextConfig(**sizes, layer_types=layer_types, tie_word_embeddings=False, initializer_range=0.06)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return TransformersModel(AutoModelForCausalLM.from_config(config))
+
+
+def are_windows_accepted() -> bool:
+    try:
+        KVCacheGroup("w", attention=SlidingWindow(8))
+    except ConfigError:
+        return False
+    return True
+
+
+def full_groups(groups: tuple[LayerGroup, ...], block_size: int) -> list[KVCacheGroup]:
+    return [KVCacheGroup(group.name, block_size=block_size) for group in groups]
+
+
+WINDOWS = pytest.param(
+    "windows",
+    "90",
+    marks=pytest.mark.skipif(not are_windows_accepted(), reason="KVCacheGroup refuses SlidingWindow so far"),
+)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize(("kind", "num_blocks"), [("stand-in", "150"), WINDOWS])
+def test_a_model_with_windows(
+    demo: Demo, monkeypatch: pytest.MonkeyPatch, backend: str, kind: str, num_blocks: str
+) -> None:
+    """Sliding and full layers: the same answers bit for bit, host hits, nothing left; and the device memory that went
+    back to the pool as windows moved on, as a number. With full groups in their place there is none."""
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: small_gemma())
+    if kind == "stand-in":
+        monkeypatch.setattr(runner, "kv_cache_groups", full_groups)
+    demo.run("--backend", backend, "--device-blocks", num_blocks)
+    assert demo.status == 0
+    assert demo.json["outputs_identical"] is True
+    assert demo.json["blocks_verified"] == demo.json["blocks_loaded"] > 0
+    assert demo.json["blocks_corrupt"] == demo.json["pinned_blocks_at_end"] == 0
+    assert demo.json["host_hit_tokens"] > 0.3 * demo.json["prompt_tokens"]
+    saved, of = demo.json["window_saved_bytes"], demo.json["window_saved_of_bytes"]
+    assert ("device memory saved by freeing out-of-window blocks" in demo.table) == (kind == "windows")
+    assert 0 < saved < of if kind == "windows" else saved == 0
+    assert demo.json["peak_device_bytes"] > 0
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_nothing_is_stored_unless_asked_for(demo: Demo, backend: str) -> None:
+    """`--store off` copies nothing to host memory, so nothing comes back, and the answers are the same."""
+    demo.run("--backend", backend, "--store", "off")
+    assert demo.status == 0
+    assert (demo.json["store"], demo.json["blocks_stored"], demo.json["host_hit_tokens"]) == ("off", 0, 0)
+    assert demo.json["outputs_identical"] is True
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -155,6 +227,7 @@ def test_nothing_to_tamper_with_is_said(demo: Demo) -> None:
     [
         (["--model", "nobody"], "--model"),
         (["--device-blocks", "3"], "--device-blocks"),
+        (["--store", "sometimes"], "--store"),
         (["--json", "/nonexistent/result.json"], "--json"),
         (["--log", "/nonexistent/events.log"], "--log"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aoffload.demo.options import Corrupt, DemoOptions, parse_options
+from aoffload.demo.options import STORE_POLICIES, Corrupt, DemoOptions, parse_options
 
 
 def test_defaults_are_the_dataclass_s() -> None:
@@ -26,6 +26,12 @@ def test_each_check_can_be_shown_alone(arguments: list[str], expected: Corrupt |
     assert parse_options(arguments).corrupt is expected
 
 
+@pytest.mark.parametrize("name", STORE_POLICIES)
+def test_each_store_policy_can_be_asked_for(name: str) -> None:
+    """By the name that the configuration knows it by."""
+    assert parse_options(["--store", name]).store == name
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -42,6 +48,7 @@ def test_each_check_can_be_shown_alone(arguments: list[str], expected: Corrupt |
         ("--backend", "curio"),
         ("--device", "tpu"),
         ("--corrupt", "everything"),
+        ("--store", "sometimes"),
     ],
 )
 def test_bad_values_are_named_and_exit_with_2(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:

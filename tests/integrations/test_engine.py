@@ -20,6 +20,7 @@ from aoffload.demo.tampering import Tampering
 from aoffload.errors import InvalidArgument, OutOfBlocks, RequestAborted
 from aoffload.integrations.batching import EngineOptions
 from aoffload.integrations.engine import EngineClosed, PagedEngine, StepFailed
+from aoffload.integrations.layers import LayerGroup
 from aoffload.integrations.paged import PagedBatch
 from aoffload.transfer.local import LocalTransport
 
@@ -50,6 +51,7 @@ class AddingModel:
     """Keeps each token and its position as its KV, and adds up what it finds: one wrong block is a wrong answer."""
 
     vocab_size = VOCABULARY
+    groups = (LayerGroup("full", (0,)),)
 
     def __init__(self) -> None:
         self.may_end = threading.Event()
@@ -66,11 +68,11 @@ class AddingModel:
         if self.fails_on is not None and self.fails_on in batch.input_ids:
             raise ArithmeticError("the device is on fire")
         flat = kv_cache[:, 0, :, :, 0, 0]
-        flat[batch.slot_blocks, 0, batch.slot_offsets] = batch.input_ids.float()
-        flat[batch.slot_blocks, 1, batch.slot_offsets] = batch.positions.float()
+        flat[batch.slot_blocks[0], 0, batch.slot_offsets] = batch.input_ids.float()
+        flat[batch.slot_blocks[0], 1, batch.slot_offsets] = batch.positions.float()
         logits = torch.zeros(batch.num_sequences, VOCABULARY)
         for row, span in enumerate(batch.spans):
-            tokens, positions = (flat[span.table, which].reshape(-1)[: span.kv_len] for which in (0, 1))
+            tokens, positions = (flat[span.tables[0], which].reshape(-1)[: span.kv_len] for which in (0, 1))
             total = int(((positions.long() + 1) * (tokens.long() + 1)).sum())
             logits[row, total % VOCABULARY] = 1.0
         return logits

@@ -12,11 +12,12 @@ from aoffload.core.lifecycle import RequestState
 from aoffload.errors import ConfigError
 from aoffload.integrations.batching import EngineOptions, LineUp
 from aoffload.integrations.forward import Forward
+from aoffload.integrations.layers import LayerGroup
 from aoffload.integrations.paged import PagedBatch, SequenceSlice
 from aoffload.integrations.sequence import PromptTable, RowOutput, RunningSequence
 
 OPTIONS = EngineOptions(block_size=4, prefill_tokens=8, decode_rows=2, max_running=4)
-DUMMY = SequenceSlice([0], 0, [99])
+DUMMY = SequenceSlice([0], 0, [[99]])
 
 
 class StubRequest:
@@ -29,7 +30,7 @@ class StubRequest:
 
 def make_sequence(name: str, num_tokens: int, num_ready: int = 0, num_new: int = 2) -> RunningSequence:
     blocks = list(range(1, 2 + (num_tokens + num_new) // 4))
-    table = PromptTable(blocks, num_ready, OPTIONS.prefill_tokens, OPTIONS.block_size, [90, 91])
+    table = PromptTable([blocks], num_ready, OPTIONS.prefill_tokens, OPTIONS.block_size, [90, 91])
     request: Any = StubRequest(name)
     prompt = list(range(100, 100 + num_tokens))
     return RunningSequence(request, prompt, num_new, table, lambda _: None, num_computed=table.start)
@@ -61,9 +62,9 @@ def test_a_hit_off_the_grid_is_computed_from_the_grid_without_touching_shared_bl
     """What lies between the grid and the end of the hit is written to scratch blocks; a cached block never is."""
     sequence = make_sequence("a", 21, num_ready=12)
     first = sequence.next_slice()
-    assert (first.start, list(first.block_ids)) == (8, [1, 2, 90, 4, 5, 6])
+    assert (first.start, first.block_ids) == (8, [[1, 2, 90, 4, 5, 6]])
     sequence.advance(8, RowOutput(7, b""), now=0.0)
-    assert list(sequence.next_slice().block_ids) == [1, 2, 3, 4, 5, 6]
+    assert sequence.next_slice().block_ids == [[1, 2, 3, 4, 5, 6]]
 
 
 def test_prompts_go_before_decoding_and_one_at_a_time() -> None:
@@ -139,6 +140,7 @@ class WaitingModel:
     """A forward that takes as long as the test wants."""
 
     vocab_size = 8
+    groups = (LayerGroup("full", (0,)),)
 
     def __init__(self) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()
@@ -155,7 +157,7 @@ class WaitingModel:
 def test_finish_waits_for_a_forward_that_runs() -> None:
     """Whoever stops waiting for the thread can't let go of the blocks while it still writes into them."""
     model = WaitingModel()
-    forward = Forward(model, model.new_kv_cache(2, 4), 4, [SequenceSlice([1], 0, [1])], 1)
+    forward = Forward(model, model.new_kv_cache(2, 4), 4, [SequenceSlice([1], 0, [[1]])], 1)
     thread = threading.Thread(target=forward.run)
     thread.start()
     assert model.began.wait(10)
@@ -168,7 +170,7 @@ def test_finish_waits_for_a_forward_that_runs() -> None:
 def test_a_finished_forward_does_not_begin() -> None:
     """A thread that gets round to it too late computes nothing: the blocks may be somebody else's."""
     model = WaitingModel()
-    forward = Forward(model, model.new_kv_cache(2, 4), 4, [SequenceSlice([1], 0, [1])], 1)
+    forward = Forward(model, model.new_kv_cache(2, 4), 4, [SequenceSlice([1], 0, [[1]])], 1)
     forward.finish()
     forward.run()
     assert not model.began.is_set()

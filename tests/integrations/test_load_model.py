@@ -15,8 +15,9 @@ from aoffload.integrations import PagedBatch, PagedModel, SequenceSlice, load_mo
 
 
 def logits_of(model: PagedModel) -> torch.Tensor:
-    batch = PagedBatch.of([SequenceSlice(list(range(40)), 0, [2, 0, 1])], 16)
-    return model.forward(batch, model.new_kv_cache(3, 16))
+    tables = [[3 * group + 2, 3 * group, 3 * group + 1] for group in range(len(model.groups))]
+    batch = PagedBatch.of([SequenceSlice(list(range(40)), 0, tables)], 16)
+    return model.forward(batch, model.new_kv_cache(3 * len(model.groups), 16))
 
 
 def small_model(kind: str, **changes: Any) -> Any:
@@ -29,7 +30,7 @@ def small_model(kind: str, **changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama", "qwen3"])
+@pytest.mark.parametrize("name", ["tiny", "llama", "qwen3", "gemma3", "gpt-oss"])
 def test_a_seed_is_a_model(name: str) -> None:
     """The same seed, the same weights; another seed, others; torch's global generator is left as it was."""
     before = torch.get_rng_state()
@@ -39,7 +40,7 @@ def test_a_seed_is_a_model(name: str) -> None:
     assert not torch.equal(first, third)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt-oss"])
 def test_a_directory_is_a_model(name: str, tmp_path: Path) -> None:
     """What `save_pretrained` wrote comes back with bit-identical logits, without any network."""
     model = load_model(name, seed=1)
@@ -56,7 +57,9 @@ def test_a_checkpoint_in_half_precision_is_float32_on_a_cpu(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["", "gpt", "no/such/directory", "meta-llama/Llama-3.1-8B", "pyproject.toml"])
 def test_a_bad_name_is_named(name: str) -> None:
     """Neither a known name nor a directory: a typed error that names `model`, and no look at the network."""
-    with pytest.raises(InvalidArgument, match=r"^model: must be one of tiny, llama, qwen3") as caught:
+    with pytest.raises(
+        InvalidArgument, match=r"^model: must be one of tiny, llama, qwen3, gemma3, gpt-oss or"
+    ) as caught:
         load_model(name)
     assert caught.value.argument == "model"
 
@@ -83,13 +86,14 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "problem"),
     [
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
-        ("mistral", {"sliding_window": 8}, "sliding_attention"),
+        ("llama4_text", {"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
     ],
 )
 def test_attention_we_dont_do_is_refused(kind: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
-    """Windows, and positions that depend on more than the prefix, are refused instead of computed wrongly."""
+    """Other kinds of layers, attention to what comes later, and positions that depend on more than the prefix are
+    refused instead of computed wrongly."""
     small_model(kind, **changes).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"^model: .*{problem}"):
         load_model(str(tmp_path))
@@ -99,25 +103,29 @@ def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp
     """Without transformers the decoder works; the others say what to install."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert load_model("tiny").vocab_size == 4096
-    for name in ("llama", "qwen3", str(tmp_path)):
+    for name in ("llama", "qwen3", "gemma3", "gpt-oss", str(tmp_path)):
         with pytest.raises(ConfigError, match=r"pip install aoffload\[transformers\]"):
             load_model(name)
 
 
-GOOD = SequenceSlice([1, 2], 0, [1])
+GOOD = SequenceSlice([1, 2], 0, [[1]])
 
 
 @pytest.mark.parametrize(
     ("slices", "problem"),
     [
         ([], "slices: is empty"),
-        ([GOOD, SequenceSlice([], 3, [1])], r"slices\[1\]: token_ids"),
-        ([SequenceSlice([[1]], 0, [1])], r"slices\[0\]: token_ids"),  # type: ignore[list-item]
-        ([SequenceSlice([1], -1, [1])], r"slices\[0\]: start"),
-        ([GOOD, GOOD, SequenceSlice([1], 16, [1])], r"slices\[2\]: block_ids cover 16 of 17"),
-        ([SequenceSlice([1], 0, [])], r"slices\[0\]: block_ids cover 0 of 1"),
-        ([SequenceSlice([-1], 0, [1])], "must not be negative"),
-        ([SequenceSlice([1], 0, [-1])], "must not be negative"),
+        ([GOOD, SequenceSlice([], 3, [[1]])], r"slices\[1\]: token_ids"),
+        ([SequenceSlice([[1]], 0, [[1]])], r"slices\[0\]: token_ids"),  # type: ignore[list-item]
+        ([SequenceSlice([1], -1, [[1]])], r"slices\[0\]: start"),
+        ([GOOD, GOOD, SequenceSlice([1], 16, [[1]])], r"slices\[2\]: block_ids cover 16 of 17"),
+        ([SequenceSlice([1], 0, [[]])], r"slices\[0\]: block_ids cover 0 of 1"),
+        ([SequenceSlice([1], 0, [[1], []])], r"slices\[0\]: block_ids cover 0 of 1"),
+        ([SequenceSlice([1], 0, [])], r"slices\[0\]: block_ids must hold a block table"),
+        ([SequenceSlice([1], 0, [1])], r"slices\[0\]: block_ids must hold a block table"),  # type: ignore[list-item]
+        ([GOOD, SequenceSlice([1], 0, [[2], [3]])], r"slices\[1\]: has 2 block tables, not 1"),
+        ([SequenceSlice([-1], 0, [[1]])], "must not be negative"),
+        ([SequenceSlice([1], 0, [[-1]])], "must not be negative"),
     ],
 )
 def test_a_bad_slice_is_named(slices: list[SequenceSlice], problem: str) -> None:
@@ -127,11 +135,14 @@ def test_a_bad_slice_is_named(slices: list[SequenceSlice], problem: str) -> None
 
 
 def test_a_batch_packs_its_slices() -> None:
-    """Tokens, positions and slots of two sequences, one after the other; tables may be longer than needed."""
-    batch = PagedBatch.of([SequenceSlice([7, 8, 9], 3, [5, 2, 11]), SequenceSlice([6], 0, [1])], 4)
+    """Tokens, positions and each group's slots of two sequences, one after the other; tables may be longer than
+    needed."""
+    slices = [SequenceSlice([7, 8, 9], 3, [[5, 2, 11], [0, 3]]), SequenceSlice([6], 0, [[1], [4, 12]])]
+    batch = PagedBatch.of(slices, 4)
     assert (batch.num_sequences, batch.num_tokens) == (2, 4)
     assert batch.input_ids.tolist() == [7, 8, 9, 6]
     assert batch.positions.tolist() == [3, 4, 5, 0]
-    assert batch.slot_blocks.tolist() == [5, 2, 2, 1]
+    assert [blocks.tolist() for blocks in batch.slot_blocks] == [[5, 2, 2, 1], [0, 3, 3, 4]]
+    assert [[table.tolist() for table in span.tables] for span in batch.spans] == [[[5, 2], [0, 3]], [[1], [4]]]
     assert batch.slot_offsets.tolist() == [3, 0, 1, 0]
     assert batch.last_rows.tolist() == [2, 3]

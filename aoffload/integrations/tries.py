@@ -1,0 +1,161 @@
+"""A client's tries: usually one. Who came last makes way when nobody can go on, and begins again.
+
+Requests that get their room piece by piece can hold all of it together and each wait for more. The runtime says so (a
+retryable `OutOfBlocks` from `extend`). Then the request that came last lets go of everything, so the first one always
+gets on; what was committed is found again in the cache. Greedy tokens are the same in every try, bit for bit, so the
+client hears those of the first try and later only what is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.lowlevel
+import attrs
+import numpy as np
+
+from ..core.lifecycle import RequestState
+
+if TYPE_CHECKING:
+    from ..request import Request
+
+__all__ = ["Ask", "PromptPlace", "Rivals", "Try"]
+
+MADE_WAY = "made way for an older request"
+_HOLDS_ROOM = (RequestState.ALLOCATED, RequestState.LOADING, RequestState.RUNNING)
+
+
+@attrs.define(eq=False)
+class Ask:
+    """What one client wants, through all its tries."""
+
+    ticket: int
+    """Its place among all clients, by arrival."""
+    tokens: np.ndarray
+    prompt: Sequence[int]
+    max_new_tokens: int
+    request_id: str | None
+    options: Mapping[str, Any]
+    """For `OffloadRuntime.request`."""
+    deadline_s: float | None
+    on_token: Callable[[int], None]
+    max_hit_tokens: int | None = None
+    num_alone: int = 0
+    """Tries that had no room though nobody else held any."""
+    _expires_at: float | None = None
+    _num_told: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer."""
+        return len(self.prompt) + self.max_new_tokens
+
+    def remaining_s(self) -> float | None:
+        """What is left until its deadline, which counts from the first call."""
+        if self.deadline_s is None or self._expires_at is None:
+            self._expires_at = None if self.deadline_s is None else anyio.current_time() + float(self.deadline_s)
+            return self.deadline_s
+        return self._expires_at - anyio.current_time()
+
+    def listener(self) -> Callable[[int], None]:
+        """`on_token` for one try: silent about what an earlier one has told."""
+        count = 0
+
+        def tell(token_id: int) -> None:
+            nonlocal count
+            count += 1
+            if count > self._num_told:
+                self._num_told = count
+                self.on_token(token_id)
+
+        return tell
+
+
+@attrs.define(eq=False)
+class Try:
+    ask: Ask
+    request: Request
+    has_made_way: bool = False
+    has_left: anyio.Event = attrs.field(factory=anyio.Event)
+    is_served: anyio.Event = attrs.field(factory=anyio.Event)
+    """Whoever made way for it stays away until it has its room, or could snatch it away again and again."""
+    _made_way_for: Try | None = None
+
+    @property
+    def is_to_be_repeated(self) -> bool:
+        """Whether it ended to make way, and for no other reason."""
+        return self.has_made_way and self.request.reason == MADE_WAY
+
+    def make_way(self, needy: Try) -> None:
+        """End, wherever its task is; the task then begins again."""
+        self.has_made_way = True
+        self._made_way_for = needy
+        self.request.cancel(MADE_WAY)
+
+    async def wait_to_return(self) -> None:
+        """Until the one that it made way for has its room, or is gone."""
+        if self._made_way_for is not None and self._made_way_for is not self:
+            await self._made_way_for.is_served.wait()
+
+
+@attrs.define(eq=False)
+class Rivals:
+    """The tries that are under way in one engine."""
+
+    num_made_way: int = 0
+    _tries: list[Try] = attrs.field(factory=list)
+
+    @contextmanager
+    def entered(self, one: Try) -> Iterator[Try]:
+        self._tries.append(one)
+        try:
+            yield one
+        finally:
+            self._tries.remove(one)
+            one.is_served.set()
+            one.has_left.set()
+
+    def is_alone(self, needy: Try) -> bool:
+        """Whether nobody else holds room."""
+        return all(one is needy for one in self._tries if one.request.state in _HOLDS_ROOM)
+
+    async def have_one_make_way(self, needy: Try) -> None:
+        """End the try that came last, perhaps `needy` itself, and wait until it has left.
+
+        One at a time: while somebody is leaving, nobody else has to.
+        """
+        leaving = next((one for one in self._tries if one.has_made_way), None)
+        if leaving is None:
+            holders = [one for one in self._tries if one.request.state in _HOLDS_ROOM]
+            leaving = max(holders, key=lambda one: one.ask.ticket)
+            self.num_made_way += 1
+            if needy.is_served.is_set():
+                needy.is_served = anyio.Event()
+            leaving.make_way(needy)
+        if leaving is needy:
+            await anyio.lowlevel.checkpoint()  # raises: its scope is cancelled
+        await leaving.has_left.wait()
+
+
+@attrs.define(eq=False)
+class PromptPlace:
+    """A place among those whose prompts are computed, until the prompt is done or the block is left."""
+
+    _places: anyio.Semaphore
+    _is_held: bool = False
+
+    async def __aenter__(self) -> PromptPlace:
+        await self._places.acquire()
+        self._is_held = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._places.release()
