@@ -17,6 +17,7 @@ from .core.lifecycle import JobState, Observer, RequestState
 from .core.matching import Answer, PrefixMatch
 from .core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from .core.policy import StorePolicy
+from .core.preemption import Preemption
 from .core.tiers import TierStatistics
 from .core.waiting import Waiter
 from .env import Env
@@ -117,6 +118,7 @@ __all__ = [
     "PassedFence",
     "PendingLoad",
     "Prefix",
+    "Preemption",
     "PrefixMatch",
     "ProcessRank",
     "Rank",

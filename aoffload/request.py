@@ -14,6 +14,7 @@ import attrs
 from .core.holding import Extension, Holding
 from .core.lifecycle import RequestState
 from .core.matching import NO_MATCH, PrefixMatch
+from .core.preemption import Preemption
 from .core.waiting import Waiter
 from .errors import OutOfBlocks, RuntimeClosed, WrongState
 from .prefix import Prefix, TokenIds
@@ -213,6 +214,34 @@ class Request:
             await event.wait()
         finally:
             self._waiting.discard(event)
+
+    # -- preemption -----------------------------------------------------------------------------------------------
+
+    def preempt_nowait(self) -> Preemption:
+        """Give up every device block, and keep what is computed in host memory, as far as there is room: pinned until
+        `resume`. Not inside of a step. Says how many blocks are free now, and which copies free the rest."""
+        found = self._runtime.ledger.preempt_nowait(self._live())
+        self._runtime.worker.submit(found.plans)
+        return found
+
+    async def preempt(self) -> Preemption:
+        """As `preempt_nowait`, but waits: first for steps that touch its blocks, then until every block is free."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        holding = self._live()
+        while holding.num_steps:
+            await self._wait(anyio.Event())
+            self._live()
+        found = self.preempt_nowait()
+        await self._runtime.worker.wait_over(max(found.job_ids, default=0))
+        return found
+
+    async def resume(self, num_tokens: int | None = None) -> int:
+        """Wait for room (for `num_tokens`; all tokens that are known, if None) and bring back what is in host memory;
+        the number of tokens that are ready. What was lost is computed again from there on."""
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        self._runtime.ledger.resume(self._live())
+        await self.allocate(num_tokens)
+        return await self.load()
 
     # -- loading --------------------------------------------------------------------------------------------------
 

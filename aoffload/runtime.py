@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -9,7 +10,7 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import anyio
 import attrs
@@ -21,6 +22,7 @@ from .core.holding import Holding
 from .core.ledger import Ledger, LedgerStatistics
 from .core.lifecycle import RequestState
 from .core.matching import PrefixMatch
+from .core.plan import Tier
 from .env import Env
 from .errors import (
     InvalidArgument,
@@ -264,6 +266,7 @@ class OffloadRuntime:
             hit_alignment=options.hit_alignment,
         )
         self._requests[holding.request_id] = request
+        holding.when_idle = partial(_wake, ref(request))
         return holding
 
     def _release(self, holding: Holding, reason: str) -> None:
@@ -351,15 +354,20 @@ class OffloadRuntime:
         self._check_usable()
         await self.worker.wait_idle()
 
-    async def reset(self) -> None:
-        """Forget everything cached and wait for the transfers in flight, which publish nothing any more.
+    async def reset(self, tier: Tier | None = None, timeout_s: float | None = None) -> tuple[int, ...]:
+        """Forget everything cached, or what is cached in `tier`, and wait for the transfers in flight: what they bring
+        there is not published any more. Returns the ids of the jobs that were not over within `timeout_s`; empty: all.
 
-        Requests running meanwhile keep their blocks, but publish and store nothing.
+        Requests running meanwhile keep their blocks, but publish and store nothing, unless `tier` is a lower one.
         """
         self._check_usable()
-        self.ledger.reset()
+        seconds = math.inf if timeout_s is None else _seconds("timeout_s", timeout_s)
+        self.ledger.reset(tier)
         self.worker.discard_queued()
-        await self.worker.wait_idle()
+        last_id = self.ledger.jobs.last_id
+        with anyio.move_on_after(seconds):
+            await self.worker.wait_over(last_id)
+        return self.worker.in_flight_up_to(last_id)
 
     def statistics(self) -> RuntimeStatistics:
         found = self.ledger.statistics()
@@ -368,6 +376,12 @@ class OffloadRuntime:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block is in exactly one hand. Costs a look at every block."""
         self.ledger.check_integrity()
+
+
+def _wake(reference: ref[Request]) -> None:
+    request = reference()
+    if request is not None:
+        request._wake()
 
 
 def _seconds(name: str, value: object) -> float:

@@ -256,6 +256,10 @@ class CopyWorker:
         while self._oldest() <= job_id:
             await self._settled.wait()
 
+    def in_flight_up_to(self, job_id: int) -> tuple[int, ...]:
+        """The launched jobs up to `job_id` that have not ended."""
+        return tuple(number for number in self._in_flight if number <= job_id)
+
     def _oldest(self) -> float:
         queued = (queue[0].plan.job_id for queue in (self._loads, self._stores) if queue)
         return min(*queued, *self._in_flight, float("inf"), float("inf"))

@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 
 from ..errors import InvalidArgument
-from .plan import Completion, Outcome
+from .plan import Completion, Outcome, Tier
 
-__all__ = ["check_completion", "check_int"]
+__all__ = ["check_completion", "check_int", "check_tier"]
 
 
 def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise InvalidArgument(name, f"must be an integer in [{minimum}, {maximum}], got {value!r}")
+    return value
+
+
+def check_tier(name: str, value: object) -> Tier:
+    if not isinstance(value, Tier):
+        raise InvalidArgument(name, f"must be a Tier, got {value!r:.80}")
     return value
 
 

@@ -371,6 +371,15 @@ class PrefixCache:
             tier.order = self._new_order()
             tier.num_cached = 0
 
+    def reset_tier(self, tier: Tier) -> None:
+        """Make what one tier holds unfindable: free what no reference protects, the rest when it is let go of."""
+        runs = list(self.index.runs.values())
+        for run in runs:
+            for part in run.parts[tier::NUM_TIERS]:
+                self.withdraw_part(self.tiers[tier], part)
+        for run in runs:
+            self.tidy(run)
+
     def withdraw(self, run: Run) -> None:
         """Make every block of `run` unfindable and free it once no reference protects it; what is in flight to it
         publishes nothing."""

@@ -103,10 +103,10 @@ class Commits:
         start = from_token // self.cache.layout.unit_tokens
         wrong = unpublish(self.cache, holding, start)  # after a reset too: its blocks are no less shared for that
         others = [other for other in readers if other is not holding]
-        tainted = self._taint(wrong, [other for other in others if other.num_units])
+        tainted = self._taint(wrong, [other for other in others if other.has_read])
         self.cache.withdraw_behind(wrong)
         for other in others:
-            if not other.num_units and _leases_any(other, wrong):  # it has only matched: nothing was read yet
+            if not other.has_read and _leases_any(other, wrong):
                 self.admission.match_again(other)
         step_back(self.cache, holding, start)
         holding.sequence.drop_after(from_token + 1)

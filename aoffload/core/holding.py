@@ -82,6 +82,8 @@ class Holding:
     waiter: Waiter | None = None
     num_steps: int = 0
     """Forwards that touch its blocks now. It gives nothing back before they end."""
+    when_idle: Callable[[], object] = lambda: None
+    """Called when the last of them has ended."""
 
     def __repr__(self) -> str:
         return f"<Holding {self.request_id!r} {self.state.name} {self.num_blocks} blocks>"
@@ -103,6 +105,11 @@ class Holding:
     def table(self) -> array[int]:
         """The block ids of the spine: of all groups of full attention."""
         return self.tables[0].ids if self.tables else array("i")
+
+    @property
+    def has_read(self) -> bool:
+        """Whether it may have computed with what it has matched, now or before it was preempted."""
+        return self.num_units > 0 or self.has_committed
 
     @property
     def holds_room(self) -> bool:

@@ -17,9 +17,9 @@ from ..config import MAX_BLOCKS, OffloadConfig
 from ..errors import ConfigError, DuplicateRequest, InvalidArgument, WrongState
 from ..prefix import Prefix, TokenIds
 from .admission import Admission
-from .arguments import check_completion, check_int
+from .arguments import check_completion, check_int, check_tier
 from .blocks import DevicePool, ExtentPool, FreeList
-from .cache import PrefixCache
+from .cache import UNPUBLISHABLE, PrefixCache
 from .commits import Commits
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .groups import KVCacheGroup, Layout
@@ -32,6 +32,7 @@ from .matching import PrefixMatch, find_hit
 from .pins import Pins
 from .plan import Completion, Tier, TransferPlan
 from .policy import store_policy_of
+from .preemption import Preemption, Preemptions
 from .stores import Stores
 from .tiers import TierBlocks, TierStatistics
 from .tokens import TokenSequence
@@ -91,6 +92,9 @@ class Ledger:
         policy = store_policy_of(config.store_policy)
         stores = Stores(self.cache, self.jobs, self._moves)
         self._commits = Commits(self.cache, self._pins, stores, self.admission, self._loads, policy)
+        self._preemptions = Preemptions(
+            self.cache, self._pins, self._moves, self.jobs, stores, self.admission, self._loads
+        )
         self._num_admitted = 0
 
     def __repr__(self) -> str:
@@ -253,6 +257,7 @@ class Ledger:
                 holding.num_steps -= 1
                 if holding.num_steps:
                     continue
+                holding.when_idle()
                 if holding in self._closing:
                     self._closing.discard(holding)
                     self._pins.let_go(holding)
@@ -285,12 +290,42 @@ class Ledger:
         self._settled(settled)
         return plans
 
+    # -- preemption -----------------------------------------------------------------------------------------------
+
+    def preempt_nowait(self, holding: Holding) -> Preemption:
+        """Give up every device block of `holding`, and keep what it has computed in host memory as far as there is
+        room: pinned until it is resumed or over. Not while a step touches its blocks, nor while it waits for room."""
+        self._preemptions.check(self._own(holding))
+        if holding.load is not None:
+            self.abandon_load(holding)
+        found = self._preemptions.preempt(holding)
+        self.admission.pump()
+        return found
+
+    def resume(self, holding: Holding) -> None:
+        """Match again what a preempted request had computed: PINNED afterwards, as after `admit`. What was lost in
+        between is computed again, from the first token that a load does not bring back."""
+        self._preemptions.resume(self._own(holding))
+        self.admission.pump()
+
     # -- the whole ------------------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Forget everything cached. Live requests keep their blocks, and publish and store nothing any more."""
-        self.cache.reset()
+    def reset(self, tier: Tier | None = None) -> None:
+        """Forget everything cached, or what one tier holds. Live requests keep their blocks; unless it was a lower tier
+        alone, they publish and store nothing any more."""
+        if tier is None:
+            self.cache.reset()
+        else:
+            self._reset_tier(check_tier("tier", tier))
         self.admission.pump()
+
+    def _reset_tier(self, tier: Tier) -> None:
+        self.cache.reset_tier(tier)
+        for holding in (*self.holdings.values(), *self._closing):
+            if holding.state is _S.PINNED:
+                self.admission.match_again(holding)
+            elif tier is Tier.DEVICE and holding.num_units:
+                holding.epoch = UNPUBLISHABLE
 
     def statistics(self) -> LedgerStatistics:
         device, host = (tier.statistics() for tier in self.cache.tiers)

@@ -62,6 +62,9 @@ class Pins:
     def unpin(self, holding: Holding) -> None:
         """Let go of the leases. Private blocks are another matter."""
         self.end_host_lease(holding)
+        self.end_device_lease(holding)
+
+    def end_device_lease(self, holding: Holding) -> None:
         lease = holding.leases.pop(Tier.DEVICE, None)
         if lease is not None:
             self.cache.release(lease)
@@ -87,10 +90,15 @@ class Pins:
 
     def let_go(self, holding: Holding) -> None:
         """Give back everything the holding owns; synchronous, complete, whatever its state."""
+        self.give_up_tables(holding)
+        self.forget_match(holding)
+
+    def give_up_tables(self, holding: Holding) -> None:
+        """Give back what is private, and forget the tables. What is leased stays leased."""
         private = holding.private_blocks()
         holding.tables, holding.num_units, holding.load = (), 0, None
+        holding.nulled.clear()
         self.cache.give(Tier.DEVICE, private)
-        self.forget_match(holding)
 
     # -- tables ---------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ class Ask:
     deadline_s: float | None = None
     waits: bool = True
     """Whether it waits for its load or polls it with `load_nowait` and `wait`."""
+    num_preemptions: int = 0
+    """How often it is preempted on its way, and resumed."""
     in_slices: bool = False
     """Whether it takes room for one slice after the other: what has left a window makes room for the next."""
 
@@ -72,6 +74,7 @@ class SimulatedEngine:
     """Requests that found less ready after their load than they had matched."""
     misled: set[str] = attrs.field(factory=set)
     """Requests that have read a failed forward's bytes, and so write no better ones."""
+    _preempted: WeakKeyDictionary[Request, int] = attrs.field(factory=WeakKeyDictionary)
     _born: WeakKeyDictionary[Request, int] = attrs.field(factory=WeakKeyDictionary)
     """How many resets there were when each request was entered."""
 
@@ -114,7 +117,7 @@ class SimulatedEngine:
             pending = request.load_nowait(ask.max_load_tokens)
             await anyio.lowlevel.checkpoint()
             num_ready = await pending.wait()
-        self.check_ready(request, ask, num_ready)
+        self.check_ready(request, ask, ask.tokens, num_ready)
         is_whole = ask.max_load_tokens is None and not ask.in_slices  # else it may have taken less room than it matched
         if is_whole and num_ready < request.match.num_tokens:
             self.recomputed.add(request.request_id)
@@ -143,7 +146,7 @@ class SimulatedEngine:
                 await request.extend(end)
             await self.forward(request, ask, ask.tokens, start, end)
             self.commit(request, ask, ask.tokens, end)
-            start = end
+            start = await self._perhaps_preempt(request, ask, ask.tokens, end)
 
     async def decode(self, request: Request, ask: Ask) -> None:
         tokens = ask.tokens
@@ -153,6 +156,23 @@ class SimulatedEngine:
             await request.extend(len(tokens))
             await self.forward(request, ask, tokens, len(tokens) - 1, len(tokens))
             self.commit(request, ask, tokens, len(tokens), (sampled,))
+            await self._perhaps_preempt(request, ask, tokens, len(tokens))
+
+    async def _perhaps_preempt(self, request: Request, ask: Ask, tokens: tuple[int, ...], stop: int) -> int:
+        """Give up everything for a while, and have it again up to `stop`: loaded, or computed again. Somebody else may
+        have come further meanwhile."""
+        preempted = self._preempted.setdefault(request, 0)
+        if preempted >= ask.num_preemptions or self.transport.random.random() < 0.3:
+            return stop
+        self._preempted[request] = preempted + 1
+        await request.preempt()
+        await anyio.sleep(self.transport.random.choice((0.0, 0.001, 0.01)))
+        start = await request.resume()
+        self.check_ready(request, ask, tokens, start)
+        if start < stop:
+            await self.forward(request, ask, tokens, start, stop)
+            self.commit(request, ask, tokens, stop)
+        return max(start, stop)
 
     def commit(self, request: Request, ask: Ask, tokens: tuple[int, ...], stop: int, new: tuple[int, ...] = ()) -> None:
         request.commit(stop, new)
@@ -250,15 +270,15 @@ class SimulatedEngine:
                     about = f"{self.tags.name(found)} instead of {self.tags.name(expected)}"
                     raise Violation("wrong bytes", f"{where} holds {about}")
 
-    def check_ready(self, request: Request, ask: Ask, num_ready: int) -> None:
+    def check_ready(self, request: Request, ask: Ask, tokens: tuple[int, ...], num_ready: int) -> None:
         """A load never claims more than was matched, nor the last token; and what it claims is there."""
-        if num_ready > request.match.num_tokens or num_ready >= len(ask.tokens):
-            raise Violation("hit cap", f"{num_ready} of {len(ask.tokens)} ready after a match of {request.match}")
+        if num_ready > request.match.num_tokens or num_ready >= len(tokens):
+            raise Violation("hit cap", f"{num_ready} of {len(tokens)} ready after a match of {request.match}")
         most = None if ask.max_load_tokens is None else max(ask.max_load_tokens, request.match.num_device_tokens)
         if most is not None and num_ready > most:
             raise Violation("hit cap", f"{num_ready} ready where at most {most} were asked for")
         if ask.style != "stream":
-            self.check_blocks(request, ask, request.block_ids, ask.tokens, num_ready)
+            self.check_blocks(request, ask, request.block_ids, tokens, num_ready)
 
     def check_match(self, request: Request, ask: Ask) -> None:
         """Nothing hits that was never committed under the same root since the last reset; never the last token."""

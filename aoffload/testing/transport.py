@@ -86,7 +86,7 @@ class SimulatedTransport:
         self.corrupt: set[tuple[int, int]] = set()
         """Host blocks, and their generation, that a load was told to hold other bytes than were stored."""
         self._scheduler = scheduler
-        self._random = rng
+        self.random = rng
         self._sums: list[int] = []
         self._dead: set[Direction] = set()
         self._is_lost = self._is_closed = self._verify = False
@@ -116,7 +116,7 @@ class SimulatedTransport:
             self._is_lost = True
             raise RuntimeError("the device is lost")
         if self.faults.fire("raise"):
-            if self._random.random() < 0.5:
+            if self.random.random() < 0.5:
                 self._begin(self._copy_of(plan), after, late=True)
             raise RuntimeError("the driver does not know")
         self._begin(self._copy_of(plan), after)
@@ -148,7 +148,7 @@ class SimulatedTransport:
         if self.faults.fire("stuck_fence"):
             return
         waiting = [fence for fence in fences if isinstance(fence, SimulatedFence) and not fence.has_passed]
-        if not waiting and not late and self._random.random() < 0.2:
+        if not waiting and not late and self.random.random() < 0.2:
             self._start(copy)  # as fast as the call that launches it
             return
         self._after_fences(copy, waiting)
@@ -157,7 +157,7 @@ class SimulatedTransport:
         if waiting:
             waiting[0].when_passed(lambda: self._after_fences(copy, waiting[1:]))
             return
-        delay_s = LATE_S if copy.is_told else self._random.choice((0.0, 0.0, 0.001, 0.004, 0.02, 0.05))
+        delay_s = LATE_S if copy.is_told else self.random.choice((0.0, 0.0, 0.001, 0.004, 0.02, 0.05))
         self._scheduler.act(f"{copy.name} starts", lambda: self._start(copy), delay_s)
 
     def _start(self, copy: Copy) -> None:
@@ -167,7 +167,7 @@ class SimulatedTransport:
         if self.faults.fire("die"):
             self._die(copy.plan.direction)
             return
-        delay_s = self._random.choice((0.0, 0.0, 0.003))
+        delay_s = self.random.choice((0.0, 0.0, 0.003))
         self._scheduler.act(f"{copy.name} lands", lambda: self._land(copy), delay_s)
 
     def _land(self, copy: Copy) -> None:
@@ -191,11 +191,11 @@ class SimulatedTransport:
     def _land_all(self, copy: Copy) -> None:
         copy.move(copy.plan.num_blocks)
         if self._verify and copy.plan.direction is Direction.LOAD and self.faults.fire("flip"):
-            copy.destination.content[self._random.choice(copy.plan.destination_ids)] = TORN
+            copy.destination.content[self.random.choice(copy.plan.destination_ids)] = TORN
         completion = self._landed(copy)
         self._tell(copy, completion)
         if self._verify and copy.plan.direction is Direction.STORE and self.faults.fire("rot"):
-            copy.destination.content[self._random.choice(copy.plan.destination_ids)] = TORN
+            copy.destination.content[self.random.choice(copy.plan.destination_ids)] = TORN
 
     def _land_early(self, copy: Copy) -> None:
         """Told before the last block is there: till it is, and for good if others write there, the sum differs."""
@@ -208,7 +208,7 @@ class SimulatedTransport:
         self._scheduler.act(f"{copy.name} really lands", arrive, 0.002)
 
     def _fail(self, copy: Copy) -> None:
-        num_landed = self._random.randint(0, copy.plan.num_blocks - 1)
+        num_landed = self.random.randint(0, copy.plan.num_blocks - 1)
         copy.move(num_landed)
         num_landed = self._num_right(copy, num_landed)
         copy.destination.content[copy.plan.destination_ids[num_landed]] = TORN
@@ -228,7 +228,7 @@ class SimulatedTransport:
         """Everything that the thread of this direction had begun is in doubt, and no proof will come."""
         self._dead.add(direction)
         for copy in [copy for copy in self.in_flight.values() if copy.plan.direction is direction]:
-            outcome = Outcome.UNPROVEN if copy.num_moved or self._random.random() < 0.5 else Outcome.FAILED
+            outcome = Outcome.UNPROVEN if copy.num_moved or self.random.random() < 0.5 else Outcome.FAILED
             self._tell(copy, Completion(copy.plan.job_id, outcome, error="the copy thread died"))
 
     def _landed(self, copy: Copy) -> Completion:

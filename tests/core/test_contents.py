@@ -11,6 +11,7 @@ MUST_HAPPEN = (
     "device hit", "host hit", "queued", "granted", "withdrawn", "loading", "load shared", "load abandoned", "committed",
     "extended", "done", "aborted", "stepped", "invalidated", "tainted", "reset", "load landed", "load failed",
     "load corrupt", "load unproven", "store landed", "store failed", "store unproven", "proven late",
+    "preempted", "resumed", "resumed with a hit",
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from aoffload import (
     RequestState,
     Root,
     SlidingWindow,
+    Tier,
 )
 from aoffload.core.loads import has_holes
 
@@ -62,7 +63,7 @@ class Client:
 class Walk:
     OPERATIONS: ClassVar = {
         "admit": 4, "allocate": 3, "load": 3, "compute": 8, "extend": 1, "leave": 0.7, "transfer": 7,
-        "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05,
+        "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05, "preempt": 1, "resume": 2,
     }  # fmt: skip
 
     def __init__(self, seed: int, *, with_windows: bool = False) -> None:
@@ -300,8 +301,37 @@ class Walk:
             found.update(table[start // size : holding.num_computed_tokens // size])
         return found
 
+    def preempt(self) -> None:
+        client = self.pick(S.RUNNING, S.LOADING, S.ALLOCATED)
+        if client is None or client.holding.num_steps:
+            return
+        holding = client.holding
+        if holding.waiter is not None and holding.state is not S.LOADING:
+            return
+        is_queued = self.ledger.statistics().num_waiting > 0  # who waits may be given room at once
+        held, before, is_loading = self.held(holding), self.ledger.admission.room, holding.state is S.LOADING
+        found = self.ledger.preempt_nowait(holding)
+        assert holding.state is S.PREEMPTED and holding.num_blocks == 0
+        assert is_loading or is_queued or before + found.num_freed == self.ledger.admission.room
+        assert found.num_pending <= len(held)
+        self.take(found.plans)
+        self.counts["preempted"] += 1
+
+    def held(self, holding: Any) -> set[int]:
+        return {block_id for table in self.ledger.block_ids(holding) for block_id in table if block_id}
+
+    def resume(self) -> None:
+        client = self.pick(S.PREEMPTED)
+        if client is not None:
+            self.ledger.resume(client.holding)
+            assert client.holding.match.num_tokens < len(client.tokens), "a token is always left to compute"
+            self.counts["resumed"] += 1
+            self.counts["resumed with a hit"] += client.holding.match.num_tokens > 0
+            self.allocate(client)
+
     def reset(self) -> None:
-        self.ledger.reset()
+        tier = self.random.choice([None, None, *Tier])
+        self.ledger.reset(tier)
         self.counts["reset"] += 1
 
     # -- transfers ------------------------------------------------------------------------------------------------

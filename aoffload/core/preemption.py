@@ -1,0 +1,97 @@
+"""Preemption: a request gives up its device blocks, keeps its progress in host memory, and gets it back later."""
+
+from __future__ import annotations
+
+import attrs
+
+from ..errors import WrongState
+from .admission import Admission
+from .cache import PrefixCache
+from .holding import Holding
+from .jobs import JobBook
+from .lifecycle import Moves, RequestState, require
+from .loads import Loads
+from .pins import Pins
+from .plan import Tier, TransferPlan
+from .stores import Stores
+from .waiting import require_idle
+
+__all__ = ["Preemption", "Preemptions"]
+
+_S = RequestState
+
+
+@attrs.frozen
+class Preemption:
+    """What a preempted request has given up."""
+
+    num_freed: int
+    """Device blocks that can be had now and could not before, besides those that an abandoned load has given back. What
+    others share stays theirs."""
+    num_pending: int
+    """Blocks that copies still read: free when the jobs in `job_ids` are over."""
+    job_ids: tuple[int, ...]
+    plans: tuple[TransferPlan, ...] = ()
+    """Stores to launch."""
+
+
+@attrs.define(eq=False)
+class Preemptions:
+    cache: PrefixCache
+    pins: Pins
+    moves: Moves
+    jobs: JobBook
+    stores: Stores
+    admission: Admission
+    loads: Loads
+
+    @staticmethod
+    def check(holding: Holding) -> None:
+        """Refuse to preempt who has nothing to give up, or can't now."""
+        require(holding, "preempt", _S.ALLOCATED, _S.LOADING, _S.RUNNING)
+        if holding.state is not _S.LOADING:  # there it has let go of everything, and waits to begin again
+            require_idle(holding, "preempt")
+        if holding.num_steps:
+            raise WrongState(f"preempt: a step touches the blocks of {holding}")
+
+    def preempt(self, holding: Holding) -> Preemption:
+        """Offer what is computed to the host, pin it there, and let go of every device block. The caller has abandoned
+        a load before, and pumps afterwards."""
+        before = self.admission.room
+        if holding.waiter is not None:
+            self.admission.leave(holding.waiter)
+        if holding.state is not _S.RUNNING:
+            self.pins.end_host_lease(holding)
+            self.loads.ready(holding)
+        plans = self._store(holding)
+        run, held = holding.device_run, self._held(holding)
+        self.pins.give_up_tables(holding)
+        if run is not None:
+            holding.leases[Tier.HOST] = self.pins.lease(Tier.HOST, run)
+            self.pins.end_device_lease(holding)
+        holding.published = holding.ready_stop = 0
+        self.moves.request(holding, _S.PREEMPTED)
+        read = {job.job_id: held & _read_by(job.plan) for job in self.jobs.unsettled.values()}
+        job_ids = tuple(job_id for job_id, blocks in read.items() if blocks)
+        return Preemption(self.admission.room - before, len(set().union(*read.values())), job_ids, plans)
+
+    def resume(self, holding: Holding) -> None:
+        """Match again what it has computed so far. Room and a load are asked for as after the first match."""
+        require(holding, "resume", _S.PREEMPTED)
+        holding.has_lost_load = False
+        self.moves.request(holding, _S.MATCHED)
+        self.pins.match_again(holding)
+        self.moves.request(holding, _S.PINNED)
+
+    def _store(self, holding: Holding) -> tuple[TransferPlan, ...]:
+        if holding.epoch != self.cache.epoch:
+            return ()
+        return tuple(job.plan for job in self.stores.offer(holding, holding.published, with_windows=True))
+
+    @staticmethod
+    def _held(holding: Holding) -> set[int]:
+        return {block_id for table in holding.tables for block_id in table.ids if block_id}
+
+
+def _read_by(plan: TransferPlan) -> set[int]:
+    return set(plan.source_ids) if plan.source is Tier.DEVICE else set()
