@@ -36,9 +36,15 @@ class Stores:
         for over in _together(_unstored(run, first)) if spine.width else ():
             jobs += self._store(holding, spine, over)
         for band in self.cache.layout.windows if with_windows else ():
-            for over in _together(_unstored_window(run, band)):
+            for over in _together(_unstored_window(run, band, self._last_end(holding, run))):
                 jobs += self._store(holding, band, over)
         return jobs
+
+    def _last_end(self, holding: Holding, run: Run) -> int:
+        """The last unit at which a hit of the same tokens, asked for in the same way, could end: before the last token,
+        on the grid of whoever asks."""
+        most = min(run.stop, (holding.sequence.num_tokens - 1) // self.cache.layout.unit_tokens)
+        return most - most % holding.hit_alignment
 
     def _store(self, holding: Holding, band: Band, over: list[Stretch]) -> list[Job]:
         # Pinned before room is made: what is stored must not evict the prefix it hangs on.
@@ -74,11 +80,11 @@ def _unstored(run: Run, first: int) -> list[Stretch]:
     return found
 
 
-def _unstored_window(run: Run, band: Band) -> list[Stretch]:
-    """The same of a band of limited reach: of what a hit needs that ends at the end of `run`, or a little before, as
+def _unstored_window(run: Run, band: Band, end: int) -> list[Stretch]:
+    """The same of a band of limited reach: of what a hit needs that ends at unit `end` or later, or a little before, as
     the next turn of a conversation does."""
-    start = band.first_needed(run.stop * band.unit_tokens)
-    start = max(0, start - band.margin(run.stop - start))
+    start = band.first_needed(end * band.unit_tokens)
+    start = max(0, start - band.margin(end - start))
     found: list[Stretch] = []
     for current in run.path():
         if current.stop <= start:

@@ -36,6 +36,8 @@ CALLS: dict[str, tuple[str, Call]] = {
     "commit": ("commit", lambda ledger, holding: ledger.commit(holding, holding.num_computed_tokens)),
     "invalidate": ("invalidate", lambda ledger, holding: ledger.invalidate(holding, holding.num_computed_tokens)),
     "step": ("step", lambda ledger, holding: enter(ledger.step([holding]))),
+    "preempt_nowait": ("preempt", lambda ledger, holding: ledger.preempt_nowait(holding)),
+    "resume": ("resume", lambda ledger, holding: ledger.resume(holding)),
     "release": ("release", lambda ledger, holding: ledger.release(holding)),
     "block_ids": ("block_ids", lambda ledger, holding: ledger.block_ids(holding)),
 }
@@ -50,16 +52,16 @@ LEGAL: dict[tuple[str, str], str] = {
     ("MATCHED", ""): ALWAYS,
     ("PINNED", ""): f"{ALWAYS} allocate_nowait queue_allocation",
     ("PINNED", "waiting"): ALWAYS,
-    ("ALLOCATED", ""): f"{ALWAYS} extend_nowait queue_extension plan_load commit step",
+    ("ALLOCATED", ""): f"{ALWAYS} extend_nowait queue_extension plan_load commit step preempt_nowait",
     ("ALLOCATED", "waiting"): f"{ALWAYS} commit step",
     ("ALLOCATED", "stepping"): f"{ALWAYS} extend_nowait queue_extension commit step",
-    ("LOADING", ""): f"{ALWAYS} plan_load abandon_load",
-    ("LOADING", "waiting"): f"{ALWAYS} plan_load abandon_load",
-    ("LOADING", "hopeless"): f"{ALWAYS} abandon_load",
-    ("RUNNING", ""): f"{ALWAYS} extend_nowait queue_extension plan_load commit invalidate step",
+    ("LOADING", ""): f"{ALWAYS} plan_load abandon_load preempt_nowait",
+    ("LOADING", "waiting"): f"{ALWAYS} plan_load abandon_load preempt_nowait",
+    ("LOADING", "hopeless"): f"{ALWAYS} abandon_load preempt_nowait",
+    ("RUNNING", ""): f"{ALWAYS} extend_nowait queue_extension plan_load commit invalidate step preempt_nowait",
     ("RUNNING", "waiting"): f"{ALWAYS} plan_load commit invalidate step",
     ("RUNNING", "stepping"): f"{ALWAYS} extend_nowait queue_extension plan_load commit invalidate step",
-    ("PREEMPTED", ""): ALWAYS,
+    ("PREEMPTED", ""): f"{ALWAYS} resume",
     ("DONE", ""): "block_ids",
     ("DONE", "stepping"): "block_ids",
     ("ABORTED", ""): "block_ids",
@@ -164,6 +166,12 @@ def running(driven: Driven) -> Holding:
     return holding
 
 
+def preempted(driven: Driven) -> Holding:
+    holding = running(driven)
+    driven.ledger.preempt_nowait(holding)
+    return holding
+
+
 def extending(start: Callable[[Driven], Holding]) -> Callable[[Driven], Holding]:
     def build(driven: Driven) -> Holding:
         holding = start(driven)
@@ -198,7 +206,7 @@ def over(start: Callable[[Driven], Holding], reason: str = "closed_early") -> Ca
 SITUATIONS: dict[str, tuple[tuple[str, str], Callable[[Driven], Holding]]] = {
     "queued": (("QUEUED", ""), forced(S.QUEUED)),
     "matched": (("MATCHED", ""), forced(S.MATCHED)),
-    "preempted": (("PREEMPTED", ""), forced(S.PREEMPTED)),
+    "preempted": (("PREEMPTED", ""), preempted),
     "pinned": (("PINNED", ""), admitted),
     "pinned, waiting": (("PINNED", "waiting"), waiting),
     "pinned, granted": (("PINNED", "waiting"), lambda driven: waiting(driven, is_granted=True)),
