@@ -13,7 +13,7 @@ import attrs
 import pytest
 import torch
 
-from aoffload import FullAttention, KVCacheGroup, OffloadConfig, OffloadRuntime, Request
+from aoffload import AttentionKind, FullAttention, KVCacheGroup, OffloadConfig, OffloadRuntime, Request
 from aoffload.transfer.backends.scripted import ScriptedTransport
 
 ASYNCIO = pytest.param(("asyncio", {}), id="asyncio")
@@ -28,8 +28,10 @@ GUARD_S = 20.0
 """Never waited for in full unless something hangs that must not."""
 
 
-def config(num_host_blocks: int = 16, block_size: int = BLOCK, **options: Any) -> OffloadConfig:
-    group = KVCacheGroup("full", attention=FullAttention(), block_size=block_size)
+def config(
+    num_host_blocks: int = 16, block_size: int = BLOCK, attention: AttentionKind | None = None, **options: Any
+) -> OffloadConfig:
+    group = KVCacheGroup("all", attention=attention or FullAttention(), block_size=block_size)
     return OffloadConfig(groups=[group], num_host_blocks=num_host_blocks, namespace="test", **options)
 
 
@@ -94,9 +96,10 @@ class Engine:
     num_checked: int = 0
 
     def check(self, request: Request, token_ids: Sequence[int], num_ready: int, salt: object = None) -> None:
-        """Every ready block holds the bytes of exactly this prefix."""
+        """Every ready block that attention still reads holds the bytes of exactly this prefix."""
         table = request.block_ids[0]
-        for index in range(num_ready // self.block_size):
+        attention = self.runtime.ledger.layout.groups[0].attention
+        for index in attention.required_blocks(num_ready, self.block_size):
             expected = tag(token_ids[: (index + 1) * self.block_size], salt)
             found = self.blocks.read(table[index])
             assert found == expected, f"{request}: block {index} (id {table[index]}) holds other KV than its prefix's"

@@ -19,7 +19,7 @@ from serving import (
     with_bytes,
 )
 
-from aoffload import OutOfBlocks, Request, RequestState
+from aoffload import OutOfBlocks, Request, RequestState, SlidingWindow
 from aoffload.core.index import Run
 from aoffload.core.plan import Direction, Tier
 from aoffload.transfer.backends.scripted import ScriptedTransport
@@ -277,6 +277,46 @@ async def test_i3_a_failed_store_is_offered_again(fault: str) -> None:
         transport.auto = True
         assert await engine.serve(A_AND_MORE) == 32  # from the host, with the right content
         await assert_at_rest(engine.runtime)
+
+
+# -- I4: the stale block under a window ---------------------------------------------------------------------------
+
+
+async def test_i4_a_store_names_only_what_is_still_there() -> None:
+    """Blocks of 4 tokens, a window of 8, 3 device blocks, a prompt of 12. Stores are refused twice while decoding
+    slides the window and hands its blocks to other positions; then there is room: what is stored, and found again, is
+    what lies at its position now."""
+    async with with_bytes(3, num_host_blocks=2, attention=SlidingWindow(8)) as engine:
+        runtime, filler, tokens = engine.runtime, prompt(8, 8), prompt(1, 12)
+        await engine.serve(filler)
+        await runtime.flush()
+        await engine.evict_device()
+        async with runtime.request(tokens) as request, runtime.request([*filler, 7]) as keeps_it_full:
+            assert keeps_it_full.match.num_host_tokens == 8
+            positions: dict[int, set[int]] = {}
+            await engine.prefill(request, tokens)
+            for number in range(1, 9):  # two blocks more than the device has
+                tokens.append(number)
+                await request.extend(len(tokens))
+                engine.compute(request, tokens, len(tokens) - 1)
+                for position, block_id in enumerate(request.block_ids[0]):
+                    positions.setdefault(block_id, set()).add(position)
+                request.commit(len(tokens), [number])
+                engine.check(request, tokens, len(tokens))
+                runtime.check_integrity()
+            assert request.block_ids[0][:3] == [0, 0, 0]
+            assert any(len(held) > 1 for block_id, held in positions.items() if block_id)  # changed hands
+            await runtime.flush()
+            assert runtime.statistics().transfers.blocks_stored == 2  # the filler's, and nothing since
+            # The filler lets go first, so the last offer of the other finds room.
+        await runtime.flush()
+        await engine.evict_device()
+        async with runtime.request([*tokens, 9]) as again:
+            assert again.match.num_host_tokens == 20
+            await again.allocate()
+            assert await again.load() == 20
+            engine.check(again, tokens, 20)
+        await assert_at_rest(runtime)
 
 
 # -- I5: the exact-fit prompt -------------------------------------------------------------------------------------
