@@ -92,7 +92,7 @@ def main() -> int:
     if "campaign" in parts:
         report.campaign = shards("campaign", "--rounds", str(given.rounds), "--seconds", str(given.seconds))
     if "mutants" in parts:
-        report.mutants = shards("mutants")
+        report.mutants = gather([launch("mutants", "proof.shard", "mutants", "--of", str(PROCESSES))])
     if "traces" in parts:
         report.traces = traces()
     if "soak" in parts:

@@ -9,12 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .planting import PRELOADED, Ending, Mutant, in_child
+from .verdicts import judge
 
-__all__ = ["campaign", "mutants", "traces"]
-
-MUTANT_TIMEOUT_S = 30.0
-"""Several times what a thousand sound runs take: a child that is not through by then is stuck, and was noticed."""
+__all__ = ["campaign", "traces"]
 
 
 def campaign(share: int, of: int, rounds: int, seconds: float) -> dict[str, Any]:
@@ -45,56 +42,6 @@ def campaign(share: int, of: int, rounds: int, seconds: float) -> dict[str, Any]
         "await_lines": sorted(tally.await_lines),
         "violations": tally.violations,
     }
-
-
-STAGES = (
-    ("proof.battery:detect", ""),
-    ("proof.mutation:walks", "random walk over the ledger"),
-    ("proof.mutation:oracle", "naive model beside the ledger"),
-    ("proof.mutation:core_tests", "test"),
-    ("proof.mutation:shell_tests", "test"),
-)
-"""What a mutant is shown to, until something notices: simulated runs first; the last two are the named tests."""
-
-
-def mutants(share: int, of: int) -> dict[str, Any]:
-    """The share's mutants, each in a child of its own; first the twin without a defect, on the same runs."""
-    from .mutants import MUTANTS
-    from .planting import preload
-
-    preload((*PRELOADED, "pytest", "pytest_asyncio", "hypothesis", "uvloop"))
-    rows: list[dict[str, Any]] = []
-    twin = (None,) if share == 0 else ()
-    for mutant in (*twin, *MUTANTS[share::of]):
-        began_s = time.monotonic()
-        rows.append(_row(mutant))
-        row = rows[-1]
-        seconds = time.monotonic() - began_s
-        print(
-            f"{seconds:5.1f} s  {row['mutant']}: {row['oracle']} after {row['runs']} runs  {row['detail'][:80]}",
-            flush=True,
-        )
-    return {"rows": rows}
-
-
-def _row(mutant: Mutant | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"mutant": "(none)", "module": "", "promise": "", "oracle": None, "runs": None, "detail": ""}
-    if mutant is not None:
-        row |= {"mutant": mutant.name, "module": mutant.module, "promise": mutant.promise}
-    for path, name in STAGES:
-        found = in_child(path, {}, mutant, MUTANT_TIMEOUT_S * (4 if mutant is None else 1))
-        value = found.value if found.ending is Ending.RETURNED else None
-        if value is not None and value.get("violation") is None:
-            continue
-        # A child that hangs or dies has met the defect, too; after how many runs is not known.
-        oracle = (value or {}).get("oracle") or name or found.ending.value
-        return row | {
-            "oracle": oracle,
-            "runs": (value or {}).get("runs") if not name else None,
-            "detail": str((value or {}).get("violation") or found.detail)[:300],
-            "plan": (value or {}).get("plan"),
-        }
-    return row
 
 
 def traces() -> dict[str, Any]:
@@ -130,7 +77,7 @@ def main() -> None:
     if given.part == "campaign":
         found = campaign(given.share, given.of, given.rounds, given.seconds)
     elif given.part == "mutants":
-        found = mutants(given.share, given.of)
+        found = {"rows": judge(given.of)}
     else:
         found = traces()
     given.json.write_text(json.dumps(found))
