@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 class SimulatedEnv(Env):
     scheduler: Scheduler = attrs.field(kw_only=True)
     delays: random.Random = attrs.field(kw_only=True)
+    others: Callable[[int], None] = attrs.field(default=lambda num_steps: None, kw_only=True)
+    """Has whoever else is ready take that many steps. Only asyncio's loop can; on trio a thread's work is one step."""
 
     def now(self) -> float:
         return self.scheduler.now
@@ -31,6 +33,10 @@ class SimulatedEnv(Env):
     def loop_waker(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Each wake-up is a step of its own, as late as the chooser likes."""
         return lambda: self.scheduler.act("wake-up", callback)
+
+    def meanwhile(self) -> None:
+        """For what runs in a thread: it is in the middle of its work, and the loop goes on."""
+        self.others(self.delays.choice((0, 0, 0, 1, 2, 5, 12)))
 
     async def run_in_thread(
         self, function: Callable[[], Result], limiter: anyio.CapacityLimiter | None = None

@@ -12,9 +12,12 @@ from typing import Any
 
 import attrs
 
+from ..core.holding import Holding
+from ..core.index import stretches
+from ..core.jobs import Job
 from ..core.lifecycle import JobState, RequestState
-from ..core.matching import find_hit
-from ..core.plan import Completion, Direction, Outcome, Tier
+from ..core.matching import Hit, find_hit
+from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from ..core.tokens import TokenSequence
 from ..core.waiting import Waiter
 from ..errors import IntegrityError, OutOfBlocks
@@ -23,6 +26,7 @@ from .engine import Ask, SimulatedEngine
 from .faults import Faults
 from .transport import SimulatedTransport
 from .violations import Violation
+from .waits import Waits
 
 __all__ = ["Oracles"]
 
@@ -31,6 +35,8 @@ CHANGING = (
     "plan_load", "abandon_load", "launch", "settle", "discard", "commit", "invalidate", "step", "release", "reset",
 )  # fmt: skip
 REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension")
+ENDING = ("settle", "discard")
+WAKING = ("queue_allocation", "queue_extension", "plan_load")
 
 
 @attrs.define(eq=False)
@@ -40,10 +46,13 @@ class Oracles:
     runtime: OffloadRuntime
     engine: SimulatedEngine
     faults: Faults
+    waits: Waits
     num_checks: int = 0
     num_timeouts: int = 0
     is_cut_short: bool = False
     """Closing was itself cancelled, so it did not wait for the copies in flight."""
+    _given_up: list[Completion] = attrs.field(factory=list)
+    """Launched jobs that somebody stopped expecting."""
     _version: int = 0
     _checked: int = -1
 
@@ -59,19 +68,53 @@ class Oracles:
             self._version += 1
             if name == "abandon_load":
                 self.num_timeouts += 1
+            if name in WAKING and callable(args[-1]):
+                args = (*args[:-1], self.waits.watched(args[0], args[-1]))
             before = self.runtime.ledger.statistics() if name in REFUSING else None
             line = self.runtime.ledger.admission.line
             extending, allocating = tuple(line.extending), tuple(line.allocating)
             try:
-                found = self._settle(call, args[0]) if name == "settle" else call(*args, **kwargs)
+                found = self._call(call, name, args, kwargs)
                 self._check_turns(name, extending, allocating)
+                if name in ENDING and self.faults.fire("bug"):
+                    raise RuntimeError(f"a bug in {name}")
                 return found
-            except OutOfBlocks:
+            except OutOfBlocks as error:
                 if before is not None and self.runtime.ledger.statistics() != before:
                     raise Violation("a refusal changed a count", f"{name}: {before} before") from None
+                self._check_refusal(name, error)
                 raise
 
         return noticed
+
+    def _call(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == "settle":
+            return self._settle(call, args[0])
+        had_load = name == "plan_load" and args[0].load is not None
+        found = call(*args, **kwargs)
+        if name == "plan_load" and not had_load and args[0].load is not None:
+            self.waits.load_begun(args[0])
+        if name == "admit":
+            self._check_match(found)
+        return found
+
+    def _check_refusal(self, name: str, error: OutOfBlocks) -> None:
+        """Only who has others before it is refused what is there."""
+        admission = self.runtime.ledger.admission
+        is_behind = admission.line.extending or (name == "allocate_nowait" and admission.line.allocating)
+        if name.endswith("_nowait") and not is_behind and error.num_needed <= admission.room:
+            raise Violation("a wait without a need", f"{name} was refused {error.num_needed} of {admission.room} blocks")
+
+    def _check_match(self, holding: Holding) -> None:
+        """What is matched is there now, in the tier that it was matched in."""
+        width = self.runtime.ledger.layout.width
+        ends = ((Tier.DEVICE, 0, holding.published), (Tier.HOST, holding.published, holding.hit_stop))
+        for tier, start, stop in ends:
+            path = stretches(holding.leases[tier].run, start, stop) if stop > start else []
+            for over in path:
+                part = over.run.parts[tier]
+                if part.stop < over.stop or len(part.blocks) < (over.stop - over.run.start) * width:
+                    raise Violation("a match of nothing", f"{holding} matched [{start},{stop}), and {over.run} is there")
 
     def _check_turns(self, name: str, extending: tuple[Waiter, ...], allocating: tuple[Waiter, ...]) -> None:
         """Extensions before allocations, each in its order; nobody new before them; the youngest gives way."""
@@ -95,7 +138,12 @@ class Oracles:
         job = ledger.jobs.unsettled.get(completion.job_id)
         host = ledger.cache.tiers[Tier.HOST].pool
         before = host.num_free
+        parked = job.parked if job is not None else None
+        if completion.outcome is Outcome.UNPROVEN and job is not None:
+            self._given_up.append(completion)
         result = call(completion)
+        if job is not None and parked is not None and job.parked is not parked:
+            raise Violation("settled twice", f"{completion} took the place of {parked}")
         is_transient = completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN)
         is_load = job is not None and job.plan.direction is Direction.LOAD and job.epoch == ledger.cache.epoch
         is_spoiled = any(self.faults.fired[kind] for kind in ("rot", "flip", "early"))  # what is bad goes when it may
@@ -103,10 +151,14 @@ class Oracles:
             raise Violation("forgotten for nothing", f"{completion} freed {host.num_free - before} host blocks")
         return result
 
-    def check_launch(self, transport: SimulatedTransport) -> None:
-        """Nothing is launched by a runtime that closes, nor above its bounds; a job above the bound goes alone."""
+    def check_launch(self, transport: SimulatedTransport, plan: TransferPlan) -> None:
+        """Nothing is launched by a runtime that closes, behind a stall, or for nobody; loads go before stores; and
+        never above the bounds, but for a job above the bound, which goes alone."""
         if not self.runtime._is_open:
             raise Violation("launched while closing", repr(self.runtime))
+        if self.runtime.worker._overdue:
+            raise Violation("launched behind a stall", f"{plan} behind jobs {sorted(self.runtime.worker._overdue)}")
+        self._check_order(plan)
         config, num_bytes = self.runtime.config, self.runtime.worker._num_bytes
         in_flight = sum(copy.plan.num_blocks for copy in transport.in_flight.values()) * transport.block_bytes
         if self.faults.fired:
@@ -116,10 +168,21 @@ class Oracles:
         if transport.in_flight and num_bytes > config.bytes_in_flight:
             raise Violation("too much in flight", f"{num_bytes} bytes with this one, {in_flight} before it")
 
+    def _check_order(self, plan: TransferPlan) -> None:
+        unsettled = self.runtime.ledger.jobs.unsettled
+        if 0 <= unsettled[plan.job_id].epoch < self.runtime.ledger.cache.epoch:
+            raise Violation("a copy for nobody", f"{plan} was queued before the cache was reset")
+        loads = [job for job in unsettled.values() if job.plan.direction is Direction.LOAD]
+        waiting = [job for job in loads if job.state is JobState.QUEUED and job.claims]
+        if waiting and plan.direction is Direction.STORE:
+            raise Violation("a store before a load", f"{plan} before {waiting[0]}")
+
     # -- after every step -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """The laws of conservation, and that nobody waits for what is there."""
+        if self.waits.broken:
+            raise self.waits.broken[0]
         if self._version == self._checked and not self.runtime.ledger._closing:
             return
         self._checked = self._version
@@ -149,8 +212,20 @@ class Oracles:
                     raise Violation("a load for nobody", repr(job))
             elif not storing.isdisjoint(job.plan.source_ids):
                 raise Violation("stored twice", repr(job))
+            elif self._is_behind_a_gap(job):
+                raise Violation("a store behind a gap", f"{job} has evicted what it hangs on")
             elif job.epoch == self.runtime.ledger.cache.epoch:  # what is doomed may be computed, and stored, again
                 storing.update(job.plan.source_ids)
+
+    def _is_behind_a_gap(self, job: Job) -> bool:
+        """Unless something failed: what lies before a store is in host memory, or on its way there."""
+        is_disturbed = self.faults.fired or self.engine.num_invalidations or self.runtime.config.eviction != "lru"
+        if is_disturbed or job.epoch != self.runtime.ledger.cache.epoch:
+            return False
+        if job.predecessor is not None and not job.predecessor.is_settled:
+            return False
+        over = stretches(job.run, 0, job.start)
+        return any(stretch.run.parts[Tier.HOST].stop < stretch.stop for stretch in over)
 
     def _check_pins(self) -> None:
         """Host pins end when the load does."""
@@ -163,37 +238,52 @@ class Oracles:
                 raise Violation("a match without a pin", repr(holding))
 
     def _check_line(self) -> None:
-        admission = self.runtime.ledger.admission
-        line = admission.line
+        line = self.runtime.ledger.admission.line
+        tickets = [waiter.holding.ticket for waiter in line.allocating]
+        if tickets != sorted(tickets):
+            raise Violation("out of turn", f"the line is {line.allocating}")
         if line.extending:
-            first = line.extending[0]
-            if admission.num_missing(first.holding, first.num_units) <= admission.room:
-                raise Violation("a wait without a need", f"{first} waits and there is room")
-            if not admission.others_hold_room():
-                raise Violation("a wait without a need", f"{first} waits, and only waiters hold room")
+            self._check_extension(line.extending[0])
         elif line.allocating:
-            first = line.allocating[0]
-            present = first.holding.published
-            missing = max(0, first.num_units - self._device_hit(first.holding)) * self._width
-            if admission.num_missing(first.holding, first.num_units) <= admission.room:
-                raise Violation("a wait without a need", f"{first} waits and there is room")
-            if missing <= admission.room - self._evictable_of(first.holding, present):
-                raise Violation("a wait without a need", f"{first} waits; matched again it would fit")
+            self._check_allocation(line.allocating[0])
+
+    def _check_extension(self, first: Waiter) -> None:
+        admission = self.runtime.ledger.admission
+        if admission.num_missing(first.holding, first.num_units) <= admission.room:
+            raise Violation("a wait without a need", f"{first} waits and there is room")
+        if not admission.others_hold_room():
+            raise Violation("a wait without a need", f"{first} waits, and only waiters hold room")
+        if pinning := [waiter for waiter in admission.line.allocating if waiter.holding.leases]:
+            raise Violation("a wait without a need", f"{first} waits for what {pinning[0]} pins, which has nothing yet")
+
+    def _check_allocation(self, first: Waiter) -> None:
+        admission = self.runtime.ledger.admission
+        missing = max(0, first.num_units - self._device_hit(first.holding)) * self._width
+        if admission.num_missing(first.holding, first.num_units) <= admission.room:
+            raise Violation("a wait without a need", f"{first} waits and there is room")
+        if missing <= admission.room - self._evictable_of(first.holding):
+            raise Violation("a wait without a need", f"{first} waits; matched again it would fit")
 
     @property
     def _width(self) -> int:
         return self.runtime.ledger.layout.width
 
-    def _device_hit(self, holding: Any) -> int:
+    def _hit(self, holding: Holding) -> Hit:
+        """What it would match now."""
         cache = self.runtime.ledger.cache
         if holding.epoch != cache.epoch:
-            return 0
+            return Hit(0, 0, ())
         limit = min((holding.sequence.num_tokens - 1) // cache.layout.unit_tokens, holding.hit_limit)
-        return find_hit(cache.index, holding.sequence, limit).narrow(limit, holding.hit_alignment).device_stop
+        return find_hit(cache.index, holding.sequence, limit).narrow(limit, holding.hit_alignment)
 
-    def _evictable_of(self, holding: Any, pinned_stop: int) -> int:
-        """Blocks of its own hit that it doesn't pin yet: room that it would take away from itself."""
-        return max(0, self._device_hit(holding) - pinned_stop) * self._width
+    def _device_hit(self, holding: Holding) -> int:
+        return self._hit(holding).device_stop
+
+    def _evictable_of(self, holding: Holding) -> int:
+        """Blocks of its own hit that nobody pins yet: room that it would take away from itself."""
+        hit = self._hit(holding)
+        unpinned = [run for run in hit.path if not run.parts[Tier.DEVICE].num_references]
+        return sum(max(0, min(run.stop, hit.device_stop) - run.start) for run in unpinned) * self._width
 
     def _check_timeouts(self) -> None:
         if self.num_timeouts and not self.faults.may_time_out:
@@ -213,7 +303,8 @@ class Oracles:
             raise Violation("a leak", f"requests are still known: {list(self.runtime._requests)}")
         if not self.may_quarantine and (found.device.num_quarantined or found.host.num_quarantined):
             raise Violation("a leak", f"quarantined without a fault: {found}")
-
+        if not self.may_quarantine and self._given_up:
+            raise Violation("given up for nothing", f"{self._given_up[0]}")
         self._check_proofs()
         self._check_reachable()
 
@@ -236,7 +327,7 @@ class Oracles:
 
     def _check_reachable(self) -> None:
         """Unless something failed: a prefix loses its tail before its head, so no tier holds a tail without one."""
-        if self.faults.fired or self.engine.num_invalidations:
+        if self.faults.fired or self.engine.num_invalidations or self.runtime.config.eviction != "lru":
             return
         for run in self.runtime.ledger.cache.index.runs.values():
             for part in run.parts:

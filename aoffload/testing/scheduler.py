@@ -45,6 +45,8 @@ class Scheduler:
     """Where injections happen."""
     after_step: Callable[[], None] = lambda: None
     """Where the oracles look."""
+    before_wait: Callable[[], None] = lambda: None
+    """Called when nothing is ready, before time passes: where whoever should have been woken is looked for."""
     now: float = 0.0
     step: int = 0
     num_choices: int = 0
@@ -106,6 +108,7 @@ class Scheduler:
 
     def advance(self, next_timer: float) -> None:
         """Nothing is ready: let time pass until something is, or until the loop's next timer."""
+        self.before_wait()
         target = min(next_timer, self._later[0][0] if self._later else FOREVER)
         if target == FOREVER:
             raise Violation("deadlock", "nothing can run, and nothing ever will")

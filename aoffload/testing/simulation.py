@@ -36,6 +36,7 @@ from .scheduler import Decision, Scheduler
 from .transport import LATE_S, SimulatedTransport
 from .trio_run import run_trio
 from .violations import Violation
+from .waits import Waits
 
 __all__ = ["Backend", "Plan", "Result", "Scenario", "Simulation", "simulate"]
 
@@ -118,6 +119,7 @@ class Simulation:
         self.random = random.Random(f"workload {plan.seed}")
         self.scheduler = Scheduler(chooser_of(plan.chooser, plan.seed), keep_trace=keep_trace)
         self.scheduler.before_step, self.scheduler.after_step = self._inject, self._look
+        self.scheduler.before_wait = self._look_at_waits
         self.faults = Faults(plan.faults)
         self.env = SimulatedEnv(scheduler=self.scheduler, delays=random.Random(f"delays {plan.seed}"))
         self.log = Log(self.scheduler, self.faults, keep_trace)
@@ -169,9 +171,9 @@ class Simulation:
         unsettled = runtime.ledger.jobs.unsettled
         transport.is_doomed = lambda job_id: job_id not in unsettled or unsettled[job_id].epoch == UNPUBLISHABLE
         engine = SimulatedEngine(runtime, transport, self.env)
-        oracles = Oracles(runtime, engine, self.faults)
+        oracles = Oracles(runtime, engine, self.faults, Waits(runtime, self.env.now))
         oracles.attach()
-        transport.check_bounds = oracles.check_launch
+        transport.check_launch = oracles.check_launch
         self.engines.append(engine)
         self.oracles.append(oracles)
         return engine
@@ -262,6 +264,10 @@ class Simulation:
         if self.log.failures:
             raise Violation("a crash inside", self.log.failures[0])
 
+    def _look_at_waits(self) -> None:
+        for oracles in self.oracles:
+            oracles.waits.check()
+
     # -- the run --------------------------------------------------------------------------------------------------
 
     async def run(self, scenario: Scenario) -> None:
@@ -331,6 +337,7 @@ def _run(simulation: Simulation, scenario: Scenario) -> None:
         run_trio(scheduler, lambda: simulation.run(scenario))
         return
     loop = SimulatedLoop(scheduler)  # type: ignore[abstract]
+    simulation.env.others = loop.step_others
     try:
         loop.run_until_complete(simulation.run(scenario))
         if loop.unfinished:

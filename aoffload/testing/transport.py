@@ -78,7 +78,7 @@ class SimulatedTransport:
         self.faults = faults
         self.in_flight: dict[int, Copy] = {}
         """Launched and not yet told over, by job id."""
-        self.check_bounds: Callable[[SimulatedTransport], None] = lambda transport: None
+        self.check_launch: Callable[[SimulatedTransport, TransferPlan], None] = lambda transport, plan: None
         """Called at each launch, before it."""
         self.is_doomed: Callable[[int], bool] = lambda job_id: False
         self.proven: set[int] = set()
@@ -108,7 +108,7 @@ class SimulatedTransport:
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         self._check(plan)
-        self.check_bounds(self)
+        self.check_launch(self, plan)
         without = after is None and plan.direction is Direction.STORE and self.faults.fire("no_fence")
         if self._is_closed or plan.direction in self._dead or without or self.faults.fire("refuse"):
             raise TransferRefused(f"job {plan.job_id} is refused")

@@ -6,10 +6,10 @@ A scenario is an ordinary program against the public API. It says what must be t
 
 from __future__ import annotations
 
-from . import copies, ends, incidents, room, sharing, worlds
+from . import copies, ends, incidents, room, sharing, tasks, worlds
 from .paged import paged_engine
 from .table import SCENARIOS, ScenarioRow, scenario
 
-__all__ = ["SCENARIOS", "ScenarioRow", "copies", "ends", "incidents", "room", "sharing", "worlds"]
+__all__ = ["SCENARIOS", "ScenarioRow", "copies", "ends", "incidents", "room", "sharing", "tasks", "worlds"]
 
 scenario("request_done")(paged_engine)

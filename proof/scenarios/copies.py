@@ -109,3 +109,22 @@ async def failed_forwards(sim: Simulation) -> None:
         for branch in (0, 1, 3):
             serve(sim, engine, f"afterwards{branch}", tokens(1, 10, branch=branch))
         await after(sim, engine)
+
+
+@scenario("transport_stalled", faults=("hang", "stuck_fence"))
+async def stalled(sim: Simulation) -> None:
+    """Copies that never end, and more behind them: misses, no queues; and who waits for the rest is told."""
+    engine = sim.runtime(
+        num_device_blocks=14, num_host_blocks=14, max_jobs_in_flight=sim.random.choice((1, 2)), max_job_bytes=1,
+        load_timeout_s=0.5, transfer_timeout_s=2.0,
+    )  # fmt: skip
+    async with engine.runtime:
+        for wave in range(3):
+            for index in range(2):
+                serve(sim, engine, f"r{wave}{index}", tokens(sim.random.randrange(3), 6))
+            if sim.random.random() < 0.5:
+                await engine.runtime.flush()
+            await sim.join()
+            await sim.sleep(sim.random.choice((0.0, 1.0, 3.0)))
+            await evict_device(engine)
+        await after(sim, engine)

@@ -57,10 +57,10 @@ async def stolen_prefix(sim: Simulation) -> None:
         await after(sim, engine)
 
 
-@scenario("job_completed")
+@scenario("job_completed", faults=("vanish", "lose", "fail"))
 async def stored_twice(sim: Simulation) -> None:
     """I3: others hit the same device blocks while they are being stored, and again when that has failed."""
-    engine = sim.runtime(num_device_blocks=14, num_host_blocks=10)
+    engine = sim.runtime(num_device_blocks=14, num_host_blocks=10, max_job_bytes=sim.random.choice((1, 100)))
     async with engine.runtime:
         for index in range(4):
             serve(sim, engine, f"r{index}", tokens(1, 7, branch=index % 2))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from aoffload import KeySpan
+from aoffload.core.eviction import LeastRecentlyUsed
+from aoffload.core.index import Part
 from aoffload.testing import Client, Simulation
 
 from .common import after, ask, bystanders, canceller, evict_device, expect, serve, store, tokens
@@ -117,4 +119,26 @@ async def least_recently_used(sim: Simulation) -> None:
         expect(sim, found.num_device_tokens == 6, f"what was touched last is gone: {found}")
         for index in range(4):
             serve(sim, engine, f"r{index}", tokens(1 + index, sim.random.randint(3, 8), shared=2))
+        await after(sim, engine)
+
+
+class NewestFirst(LeastRecentlyUsed):
+    """Evicts what was touched last: heads before their tails."""
+
+    def oldest(self) -> Part | None:
+        newest = self._ring.older
+        return None if newest is self._ring else newest
+
+
+@scenario("request_done")
+async def evicted_otherwise(sim: Simulation) -> None:
+    """An order of one's own evicts heads before their tails: what lies behind a gap is no hit, and harms nobody."""
+    engine = sim.runtime(
+        num_device_blocks=8, num_host_blocks=sim.random.choice((5, 16)), eviction=NewestFirst,
+        max_job_bytes=sim.random.choice((1, 100)),
+    )  # fmt: skip
+    async with engine.runtime:
+        for index in range(6):
+            prompt = tokens(index % 2, sim.random.randint(4, 11), branch=index % 3, shared=4)
+            serve(sim, engine, f"r{index}", prompt, num_new_tokens=index % 2)
         await after(sim, engine)
