@@ -260,10 +260,10 @@ _WORKER = (
         "a stalled transport makes misses, not queues",
     ),
     Mutant(
-        "nobody told of discarded jobs",
+        "nobody told of settled jobs",
         WORKER,
-        "            self._tell(self.ledger.discard, job.plan.job_id)\n        self._notify_settled()\n",
-        "            self._tell(self.ledger.discard, job.plan.job_id)\n",
+        "        self._dispatch()\n        self._notify_settled()\n",
+        "        self._dispatch()\n",
         "no hang: a flush ends with the last job",
     ),
 )

@@ -11,6 +11,7 @@ import attrs
 
 from ..env import Env
 from .scheduler import Scheduler
+from .violations import Violation
 
 __all__ = ["SimulatedEnv"]
 
@@ -53,6 +54,8 @@ class SimulatedEnv(Env):
         def work() -> None:
             try:
                 results.append(function())
+            except Violation:
+                raise  # the task that waits may be gone
             except Exception as error:  # noqa: BLE001 - raised again in the task that waits
                 errors.append(error)
             self.scheduler.act("thread ends", over.set)

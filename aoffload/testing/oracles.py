@@ -49,6 +49,8 @@ class Oracles:
     waits: Waits
     num_checks: int = 0
     num_timeouts: int = 0
+    broken: list[Violation] = attrs.field(factory=list)
+    """Found inside of a call; the first ends the run."""
     is_cut_short: bool = False
     """Closing was itself cancelled, so it did not wait for the copies in flight."""
     _given_up: list[Completion] = attrs.field(factory=list)
@@ -60,7 +62,22 @@ class Oracles:
         """Have every call that changes the ledger noticed, and every refusal compared with what was before it."""
         ledger: Any = self.runtime.ledger
         for name in CHANGING:
-            setattr(ledger, name, self._noticed(getattr(ledger, name), name))
+            setattr(ledger, name, self._kept(self._noticed(getattr(ledger, name), name)))
+        transport: Any = self.engine.transport
+        transport.launch = self._kept(transport.launch)
+
+    def _kept(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A violation in `call` is not forgotten where its caller survives whatever it is given."""
+
+        @functools.wraps(call)
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except Violation as violation:
+                self.broken.append(violation)
+                raise
+
+        return kept
 
     def _noticed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -181,8 +198,8 @@ class Oracles:
 
     def check(self) -> None:
         """The laws of conservation, and that nobody waits for what is there."""
-        if self.waits.broken:
-            raise self.waits.broken[0]
+        if broken := self.broken + self.waits.broken:
+            raise broken[0]
         if self._version == self._checked and not self.runtime.ledger._closing:
             return
         self._checked = self._version

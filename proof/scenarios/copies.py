@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from aoffload import RequestState
-from aoffload.testing import SPOILED, Client, Simulation
+from aoffload.testing import SPOILED, Client, SimulatedEngine, Simulation
+from aoffload.testing.memory import TORN
 
 from .common import after, ask, evict_device, expect, serve, store, tokens
 from .table import scenario
@@ -122,9 +123,31 @@ async def stalled(sim: Simulation) -> None:
         for wave in range(3):
             for index in range(2):
                 serve(sim, engine, f"r{wave}{index}", tokens(sim.random.randrange(3), 6))
+            await sim.join()
             if sim.random.random() < 0.5:
                 await engine.runtime.flush()
-            await sim.join()
             await sim.sleep(sim.random.choice((0.0, 1.0, 3.0)))
             await evict_device(engine)
         await after(sim, engine)
+
+
+@scenario("request_loading", faults=("fail",))
+async def rotten(sim: Simulation) -> None:
+    """Many load what has rotted in host memory, some of it twice at a time: the bad block goes when all are through."""
+    engine = sim.runtime(num_device_blocks=24, num_host_blocks=14, verify=True, max_job_bytes=1, max_jobs_in_flight=8)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        for wave in range(2):
+            await evict_device(engine)
+            _rot(sim, engine)
+            for index in range(5):
+                serve(sim, engine, f"r{wave}{index}", tokens(1, sim.random.randint(5, 9)))
+            await after(sim, engine)
+
+
+def _rot(sim: Simulation, engine: SimulatedEngine) -> None:
+    host = engine.transport.host
+    sim.faults.fired["rot"] += 1
+    for block_id in range(host.num_rows):
+        if host.is_owned[block_id] and sim.random.random() < 0.6:
+            host.content[block_id] = TORN

@@ -38,7 +38,8 @@ async def reset_in_flight(sim: Simulation) -> None:
 @scenario("runtime_closed")
 async def close_in_flight(sim: Simulation) -> None:
     """The runtime is closed under live requests and copies: each hears of it, and nothing is left."""
-    engine = sim.runtime(num_device_blocks=6, num_host_blocks=6)
+    jobs = {"max_jobs_in_flight": sim.random.choice((1, 4)), "max_job_bytes": sim.random.choice((1, 100))}
+    engine = sim.runtime(num_device_blocks=6, num_host_blocks=6, **jobs)
     async with engine.runtime:
         for index in range(5):
             client = serve(sim, engine, f"r{index}", tokens(index % 2, 8), num_new_tokens=index)

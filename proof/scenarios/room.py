@@ -127,3 +127,26 @@ async def second_try(sim: Simulation) -> None:
             serve(sim, engine, f"load{index}", tokens(1, 9))
             sim.spawn(f"modest{index}", modest)
         await after(sim, engine)
+
+
+@scenario("request_loading", faults=("lose",))
+async def late_room(sim: Simulation) -> None:
+    """Room comes back with late proof, while somebody keeps the rest: whoever waits for it is served then."""
+    engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 6))
+        await evict_device(engine)
+
+        async def keeps(client: Client) -> None:
+            wanted = ask(sim, engine, tokens(2, 8), style="inline")
+            async with engine.open(client.name, wanted) as request:
+                client.request = request
+                await engine.run(request, wanted)
+                await sim.sleep(sim.random.choice((0.5, 1.5)))
+            client.ended()
+
+        sim.spawn("keeps", keeps)
+        for index in range(2):
+            serve(sim, engine, f"load{index}", tokens(1, 7))
+            serve(sim, engine, f"r{index}", tokens(3 + index, sim.random.randint(5, 8)))
+        await after(sim, engine)

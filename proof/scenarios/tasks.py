@@ -101,6 +101,28 @@ def _serve_by_others(sim: Simulation, engine: SimulatedEngine, name: str, wanted
         sim.spawn(f"{name} forward {index}", forward)
 
 
+@scenario("request_done")
+async def threads_left(sim: Simulation) -> None:
+    """Tasks are cancelled natively, over and over, while threads compute for them: what a thread touches stays."""
+    engine = sim.runtime(num_device_blocks=7, num_host_blocks=4)
+    async with engine.runtime:
+        victims = []
+        for index in range(5):
+            prompt = tokens(index % 3, sim.random.randint(4, 8))
+            victims.append(serve(sim, engine, f"r{index}", prompt, style="thread", slice_tokens=2))
+
+        async def cancel(client: Client) -> None:
+            for victim in sim.random.sample(victims, 3):
+                await sim.jitter()
+                for _ in range(sim.random.randrange(6)):
+                    await anyio.lowlevel.checkpoint()
+                if victim.is_running:
+                    victim.cancel("native")
+
+        sim.spawn("cancel", cancel)
+        await after(sim, engine)
+
+
 @scenario("request_loading", faults=("fail", "lose"))
 async def computed_later(sim: Simulation) -> None:
     """What is committed behind a fence of the engine's own is stored once that has passed, and not before."""
