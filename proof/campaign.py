@@ -14,7 +14,7 @@ import attrs
 
 from aoffload.testing import FAULTS, HOWS, Cancel, Fault, Plan, Result, Tally, simulate
 from aoffload.testing.explore import CHOOSERS, cancel_sweep, exhaust, fault_sweep
-from aoffload.testing.simulation import Backend
+from aoffload.testing.plans import Backend
 
 from .scenarios import SCENARIOS, ScenarioRow
 

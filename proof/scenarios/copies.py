@@ -6,7 +6,7 @@ from aoffload import RequestState
 from aoffload.testing import SPOILED, Client, SimulatedEngine, Simulation
 from aoffload.testing.memory import TORN
 
-from .common import after, ask, evict_device, expect, serve, store, tokens
+from .common import after, ask, canceller, evict_device, expect, serve, store, tokens
 from .table import scenario
 
 
@@ -36,6 +36,8 @@ async def loads_first(sim: Simulation) -> None:
         for index in range(3):
             serve(sim, engine, f"load{index}", tokens(1, 9))
             serve(sim, engine, f"store{index}", tokens(5 + index, 6))
+        if sim.random.random() < 0.5:
+            canceller(sim, engine, "load0", "load1", "load2")
         await after(sim, engine)
         expect(sim, len(engine.transport.in_flight) == 0, "something is in flight")
 
