@@ -16,9 +16,8 @@ from aoffload.testing import Result, Violation, explain
 from .campaign import BACKENDS, Campaign
 from .scenarios import SCENARIOS
 
-__all__ = ["MOST_RUNS", "detect", "runs"]
+__all__ = ["detect", "runs"]
 
-MOST_RUNS = 1000
 FIRST_SEED = 5000
 MOST_SECONDS = 4.0
 """Of this process's own time for one run, which takes milliseconds: no machine is slow enough, and none too busy."""
@@ -52,8 +51,8 @@ def watched(results: Iterator[Result]) -> Iterator[Result]:
 
 def detect(argument: Any) -> dict[str, Any]:
     """The first violation within `argument["runs"]` runs of `argument["scenarios"]`: by which oracle, in which run."""
-    most = argument.get("runs", MOST_RUNS)
-    for number, result in enumerate(watched(runs(argument.get("scenarios", ()))), start=1):
+    most = argument["runs"]
+    for number, result in enumerate(watched(runs(argument["scenarios"])), start=1):
         if result.violation is not None:
             plan, violation = str(result.plan), result.violation
             return {"violation": str(violation), "oracle": violation.oracle, "runs": number, "plan": plan}

@@ -340,9 +340,17 @@ _RUNTIME = (
     Mutant(
         "stores of a released request not launched",
         RUNTIME,
-        "        self.worker.submit(self.ledger.release(holding, reason))\n",
+        "        self.worker.submit(self.ledger.release(holding, reason), fence)\n",
         "        self.ledger.release(holding, reason)\n",
         "what was planned is launched or discarded",
+    ),
+    Mutant(
+        "stores of a released request wait for nothing",
+        RUNTIME,
+        "        self.worker.submit(self.ledger.release(holding, reason), fence)\n",
+        "        self.worker.submit(self.ledger.release(holding, reason), None)\n",
+        "a store's copy waits for the compute that wrote it, whenever it is offered",
+        scenarios=("computed_later",),
     ),
     Mutant(
         "tainted readers not cancelled",

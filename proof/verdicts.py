@@ -20,6 +20,7 @@ __all__ = ["TWIN", "judge"]
 
 TWIN = "(none)"
 TEST_RUN = ("pytest", "pytest_asyncio", "hypothesis", "uvloop")
+MOST_RUNS = 1000
 TIMEOUT_S = 300.0
 """Nothing takes a tenth of it: for a child that waits for what never comes."""
 Row = dict[str, Any]
@@ -30,8 +31,8 @@ class Case:
     """One child: what is planted, and what it is shown to."""
 
     mutant: Mutant | None
+    runs: int = 0
     scenarios: tuple[str, ...] = ()
-    runs: int = 1000
     tests: tuple[str, ...] = ()
 
     def judged(self) -> Row:
@@ -72,7 +73,8 @@ def _row(case: Case, found: ChildResult) -> Row:
 def judge(num_workers: int) -> list[Row]:
     """A row for each mutant, and one for each of what the twin was shown to."""
     preload((*PRELOADED, *TEST_RUN))
-    rows = _judge([Case(one, one.scenarios, tests=(one.test,) if one.test else ()) for one in MUTANTS], num_workers)
+    cases = [Case(one, MOST_RUNS, one.scenarios, (one.test,) if one.test else ()) for one in MUTANTS]
+    rows = _judge(cases, num_workers)
     return rows + _judge(list(_twins(rows)), num_workers)
 
 
@@ -86,6 +88,6 @@ def _twins(rows: Iterable[Row]) -> list[Case]:
     for row in rows:
         scenarios = tuple(row["scenarios"])
         most[scenarios] = max(most.get(scenarios, 0), row["runs"] or 0)
-    cases = [Case(None, scenarios, runs) for scenarios, runs in most.items() if runs]
+    cases = [Case(None, runs, scenarios) for scenarios, runs in most.items() if runs]
     tests = tuple(sorted({row["test"] for row in rows if row["test"]}))
     return [*([Case(None, tests=tests)] if tests else []), *sorted(cases, key=lambda case: -case.runs)]

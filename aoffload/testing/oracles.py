@@ -55,6 +55,8 @@ class Oracles:
     """Closing was itself cancelled, so it did not wait for the copies in flight."""
     _given_up: list[Completion] = attrs.field(factory=list)
     """Launched jobs that somebody stopped expecting."""
+    _told_corrupt: set[int] = attrs.field(factory=set)
+    """Jobs that the ledger was told of in time: a worker that was cancelled tells it of none any more."""
     _version: int = 0
     _checked: int = -1
 
@@ -162,6 +164,8 @@ class Oracles:
         parked = job.parked if job is not None else None
         if completion.outcome is Outcome.UNPROVEN and job is not None:
             self._given_up.append(completion)
+        if completion.outcome is Outcome.CORRUPT and job is not None:
+            self._told_corrupt.add(completion.job_id)
         result = call(completion)
         if job is not None and parked is not None and job.parked is not parked:
             raise Violation("settled twice", f"{completion} took the place of {parked}")
@@ -324,5 +328,6 @@ class Oracles:
             if self._given_up:
                 raise Violation("given up for nothing", f"{self._given_up[0]}")
         rest.check_proofs()
+        rest.check_forgotten(self._told_corrupt)
         rest.check_reachable()
         rest.check_hits(asks)

@@ -39,7 +39,7 @@ class Rest:
             raise Violation("a leak", f"quarantined without a fault: {found}")
 
     def check_proofs(self) -> None:
-        """Whose end was proven, however late, is in quarantine no more; what was found corrupt is forgotten."""
+        """Whose end was proven, however late, is in quarantine no more."""
         ledger, transport = self.runtime.ledger, self.engine.transport
         worker = self.runtime.worker
         ignored = transport.proven & (set(ledger.jobs.quarantined) | worker._overdue)
@@ -47,7 +47,12 @@ class Rest:
             raise Violation("a leak", f"{worker._num_bytes} bytes count as in flight")
         if ignored:
             raise Violation("a proof was ignored", f"jobs {sorted(ignored)}")
-        kept = [b for b, generation in transport.corrupt if self._is_findable(b, generation)]
+
+    def check_forgotten(self, job_ids: set[int]) -> None:
+        """What the ends of these loads said to be corrupt is forgotten."""
+        corrupt = self.engine.transport.corrupt
+        bad = {one for job_id in job_ids for one in corrupt.get(job_id, ())}
+        kept = sorted(block_id for block_id, generation in bad if self._is_findable(block_id, generation))
         if kept:
             raise Violation("a bad entry was kept", f"host blocks {kept}")
 

@@ -196,9 +196,9 @@ class Simulation:
         if self.log.failures:
             raise Violation("a crash inside", self.log.failures[0])
 
-    def _look_at_waits(self) -> None:
+    def _look_at_waits(self, until: float) -> None:
         for oracles in self.oracles:
-            oracles.waits.check()
+            oracles.waits.check(until)
 
     # -- the run --------------------------------------------------------------------------------------------------
 

@@ -83,8 +83,8 @@ class SimulatedTransport:
         self.is_doomed: Callable[[int], bool] = lambda job_id: False
         self.proven: set[int] = set()
         """Jobs whose end was told for certain, in time or late."""
-        self.corrupt: set[tuple[int, int]] = set()
-        """Host blocks, and their generation, that a load was told to hold other bytes than were stored."""
+        self.corrupt: dict[int, set[tuple[int, int]]] = {}
+        """Host blocks, and their generation, that a load was told to hold other bytes than were stored; by job id."""
         self._scheduler = scheduler
         self._random = rng
         self._sums: list[int] = []
@@ -261,7 +261,8 @@ class SimulatedTransport:
             self.proven.add(copy.plan.job_id)
         # What is said of a job that was given up comes too late: its source may be anybody's.
         for index in completion.corrupt if not self.is_doomed(copy.plan.job_id) else ():
-            self.corrupt.add((copy.plan.source_ids[index], copy.source_generations[index]))
+            bad = self.corrupt.setdefault(copy.plan.job_id, set())
+            bad.add((copy.plan.source_ids[index], copy.source_generations[index]))
         self._deliver(completion)
         if self.faults.fire("twice"):
             self._scheduler.act(f"{copy.name} is told again", lambda: self._deliver(_otherwise(completion)), 0.001)

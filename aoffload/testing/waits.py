@@ -53,7 +53,8 @@ class Waits:
 
     # -- when nothing is ready ------------------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def check(self, until: float) -> None:
+        """Nothing is ready, nor will be before `until`."""
         since = self._since
         self._since = {}
         for request in tuple(self.runtime._requests.values()):
@@ -61,21 +62,21 @@ class Waits:
                 if not event.is_set():
                     began_s = since.get(id(event), (event, self.now()))[1]
                     self._since[id(event)] = (event, began_s)
-                    self._check_wait(request, began_s)
-        self._check_copies()
+                    self._check_wait(request, began_s, until)
+        self._check_copies(until)
 
-    def _check_wait(self, request: Request, began_s: float) -> None:
+    def _check_wait(self, request: Request, began_s: float, until: float) -> None:
         holding = request._holding
         assert holding is not None
         in_line = holding.waiter is not None and not holding.waiter.is_over
         if holding.load is None and not in_line:
             raise Violation("nobody was woken", f"a task of {holding} sleeps on what is over")
-        waited_s, bound_s = self.now() - began_s, self.runtime.config.load_timeout_s
-        if holding.load is not None and waited_s > bound_s + MARGIN_S:
-            raise Violation("a wait past its bound", f"{holding} has waited for its load for {waited_s:.1f} s")
+        waits_s, bound_s = until - began_s, self.runtime.config.load_timeout_s
+        if holding.load is not None and waits_s > bound_s + MARGIN_S:
+            raise Violation("a wait past its bound", f"{holding} waits for its load for {waits_s:.1f} s")
 
-    def _check_copies(self) -> None:
+    def _check_copies(self, until: float) -> None:
         worker = self.runtime.worker
-        late = [job_id for job_id, job in worker._in_flight.items() if job.deadline < self.now() - MARGIN_S]
+        late = [job_id for job_id, job in worker._in_flight.items() if job.deadline < until - MARGIN_S]
         if late and not worker._has_ended:
             raise Violation("a wait past its bound", f"jobs {late} are still expected")

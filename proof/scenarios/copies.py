@@ -119,7 +119,7 @@ async def stalled(sim: Simulation) -> None:
     """Copies that never end, and more behind them: misses, no queues; and who waits for the rest is told."""
     engine = sim.runtime(
         num_device_blocks=14, num_host_blocks=14, max_jobs_in_flight=sim.random.choice((1, 2)), max_job_bytes=1,
-        load_timeout_s=0.5, transfer_timeout_s=2.0,
+        load_timeout_s=3.0, transfer_timeout_s=8.0,
     )  # fmt: skip
     async with engine.runtime:
         for wave in range(3):
@@ -128,7 +128,7 @@ async def stalled(sim: Simulation) -> None:
             await sim.join()
             if sim.random.random() < 0.5:
                 await engine.runtime.flush()
-            await sim.sleep(sim.random.choice((0.0, 1.0, 3.0)))
+            await sim.sleep(sim.random.choice((0.0, 5.0, 10.0)))
             await evict_device(engine)
         await after(sim, engine)
 

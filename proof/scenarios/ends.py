@@ -44,7 +44,7 @@ async def close_in_flight(sim: Simulation) -> None:
         for index in range(5):
             client = serve(sim, engine, f"r{index}", tokens(index % 2, 8), num_new_tokens=index)
             client.may_abort = ("runtime_closed",)
-        for _ in range(sim.random.randint(1, 6)):
+        for _ in range(sim.random.randint(1, 9)):
             await sim.jitter()
 
 

@@ -52,7 +52,7 @@ async def stolen_prefix(sim: Simulation) -> None:
             client.ended()
 
         sim.spawn("a", a)
-        for index in range(3):
+        for index in range(4):
             serve(sim, engine, f"b{index}", tokens(10 + index, 8), num_new_tokens=sim.random.choice((0, 0, 2)))
         await after(sim, engine)
 
@@ -86,11 +86,11 @@ async def stale_blocks(sim: Simulation) -> None:
 @scenario("request_done")
 async def exact_fit(sim: Simulation) -> None:
     """I5: prompts that are cached to their last block still compute a token, also when they fill the pool."""
-    engine = sim.runtime(num_device_blocks=4, num_host_blocks=8)
+    engine = sim.runtime(num_device_blocks=4, num_host_blocks=8, max_job_bytes=sim.random.choice((1, 100)))
     async with engine.runtime:
         prompt = tokens(1, 8)
-        for index in range(4):
-            serve(sim, engine, f"r{index}", prompt[: 8 if index % 2 else 4])
+        for index in range(6):
+            serve(sim, engine, f"r{index}", prompt[: 8 if index % 2 else sim.random.choice((4, 4, 6))])
         await after(sim, engine)
         async with engine.open("exact", ask(sim, engine, prompt)) as request:
             expect(sim, request.match.num_tokens <= 6, f"hit {request.match}")

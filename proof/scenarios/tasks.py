@@ -123,7 +123,7 @@ async def threads_left(sim: Simulation) -> None:
         await after(sim, engine)
 
 
-@scenario("request_loading", faults=("fail", "lose"))
+@scenario("request_loading", faults=("refuse", "fail"))
 async def computed_later(sim: Simulation) -> None:
     """What is committed behind a fence of the engine's own is stored once that has passed, and not before."""
     engine = sim.runtime(num_device_blocks=14, num_host_blocks=14)
