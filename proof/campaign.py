@@ -27,20 +27,16 @@ AT_ANY_STEP = ("leap", "block", "worker")
 
 @attrs.frozen
 class Campaign:
-    """`share` of `of` equal parts; two processes run one each."""
-
     rounds: int
     """Seeds that are sampled for each scenario and backend."""
-    share: int = 0
-    of: int = 1
     first_seed: int = 1000
     sweeps: bool = True
 
-    def run(self, tally: Tally) -> None:
-        worlds = [(row, backend) for row in SCENARIOS.values() for backend in BACKENDS]
-        for row, backend in worlds[self.share :: self.of]:
-            for result in self.results(row, backend):
-                tally.add(result)
+    def run(self, name: str, backend: Backend) -> Tally:
+        tally = Tally()
+        for result in self.results(SCENARIOS[name], backend):
+            tally.add(result)
+        return tally
 
     def results(self, row: ScenarioRow, backend: Backend) -> Iterator[Result]:
         if self.sweeps:

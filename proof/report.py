@@ -118,7 +118,7 @@ class Report:
         ]
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [row for part in self.mutants for row in part["rows"]]
+        return self.mutants
 
     def _mutant_lines(self) -> list[Line]:
         rows = self._rows()

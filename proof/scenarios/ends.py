@@ -41,10 +41,11 @@ async def close_in_flight(sim: Simulation) -> None:
     jobs = {"max_jobs_in_flight": sim.random.choice((1, 4)), "max_job_bytes": sim.random.choice((1, 100))}
     engine = sim.runtime(num_device_blocks=6, num_host_blocks=6, **jobs)
     async with engine.runtime:
-        for index in range(5):
-            client = serve(sim, engine, f"r{index}", tokens(index % 2, 8), num_new_tokens=index)
+        for index in range(7):
+            prompt = tokens(index % 2, sim.random.randint(5, 8), branch=index % 3)
+            client = serve(sim, engine, f"r{index}", prompt, num_new_tokens=index % 5)
             client.may_abort = ("runtime_closed",)
-        for _ in range(sim.random.randint(1, 9)):
+        for _ in range(sim.random.randint(3, 9)):
             await sim.jitter()
 
 

@@ -124,8 +124,9 @@ async def second_try(sim: Simulation) -> None:
             client.ended()
 
         for index in range(2):
-            serve(sim, engine, f"load{index}", tokens(1, 9))
+            serve(sim, engine, f"load{index}", tokens(1, sim.random.randint(7, 9)))
             sim.spawn(f"modest{index}", modest)
+        serve(sim, engine, "other", tokens(2, sim.random.randint(3, 6)))
         await after(sim, engine)
 
 
