@@ -23,10 +23,14 @@ __all__ = ["BACKENDS", "Campaign"]
 BACKENDS: tuple[Backend, ...] = ("asyncio", "trio")
 AT_ANY_STEP = ("leap", "block", "worker")
 """Faults with an opportunity at every step: sampled, not swept."""
+FEWEST_RUNS = 560
+"""Of each scenario on each backend: short ones have little to sweep."""
 
 
 @attrs.frozen
 class Campaign:
+    """What is run of a scenario on a backend."""
+
     rounds: int
     """Seeds that are sampled for each scenario and backend."""
     first_seed: int = 1000
@@ -39,10 +43,15 @@ class Campaign:
         return tally
 
     def results(self, row: ScenarioRow, backend: Backend) -> Iterator[Result]:
-        if self.sweeps:
-            yield from self.swept(row, backend)
-        for number in range(self.rounds):
-            yield from self.sampled(row, backend, self.first_seed + number)
+        num_runs = number = 0
+        for result in self.swept(row, backend) if self.sweeps else ():
+            num_runs += 1
+            yield result
+        while number < self.rounds or (self.sweeps and num_runs < FEWEST_RUNS):
+            for result in self.sampled(row, backend, self.first_seed + number):
+                num_runs += 1
+                yield result
+            number += 1
 
     def swept(self, row: ScenarioRow, backend: Backend) -> Iterator[Result]:
         plan = Plan(scenario=row.name, backend=backend, seed=self.first_seed - 1)

@@ -70,6 +70,7 @@ async def tenants(sim: Simulation) -> None:
         for index in range(6):
             salt, adapter = (None, "t1", "t2")[index % 3], (None, "lora")[index // 3]
             serve(sim, engine, f"r{index}", tokens(1, 7), salt=salt, adapter=adapter)
+        for index in range(4):
             image = KeySpan(index % 3, 4, bytes([index // 2]) * 16)
             serve(sim, engine, f"image{index}", tokens(1, 7), key_spans=(image,))
         serve(sim, engine, "r6", tokens(1, 7), salt="t1")
