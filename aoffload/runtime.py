@@ -100,6 +100,8 @@ class OffloadRuntime:
         self._roots = Roots(_namespace_of(config))
         # Weak, or an abandoned request would never be noticed.
         self._requests: WeakValueDictionary[str, Request] = WeakValueDictionary()
+        self._fences: dict[str, Fence | None] = {}
+        """Behind the last commit of each live request: what is stored when it ends waits for that, too."""
         self._group: TaskGroup | None = None
         self._thread_id = 0
         self._process_id = 0
@@ -271,7 +273,8 @@ class OffloadRuntime:
 
     def _release(self, holding: Holding, reason: str) -> None:
         self._requests.pop(holding.request_id, None)
-        self.worker.submit(self.ledger.release(holding, reason))
+        fence = self._fences.pop(holding.request_id, None)
+        self.worker.submit(self.ledger.release(holding, reason), fence)
 
     def _abandon(self, holding: Holding) -> None:
         """Called by a request's finaliser: in any thread, or in this one in the middle of changing the ledger."""
@@ -330,6 +333,7 @@ class OffloadRuntime:
         self, fence: Fence | None, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds
     ) -> None:
         plans = self.ledger.commit(holding, num_computed_tokens, new_token_ids)
+        self._fences[holding.request_id] = fence
         if fence is None:
             self.worker.refuse(plans)
         else:

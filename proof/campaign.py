@@ -14,7 +14,7 @@ import attrs
 
 from aoffload.testing import FAULTS, HOWS, Cancel, Fault, Plan, Result, Tally, simulate
 from aoffload.testing.explore import CHOOSERS, cancel_sweep, exhaust, fault_sweep
-from aoffload.testing.simulation import Backend
+from aoffload.testing.plans import Backend
 
 from .scenarios import SCENARIOS, ScenarioRow
 
@@ -23,30 +23,35 @@ __all__ = ["BACKENDS", "Campaign"]
 BACKENDS: tuple[Backend, ...] = ("asyncio", "trio")
 AT_ANY_STEP = ("leap", "block", "worker")
 """Faults with an opportunity at every step: sampled, not swept."""
+FEWEST_RUNS = 560
+"""Of each scenario on each backend: short ones have little to sweep."""
 
 
 @attrs.frozen
 class Campaign:
-    """`share` of `of` equal parts; two processes run one each."""
+    """What is run of a scenario on a backend."""
 
     rounds: int
     """Seeds that are sampled for each scenario and backend."""
-    share: int = 0
-    of: int = 1
     first_seed: int = 1000
     sweeps: bool = True
 
-    def run(self, tally: Tally) -> None:
-        worlds = [(row, backend) for row in SCENARIOS.values() for backend in BACKENDS]
-        for row, backend in worlds[self.share :: self.of]:
-            for result in self.results(row, backend):
-                tally.add(result)
+    def run(self, name: str, backend: Backend) -> Tally:
+        tally = Tally()
+        for result in self.results(SCENARIOS[name], backend):
+            tally.add(result)
+        return tally
 
     def results(self, row: ScenarioRow, backend: Backend) -> Iterator[Result]:
-        if self.sweeps:
-            yield from self.swept(row, backend)
-        for number in range(self.rounds):
-            yield from self.sampled(row, backend, self.first_seed + number)
+        num_runs = number = 0
+        for result in self.swept(row, backend) if self.sweeps else ():
+            num_runs += 1
+            yield result
+        while number < self.rounds or (self.sweeps and num_runs < FEWEST_RUNS):
+            for result in self.sampled(row, backend, self.first_seed + number):
+                num_runs += 1
+                yield result
+            number += 1
 
     def swept(self, row: ScenarioRow, backend: Backend) -> Iterator[Result]:
         plan = Plan(scenario=row.name, backend=backend, seed=self.first_seed - 1)

@@ -18,6 +18,7 @@ _KEYS = (
         '("namespace", "cache_salt", "adapter_key")',
         '("namespace", "adapter_key")',
         "another salt is never a hit",
+        scenarios=("tenants",),
     ),
     Mutant(
         "adapter missing from the root",
@@ -25,6 +26,7 @@ _KEYS = (
         '("namespace", "cache_salt", "adapter_key")',
         '("namespace", "cache_salt")',
         "another adapter is never a hit",
+        scenarios=("tenants",),
     ),
     Mutant(
         "key spans missing from the key",
@@ -32,6 +34,7 @@ _KEYS = (
         "self._spans = prefix.spans",
         "self._spans = ()",
         "another image behind the same placeholder tokens is never a hit",
+        scenarios=("tenants",),
     ),
     Mutant(
         "tokens under a span missing from the digest",
@@ -39,6 +42,7 @@ _KEYS = (
         "after.update(tokens[at : at + unit_bytes] + record)",
         "after.update(record)",
         "equal digests mean equal prefixes, under a span too",
+        scenarios=("tenants",),
     ),
     Mutant(
         "hit up to the last token",
@@ -53,6 +57,7 @@ _KEYS = (
         "if device_stop == run.start:",
         "if run.parts[Tier.DEVICE].blocks:",
         "no device island behind a missing block is shared",
+        scenarios=("evicted_otherwise",),
     ),
     Mutant(
         "a store in flight counts as a hit",
@@ -60,6 +65,7 @@ _KEYS = (
         "reached = max(part.stop for part in run.parts[1:])",
         "reached = max(part.covered_stop for part in run.parts[1:])",
         "publish on completion",
+        scenarios=("failed_forwards",),
     ),
 )
 
@@ -84,6 +90,7 @@ _PINS = (
         '            raise LeaseError(f"{self.tier.name} lease on {self.run} released twice")',
         "            return",
         "a lease is single-use: releasing twice raises",
+        scenarios=("bad_input",),
     ),
     Mutant(
         "duplicates not given back",
@@ -105,6 +112,7 @@ _PINS = (
         "return bool(self.table) or granted or Tier.DEVICE in self.leases",
         "return granted or Tier.DEVICE in self.leases",
         "a waiting extend fails only if nobody else will let go",
+        scenarios=("growing",),
     ),
 )
 
@@ -152,6 +160,7 @@ _RUNS = (
         "self._link(part, than)",
         "self._link(part, than.older)",
         "a head outlives its tail",
+        scenarios=("least_recently_used",),
     ),
     Mutant(
         "shared run grown in place",
@@ -189,6 +198,7 @@ _RUNS = (
         "part.condemned = bad if part.condemned is None else part.condemned + bad",
         "self.tiers[tier].pool.give(bad)",
         "a block is free when everybody has let go",
+        scenarios=("rotten",),
     ),
 )
 
@@ -213,6 +223,7 @@ _PUBLISHING = (
         "part.blocks.extend(holding.table[present * width : stop * width])",
         "part.blocks.extend(holding.table[position * width : stop * width])",
         "a private duplicate is never findable (I3)",
+        scenarios=("branches",),
     ),
     Mutant(
         "private duplicate forgotten",

@@ -23,6 +23,7 @@ _LINE = (
         "        if head is not before:\n            self.pins.forget_match(before.holding)\n",
         "",
         "only the head of the line keeps pins while it waits",
+        scenarios=("retries",),
     ),
     Mutant(
         "head without room blocks an extension",
@@ -30,6 +31,7 @@ _LINE = (
         "            self.pins.forget_match(self.line.allocating[0].holding)",
         "            pass",
         "who has nothing yet must not block who has",
+        scenarios=("leaps",),
     ),
     Mutant(
         "no match at the grant",
@@ -44,6 +46,7 @@ _LINE = (
         "            if holding.state is _S.PINNED:\n                self._pin_again(holding)\n            raise",
         "            raise",
         "who was refused may try again with what is cached",
+        scenarios=("second_try",),
     ),
     Mutant(
         "withdrawn without its match",
@@ -51,6 +54,7 @@ _LINE = (
         "        self.leave(waiter)\n        if holding.state is _S.PINNED:\n            self._pin_again(holding)\n",
         "        self.leave(waiter)\n",
         "a cancelled allocate leaves PINNED and may be tried again",
+        scenarios=("retries",),
     ),
     Mutant(
         "unused grant kept",
@@ -58,6 +62,7 @@ _LINE = (
         '            self.cache.give(Tier.DEVICE, waiter.granted)\n            waiter.granted = array("i")\n',
         '            waiter.granted = array("i")\n',
         "a cancelled waiter returns an unused grant",
+        scenarios=("retries",),
     ),
     Mutant(
         "fast path ignores the line",
@@ -72,6 +77,7 @@ _LINE = (
         "behind = bool(self.line.extending)",
         "behind = not self.line.is_empty",
         "extend goes before allocate",
+        scenarios=("leaps",),
     ),
     Mutant(
         "allocation overtakes an extension",
@@ -79,6 +85,7 @@ _LINE = (
         "while self.line.allocating and not self.line.extending:",
         "while self.line.allocating:",
         "extend goes before allocate",
+        scenarios=("leaps",),
     ),
     Mutant(
         "only waiters hold room and nobody fails",
@@ -93,6 +100,7 @@ _LINE = (
         "youngest = self.line.extending.pop()",
         "youngest = self.line.extending.pop(0)",
         "the youngest extend is the one to fail",
+        scenarios=("growing",),
     ),
     Mutant(
         "requeued at the end",
@@ -100,6 +108,7 @@ _LINE = (
         "        insort(self.allocating, waiter, key=lambda waiting: waiting.holding.ticket)",
         "        self.allocating.append(waiter)",
         "who had to let go of everything gets its old place back",
+        scenarios=("retries",),
     ),
     Mutant(
         "quarantine fails nobody",
@@ -107,6 +116,7 @@ _LINE = (
         "        if self.capacity < self._promised:\n            self._fail_who_cannot_fit()\n",
         "",
         "room lost to quarantine fails who can no longer fit",
+        scenarios=("second_try",),
     ),
     Mutant(
         "what can never fit waits",
@@ -114,6 +124,7 @@ _LINE = (
         "        if needed > self.capacity:\n            raise OutOfBlocks",
         "        if needed > self.cache.tiers[Tier.DEVICE].pool.num_blocks + 1:\n            raise OutOfBlocks",
         "no hang: what can never fit is refused",
+        scenarios=("second_try",),
     ),
     Mutant(
         "room taken in part",
@@ -147,6 +158,7 @@ _WAKING = (
         "        self.granted = blocks\n        self.wake()\n",
         "        self.wake()\n        self.granted = blocks\n",
         "the grant is in the waiter before anybody is woken",
+        scenarios=("device_full",),
     ),
     Mutant(
         "no wake-up with a failure",
@@ -168,6 +180,7 @@ _WAKING = (
         "            self._pin_again(holding)\n        self.pump()\n",
         "            self._pin_again(holding)\n",
         "a cancelled waiter's close serves the line",
+        scenarios=("retries",),
     ),
     Mutant(
         "no pump after quarantine",
@@ -184,6 +197,7 @@ _WAKING = (
         "        self._settled(self.jobs.settle(completion))\n",
         "        if jobs := self.jobs.settle(completion):\n            self._settled(jobs)\n",
         "room that comes back serves the line",
+        scenarios=("late_room",),
     ),
     Mutant(
         "no pump after a step",
@@ -191,6 +205,7 @@ _WAKING = (
         "                    self._pins.let_go(holding)\n            self.admission.pump()\n",
         "                    self._pins.let_go(holding)\n",
         "the end of a step serves the line",
+        scenarios=("overlapping_steps",),
     ),
     Mutant(
         "grant kept over an invalidated match",
@@ -205,6 +220,7 @@ _WAKING = (
         "        if holding.has_lost_load or holding.epoch != self.cache.epoch",
         "        if holding.epoch != self.cache.epoch",
         "a failed load is not retried for ever",
+        scenarios=("crowded_sharing",),
     ),
     Mutant(
         "no pump after a commit",
@@ -212,6 +228,7 @@ _WAKING = (
         "        if holding.published > first:\n            self.admission.pump()  # who",
         "        if holding.published < first:\n            self.admission.pump()  # who",
         "who is first in line may need less room after a commit",
+        scenarios=("device_full",),
     ),
     Mutant(
         "shared load wakes only the first",
@@ -219,6 +236,7 @@ _WAKING = (
         "        for wake in wakes:\n            wake()\n",
         "        for wake in wakes[:1]:\n            wake()\n",
         "no hang: a load wakes all who wait for it",
+        scenarios=("two_tasks",),
     ),
 )
 
@@ -237,6 +255,7 @@ _STEPS = (
         "if not holding.num_steps and holding in self._closing:",
         "if holding in self._closing:",
         "a block is free when request, jobs and every step have let go",
+        scenarios=("overlapping_steps",),
     ),
     Mutant(
         "step keeps the blocks",
@@ -251,6 +270,7 @@ _STEPS = (
         "        if name in self.holdings:\n            raise",
         "        if name in self.holdings and not name:\n            raise",
         "a request id used twice is rejected by name",
+        scenarios=("bad_input",),
     ),
     Mutant(
         "illegal move made",
@@ -258,6 +278,7 @@ _STEPS = (
         "        raise IllegalTransition(str(entity), old.name, new.name)\n",
         "        return old\n",
         "an illegal move raises",
+        scenarios=("bad_input",),
     ),
     Mutant(
         "stores of a finished request not handed out",

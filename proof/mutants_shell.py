@@ -50,6 +50,7 @@ _REQUEST = (
         "        return all(_is_cancellation(inner) for inner in error.exceptions)",
         "        return any(_is_cancellation(inner) for inner in error.exceptions)",
         "an error beside a cancellation is an error",
+        scenarios=("abandoned",),
     ),
     Mutant(
         "deadline never set",
@@ -64,6 +65,7 @@ _REQUEST = (
         "            self._runtime._abandon(holding)  # first: a warning may be an error\n",
         "",
         "nothing leaks: an abandoned request is released",
+        scenarios=("abandoned",),
     ),
     Mutant(
         "cancelled wait stays in line",
@@ -71,6 +73,7 @@ _REQUEST = (
         "        try:\n            yield\n        finally:\n            self._runtime.ledger.withdraw(waiter)\n",
         "        yield\n        self._runtime.ledger.withdraw(waiter)\n",
         "a cancelled waiter leaves the line and returns its grant",
+        scenarios=("retries",),
     ),
     Mutant(
         "load timeout never fires",
@@ -78,6 +81,7 @@ _REQUEST = (
         "bound = runtime.config.load_timeout_s if holding.load is not None else None",
         "bound = None",
         "no hang: a load that takes too long is given up",
+        scenarios=("stalled",),
     ),
     Mutant(
         "grant for a load not taken",
@@ -92,6 +96,7 @@ _REQUEST = (
         "        for event in self._waiting:\n",
         "        for event in tuple(self._waiting)[:1]:\n",
         "no hang: whoever waits is woken",
+        scenarios=("two_tasks",),
     ),
     Mutant(
         "closing not noticed in the line",
@@ -109,6 +114,7 @@ _WORKER = (
         "        for queue in (self._loads, self._stores):\n            while queue:",
         "        for queue in (self._stores, self._loads):\n            while queue:",
         "loads go before stores",
+        scenarios=("loads_first",),
     ),
     Mutant(
         "bytes in flight not bounded",
@@ -137,6 +143,7 @@ _WORKER = (
         "        if not self._in_flight:\n            return True",
         "        if not self._in_flight and num_bytes <= self._max_bytes:\n            return True",
         "no hang: a job above the bound goes alone",
+        scenarios=("two_groups",),
     ),
     Mutant(
         "discarded job launched",
@@ -145,6 +152,7 @@ _WORKER = (
         "                if self._tell(self.ledger.launch, job.plan.job_id) is not None:\n"
         "                    self._launch",
         "a discarded load is never copied",
+        scenarios=("loads_first",),
     ),
     Mutant(
         "store does not wait for its fence",
@@ -152,6 +160,7 @@ _WORKER = (
         "            queue.append(QueuedJob(plan, after))",
         "            queue.append(QueuedJob(plan, None))",
         "a store's copy waits for the compute that wrote it",
+        scenarios=("computed_later",),
     ),
     Mutant(
         "deadline of a transfer not armed",
@@ -173,6 +182,7 @@ _WORKER = (
         "            self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))",
         "            self.deliver(Completion(plan.job_id, Outcome.FAILED, error=repr(error)))",
         "leak, don't corrupt: nobody knows what was started",
+        scenarios=("second_try",),
     ),
     Mutant(
         "stalled transport makes queues",
@@ -180,6 +190,7 @@ _WORKER = (
         "if not self.is_accepting or self._overdue:",
         "if not self.is_accepting:",
         "a stalled transport makes misses, not queues",
+        scenarios=("stalled",),
     ),
     Mutant(
         "transport never recovers",
@@ -201,6 +212,7 @@ _WORKER = (
         "                self.drain()  # what it was woken for and didn't get round to: nobody signals twice\n",
         "",
         "late proof ends a quarantine, also after closing",
+        scenarios=("stalled",),
     ),
     Mutant(
         "opened before the worker has begun",
@@ -208,6 +220,7 @@ _WORKER = (
         "            await self.worker.has_begun.wait()\n",
         "",
         "what cancels the worker cancels nobody else",
+        scenarios=("two_runtimes",),
     ),
     Mutant(
         "no fence, no commit",
@@ -222,6 +235,7 @@ _WORKER = (
         "            if not self._inbox and not self._calls:\n",
         "            if self.is_accepting:\n",
         "no lost wake-up: what came before the task slept counts",
+        scenarios=("loads_first",),
     ),
     Mutant(
         "loop woken only once",
@@ -244,6 +258,7 @@ _WORKER = (
         "                self.discard_queued()\n            return None\n",
         "                self.discard_queued()\n            raise\n",
         "a cache never takes the engine down",
+        scenarios=("conversations", "growing"),
     ),
     Mutant(
         "cancelled worker cancels the engine",
@@ -260,10 +275,10 @@ _WORKER = (
         "a stalled transport makes misses, not queues",
     ),
     Mutant(
-        "nobody told of discarded jobs",
+        "nobody told of settled jobs",
         WORKER,
-        "            self._tell(self.ledger.discard, job.plan.job_id)\n        self._notify_settled()\n",
-        "            self._tell(self.ledger.discard, job.plan.job_id)\n",
+        "        self._dispatch()\n        self._notify_settled()\n",
+        "        self._dispatch()\n",
         "no hang: a flush ends with the last job",
     ),
 )
@@ -275,6 +290,7 @@ _RUNTIME = (
         "        self.worker.is_accepting = False\n        self.worker.discard_queued()\n",
         "        self.worker.is_accepting = False\n",
         "closing launches nothing more",
+        scenarios=("close_in_flight",),
     ),
     Mutant(
         "closing does not wait for copies",
@@ -282,6 +298,7 @@ _RUNTIME = (
         "                await self.worker.wait_idle()\n                await ",
         "                await ",
         "a launched copy is waited for within bounds",
+        scenarios=("close_in_flight",),
     ),
     Mutant(
         "closing wakes nobody",
@@ -296,6 +313,7 @@ _RUNTIME = (
         "        self.ledger.reset()\n        self.worker.discard_queued()\n",
         "        self.ledger.reset()\n",
         "after a reset nothing queued is copied",
+        scenarios=("reset_in_flight",),
     ),
     Mutant(
         "step of a commit trips on the aborted",
@@ -310,6 +328,7 @@ _RUNTIME = (
         "            if begun.acquire(blocking=False):\n                held.close()\n            else:\n",
         "            held.close()\n            if not begun.acquire(blocking=False):\n",
         "a step holds what its thread touches",
+        scenarios=("threads_left",),
     ),
     Mutant(
         "step given up before its thread began leaks",
@@ -321,9 +340,17 @@ _RUNTIME = (
     Mutant(
         "stores of a released request not launched",
         RUNTIME,
-        "        self.worker.submit(self.ledger.release(holding, reason))\n",
+        "        self.worker.submit(self.ledger.release(holding, reason), fence)\n",
         "        self.ledger.release(holding, reason)\n",
         "what was planned is launched or discarded",
+    ),
+    Mutant(
+        "stores of a released request wait for nothing",
+        RUNTIME,
+        "        self.worker.submit(self.ledger.release(holding, reason), fence)\n",
+        "        self.worker.submit(self.ledger.release(holding, reason), None)\n",
+        "a store's copy waits for the compute that wrote it, whenever it is offered",
+        scenarios=("computed_later",),
     ),
     Mutant(
         "tainted readers not cancelled",

@@ -41,6 +41,7 @@ _OWNERSHIP = (
         "            self.cache.release(job.source_lease)\n"
         "            job.source_lease = self.cache.lease(job.plan.destination, job.run)\n",
         "host pins end when the load settles",
+        scenarios=("hit_that_was_gone",),
     ),
     Mutant(
         "published at launch",
@@ -81,6 +82,7 @@ _LANDING = (
         "may_publish = job.epoch == self.cache.epoch and not unproven",
         "may_publish = not unproven",
         "late landings after a reset or an invalidation only free",
+        scenarios=("failed_forwards",),
     ),
     Mutant(
         "quarantine frees the destination",
@@ -102,6 +104,7 @@ _LANDING = (
         "        if job is not None and completion.outcome is not Outcome.UNPROVEN:",
         "        if job is not None:",
         "only proof ends a quarantine",
+        scenarios=("late_room",),
     ),
     Mutant(
         "quarantine ended twice",
@@ -116,6 +119,7 @@ _LANDING = (
         "        if job.parked is not None:\n            self.num_late += 1\n            return []\n",
         "",
         "settle once: a second completion changes nothing",
+        scenarios=("split_transfers",),
     ),
     Mutant(
         "failed copy counts as landed",
@@ -137,6 +141,7 @@ _LANDING = (
         "else completion.num_landed // width\n",
         "else -(-completion.num_landed // width)\n",
         "a hit is one for every group at once",
+        scenarios=("two_groups",),
     ),
     Mutant(
         "corrupt entry not forgotten",
@@ -153,6 +158,7 @@ _LANDING = (
         "        if completion.outcome is not Outcome.LANDED and may_publish and job.plan.source is Tier.HOST:\n"
         "            completion = attrs.evolve(completion, corrupt=completion.corrupt or (completion.num_landed,))\n",
         "a transient error forgets nothing",
+        scenarios=("shared_load",),
     ),
     Mutant(
         "published behind a gap",
@@ -160,6 +166,7 @@ _LANDING = (
         "        return before.parts[tier].stop == before.stop\n",
         "        return True\n",
         "publish in prefix order",
+        scenarios=("branches",),
     ),
     Mutant(
         "predecessors not waited for",
@@ -182,6 +189,7 @@ _LANDING = (
         "                if before is not None:\n                    before.followers.append(follower)\n",
         "",
         "what is on its way follows what its predecessor followed",
+        scenarios=("stored_twice",),
     ),
 )
 
@@ -206,6 +214,7 @@ _SHARING = (
         "        return not job.claims and job.state is JobState.QUEUED",
         "        return job.state is JobState.QUEUED",
         "a load lives as long as one waiter does",
+        scenarios=("shared_load",),
     ),
     Mutant(
         "load without a waiter not discarded",
@@ -248,6 +257,7 @@ _SHARING = (
         "min(stop, max_tokens // self.cache.layout.unit_tokens)",
         "min(stop, self.cache.layout.num_units(max_tokens))",
         "load(max_tokens=) rounds down to a block",
+        scenarios=("mixed",),
     ),
     Mutant(
         "no pump after a load gave blocks back",
@@ -272,6 +282,7 @@ _STORES = (
         "            part.incoming, part.incoming_stop = before, min(before.stop, run.stop)\n",
         "            pass\n",
         "a range being stored isn't stored again, whichever job ends first",
+        scenarios=("stored_twice",),
     ),
     Mutant(
         "failed store never offered again",
@@ -286,6 +297,7 @@ _STORES = (
         "path = self.cache.lease(Tier.HOST, over[-1].run)",
         "path = self.cache.lease(Tier.DEVICE, over[-1].run)",
         "a store never evicts its own prefix",
+        scenarios=("conversations",),
     ),
     Mutant(
         "store waits for no host room",

@@ -17,7 +17,6 @@ import os
 import random
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,8 +26,9 @@ import attrs
 
 from .mutants import MUTANTS
 from .planting import JSON, PRELOADED, ChildResult, Ending, Mutant, in_child, preload, source_path
+from .workers import share_out
 
-__all__ = ["BATTERY", "core_tests", "main", "oracle", "shell_tests", "walks"]
+__all__ = ["BATTERY", "core_tests", "main", "named_tests", "oracle", "shell_tests", "walks"]
 
 ROOT = Path(__file__).resolve().parent.parent
 BATTERY = ("proof.mutation:walks", "proof.mutation:oracle", "proof.mutation:core_tests", "proof.mutation:shell_tests")
@@ -64,11 +64,16 @@ def oracle(_: JSON) -> JSON:
 
 
 def core_tests(_: JSON) -> JSON:
-    return _run_pytest("tests/core")
+    return _run_pytest(_files("tests/core"))
 
 
 def shell_tests(_: JSON) -> JSON:
-    return _run_pytest("tests/shell")
+    return _run_pytest(_files("tests/shell"))
+
+
+def named_tests(names: JSON) -> JSON:
+    """Only these, each a file and a function as pytest names it."""
+    return _run_pytest(names)
 
 
 class _Failures:
@@ -90,14 +95,18 @@ class _Failures:
             self.failed.append(str(getattr(report, "nodeid", report)))
 
 
-def _run_pytest(folder: str) -> JSON:
+def _files(folder: str) -> list[str]:
+    files = (ROOT / folder).glob("test_*.py")
+    return sorted(str(path) for path in files if not any(map(path.match, LEFT_OUT)))
+
+
+def _run_pytest(names: Sequence[str]) -> JSON:
     import pytest
 
     os.chdir(ROOT)
-    files = sorted(path for path in (ROOT / folder).glob("test_*.py") if not any(map(path.match, LEFT_OUT)))
     found = _Failures()
     options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain"]  # the plugins are imported: too late to rewrite
-    status = pytest.main([*options, *map(str, files)], plugins=[found])
+    status = pytest.main([*options, *names], plugins=[found])
     violation = None if status == 0 else found.failed[0] if found.failed else f"pytest ended with {status!r}"
     return {"violation": violation, "runs": found.num_passed}
 
@@ -217,29 +226,10 @@ def _chosen(options: argparse.Namespace) -> list[Candidate]:
     return candidates[: options.sample]
 
 
-def _work(candidates: Sequence[Candidate], battery: Sequence[Stage], path: Path) -> None:
-    for candidate in candidates:
-        line = json.dumps(attrs.asdict(_judge(candidate, battery)))
-        with path.open("a") as results:  # one write each: several workers append
-            results.write(line + "\n")
-
-
-def _share_out(candidates: Sequence[Candidate], battery: Sequence[Stage], path: Path, num_workers: int) -> None:
-    """Fork the workers, without threads: each forks children of its own."""
-    workers = []
-    for number in range(num_workers):
-        pid = os.fork()
-        if not pid:
-            try:
-                _work(candidates[number::num_workers], battery, path)
-            except BaseException:  # noqa: BLE001 - a forked worker must not go on as if it were the program
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        workers.append(pid)
-    failed = [pid for pid in workers if os.waitpid(pid, 0)[1]]  # waits for all of them
-    if failed:
-        raise SystemExit("a worker failed: what it has done is in the results")
+def _work(candidates: Sequence[Candidate], battery: Sequence[Stage], path: Path, number: int) -> None:
+    line = json.dumps(attrs.asdict(_judge(candidates[number], battery)))
+    with path.open("a") as results:  # one write each: several workers append
+        results.write(line + "\n")
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -283,7 +273,7 @@ def main() -> None:
         battery = _timed([*options.front, *BATTERY])
         todo = [candidate for candidate in candidates if candidate.key not in done]
         print(f"{len(candidates)} mutants, {len(todo)} to do", flush=True)
-        _share_out(todo, battery, options.results, options.workers)
+        share_out(partial(_work, todo, battery, options.results), len(todo), options.workers)
     keys = {candidate.key for candidate in candidates}
     print(*_report([result for result in _known(options.results) if result.key in keys]), sep="\n")
 

@@ -67,6 +67,10 @@ class Mutant:
     new: str
     promise: str
     """The promise it breaks, in a few words."""
+    scenarios: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    """Whose hazard it is: where its simulated runs are spent. All, if none is named."""
+    test: str = attrs.field(default="", kw_only=True)
+    """The test that meets it, where no simulated run can."""
 
 
 # -- planting ---------------------------------------------------------------------------------------------------------

@@ -1,38 +1,77 @@
-"""One process's part of the proof: `python -m proof.shard campaign|mutants|traces --share 0 --of 2` writes JSON."""
+"""One part of the proof in processes of its own: `python -m proof.shard campaign|mutants|traces --of 2` writes JSON."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .planting import PRELOADED, Ending, Mutant, in_child
+import attrs
 
-__all__ = ["campaign", "mutants", "traces"]
+from .planting import preload
+from .verdicts import judge
+from .workers import share_out
 
-MUTANT_TIMEOUT_S = 30.0
-"""Several times what a thousand sound runs take: a child that is not through by then is stuck, and was noticed."""
-
-
-def campaign(share: int, of: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """The campaign's share; with `seconds`, new seeds until they are over."""
+if TYPE_CHECKING:
     from aoffload.testing import Tally
 
-    from .campaign import Campaign
+__all__ = ["campaign", "traces"]
 
-    tally = Tally()
+LONG_ROUNDS = 4
+"""Seeds of each scenario and backend between two looks at the clock."""
+
+
+def campaign(num_workers: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """The campaign, a part for each scenario and backend; with `seconds`, new seeds until they are over."""
+    preload()
     began_s = time.monotonic()
-    Campaign(rounds, share, of).run(tally)
+    parts = _campaign(num_workers, Piece(rounds, 1000, sweeps=True))
     first_seed = 1000 + rounds
     while time.monotonic() - began_s < seconds:
-        Campaign(2, share, of, first_seed=first_seed, sweeps=False).run(tally)
-        first_seed += 2
+        parts += _campaign(num_workers, Piece(LONG_ROUNDS, first_seed, sweeps=False))
+        first_seed += LONG_ROUNDS
+    return parts
+
+
+@attrs.frozen
+class Piece:
+    """What is run of each scenario on each backend."""
+
+    rounds: int
+    first_seed: int
+    sweeps: bool
+
+    def explore(self, number: int) -> dict[str, Any]:
+        from .campaign import BACKENDS, Campaign
+        from .scenarios import SCENARIOS
+
+        name, backend = list(itertools.product(SCENARIOS, BACKENDS))[number]
+        began_s = time.monotonic()
+        found = _told(Campaign(self.rounds, self.first_seed, self.sweeps).run(name, backend))
+        print(f"{time.monotonic() - began_s:5.1f} s  {found['runs']} runs of {name} on {backend}", flush=True)
+        return found
+
+
+def _campaign(num_workers: int, piece: Piece) -> list[dict[str, Any]]:
+    (num_worlds,) = share_out(lambda _: _num_worlds(), 1, 1)  # in a fork: this process must not import the package
+    return share_out(piece.explore, num_worlds, num_workers)
+
+
+def _num_worlds() -> int:
+    from .campaign import BACKENDS
+    from .scenarios import SCENARIOS
+
+    return len(SCENARIOS) * len(BACKENDS)
+
+
+def _told(tally: Tally) -> dict[str, Any]:
+    """A tally as JSON."""
     return {
         "runs": tally.num_runs,
-        "seconds": time.monotonic() - began_s,
         "cancels": tally.num_cancels,
         "checks": tally.num_checks,
         "blocks_checked": tally.num_blocks_checked,
@@ -45,56 +84,6 @@ def campaign(share: int, of: int, rounds: int, seconds: float) -> dict[str, Any]
         "await_lines": sorted(tally.await_lines),
         "violations": tally.violations,
     }
-
-
-STAGES = (
-    ("proof.battery:detect", ""),
-    ("proof.mutation:walks", "random walk over the ledger"),
-    ("proof.mutation:oracle", "naive model beside the ledger"),
-    ("proof.mutation:core_tests", "test"),
-    ("proof.mutation:shell_tests", "test"),
-)
-"""What a mutant is shown to, until something notices: simulated runs first; the last two are the named tests."""
-
-
-def mutants(share: int, of: int) -> dict[str, Any]:
-    """The share's mutants, each in a child of its own; first the twin without a defect, on the same runs."""
-    from .mutants import MUTANTS
-    from .planting import preload
-
-    preload((*PRELOADED, "pytest", "pytest_asyncio", "hypothesis", "uvloop"))
-    rows: list[dict[str, Any]] = []
-    twin = (None,) if share == 0 else ()
-    for mutant in (*twin, *MUTANTS[share::of]):
-        began_s = time.monotonic()
-        rows.append(_row(mutant))
-        row = rows[-1]
-        seconds = time.monotonic() - began_s
-        print(
-            f"{seconds:5.1f} s  {row['mutant']}: {row['oracle']} after {row['runs']} runs  {row['detail'][:80]}",
-            flush=True,
-        )
-    return {"rows": rows}
-
-
-def _row(mutant: Mutant | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"mutant": "(none)", "module": "", "promise": "", "oracle": None, "runs": None, "detail": ""}
-    if mutant is not None:
-        row |= {"mutant": mutant.name, "module": mutant.module, "promise": mutant.promise}
-    for path, name in STAGES:
-        found = in_child(path, {}, mutant, MUTANT_TIMEOUT_S * (4 if mutant is None else 1))
-        value = found.value if found.ending is Ending.RETURNED else None
-        if value is not None and value.get("violation") is None:
-            continue
-        # A child that hangs or dies has met the defect, too; after how many runs is not known.
-        oracle = (value or {}).get("oracle") or name or found.ending.value
-        return row | {
-            "oracle": oracle,
-            "runs": (value or {}).get("runs") if not name else None,
-            "detail": str((value or {}).get("violation") or found.detail)[:300],
-            "plan": (value or {}).get("plan"),
-        }
-    return row
 
 
 def traces() -> dict[str, Any]:
@@ -121,16 +110,16 @@ def traces() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m proof.shard", description=__doc__)
     parser.add_argument("part", choices=["campaign", "mutants", "traces"])
-    parser.add_argument("--share", type=int, default=0)
-    parser.add_argument("--of", type=int, default=1)
+    parser.add_argument("--of", type=int, default=1, help="worker processes")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
+    found: Any
     if given.part == "campaign":
-        found = campaign(given.share, given.of, given.rounds, given.seconds)
+        found = campaign(given.of, given.rounds, given.seconds)
     elif given.part == "mutants":
-        found = mutants(given.share, given.of)
+        found = judge(given.of)
     else:
         found = traces()
     given.json.write_text(json.dumps(found))

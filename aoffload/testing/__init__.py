@@ -13,8 +13,9 @@ from .explore import Tally, cancel_sweep, exhaust, explain, fault_sweep, replay,
 from .faults import FAULTS, Fault, FaultKind
 from .injection import HOWS, Cancel
 from .memory import Memory, Tags
+from .plans import Plan, Result
 from .scheduler import Decision, Scheduler
-from .simulation import Plan, Result, Scenario, Simulation, simulate
+from .simulation import Scenario, Simulation, simulate
 from .transport import SimulatedTransport
 from .violations import Violation
 

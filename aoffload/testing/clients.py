@@ -180,7 +180,7 @@ class Log:
 
     def _take(self, event: str, values: dict[str, Any]) -> None:
         self.counts[event] += 1
-        if event in FAILURES and not self._faults.fired["worker"]:
+        if event in FAILURES and not (self._faults.fired["worker"] or self._faults.fired["bug"]):
             self.failures.append(f"{event}: {values.get('error')}")
         if event in TIMEOUTS:
             self._num_timeouts += 1

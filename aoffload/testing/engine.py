@@ -216,10 +216,12 @@ class SimulatedEngine:
             return
 
         def compute() -> None:
-            for block_id, generation in touched:
-                self.device.check_owner(f"the forward of {name}", block_id, generation)
+            self._check_owners(name, touched)
             if self.transport.faults.fire("compute"):
                 raise ForwardFailed("the kernel failed")
+            if ask.style != "inline":
+                self.env.meanwhile()
+                self._check_owners(name, touched)
             self._compute(request, ask, table, tokens, start, stop)
 
         if ask.style == "inline":
@@ -230,6 +232,10 @@ class SimulatedEngine:
                 await self.env.run_in_thread(compute)
         else:
             await self.runtime.run_step([request], compute)
+
+    def _check_owners(self, name: str, touched: list[tuple[int, int]]) -> None:
+        for block_id, generation in touched:
+            self.device.check_owner(f"the forward of {name}", block_id, generation)
 
     def _touched(self, table: list[list[int]], start: int, stop: int) -> list[tuple[int, int]]:
         """The blocks that tokens `[start, stop)` are written to, with their generation now."""

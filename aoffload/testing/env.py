@@ -11,6 +11,7 @@ import attrs
 
 from ..env import Env
 from .scheduler import Scheduler
+from .violations import Violation
 
 __all__ = ["SimulatedEnv"]
 
@@ -21,6 +22,8 @@ Result = TypeVar("Result")
 class SimulatedEnv(Env):
     scheduler: Scheduler = attrs.field(kw_only=True)
     delays: random.Random = attrs.field(kw_only=True)
+    others: Callable[[int], None] = attrs.field(default=lambda num_steps: None, kw_only=True)
+    """Has whoever else is ready take that many steps. Only asyncio's loop can; on trio a thread's work is one step."""
 
     def now(self) -> float:
         return self.scheduler.now
@@ -31,6 +34,10 @@ class SimulatedEnv(Env):
     def loop_waker(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Each wake-up is a step of its own, as late as the chooser likes."""
         return lambda: self.scheduler.act("wake-up", callback)
+
+    def meanwhile(self) -> None:
+        """For what runs in a thread: it is in the middle of its work, and the loop goes on."""
+        self.others(self.delays.choice((0, 0, 0, 1, 2, 5, 12)))
 
     async def run_in_thread(
         self, function: Callable[[], Result], limiter: anyio.CapacityLimiter | None = None
@@ -47,6 +54,8 @@ class SimulatedEnv(Env):
         def work() -> None:
             try:
                 results.append(function())
+            except Violation:
+                raise  # the task that waits may be gone
             except Exception as error:  # noqa: BLE001 - raised again in the task that waits
                 errors.append(error)
             self.scheduler.act("thread ends", over.set)

@@ -10,7 +10,8 @@ import attrs
 from .choosers import Exactly
 from .faults import Fault
 from .injection import Cancel
-from .simulation import Plan, Result, Scenario, simulate
+from .plans import Plan, Result
+from .simulation import Scenario, simulate
 
 __all__ = ["Tally", "cancel_sweep", "exhaust", "explain", "fault_sweep", "replay", "shrink"]
 

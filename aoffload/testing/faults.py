@@ -45,6 +45,7 @@ _KINDS = (
     FaultKind("block", "the event loop is blocked for a second"),
     FaultKind("log", "the logger raises"),
     FaultKind("worker", "the copy worker's task is cancelled natively", may_time_out=True, may_take_room=True),
+    FaultKind("bug", "the ledger has a bug: settling or discarding a job raises once it is done"),
     FaultKind("close", "closing the transport raises"),
     FaultKind("compute", "a forward fails"),
 )

@@ -12,17 +12,21 @@ from typing import Any
 
 import attrs
 
+from ..core.holding import Holding
+from ..core.index import stretches
+from ..core.jobs import Job
 from ..core.lifecycle import JobState, RequestState
-from ..core.matching import find_hit
-from ..core.plan import Completion, Direction, Outcome, Tier
-from ..core.tokens import TokenSequence
+from ..core.matching import Hit, find_hit
+from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from ..core.waiting import Waiter
 from ..errors import IntegrityError, OutOfBlocks
 from ..runtime import OffloadRuntime
 from .engine import Ask, SimulatedEngine
 from .faults import Faults
+from .rest import Rest
 from .transport import SimulatedTransport
 from .violations import Violation
+from .waits import Waits
 
 __all__ = ["Oracles"]
 
@@ -31,6 +35,8 @@ CHANGING = (
     "plan_load", "abandon_load", "launch", "settle", "discard", "commit", "invalidate", "step", "release", "reset",
 )  # fmt: skip
 REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension")
+ENDING = ("settle", "discard")
+WAKING = ("queue_allocation", "queue_extension", "plan_load")
 
 
 @attrs.define(eq=False)
@@ -40,10 +46,17 @@ class Oracles:
     runtime: OffloadRuntime
     engine: SimulatedEngine
     faults: Faults
+    waits: Waits
     num_checks: int = 0
     num_timeouts: int = 0
+    broken: list[Violation] = attrs.field(factory=list)
+    """Found inside of a call; the first ends the run."""
     is_cut_short: bool = False
     """Closing was itself cancelled, so it did not wait for the copies in flight."""
+    _given_up: list[Completion] = attrs.field(factory=list)
+    """Launched jobs that somebody stopped expecting."""
+    _told_corrupt: set[int] = attrs.field(factory=set)
+    """Jobs that the ledger was told of in time: a worker that was cancelled tells it of none any more."""
     _version: int = 0
     _checked: int = -1
 
@@ -51,7 +64,22 @@ class Oracles:
         """Have every call that changes the ledger noticed, and every refusal compared with what was before it."""
         ledger: Any = self.runtime.ledger
         for name in CHANGING:
-            setattr(ledger, name, self._noticed(getattr(ledger, name), name))
+            setattr(ledger, name, self._kept(self._noticed(getattr(ledger, name), name)))
+        transport: Any = self.engine.transport
+        transport.launch = self._kept(transport.launch)
+
+    def _kept(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A violation in `call` is not forgotten where its caller survives whatever it is given."""
+
+        @functools.wraps(call)
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except Violation as violation:
+                self.broken.append(violation)
+                raise
+
+        return kept
 
     def _noticed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -59,19 +87,57 @@ class Oracles:
             self._version += 1
             if name == "abandon_load":
                 self.num_timeouts += 1
+            if name in WAKING and callable(args[-1]):
+                args = (*args[:-1], self.waits.watched(args[0], args[-1]))
             before = self.runtime.ledger.statistics() if name in REFUSING else None
             line = self.runtime.ledger.admission.line
             extending, allocating = tuple(line.extending), tuple(line.allocating)
             try:
-                found = self._settle(call, args[0]) if name == "settle" else call(*args, **kwargs)
+                found = self._call(call, name, args, kwargs)
                 self._check_turns(name, extending, allocating)
+                if name in ENDING and self.faults.fire("bug"):
+                    raise RuntimeError(f"a bug in {name}")
                 return found
-            except OutOfBlocks:
+            except OutOfBlocks as error:
                 if before is not None and self.runtime.ledger.statistics() != before:
                     raise Violation("a refusal changed a count", f"{name}: {before} before") from None
+                self._check_refusal(name, error)
                 raise
 
         return noticed
+
+    def _call(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == "settle":
+            return self._settle(call, args[0])
+        had_load = name == "plan_load" and args[0].load is not None
+        found = call(*args, **kwargs)
+        if name == "plan_load" and not had_load and args[0].load is not None:
+            self.waits.load_begun(args[0])
+        if name == "admit":
+            self._check_match(found)
+        return found
+
+    def _check_refusal(self, name: str, error: OutOfBlocks) -> None:
+        """Only who has others before it is refused what is there."""
+        admission = self.runtime.ledger.admission
+        is_behind = admission.line.extending or (name == "allocate_nowait" and admission.line.allocating)
+        if name.endswith("_nowait") and not is_behind and error.num_needed <= admission.room:
+            raise Violation(
+                "a wait without a need", f"{name} was refused {error.num_needed} of {admission.room} blocks"
+            )
+
+    def _check_match(self, holding: Holding) -> None:
+        """What is matched is there now, in the tier that it was matched in."""
+        width = self.runtime.ledger.layout.width
+        ends = ((Tier.DEVICE, 0, holding.published), (Tier.HOST, holding.published, holding.hit_stop))
+        for tier, start, stop in ends:
+            path = stretches(holding.leases[tier].run, start, stop) if stop > start else []
+            for over in path:
+                part = over.run.parts[tier]
+                if part.stop < over.stop or len(part.blocks) < (over.stop - over.run.start) * width:
+                    raise Violation(
+                        "a match of nothing", f"{holding} matched [{start},{stop}), and {over.run} is there"
+                    )
 
     def _check_turns(self, name: str, extending: tuple[Waiter, ...], allocating: tuple[Waiter, ...]) -> None:
         """Extensions before allocations, each in its order; nobody new before them; the youngest gives way."""
@@ -95,7 +161,14 @@ class Oracles:
         job = ledger.jobs.unsettled.get(completion.job_id)
         host = ledger.cache.tiers[Tier.HOST].pool
         before = host.num_free
+        parked = job.parked if job is not None else None
+        if completion.outcome is Outcome.UNPROVEN and job is not None:
+            self._given_up.append(completion)
+        if completion.outcome is Outcome.CORRUPT and job is not None:
+            self._told_corrupt.add(completion.job_id)
         result = call(completion)
+        if job is not None and parked is not None and job.parked is not parked:
+            raise Violation("settled twice", f"{completion} took the place of {parked}")
         is_transient = completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN)
         is_load = job is not None and job.plan.direction is Direction.LOAD and job.epoch == ledger.cache.epoch
         is_spoiled = any(self.faults.fired[kind] for kind in ("rot", "flip", "early"))  # what is bad goes when it may
@@ -103,10 +176,14 @@ class Oracles:
             raise Violation("forgotten for nothing", f"{completion} freed {host.num_free - before} host blocks")
         return result
 
-    def check_launch(self, transport: SimulatedTransport) -> None:
-        """Nothing is launched by a runtime that closes, nor above its bounds; a job above the bound goes alone."""
+    def check_launch(self, transport: SimulatedTransport, plan: TransferPlan) -> None:
+        """Nothing is launched by a runtime that closes, behind a stall, or for nobody; loads go before stores; and
+        never above the bounds, but for a job above the bound, which goes alone."""
         if not self.runtime._is_open:
             raise Violation("launched while closing", repr(self.runtime))
+        if self.runtime.worker._overdue:
+            raise Violation("launched behind a stall", f"{plan} behind jobs {sorted(self.runtime.worker._overdue)}")
+        self._check_order(plan)
         config, num_bytes = self.runtime.config, self.runtime.worker._num_bytes
         in_flight = sum(copy.plan.num_blocks for copy in transport.in_flight.values()) * transport.block_bytes
         if self.faults.fired:
@@ -116,10 +193,22 @@ class Oracles:
         if transport.in_flight and num_bytes > config.bytes_in_flight:
             raise Violation("too much in flight", f"{num_bytes} bytes with this one, {in_flight} before it")
 
+    def _check_order(self, plan: TransferPlan) -> None:
+        unsettled = self.runtime.ledger.jobs.unsettled
+        job = unsettled.get(plan.job_id)
+        if job is None or 0 <= job.epoch < self.runtime.ledger.cache.epoch:
+            raise Violation("a copy for nobody", f"{plan} was discarded, or queued before the cache was reset")
+        loads = [job for job in unsettled.values() if job.plan.direction is Direction.LOAD]
+        waiting = [job for job in loads if job.state is JobState.QUEUED and job.claims]
+        if waiting and plan.direction is Direction.STORE:
+            raise Violation("a store before a load", f"{plan} before {waiting[0]}")
+
     # -- after every step -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """The laws of conservation, and that nobody waits for what is there."""
+        if broken := self.broken + self.waits.broken:
+            raise broken[0]
         if self._version == self._checked and not self.runtime.ledger._closing:
             return
         self._checked = self._version
@@ -149,8 +238,20 @@ class Oracles:
                     raise Violation("a load for nobody", repr(job))
             elif not storing.isdisjoint(job.plan.source_ids):
                 raise Violation("stored twice", repr(job))
+            elif self._is_behind_a_gap(job):
+                raise Violation("a store behind a gap", f"{job} has evicted what it hangs on")
             elif job.epoch == self.runtime.ledger.cache.epoch:  # what is doomed may be computed, and stored, again
                 storing.update(job.plan.source_ids)
+
+    def _is_behind_a_gap(self, job: Job) -> bool:
+        """Unless something failed: what lies before a store is in host memory, or on its way there."""
+        is_disturbed = self.faults.fired or self.engine.num_invalidations or self.runtime.config.eviction != "lru"
+        if is_disturbed or job.epoch != self.runtime.ledger.cache.epoch:
+            return False
+        if job.predecessor is not None and not job.predecessor.is_settled:
+            return False
+        over = stretches(job.run, 0, job.start)
+        return any(stretch.run.parts[Tier.HOST].stop < stretch.stop for stretch in over)
 
     def _check_pins(self) -> None:
         """Host pins end when the load does."""
@@ -163,37 +264,52 @@ class Oracles:
                 raise Violation("a match without a pin", repr(holding))
 
     def _check_line(self) -> None:
-        admission = self.runtime.ledger.admission
-        line = admission.line
+        line = self.runtime.ledger.admission.line
+        tickets = [waiter.holding.ticket for waiter in line.allocating]
+        if tickets != sorted(tickets):
+            raise Violation("out of turn", f"the line is {line.allocating}")
         if line.extending:
-            first = line.extending[0]
-            if admission.num_missing(first.holding, first.num_units) <= admission.room:
-                raise Violation("a wait without a need", f"{first} waits and there is room")
-            if not admission.others_hold_room():
-                raise Violation("a wait without a need", f"{first} waits, and only waiters hold room")
+            self._check_extension(line.extending[0])
         elif line.allocating:
-            first = line.allocating[0]
-            present = first.holding.published
-            missing = max(0, first.num_units - self._device_hit(first.holding)) * self._width
-            if admission.num_missing(first.holding, first.num_units) <= admission.room:
-                raise Violation("a wait without a need", f"{first} waits and there is room")
-            if missing <= admission.room - self._evictable_of(first.holding, present):
-                raise Violation("a wait without a need", f"{first} waits; matched again it would fit")
+            self._check_allocation(line.allocating[0])
+
+    def _check_extension(self, first: Waiter) -> None:
+        admission = self.runtime.ledger.admission
+        if admission.num_missing(first.holding, first.num_units) <= admission.room:
+            raise Violation("a wait without a need", f"{first} waits and there is room")
+        if not admission.others_hold_room():
+            raise Violation("a wait without a need", f"{first} waits, and only waiters hold room")
+        if pinning := [waiter for waiter in admission.line.allocating if waiter.holding.leases]:
+            raise Violation("a wait without a need", f"{first} waits for what {pinning[0]} pins, which has nothing yet")
+
+    def _check_allocation(self, first: Waiter) -> None:
+        admission = self.runtime.ledger.admission
+        missing = max(0, first.num_units - self._device_hit(first.holding)) * self._width
+        if admission.num_missing(first.holding, first.num_units) <= admission.room:
+            raise Violation("a wait without a need", f"{first} waits and there is room")
+        if missing <= admission.room - self._evictable_of(first.holding):
+            raise Violation("a wait without a need", f"{first} waits; matched again it would fit")
 
     @property
     def _width(self) -> int:
         return self.runtime.ledger.layout.width
 
-    def _device_hit(self, holding: Any) -> int:
+    def _hit(self, holding: Holding) -> Hit:
+        """What it would match now."""
         cache = self.runtime.ledger.cache
         if holding.epoch != cache.epoch:
-            return 0
+            return Hit(0, 0, ())
         limit = min((holding.sequence.num_tokens - 1) // cache.layout.unit_tokens, holding.hit_limit)
-        return find_hit(cache.index, holding.sequence, cache.layout, limit, holding.hit_alignment).device_stop
+        return find_hit(cache.index, holding.sequence, cache.layout, limit, holding.hit_alignment)
 
-    def _evictable_of(self, holding: Any, pinned_stop: int) -> int:
-        """Blocks of its own hit that it doesn't pin yet: room that it would take away from itself."""
-        return max(0, self._device_hit(holding) - pinned_stop) * self._width
+    def _device_hit(self, holding: Holding) -> int:
+        return self._hit(holding).device_stop
+
+    def _evictable_of(self, holding: Holding) -> int:
+        """Blocks of its own hit that nobody pins yet: room that it would take away from itself."""
+        hit = self._hit(holding)
+        unpinned = [run for run in hit.path if not run.parts[Tier.DEVICE].num_references]
+        return sum(max(0, min(run.stop, hit.device_stop) - run.start) for run in unpinned) * self._width
 
     def _check_timeouts(self) -> None:
         if self.num_timeouts and not self.faults.may_time_out:
@@ -201,116 +317,17 @@ class Oracles:
 
     # -- when everything is over ----------------------------------------------------------------------------------
 
-    def check_at_rest(self) -> None:
-        """Nobody is served and nothing is under way: nothing is pinned, waited for or known of any more."""
+    def check_at_rest(self, asks: list[Ask]) -> None:
+        """Nobody is served and nothing is under way."""
         self._checked = -1
         self.check()
-        found = self.runtime.statistics()
-        pinned = (found.device.num_pinned, found.host.num_pinned)
-        if (found.num_requests, found.num_waiting, found.num_jobs, *pinned) != (0, 0, 0, 0, 0):
-            raise Violation("a leak", f"at rest: {found}")
-        if len(self.runtime._requests):
-            raise Violation("a leak", f"requests are still known: {list(self.runtime._requests)}")
-        if not self.may_quarantine and (found.device.num_quarantined or found.host.num_quarantined):
-            raise Violation("a leak", f"quarantined without a fault: {found}")
-
-        self._check_proofs()
-        self._check_reachable()
-
-    def _check_proofs(self) -> None:
-        """Whose end was proven, however late, is in quarantine no more; what was found corrupt is forgotten."""
-        ledger, transport = self.runtime.ledger, self.engine.transport
-        worker = self.runtime.worker
-        ignored = transport.proven & (set(ledger.jobs.quarantined) | worker._overdue)
-        if worker._num_bytes or worker._in_flight:
-            raise Violation("a leak", f"{worker._num_bytes} bytes count as in flight")
-        if ignored:
-            raise Violation("a proof was ignored", f"jobs {sorted(ignored)}")
-        kept = [b for b, generation in transport.corrupt if self._is_findable(b, generation)]
-        if kept:
-            raise Violation("a bad entry was kept", f"host blocks {kept}")
-
-    def _is_findable(self, host_id: int, generation: int) -> bool:
-        host = self.engine.transport.host
-        return host.is_owned[host_id] and host.generation[host_id] == generation
-
-    def _check_reachable(self) -> None:
-        """Unless something failed: a prefix loses its tail before its head, so no tier holds a tail without one."""
-        if self.faults.fired or self.engine.num_invalidations:
-            return
-        for run in self.runtime.ledger.cache.index.runs.values():
-            for tier in Tier:
-                before = run.before.parts[tier] if run.before is not None else None
-                if run.parts[tier].blocks and before is not None and before.stop < before.run.stop:
-                    raise Violation("a tail without its head", f"{run} behind {run.before}")
-
-    @property
-    def may_quarantine(self) -> bool:
-        return self.is_cut_short or self.faults.may_take_room
-
-    def check_hits(self, asks: list[Ask]) -> None:
-        """At rest, exactly what lies in memory hits: the device from the start on, behind it the host."""
-        lost_bytes = {"rot", "early", "flip"} & set(self.faults.fired)
-        for ask in asks:
-            expected = self._expected_hit(ask)
-            found = self._found_hit(ask)
-            if lost_bytes or self.engine.num_invalidations:
-                continue
-            # Without full attention nothing may be needed for a hit, but that somebody has had these tokens.
-            is_right = found == expected if self.runtime.ledger.layout.spine.width else found <= expected
-            if not is_right:
-                raise Violation("what may hit", f"{found} units of {ask.tokens} hit, memory says {expected}")
-
-    def _found_hit(self, ask: Ask) -> tuple[int, int]:
-        cache = self.runtime.ledger.cache
-        prefix = self.runtime._prefix(ask.tokens, ask.salt, ask.adapter, ask.key_spans)
-        sequence = TokenSequence(prefix, cache.layout.unit_tokens)
-        hit = find_hit(cache.index, sequence, cache.layout, len(ask.tokens) // cache.layout.unit_tokens)
-        return hit.device_stop, hit.stop
-
-    def _expected_hit(self, ask: Ask) -> tuple[int, int]:
-        """By a search over all lengths."""
-        ends = range(len(ask.tokens) // self.runtime.ledger.layout.unit_tokens, -1, -1)
-        held = {tier: self._held(ask, tier) for tier in Tier}
-        stop = next(end for end in ends if self._may_end(end, held, tuple(Tier)))
-        return next(end for end in range(stop, -1, -1) if self._may_end(end, held, (Tier.DEVICE,))), stop
-
-    def _may_end(self, stop: int, held: dict[Tier, set[tuple[int, int]]], tiers: tuple[Tier, ...]) -> bool:
-        """Whether each group has what it needs of the first `stop` units: of full attention the device from the start
-        on and the host behind it, of the others anywhere."""
-        layout = self.runtime.ledger.layout
-        needed = [
-            (group, unit)
-            for group, (band, _) in enumerate(layout.places)
-            for unit in range(layout.bands[band].first_needed(stop * layout.unit_tokens), stop)
-        ]
-        if not all(any(place in held[tier] for tier in tiers) for place in needed):
-            return False
-        spine = [group for group, (band, _) in enumerate(layout.places) if not band]
-        on_device = [all((group, unit) in held[Tier.DEVICE] for group in spine) for unit in range(stop)]
-        near = on_device.index(False) if False in on_device else stop
-        behind = [(group, unit) for group in spine for unit in range(near, stop)]
-        return not behind or (Tier.HOST in tiers and held[Tier.HOST].issuperset(behind))
-
-    def _held(self, ask: Ask, tier: Tier) -> set[tuple[int, int]]:
-        """The units of each group that are in memory, whole, and in somebody's hands."""
-        memory = self.engine.device if tier is Tier.DEVICE else self.engine.transport.host
-        quarantined = {
-            block_id
-            for job in self.runtime.ledger.jobs.quarantined.values()
-            if job.plan.destination is tier
-            for block_id in job.plan.destination_ids
-        }
-        layout = self.runtime.ledger.layout
-        return {
-            (group, unit)
-            for group in range(len(layout.groups))
-            for unit in range(len(ask.tokens) // layout.unit_tokens)
-            if all(set(memory.holders(tag)) - quarantined for tag in self._tags_of(ask, group, unit))
-        }
-
-    def _tags_of(self, ask: Ask, group: int, unit: int) -> list[int]:
-        layout = self.runtime.ledger.layout
-        size = layout.groups[group].block_size
-        ends = range(unit * layout.unit_tokens + size, (unit + 1) * layout.unit_tokens + 1, size)
-        return [self.engine.tags.of(self.engine.identity(ask, group, ask.tokens[:end])) for end in ends]
+        rest = Rest(self.runtime, self.engine, self.faults)
+        rest.check_empty()
+        if not (self.is_cut_short or self.faults.may_take_room):
+            rest.check_nothing_is_lost()
+            if self._given_up:
+                raise Violation("given up for nothing", f"{self._given_up[0]}")
+        rest.check_proofs()
+        rest.check_forgotten(self._told_corrupt)
+        rest.check_reachable()
+        rest.check_hits(asks)

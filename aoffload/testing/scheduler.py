@@ -45,6 +45,9 @@ class Scheduler:
     """Where injections happen."""
     after_step: Callable[[], None] = lambda: None
     """Where the oracles look."""
+    before_wait: Callable[[float], None] = lambda until: None
+    """Called when nothing is ready, with the time until which nothing will be: where whoever should have been woken,
+    or should be before that, is looked for."""
     now: float = 0.0
     step: int = 0
     num_choices: int = 0
@@ -107,6 +110,7 @@ class Scheduler:
     def advance(self, next_timer: float) -> None:
         """Nothing is ready: let time pass until something is, or until the loop's next timer."""
         target = min(next_timer, self._later[0][0] if self._later else FOREVER)
+        self.before_wait(target)
         if target == FOREVER:
             raise Violation("deadlock", "nothing can run, and nothing ever will")
         if target > self.now:

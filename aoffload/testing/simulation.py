@@ -7,107 +7,40 @@ import gc
 import random
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import anyio
-import attrs
 
 from ..config import OffloadConfig
 from ..core.cache import UNPUBLISHABLE
 from ..core.groups import AttentionKind, FullAttention, KVCacheGroup
 from ..core.plan import Tier
-from ..errors import InvalidArgument
 from ..runtime import OffloadRuntime
 from .choosers import chooser_of
 from .clients import Client, Log
 from .device import Stream
 from .engine import SimulatedEngine
 from .env import SimulatedEnv
-from .faults import Fault, Faults
+from .faults import Faults
 from .injection import ANY_STEP, Cancel, await_lines
 from .loop import SimulatedLoop
 from .memory import OwnedPool
 from .oracles import Oracles
-from .scheduler import Decision, Scheduler
+from .plans import Plan, Result
+from .scheduler import Scheduler
 from .transport import LATE_S, SimulatedTransport
 from .trio_run import run_trio
 from .violations import Violation
+from .waits import Waits
 
-__all__ = ["Backend", "Plan", "Result", "Scenario", "Simulation", "simulate"]
+__all__ = ["Scenario", "Simulation", "simulate"]
 
-Backend = Literal["asyncio", "trio"]
 Scenario = Callable[["Simulation"], Awaitable[None]]
 PACKAGE = str(Path(__file__).parents[1])
 TESTING = str(Path(__file__).parent)
-
-
-@attrs.frozen(kw_only=True)
-class Plan:
-    """Everything that a run depends on, besides the code."""
-
-    scenario: str
-    backend: Backend = attrs.field(default="asyncio", validator=attrs.validators.in_(("asyncio", "trio")))
-    seed: int = 0
-    chooser: str = "random"
-    cancels: tuple[Cancel, ...] = ()
-    faults: tuple[Fault, ...] = ()
-
-    def __str__(self) -> str:
-        parts = [f"scenario={self.scenario}", f"backend={self.backend}", f"seed={self.seed}", f"chooser={self.chooser}"]
-        parts += [f"cancel={cancel}" for cancel in self.cancels]
-        parts += [f"fault={fault}" for fault in self.faults]
-        return " ".join(parts)
-
-    @classmethod
-    def parse(cls, text: str) -> Plan:
-        """The plan that a line printed by `str` stands for."""
-        values: dict[str, Any] = {}
-        cancels, faults = [], []
-        for word in text.split():
-            name, _, value = word.partition("=")
-            if name == "cancel":
-                cancels.append(Cancel.parse(value))
-            elif name == "fault":
-                faults.append(Fault.parse(value))
-            elif name in ("scenario", "backend", "chooser"):
-                values[name] = value
-            elif name == "seed" and value.isdecimal():
-                values[name] = int(value)
-            else:
-                raise InvalidArgument("plan", f"has {word!r}, which says nothing")
-        if "scenario" not in values:
-            raise InvalidArgument("plan", "names no scenario")
-        return cls(**values, cancels=tuple(cancels), faults=tuple(faults))
-
-
-@attrs.frozen(kw_only=True)
-class Result:
-    plan: Plan
-    violation: Violation | None
-    outcomes: dict[str, str]
-    """D, R, A or X, by client."""
-    num_steps: int
-    num_choices: int
-    digest: str
-    """Of the choices that were made where there was one to make."""
-    num_cancels: int
-    faults: Counter[str]
-    opportunities: Counter[str]
-    await_lines: frozenset[tuple[str, int]]
-    """Of the package, at which a cancellation met somebody."""
-    suspensions: dict[str, int]
-    """How often each client was suspended: where it can be cancelled."""
-    num_checks: int
-    num_blocks_checked: int
-    counts: Counter[str]
-    """What happened, by the runtime's events: how the workload is known to have reached what it is meant to."""
-    trace: list[Decision]
-    log: list[str]
-    time_s: float
 
 
 class Simulation:
@@ -118,6 +51,7 @@ class Simulation:
         self.random = random.Random(f"workload {plan.seed}")
         self.scheduler = Scheduler(chooser_of(plan.chooser, plan.seed), keep_trace=keep_trace)
         self.scheduler.before_step, self.scheduler.after_step = self._inject, self._look
+        self.scheduler.before_wait = self._look_at_waits
         self.faults = Faults(plan.faults)
         self.env = SimulatedEnv(scheduler=self.scheduler, delays=random.Random(f"delays {plan.seed}"))
         self.log = Log(self.scheduler, self.faults, keep_trace)
@@ -172,9 +106,9 @@ class Simulation:
         unsettled = runtime.ledger.jobs.unsettled
         transport.is_doomed = lambda job_id: job_id not in unsettled or unsettled[job_id].epoch == UNPUBLISHABLE
         engine = SimulatedEngine(runtime, transport, self.env)
-        oracles = Oracles(runtime, engine, self.faults)
+        oracles = Oracles(runtime, engine, self.faults, Waits(runtime, self.env.now))
         oracles.attach()
-        transport.check_bounds = oracles.check_launch
+        transport.check_launch = oracles.check_launch
         self.engines.append(engine)
         self.oracles.append(oracles)
         return engine
@@ -265,6 +199,10 @@ class Simulation:
         if self.log.failures:
             raise Violation("a crash inside", self.log.failures[0])
 
+    def _look_at_waits(self, until: float) -> None:
+        for oracles in self.oracles:
+            oracles.waits.check(until)
+
     # -- the run --------------------------------------------------------------------------------------------------
 
     async def run(self, scenario: Scenario) -> None:
@@ -291,8 +229,7 @@ class Simulation:
             client.check()
         for oracles in self.oracles:
             oracles.is_cut_short = self.clients[0].was_injected and self.is_native
-            oracles.check_at_rest()
-            oracles.check_hits(self.asks)
+            oracles.check_at_rest(self.asks)
 
     def result(self, violation: Violation | None) -> Result:
         scheduler = self.scheduler
@@ -334,6 +271,7 @@ def _run(simulation: Simulation, scenario: Scenario) -> None:
         run_trio(scheduler, lambda: simulation.run(scenario))
         return
     loop = SimulatedLoop(scheduler)  # type: ignore[abstract]
+    simulation.env.others = loop.step_others
     try:
         loop.run_until_complete(simulation.run(scenario))
         if loop.unfinished:

@@ -78,13 +78,13 @@ class SimulatedTransport:
         self.faults = faults
         self.in_flight: dict[int, Copy] = {}
         """Launched and not yet told over, by job id."""
-        self.check_bounds: Callable[[SimulatedTransport], None] = lambda transport: None
+        self.check_launch: Callable[[SimulatedTransport, TransferPlan], None] = lambda transport, plan: None
         """Called at each launch, before it."""
         self.is_doomed: Callable[[int], bool] = lambda job_id: False
         self.proven: set[int] = set()
         """Jobs whose end was told for certain, in time or late."""
-        self.corrupt: set[tuple[int, int]] = set()
-        """Host blocks, and their generation, that a load was told to hold other bytes than were stored."""
+        self.corrupt: dict[int, set[tuple[int, int]]] = {}
+        """Host blocks, and their generation, that a load was told to hold other bytes than were stored; by job id."""
         self._scheduler = scheduler
         self.random = rng
         self._sums: list[int] = []
@@ -108,7 +108,7 @@ class SimulatedTransport:
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         self._check(plan)
-        self.check_bounds(self)
+        self.check_launch(self, plan)
         without = after is None and plan.direction is Direction.STORE and self.faults.fire("no_fence")
         if self._is_closed or plan.direction in self._dead or without or self.faults.fire("refuse"):
             raise TransferRefused(f"job {plan.job_id} is refused")
@@ -261,7 +261,8 @@ class SimulatedTransport:
             self.proven.add(copy.plan.job_id)
         # What is said of a job that was given up comes too late: its source may be anybody's.
         for index in completion.corrupt if not self.is_doomed(copy.plan.job_id) else ():
-            self.corrupt.add((copy.plan.source_ids[index], copy.source_generations[index]))
+            bad = self.corrupt.setdefault(copy.plan.job_id, set())
+            bad.add((copy.plan.source_ids[index], copy.source_generations[index]))
         self._deliver(completion)
         if self.faults.fire("twice"):
             self._scheduler.act(f"{copy.name} is told again", lambda: self._deliver(_otherwise(completion)), 0.001)

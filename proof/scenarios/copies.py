@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from aoffload import RequestState
-from aoffload.testing import SPOILED, Client, Simulation
+from aoffload.testing import SPOILED, Client, SimulatedEngine, Simulation
+from aoffload.testing.memory import TORN
 
-from .common import after, ask, evict_device, expect, serve, store, tokens
+from .common import after, ask, canceller, evict_device, expect, serve, store, tokens
 from .table import scenario
 
 
@@ -35,6 +36,8 @@ async def loads_first(sim: Simulation) -> None:
         for index in range(3):
             serve(sim, engine, f"load{index}", tokens(1, 9))
             serve(sim, engine, f"store{index}", tokens(5 + index, 6))
+        if sim.random.random() < 0.5:
+            canceller(sim, engine, "load0", "load1", "load2")
         await after(sim, engine)
         expect(sim, len(engine.transport.in_flight) == 0, "something is in flight")
 
@@ -109,3 +112,44 @@ async def failed_forwards(sim: Simulation) -> None:
         for branch in (0, 1, 3):
             serve(sim, engine, f"afterwards{branch}", tokens(1, 10, branch=branch))
         await after(sim, engine)
+
+
+@scenario("transport_stalled", faults=("hang", "stuck_fence"))
+async def stalled(sim: Simulation) -> None:
+    """Copies that never end, and more behind them: misses, no queues; and who waits for the rest is told."""
+    engine = sim.runtime(
+        num_device_blocks=14, num_host_blocks=14, max_jobs_in_flight=sim.random.choice((1, 2)), max_job_bytes=1,
+        load_timeout_s=3.0, transfer_timeout_s=8.0,
+    )  # fmt: skip
+    async with engine.runtime:
+        for wave in range(3):
+            for index in range(2):
+                serve(sim, engine, f"r{wave}{index}", tokens(sim.random.randrange(3), 6))
+            await sim.join()
+            if sim.random.random() < 0.5:
+                await engine.runtime.flush()
+            await sim.sleep(sim.random.choice((0.0, 5.0, 10.0)))
+            await evict_device(engine)
+        await after(sim, engine)
+
+
+@scenario("request_loading", faults=("fail",))
+async def rotten(sim: Simulation) -> None:
+    """Many load what has rotted in host memory, some of it twice at a time: the bad block goes when all are through."""
+    engine = sim.runtime(num_device_blocks=24, num_host_blocks=14, verify=True, max_job_bytes=1, max_jobs_in_flight=8)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        for wave in range(2):
+            await evict_device(engine)
+            _rot(sim, engine)
+            for index in range(5):
+                serve(sim, engine, f"r{wave}{index}", tokens(1, sim.random.randint(5, 9)))
+            await after(sim, engine)
+
+
+def _rot(sim: Simulation, engine: SimulatedEngine) -> None:
+    host = engine.transport.host
+    sim.faults.fired["rot"] += 1
+    for block_id in range(host.num_rows):
+        if host.is_owned[block_id] and sim.random.random() < 0.6:
+            host.content[block_id] = TORN

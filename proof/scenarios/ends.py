@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-from aoffload import Computed
+import anyio
+
+from aoffload import Computed, OutOfBlocks
 from aoffload.testing import Ask, Client, Simulation, Violation
 
 from .common import after, ask, bystanders, expect, serve, store, tokens
@@ -14,7 +17,8 @@ from .table import scenario
 @scenario("request_done")
 async def reset_in_flight(sim: Simulation) -> None:
     """The cache is reset while copies and requests are under way: nothing from before is ever found again."""
-    engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
+    jobs = {"max_jobs_in_flight": sim.random.choice((1, 4)), "max_job_bytes": sim.random.choice((1, 100))}
+    engine = sim.runtime(num_device_blocks=8, num_host_blocks=8, **jobs)
     async with engine.runtime:
         for index in range(4):
             serve(sim, engine, f"r{index}", tokens(1, 7, branch=index % 2), num_new_tokens=index % 3)
@@ -34,12 +38,14 @@ async def reset_in_flight(sim: Simulation) -> None:
 @scenario("runtime_closed")
 async def close_in_flight(sim: Simulation) -> None:
     """The runtime is closed under live requests and copies: each hears of it, and nothing is left."""
-    engine = sim.runtime(num_device_blocks=6, num_host_blocks=6)
+    jobs = {"max_jobs_in_flight": sim.random.choice((1, 4)), "max_job_bytes": sim.random.choice((1, 100))}
+    engine = sim.runtime(num_device_blocks=6, num_host_blocks=6, **jobs)
     async with engine.runtime:
-        for index in range(5):
-            client = serve(sim, engine, f"r{index}", tokens(index % 2, 8), num_new_tokens=index)
+        for index in range(7):
+            prompt = tokens(index % 2, sim.random.randint(5, 8), branch=index % 3)
+            client = serve(sim, engine, f"r{index}", prompt, num_new_tokens=index % 5)
             client.may_abort = ("runtime_closed",)
-        for _ in range(sim.random.randint(1, 6)):
+        for _ in range(sim.random.randint(3, 9)):
             await sim.jitter()
 
 
@@ -103,6 +109,15 @@ async def abandoned(sim: Simulation) -> None:
             del request
             engine.open("never entered", ask(sim, engine, tokens(1, 5)))
 
+        async def drop_all(client: Client) -> None:
+            """The same with blocks that others wait for."""
+            request = engine.open("dropped with blocks", ask(sim, engine, tokens(2, 5)))
+            await request.__aenter__()
+            request._scope.__exit__(None, None, None)
+            with suppress(OutOfBlocks):
+                request.allocate_nowait(20)
+            del request
+
         async def raises(client: Client) -> None:
             """What the block raises comes out, also of a request that was cancelled meanwhile."""
             try:
@@ -112,6 +127,15 @@ async def abandoned(sim: Simulation) -> None:
             except KeyError:
                 return
             raise Violation("an error was swallowed", client.name)
+
+        async def raises_both(client: Client) -> None:
+            """What comes out beside a cancellation is an error."""
+            request = engine.open(client.name, ask(sim, engine, tokens(1, 5)))
+            with suppress(BaseExceptionGroup):
+                async with request:
+                    raise BaseExceptionGroup("both", [await _cancellation(), KeyError(client.name)])
+            if request.reason != "error: BaseExceptionGroup":
+                raise Violation("an error was swallowed", f"{client.name} was aborted with {request.reason}")
 
         async def batch(client: Client) -> None:
             """One forward of two requests; one is aborted before its results are committed."""
@@ -128,7 +152,21 @@ async def abandoned(sim: Simulation) -> None:
 
         sim.spawn("meddle", meddle)
         sim.spawn("drop", drop)
+        sim.spawn("drop_all", drop_all)
         sim.spawn("raises", raises)
+        sim.spawn("raises_both", raises_both)
         sim.spawn("batch", batch)
         bystanders(sim, engine, 1)
         await after(sim, engine)
+
+
+async def _cancellation() -> BaseException:
+    """What a cancelled task is told here, caught."""
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        try:
+            await anyio.lowlevel.checkpoint()
+        except anyio.get_cancelled_exc_class() as error:
+            found = error
+            raise
+    return found

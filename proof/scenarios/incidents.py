@@ -52,15 +52,15 @@ async def stolen_prefix(sim: Simulation) -> None:
             client.ended()
 
         sim.spawn("a", a)
-        for index in range(3):
+        for index in range(4):
             serve(sim, engine, f"b{index}", tokens(10 + index, 8), num_new_tokens=sim.random.choice((0, 0, 2)))
         await after(sim, engine)
 
 
-@scenario("job_completed")
+@scenario("job_completed", faults=("vanish", "lose", "fail"))
 async def stored_twice(sim: Simulation) -> None:
     """I3: others hit the same device blocks while they are being stored, and again when that has failed."""
-    engine = sim.runtime(num_device_blocks=14, num_host_blocks=10)
+    engine = sim.runtime(num_device_blocks=14, num_host_blocks=10, max_job_bytes=sim.random.choice((1, 100)))
     async with engine.runtime:
         for index in range(4):
             serve(sim, engine, f"r{index}", tokens(1, 7, branch=index % 2))
@@ -86,11 +86,11 @@ async def stale_blocks(sim: Simulation) -> None:
 @scenario("request_done")
 async def exact_fit(sim: Simulation) -> None:
     """I5: prompts that are cached to their last block still compute a token, also when they fill the pool."""
-    engine = sim.runtime(num_device_blocks=4, num_host_blocks=8)
+    engine = sim.runtime(num_device_blocks=4, num_host_blocks=8, max_job_bytes=sim.random.choice((1, 100)))
     async with engine.runtime:
         prompt = tokens(1, 8)
-        for index in range(4):
-            serve(sim, engine, f"r{index}", prompt[: 8 if index % 2 else 4])
+        for index in range(6):
+            serve(sim, engine, f"r{index}", prompt[: 8 if index % 2 else sim.random.choice((4, 4, 6))])
         await after(sim, engine)
         async with engine.open("exact", ask(sim, engine, prompt)) as request:
             expect(sim, request.match.num_tokens <= 6, f"hit {request.match}")

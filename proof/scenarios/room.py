@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import anyio
 
+from aoffload import OutOfBlocks
 from aoffload.testing import Client, Simulation
 
-from .common import after, ask, canceller, serve, store, tokens
+from .common import after, ask, canceller, evict_device, serve, store, tokens
 from .table import scenario
 
 
@@ -68,5 +69,85 @@ async def retries(sim: Simulation) -> None:
         sim.spawn("patient", patient)
         sim.spawn("patient2", patient)
         for index in range(3):
-            serve(sim, engine, f"r{index}", tokens(2 + index, 8))
+            serve(sim, engine, f"r{index}", tokens(2 + index, sim.random.choice((2, 5, 8))))
+        await after(sim, engine)
+
+
+@scenario("request_aborted")
+async def leaps(sim: Simulation) -> None:
+    """Growth by several blocks at once, with small prompts behind: who has nothing yet never goes first."""
+    engine = sim.runtime(num_device_blocks=7, num_host_blocks=4)
+    async with engine.runtime:
+
+        async def leap(client: Client) -> None:
+            family = sim.random.randrange(3)
+            wanted = ask(sim, engine, tokens(family, 3), num_new_tokens=sim.random.randint(1, 6))
+            sim.asks.append(wanted)
+            async with engine.open(client.name, wanted) as request:
+                client.request = request
+                await request.allocate()
+                num_ready = await request.load()
+                await engine.prefill(request, wanted, num_ready)
+                await sim.jitter()
+                await request.extend(3 + wanted.num_new_tokens)
+                await engine.decode(request, wanted)
+            client.ended()
+
+        for index in range(3):
+            sim.spawn(f"leap{index}", leap)
+        for index in range(3):
+            serve(sim, engine, f"small{index}", tokens(4 + index % 2, sim.random.randint(2, 6)))
+        await after(sim, engine)
+
+
+@scenario("request_allocated", faults=("vanish", "raise", "lose"))
+async def second_try(sim: Simulation) -> None:
+    """Room is lost to quarantine under those who wait for all of it: each is told, and asks for less."""
+    engine = sim.runtime(num_device_blocks=6, num_host_blocks=8)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        await evict_device(engine)
+
+        async def modest(client: Client) -> None:
+            wanted = ask(sim, engine, tokens(1, 5))
+            async with engine.open(client.name, wanted) as request:
+                client.request = request
+                await sim.jitter()
+                try:
+                    await request.allocate(12)
+                except OutOfBlocks:
+                    await sim.jitter()
+                    await request.allocate()
+                num_ready = await request.load()
+                engine.check_ready(request, wanted, num_ready)
+                await engine.prefill(request, wanted, num_ready)
+            client.ended()
+
+        for index in range(2):
+            serve(sim, engine, f"load{index}", tokens(1, sim.random.randint(7, 9)))
+            sim.spawn(f"modest{index}", modest)
+        serve(sim, engine, "other", tokens(2, sim.random.randint(3, 6)))
+        await after(sim, engine)
+
+
+@scenario("request_loading", faults=("lose",))
+async def late_room(sim: Simulation) -> None:
+    """Room comes back with late proof, while somebody keeps the rest: whoever waits for it is served then."""
+    engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 6))
+        await evict_device(engine)
+
+        async def keeps(client: Client) -> None:
+            wanted = ask(sim, engine, tokens(2, 8), style="inline")
+            async with engine.open(client.name, wanted) as request:
+                client.request = request
+                await engine.run(request, wanted)
+                await sim.sleep(sim.random.choice((0.5, 1.5)))
+            client.ended()
+
+        sim.spawn("keeps", keeps)
+        for index in range(2):
+            serve(sim, engine, f"load{index}", tokens(1, 7))
+            serve(sim, engine, f"r{index}", tokens(3 + index, sim.random.randint(5, 8)))
         await after(sim, engine)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from aoffload import KeySpan
+from aoffload.core.eviction import LeastRecentlyUsed
+from aoffload.core.index import Part
 from aoffload.testing import Client, Simulation
 
 from .common import after, ask, bystanders, canceller, evict_device, expect, serve, store, tokens
@@ -68,6 +70,7 @@ async def tenants(sim: Simulation) -> None:
         for index in range(6):
             salt, adapter = (None, "t1", "t2")[index % 3], (None, "lora")[index // 3]
             serve(sim, engine, f"r{index}", tokens(1, 7), salt=salt, adapter=adapter)
+        for index in range(4):
             image = KeySpan(index % 3, 4, bytes([index // 2]) * 16)
             serve(sim, engine, f"image{index}", tokens(1, 7), key_spans=(image,))
         serve(sim, engine, "r6", tokens(1, 7), salt="t1")
@@ -117,4 +120,26 @@ async def least_recently_used(sim: Simulation) -> None:
         expect(sim, found.num_device_tokens == 6, f"what was touched last is gone: {found}")
         for index in range(4):
             serve(sim, engine, f"r{index}", tokens(1 + index, sim.random.randint(3, 8), shared=2))
+        await after(sim, engine)
+
+
+class NewestFirst(LeastRecentlyUsed):
+    """Evicts what was touched last: heads before their tails."""
+
+    def oldest(self) -> Part | None:
+        newest = self._ring.older
+        return None if newest is self._ring else newest
+
+
+@scenario("request_done")
+async def evicted_otherwise(sim: Simulation) -> None:
+    """An order of one's own evicts heads before their tails: what lies behind a gap is no hit, and harms nobody."""
+    engine = sim.runtime(
+        num_device_blocks=8, num_host_blocks=sim.random.choice((5, 16)), eviction=NewestFirst,
+        max_job_bytes=sim.random.choice((1, 100)),
+    )  # fmt: skip
+    async with engine.runtime:
+        for index in range(6):
+            prompt = tokens(index % 2, sim.random.randint(4, 11), branch=index % 3, shared=4)
+            serve(sim, engine, f"r{index}", prompt, num_new_tokens=index % 2)
         await after(sim, engine)

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from aoffload import OutOfBlocks
-from aoffload.errors import DuplicateRequest, InvalidArgument, LeaseError, WrongState
+from aoffload.core.lifecycle import JobState
+from aoffload.errors import DuplicateRequest, IllegalTransition, InvalidArgument, LeaseError, WrongState
 from aoffload.testing import Client, Simulation, Violation
 
 from .common import after, ask, bystanders, serve, tokens
@@ -28,11 +29,12 @@ async def mixed_on_stream(sim: Simulation) -> None:
 
 @scenario("request_done", faults=("fail", "rot", "flip"))
 async def two_groups(sim: Simulation) -> None:
-    """Two groups of layers with block sizes of their own share one pool."""
+    """Two groups of layers with block sizes of their own share one pool; a unit of both may be above the bound."""
     stream, verify = sim.random.random() < 0.3, sim.random.random() < 0.5
     await traffic(
-        sim, stream=stream, verify=verify, block_sizes=(2, 4), num_device_blocks=18, num_host_blocks=24, shared=8
-    )
+        sim, stream=stream, verify=verify, block_sizes=(2, 4), num_device_blocks=18, num_host_blocks=24, shared=8,
+        max_bytes_in_flight=sim.random.choice((2, 5, 100)),
+    )  # fmt: skip
 
 
 @scenario("request_done")
@@ -101,6 +103,9 @@ async def bad_input(sim: Simulation) -> None:
             _refused(WrongState, lambda: engine.runtime.ledger.release(holding))
             for lease in leases:
                 _refused(LeaseError, lambda lease=lease: engine.runtime.ledger.cache.release(lease))
+            for job in tuple(engine.runtime.ledger.jobs.unsettled.values()):
+                if job.state is JobState.LAUNCHED:  # it can't be recalled
+                    _refused(IllegalTransition, lambda job=job: engine.runtime.ledger.discard(job.job_id))
 
         for index in range(2):
             sim.spawn(f"hostile{index}", hostile)

@@ -12,6 +12,7 @@ import pytest
 
 from proof.mutants import MUTANTS
 from proof.planting import Mutant, PatchDoesNotApply, patched, source_path
+from proof.scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WHERE_THEY_MUST_BE = ("core", "request", "worker", "runtime")
@@ -33,6 +34,16 @@ def test_the_mutants_are_many_and_everywhere() -> None:
     assert not [module for (module, _), count in patches.items() if count > 1]
     assert all(mutant.promise for mutant in MUTANTS)
     assert {mutant.module.split(".")[1] for mutant in MUTANTS} >= set(WHERE_THEY_MUST_BE)
+
+
+def test_where_mutants_are_met_is_there() -> None:
+    """A scenario or a test that a mutant names exists; and none names both, for then one of them would never run."""
+    for mutant in MUTANTS:
+        assert set(mutant.scenarios) <= set(SCENARIOS), mutant.name
+        assert not (mutant.scenarios and mutant.test), mutant.name
+        if mutant.test:
+            path, _, function = mutant.test.partition("::")
+            assert f"def {function.partition('[')[0]}(" in (ROOT / path).read_text(), mutant.name
 
 
 @pytest.mark.parametrize("old", ["", "no such text", "self"])
@@ -96,3 +107,55 @@ def test_how_a_child_may_end() -> None:
     """A planted defect shows in the child alone, and no way to end is lost: a value, an error, a signal, no end."""
     found = subprocess.run([sys.executable, "-c", CHILDREN], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert found.stdout.strip() == "ok", found.stderr
+
+
+WORKERS = """
+import os
+from proof.workers import WorkerFailed, share_out
+
+double = lambda number: [number * 2, os.getpid() != parent]
+parent = os.getpid()
+assert share_out(double, 7, 2) == [[2 * number, True] for number in range(7)]
+assert share_out(double, 0, 2) == [] and share_out(double, 1, 3) == [[0, True]]
+try:
+    share_out(lambda number: 1 // (3 - number), 6, 2)
+except WorkerFailed:
+    print("ok")
+"""
+
+
+def test_workers_share_one_queue() -> None:
+    """Every piece is done once, in another process, in whatever order; a worker that fails is no result."""
+    found = subprocess.run([sys.executable, "-c", WORKERS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert found.stdout.strip() == "ok", found.stderr
+
+
+VERDICTS = """
+import attrs
+from proof import verdicts
+from proof.mutants import MUTANTS
+from proof.planting import Mutant
+
+sound = Mutant("sound", "aoffload.core.arguments", "return value", "return +value", "", scenarios=("exact_fit",))
+stuck = attrs.evolve(sound, name="stuck", old="return value", new="import os; os._exit(1)")
+early = next(mutant for mutant in MUTANTS if mutant.name == "hit up to the last token")
+tested = attrs.evolve(sound, name="tested", test="tests/proof/test_mutants.py::test_a_module_that_is_not_there")
+tested = attrs.evolve(tested, scenarios=())
+verdicts.MUTANTS = (sound, stuck, early, tested)
+verdicts.MOST_RUNS = 8
+rows = verdicts.judge(2)
+planted, twins = rows[:4], rows[4:]
+assert [row["oracle"] for row in planted] == [None, None, "hit cap", None], planted
+assert [row["runs"] for row in planted] == [8, None, 1, None], planted
+assert {(row["scenarios"], row["test"]) for row in map(_frozen, twins)} == {
+    (("exact_fit",), ""), ((), ""), ((), tested.test)}, twins
+assert not any(row["oracle"] for row in twins), twins
+print("ok")
+""".replace("map(_frozen, twins)", "({**row, 'scenarios': tuple(row['scenarios'])} for row in twins)")
+
+
+def test_only_words_are_a_catch_and_the_twin_sees_the_same() -> None:
+    """A violation is a catch; a defect that nothing notices, and a child that dies, are none. The program without a
+    defect is shown to whatever judged the others."""
+    found = subprocess.run([sys.executable, "-c", VERDICTS], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert found.stdout.splitlines()[-1:] == ["ok"], found.stderr

@@ -1,0 +1,138 @@
+"""The oracles of the end: when nobody is served and nothing is under way, nothing is left but what is cached."""
+
+from __future__ import annotations
+
+import attrs
+
+from ..core.matching import find_hit
+from ..core.plan import Tier
+from ..core.tokens import TokenSequence
+from ..runtime import OffloadRuntime
+from .engine import Ask, SimulatedEngine
+from .faults import Faults
+from .violations import Violation
+
+__all__ = ["Rest"]
+
+
+@attrs.frozen
+class Rest:
+    """What one runtime leaves behind."""
+
+    runtime: OffloadRuntime
+    engine: SimulatedEngine
+    faults: Faults
+
+    def check_empty(self) -> None:
+        """Nothing is pinned, waited for or known of any more."""
+        found = self.runtime.statistics()
+        pinned = (found.device.num_pinned, found.host.num_pinned)
+        if (found.num_requests, found.num_waiting, found.num_jobs, *pinned) != (0, 0, 0, 0, 0):
+            raise Violation("a leak", f"at rest: {found}")
+        if len(self.runtime._requests):
+            raise Violation("a leak", f"requests are still known: {list(self.runtime._requests)}")
+
+    def check_nothing_is_lost(self) -> None:
+        """No block is in quarantine where no fault explains it."""
+        found = self.runtime.statistics()
+        if found.device.num_quarantined or found.host.num_quarantined:
+            raise Violation("a leak", f"quarantined without a fault: {found}")
+
+    def check_proofs(self) -> None:
+        """Whose end was proven, however late, is in quarantine no more."""
+        ledger, transport = self.runtime.ledger, self.engine.transport
+        worker = self.runtime.worker
+        ignored = transport.proven & (set(ledger.jobs.quarantined) | worker._overdue)
+        if worker._num_bytes or worker._in_flight:
+            raise Violation("a leak", f"{worker._num_bytes} bytes count as in flight")
+        if ignored:
+            raise Violation("a proof was ignored", f"jobs {sorted(ignored)}")
+
+    def check_forgotten(self, job_ids: set[int]) -> None:
+        """What the ends of these loads said to be corrupt is forgotten."""
+        corrupt = self.engine.transport.corrupt
+        bad = {one for job_id in job_ids for one in corrupt.get(job_id, ())}
+        kept = sorted(block_id for block_id, generation in bad if self._is_findable(block_id, generation))
+        if kept:
+            raise Violation("a bad entry was kept", f"host blocks {kept}")
+
+    def _is_findable(self, host_id: int, generation: int) -> bool:
+        host = self.engine.transport.host
+        return host.is_owned[host_id] and host.generation[host_id] == generation
+
+    def check_reachable(self) -> None:
+        """Unless something failed: a prefix loses its tail before its head, so no tier holds a tail without one."""
+        if self.faults.fired or self.engine.num_invalidations or self.runtime.config.eviction != "lru":
+            return
+        for run in self.runtime.ledger.cache.index.runs.values():
+            for tier in Tier:
+                before = run.before.parts[tier] if run.before is not None else None
+                if run.parts[tier].blocks and before is not None and before.stop < before.run.stop:
+                    raise Violation("a tail without its head", f"{run} behind {run.before}")
+
+    def check_hits(self, asks: list[Ask]) -> None:
+        """At rest, exactly what lies in memory hits: the device from the start on, behind it the host."""
+        lost_bytes = {"rot", "early", "flip"} & set(self.faults.fired)
+        for ask in asks:
+            expected = self._expected_hit(ask)
+            found = self._found_hit(ask)
+            if lost_bytes or self.engine.num_invalidations:
+                continue
+            # Without full attention nothing may be needed for a hit, but that somebody has had these tokens.
+            is_right = found == expected if self.runtime.ledger.layout.spine.width else found <= expected
+            if not is_right:
+                raise Violation("what may hit", f"{found} units of {ask.tokens} hit, memory says {expected}")
+
+    def _found_hit(self, ask: Ask) -> tuple[int, int]:
+        cache = self.runtime.ledger.cache
+        prefix = self.runtime._prefix(ask.tokens, ask.salt, ask.adapter, ask.key_spans)
+        sequence = TokenSequence(prefix, cache.layout.unit_tokens)
+        hit = find_hit(cache.index, sequence, cache.layout, len(ask.tokens) // cache.layout.unit_tokens)
+        return hit.device_stop, hit.stop
+
+    def _expected_hit(self, ask: Ask) -> tuple[int, int]:
+        """By a search over all lengths."""
+        ends = range(len(ask.tokens) // self.runtime.ledger.layout.unit_tokens, -1, -1)
+        held = {tier: self._held(ask, tier) for tier in Tier}
+        stop = next(end for end in ends if self._may_end(end, held, tuple(Tier)))
+        return next(end for end in range(stop, -1, -1) if self._may_end(end, held, (Tier.DEVICE,))), stop
+
+    def _may_end(self, stop: int, held: dict[Tier, set[tuple[int, int]]], tiers: tuple[Tier, ...]) -> bool:
+        """Whether each group has what it needs of the first `stop` units: of full attention the device from the start
+        on and the host behind it, of the others anywhere."""
+        layout = self.runtime.ledger.layout
+        needed = [
+            (group, unit)
+            for group, (band, _) in enumerate(layout.places)
+            for unit in range(layout.bands[band].first_needed(stop * layout.unit_tokens), stop)
+        ]
+        if not all(any(place in held[tier] for tier in tiers) for place in needed):
+            return False
+        spine = [group for group, (band, _) in enumerate(layout.places) if not band]
+        on_device = [all((group, unit) in held[Tier.DEVICE] for group in spine) for unit in range(stop)]
+        near = on_device.index(False) if False in on_device else stop
+        behind = [(group, unit) for group in spine for unit in range(near, stop)]
+        return not behind or (Tier.HOST in tiers and held[Tier.HOST].issuperset(behind))
+
+    def _held(self, ask: Ask, tier: Tier) -> set[tuple[int, int]]:
+        """The units of each group that are in memory, whole, and in somebody's hands."""
+        memory = self.engine.device if tier is Tier.DEVICE else self.engine.transport.host
+        quarantined = {
+            block_id
+            for job in self.runtime.ledger.jobs.quarantined.values()
+            if job.plan.destination is tier
+            for block_id in job.plan.destination_ids
+        }
+        layout = self.runtime.ledger.layout
+        return {
+            (group, unit)
+            for group in range(len(layout.groups))
+            for unit in range(len(ask.tokens) // layout.unit_tokens)
+            if all(set(memory.holders(tag)) - quarantined for tag in self._tags_of(ask, group, unit))
+        }
+
+    def _tags_of(self, ask: Ask, group: int, unit: int) -> list[int]:
+        layout = self.runtime.ledger.layout
+        size = layout.groups[group].block_size
+        ends = range(unit * layout.unit_tokens + size, (unit + 1) * layout.unit_tokens + 1, size)
+        return [self.engine.tags.of(self.engine.identity(ask, group, ask.tokens[:end])) for end in ends]

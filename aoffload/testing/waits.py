@@ -1,0 +1,82 @@
+"""The oracles of waiting: nobody is woken for nothing, nobody sleeps on what is over, and no wait outlasts its bound.
+
+They look when nothing is ready and time is about to pass: whoever sleeps then was woken by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from ..core.holding import Holding
+from ..core.lifecycle import RequestState
+from ..request import Request
+from ..runtime import OffloadRuntime
+from .violations import Violation
+
+__all__ = ["Waits"]
+
+MARGIN_S = 1e-6
+
+
+@attrs.define(eq=False)
+class Waits:
+    """Watches who waits in one runtime."""
+
+    runtime: OffloadRuntime
+    now: Callable[[], float]
+    broken: list[Violation] = attrs.field(factory=list)
+    """Found inside of a call whose caller may swallow it."""
+    _since: dict[int, tuple[Any, float]] = attrs.field(factory=dict)
+    """The events that tasks wait for, by address (they are kept, so that no other one takes it), and since when."""
+    _loading: set[int] = attrs.field(factory=set)
+    """Tickets of holdings that have begun a load."""
+
+    def watched(self, holding: Holding, wake: Callable[[], object]) -> Callable[[], object]:
+        """`wake`, but whoever is woken has to have something to see."""
+
+        def checked() -> object:
+            waiter = holding.waiter
+            if holding.state is not RequestState.RUNNING and (waiter is None or not waiter.is_over):
+                self.broken.append(Violation("woken for nothing", f"{holding} is woken, and its wait is not over"))
+            return wake()
+
+        return checked
+
+    def load_begun(self, holding: Holding) -> None:
+        """A load that was lost is not tried again: two of them would give each other room for ever."""
+        if holding.ticket in self._loading:
+            raise Violation("loaded twice", f"{holding} has begun its second load")
+        self._loading.add(holding.ticket)
+
+    # -- when nothing is ready ------------------------------------------------------------------------------------
+
+    def check(self, until: float) -> None:
+        """Nothing is ready, nor will be before `until`."""
+        since = self._since
+        self._since = {}
+        for request in tuple(self.runtime._requests.values()):
+            for event in request._waiting:
+                if not event.is_set():
+                    began_s = since.get(id(event), (event, self.now()))[1]
+                    self._since[id(event)] = (event, began_s)
+                    self._check_wait(request, began_s, until)
+        self._check_copies(until)
+
+    def _check_wait(self, request: Request, began_s: float, until: float) -> None:
+        holding = request._holding
+        assert holding is not None
+        in_line = holding.waiter is not None and not holding.waiter.is_over
+        if holding.load is None and not in_line:
+            raise Violation("nobody was woken", f"a task of {holding} sleeps on what is over")
+        waits_s, bound_s = until - began_s, self.runtime.config.load_timeout_s
+        if holding.load is not None and waits_s > bound_s + MARGIN_S:
+            raise Violation("a wait past its bound", f"{holding} waits for its load for {waits_s:.1f} s")
+
+    def _check_copies(self, until: float) -> None:
+        worker = self.runtime.worker
+        late = [job_id for job_id, job in worker._in_flight.items() if job.deadline < until - MARGIN_S]
+        if late and not worker._has_ended:
+            raise Violation("a wait past its bound", f"jobs {late} are still expected")
