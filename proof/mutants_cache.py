@@ -47,8 +47,8 @@ _KEYS = (
     Mutant(
         "hit up to the last token",
         PINS,
-        "(holding.sequence.num_tokens - 1) // self.cache.layout.unit_tokens",
-        "holding.sequence.num_tokens // self.cache.layout.unit_tokens",
+        "(holding.sequence.num_tokens - 1) // layout.unit_tokens",
+        "holding.sequence.num_tokens // layout.unit_tokens",
         "at least one token is always left to compute",
     ),
     Mutant(
@@ -62,8 +62,8 @@ _KEYS = (
     Mutant(
         "a store in flight counts as a hit",
         MATCHING,
-        "reached = max(part.stop for part in run.parts[1:])",
-        "reached = max(part.covered_stop for part in run.parts[1:])",
+        "reached = max(part.stop for part in run.parts[1:NUM_TIERS])",
+        "reached = max(part.covered_stop for part in run.parts[1:NUM_TIERS])",
         "publish on completion",
         scenarios=("failed_forwards",),
     ),
@@ -73,15 +73,15 @@ _PINS = (
     Mutant(
         "device hit not pinned",
         PINS,
-        "            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run)",
-        "            from .lease import Lease\n\n            holding.leases[Tier.DEVICE] = Lease(Tier.DEVICE, run)",
+        "            holding.leases[Tier.DEVICE] = self.lease(Tier.DEVICE, run)",
+        "            holding.leases[Tier.DEVICE] = Lease(Tier.DEVICE, run)",
         "match and pin are one step, on the device (I2)",
     ),
     Mutant(
         "host hit not pinned",
         PINS,
-        "            holding.leases[Tier.HOST] = self.cache.lease(Tier.HOST, last)",
-        "            from .lease import Lease\n\n            holding.leases[Tier.HOST] = Lease(Tier.HOST, last)",
+        "            holding.leases[Tier.HOST] = self.lease(Tier.HOST, last)",
+        "            holding.leases[Tier.HOST] = Lease(Tier.HOST, last)",
         "match and pin are one step, on the host (I1)",
     ),
     Mutant(
@@ -94,22 +94,22 @@ _PINS = (
     ),
     Mutant(
         "duplicates not given back",
-        HOLDING,
-        "            private.extend(self.table[units.start * width : units.stop * width])",
-        "            private.extend(array('i'))",
+        "aoffload.core.table",
+        "            found.extend(not_null(self.at(units.start, units.stop)))",
+        "            found.extend(not_null(self.at(units.start, units.start)))",
         "nothing leaks: private duplicates go at close",
     ),
     Mutant(
         "destinations of a load freed with the request",
-        HOLDING,
-        "start = self.published if self.load is None else self.load.stop",
-        "start = self.published",
+        "aoffload.core.loads",
+        "start, stop, table.null(start, stop))",
+        "start, stop, table.at(start, stop))",
         "a job owns its blocks, never the request",
     ),
     Mutant(
         "holding without its grant holds no room",
         HOLDING,
-        "return bool(self.table) or granted or Tier.DEVICE in self.leases",
+        "return self.num_units > 0 or granted or Tier.DEVICE in self.leases",
         "return granted or Tier.DEVICE in self.leases",
         "a waiting extend fails only if nobody else will let go",
         scenarios=("growing",),
@@ -127,8 +127,8 @@ _RUNS = (
     Mutant(
         "runs merged with a job in flight",
         CACHE,
-        "if front.num_references or back.num_references or front.incoming is not None or back.incoming is not None:",
-        "if front is back:",
+        "            if front.incoming is not None or behind.incoming is not None:\n                return False\n",
+        "",
         "the ids of an unfinished transfer belong to the job's own runs",
     ),
     Mutant(
@@ -141,10 +141,10 @@ _RUNS = (
     Mutant(
         "evicted from the head",
         TIERS,
-        "        keep = len(part.blocks) - num_units * width\n"
-        "        freed = part.blocks[keep:]\n"
-        "        del part.blocks[keep:]\n",
-        "        freed = part.blocks[: num_units * width]\n        del part.blocks[: num_units * width]\n",
+        "        freed = part.drop_behind(part.stop - num_units)\n",
+        "        freed = part.blocks[: num_units * part.width]\n"
+        "        del part.blocks[: num_units * part.width]\n"
+        "        part.stop -= num_units\n",
         "a prefix loses its tail before its head",
     ),
     Mutant(
@@ -165,24 +165,24 @@ _RUNS = (
     Mutant(
         "shared run grown in place",
         PUBLISH,
-        "run.num_after or run.parts[Tier.DEVICE].num_references != 1 or run.parts",
-        "run.num_after or run.parts",
+        "run.num_after or spine.num_references != 1 or (",
+        "run.num_after or (",
         "a run grows only under its sole reference",
     ),
     Mutant(
         "reset keeps the entries",
         CACHE,
-        "self.index = RunIndex(self.layout, self.index.epoch + 1, len(self.tiers))",
+        "self.index = RunIndex(self.layout, self.index.epoch + 1)",
         "runs = self.index.runs\n"
-        "        self.index = RunIndex(self.layout, self.index.epoch + 1, len(self.tiers))\n"
+        "        self.index = RunIndex(self.layout, self.index.epoch + 1)\n"
         "        self.index.runs = runs",
         "reset makes everything unfindable",
     ),
     Mutant(
         "reset keeps the epoch",
         CACHE,
-        "RunIndex(self.layout, self.index.epoch + 1, len(self.tiers))",
-        "RunIndex(self.layout, self.index.epoch, len(self.tiers))",
+        "RunIndex(self.layout, self.index.epoch + 1)",
+        "RunIndex(self.layout, self.index.epoch)",
         "what was admitted before a reset never publishes or stores again",
     ),
     Mutant(
@@ -213,23 +213,23 @@ _PUBLISHING = (
     Mutant(
         "published after a reset",
         COMMITS,
-        "        if holding.epoch != self.cache.epoch:\n            return ()\n        first",
-        "        first",
+        "        if holding.epoch == self.cache.epoch:\n            publish(",
+        "        if holding.epoch:\n            publish(",
         "requests admitted before a reset never publish again",
     ),
     Mutant(
         "private duplicate published",
         PUBLISH,
-        "part.blocks.extend(holding.table[present * width : stop * width])",
-        "part.blocks.extend(holding.table[position * width : stop * width])",
+        "part.blocks.extend(table.at(present, stop))",
+        "part.blocks.extend(table.at(position, stop))",
         "a private duplicate is never findable (I3)",
         scenarios=("branches",),
     ),
     Mutant(
         "private duplicate forgotten",
         PUBLISH,
-        "        holding.duplicates.append(range(position, present))",
-        "        del position",
+        "            table.duplicates.append(range(position, present))\n",
+        "            del position\n",
         "the private copy stays until close, and goes then",
     ),
     Mutant(
@@ -242,8 +242,8 @@ _PUBLISHING = (
     Mutant(
         "invalidate leaves the host copy",
         PUBLISH,
-        "        cache.withdraw(run)\n",
-        "",
+        "        cache.withdraw_part(tier, run.part(tier.tier, band))\n",
+        "        if tier.tier is Tier.DEVICE:\n            cache.withdraw_part(tier, run.part(tier.tier, band))\n",
         "taken back in every tier, in flight too",
     ),
     Mutant(

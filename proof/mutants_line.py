@@ -36,14 +36,14 @@ _LINE = (
     Mutant(
         "no match at the grant",
         ADMISSION,
-        "        self.pins.forget_match(holding)\n        self.pins.pin(holding)  # what",
-        "        # what",
+        "        self.pins.match_again(holding)  # in the step that grants\n",
+        "",
         "who waited matches again in the step that grants",
     ),
     Mutant(
         "refused without its match",
         ADMISSION,
-        "            if holding.state is _S.PINNED:\n                self._pin_again(holding)\n            raise",
+        "            if holding.state is _S.PINNED:\n                self.pins.match_again(holding)\n            raise",
         "            raise",
         "who was refused may try again with what is cached",
         scenarios=("second_try",),
@@ -51,7 +51,9 @@ _LINE = (
     Mutant(
         "withdrawn without its match",
         ADMISSION,
-        "        self.leave(waiter)\n        if holding.state is _S.PINNED:\n            self._pin_again(holding)\n",
+        "        self.leave(waiter)\n"
+        "        if holding.state is _S.PINNED:\n"
+        "            self.pins.match_again(holding)\n",
         "        self.leave(waiter)\n",
         "a cancelled allocate leaves PINNED and may be tried again",
         scenarios=("retries",),
@@ -74,8 +76,8 @@ _LINE = (
     Mutant(
         "extension behind allocations",
         ADMISSION,
-        "behind = bool(self.line.extending)",
-        "behind = not self.line.is_empty",
+        "behind=bool(self.line.extending))",
+        "behind=not self.line.is_empty)",
         "extend goes before allocate",
         scenarios=("leaps",),
     ),
@@ -129,17 +131,19 @@ _LINE = (
     Mutant(
         "room taken in part",
         ADMISSION,
-        "            raise OutOfBlocks(missing, 0 if behind else self.room, retryable=True)\n",
+        "            raise OutOfBlocks(self.num_missing(holding, num_units), 0 if behind",
+        "            missing = self.num_missing(holding, num_units)\n"
         "            self.cache.take(Tier.DEVICE, min(missing, self.room))\n"
-        "            raise OutOfBlocks(missing, 0 if behind else self.room, retryable=True)\n",
+        "            raise OutOfBlocks(missing, 0 if behind",
         "all or nothing: refusing changes no count",
     ),
     Mutant(
         "host lease ends at allocation",
         ADMISSION,
-        "        self.pins.start_table(holding, blocks)\n        holding.num_computed_tokens",
-        "        self.pins.start_table(holding, blocks)\n"
-        "        self.pins.end_host_lease(holding)\n        holding.num_computed_tokens",
+        "        self.pins.start_tables(holding, num_units, blocks)\n        holding.num_computed_tokens",
+        "        self.pins.start_tables(holding, num_units, blocks)\n"
+        "        self.pins.end_host_lease(holding)\n"
+        "        holding.num_computed_tokens",
         "a hit that was matched is there to be loaded (I1)",
     ),
 )
@@ -177,8 +181,8 @@ _WAKING = (
     Mutant(
         "no pump after the head is cancelled",
         ADMISSION,
-        "            self._pin_again(holding)\n        self.pump()\n",
-        "            self._pin_again(holding)\n",
+        "        if holding.state is _S.PINNED:\n            self.pins.match_again(holding)\n        self.pump()\n",
+        "        if holding.state is _S.PINNED:\n            self.pins.match_again(holding)\n",
         "a cancelled waiter's close serves the line",
         scenarios=("retries",),
     ),
@@ -202,16 +206,16 @@ _WAKING = (
     Mutant(
         "no pump after a step",
         LEDGER,
-        "                    self._pins.let_go(holding)\n            self.admission.pump()\n",
-        "                    self._pins.let_go(holding)\n",
+        "                    slide(self.cache, holding)\n            self.admission.pump()\n",
+        "                    slide(self.cache, holding)\n",
         "the end of a step serves the line",
         scenarios=("overlapping_steps",),
     ),
     Mutant(
         "grant kept over an invalidated match",
         COMMITS,
-        "            if not other.table and _leases_any(other, wrong):",
-        "            if other.table and _leases_any(other, wrong):",
+        "            if not other.has_read and _leases_any(other, wrong):",
+        "            if other.has_read and _leases_any(other, wrong):",
         "a table names the blocks it was granted for",
     ),
     Mutant(
@@ -225,8 +229,8 @@ _WAKING = (
     Mutant(
         "no pump after a commit",
         COMMITS,
-        "        if holding.published > first:\n            self.admission.pump()  # who",
-        "        if holding.published < first:\n            self.admission.pump()  # who",
+        "        if slid or holding.published > first:\n",
+        "        if slid and holding.published < first:\n",
         "who is first in line may need less room after a commit",
         scenarios=("device_full",),
     ),
@@ -252,8 +256,8 @@ _STEPS = (
     Mutant(
         "first of two steps lets go",
         LEDGER,
-        "if not holding.num_steps and holding in self._closing:",
-        "if holding in self._closing:",
+        "                if holding.num_steps:\n                    continue\n",
+        "",
         "a block is free when request, jobs and every step have let go",
         scenarios=("overlapping_steps",),
     ),
@@ -283,8 +287,8 @@ _STEPS = (
     Mutant(
         "stores of a finished request not handed out",
         LEDGER,
-        "plans = self._commits.offer_stores(holding, holding.published)",
-        "self._commits.offer_stores(holding, holding.published)",
+        "plans = self._commits.offer_stores(holding, holding.published, is_last=True)",
+        "self._commits.offer_stores(holding, holding.published, is_last=True)",
         "what was planned is launched or discarded",
     ),
 )

@@ -310,8 +310,8 @@ _RUNTIME = (
     Mutant(
         "reset copies what is queued",
         RUNTIME,
-        "        self.ledger.reset()\n        self.worker.discard_queued()\n",
-        "        self.ledger.reset()\n",
+        "        self.ledger.reset(tier)\n        self.worker.discard_queued()\n",
+        "        self.ledger.reset(tier)\n",
         "after a reset nothing queued is copied",
         scenarios=("reset_in_flight",),
     ),

@@ -12,15 +12,15 @@ _OWNERSHIP = (
     Mutant(
         "job borrows the request's lease",
         JOBS,
-        "self.cache.lease(source, end.run), self.cache.lease(destination, end.run),",
-        "self.cache.lease(destination, end.run), self.cache.lease(destination, end.run),",
+        "self.cache.lease(source, end.run, starts), self.cache.lease(destination, end.run, starts),",
+        "self.cache.lease(destination, end.run, starts), self.cache.lease(destination, end.run, starts),",
         "a job owns its own leases: its source stays",
     ),
     Mutant(
         "destination path not pinned",
         JOBS,
-        "self.cache.lease(source, end.run), self.cache.lease(destination, end.run),",
-        "self.cache.lease(source, end.run), self.cache.lease(source, end.run),",
+        "self.cache.lease(source, end.run, starts), self.cache.lease(destination, end.run, starts),",
+        "self.cache.lease(source, end.run, starts), self.cache.lease(source, end.run, starts),",
         "what a copy follows stays until it has landed",
     ),
     Mutant(
@@ -53,8 +53,8 @@ _OWNERSHIP = (
     Mutant(
         "run looked up by its key at completion",
         JOBS,
-        "            part = stretch.run.parts[tier]\n            first, last",
-        "            part = self.cache.index.runs[stretch.run.key].parts[tier]\n            first, last",
+        "            part = stretch.run.part(tier, job.band)\n            first, last",
+        "            part = self.cache.index.runs[stretch.run.key].part(tier, job.band)\n            first, last",
         "ids of an unfinished transfer belong to the job, not to the index",
     ),
     Mutant(
@@ -69,8 +69,8 @@ _OWNERSHIP = (
     Mutant(
         "adopted blocks leak",
         LOADS,
-        "        self.cache.give(Tier.DEVICE, holding.table[start * width : on_its_way * width])\n",
-        "",
+        "            self.cache.give(Tier.DEVICE, holding.tables[band.number].null(start, stop))\n",
+        "            holding.tables[band.number].null(start, stop)\n",
         "nothing leaks: blocks that others bring are given back",
     ),
 )
@@ -163,8 +163,9 @@ _LANDING = (
     Mutant(
         "published behind a gap",
         JOBS,
-        "        return before.parts[tier].stop == before.stop\n",
-        "        return True\n",
+        "    if first == part.run.start and before is not None and before.parts[tier].stop != before.stop:\n"
+        "        return brought\n",
+        "",
         "publish in prefix order",
         scenarios=("branches",),
     ),
@@ -204,8 +205,9 @@ _SHARING = (
     Mutant(
         "what is on its way counts as ready",
         LOADS,
-        "        holding.published = holding.ready_stop = ready\n\n    def _conclude",
-        "        holding.published = holding.ready_stop = on_its_way\n\n    def _conclude",
+        "            stop = present_stop(path, Tier.DEVICE, start, stop)\n        return",
+        "            stop = _incoming(stretches(run, start, stop), present_stop(path, Tier.DEVICE, start, stop))[1]\n"
+        "        return",
         "loaded means landed",
     ),
     Mutant(
@@ -233,7 +235,7 @@ _SHARING = (
     Mutant(
         "failed load keeps the path",
         LOADS,
-        "        if ready < stop:\n            step_back(self.cache, holding, ready)\n",
+        "        if ready < load.stop:\n            step_back(self.cache, holding, ready)\n",
         "",
         "what is recomputed is private",
     ),
@@ -247,8 +249,8 @@ _SHARING = (
     Mutant(
         "room for a failed load not looked at",
         LOADS,
-        "        if missing > self.admission.room:\n",
-        "        if missing > self.admission.capacity:\n",
+        "        if sum(missing) > self.admission.room:\n",
+        "        if sum(missing) > self.admission.capacity:\n",
         "a load can always give up: it queues again without room",
     ),
     Mutant(
@@ -271,7 +273,7 @@ _SHARING = (
 _STORES = (
     Mutant(
         "store in flight offered again",
-        JOBS,
+        "aoffload.core.stores",
         "current.parts[Tier.HOST].covered_stop, current.parts[Tier.DEVICE].stop",
         "current.parts[Tier.HOST].stop, current.parts[Tier.DEVICE].stop",
         "a range being stored isn't stored again (I3)",
@@ -293,17 +295,17 @@ _STORES = (
     ),
     Mutant(
         "store evicts what it hangs on",
-        JOBS,
-        "path = self.cache.lease(Tier.HOST, over[-1].run)",
-        "path = self.cache.lease(Tier.DEVICE, over[-1].run)",
+        "aoffload.core.stores",
+        "pin = self.cache.lease(Tier.HOST, end,",
+        "pin = self.cache.lease(Tier.DEVICE, end,",
         "a store never evicts its own prefix",
         scenarios=("conversations",),
     ),
     Mutant(
         "store waits for no host room",
-        JOBS,
-        "num_units = min(wanted, self.cache.tiers[Tier.HOST].room // width)",
-        "num_units = min(wanted, self.cache.tiers[Tier.HOST].capacity // width)",
+        "aoffload.core.stores",
+        "num_units = min(wanted, host.room // band.width)",
+        "num_units = min(wanted, host.capacity // band.width)",
         "a store that finds no room is skipped",
     ),
 )
