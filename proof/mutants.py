@@ -9,8 +9,9 @@ from .mutants_cache import CACHE_MUTANTS
 from .mutants_line import LINE_MUTANTS
 from .mutants_shell import SHELL_MUTANTS
 from .mutants_transfers import TRANSFER_MUTANTS
+from .mutants_windows import WINDOW_MUTANTS
 from .planting import Mutant
 
 __all__ = ["MUTANTS"]
 
-MUTANTS: tuple[Mutant, ...] = CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS
+MUTANTS: tuple[Mutant, ...] = CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS + WINDOW_MUTANTS

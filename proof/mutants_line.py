@@ -220,9 +220,9 @@ _WAKING = (
     ),
     Mutant(
         "lost load tried again",
-        "aoffload.core.loads",
-        "        if holding.has_lost_load or holding.epoch != self.cache.epoch",
-        "        if holding.epoch != self.cache.epoch",
+        "aoffload.core.pins",
+        "            if holding.has_lost_load:\n",
+        "            if holding.has_lost_load and not holding.has_lost_load:\n",
         "a failed load is not retried for ever",
         scenarios=("crowded_sharing",),
     ),

@@ -75,8 +75,7 @@ class Loads:
         return tuple(job.plan for job in jobs)
 
     def _load_stop(self, holding: Holding, max_tokens: int | None) -> int:
-        # Two requests whose loads fail at once would give each other room for the next try for ever.
-        if holding.has_lost_load or holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
+        if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
             return 0
         stop = min(holding.hit_stop, holding.num_units)
         return stop if max_tokens is None else min(stop, max_tokens // self.cache.layout.unit_tokens)

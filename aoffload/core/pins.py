@@ -31,7 +31,8 @@ class Pins:
             layout = self.cache.layout
             limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit)
             hit = find_hit(self.cache.index, holding.sequence, layout, limit, holding.hit_alignment, islands=islands)
-            if holding.has_lost_load:  # it computes this time
+            if holding.has_lost_load:
+                # It computes now: two whose loads fail at once would give each other room for the next try for ever.
                 hit = attrs.evolve(hit, stop=hit.device_stop)
         self._take_leases(holding, hit, islands=islands)
         unit = self.cache.layout.unit_tokens

@@ -79,6 +79,8 @@ class Preemptions:
         """Match again what it has computed so far. Room and a load are asked for as after the first match."""
         require(holding, "resume", _S.PREEMPTED)
         holding.has_lost_load = False
+        # How far the first match might go was said of the prompt alone; what it has computed itself is its own.
+        holding.hit_limit = holding.sequence.num_tokens // self.cache.layout.unit_tokens
         self.moves.request(holding, _S.MATCHED)
         self.pins.match_again(holding)
         self.moves.request(holding, _S.PINNED)

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import anyio
 import attrs
 
+from ..core.groups import AttentionKind, ChunkedLocal, SlidingWindow
 from ..errors import OutOfBlocks
 from ..prefix import KeySpan
 from ..request import Request
@@ -68,6 +69,7 @@ class SimulatedEngine:
     committed: set[object] = attrs.field(factory=set)
     """Identities of whole blocks that may be cached: what was ever committed since the last reset."""
     num_resets: int = 0
+    num_resets_of_tiers: int = 0
     num_invalidations: int = 0
     num_blocks_checked: int = 0
     recomputed: set[str] = attrs.field(factory=set)
@@ -265,7 +267,7 @@ class SimulatedEngine:
         """Every block that attention reads for the token at `stop` holds the KV of exactly these tokens."""
         for group, config in enumerate(self.runtime.ledger.layout.groups):
             size = config.block_size
-            for index in range(config.attention.required_blocks(stop, size).start, -(-stop // size)):
+            for index in range(_first_read(config.attention, stop) // size, -(-stop // size)):
                 expected = self.tags.of(self.identity(ask, group, tokens[: min(stop, (index + 1) * size)]))
                 found = self.device.content[table[group][index]]
                 self.num_blocks_checked += 1
@@ -295,3 +297,12 @@ class SimulatedEngine:
             for end in range(config.block_size, found + 1, config.block_size):
                 if self.identity(ask, group, ask.tokens[:end]) not in self.committed:
                     raise Violation("may not hit", f"{request.request_id} hit {found} tokens, {end} were never cached")
+
+
+def _first_read(kind: AttentionKind, token: int) -> int:
+    """The first token that computing `token` reads, from the definition of the kind alone."""
+    if isinstance(kind, SlidingWindow):
+        return max(0, token - kind.window + 1)
+    if isinstance(kind, ChunkedLocal):
+        return token // kind.chunk * kind.chunk
+    return 0

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from ..core.holding import Holding
-from ..core.index import stretches
+from ..core.index import Run, stretches
 from ..core.jobs import Job
 from ..core.lifecycle import JobState, RequestState
 from ..core.matching import Hit, find_hit
@@ -33,6 +33,7 @@ __all__ = ["Oracles"]
 CHANGING = (
     "admit", "allocate_nowait", "queue_allocation", "extend_nowait", "queue_extension", "accept", "withdraw",
     "plan_load", "abandon_load", "launch", "settle", "discard", "commit", "invalidate", "step", "release", "reset",
+    "preempt_nowait", "resume",
 )  # fmt: skip
 REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension")
 ENDING = ("settle", "discard")
@@ -113,8 +114,10 @@ class Oracles:
         found = call(*args, **kwargs)
         if name == "plan_load" and not had_load and args[0].load is not None:
             self.waits.load_begun(args[0])
-        if name == "admit":
-            self._check_match(found)
+        if name == "resume":
+            self.waits.has_resumed(args[0])
+        if name in ("admit", "resume"):
+            self._check_match(args[0] if name == "resume" else found)
         return found
 
     def _check_refusal(self, name: str, error: OutOfBlocks) -> None:
@@ -127,17 +130,23 @@ class Oracles:
             )
 
     def _check_match(self, holding: Holding) -> None:
-        """What is matched is there now, in the tier that it was matched in."""
-        width = self.runtime.ledger.layout.width
-        ends = ((Tier.DEVICE, 0, holding.published), (Tier.HOST, holding.published, holding.hit_stop))
-        for tier, start, stop in ends:
-            path = stretches(holding.leases[tier].run, start, stop) if stop > start else []
-            for over in path:
-                part = over.run.parts[tier]
-                if part.stop < over.stop or len(part.blocks) < (over.stop - over.run.start) * width:
-                    raise Violation(
-                        "a match of nothing", f"{holding} matched [{start},{stop}), and {over.run} is there"
-                    )
+        """What is matched is there now: of every band what computing reads on, in the tiers that it was matched in."""
+        for tiers, tier, stop in (
+            ((Tier.DEVICE,), Tier.DEVICE, holding.published),
+            (tuple(Tier), Tier.HOST, holding.hit_stop),
+        ):
+            if stop and tier in holding.leases:
+                self._check_held(holding, holding.leases[tier].run, tiers, stop)
+
+    def _check_held(self, holding: Holding, run: Run, tiers: tuple[Tier, ...], stop: int) -> None:
+        for band in self.runtime.ledger.layout.bands:
+            for over in stretches(run, band.first_needed(stop * band.unit_tokens), stop) if band.width else ():
+                parts = [over.run.part(tier, band.number) for tier in tiers]
+                if any(len(part.blocks) != (part.stop - part.first) * part.width for part in parts):
+                    raise Violation("a match of nothing", f"{holding} matched {stop} units, and {over.run} is there")
+                held = {unit for part in parts for unit in range(part.first, part.stop)}
+                if not held.issuperset(range(over.start, over.stop)):
+                    raise Violation("a match of nothing", f"{holding} matched {stop} units, and {over.run} is there")
 
     def _check_turns(self, name: str, extending: tuple[Waiter, ...], allocating: tuple[Waiter, ...]) -> None:
         """Extensions before allocations, each in its order; nobody new before them; the youngest gives way."""
@@ -246,7 +255,7 @@ class Oracles:
     def _is_behind_a_gap(self, job: Job) -> bool:
         """Unless something failed: what lies before a store is in host memory, or on its way there."""
         is_disturbed = self.faults.fired or self.engine.num_invalidations or self.runtime.config.eviction != "lru"
-        if is_disturbed or job.epoch != self.runtime.ledger.cache.epoch:
+        if is_disturbed or job.epoch != self.runtime.ledger.cache.epoch or job.band:
             return False
         if job.predecessor is not None and not job.predecessor.is_settled:
             return False

@@ -74,7 +74,9 @@ class Simulation:
     @property
     def may_recompute(self) -> bool:
         """Whether anything has happened that makes a hit a miss."""
-        return bool(self.faults.fired) or any(engine.num_resets or engine.num_invalidations for engine in self.engines)
+        return bool(self.faults.fired) or any(
+            engine.num_resets or engine.num_resets_of_tiers or engine.num_invalidations for engine in self.engines
+        )
 
     # -- what scenarios call --------------------------------------------------------------------------------------
 

@@ -51,6 +51,10 @@ class Waits:
             raise Violation("loaded twice", f"{holding} has begun its second load")
         self._loading.add(holding.ticket)
 
+    def has_resumed(self, holding: Holding) -> None:
+        """What it had before it was preempted may be loaded again."""
+        self._loading.discard(holding.ticket)
+
     # -- when nothing is ready ------------------------------------------------------------------------------------
 
     def check(self, until: float) -> None:
@@ -69,7 +73,7 @@ class Waits:
         holding = request._holding
         assert holding is not None
         in_line = holding.waiter is not None and not holding.waiter.is_over
-        if holding.load is None and not in_line:
+        if holding.load is None and not in_line and not holding.num_steps:
             raise Violation("nobody was woken", f"a task of {holding} sleeps on what is over")
         waits_s, bound_s = until - began_s, self.runtime.config.load_timeout_s
         if holding.load is not None and waits_s > bound_s + MARGIN_S:

@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 
-from aoffload import Computed, OutOfBlocks
+from aoffload import Computed, OutOfBlocks, Tier
 from aoffload.testing import Ask, Client, Simulation, Violation
 
 from .common import after, ask, bystanders, expect, serve, store, tokens
@@ -170,3 +170,27 @@ async def _cancellation() -> BaseException:
             found = error
             raise
     return found
+
+
+@scenario("request_done")
+async def tier_resets(sim: Simulation) -> None:
+    """One tier is reset while copies and requests are under way: nothing of it is found at that moment, the other tier
+    stays, and whoever runs keeps its blocks."""
+    engine = sim.runtime(num_device_blocks=9, num_host_blocks=8)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 6))
+        for index in range(4):
+            serve(sim, engine, f"r{index}", tokens(1, 7, branch=index % 2), num_new_tokens=index % 3)
+
+        async def reset(client: Client) -> None:
+            for tier in sim.random.sample([Tier.DEVICE, Tier.HOST], 2):
+                await sim.jitter()
+                engine.num_resets_of_tiers += 1
+                engine.runtime.ledger.reset(tier)
+                found = engine.runtime.lookup(tokens(1, 7))
+                if (tier is Tier.DEVICE and found.num_device_tokens) or (tier is Tier.HOST and found.num_host_tokens):
+                    raise Violation("may hit", f"{found} right after {tier.name} was reset")
+                await engine.runtime.reset(tier, timeout_s=0.01)
+
+        sim.spawn("reset", reset)
+        await after(sim, engine)

@@ -62,7 +62,7 @@ async def retries(sim: Simulation) -> None:
                     with anyio.move_on_after(patience_s):
                         await pending.wait()
                 num_ready = await pending.wait()
-                engine.check_ready(request, wanted, num_ready)
+                engine.check_ready(request, wanted, wanted.tokens, num_ready)
                 await engine.prefill(request, wanted, num_ready)
             client.ended()
 
@@ -119,7 +119,7 @@ async def second_try(sim: Simulation) -> None:
                     await sim.jitter()
                     await request.allocate()
                 num_ready = await request.load()
-                engine.check_ready(request, wanted, num_ready)
+                engine.check_ready(request, wanted, wanted.tokens, num_ready)
                 await engine.prefill(request, wanted, num_ready)
             client.ended()
 

@@ -30,7 +30,7 @@ async def two_tasks(sim: Simulation) -> None:
                 client.request = request
                 await request.allocate()
                 num_ready = await _wait_twice(request.load_nowait())
-                engine.check_ready(request, wanted, num_ready)
+                engine.check_ready(request, wanted, wanted.tokens, num_ready)
                 await engine.prefill(request, wanted, num_ready)
             client.ended()
 

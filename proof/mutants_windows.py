@@ -1,0 +1,166 @@
+"""Planted defects of bands of limited reach, of preemption, and of resets of one tier."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["WINDOW_MUTANTS"]
+
+GROUPS, MATCHING, WINDOWS = "aoffload.core.groups", "aoffload.core.matching", "aoffload.core.windows"
+CACHE, PINS, STORES, JOBS = "aoffload.core.cache", "aoffload.core.pins", "aoffload.core.stores", "aoffload.core.jobs"
+LOADS, ADMISSION, PREEMPTION = "aoffload.core.loads", "aoffload.core.admission", "aoffload.core.preemption"
+
+_WINDOWS = (
+    Mutant(
+        "window one block short",
+        GROUPS,
+        "return range(max(0, hit_end - self.window + 1) // block_size",
+        "return range((max(0, hit_end - self.window + 1) + block_size) // block_size",
+        "what attention reads before a position is there",
+        scenarios=("sliding", "mixed_windows"),
+    ),
+    Mutant(
+        "match ignores the windows",
+        MATCHING,
+        "        for band in layout.windows:\n            lower",
+        "        for band in ():\n            lower",
+        "a hit ends where every group has what it needs",
+        scenarios=("sliding", "mixed_windows"),
+    ),
+    Mutant(
+        "window in the host counts as on the device",
+        MATCHING,
+        "return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path)",
+        "return Hit(accepted(layout, path, min(device_stop, stop), tuple(Tier)), stop, path)",
+        "a device hit needs no load",
+        scenarios=("mixed_windows", "sliding"),
+    ),
+    Mutant(
+        "private window blocks leak",
+        WINDOWS,
+        "        cache.give(Tier.DEVICE, table.private_in(table.start, start, holding.published))\n",
+        "",
+        "nothing leaks: what has left a window is free",
+        scenarios=("mixed_windows", "long_prompt_small_window"),
+    ),
+    Mutant(
+        "slid window stays pinned",
+        WINDOWS,
+        "            cache.slide_lease(lease, band, start)\n",
+        "            pass\n",
+        "what has left a window is room for others",
+        scenarios=("long_prompt_small_window", "stale_window"),
+    ),
+    Mutant(
+        "window let go of under another reader",
+        CACHE,
+        "        if not part.num_references:\n            self._unpin(tier, run, part)\n",
+        "        self._unpin(tier, run, part)\n",
+        "a block is free when everybody has let go",
+        scenarios=("sliding", "mixed_windows"),
+    ),
+    Mutant(
+        "border moved under another's pin",
+        CACHE,
+        "            if number == leaving and (front.num_references, back.num_references) != (0, 1):\n",
+        "            if number == leaving and front.num_references:\n",
+        "nobody else's pins move with a window",
+        scenarios=("shared_windows", "sliding", "mixed_windows"),
+    ),
+    Mutant(
+        "what the load would adopt is not pinned",
+        PINS,
+        "                holding.reserve = self.lease(Tier.DEVICE, last)\n",
+        "                pass\n",
+        "a hit that was matched stays until it is loaded",
+        scenarios=("mixed_windows", "sliding"),
+    ),
+    Mutant(
+        "own pins keep a request waiting",
+        ADMISSION,
+        "        if holding.reserve is None:\n            return False\n",
+        "        return False\n",
+        "no request waits for what it pins itself",
+        scenarios=("mixed_windows", "sliding"),
+    ),
+    Mutant(
+        "window stored from where its run begins",
+        STORES,
+        "        first, stop = max(start, device.first), device.stop\n",
+        "        first, stop = max(start, current.start), device.stop\n",
+        "a store names only what is there",
+        scenarios=("stale_window", "mixed_windows"),
+    ),
+    Mutant(
+        "window entered where it does not adjoin",
+        JOBS,
+        "    if last < part.first or first > part.stop:\n        return brought\n",
+        "",
+        "a block is published at its own position",
+        scenarios=("mixed_windows", "shared_windows"),
+        test="tests/core/test_windows.py::test_what_lands_beside_a_gap_is_not_entered",
+    ),
+    Mutant(
+        "holes not filled when nothing is loaded",
+        LOADS,
+        "        if holding.load is None and has_holes(holding):\n",
+        "        if holding.load is None and not holding.tables:\n",
+        "whatever becomes of a load, what is computed has blocks",
+        scenarios=("mixed_windows", "sliding"),
+    ),
+    Mutant(
+        "room of a reserve not granted again",
+        ADMISSION,
+        "        self.pins.match_again(holding)\n        return False\n",
+        "        return False\n",
+        "refusing changes nothing: the match is as it was",
+        scenarios=("mixed_windows", "sliding"),
+        test="tests/core/test_windows.py::test_a_refusal_keeps_what_the_load_would_adopt",
+    ),
+)
+
+_PREEMPTION = (
+    Mutant(
+        "preempted request keeps its pins",
+        PREEMPTION,
+        "            self.pins.end_device_lease(holding)\n",
+        "            pass\n",
+        "preemption gives up every device block",
+        scenarios=("preemption_storm", "preempted_windows"),
+    ),
+    Mutant(
+        "preempted request keeps its tables",
+        PREEMPTION,
+        "        self.pins.give_up_tables(holding)\n",
+        "",
+        "preemption gives up every device block",
+        scenarios=("preemption_storm", "preempted_windows"),
+    ),
+    Mutant(
+        "preempted progress stored too late",
+        PREEMPTION,
+        "        plans = self._store(holding)\n",
+        "        plans = ()\n",
+        "the progress of a preempted request is kept in host memory",
+        scenarios=("preemption_storm",),
+        test="tests/core/test_preemption.py::test_progress_comes_back_from_the_host",
+    ),
+    Mutant(
+        "preempted although a step runs",
+        PREEMPTION,
+        "        if holding.num_steps:\n            raise",
+        "        if holding.num_steps < 0:\n            raise",
+        "a step holds what it touches",
+        test="tests/core/test_illegal_calls.py::test_what_the_table_does_not_allow_is_refused",
+    ),
+    Mutant(
+        "reset of a tier leaves it findable",
+        CACHE,
+        "            for part in run.parts[tier::NUM_TIERS]:\n                self.withdraw",
+        "            for part in ():\n                self.withdraw",
+        "what was reset is never found again",
+        scenarios=("tier_resets",),
+    ),
+)
+
+WINDOW_MUTANTS = (*_WINDOWS, *_PREEMPTION)

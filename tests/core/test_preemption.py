@@ -1,0 +1,113 @@
+"""Preemption on the bare ledger: blocks go, progress stays, and comes back."""
+
+from __future__ import annotations
+
+import pytest
+from driving import Driven, prompt
+
+from aoffload.core.groups import FullAttention, KVCacheGroup, SlidingWindow
+from aoffload.core.lifecycle import RequestState
+from aoffload.core.plan import Outcome
+
+A = prompt(1, 17)
+S = RequestState
+GROUPS = {
+    "full": [KVCacheGroup("full", block_size=4)],
+    "windows": [KVCacheGroup("full", FullAttention(), 4), KVCacheGroup("window", SlidingWindow(8), 4)],
+}
+
+
+@pytest.fixture(params=list(GROUPS))
+def driven(request: pytest.FixtureRequest) -> Driven:
+    return Driven(24, 24, groups=GROUPS[request.param])
+
+
+def test_progress_comes_back_from_the_host(driven: Driven) -> None:
+    """What was computed before a preemption is loaded afterwards, answers included; the rest is computed again."""
+    holding = driven.running(A)
+    driven.land(driven.commit(holding, 17))
+    driven.ledger.extend_nowait(holding, 24)
+    driven.land(driven.commit(holding, 21, [1, 2, 3, 4]))
+    found = driven.ledger.preempt_nowait(holding)
+    assert holding.state is S.PREEMPTED and driven.ledger.block_ids(holding) == [
+        [] for _ in driven.ledger.layout.groups
+    ]
+    driven.land(found.plans)
+    driven.evict_device()
+    driven.ledger.resume(holding)
+    assert holding.state is S.PINNED and holding.match.num_host_tokens == 20
+    driven.ledger.allocate_nowait(holding)
+    driven.land(driven.ledger.plan_load(holding))
+    assert holding.state is S.RUNNING and holding.num_computed_tokens == 20
+    driven.commit(holding, 21)
+    driven.release(holding)
+    assert driven.ledger.statistics().device.num_pinned == 0
+
+
+def test_it_says_what_is_free_now_and_what_frees_the_rest(driven: Driven) -> None:
+    """Blocks that a store still reads are pending, by its job; when that is over they can be had."""
+    holding = driven.running(A)
+    plans = driven.ledger.commit(holding, 17)
+    driven.launch(plans)
+    held = sum(block_id > 0 for table in driven.ledger.block_ids(holding) for block_id in table)
+    found = driven.ledger.preempt_nowait(holding)
+    assert found.num_freed + found.num_pending == held and found.num_pending > 0
+    assert set(found.job_ids) >= {plan.job_id for plan in plans}
+    for plan in plans:
+        driven.end(plan)
+    driven.land(found.plans)
+    assert driven.ledger.statistics().device.num_pinned == 0
+
+
+def test_progress_is_pinned_in_host_memory(driven: Driven) -> None:
+    """Nobody's store evicts what a preempted request has to come back to; when it leaves, it is as evictable as any."""
+    holding = driven.running(A)
+    driven.land(driven.ledger.commit(holding, 17))
+    driven.land(driven.ledger.preempt_nowait(holding).plans)
+    for name in range(20, 26):
+        driven.on_host_only(prompt(name, 17))
+    driven.ledger.resume(holding)
+    assert holding.match.num_tokens == 16
+    driven.release(holding, "cancelled")
+    assert driven.ledger.statistics().host.num_pinned == 0
+
+
+def test_a_full_host_loses_progress_and_nothing_else(driven: Driven) -> None:
+    """Without room in the host the request computes again what it had."""
+    driven = Driven(24, 0, groups=list(driven.ledger.layout.groups))
+    holding = driven.running(A)
+    driven.commit(holding, 17)
+    assert driven.ledger.preempt_nowait(holding).plans == ()
+    driven.evict_device()
+    driven.ledger.resume(holding)
+    assert holding.match.num_tokens == 0
+    driven.ledger.allocate_nowait(holding)
+    assert driven.ledger.plan_load(holding) == () and holding.num_computed_tokens == 0
+    driven.commit(holding, 17)
+
+
+def test_a_request_that_loads_is_preempted_at_once(driven: Driven) -> None:
+    """Its queued copies are discarded, its launched ones land without it, and what they bring is cached."""
+    driven.on_host_only(A)
+    holding = driven.admit(A)
+    driven.ledger.allocate_nowait(holding)
+    plans = driven.launch(driven.ledger.plan_load(holding))
+    driven.ledger.preempt_nowait(holding)
+    assert holding.state is S.PREEMPTED and holding.load is None
+    for plan in plans:
+        driven.end(plan, Outcome.LANDED)
+    driven.ledger.resume(holding)
+    assert holding.match.num_tokens == 16
+
+
+def test_whoever_waits_for_room_gets_it(driven: Driven) -> None:
+    """Preemption serves the line."""
+    holding = driven.running(A)
+    driven.land(driven.commit(holding, 17))
+    waiting = driven.admit(prompt(3, 16))
+    room, layout = driven.ledger.admission.room, driven.ledger.layout
+    driven.running(prompt(4, room // layout.width * layout.unit_tokens))
+    waiter = driven.ledger.queue_allocation(waiting)
+    assert not waiter.is_over
+    driven.land(driven.ledger.preempt_nowait(holding).plans)
+    assert waiter.granted is not None
