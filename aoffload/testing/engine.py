@@ -65,6 +65,8 @@ class SimulatedEngine:
     runtime: OffloadRuntime
     transport: SimulatedTransport
     env: SimulatedEnv
+    ranks: tuple[SimulatedTransport, ...]
+    """`transport`, and those of further ranks."""
     tags: Tags = attrs.field(factory=Tags)
     committed: set[object] = attrs.field(factory=set)
     """Identities of whole blocks that may be cached: what was ever committed since the last reset."""
@@ -83,6 +85,15 @@ class SimulatedEngine:
     @property
     def device(self) -> Memory:
         return self.transport.device
+
+    @property
+    def proven(self) -> set[int]:
+        """Jobs whose end every rank has told for certain."""
+        return set.intersection(*[rank.proven for rank in self.ranks])
+
+    def corrupt(self, job_id: int) -> set[tuple[int, int]]:
+        """Host blocks, and their generation, of which some rank's end of that load said that they are bad."""
+        return {bad for rank in self.ranks for bad in rank.corrupt.get(job_id, ())}
 
     def identity(self, ask: Ask, group: int, tokens: tuple[int, ...]) -> object:
         """What the KV of a block is a function of."""
@@ -257,7 +268,8 @@ class SimulatedEngine:
             for index in range(start // size, -(-stop // size)):
                 end = min(stop, (index + 1) * size)
                 right = self.tags.of(self.identity(ask, group, tokens[:end]))
-                self.device.content[table[group][index]] = SPOILED if request.request_id in self.misled else right
+                for rank in self.ranks:
+                    rank.device.content[table[group][index]] = SPOILED if request.request_id in self.misled else right
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
@@ -269,8 +281,9 @@ class SimulatedEngine:
             size = config.block_size
             for index in range(_first_read(config.attention, stop) // size, -(-stop // size)):
                 expected = self.tags.of(self.identity(ask, group, tokens[: min(stop, (index + 1) * size)]))
-                found = self.device.content[table[group][index]]
-                self.num_blocks_checked += 1
+                held = [rank.device.content[table[group][index]] for rank in self.ranks]
+                found = next((tag for tag in held if tag != expected), expected)
+                self.num_blocks_checked += len(held)
                 if found != expected and (found == SPOILED or request._cancel_reason == "prefix_invalidated"):
                     self.misled.add(request.request_id)  # it reads what a failed forward wrote: it has to hear of that
                 elif found != expected:

@@ -40,9 +40,8 @@ class Rest:
 
     def check_proofs(self) -> None:
         """Whose end was proven, however late, is in quarantine no more."""
-        ledger, transport = self.runtime.ledger, self.engine.transport
-        worker = self.runtime.worker
-        ignored = transport.proven & (set(ledger.jobs.quarantined) | worker._overdue)
+        ledger, worker = self.runtime.ledger, self.runtime.worker
+        ignored = self.engine.proven & (set(ledger.jobs.quarantined) | worker._overdue)
         if worker._num_bytes or worker._in_flight:
             raise Violation("a leak", f"{worker._num_bytes} bytes count as in flight")
         if ignored:
@@ -50,8 +49,7 @@ class Rest:
 
     def check_forgotten(self, job_ids: set[int]) -> None:
         """What the ends of these loads said to be corrupt is forgotten."""
-        corrupt = self.engine.transport.corrupt
-        bad = {one for job_id in job_ids for one in corrupt.get(job_id, ())}
+        bad = {one for job_id in job_ids for one in self.engine.corrupt(job_id)}
         kept = sorted(block_id for block_id, generation in bad if self._is_findable(block_id, generation))
         if kept:
             raise Violation("a bad entry was kept", f"host blocks {kept}")

@@ -19,6 +19,8 @@ from ..core.cache import UNPUBLISHABLE
 from ..core.groups import AttentionKind, FullAttention, KVCacheGroup
 from ..core.plan import Tier
 from ..runtime import OffloadRuntime
+from ..transfer.ranks.rank import LocalRank
+from ..transfer.ranks.transport import RankTransport
 from .choosers import chooser_of
 from .clients import Client, Log
 from .device import Stream
@@ -87,33 +89,43 @@ class Simulation:
         block_sizes: tuple[int, ...] = (2,),
         attention: tuple[AttentionKind, ...] = (),
         stream: bool = False,
+        num_ranks: int = 1,
         **options: Any,
     ) -> SimulatedEngine:
         """An engine on a runtime of its own: `async with engine.runtime: ...`. Groups without an `attention` of their
-        own are of full attention."""
+        own are of full attention. Several ranks have memories of their own; each must hold the right bytes."""
         options.setdefault("num_host_blocks", 8)
         kinds = (*attention, *[FullAttention()] * len(block_sizes))
         groups = [KVCacheGroup(f"group{i}", kinds[i], size) for i, size in enumerate(block_sizes)]
         config = OffloadConfig(groups=groups, namespace="simulated", **options)
         rng = random.Random(f"device {self.plan.seed}")
         device = Stream(self.scheduler, rng) if stream else None
-        transport = SimulatedTransport(
-            self.scheduler, self.faults, rng, num_device_blocks, config.resolve_host_blocks(1), stream=device
-        )
+        num_host_blocks = config.resolve_host_blocks(1)
+        ranks = [
+            SimulatedTransport(self.scheduler, self.faults, rng, num_device_blocks, num_host_blocks, stream=device)
+            for _ in range(num_ranks)
+        ]
+        transport = ranks[0] if num_ranks == 1 else RankTransport([LocalRank(rank) for rank in ranks])
         runtime = OffloadRuntime(config, transport=transport, env=self.env, logger=self.log)
-        for tier in runtime.ledger.cache.tiers:
-            memory = transport.device if tier.tier is Tier.DEVICE else transport.host
-            on_stream = device if tier.tier is Tier.DEVICE else None
-            tier.pool = OwnedPool(tier.pool, memory, _poison(memory, on_stream))
-        unsettled = runtime.ledger.jobs.unsettled
-        transport.is_doomed = lambda job_id: job_id not in unsettled or unsettled[job_id].epoch == UNPUBLISHABLE
-        engine = SimulatedEngine(runtime, transport, self.env)
+        for rank in ranks:
+            self._own_blocks(runtime, rank)
+        engine = SimulatedEngine(runtime, ranks[0], self.env, tuple(ranks))
         oracles = Oracles(runtime, engine, self.faults, Waits(runtime, self.env.now))
         oracles.attach()
-        transport.check_launch = oracles.check_launch
+        ranks[0].check_launch = oracles.check_launch
         self.engines.append(engine)
         self.oracles.append(oracles)
         return engine
+
+    @staticmethod
+    def _own_blocks(runtime: OffloadRuntime, rank: SimulatedTransport) -> None:
+        """Have the memories of `rank` know whose block is whose."""
+        for tier in runtime.ledger.cache.tiers:
+            memory = rank.device if tier.tier is Tier.DEVICE else rank.host
+            on_stream = rank.stream if tier.tier is Tier.DEVICE else None
+            tier.pool = OwnedPool(tier.pool, memory, _poison(memory, on_stream))
+        unsettled = runtime.ledger.jobs.unsettled
+        rank.is_doomed = lambda job_id: job_id not in unsettled or unsettled[job_id].epoch == UNPUBLISHABLE
 
     def spawn(self, name: str, function: Callable[[Client], Awaitable[None]]) -> Client:
         """A client in a task of its own; it can be cancelled without harm to any other."""
