@@ -10,7 +10,7 @@ import anyio.lowlevel
 import attrs
 import numpy as np
 import pytest
-from windowed import KINDS, OPTIONS, Bench, answer, needs_windows, prompt_of, serving
+from windowed import KINDS, OPTIONS, Bench, answer, prompt_of, serving
 
 from aoffload.core.lifecycle import RequestState
 from aoffload.demo.options import Corrupt
@@ -274,7 +274,6 @@ async def test_what_the_device_held_is_counted(kind: str) -> None:
         assert found.peak_pinned_blocks <= 26 + 3 + 2 * OPTIONS.num_scratch_blocks
 
 
-@needs_windows
 async def test_a_prompt_larger_than_the_pool_without_windows() -> None:
     """Blocks that leave the window during prefill are used again, so 200 tokens of two groups (51 blocks each) fit into
     60 blocks, on the device and when they come back from host memory."""
@@ -287,7 +286,6 @@ async def test_a_prompt_larger_than_the_pool_without_windows() -> None:
     assert again.logits_digests == first.logits_digests
 
 
-@needs_windows
 async def test_windows_change_no_answer() -> None:
     """The same conversation on a runtime with windows and on one with full groups: the same tokens and logits."""
     found = []

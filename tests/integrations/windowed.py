@@ -11,13 +11,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import attrs
-import pytest
 import torch
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload.core.groups import FullAttention, SlidingWindow
 from aoffload.demo.tampering import Tampering
-from aoffload.errors import ConfigError
 from aoffload.integrations.batching import EngineOptions
 from aoffload.integrations.engine import PagedEngine
 from aoffload.integrations.layers import LayerGroup
@@ -27,18 +25,7 @@ from aoffload.transfer.local import LocalTransport
 VOCABULARY = 997
 WINDOW = 10
 OPTIONS = EngineOptions(block_size=4, prefill_tokens=8, decode_rows=4, max_running=8)
-
-
-def _are_windows_accepted() -> bool:
-    try:
-        KVCacheGroup("w", attention=SlidingWindow(8))
-    except ConfigError:
-        return False
-    return True
-
-
-needs_windows = pytest.mark.skipif(not _are_windows_accepted(), reason="KVCacheGroup refuses SlidingWindow so far")
-KINDS = ["stand-in", pytest.param("windows", marks=needs_windows)]
+KINDS = ["stand-in", "windows"]
 
 
 def weigh(tokens: Sequence[int], start: int) -> int:
