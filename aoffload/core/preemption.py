@@ -73,7 +73,8 @@ class Preemptions:
         self.moves.request(holding, _S.PREEMPTED)
         read = {job.job_id: held & _read_by(job.plan) for job in self.jobs.unsettled.values()}
         job_ids = tuple(job_id for job_id, blocks in read.items() if blocks)
-        return Preemption(self.admission.room - before, len(set().union(*read.values())), job_ids, plans)
+        num_freed = max(0, self.admission.room - before)  # a store may read the margin before a window, too
+        return Preemption(num_freed, len(set().union(*read.values())), job_ids, plans)
 
     def resume(self, holding: Holding) -> None:
         """Match again what it has computed so far. Room and a load are asked for as after the first match."""

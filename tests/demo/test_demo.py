@@ -16,10 +16,8 @@ import pytest
 import torch
 
 from aoffload import KVCacheGroup
-from aoffload.core.groups import SlidingWindow
 from aoffload.demo import command, runner, workload
 from aoffload.demo.command import main
-from aoffload.errors import ConfigError
 from aoffload.integrations.decoder import Decoder, DecoderConfig
 from aoffload.integrations.layers import LayerGroup
 from aoffload.integrations.transformers import TransformersModel
@@ -119,27 +117,12 @@ def small_gemma() -> TransformersModel:
         return TransformersModel(AutoModelForCausalLM.from_config(config))
 
 
-def are_windows_accepted() -> bool:
-    try:
-        KVCacheGroup("w", attention=SlidingWindow(8))
-    except ConfigError:
-        return False
-    return True
-
-
 def full_groups(groups: tuple[LayerGroup, ...], block_size: int) -> list[KVCacheGroup]:
     return [KVCacheGroup(group.name, block_size=block_size) for group in groups]
 
 
-WINDOWS = pytest.param(
-    "windows",
-    "90",
-    marks=pytest.mark.skipif(not are_windows_accepted(), reason="KVCacheGroup refuses SlidingWindow so far"),
-)
-
-
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-@pytest.mark.parametrize(("kind", "num_blocks"), [("stand-in", "150"), WINDOWS])
+@pytest.mark.parametrize(("kind", "num_blocks"), [("stand-in", "150"), ("windows", "90")])
 def test_a_model_with_windows(
     demo: Demo, monkeypatch: pytest.MonkeyPatch, backend: str, kind: str, num_blocks: str
 ) -> None:
