@@ -23,8 +23,10 @@ __all__ = ["BACKENDS", "Campaign"]
 BACKENDS: tuple[Backend, ...] = ("asyncio", "trio")
 AT_ANY_STEP = ("leap", "block", "worker")
 """Faults with an opportunity at every step: sampled, not swept."""
-FEWEST_RUNS = 560
-"""Of each scenario on each backend: short ones have little to sweep."""
+FEWEST_TRACES = 310
+"""Distinct ones, of each scenario on each backend: short ones have little to sweep, and are sampled longer."""
+MOST_RUNS = 1500
+"""Of a scenario that has no more traces to give."""
 
 
 @attrs.frozen
@@ -37,21 +39,19 @@ class Campaign:
     sweeps: bool = True
 
     def run(self, name: str, backend: Backend) -> Tally:
-        tally = Tally()
-        for result in self.results(SCENARIOS[name], backend):
+        tally, row = Tally(), SCENARIOS[name]
+        for result in self.swept(row, backend) if self.sweeps else ():
             tally.add(result)
+        number = 0
+        while number < self.rounds or (self.sweeps and self._has_more(tally)):
+            for result in self.sampled(row, backend, self.first_seed + number):
+                tally.add(result)
+            number += 1
         return tally
 
-    def results(self, row: ScenarioRow, backend: Backend) -> Iterator[Result]:
-        num_runs = number = 0
-        for result in self.swept(row, backend) if self.sweeps else ():
-            num_runs += 1
-            yield result
-        while number < self.rounds or (self.sweeps and num_runs < FEWEST_RUNS):
-            for result in self.sampled(row, backend, self.first_seed + number):
-                num_runs += 1
-                yield result
-            number += 1
+    @staticmethod
+    def _has_more(tally: Tally) -> bool:
+        return tally.num_distinct < FEWEST_TRACES and tally.num_runs < MOST_RUNS
 
     def swept(self, row: ScenarioRow, backend: Backend) -> Iterator[Result]:
         plan = Plan(scenario=row.name, backend=backend, seed=self.first_seed - 1)
