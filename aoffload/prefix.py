@@ -140,8 +140,6 @@ class Prefix:
 def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
     """`token_ids` as little-endian int32 bytes: the one copy that is ever made of them."""
     if isinstance(token_ids, (tuple, list)) and not token_ids:
-        return b""
-    if isinstance(token_ids, (tuple, list)) and not token_ids:
         return b""  # what most commits append; an array of it costs as much as the rest of the commit
     if not isinstance(token_ids, np.ndarray):
         token_ids = _as_array(token_ids, argument)

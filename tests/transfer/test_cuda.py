@@ -227,8 +227,10 @@ def test_gpu_store_waits_for_the_forward(
     copies.launch_store([5], [0], after=copies.transport.record_fence())
     assert copies.next().outcome is Outcome.LANDED
     torch.cuda.synchronize()
-    stored = torch.from_numpy(copies.transport.backend.host_block(0).copy()).view(torch.int32)
-    assert bool((stored == 99).all()) is is_right
+    copies.launch_load([0], [6])
+    assert copies.next().outcome is Outcome.LANDED
+    torch.cuda.synchronize()
+    assert bool((pool[6] == 99).all()) is is_right
 
 
 @pytest.mark.gpu

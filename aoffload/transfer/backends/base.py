@@ -68,10 +68,6 @@ class CopyBackend(Protocol):
         """Return once nothing that was started in `direction` is still writing; raise if that cannot be known."""
         ...
 
-    def host_block(self, block_id: int) -> NDArray[np.uint8]:
-        """The bytes of a host block: the block of every region, in order. May be a view."""
-        ...
-
     def device_block(self, block_id: int) -> NDArray[np.uint8]:
         """A copy of the bytes of a device block, read back from where the compute reads them."""
         ...

@@ -60,10 +60,6 @@ class CpuBackend(RegionBackend):
     def settle(self, direction: Direction) -> None:
         """Nothing to wait for: calls that copy return when they are done."""
 
-    def host_block(self, block_id: int) -> NDArray[np.uint8]:
-        row: NDArray[np.uint8] = self._host[block_id]
-        return row
-
     def device_block(self, block_id: int) -> NDArray[np.uint8]:
         return np.concatenate([rows[block_id] for rows in self._rows])
 

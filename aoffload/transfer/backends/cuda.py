@@ -75,10 +75,6 @@ class CudaBackend(RegionBackend):
     def settle(self, direction: Direction) -> None:
         self._streams[direction].synchronize()
 
-    def host_block(self, block_id: int) -> NDArray[np.uint8]:
-        block: NDArray[np.uint8] = self._host[block_id].numpy()
-        return block
-
     def device_block(self, block_id: int) -> NDArray[np.uint8]:
         with torch.cuda.stream(self._streams[Direction.LOAD]):
             block: NDArray[np.uint8] = torch.cat([rows[block_id] for rows in self._rows]).cpu().numpy()
