@@ -7,7 +7,7 @@ from .planting import Mutant
 __all__ = ["WINDOW_MUTANTS"]
 
 GROUPS, MATCHING, WINDOWS = "aoffload.core.groups", "aoffload.core.matching", "aoffload.core.windows"
-CACHE, PINS, STORES, JOBS = "aoffload.core.cache", "aoffload.core.pins", "aoffload.core.stores", "aoffload.core.jobs"
+CACHE, PINS, STORES = "aoffload.core.cache", "aoffload.core.pins", "aoffload.core.stores"
 LOADS, ADMISSION, PREEMPTION = "aoffload.core.loads", "aoffload.core.admission", "aoffload.core.preemption"
 
 _WINDOWS = (
@@ -73,7 +73,7 @@ _WINDOWS = (
         "                holding.reserve = self.lease(Tier.DEVICE, last)\n",
         "                pass\n",
         "a hit that was matched stays until it is loaded",
-        scenarios=("mixed_windows", "sliding"),
+        test="tests/core/test_windows.py::test_what_a_load_would_adopt_stays",
     ),
     Mutant(
         "own pins keep a request waiting",
@@ -90,15 +90,6 @@ _WINDOWS = (
         "        first, stop = max(start, current.start), device.stop\n",
         "a store names only what is there",
         scenarios=("stale_window", "mixed_windows"),
-    ),
-    Mutant(
-        "window entered where it does not adjoin",
-        JOBS,
-        "    if last < part.first or first > part.stop:\n        return brought\n",
-        "",
-        "a block is published at its own position",
-        scenarios=("mixed_windows", "shared_windows"),
-        test="tests/core/test_windows.py::test_what_lands_beside_a_gap_is_not_entered",
     ),
     Mutant(
         "holes not filled when nothing is loaded",

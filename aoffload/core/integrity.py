@@ -142,6 +142,11 @@ def _check_tables(holding: Holding) -> None:
     for number, table in enumerate(holding.tables):
         _demand(len(table.ids) == holding.num_units * table.width, "a table of the wrong length", holding, number)
         _demand(not any(table.at(0, table.start)), "what has left a window is in the table", holding, number)
+        if number and holding.load is None and table.start <= holding.published:
+            lease = holding.leases.get(Tier.DEVICE)
+            _demand(
+                lease is None or lease.starts[number - 1] >= table.start, "what has left a window is pinned", holding
+            )
         _check_table(holding, number, table)
 
 

@@ -114,8 +114,24 @@ def test_a_refusal_keeps_what_the_load_would_adopt() -> None:
     assert holding.reserve is not None and holding.match == match and driven.ledger.statistics() == before
 
 
-def test_what_lands_beside_a_gap_is_not_entered() -> None:
-    """Of a window a run holds one stretch: what does not adjoin it when it lands is free again, and not found."""
+def test_what_a_load_would_adopt_stays() -> None:
+    """A hit may need what only the device holds and what only the host holds: neither goes before the load."""
+    driven = Driven(20, 24, groups=BOTH)
+    driven.serve(A)
+    driven.release(driven.allocated(prompt(7, 25)), "filler")  # the window goes, which was let go of first
+    host = driven.ledger.cache.tiers[Tier.HOST]
+    for run in driven.ledger.cache.index.runs.values():
+        driven.ledger.cache.withdraw_part(host, run.part(Tier.HOST, 0))
+    holding = driven.admit(A)
+    assert (holding.match.num_device_tokens, holding.match.num_host_tokens) == (0, 24)
+    driven.evict_device()
+    driven.ledger.allocate_nowait(holding)
+    driven.land(driven.ledger.plan_load(holding))
+    assert holding.num_computed_tokens == 24
+
+
+def test_of_a_window_its_end_is_stored() -> None:
+    """What no hit near the end of a prompt needs of a window is not copied to the host; what one needs is."""
     driven = Driven(12, 12, groups=WINDOW)
     driven.on_host_only(A)
     run = next(iter(driven.ledger.cache.index.runs.values()))
