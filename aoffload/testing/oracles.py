@@ -29,8 +29,9 @@ __all__ = ["Oracles"]
 CHANGING = (
     "admit", "allocate_nowait", "queue_allocation", "extend_nowait", "queue_extension", "accept", "withdraw",
     "plan_load", "abandon_load", "launch", "settle", "discard", "commit", "invalidate", "step", "release", "reset",
+    "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel", "cancel_errands",
 )  # fmt: skip
-REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension")
+REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension", "pin")
 
 
 @attrs.define(eq=False)
@@ -209,6 +210,8 @@ class Oracles:
         pinned = (found.device.num_pinned, found.host.num_pinned)
         if (found.num_requests, found.num_waiting, found.num_jobs, *pinned) != (0, 0, 0, 0, 0):
             raise Violation("a leak", f"at rest: {found}")
+        if found.num_pins or self.runtime.ledger._errands.under_way:
+            raise Violation("a leak", f"at rest: {found.num_pins} pins, {list(self.runtime.ledger._errands.under_way)}")
         if len(self.runtime._requests):
             raise Violation("a leak", f"requests are still known: {list(self.runtime._requests)}")
         if not self.may_quarantine and (found.device.num_quarantined or found.host.num_quarantined):
