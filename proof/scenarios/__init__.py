@@ -6,10 +6,10 @@ A scenario is an ordinary program against the public API. It says what must be t
 
 from __future__ import annotations
 
-from . import copies, ends, incidents, room, sharing, windows, worlds
+from . import copies, ends, incidents, keeping, room, sharing, windows, worlds
 from .paged import paged_engine
 from .table import SCENARIOS, ScenarioRow, scenario
 
-__all__ = ["SCENARIOS", "ScenarioRow", "copies", "ends", "incidents", "room", "sharing", "windows", "worlds"]
+__all__ = ["SCENARIOS", "ScenarioRow", "copies", "ends", "incidents", "keeping", "room", "sharing", "windows", "worlds"]
 
 scenario("request_done")(paged_engine)
