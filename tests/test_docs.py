@@ -90,6 +90,16 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in sorted(named) if not any((at / name).exists() for at in (ROOT, PACKAGE))] == []
 
 
+def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
+    """The program in docs/keeping.md is whole, and the block behind it is its output."""
+    page = ROOT / "docs/keeping.md"
+    (code,), (shown,) = code_blocks(page, "python"), code_blocks(page, "text")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "keeping.md", "exec"), {"__name__": "keeping_page"})
+    assert printed.getvalue() == shown
+
+
 def test_readme_code_runs_and_prints_what_it_says() -> None:
     """The ten-line use is a whole program, and the block behind it is its output."""
     (code,) = code_blocks(README, "python")

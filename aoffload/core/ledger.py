@@ -208,10 +208,7 @@ class Ledger:
     def settle(self, completion: Completion) -> None:
         """Take in what became of a launched job: publish, drop its leases, serve the line, wake. In this order."""
         check_completion(completion)
-        jobs = self.jobs.settle(completion)
-        if completion.outcome is Outcome.CORRUPT:
-            self._keeping.renew()
-        self._settled(jobs)
+        self._settled(self.jobs.settle(completion))
 
     def discard(self, job_id: int) -> None:
         """Give up a job that was never launched; who waits for it computes instead."""
@@ -223,6 +220,8 @@ class Ledger:
         over = self._loads.settled(jobs)
         if also is not None and also.load is not None and also not in over:
             over.append(also)
+        if any(job.completion is not None and job.completion.outcome is Outcome.CORRUPT for job in jobs):
+            self._keeping.renew()
         requests = [holding for holding in over if holding not in self._errands.under_way]
         wakes = self._errands.conclude([holding for holding in over if holding not in requests])
         wakes += self._loads.conclude_all(requests)
