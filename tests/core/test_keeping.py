@@ -244,6 +244,26 @@ def test_no_pin_yields_while_somebody_else_will_let_go() -> None:
     unpin(driven, held)
 
 
+@pytest.mark.parametrize("ends", ["unpin", "lapse", "drop"])
+def test_whoever_waits_is_served_when_a_pin_ends(ends: str) -> None:
+    """The end of a pin changes room like the end of a request: the first in line is granted in the same step."""
+    driven = Driven(8, max_pinned_share=1.0)
+    driven.serve(A)
+    held, running = pin(driven, A, 10.0), driven.running(prompt(8, 8))
+    holding = driven.admit(prompt(9, 24))
+    waiter = driven.ledger.queue_allocation(holding)
+    assert not waiter.is_over
+    if ends == "unpin":
+        driven.ledger.unpin(held)
+    elif ends == "lapse":
+        driven.ledger.lapse(10.0)
+    else:
+        driven.ledger.drop_pins()
+    driven.ledger.check_integrity()
+    assert waiter.granted is not None
+    driven.release(running)
+
+
 def test_a_pin_yields_before_an_extension_fails() -> None:
     """When only waiters and pins hold room, the pins go first; what a pin shares with a request is no room, so that pin
     stays."""
@@ -669,6 +689,21 @@ def test_a_demotion_that_does_not_come_off_frees_nothing(end: str) -> None:
     assert driven.num_pinned() == (0, 0)
 
 
+def test_a_demotion_from_before_a_reset_frees_nothing_after_it() -> None:
+    """Who has cached the prompt again since then keeps it where it is."""
+    driven = Driven(12)
+    holding = driven.running(A)
+    for plan in (*driven.commit(holding), *driven.release(holding)):
+        driven.ledger.discard(plan.job_id)
+    errand = demote(driven, A)
+    driven.launch(errand.plans)
+    driven.ledger.reset()
+    driven.serve(A)
+    driven.end(errand.plans[0])
+    assert (errand.state, errand.num_blocks) == (ErrandState.DONE, 0)
+    assert driven.hit(A) == (8, 0)
+
+
 # -- everything at once -------------------------------------------------------------------------------------------
 
 LAYOUTS = st.sampled_from(
@@ -719,8 +754,10 @@ def test_whatever_is_asked_for_in_whatever_order_nothing_is_lost(
         elif call == "unpin" and pins:
             unpin(driven, pins.pop(seed.randrange(len(pins)))[0])
         elif call in ("prefetch", "demote"):
+            before = num_hit(driven, text)
             errands.append((prefetch if call == "prefetch" else demote)(driven, text))
             queued += errands[-1].plans
+            assert call == "prefetch" or num_hit(driven, text) == before  # all that a demotion changes is where
         elif call == "end" and queued:
             end_one(driven, queued.pop(seed.randrange(len(queued))), seed)
         elif call == "cancel" and errands:
@@ -741,6 +778,11 @@ def test_whatever_is_asked_for_in_whatever_order_nothing_is_lost(
     statistics = ledger.statistics()
     assert driven.num_pinned() == (0, 0)
     assert (statistics.num_jobs, statistics.num_requests, statistics.num_pins) == (0, 0, 0)
+
+
+def num_hit(driven: Driven, text: list[int]) -> int:
+    """To the last whole block, as a longer prompt would."""
+    return sum(driven.hit([*text[: len(text) // 4 * 4], 0]))
 
 
 def end_one(driven: Driven, plan: Any, seed: Any) -> None:
