@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from .config import OffloadConfig
 from .core.blocks import DevicePool
+from .core.errands import Demotion, Errand, Prefetch
 from .core.eviction import EvictionOrder
 from .core.groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from .core.holding import Extension, Holding
+from .core.keeping import Pin
 from .core.ledger import Ledger, LedgerStatistics
-from .core.lifecycle import JobState, Observer, RequestState
+from .core.lifecycle import ErrandState, JobState, Observer, PinState, RequestState
 from .core.matching import Answer, PrefixMatch
 from .core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from .core.policy import StorePolicy
@@ -40,6 +42,7 @@ from .errors import (
     WrongState,
     WrongThread,
 )
+from .keeping import PendingDemotion, PendingPrefetch, PinScope
 from .prefix import KeySpan, Prefix, Root
 from .request import PendingLoad, Request
 from .transfer.fence import Fence, PassedFence
@@ -89,10 +92,13 @@ __all__ = [
     "Completion",
     "Computed",
     "ConfigError",
+    "Demotion",
     "DevicePool",
     "Direction",
     "DuplicateRequest",
     "Env",
+    "Errand",
+    "ErrandState",
     "EvictionOrder",
     "Extension",
     "Fence",
@@ -116,7 +122,13 @@ __all__ = [
     "OutOfBlocks",
     "Outcome",
     "PassedFence",
+    "PendingDemotion",
     "PendingLoad",
+    "PendingPrefetch",
+    "Pin",
+    "PinScope",
+    "PinState",
+    "Prefetch",
     "Prefix",
     "Preemption",
     "PrefixMatch",

@@ -56,6 +56,11 @@ def _seconds(_: object, attribute: Any, value: object) -> None:
         raise ConfigError(attribute.name, f"must be a positive number of seconds up to 1e9, got {value!r:.80}")
 
 
+def _share(_: object, attribute: Any, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ConfigError(attribute.name, f"must be a share in [0, 1], got {value!r:.80}")
+
+
 def _bool(_: object, attribute: Any, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(attribute.name, f"must be True or False, got {value!r}")
@@ -114,6 +119,10 @@ class OffloadConfig:
     """A launched copy without an end after this long is quarantined."""
     close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
     """How long closing waits for copies in flight before it quarantines them."""
+    max_pinned_share: float = attrs.field(default=0.5, validator=_share)
+    """The share of each tier's blocks that `pin` may keep; what requests and transfers pin is not counted."""
+    max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
+    """The share of the device's blocks that prefetches under way may take."""
 
     def __attrs_post_init__(self) -> None:
         if not self.groups:

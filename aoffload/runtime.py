@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 from weakref import WeakValueDictionary, ref
 
 import anyio
@@ -33,6 +33,7 @@ from .errors import (
     WrongState,
     WrongThread,
 )
+from .keeping import Identity, PendingDemotion, PendingPrefetch, PinScope, time_to_live
 from .prefix import KeySpan, Prefix, Roots, TokenIds
 from .request import Request, RequestOptions
 from .telemetry import Telemetry
@@ -176,6 +177,8 @@ class OffloadRuntime:
             request._wake()
         for holding in tuple(self.ledger.holdings.values()):  # abandoned, and nobody has got round to it yet
             self._release(holding, "abandoned")
+        self.ledger.drop_pins()
+        self.ledger.cancel_errands()
 
     def _check_usable(self) -> None:
         if self._process_id and os.getpid() != self._process_id:
@@ -256,7 +259,43 @@ class OffloadRuntime:
         self._check_usable()
         return self.ledger.lookup(self._prefix(token_ids, cache_salt, adapter_key, key_spans))
 
-    def _prefix(self, token_ids: TokenIds, cache_salt: Any, adapter_key: Any, key_spans: Iterable[KeySpan]) -> Prefix:
+    def pin(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> PinScope:
+        """A `with` block in which what is cached of a prompt on entering stays cached, for at most `ttl_s`."""
+        self._check_usable()
+        return PinScope(self, self._prefix(token_ids, **identity), time_to_live(ttl_s))
+
+    async def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
+        """Bring what is in host memory of a prompt onto the device; how many of its tokens are there then.
+
+        Best effort: takes only room that nobody waits for, and never raises for a failed copy. Cancelled, it gives up
+        what was not launched yet.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        with self.prefetch_nowait(token_ids, **identity) as pending:
+            return await pending.wait()
+
+    def prefetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingPrefetch:
+        """As `prefetch`, but goes on by itself."""
+        self._check_usable()
+        return PendingPrefetch(self, self._prefix(token_ids, **identity))
+
+    async def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
+        """Send a prompt from the device to host memory; how many device blocks that gave back.
+
+        What is pinned, what other cached prompts go on from, and what the host has no room for stays.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        with self.demote_nowait(token_ids, **identity) as pending:
+            return await pending.wait()
+
+    def demote_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingDemotion:
+        """As `demote`, but goes on by itself."""
+        self._check_usable()
+        return PendingDemotion(self, self._prefix(token_ids, **identity))
+
+    def _prefix(
+        self, token_ids: TokenIds, cache_salt: Any = None, adapter_key: Any = None, key_spans: Iterable[KeySpan] = ()
+    ) -> Prefix:
         return Prefix.of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
 
     def _admit(self, request: Request, prefix: Prefix, options: RequestOptions) -> Holding:
@@ -278,8 +317,12 @@ class OffloadRuntime:
 
     def _abandon(self, holding: Holding) -> None:
         """Called by a request's finaliser: in any thread, or in this one in the middle of changing the ledger."""
+        self._call_later(lambda: None if holding.is_over else self._release(holding, "abandoned"))
+
+    def _call_later(self, function: Callable[[], None]) -> None:
+        """For finalisers: see `_abandon`."""
         if self._is_open and os.getpid() == self._process_id:
-            self.worker.call_soon(lambda: None if holding.is_over else self._release(holding, "abandoned"))
+            self.worker.call_soon(function)
 
     # -- computing ------------------------------------------------------------------------------------------------
 

@@ -9,14 +9,19 @@ from typing import Any, Concatenate, ParamSpec
 
 import structlog
 
+from .core.errands import Demotion, Errand, Prefetch
 from .core.holding import Holding
 from .core.jobs import Job
-from .core.lifecycle import JobState, RequestState
+from .core.keeping import Pin
+from .core.lifecycle import ErrandState, JobState, PinState, RequestState
 
 __all__ = ["Telemetry", "default_logger"]
 
 _REQUEST_EVENTS = {state: f"request_{state.value}" for state in RequestState}
 _JOB_EVENTS = {state: f"job_{state.value}" for state in JobState}
+_PIN_EVENTS = {state: f"pin_{state.value}" for state in PinState}
+_PREFETCH_EVENTS = {state: f"prefetch_{state.value}" for state in ErrandState}
+_DEMOTION_EVENTS = {state: f"demotion_{state.value}" for state in ErrandState}
 
 
 Arguments = ParamSpec("Arguments")
@@ -110,6 +115,20 @@ class Telemetry:
     @_harmless
     def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None:
         self.logger.debug("store_skipped", request_id=holding.request_id, num_blocks=num_blocks, reason=reason)
+
+    @_harmless
+    def pin_moved(self, pin: Pin, old: PinState) -> None:
+        log = self.logger.info if pin.state in (PinState.YIELDED, PinState.DROPPED) else self.logger.debug
+        log(_PIN_EVENTS[pin.state], pin_id=pin.pin_id, num_tokens=pin.match.num_tokens)
+
+    @_harmless
+    def errand_moved(self, errand: Errand, old: ErrandState) -> None:
+        name = errand.holding.request_id
+        if isinstance(errand, Prefetch):
+            event, num_tokens = _PREFETCH_EVENTS[errand.state], errand.num_tokens
+            self.logger.debug(event, request_id=name, num_blocks=errand.num_blocks, num_tokens=num_tokens)
+        elif isinstance(errand, Demotion):
+            self.logger.debug(_DEMOTION_EVENTS[errand.state], request_id=name, num_blocks=errand.num_blocks)
 
     @_harmless
     def transport_stalled(self, num_jobs: int) -> None:

@@ -112,13 +112,24 @@ class CopyWorker:
         self._in_flight[plan.job_id] = InFlight(num_bytes, deadline)
         self._num_bytes += num_bytes
         if len(self._in_flight) == 1:
-            self._sleep.deadline = deadline  # it had none while nothing was in flight
+            self._wake_by(deadline)  # it may have had none while nothing was in flight
         try:
             self.transport.launch(plan, job.after)
         except TransferRefused as error:
             self.deliver(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
         except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what was started, the engine goes on
             self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
+
+    def watch(self, expires_at: float) -> None:
+        """See to it that a pin that was just taken lapses in time."""
+        if self._has_ended:
+            self._tell(self.ledger.drop_pins)  # nobody looks at deadlines any more
+        else:
+            self._wake_by(expires_at)
+
+    def _wake_by(self, deadline: float) -> None:
+        if deadline < self._sleep.deadline:
+            self._sleep.deadline = deadline
 
     # -- completions ----------------------------------------------------------------------------------------------
 
@@ -223,6 +234,7 @@ class CopyWorker:
             finally:
                 self._has_ended = True
                 self.drain()  # what it was woken for and didn't get round to: nobody signals twice
+                self._tell(self.ledger.drop_pins)
 
     async def _work(self) -> None:
         while True:
@@ -238,7 +250,8 @@ class CopyWorker:
         self.stop("the worker failed")
 
     def _next_deadline(self) -> float:
-        return next(iter(self._in_flight.values())).deadline if self._in_flight else float("inf")
+        transfers = next(iter(self._in_flight.values())).deadline if self._in_flight else float("inf")
+        return min(transfers, self.ledger.next_lapse)
 
     def _check_deadlines(self) -> None:
         now = self._clock()
@@ -246,6 +259,7 @@ class CopyWorker:
         if late:
             self.telemetry.transport_stalled(len(late))
             self.give_up(late, "no end within transfer_timeout_s")
+        self._tell(self.ledger.lapse, now)
 
     async def wait_idle(self) -> None:
         """Wait until nothing is queued or in flight."""

@@ -6,6 +6,7 @@ Many are the incidents that the project was founded on, put back in. A checker i
 from __future__ import annotations
 
 from .mutants_cache import CACHE_MUTANTS
+from .mutants_keeping import KEEPING_MUTANTS
 from .mutants_line import LINE_MUTANTS
 from .mutants_shell import SHELL_MUTANTS
 from .mutants_transfers import TRANSFER_MUTANTS
@@ -14,4 +15,6 @@ from .planting import Mutant
 
 __all__ = ["MUTANTS"]
 
-MUTANTS: tuple[Mutant, ...] = CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS + WINDOW_MUTANTS
+MUTANTS: tuple[Mutant, ...] = (
+    CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS + WINDOW_MUTANTS + KEEPING_MUTANTS
+)

@@ -189,8 +189,8 @@ _WAKING = (
     Mutant(
         "no pump after quarantine",
         LEDGER,
-        "        wakes = self._loads.conclude_all(over)\n        self.admission.pump()\n",
-        "        wakes = self._loads.conclude_all(over)\n"
+        "        wakes += self._loads.conclude_all(requests)\n        self.admission.pump()\n",
+        "        wakes += self._loads.conclude_all(requests)\n"
         "        if not any(job.job_id in self.jobs.quarantined for job in jobs):\n"
         "            self.admission.pump()\n",
         "quarantine serves the line",

@@ -165,7 +165,7 @@ _WORKER = (
     Mutant(
         "deadline of a transfer not armed",
         WORKER,
-        "            self._sleep.deadline = deadline  # it had none while nothing was in flight\n",
+        "            self._wake_by(deadline)  # it may have had none while nothing was in flight\n",
         "            pass\n",
         "no hang: a transfer without an end is given up",
     ),

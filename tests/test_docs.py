@@ -18,7 +18,7 @@ import torch
 import aoffload
 import aoffload.testing
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Request, telemetry
-from aoffload.core.lifecycle import JOB_MOVES, REQUEST_MOVES
+from aoffload.core.lifecycle import ERRAND_MOVES, JOB_MOVES, PIN_MOVES, REQUEST_MOVES
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aoffload"
@@ -90,6 +90,16 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in sorted(named) if not any((at / name).exists() for at in (ROOT, PACKAGE))] == []
 
 
+def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
+    """The program in docs/keeping.md is whole, and the block behind it is its output."""
+    page = ROOT / "docs/keeping.md"
+    (code,), (shown,) = code_blocks(page, "python"), code_blocks(page, "text")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "keeping.md", "exec"), {"__name__": "keeping_page"})
+    assert printed.getvalue() == shown
+
+
 def test_readme_code_runs_and_prints_what_it_says() -> None:
     """The ten-line use is a whole program, and the block behind it is its output."""
     (code,) = code_blocks(README, "python")
@@ -117,6 +127,9 @@ def test_every_event_has_a_row() -> None:
     moves = {state.value for targets in REQUEST_MOVES.values() for state in targets}
     written = {f"request_{state}" for state in moves}
     written |= {f"job_{state.value}" for targets in JOB_MOVES.values() for state in targets}  # type: ignore[union-attr]
+    written |= {f"pin_{state.value}" for targets in PIN_MOVES.values() for state in targets}  # type: ignore[union-attr]
+    errands = {state.value for targets in ERRAND_MOVES.values() for state in targets}  # type: ignore[union-attr]
+    written |= {f"{kind}_{state}" for kind in ("prefetch", "demotion") for state in errands}
     for call in ast.walk(ast.parse(inspect.getsource(telemetry))):
         if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
             name = call.args[0].value

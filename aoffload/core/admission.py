@@ -30,6 +30,8 @@ class Admission:
     moves: Moves
     others_hold_room: Callable[[], bool]
     """Whether anybody who does not wait holds device blocks (and will let go of them some day)."""
+    yield_pin: Callable[[], bool] = lambda: False
+    """Ends a pin that keeps device blocks; whether there was one. Only asked where nobody else could make room."""
     line: Line = attrs.field(factory=Line)
     _promised: int = 0
     """The capacity that everybody in the line was checked against."""
@@ -223,8 +225,12 @@ class Admission:
             if not self._serve_extension(self.line.extending[0]):
                 break
         while self.line.allocating and not self.line.extending:
-            if not self._serve_allocation(self.line.allocating[0]):
+            if not self._serve_allocation(self.line.allocating[0]) and not self._make_pins_yield():
                 return
+
+    def _make_pins_yield(self) -> bool:
+        """Whether a pin has ended for who is first in line: pins promise nothing to whom nobody else can make room."""
+        return not self.others_hold_room() and self.yield_pin()
 
     def _serve_extension(self, waiter: Waiter) -> bool:
         """Whether the head of the extensions is over, one way or the other."""
@@ -237,6 +243,8 @@ class Admission:
             return True
         if self.others_hold_room():
             return False
+        if self.yield_pin():
+            return True  # looked at again: there may be room now
         # Only waiters hold room: nobody will ever let go. The one that came last has the least to lose.
         youngest = self.line.extending.pop()
         youngest.fail(OutOfBlocks(self.num_missing(youngest.holding, youngest.num_units), self.room, retryable=True))

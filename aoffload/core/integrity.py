@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import IntegrityError
 from .cache import UNPUBLISHABLE, PrefixCache
@@ -11,6 +11,7 @@ from .groups import Band
 from .holding import Holding
 from .index import NUM_TIERS, Run
 from .jobs import JobBook
+from .keeping import Pin
 from .lease import Lease
 from .plan import Tier
 from .table import BlockTable
@@ -19,10 +20,12 @@ from .waiting import Line
 __all__ = ["check_integrity"]
 
 
-def check_integrity(cache: PrefixCache, jobs: JobBook, line: Line, holdings: Iterable[Holding]) -> None:
+def check_integrity(
+    cache: PrefixCache, jobs: JobBook, line: Line, holdings: Iterable[Holding], pins: Sequence[Pin] = ()
+) -> None:
     """Raise `IntegrityError` naming the first law that does not hold. Costs a look at every block."""
     held = tuple(holdings)
-    leases = list(_leases(held, jobs))
+    leases = list(_leases((*held, *pins), jobs))
     runs = _runs(cache, leases)
     num_after = Counter(run.before for run in runs if run.before is not None and run.epoch == run.before.epoch)
     for run in runs:
@@ -44,9 +47,9 @@ def _demand(law: bool, message: str, *about: object) -> None:
         raise IntegrityError(f"{message}: {', '.join(map(repr, about))}")
 
 
-def _leases(holdings: tuple[Holding, ...], jobs: JobBook) -> Iterator[Lease]:
-    for holding in holdings:
-        yield from holding.all_leases()
+def _leases(owners: tuple[Holding | Pin, ...], jobs: JobBook) -> Iterator[Lease]:
+    for owner in owners:
+        yield from owner.all_leases()
     for job in jobs.unsettled.values():
         yield job.source_lease
         yield job.destination_lease

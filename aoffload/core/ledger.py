@@ -21,16 +21,18 @@ from .arguments import check_completion, check_int, check_tier
 from .blocks import DevicePool, ExtentPool, FreeList
 from .cache import UNPUBLISHABLE, PrefixCache
 from .commits import Commits
+from .errands import Demotion, Errand, Errands, Prefetch
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .groups import KVCacheGroup, Layout
 from .holding import Extension, Holding
 from .integrity import check_integrity
 from .jobs import Job, JobBook
-from .lifecycle import Moves, NullObserver, Observer, RequestState, require
+from .keeping import Keeping, Pin
+from .lifecycle import Moves, NullObserver, Observer, PinState, RequestState, require
 from .loads import Loads, require_no_holes
 from .matching import PrefixMatch, find_hit
 from .pins import Pins
-from .plan import Completion, Tier, TransferPlan
+from .plan import Completion, Outcome, Tier, TransferPlan
 from .policy import store_policy_of
 from .preemption import Preemption, Preemptions
 from .stores import Stores
@@ -52,6 +54,8 @@ class LedgerStatistics:
     num_waiting: int
     num_jobs: int
     num_late_completions: int
+    num_pins: int
+    """Pins that are held: those of `pin`, not those of requests."""
 
 
 class Ledger:
@@ -87,7 +91,9 @@ class Ledger:
         self._moves = Moves(observer if observer is not None else NullObserver())
         self._pins = Pins(self.cache)
         self.jobs = JobBook(self.cache, self._moves, units_per_job)
-        self.admission = Admission(self.cache, self._pins, self._moves, self._others_hold_room)
+        self._keeping = Keeping(self.cache, self._moves, config.max_pinned_share)
+        yield_pin = self._keeping.yield_one
+        self.admission = Admission(self.cache, self._pins, self._moves, self._others_hold_room, yield_pin)
         self._loads = Loads(self.cache, self._pins, self._moves, self.jobs, self.admission)
         policy = store_policy_of(config.store_policy)
         stores = Stores(self.cache, self.jobs, self._moves)
@@ -95,6 +101,8 @@ class Ledger:
         self._preemptions = Preemptions(
             self.cache, self._pins, self._moves, self.jobs, stores, self.admission, self._loads
         )
+        share = config.max_prefetch_share
+        self._errands = Errands(self.cache, self._pins, self._moves, self._loads, stores, self.admission, share)
         self._num_admitted = 0
 
     def __repr__(self) -> str:
@@ -216,7 +224,11 @@ class Ledger:
         over = self._loads.settled(jobs)
         if also is not None and also.load is not None and also not in over:
             over.append(also)
-        wakes = self._loads.conclude_all(over)
+        if any(job.completion is not None and job.completion.outcome is Outcome.CORRUPT for job in jobs):
+            self._keeping.renew()
+        requests = [holding for holding in over if holding not in self._errands.under_way]
+        wakes = self._errands.conclude([holding for holding in over if holding not in requests])
+        wakes += self._loads.conclude_all(requests)
         self.admission.pump()
         for wake in wakes:
             wake()
@@ -239,6 +251,8 @@ class Ledger:
         # Who is over but still computes in a step has read them, too; it is only no longer there to be aborted.
         readers = (*self.holdings.values(), *self._closing)
         tainted = self._commits.invalidate(holding, from_token, readers)
+        self._keeping.renew()
+        self.admission.pump()
         return tuple(reader for reader in tainted if not reader.is_over)
 
     @contextmanager
@@ -308,15 +322,68 @@ class Ledger:
         self._preemptions.resume(self._own(holding))
         self.admission.pump()
 
+    # -- what no request asks for ---------------------------------------------------------------------------------
+
+    def pin(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
+        """Keep what is cached of `prefix` where it is, until `unpin`, or until `lapse` is told of a time from
+        `expires_at` on. `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
+        return self._keeping.pin(TokenSequence(prefix, self.layout.unit_tokens), expires_at, self)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin. One that has ended by itself is left as it is; ending it twice raises."""
+        if not isinstance(pin, Pin) or pin.ledger is not self:
+            raise InvalidArgument("pin", f"was not made by this ledger: {pin!r:.80}")
+        if pin.state in (PinState.HELD, PinState.RELEASED):
+            self._keeping.end(pin, PinState.RELEASED)
+            self.admission.pump()
+
+    @property
+    def next_lapse(self) -> float:
+        """When the first pin lapses; infinity without one."""
+        return self._keeping.next_lapse
+
+    def lapse(self, now: float) -> None:
+        """End the pins that expire at `now` or before."""
+        if self._keeping.lapse(now):
+            self.admission.pump()
+
+    def drop_pins(self) -> None:
+        """End every pin, whoever holds it."""
+        self._keeping.end_all(PinState.DROPPED)
+        self.admission.pump()
+
+    def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
+        """Start bringing onto the device what a request for `prefix` would load: its `plans` have to be launched."""
+        return self._errands.prefetch(TokenSequence(prefix, self.layout.unit_tokens), wake, self)
+
+    def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
+        """Start sending `prefix` from the device to the host: its `plans` have to be launched."""
+        return self._errands.demote(TokenSequence(prefix, self.layout.unit_tokens), wake, self)
+
+    def cancel(self, errand: Errand) -> None:
+        """Wait for a prefetch or a demotion no more. One that is over is left as it is."""
+        if not isinstance(errand, Errand) or errand.holding.ledger is not self:
+            raise InvalidArgument("errand", f"was not begun by this ledger: {errand!r:.80}")
+        if not errand.is_over:
+            self._settled(self._errands.cancel(errand))
+            errand.wake()
+
+    def cancel_errands(self) -> None:
+        for errand in tuple(self._errands.under_way.values()):
+            self.cancel(errand)
+
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def reset(self, tier: Tier | None = None) -> None:
         """Forget everything cached, or what one tier holds. Live requests keep their blocks; unless it was a lower tier
-        alone, they publish and store nothing any more."""
+        alone, they publish and store nothing any more. Every pin ends."""
+        if tier is not None:
+            check_tier("tier", tier)
+        self._keeping.end_all(PinState.DROPPED)
         if tier is None:
             self.cache.reset()
         else:
-            self._reset_tier(check_tier("tier", tier))
+            self._reset_tier(tier)
         self.admission.pump()
 
     def _reset_tier(self, tier: Tier) -> None:
@@ -331,11 +398,13 @@ class Ledger:
         device, host = (tier.statistics() for tier in self.cache.tiers)
         line = self.admission.line
         waiting = len(line.extending) + len(line.allocating)
-        return LedgerStatistics(device, host, len(self.holdings), waiting, len(self.jobs.unsettled), self.jobs.num_late)
+        num_jobs, num_pins = len(self.jobs.unsettled), len(self._keeping.pins)
+        return LedgerStatistics(device, host, len(self.holdings), waiting, num_jobs, self.jobs.num_late, num_pins)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block is in exactly one hand and every reference is a lease's."""
-        check_integrity(self.cache, self.jobs, self.admission.line, (*self.holdings.values(), *self._closing))
+        owners = (*self.holdings.values(), *self._closing, *self._errands.under_way)
+        check_integrity(self.cache, self.jobs, self.admission.line, owners, self._keeping.pins)
 
     def block_ids(self, holding: Holding) -> list[list[int]]:
         """The block table, one list per group."""

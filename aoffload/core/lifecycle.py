@@ -14,16 +14,22 @@ import attrs
 from ..errors import IllegalTransition, WrongState
 
 if TYPE_CHECKING:
+    from .errands import Errand
     from .holding import Holding
     from .jobs import Job
+    from .keeping import Pin
 
 __all__ = [
+    "ERRAND_MOVES",
     "JOB_MOVES",
+    "PIN_MOVES",
     "REQUEST_MOVES",
+    "ErrandState",
     "JobState",
     "Moves",
     "NullObserver",
     "Observer",
+    "PinState",
     "RequestState",
     "mermaid",
     "move",
@@ -51,9 +57,27 @@ class JobState(enum.Enum):
     DISCARDED = "discarded"
 
 
+class PinState(enum.Enum):
+    NEW = "new"
+    HELD = "held"
+    RELEASED = "released"
+    LAPSED = "lapsed"
+    YIELDED = "yielded"
+    DROPPED = "dropped"
+
+
+class ErrandState(enum.Enum):
+    NEW = "new"
+    MOVING = "moving"
+    DONE = "done"
+    CANCELLED = "cancelled"
+
+
 _R = RequestState
 _J = JobState
-State: TypeAlias = RequestState | JobState
+_P = PinState
+_E = ErrandState
+State: TypeAlias = RequestState | JobState | PinState | ErrandState
 
 REQUEST_MOVES: Mapping[State, frozenset[State]] = {
     _R.QUEUED: frozenset({_R.MATCHED, _R.ABORTED}),
@@ -73,14 +97,28 @@ JOB_MOVES: Mapping[State, frozenset[State]] = {
     _J.FAILED: frozenset(),
     _J.DISCARDED: frozenset(),
 }
-_MOVES: Mapping[State, frozenset[State]] = {**REQUEST_MOVES, **JOB_MOVES}
+PIN_MOVES: Mapping[State, frozenset[State]] = {
+    _P.NEW: frozenset({_P.HELD}),
+    _P.HELD: frozenset({_P.RELEASED, _P.LAPSED, _P.YIELDED, _P.DROPPED}),
+    _P.RELEASED: frozenset(),
+    _P.LAPSED: frozenset(),
+    _P.YIELDED: frozenset(),
+    _P.DROPPED: frozenset(),
+}
+ERRAND_MOVES: Mapping[State, frozenset[State]] = {
+    _E.NEW: frozenset({_E.MOVING, _E.DONE}),
+    _E.MOVING: frozenset({_E.DONE, _E.CANCELLED}),
+    _E.DONE: frozenset(),
+    _E.CANCELLED: frozenset(),
+}
+_MOVES: Mapping[State, frozenset[State]] = {**REQUEST_MOVES, **JOB_MOVES, **PIN_MOVES, **ERRAND_MOVES}
 
 
 class Stateful(Protocol):
     state: State
 
 
-def move(entity: Holding | Job, new: State) -> State:
+def move(entity: Holding | Job | Pin | Errand, new: State) -> State:
     """Move `entity` to `new` and return the state it left; an illegal move raises and changes nothing."""
     old = entity.state
     if new not in _MOVES[old]:
@@ -102,6 +140,8 @@ class Observer(Protocol):
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
     def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
     def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None: ...
+    def pin_moved(self, pin: Pin, old: PinState) -> None: ...
+    def errand_moved(self, errand: Errand, old: ErrandState) -> None: ...
 
 
 class NullObserver:
@@ -110,6 +150,8 @@ class NullObserver:
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
     def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
     def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None: ...
+    def pin_moved(self, pin: Pin, old: PinState) -> None: ...
+    def errand_moved(self, errand: Errand, old: ErrandState) -> None: ...
 
 
 @attrs.frozen
@@ -126,6 +168,12 @@ class Moves:
         old = move(job, state)
         self.observer.job_moved(job, old, reason)  # type: ignore[arg-type]
 
+    def pin(self, pin: Pin, state: PinState) -> None:
+        self.observer.pin_moved(pin, move(pin, state))  # type: ignore[arg-type]
+
+    def errand(self, errand: Errand, state: ErrandState) -> None:
+        self.observer.errand_moved(errand, move(errand, state))  # type: ignore[arg-type]
+
 
 def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
     """A table as a Mermaid state diagram."""
@@ -138,4 +186,4 @@ def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
 
 
 if __name__ == "__main__":
-    print(mermaid(REQUEST_MOVES), mermaid(JOB_MOVES), sep="\n\n")
+    print(*map(mermaid, (REQUEST_MOVES, JOB_MOVES, PIN_MOVES, ERRAND_MOVES)), sep="\n\n")

@@ -23,7 +23,7 @@ from .table import BlockTable, without
 from .waiting import Waiter, nobody, require_idle
 from .windows import slide
 
-__all__ = ["Loads", "has_holes", "require_no_holes"]
+__all__ = ["Loads", "coming", "has_holes", "require_no_holes"]
 
 _S = RequestState
 
@@ -60,7 +60,7 @@ class Loads:
         if not holding.num_units:
             raise WrongState(f"load: {holding} had to let go of its blocks, and they can never fit again: leave it")
         stop = self._load_stop(holding, limit)
-        jobs = self._start(holding, stop, wake) if stop > holding.published else []
+        jobs = self.start(holding, stop, wake) if stop > holding.published else []
         if holding.load is None and has_holes(holding):
             holding.load = Load(holding.published, wake)
         if holding.load is None:
@@ -80,14 +80,14 @@ class Loads:
         stop = min(holding.hit_stop, holding.num_units)
         return stop if max_tokens is None else min(stop, max_tokens // self.cache.layout.unit_tokens)
 
-    def _start(self, holding: Holding, stop: int, wake: Callable[[], object]) -> list[Job]:
+    def start(self, holding: Holding, stop: int, wake: Callable[[], object]) -> list[Job]:
         """Bring units `[published, stop)` onto the device: adopt what is there by now, wait for what is on its way,
         launch the rest. Only what nobody brings takes blocks of the holding's own; the others are given back.
 
         Nothing starts (and `holding.load` stays None) if the hit is gone: a block of it turned out to be corrupt."""
         layout, start = self.cache.layout, holding.published
         path = list(holding.leases[Tier.HOST].run.path())[::-1]
-        shared, on_its_way = self._on_its_way(path, start, stop)
+        shared, on_its_way = self.on_its_way(path, start, stop)
         stop = accepted(layout, path, self._held_stop(path, on_its_way, stop), tuple(Tier))
         if stop <= start or not self._fill_windows(holding, stop):
             return []
@@ -117,7 +117,7 @@ class Loads:
             table.fill(first, stop, self.cache.take(Tier.DEVICE, table.num_null(first, stop)))
         return True
 
-    def _on_its_way(self, path: list[Run], start: int, stop: int) -> tuple[list[Job], int]:
+    def on_its_way(self, path: list[Run], start: int, stop: int) -> tuple[list[Job], int]:
         """Jobs of others that bring the spine from `start` on, and up to where it is there with them."""
         if not self.cache.layout.spine.width:
             return [], stop
@@ -159,7 +159,7 @@ class Loads:
         for stretch in stretches(run, start, load.stop):
             part = stretch.run.part(Tier.DEVICE, band.number)
             first, stop = part.covered
-            shared.update(dict.fromkeys(_coming(part)))
+            shared.update(dict.fromkeys(coming(part)))
             lacking = without([range(first, stop)], stretch.start, stretch.stop)
             for units in without(lacking, stretch.start, stretch.stop):
                 self._give_up(holding, band, units.start, units.stop)
@@ -283,8 +283,8 @@ def require_no_holes(holding: Holding, call: str) -> None:
         raise WrongState(f"{call}: load the host hit of {holding} first, or decline it: load(max_tokens=0)")
 
 
-def _coming(part: Part) -> Iterator[Job]:
-    """The unsettled jobs that bring something to a part of a window."""
+def coming(part: Part) -> Iterator[Job]:
+    """The unsettled jobs that bring something to a part."""
     job = part.incoming
     while job is not None and not job.is_settled and job.stop > part.run.start:
         yield job

@@ -33,9 +33,9 @@ __all__ = ["Oracles"]
 CHANGING = (
     "admit", "allocate_nowait", "queue_allocation", "extend_nowait", "queue_extension", "accept", "withdraw",
     "plan_load", "abandon_load", "launch", "settle", "discard", "commit", "invalidate", "step", "release", "reset",
-    "preempt_nowait", "resume",
+    "preempt_nowait", "resume", "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel", "cancel_errands",
 )  # fmt: skip
-REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension")
+REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension", "pin")
 ENDING = ("settle", "discard")
 WAKING = ("queue_allocation", "queue_extension", "plan_load")
 

@@ -29,6 +29,8 @@ class Rest:
         pinned = (found.device.num_pinned, found.host.num_pinned)
         if (found.num_requests, found.num_waiting, found.num_jobs, *pinned) != (0, 0, 0, 0, 0):
             raise Violation("a leak", f"at rest: {found}")
+        if found.num_pins or self.runtime.ledger._errands.under_way:
+            raise Violation("a leak", f"at rest: {found.num_pins} pins, {list(self.runtime.ledger._errands.under_way)}")
         if len(self.runtime._requests):
             raise Violation("a leak", f"requests are still known: {list(self.runtime._requests)}")
 

@@ -44,6 +44,7 @@ CALLS: dict[str, tuple[str, Call]] = {
 """Every call about a request: what it calls itself when it is refused, and how it is made."""
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
+    "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel", "cancel_errands",
 }  # fmt: skip
 
 ALWAYS = "release block_ids"

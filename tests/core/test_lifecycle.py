@@ -14,10 +14,23 @@ from typing import Any
 import pytest
 from driving import Driven, prompt
 
-from aoffload.core.lifecycle import JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State, mermaid, move
+from aoffload.core.lifecycle import (
+    ERRAND_MOVES,
+    JOB_MOVES,
+    PIN_MOVES,
+    REQUEST_MOVES,
+    ErrandState,
+    JobState,
+    PinState,
+    RequestState,
+    State,
+    mermaid,
+    move,
+)
 from aoffload.errors import IllegalTransition, WrongState
 
 PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
+TABLES = {"request": REQUEST_MOVES, "job": JOB_MOVES, "pin": PIN_MOVES, "errand": ERRAND_MOVES}
 
 
 class Entity(SimpleNamespace):
@@ -27,7 +40,8 @@ class Entity(SimpleNamespace):
 
 def pairs(*, legal: bool) -> list[tuple[State, State]]:
     found: list[tuple[State, State]] = []
-    for moves, states in ((REQUEST_MOVES, RequestState), (JOB_MOVES, JobState)):
+    for moves in TABLES.values():
+        states = type(next(iter(moves)))
         found += [(old, new) for old, new in product(states, states) if (new in moves[old]) is legal]
     return found
 
@@ -52,7 +66,7 @@ def test_a_legal_move_happens(old: State, new: State) -> None:
     assert entity.state is new
 
 
-@pytest.mark.parametrize("moves", [REQUEST_MOVES, JOB_MOVES], ids=["request", "job"])
+@pytest.mark.parametrize("moves", TABLES.values(), ids=TABLES.keys())
 def test_a_table_is_whole(moves: Mapping[State, frozenset[State]]) -> None:
     """Every state has a row, every state but the first is reached, and some end."""
     states = set(type(next(iter(moves))))
@@ -140,6 +154,6 @@ def test_the_diagrams_in_the_documentation_are_the_tables() -> None:
     ).stdout
     shown = re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL)
     assert "\n".join(shown).strip() == printed.strip()
-    assert shown == [mermaid(moves) + "\n" for moves in (REQUEST_MOVES, JOB_MOVES)]
-    for state in (*RequestState, *JobState):
+    assert shown == [mermaid(moves) + "\n" for moves in TABLES.values()]
+    for state in (*RequestState, *JobState, *PinState, *ErrandState):
         assert f"| `{state.name}` |" in text, f"docs/lifecycle.md says nothing about {state.name}"

@@ -113,8 +113,11 @@ async def test_bad_token_ids(bad: Any) -> None:
         with pytest.raises(InvalidArgument, match="token_ids") as refused:
             engine.runtime.request(bad)
         assert refused.value.argument == "token_ids"
+        for call in (engine.runtime.lookup, engine.runtime.prefetch_nowait, engine.runtime.demote_nowait):
+            with pytest.raises(InvalidArgument, match="token_ids"):
+                call(bad)
         with pytest.raises(InvalidArgument, match="token_ids"):
-            engine.runtime.lookup(bad)
+            engine.runtime.pin(bad, 60)
         is_nothing = (
             isinstance(bad, (list, np.ndarray)) and not np.size(np.array(bad, dtype=object)) and np.ndim(bad) == 1
         )
@@ -529,6 +532,9 @@ def everything(runtime: OffloadRuntime, request: Any) -> list[Callable[[], Any]]
     return [
         lambda: runtime.request(A),
         lambda: runtime.lookup(A),
+        lambda: runtime.pin(A, 60),
+        lambda: runtime.prefetch_nowait(A),
+        lambda: runtime.demote_nowait(A),
         lambda: runtime.cancel("r1"),
         lambda: runtime.step([request]).__enter__(),
         lambda: runtime.commit_step([]),
@@ -563,6 +569,9 @@ async def test_use_before_opening_and_after_closing() -> None:
         async with runtime.request(A, "r1") as request:
             pass
     assert errors_of(everything(runtime, request)) == {"RuntimeClosed"}
+    for ask in (runtime.prefetch, runtime.demote):
+        with pytest.raises(RuntimeClosed):
+            await ask(A)
     for call in (runtime.flush, runtime.reset, waiting.__aenter__, request.allocate, request.load):
         with pytest.raises(RuntimeClosed):
             await call()

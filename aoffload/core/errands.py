@@ -1,0 +1,240 @@
+"""Errands: transfers that no request waits for. A prefetch brings a prompt onto the device, a demotion sends it away.
+
+An errand is a holding without a request: it is matched like one and its load is waited for like one, but it never
+stands in the line, computes nothing, and when its jobs are over it lets go of everything. What has landed is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from .admission import Admission
+from .cache import PrefixCache
+from .holding import Holding, Load
+from .index import NUM_TIERS, Run
+from .jobs import Job
+from .keeping import held_alone
+from .lifecycle import ErrandState, Moves
+from .loads import Loads, coming
+from .matching import find_hit
+from .pins import Pins
+from .plan import Tier, TransferPlan
+from .stores import Stores
+from .table import BlockTable
+from .tokens import TokenSequence
+
+__all__ = ["Demotion", "Errand", "Errands", "Prefetch"]
+
+_S = ErrandState
+
+
+@attrs.define(eq=False, repr=False)
+class Errand:
+    holding: Holding
+    wake: Callable[[], object]
+    """Called once it is over."""
+    state: ErrandState = ErrandState.NEW
+    plans: tuple[TransferPlan, ...] = ()
+    """To be launched. There may be none, and yet jobs of others to wait for."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.holding.request_id} {self.state.name}>"
+
+    def __str__(self) -> str:
+        return self.holding.request_id
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (_S.DONE, _S.CANCELLED)
+
+
+@attrs.define(eq=False, repr=False)
+class Prefetch(Errand):
+    num_blocks: int = 0
+    """Device blocks that it has taken: they count while it is under way."""
+    num_tokens: int = 0
+    """Tokens of the prompt on the device when it was over."""
+
+
+@attrs.define(eq=False, repr=False)
+class Demotion(Errand):
+    num_blocks: int = 0
+    """Device blocks that it has given back."""
+
+
+@attrs.define(eq=False)
+class Errands:
+    cache: PrefixCache
+    pins: Pins
+    moves: Moves
+    loads: Loads
+    stores: Stores
+    admission: Admission
+    max_share: float
+    under_way: dict[Holding, Errand] = attrs.field(factory=dict)
+    num_errands: int = 0
+    """How many there have ever been."""
+
+    # -- fetching -------------------------------------------------------------------------------------------------
+
+    def prefetch(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Prefetch:
+        """Bring what a request for `sequence` would load onto the device, as far as there is room that nobody wants."""
+        limit = (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
+        errand = Prefetch(self._holding("prefetch", sequence, limit, ledger), wake)
+        holding = errand.holding
+        self.pins.pin(holding)
+        if self._take_room(errand):
+            stop = holding.hit_stop
+            jobs = self.loads.start(holding, stop, lambda: None)
+            errand.num_blocks = sum(job.plan.num_blocks for job in jobs)
+            errand.plans = tuple(job.plan for job in jobs)
+        self._begin(errand)
+        return errand
+
+    def _take_room(self, errand: Prefetch) -> bool:
+        """Whether there is something to bring, and room for it: for all of it, or for its front."""
+        holding = errand.holding
+        for _ in range(2):
+            if holding.hit_stop <= holding.published or not self.admission.line.is_empty:
+                return False
+            first, excess = self._first_missing(holding), self._excess(holding)
+            if excess <= 0:
+                self._start_tables(holding, first)
+                return True
+            spine = self.cache.layout.spine.width
+            holding.hit_limit = holding.hit_stop - -(-excess // spine) if spine else 0
+            if holding.hit_limit <= first:
+                return False
+            self.pins.match_again(holding)
+        return False
+
+    def _first_missing(self, holding: Holding) -> int:
+        """Up to where the spine is on the device, or on its way there."""
+        path = list(holding.leases[Tier.HOST].run.path())[::-1]
+        return self.loads.on_its_way(path, holding.published, holding.hit_stop)[1]
+
+    def _excess(self, holding: Holding) -> int:
+        """Blocks that it would take beyond what may be had: beyond the room, or the share of all prefetches."""
+        layout, stop = self.cache.layout, holding.hit_stop
+        wanted = (stop - self._first_missing(holding)) * layout.spine.width
+        for band in layout.windows:
+            wanted += (stop - max(holding.published, band.first_needed(stop * band.unit_tokens))) * band.width
+        taken = sum(errand.num_blocks for errand in self.under_way.values() if isinstance(errand, Prefetch))
+        share = int(self.admission.capacity * self.max_share) - taken
+        return wanted - min(share, self.admission.room)
+
+    def _start_tables(self, holding: Holding, first: int) -> None:
+        """Tables with blocks only where nothing is, or comes: others must not be evicted for what is given back."""
+        stop = holding.num_units = holding.hit_stop
+        # They begin behind the device hit: nobody computes on what they would name before it.
+        holding.tables = tuple(BlockTable(band.width, start=holding.published) for band in self.cache.layout.bands)
+        for table in holding.tables:
+            table.append_null(stop)
+        spine = holding.tables[0]
+        spine.fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * spine.width))
+
+    # -- sending away ---------------------------------------------------------------------------------------------
+
+    def demote(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Demotion:
+        """Store what the host lacks of `sequence`, and free its device blocks once the host could serve it alone."""
+        errand = Demotion(self._holding("demotion", sequence, self._whole(sequence), ledger), wake)
+        leaving = self._leaving(sequence)
+        if leaving:
+            jobs = self._offer(errand.holding, leaving)
+            errand.plans = tuple(job.plan for job in jobs)
+            self._wait_for_stores(errand.holding)
+        self._begin(errand)
+        return errand
+
+    def _whole(self, sequence: TokenSequence) -> int:
+        return sequence.num_tokens // self.cache.layout.unit_tokens
+
+    def _leaving(self, sequence: TokenSequence) -> list[Run]:
+        """The runs at the end of the path that only `sequence` needs on the device, last first: nobody pins them,
+        nothing comes, and no other cached prompt goes on behind them."""
+        found: list[Run] = []
+        walked = list(self.cache.index.walk(sequence, self._whole(sequence)))
+        for run, agreed in reversed(walked):
+            parts = run.parts[Tier.DEVICE :: NUM_TIERS]
+            is_needed = any(part.num_references or part.incoming is not None for part in parts)
+            if agreed < run.stop or run.num_after > bool(found) or is_needed:
+                break
+            found.append(run)
+        return found if any(part.blocks for run in found for part in run.parts[Tier.DEVICE :: NUM_TIERS]) else []
+
+    def _offer(self, holding: Holding, leaving: list[Run]) -> list[Job]:
+        end = next(run for run in leaving if any(part.blocks for part in run.parts[Tier.DEVICE :: NUM_TIERS]))
+        lease = self.cache.lease(Tier.DEVICE, end, [end.stop for _ in self.cache.layout.windows])
+        holding.leases[Tier.DEVICE] = lease
+        jobs = self.stores.offer(holding, leaving[-1].start, with_windows=True)
+        self.cache.release(holding.leases.pop(Tier.DEVICE))  # the jobs have leases of their own
+        return jobs
+
+    def _wait_for_stores(self, holding: Holding) -> None:
+        """Wait for whatever comes into the host on its path, whoever has begun it."""
+        jobs: dict[Job, None] = {}
+        for run, _ in self.cache.index.walk(holding.sequence, holding.hit_limit):
+            for part in run.parts[Tier.HOST :: NUM_TIERS]:
+                jobs.update(dict.fromkeys(coming(part)))
+        if jobs:
+            holding.load = Load(holding.hit_limit, lambda: None, set(jobs))
+            for job in jobs:
+                job.claims[holding] = None
+
+    def _free(self, errand: Demotion) -> None:
+        """Give back what is still unpinned. What the host had no room for stays, and with it what lies before it: a
+        demotion loses nothing that could hit."""
+        cache, sequence = self.cache, errand.holding.sequence
+        if errand.holding.epoch != cache.epoch:
+            return
+        hit = find_hit(cache.index, sequence, cache.layout, errand.holding.hit_limit)
+        if held_alone(cache, hit, Tier.HOST) < hit.stop:
+            return
+        device = cache.tiers[Tier.DEVICE]
+        for run in self._leaving(sequence):
+            for part in run.parts[Tier.DEVICE :: NUM_TIERS]:
+                if part.blocks:
+                    errand.num_blocks += len(part.blocks)
+                    device.trim(part, part.stop - part.first)
+            cache.tidy(run)
+
+    # -- both -----------------------------------------------------------------------------------------------------
+
+    def _holding(self, kind: str, sequence: TokenSequence, limit: int, ledger: object) -> Holding:
+        self.num_errands += 1
+        name = f"{kind}-{self.num_errands}"
+        return Holding(name, sequence, self.cache.epoch, self.num_errands, limit, 1, ledger=ledger)
+
+    def _begin(self, errand: Errand) -> None:
+        holding = errand.holding
+        if holding.load is None or not holding.load.jobs:
+            self._end(errand, _S.DONE)
+            return
+        self.under_way[holding] = errand
+        self.moves.errand(errand, _S.MOVING)
+
+    def conclude(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
+        """End the errands whose jobs are over; whom to wake once the line was served."""
+        errands = [self.under_way[holding] for holding in holdings]
+        for errand in errands:
+            self._end(errand, _S.DONE)
+        return [errand.wake for errand in errands]
+
+    def cancel(self, errand: Errand) -> list[Job]:
+        """Wait for nothing any more; the jobs that were given up. Launched ones go on, and so do stores."""
+        settled = self.loads.abandon(errand.holding)
+        self._end(errand, _S.CANCELLED)
+        return settled
+
+    def _end(self, errand: Errand, state: ErrandState) -> None:
+        self.under_way.pop(errand.holding, None)
+        self.pins.let_go(errand.holding)
+        if isinstance(errand, Demotion) and state is _S.DONE:
+            self._free(errand)
+        if isinstance(errand, Prefetch):
+            sequence, layout = errand.holding.sequence, self.cache.layout
+            hit = find_hit(self.cache.index, sequence, layout, (sequence.num_tokens - 1) // layout.unit_tokens)
+            errand.num_tokens = hit.device_stop * layout.unit_tokens
+        self.moves.errand(errand, state)

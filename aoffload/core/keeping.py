@@ -1,0 +1,225 @@
+"""Keeping: pins that a program asks for, so that what is cached of a prompt stays cached until they end.
+
+A pin owns leases, as a request does, but it is nobody's room: it computes nothing and waits for nothing. So it may
+never be what a request waits for in vain. Two rules see to that. All pins together keep at most a share of each tier,
+and where nobody but pins could make room for the first in line, a pin that keeps some ends now (YIELDED).
+
+Pins end by their deadlines too. The core has no clock: who drives it looks at `next_lapse` and calls `lapse`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator
+
+import attrs
+
+from ..errors import InvalidArgument, OutOfBlocks
+from .cache import PrefixCache
+from .index import NUM_TIERS, Part, stretches
+from .lease import Lease
+from .lifecycle import Moves, PinState
+from .matching import NO_MATCH, Hit, PrefixMatch, accepted, find_hit, present_stop
+from .plan import Tier
+from .tokens import TokenSequence
+
+__all__ = ["Keeping", "Pin", "held_alone"]
+
+_S = PinState
+
+
+@attrs.define(eq=False, repr=False)
+class Pin:
+    """What `Ledger.pin` returns; ended by `Ledger.unpin`, its deadline, or one of the rules above. Once."""
+
+    pin_id: int
+    sequence: TokenSequence
+    expires_at: float
+    """By the clock of whoever calls `Ledger.lapse`."""
+    ledger: object
+    state: PinState = PinState.NEW
+    match: PrefixMatch = NO_MATCH
+    """What it keeps, or has kept."""
+    leases: list[Lease] = attrs.field(factory=list)
+
+    def __repr__(self) -> str:
+        return f"<Pin {self.pin_id} {self.state.name} {self.match.num_tokens} tokens>"
+
+    def __str__(self) -> str:
+        return f"pin {self.pin_id}"
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether its time was over before it was released."""
+        return self.state is PinState.LAPSED
+
+    def all_leases(self) -> list[Lease]:
+        return self.leases
+
+
+@attrs.frozen
+class _Wish:
+    """A lease to be taken: of `tier`, up to unit `stop`; of the windows from `starts` on."""
+
+    tier: Tier
+    stop: int
+    starts: list[int]
+
+
+@attrs.define(eq=False)
+class Keeping:
+    cache: PrefixCache
+    moves: Moves
+    max_share: float
+    pins: list[Pin] = attrs.field(factory=list)
+    """Those that are held, the one that ends first in front: the only deadlines there are."""
+    num_pins: int = 0
+    """How many there have ever been."""
+
+    # -- beginning and end ----------------------------------------------------------------------------------------
+
+    def pin(self, sequence: TokenSequence, expires_at: float, ledger: object) -> Pin:
+        """Keep what is cached of `sequence`, to its last whole unit; `OutOfBlocks` beyond the share changes nothing."""
+        _check_time("expires_at", expires_at)
+        limit = sequence.num_tokens // self.cache.layout.unit_tokens
+        hit, wishes = self._wishes(sequence, limit)
+        self._check_share(hit, wishes)
+        self.num_pins += 1
+        pin = Pin(self.num_pins, sequence, expires_at, ledger)
+        self._take(pin, hit, wishes)
+        insort(self.pins, pin, key=lambda held: held.expires_at)
+        self.moves.pin(pin, _S.HELD)
+        return pin
+
+    def end(self, pin: Pin, state: PinState) -> None:
+        """Let go of what `pin` keeps. The caller pumps."""
+        self.moves.pin(pin, state)  # first: twice is refused with nothing changed
+        self.pins.remove(pin)
+        self._let_go(pin)
+
+    def end_all(self, state: PinState) -> None:
+        for pin in tuple(self.pins):
+            self.end(pin, state)
+
+    @property
+    def next_lapse(self) -> float:
+        """When the first pin lapses; infinity without one."""
+        return self.pins[0].expires_at if self.pins else math.inf
+
+    def lapse(self, now: float) -> bool:
+        """End every pin whose time is over; whether any."""
+        _check_time("now", now)
+        before = len(self.pins)
+        while self.pins and self.pins[0].expires_at <= now:
+            self.end(self.pins[0], _S.LAPSED)
+        return len(self.pins) < before
+
+    def yield_one(self) -> bool:
+        """End the first pin to end of those that keep device blocks from others; whether there was one."""
+        kept = Counter(part for pin in self.pins for part in _counted(pin))
+        for pin in self.pins:
+            if any(kept[part] == part.num_references for part in _counted(pin)):
+                self.end(pin, _S.YIELDED)
+                return True
+        return False
+
+    def renew(self) -> None:
+        """Some of what is cached turned out to be wrong: keep what is right, and no room for what is not."""
+        for pin in self.pins:
+            if any(part.condemned is not None for lease in pin.leases for part in _parts(lease)):
+                limit = pin.match.num_tokens // self.cache.layout.unit_tokens
+                self._let_go(pin)
+                self._take(pin, *self._wishes(pin.sequence, limit))
+
+    # -- what it takes --------------------------------------------------------------------------------------------
+
+    def _wishes(self, sequence: TokenSequence, limit: int) -> tuple[Hit, list[_Wish]]:
+        """The hit, and the leases that keep it: in each tier as far as it holds something of it."""
+        cache = self.cache
+        hit = find_hit(cache.index, sequence, cache.layout, limit)
+        ends: list[tuple[Tier, int]] = []
+        if hit.stop > hit.device_stop:
+            ends.append((Tier.HOST, hit.stop))
+            if cache.layout.windows:  # what the device holds behind where it alone could go on
+                ends.append((Tier.DEVICE, hit.stop))
+        elif (host_stop := held_alone(cache, hit, Tier.HOST)) > 0:
+            ends.append((Tier.HOST, host_stop))
+        if hit.device_stop:
+            ends.append((Tier.DEVICE, hit.device_stop))
+        # The same prompt again has to compute its last token: its windows begin where a shorter hit needs them.
+        again = (sequence.num_tokens - 1) // cache.layout.unit_tokens
+        return hit, [_Wish(tier, stop, self._starts(min(stop, again))) for tier, stop in ends]
+
+    def _starts(self, stop: int) -> list[int]:
+        return [band.first_needed(stop * band.unit_tokens) for band in self.cache.layout.windows]
+
+    def _take(self, pin: Pin, hit: Hit, wishes: list[_Wish]) -> None:
+        unit = self.cache.layout.unit_tokens
+        pin.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+        if not wishes:
+            return
+        # Exactly what is there is pinned: what is published behind it later is its publisher's.
+        last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
+        for wish in wishes:
+            run = next(run for run in last.path() if run.start < wish.stop)
+            pin.leases.append(self.cache.lease(wish.tier, self.cache.cut(run, wish.stop), wish.starts))
+
+    def _let_go(self, pin: Pin) -> None:
+        for lease in pin.leases:
+            self.cache.release(lease)
+        pin.leases.clear()
+
+    # -- the share ------------------------------------------------------------------------------------------------
+
+    def _check_share(self, hit: Hit, wishes: list[_Wish]) -> None:
+        for tier in self.cache.tiers:
+            leases = [lease for pin in self.pins for lease in pin.leases if lease.tier is tier.tier]
+            kept = {part for lease in leases for part in _parts(lease)}
+            bound = int(tier.pool.num_blocks * self.max_share)
+            num_kept = sum(len(part.blocks) for part in kept)
+            added = self._num_added(hit, [wish for wish in wishes if wish.tier is tier.tier], kept)
+            if num_kept + added > bound:
+                raise OutOfBlocks(added, max(0, bound - num_kept), retryable=added <= bound)
+
+    def _num_added(self, hit: Hit, wishes: list[_Wish], kept: set[Part]) -> int:
+        """Blocks of one tier that no pin keeps so far."""
+        wanted: dict[Part, range] = {}
+        for wish in wishes:
+            for band, start in zip(self.cache.layout.bands, (0, *wish.starts), strict=True):
+                for over in stretches(hit.path[-1], start, wish.stop):
+                    part = over.run.part(wish.tier, band.number)
+                    first, stop = max(over.start, part.first), min(over.stop, part.stop)
+                    if part not in kept and first < stop:
+                        before = wanted.get(part, range(first, stop))
+                        wanted[part] = range(min(first, before.start), max(stop, before.stop))
+        return sum(len(units) * part.width for part, units in wanted.items())
+
+
+def held_alone(cache: PrefixCache, hit: Hit, tier: Tier) -> int:
+    """Up to where `tier` alone could serve what `hit` has found."""
+    stop = present_stop(hit.path, tier, 0, hit.stop) if cache.layout.spine.width else hit.stop
+    return accepted(cache.layout, hit.path, stop, (tier,))
+
+
+def _parts(lease: Lease) -> Iterator[Part]:
+    """Every part that `lease` pins: of the spine all, of a window from its start on."""
+    for run in lease.run.path():
+        yield run.parts[lease.tier]
+        for part, start in zip(run.parts[NUM_TIERS + lease.tier :: NUM_TIERS], lease.starts, strict=True):
+            if run.start >= start:
+                yield part
+
+
+def _counted(pin: Pin) -> Iterator[Part]:
+    """The parts on whose references its device leases count: what nobody but pins refers to, only they keep."""
+    for lease in pin.leases:
+        if lease.tier is Tier.DEVICE:
+            yield lease.run.parts[Tier.DEVICE]
+            yield from (part for part in _parts(lease) if part is not part.run.parts[Tier.DEVICE])
+
+
+def _check_time(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise InvalidArgument(name, f"must be a number of seconds, got {value!r:.80}")
