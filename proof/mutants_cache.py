@@ -127,6 +127,7 @@ _RUNS = (
     Mutant(
         "runs merged with a job in flight",
         CACHE,
+        "            if front.num_references or behind.num_references:\n                return False\n"
         "            if front.incoming is not None or behind.incoming is not None:\n                return False\n",
         "",
         "the ids of an unfinished transfer belong to the job's own runs",
@@ -165,8 +166,8 @@ _RUNS = (
     Mutant(
         "shared run grown in place",
         PUBLISH,
-        "run.num_after or spine.num_references != 1 or (",
-        "run.num_after or (",
+        "part.incoming is not None or part.num_references > is_ours",
+        "part.incoming is not None",
         "a run grows only under its sole reference",
     ),
     Mutant(

@@ -263,7 +263,7 @@ class Admission:
             return True
         return False
 
-    def _num_least(self, waiter: Waiter) -> int:
+    def num_least(self, waiter: Waiter) -> int:
         """Blocks that it takes at least, whatever will hit."""
         if waiter.holding.tables:
             return self.num_needed(waiter.holding, waiter.num_units)
@@ -273,7 +273,7 @@ class Admission:
         """Room was lost to quarantine: whoever can no longer fit hears of it now, wherever in the line."""
         for queue in (self.line.extending, self.line.allocating):
             for waiter in tuple(queue):
-                needed = self._num_least(waiter)
+                needed = self.num_least(waiter)
                 if needed > self.capacity:
                     queue.remove(waiter)
                     waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))

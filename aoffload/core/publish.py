@@ -103,7 +103,7 @@ def _append(cache: PrefixCache, holding: Holding, run: Run | None, stop: int) ->
 def _is_ours_alone(cache: PrefixCache, run: Run) -> bool:
     """Whether the growing request's lease is the sole reference: nobody would see the run change under it."""
     spine = run.parts[Tier.DEVICE]
-    if run.num_after or spine.num_references != 1 or (spine.width and spine.stop != run.stop):
+    if run.num_after or (spine.width and spine.stop != run.stop):
         return False
     for number, part in enumerate(run.parts):
         is_ours = number % NUM_TIERS == Tier.DEVICE

@@ -180,6 +180,7 @@ class Oracles:
             raise Violation("settled twice", f"{completion} took the place of {parked}")
         is_transient = completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN)
         is_load = job is not None and job.plan.direction is Direction.LOAD and job.epoch == ledger.cache.epoch
+        is_load = is_load and not self.engine.num_resets_of_tiers  # what was reset goes with its last reader
         is_spoiled = any(self.faults.fired[kind] for kind in ("rot", "flip", "early"))  # what is bad goes when it may
         if is_transient and is_load and not is_spoiled and host.num_free != before:
             raise Violation("forgotten for nothing", f"{completion} freed {host.num_free - before} host blocks")
@@ -265,6 +266,8 @@ class Oracles:
     def _check_pins(self) -> None:
         """Host pins end when the load does."""
         for holding in self.runtime.ledger.holdings.values():
+            if holding.state is RequestState.PREEMPTED and Tier.DEVICE in holding.leases:
+                raise Violation("a leak", f"{holding} still pins device blocks")
             if holding.state is RequestState.RUNNING and (Tier.HOST in holding.leases or holding.reserve is not None):
                 raise Violation("a leak", f"{holding} still pins what was to be loaded")
             waits = holding.waiter is not None
@@ -277,6 +280,10 @@ class Oracles:
         tickets = [waiter.holding.ticket for waiter in line.allocating]
         if tickets != sorted(tickets):
             raise Violation("out of turn", f"the line is {line.allocating}")
+        admission = self.runtime.ledger.admission
+        for waiter in (*line.extending, *line.allocating):
+            if admission.num_least(waiter) > admission.capacity:
+                raise Violation("a wait in vain", f"{waiter} can never fit")
         if line.extending:
             self._check_extension(line.extending[0])
         elif line.allocating:

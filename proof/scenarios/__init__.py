@@ -7,7 +7,7 @@ A scenario is an ordinary program against the public API. It says what must be t
 from __future__ import annotations
 
 from . import copies, ends, incidents, keeping, preemption, ranks, room, sharing, tasks, windows, worlds
-from .paged import paged_engine
+from .paged import paged_engine, paged_windows
 from .table import SCENARIOS, ScenarioRow, scenario
 
 __all__ = [
@@ -16,3 +16,4 @@ __all__ = [
 ]  # fmt: skip
 
 scenario("request_done")(paged_engine)
+scenario("request_done")(paged_windows)

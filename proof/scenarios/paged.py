@@ -8,17 +8,18 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from aoffload import RequestAborted, RuntimeClosed
+from aoffload import FullAttention, RequestAborted, RuntimeClosed, SlidingWindow
 from aoffload.integrations.batching import EngineOptions
 from aoffload.integrations.engine import EngineClosed, PagedEngine, StepFailed
 from aoffload.integrations.layers import LayerGroup
 from aoffload.integrations.paged import PagedBatch
 from aoffload.testing import Client, SimulatedEngine, Simulation, Violation
 
-__all__ = ["TagModel", "next_token", "paged_engine"]
+__all__ = ["TagModel", "next_token", "paged_engine", "paged_windows"]
 
 VOCAB = 97
 BLOCK = 2
+WINDOW = 4
 OPTIONS = EngineOptions(block_size=BLOCK, prefill_tokens=4, max_running=3)
 
 
@@ -44,7 +45,10 @@ class TagModel:
         logits = torch.zeros(batch.num_sequences, self.vocab_size)
         for row, span in enumerate(batch.spans):
             ids = batch.input_ids[span.first : span.stop].tolist()
-            tokens = self._extend(span.tables[0].tolist(), span.kv_len - len(ids), ids)
+            start = span.kv_len - len(ids)
+            tokens = self._extend(span.tables[0].tolist(), start, ids)
+            for number, group in enumerate(self.groups[1:], start=1):
+                self._slide(number, group.window or 0, span.tables[number].tolist(), tokens, start)
             logits[row, next_token(tokens)] = 1.0
         return logits
 
@@ -62,24 +66,46 @@ class TagModel:
             self._write(table[index], (*tokens[:start], *ids)[:stop])
         return (*tokens[:start], *ids)
 
+    def _slide(self, number: int, window: int, table: list[int], tokens: tuple[int, ...], start: int) -> None:
+        """The same in a group with a window, whose tokens are known."""
+        for index in range(max(0, start - window + 1) // BLOCK, -(-start // BLOCK)):
+            found = self._read(table[index])
+            if found != (number, tokens[: min(start, (index + 1) * BLOCK)]):
+                raise Violation("wrong bytes", f"block {index} (id {table[index]}) of group {number} holds {found}")
+        for index in range(start // BLOCK, -(-len(tokens) // BLOCK)):
+            self._write(table[index], (number, tokens[: (index + 1) * BLOCK]))
+
     def _read(self, block_id: int) -> object:
         content = self.simulated.device.content
         return self._identities.get(content[block_id]) if block_id < len(content) else self._scratch.get(block_id)
 
-    def _write(self, block_id: int, tokens: tuple[int, ...]) -> None:
+    def _write(self, block_id: int, held: object) -> None:
         content = self.simulated.device.content
         if block_id >= len(content):
-            self._scratch[block_id] = tokens
+            self._scratch[block_id] = held
             return
-        tag = self.simulated.tags.of((None, None, 0, tokens))
-        self._identities[tag] = tokens
+        tag = self.simulated.tags.of(("paged", held))
+        self._identities[tag] = held
         content[block_id] = tag
 
 
 async def paged_engine(sim: Simulation) -> None:
     """The engine that comes with the package: batches, a forward thread, clients that leave at any time."""
     simulated = sim.runtime(num_device_blocks=12, num_host_blocks=sim.random.choice((4, 16)), block_sizes=(BLOCK,))
-    model = TagModel(simulated)
+    await _serve(sim, simulated, TagModel(simulated))
+
+
+async def paged_windows(sim: Simulation) -> None:
+    """The same with a window: room slice by slice, and whoever came last makes way when nobody can go on."""
+    simulated = sim.runtime(
+        num_device_blocks=22, num_host_blocks=sim.random.choice((8, 30)), block_sizes=(BLOCK, BLOCK),
+        attention=(FullAttention(), SlidingWindow(WINDOW)),
+    )  # fmt: skip
+    groups = (LayerGroup("group0", (0,)), LayerGroup("group1", (1,), SlidingWindow(WINDOW)))
+    await _serve(sim, simulated, TagModel(simulated, groups=groups))
+
+
+async def _serve(sim: Simulation, simulated: SimulatedEngine, model: TagModel) -> None:
     kv_cache = model.new_kv_cache(simulated.transport.num_device_blocks + OPTIONS.num_scratch_blocks, BLOCK)
     async with simulated.runtime as runtime:
         async with PagedEngine(model, runtime, kv_cache, OPTIONS, env=sim.env) as engine:
