@@ -16,7 +16,7 @@ from .core.ledger import Ledger, LedgerStatistics
 from .core.lifecycle import JobState, Observer, RequestState
 from .core.matching import Answer, PrefixMatch
 from .core.plan import Completion, Direction, Outcome, Tier, TransferPlan
-from .core.policy import StorePolicy
+from .core.policy import EagerStore, LazyStore, NoStore, SelectiveStore, StorePolicy, StoreScope
 from .core.tiers import TierStatistics
 from .core.waiting import Waiter
 from .env import Env
@@ -84,6 +84,7 @@ __all__ = [
     "DevicePool",
     "Direction",
     "DuplicateRequest",
+    "EagerStore",
     "Env",
     "EvictionOrder",
     "Extension",
@@ -97,10 +98,12 @@ __all__ = [
     "KVCacheGroup",
     "KVRegion",
     "KeySpan",
+    "LazyStore",
     "LeaseError",
     "Ledger",
     "LedgerStatistics",
     "LocalTransport",
+    "NoStore",
     "Observer",
     "OffloadConfig",
     "OffloadRuntime",
@@ -117,8 +120,10 @@ __all__ = [
     "Root",
     "RuntimeClosed",
     "RuntimeStatistics",
+    "SelectiveStore",
     "SlidingWindow",
     "StorePolicy",
+    "StoreScope",
     "Tier",
     "TierStatistics",
     "TransferPlan",

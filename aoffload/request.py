@@ -14,6 +14,7 @@ import attrs
 from .core.holding import Extension, Holding
 from .core.lifecycle import RequestState
 from .core.matching import NO_MATCH, PrefixMatch
+from .core.policy import StoreScope
 from .core.waiting import Waiter
 from .errors import OutOfBlocks, RuntimeClosed, WrongState
 from .prefix import Prefix, TokenIds
@@ -33,6 +34,9 @@ class RequestOptions:
     deadline_s: float | None
     max_hit_tokens: int | None
     hit_alignment: int
+    reads_cache: bool
+    store: StoreScope | str
+    max_store_tokens: int | None
 
 
 class Request:

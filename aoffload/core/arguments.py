@@ -7,12 +7,18 @@ import math
 from ..errors import InvalidArgument
 from .plan import Completion, Outcome
 
-__all__ = ["check_completion", "check_int"]
+__all__ = ["check_bool", "check_completion", "check_int"]
 
 
 def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise InvalidArgument(name, f"must be an integer in [{minimum}, {maximum}], got {value!r}")
+    return value
+
+
+def check_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgument(name, f"must be True or False, got {value!r:.80}")
     return value
 
 

@@ -755,9 +755,9 @@ def test_no_store_policy_stores_nothing() -> None:
     assert driven.hit(A) == (16, 0)
     assert driven.ledger.statistics().host.num_free == 16
 
-    class LastOnly:
-        def wants(self, holding: Holding) -> bool:
-            return holding.num_computed_tokens >= 16
+    class LastOnly(EagerStore):
+        def wanted_stop(self, holding: Holding) -> int:
+            return holding.published if holding.num_computed_tokens >= 16 else 0
 
     driven = Driven(8, store_policy=LastOnly())
     holding = driven.running(A)
