@@ -16,10 +16,9 @@ def check_int(name: str, value: object, minimum: int, maximum: float = math.inf)
     return value
 
 
-def check_bool(name: str, value: object) -> bool:
+def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise InvalidArgument(name, f"must be True or False, got {value!r:.80}")
-    return value
 
 
 def check_completion(completion: Completion) -> None:

@@ -35,9 +35,17 @@ class Frontier:
             return []
         jobs: list[Job] = []
         for run in self._about_to_lose():  # all of them first: pinning the first one changes the order
-            stop = min(run.offered_stop, run.stop)
-            # A later prompt can end where nothing goes on. Nearer to the start, no hit needs a window.
-            jobs += self.stores.offer(None, run, run.start, stop, with_windows=not run.num_after or stop < run.stop)
+            if run.parts:  # else it was joined with another one meanwhile: next time
+                jobs += self._store(run)
+        return jobs
+
+    def _store(self, run: Run) -> list[Job]:
+        stop = min(run.offered_stop, run.stop)
+        # A later prompt can end where nothing goes on. Nearer to the start, no hit needs a window.
+        is_end = not run.num_after or stop < run.stop
+        pin = self.cache.lease_aside(Tier.DEVICE, run, [run.stop for _ in self.cache.layout.windows])
+        jobs = self.stores.offer(None, run, run.start, stop, with_windows=is_end)
+        self.cache.release(pin)
         return jobs
 
     def _nothing_changed(self) -> bool:

@@ -126,7 +126,8 @@ class Ledger:
         At least one token is always left to compute: a prompt that is cached to its last block hits one block less.
         """
         unit = self.layout.unit_tokens
-        limit = prefix.num_tokens // unit if check_bool("reads_cache", reads_cache) else 0
+        check_bool("reads_cache", reads_cache)
+        limit = prefix.num_tokens // unit if reads_cache else 0
         if max_hit_tokens is not None:
             limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
         alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit

@@ -10,6 +10,7 @@ from aoffload.core.holding import Holding
 from aoffload.core.jobs import Job
 from aoffload.core.lifecycle import JobState, RequestState
 from aoffload.core.plan import Completion, Outcome, TransferPlan
+from aoffload.core.policy import EagerStore
 from aoffload.errors import IllegalTransition, OutOfBlocks, WrongState
 
 A = prompt(1, 17)
