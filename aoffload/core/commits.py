@@ -11,7 +11,7 @@ from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .admission import Admission
 from .arguments import check_int
 from .cache import UNPUBLISHABLE, PrefixCache
-from .frontier import Frontier, offer_later
+from .frontier import Frontier
 from .holding import Holding
 from .index import Run
 from .lifecycle import RequestState, require
@@ -92,7 +92,7 @@ class Commits:
             self.policy.seen(holding, self._num_prompt_units(holding), holding.published)
         stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
         if self.policy.num_frontier_blocks:
-            offer_later(run, stop)
+            self.frontier.offer(run, stop)
             return ()
         is_at_end = is_last or self._is_at_end(holding) or first < stop == holding.store_limit
         return tuple(job.plan for job in self.stores.offer(holding, run, first, stop, with_windows=is_at_end))

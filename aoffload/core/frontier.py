@@ -17,7 +17,7 @@ from .jobs import Job, JobBook
 from .plan import Direction, Tier
 from .stores import Stores
 
-__all__ = ["Frontier", "offer_later"]
+__all__ = ["Frontier"]
 
 
 @attrs.define(eq=False)
@@ -26,7 +26,18 @@ class Frontier:
     jobs: JobBook
     stores: Stores
     num_blocks: int
+    _num_offers: int = 0
     _looked_at: tuple[int, ...] = ()
+
+    def offer(self, run: Run, stop: int) -> None:
+        """Have the path of `run` stored up to unit `stop` once it is about to be lost."""
+        for current in run.path():
+            reached = min(stop, current.stop)
+            if current.start < stop:
+                if current.offered_stop >= reached:
+                    break  # and with it all that lies before
+                current.offered_stop = reached
+                self._num_offers += 1
 
     def plan(self) -> list[Job]:
         """Store what was offered of the runs that are about to lose blocks. Whole prefixes: the host holds nothing
@@ -41,17 +52,16 @@ class Frontier:
 
     def _store(self, run: Run) -> list[Job]:
         stop = min(run.offered_stop, run.stop)
-        # A later prompt can end where nothing goes on. Nearer to the start, no hit needs a window.
-        is_end = not run.num_after or stop < run.stop
         pin = self.cache.lease_aside(Tier.DEVICE, run, [run.stop for _ in self.cache.layout.windows])
-        jobs = self.stores.offer(None, run, run.start, stop, with_windows=is_end)
+        jobs = self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run))
         self.cache.release(pin)
         return jobs
 
     def _nothing_changed(self) -> bool:
-        """Whether room is what it was: most commits change none."""
+        """Whether room is what it was, and nothing new was offered: so it is at most commits."""
         device, host = self.cache.tiers
-        now = (device.pool.num_free, device.num_cached, device.num_evicted, host.room, self.cache.epoch)
+        room = (device.pool.num_free, device.num_cached, device.num_evicted, host.room)
+        now = (*room, self.cache.epoch, self._num_offers)
         before, self._looked_at = self._looked_at, now
         return now == before
 
@@ -79,14 +89,10 @@ class Frontier:
             return False
         if part is run.parts[Tier.DEVICE]:
             return run.parts[Tier.HOST].covered_stop < min(part.stop, run.offered_stop)
-        return True
+        return _is_end(run)
 
 
-def offer_later(run: Run, stop: int) -> None:
-    """Have the path of `run` stored up to unit `stop` once it is about to be lost."""
-    for current in run.path():
-        reached = min(stop, current.stop)
-        if current.start < stop:
-            if current.offered_stop >= reached:
-                break  # and with it all that lies before
-            current.offered_stop = reached
+def _is_end(run: Run) -> bool:
+    """Whether a later prompt may end in `run`, as far as it was offered: where nothing goes on. Only there a hit needs
+    a window."""
+    return not run.num_after or run.offered_stop < run.stop

@@ -37,13 +37,16 @@ class SeenPrefixes:
 
     def see(self, sequence: TokenSequence, first: int, stop: int) -> None:
         """Units `[first, stop)` of `sequence` were asked for once more; what lies before them is only kept."""
+        if first >= stop:
+            return
         path: list[Run] = []
         for found, agreed in self._index.walk(sequence, stop):
             run = self._cut(found, agreed)
             if run.start < first < run.stop:
                 path.append(self._cut(run, first))
             path.append(run)
-        path += self._insert(sequence, path[-1] if path else None, stop)
+        for border in (first, stop):  # what lies before `first` is counted apart
+            path += self._insert(sequence, path[-1] if path else None, border)
         for run in path:
             if run.start >= first:
                 self._counts[run] += 1
