@@ -6,10 +6,21 @@ A scenario is an ordinary program against the public API. It says what must be t
 
 from __future__ import annotations
 
-from . import copies, ends, incidents, room, sharing, windows, worlds
+from . import copies, ends, incidents, policies, room, sharing, windows, worlds
 from .paged import paged_engine
 from .table import SCENARIOS, ScenarioRow, scenario
 
-__all__ = ["SCENARIOS", "ScenarioRow", "copies", "ends", "incidents", "room", "sharing", "windows", "worlds"]
+__all__ = [
+    "SCENARIOS",
+    "ScenarioRow",
+    "copies",
+    "ends",
+    "incidents",
+    "policies",
+    "room",
+    "sharing",
+    "windows",
+    "worlds",
+]
 
 scenario("request_done")(paged_engine)

@@ -82,17 +82,18 @@ class Walk:
         "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05,
     }  # fmt: skip
 
-    def __init__(self, seed: int, *, with_windows: bool = False) -> None:
+    def __init__(self, seed: int, *, with_windows: bool = False, is_plain: bool = False) -> None:
+        """`is_plain`: everything is stored at once, and every request reads what there is."""
         self.random = rng = random.Random(seed)
         groups = self.groups = groups_of(rng) if with_windows else full_groups_of(rng)
         self.width = sum(UNIT // group.block_size for group in groups)
         self.num_units = rng.randint(4, 24)
         num_host = rng.choice([0, rng.randint(1, 10), rng.randint(10, 60)]) * self.width
         job_blocks = rng.choice([1, 2, 3, 1000]) * self.width
-        self.choices = random.Random(f"policy {seed}")  # of its own: the walks of old stay what they were
-        config = OffloadConfig(
-            groups=groups, num_host_blocks=num_host, max_job_bytes=job_blocks, store_policy=policy_of(self.choices)
-        )
+        self.is_plain = is_plain
+        self.choices = random.Random(f"policy {seed}")  # of its own: plain walks stay what they were
+        policy = "eager" if is_plain else policy_of(self.choices)
+        config = OffloadConfig(groups=groups, num_host_blocks=num_host, max_job_bytes=job_blocks, store_policy=policy)
         self.ledger = Ledger(config, self.num_units * self.width + 1, block_bytes=1)
         self.device: list[object] = ["never written"] * (self.num_units * self.width + 1)
         self.host: list[object] = ["never written"] * num_host
@@ -199,6 +200,8 @@ class Walk:
     def options(self) -> dict[str, Any]:
         """What one request may read and have stored: mostly everything."""
         rng, options = self.choices, dict[str, Any]()
+        if self.is_plain:
+            return options
         if rng.random() < 0.15:
             options["store"] = rng.choice(["all", "prompt", "none", "none"])
         if rng.random() < 0.1:
