@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from .mutants_cache import CACHE_MUTANTS
 from .mutants_line import LINE_MUTANTS
+from .mutants_policies import POLICY_MUTANTS
 from .mutants_shell import SHELL_MUTANTS
 from .mutants_transfers import TRANSFER_MUTANTS
 from .planting import Mutant
 
 __all__ = ["MUTANTS"]
 
-MUTANTS: tuple[Mutant, ...] = CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS
+MUTANTS: tuple[Mutant, ...] = CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS + POLICY_MUTANTS

@@ -1,4 +1,4 @@
-"""Store policies: what is stored late, or only the second time, or not at all, is right bytes or a miss all the same."""
+"""Store policies: what is stored late, or the second time, or not at all, is right bytes or a miss all the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .table import scenario
 from .worlds import traffic
 
 
-@scenario("request_loading", "job_completed", faults=("fail", "hang", "late"))
+@scenario("request_loading", "job_completed", faults=("fail", "hang", "vanish"))
 async def about_to_be_evicted(sim: Simulation) -> None:
     """Lazy stores run while the room they are made for is being taken; who comes back finds what was stored in time."""
     rng = sim.random
@@ -36,8 +36,10 @@ async def stored_in_time(sim: Simulation) -> None:
         for family in range(3):
             await engine.serve(f"r{family}", ask(sim, engine, tokens(family, 7)))
             await engine.runtime.flush()
-        found = engine.runtime.statistics().transfers
-        expect(sim, found.blocks_stored == 6, f"two prompts had to be stored, not {found.blocks_stored} blocks")
+            found = engine.runtime.statistics().transfers.blocks_stored
+            expect(sim, found == family * 3, f"{family} prompts had to be stored, not {found} blocks")
+        hits = [engine.runtime.lookup(tokens(family, 7)).num_tokens for family in range(3)]
+        expect(sim, hits == [6, 6, 6], f"all three are somewhere, not {hits}")
         for family in range(3):
             await engine.serve(f"again{family}", ask(sim, engine, tokens(family, 7)))
         await after(sim, engine)
@@ -54,6 +56,26 @@ async def selective_traffic(sim: Simulation) -> None:
     """Everything at once under a policy that counts, with room for all counts or for few."""
     policy = SelectiveStore(sim.random.choice((1, 2)), sim.random.choice((600, 10_000)))
     await traffic(sim, stream=sim.random.random() < 0.5, store_policy=policy)
+
+
+@scenario("request_loading")
+async def asked_for_twice(sim: Simulation) -> None:
+    """A selective policy stores at the second time, also what was evicted everywhere in between, and keeps count for
+    no more than it was told to."""
+    engine = sim.runtime(num_device_blocks=9, num_host_blocks=30, store_policy=SelectiveStore(2, 2000))
+    async with engine.runtime:
+        for turn in range(3):
+            await engine.serve(f"r{turn}", ask(sim, engine, tokens(1, 7)))
+            await engine.runtime.flush()
+            found = engine.runtime.statistics().transfers.blocks_stored
+            expect(sim, found == (3 if turn else 0), f"{found} blocks stored after {turn + 1} times")
+            await evict_device(engine)
+        for family in range(2, 12):
+            await engine.serve(f"other{family}", ask(sim, engine, tokens(family, 7)))
+        await engine.serve("again", ask(sim, engine, tokens(2, 7)))
+        await after(sim, engine)
+        found = engine.runtime.statistics().transfers.blocks_stored
+        expect(sim, found == 3, f"{found - 3} blocks stored that nobody could remember")
 
 
 @scenario("request_done", faults=("fail", "lose", "rot"))
@@ -77,14 +99,15 @@ async def lazy_windows(sim: Simulation) -> None:
 async def not_to_be_stored(sim: Simulation) -> None:
     """Some requests want nothing of theirs in the host, or not all of it: it is not there, whatever the policy."""
     rng = sim.random
-    policy: Any = rng.choice(("eager", LazyStore(4), SelectiveStore(1)))
+    policy: Any = rng.choice(("eager", LazyStore(4), LazyStore(9), SelectiveStore(1)))
     engine = sim.runtime(num_device_blocks=10, num_host_blocks=30, store_policy=policy)
     async with engine.runtime:
-        for index in range(6):
+        for index in range(2):
             wishes: dict[str, Any] = rng.choice(({}, {"reads_cache": False}, {"store": "prompt"}))
             serve(sim, engine, f"r{index}", tokens(index % 2, 6), num_new_tokens=index % 3, **wishes)
             serve(sim, engine, f"private{index}", tokens(5, 7), num_new_tokens=2, store="none")
             serve(sim, engine, f"start{index}", tokens(6, 7), max_store_tokens=3)
+            serve(sim, engine, f"branch{index}", tokens(6, 7, branch=1), store="none")
         await after(sim, engine)
         await evict_device(engine)
         for family, most in ((5, 0), (6, 2)):
