@@ -31,7 +31,7 @@ async def about_to_be_evicted(sim: Simulation) -> None:
 @scenario("request_loading")
 async def stored_in_time(sim: Simulation) -> None:
     """Undisturbed and one after the other, nothing that the frontier has room for is lost."""
-    engine = sim.runtime(num_device_blocks=9, num_host_blocks=30, store_policy=LazyStore(5))
+    engine = sim.runtime(num_device_blocks=9, num_host_blocks=30, store_policy=LazyStore(6))
     async with engine.runtime:
         for family in range(3):
             await engine.serve(f"r{family}", ask(sim, engine, tokens(family, 7)))
