@@ -40,14 +40,16 @@ POLICIES: dict[str, Any] = {
     "lazy": LazyStore(),
     "selective": SelectiveStore(),
 }
-HEADING = ("policy", "device hits", "host hits", "all hits", "stored", "loaded", "copies", "hits per store", "seconds")
+HEADING = (
+    "policy", "device hits", "host hits", "all hits", "stored", "loaded", "copies", "hits per copy", "seconds",
+)  # fmt: skip
 
 Tokens = NDArray[np.int32]
 
 
 @attrs.define
 class Replay:
-    """What became of one trace under one policy, in blocks."""
+    """What became of one trace under one policy, in blocks; copies are stores and loads."""
 
     policy: str
     num_device_hits: int = 0
@@ -61,11 +63,10 @@ class Replay:
         return self.num_device_hits + self.num_host_hits
 
     def cells(self) -> tuple[str, ...]:
-        copies, per_store = self.num_stored + self.num_loaded, "-"
-        if self.num_stored:
-            per_store = f"{self.num_host_hits / self.num_stored:.2f}"
+        copies = self.num_stored + self.num_loaded
+        per_copy = f"{self.num_hits / copies:.2f}" if copies else "-"
         counts = (self.num_device_hits, self.num_host_hits, self.num_hits, self.num_stored, self.num_loaded, copies)
-        return (self.policy, *(f"{count:,}" for count in counts), per_store, f"{self.seconds:.1f}")
+        return (self.policy, *(f"{count:,}" for count in counts), per_copy, f"{self.seconds:.1f}")
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Tokens]:
