@@ -281,7 +281,8 @@ class OffloadRuntime:
     def _release(self, holding: Holding, reason: str) -> None:
         self._requests.pop(holding.request_id, None)
         self.worker.submit(self.ledger.release(holding, reason))
-        self.worker.submit(self.ledger.plan_frontier())
+        if self._is_open:  # nobody comes back to a cache that closes
+            self.worker.submit(self.ledger.plan_frontier())
 
     def _abandon(self, holding: Holding) -> None:
         """Called by a request's finaliser: in any thread, or in this one in the middle of changing the ledger."""

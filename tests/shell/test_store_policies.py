@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
-from serving import BACKENDS, assert_at_rest, pinned, prompt, scripted, with_bytes
+from serving import BACKENDS, Engine, assert_at_rest, pinned, prompt, scripted, with_bytes
 
 from aoffload import InvalidArgument, LazyStore, PassedFence, SelectiveStore, StoreScope
 from aoffload.core.plan import Direction
@@ -66,6 +67,24 @@ async def test_a_lazy_store_outlives_the_request_that_made_room_scarce() -> None
         assert pinned(engine.runtime)[0] == 4
         transport.land_all()
         await assert_at_rest(engine.runtime)
+
+
+async def test_nothing_is_stored_because_the_runtime_closes() -> None:
+    """What live requests let go of at the end is about to be lost, and of no use to anybody."""
+    computed, closed = anyio.Event(), anyio.Event()
+
+    async def hold(engine: Engine) -> None:
+        async with engine.runtime.request(A) as request:
+            await engine.prefill(request, A)
+            computed.set()
+            await closed.wait()
+
+    async with anyio.create_task_group() as group:
+        async with scripted(9, store_policy=LazyStore(9)) as (engine, transport):
+            group.start_soon(hold, engine)
+            await computed.wait()
+        closed.set()
+    assert transport.launched == []
 
 
 @every_policy
