@@ -18,7 +18,7 @@ from .core.ledger import Ledger, LedgerStatistics
 from .core.lifecycle import ErrandState, JobState, Observer, PinState, RequestState
 from .core.matching import Answer, PrefixMatch
 from .core.plan import Completion, Direction, Outcome, Tier, TransferPlan
-from .core.policy import StorePolicy
+from .core.policy import EagerStore, LazyStore, NoStore, SelectiveStore, StorePolicy, StoreScope
 from .core.preemption import Preemption
 from .core.tiers import TierStatistics
 from .core.waiting import Waiter
@@ -96,6 +96,7 @@ __all__ = [
     "DevicePool",
     "Direction",
     "DuplicateRequest",
+    "EagerStore",
     "Env",
     "Errand",
     "ErrandState",
@@ -111,11 +112,13 @@ __all__ = [
     "KVCacheGroup",
     "KVRegion",
     "KeySpan",
+    "LazyStore",
     "LeaseError",
     "Ledger",
     "LedgerStatistics",
     "LocalRank",
     "LocalTransport",
+    "NoStore",
     "Observer",
     "OffloadConfig",
     "OffloadRuntime",
@@ -143,8 +146,10 @@ __all__ = [
     "Root",
     "RuntimeClosed",
     "RuntimeStatistics",
+    "SelectiveStore",
     "SlidingWindow",
     "StorePolicy",
+    "StoreScope",
     "Tier",
     "TierStatistics",
     "TransferPlan",

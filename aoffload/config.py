@@ -105,7 +105,7 @@ class OffloadConfig:
     host_bytes: int | str | None = None
     namespace: str = attrs.field(default="", validator=_text)
     """Model, revision, dtype: prompts of another namespace never hit."""
-    store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "off"))
+    store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "lazy", "selective", "off"))
     eviction: Any = attrs.field(default="lru", validator=_name_or_object("lru"))
     verify: bool = attrs.field(default=False, validator=_bool)
     """A checksum per block at store, compared at load; a mismatch is a miss."""

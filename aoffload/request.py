@@ -14,6 +14,7 @@ import attrs
 from .core.holding import Extension, Holding
 from .core.lifecycle import RequestState
 from .core.matching import NO_MATCH, PrefixMatch
+from .core.policy import StoreScope
 from .core.preemption import Preemption
 from .core.waiting import Waiter
 from .errors import OutOfBlocks, RuntimeClosed, WrongState
@@ -34,6 +35,9 @@ class RequestOptions:
     deadline_s: float | None
     max_hit_tokens: int | None
     hit_alignment: int
+    reads_cache: bool
+    store: StoreScope | str
+    max_store_tokens: int | None
 
 
 class Request:

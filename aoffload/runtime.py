@@ -23,6 +23,7 @@ from .core.ledger import Ledger, LedgerStatistics
 from .core.lifecycle import RequestState
 from .core.matching import PrefixMatch
 from .core.plan import Tier
+from .core.policy import StoreScope
 from .env import Env
 from .errors import (
     InvalidArgument,
@@ -201,16 +202,24 @@ class OffloadRuntime:
         deadline_s: float | None = None,
         max_hit_tokens: int | None = None,
         hit_alignment: int = 1,
+        reads_cache: bool = True,
+        store: StoreScope | str = StoreScope.ALL,
+        max_store_tokens: int | None = None,
     ) -> Request:
         """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
 
         `cache_salt`, `adapter_key` and `key_spans` are part of what identifies KV: nothing is shared across them.
-        `deadline_s` is counted from entering. `max_hit_tokens` and `hit_alignment` narrow what is taken from the cache.
+        `deadline_s` is counted from entering. `max_hit_tokens` and `hit_alignment` narrow what is taken from the cache,
+        `reads_cache=False` takes nothing. `store` and `max_store_tokens` narrow what goes to the host: all of it, its
+        prompt or nothing, and how many of its first tokens.
         """
         self._check_usable()
         seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)
         prefix = self._prefix(token_ids, cache_salt, adapter_key, key_spans)
-        return Request(self, prefix, RequestOptions(request_id, seconds, max_hit_tokens, hit_alignment))
+        options = RequestOptions(
+            request_id, seconds, max_hit_tokens, hit_alignment, reads_cache, store, max_store_tokens
+        )
+        return Request(self, prefix, options)
 
     async def run(
         self, function: Callable[[Request], Awaitable[Result]], token_ids: TokenIds, /, **options: Any
@@ -305,6 +314,9 @@ class OffloadRuntime:
             request_id=options.request_id,
             max_hit_tokens=options.max_hit_tokens,
             hit_alignment=options.hit_alignment,
+            reads_cache=options.reads_cache,
+            store=options.store,
+            max_store_tokens=options.max_store_tokens,
         )
         self._requests[holding.request_id] = request
         holding.when_idle = partial(_wake, ref(request))
@@ -314,6 +326,8 @@ class OffloadRuntime:
         self._requests.pop(holding.request_id, None)
         fence = self._fences.pop(holding.request_id, None)
         self.worker.submit(self.ledger.release(holding, reason), fence)
+        if self._is_open:  # nobody comes back to a cache that closes
+            self.worker.submit(self.ledger.plan_frontier())
 
     def _abandon(self, holding: Holding) -> None:
         """Called by a request's finaliser: in any thread, or in this one in the middle of changing the ledger."""
@@ -381,6 +395,8 @@ class OffloadRuntime:
             self.worker.refuse(plans)
         else:
             self.worker.submit(plans, fence)
+        # Behind no fence of one request: what is about to be evicted may have been computed by anybody.
+        self.worker.submit(self.ledger.plan_frontier())
 
     def _fence(self) -> Fence | None:
         """None: the device records none. What is committed can be used on the device, but not stored."""

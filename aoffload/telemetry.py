@@ -113,8 +113,9 @@ class Telemetry:
             self.logger.debug(event, **about)
 
     @_harmless
-    def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None:
-        self.logger.debug("store_skipped", request_id=holding.request_id, num_blocks=num_blocks, reason=reason)
+    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
+        request_id = "" if holding is None else holding.request_id
+        self.logger.debug("store_skipped", request_id=request_id, num_blocks=num_blocks, reason=reason)
 
     @_harmless
     def pin_moved(self, pin: Pin, old: PinState) -> None:

@@ -12,15 +12,15 @@ _OWNERSHIP = (
     Mutant(
         "job borrows the request's lease",
         JOBS,
-        "self.cache.lease(source, end.run, starts), self.cache.lease(destination, end.run, starts),",
+        "self._lease_source(source, end.run, starts), self.cache.lease(destination, end.run, starts),",
         "self.cache.lease(destination, end.run, starts), self.cache.lease(destination, end.run, starts),",
         "a job owns its own leases: its source stays",
     ),
     Mutant(
         "destination path not pinned",
         JOBS,
-        "self.cache.lease(source, end.run, starts), self.cache.lease(destination, end.run, starts),",
-        "self.cache.lease(source, end.run, starts), self.cache.lease(source, end.run, starts),",
+        "self._lease_source(source, end.run, starts), self.cache.lease(destination, end.run, starts),",
+        "self._lease_source(source, end.run, starts), self.cache.lease(source, end.run, starts),",
         "what a copy follows stays until it has landed",
     ),
     Mutant(
@@ -274,8 +274,8 @@ _STORES = (
     Mutant(
         "store in flight offered again",
         "aoffload.core.stores",
-        "current.parts[Tier.HOST].covered_stop, current.parts[Tier.DEVICE].stop",
-        "current.parts[Tier.HOST].stop, current.parts[Tier.DEVICE].stop",
+        "current.parts[Tier.HOST].covered_stop, min(",
+        "current.parts[Tier.HOST].stop, min(",
         "a range being stored isn't stored again (I3)",
     ),
     Mutant(

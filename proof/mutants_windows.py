@@ -86,8 +86,8 @@ _WINDOWS = (
     Mutant(
         "window stored from where its run begins",
         STORES,
-        "        first, stop = max(start, device.first), device.stop\n",
-        "        first, stop = max(start, current.start), device.stop\n",
+        "        first, last = max(start, device.first),",
+        "        first, last = max(start, current.start),",
         "a store names only what is there",
         scenarios=("stale_window", "mixed_windows"),
     ),

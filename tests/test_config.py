@@ -10,6 +10,7 @@ import pytest
 from aoffload.config import OffloadConfig, parse_bytes
 from aoffload.core.groups import FullAttention, KVCacheGroup, Layout
 from aoffload.core.ledger import Ledger
+from aoffload.core.policy import LazyStore
 from aoffload.errors import ConfigError, InvalidArgument
 
 GROUP = KVCacheGroup("full", block_size=16)
@@ -35,7 +36,7 @@ SIZES = [0, -1, "", "0", "-1GiB", "8 gigs", "1e30GiB", "9" * 400 + "GiB", 2**70,
         *(("close_timeout_s", value) for value in [-0.5, None]),
         *(("verify", value) for value in [None, 1, "yes"]),
         *(("namespace", value) for value in [None, 7, b"m", "\ud800"]),
-        *(("store_policy", value) for value in ["lazily", ""]),
+        *(("store_policy", value) for value in ["lazily", "", "LAZY"]),
         *(("eviction", value) for value in ["mru", ""]),
         *(("groups", value) for value in [[], GROUP, "full", None, 7, [7], {"full": 16}, [GROUP, GROUP]]),
     ],
@@ -144,7 +145,9 @@ def test_a_bad_block_size_in_bytes_is_named(block_bytes: Any) -> None:
     assert refusal.value.argument == "block_bytes"
 
 
-@pytest.mark.parametrize(("name", "value"), [("store_policy", object()), ("eviction", 7), ("eviction", None)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("store_policy", object()), ("store_policy", LazyStore), ("eviction", 7), ("eviction", None)]
+)
 def test_an_object_that_is_no_policy_is_named(name: str, value: Any) -> None:
     """A policy may be any object, if it can do what a policy does."""
     with pytest.raises(ConfigError) as refusal:

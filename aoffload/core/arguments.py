@@ -7,7 +7,7 @@ import math
 from ..errors import InvalidArgument
 from .plan import Completion, Outcome, Tier
 
-__all__ = ["check_completion", "check_int", "check_tier"]
+__all__ = ["check_bool", "check_completion", "check_int", "check_tier"]
 
 
 def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
@@ -20,6 +20,11 @@ def check_tier(name: str, value: object) -> Tier:
     if not isinstance(value, Tier):
         raise InvalidArgument(name, f"must be a Tier, got {value!r:.80}")
     return value
+
+
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidArgument(name, f"must be True or False, got {value!r:.80}")
 
 
 def check_completion(completion: Completion) -> None:

@@ -51,6 +51,14 @@ class PrefixCache:
 
     def lease(self, tier: Tier, run: Run, starts: Sequence[int] = ()) -> Lease:
         """Pin the path of `run` in `tier`; of each band of limited reach what lies from its unit in `starts` on."""
+        lease = self.lease_aside(tier, run, starts)
+        _mark_used(lease, 0)
+        return lease
+
+    def lease_aside(self, tier: Tier, run: Run, starts: Sequence[int] = ()) -> Lease:
+        """Pin as `lease` does, without using it: what nobody uses meanwhile gets its old place in the order back.
+
+        Being stored makes nobody hot. A lazy store that counted as use would turn the order round."""
         blocks = self.tiers[tier]
         self._reference(blocks, run)
         lease = Lease(tier, run, list(starts))
@@ -81,6 +89,7 @@ class PrefixCache:
             for current in _between(old, max(start, run.stop), old.stop):
                 self._dereference_part(blocks, current, band.number)
         lease.run = run
+        _mark_used(lease, old.stop)
         lease.starts = [min(start, run.stop) for start in lease.starts]
         self._dereference(blocks, old)
 
@@ -166,6 +175,7 @@ class PrefixCache:
             front.num_references = 1 if part.num_references else 0
         else:
             front.num_references = part.num_references  # a lease on a window begins where a run does
+        front.last_use = part.last_use
         self._divide_incoming(front, part, at)
         if number < NUM_TIERS or part.first < at:
             front.first, front.stop = part.first, min(at, part.stop)
@@ -420,6 +430,18 @@ def _between(run: Run, start: int, stop: int) -> list[Run]:
         if current.start < stop:
             found.append(current)
     return found
+
+
+def _mark_used(lease: Lease, start: int) -> None:
+    """Whoever takes `lease` uses what it pins: of windows, what lies from unit `start` on."""
+    for run in lease.run.path():
+        part = run.parts[lease.tier]
+        if part.blocks and not part.last_use:
+            break  # in use, and with it all that lies before
+        part.last_use = 0
+    for number, first in enumerate(lease.starts, 1):
+        for run in _between(lease.run, max(first, start), lease.run.stop):
+            run.part(lease.tier, number).last_use = 0
 
 
 def _adds_before(job: Job, front: Part, back: Part, at: int) -> bool:

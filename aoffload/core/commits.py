@@ -11,6 +11,7 @@ from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .admission import Admission
 from .arguments import check_int
 from .cache import UNPUBLISHABLE, PrefixCache
+from .frontier import Frontier
 from .holding import Holding
 from .index import Run
 from .lifecycle import RequestState, require
@@ -35,6 +36,12 @@ class Commits:
     admission: Admission
     loads: Loads
     policy: StorePolicy
+    frontier: Frontier
+
+    def admitted(self, holding: Holding) -> None:
+        """Have the policy know of its prompt."""
+        if holding.store_limit:
+            self.policy.seen(holding, 0, self._num_prompt_units(holding))
 
     def commit(
         self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
@@ -74,13 +81,28 @@ class Commits:
             raise CommitError(name, f"is {num_computed_tokens}, beyond the {known} tokens that are known")
 
     def offer_stores(self, holding: Holding, first: int, *, is_last: bool = False) -> tuple[TransferPlan, ...]:
-        """What the policy wants stored of the path of `holding`, from unit `first` on and before it where missing.
+        """What the policy wants stored now of the path of `holding`, from unit `first` on and before it where missing.
 
-        Of bands of limited reach only where a later prompt may end: at the end of what is known, and of the request."""
-        if not self.policy.wants(holding):
+        Of bands of limited reach only where a later prompt may end: at the end of what is known, of what may be
+        stored, and of the request."""
+        run = holding.device_run
+        if run is None or not holding.store_limit:
             return ()
-        is_at_end = is_last or self._is_at_end(holding)
-        return tuple(job.plan for job in self.stores.offer(holding, first, with_windows=is_at_end))
+        if is_last:
+            self.policy.seen(holding, self._num_prompt_units(holding), holding.published)
+        stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
+        if self.policy.num_frontier_blocks:
+            self.frontier.offer(run, stop)
+            return ()
+        is_at_end = is_last or self._is_at_end(holding) or first < stop == holding.store_limit
+        return tuple(job.plan for job in self.stores.offer(holding, run, first, stop, with_windows=is_at_end))
+
+    def plan_frontier(self) -> tuple[TransferPlan, ...]:
+        """Stores of what is about to be evicted; none unless the policy has a frontier."""
+        return tuple(job.plan for job in self.frontier.plan())
+
+    def _num_prompt_units(self, holding: Holding) -> int:
+        return holding.sequence.num_prompt_tokens // self.cache.layout.unit_tokens
 
     @staticmethod
     def _is_at_end(holding: Holding) -> bool:

@@ -168,7 +168,7 @@ class Errands:
         end = next(run for run in leaving if any(part.blocks for part in run.parts[Tier.DEVICE :: NUM_TIERS]))
         lease = self.cache.lease(Tier.DEVICE, end, [end.stop for _ in self.cache.layout.windows])
         holding.leases[Tier.DEVICE] = lease
-        jobs = self.stores.offer(holding, leaving[-1].start, with_windows=True)
+        jobs = self.stores.offer(holding, end, leaving[-1].start, end.stop, with_windows=True)
         self.cache.release(holding.leases.pop(Tier.DEVICE))  # the jobs have leases of their own
         return jobs
 

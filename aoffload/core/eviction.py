@@ -21,6 +21,10 @@ class EvictionOrder(Protocol):
         """`part` was cut off the front of `than`: it must outlive it, or its tail could not be reached any more."""
         ...
 
+    def add_back(self, part: Part) -> None:
+        """`part`, which has a `last_use`, was only read by a job: its place is what it was."""
+        ...
+
     def remove(self, part: Part) -> None: ...
 
     def oldest(self) -> Part | None: ...
@@ -29,17 +33,32 @@ class EvictionOrder(Protocol):
 
 
 class LeastRecentlyUsed:
-    """Oldest release first, as a ring through the parts themselves."""
+    """Oldest release first, as a ring through the parts themselves, in the order of their `last_use`."""
 
     def __init__(self) -> None:
         self._ring = Part(None, 0, 0, 0)  # type: ignore[arg-type]
         self._ring.older = self._ring.newer = self._ring
+        self._num_uses = 0
 
     def add(self, part: Part) -> None:
+        self._num_uses += 1
+        part.last_use = self._num_uses
         self._link(part, self._ring.older)
 
     def add_newer(self, part: Part, than: Part) -> None:
+        part.last_use = than.last_use
         self._link(part, than)
+
+    def add_back(self, part: Part) -> None:
+        """Looked for from both ends: what was about to be evicted is near the one, what is hot near the other."""
+        old, new = self._ring.newer, self._ring.older
+        while True:
+            assert old is not None and new is not None
+            if old is self._ring or old.last_use > part.last_use:
+                return self._link(part, old.older)
+            if new is self._ring or new.last_use <= part.last_use:
+                return self._link(part, new)
+            old, new = old.newer, new.older
 
     def _link(self, part: Part, older: Part | None) -> None:
         assert older is not None

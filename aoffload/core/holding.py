@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from .jobs import Job
     from .waiting import Waiter
 
-__all__ = ["Extension", "Holding", "Load"]
+__all__ = ["NO_LIMIT", "Extension", "Holding", "Load"]
+
+NO_LIMIT = 2**62
+"""As a number of units: everything."""
 
 
 @attrs.frozen
@@ -55,6 +58,8 @@ class Holding:
     ledger: object = attrs.field(kw_only=True)
     """Who admitted it: no other ledger takes it."""
     hit_alignment: int
+    store_limit: int = attrs.field(default=NO_LIMIT, kw_only=True)
+    """Up to which unit its tokens may be stored."""
     state: RequestState = RequestState.QUEUED
     reason: str = ""
     """Why it was aborted."""

@@ -50,6 +50,8 @@ class Part:
     incoming_stop: int = 0
     condemned: array[int] | None = None
     """Forgotten blocks that references still protect; free when they are gone."""
+    last_use: int = 0
+    """When the last one who used it let go, as its order counts; 0 while somebody uses it."""
     older: Part | None = None
     newer: Part | None = None
 
@@ -105,6 +107,8 @@ class Run:
     epoch: int
     parts: tuple[Part, ...] = ()
     """Band by band, in each the tiers: `parts[tier]` is the spine's."""
+    offered_stop: int = 0
+    """Up to where somebody wants it in the host before it is lost; what lies before it on its path, too."""
     num_after: int = 0
     """Runs whose `before` is this one. A run stays as long as anything hangs on it."""
     _hash_after: Hasher | None = None
@@ -215,7 +219,7 @@ class RunIndex:
         """
         cut = (at - run.start) * self._unit_bytes
         head = Run(run.key, run.before, run.start, at, run.tokens[:cut], run.spans, run.hash_before, run.epoch)
-        head.num_after = 1
+        head.num_after, head.offered_stop = 1, min(at, run.offered_stop)
         run.before = head
         self._begin_at(run, head, at)
         if run.epoch == self.epoch:
@@ -230,6 +234,7 @@ class RunIndex:
         head._hash_after = hash_run(head.hash_after, moved, head.spans, self._unit_bytes)
         head.tokens += moved
         head.stop = at
+        head.offered_stop = max(head.offered_stop, min(at, run.offered_stop))
         was_findable = self.runs.get(run.key) is run
         if was_findable:
             del self.runs[run.key]
@@ -253,6 +258,7 @@ class RunIndex:
             del self.runs[head.key]
             head.parts = ()  # see `remove`
         del self.runs[run.key]
+        run.offered_stop = max(run.offered_stop, *(head.offered_stop for head in heads))
         run.tokens = b"".join([head.tokens for head in reversed(heads)] + [run.tokens])
         run.key, run.before, run.start, run.hash_before = first.key, first.before, first.start, first.hash_before
         self.runs[run.key] = run
@@ -260,7 +266,7 @@ class RunIndex:
     def shorten(self, run: Run, stop: int) -> None:
         """Drop tokens that no tier holds: a short run must not keep a long buffer alive."""
         run.tokens = run.tokens[: (stop - run.start) * self._unit_bytes]
-        run.stop = stop
+        run.stop, run.offered_stop = stop, min(stop, run.offered_stop)
         run._hash_after = None
 
     def remove(self, run: Run) -> None:

@@ -38,6 +38,7 @@ class Job:
     predecessor: Job | None
     """The unsettled job that fills what lies before: settled first, so publishing follows prefix order."""
     request_id: str
+    """Who wanted it; empty for what was stored because it would have been evicted."""
     state: JobState = JobState.QUEUED
     claims: dict[Holding, None] = attrs.field(factory=dict)
     """Holdings whose load waits for this job. A queued load without one is discarded."""
@@ -83,7 +84,14 @@ class JobBook:
     # -- deciding -------------------------------------------------------------------------------------------------
 
     def plan(
-        self, holding: Holding, direction: Direction, run: Run, band: Band, start: int, stop: int, blocks: array[int]
+        self,
+        holding: Holding | None,
+        direction: Direction,
+        run: Run,
+        band: Band,
+        start: int,
+        stop: int,
+        blocks: array[int],
     ) -> list[Job]:
         """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of the other tier."""
         jobs: list[Job] = []
@@ -110,7 +118,13 @@ class JobBook:
                 self.cache.split(stretch.run, stretch.start)
 
     def _job(
-        self, holding: Holding, source: Tier, destination: Tier, band: Band, over: list[Stretch], blocks: array[int]
+        self,
+        holding: Holding | None,
+        source: Tier,
+        destination: Tier,
+        band: Band,
+        over: list[Stretch],
+        blocks: array[int],
     ) -> Job:
         source_ids = array("i")
         for stretch in over:
@@ -122,8 +136,8 @@ class JobBook:
         starts = [over[0].run.start if other is band else end.run.stop for other in self.cache.layout.windows]
         job = Job(
             plan, end.run, over[0].start, end.stop, self.cache.epoch, band.number,
-            self.cache.lease(source, end.run, starts), self.cache.lease(destination, end.run, starts),
-            self._predecessor(over[0], destination, band.number), holding.request_id,
+            self._lease_source(source, end.run, starts), self.cache.lease(destination, end.run, starts),
+            self._predecessor(over[0], destination, band.number), "" if holding is None else holding.request_id,
         )  # fmt: skip
         if job.predecessor is not None:
             job.predecessor.followers.append(job)
@@ -132,6 +146,10 @@ class JobBook:
             part.incoming, part.incoming_stop = job, stretch.stop
         self.unsettled[job.job_id] = job
         return job
+
+    def _lease_source(self, source: Tier, run: Run, starts: list[int]) -> Lease:
+        take = self.cache.lease_aside if source is Tier.DEVICE else self.cache.lease
+        return take(source, run, starts)
 
     @staticmethod
     def _predecessor(first: Stretch, tier: Tier, band: int) -> Job | None:

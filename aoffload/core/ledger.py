@@ -17,12 +17,13 @@ from ..config import MAX_BLOCKS, OffloadConfig
 from ..errors import ConfigError, DuplicateRequest, InvalidArgument, WrongState
 from ..prefix import Prefix, TokenIds
 from .admission import Admission
-from .arguments import check_completion, check_int, check_tier
+from .arguments import check_bool, check_completion, check_int, check_tier
 from .blocks import DevicePool, ExtentPool, FreeList
 from .cache import UNPUBLISHABLE, PrefixCache
 from .commits import Commits
 from .errands import Demotion, Errand, Errands, Prefetch
 from .eviction import EvictionOrder, LeastRecentlyUsed
+from .frontier import Frontier
 from .groups import KVCacheGroup, Layout
 from .holding import Extension, Holding
 from .integrity import check_integrity
@@ -33,7 +34,7 @@ from .loads import Loads, require_no_holes
 from .matching import PrefixMatch, find_hit
 from .pins import Pins
 from .plan import Completion, Outcome, Tier, TransferPlan
-from .policy import store_policy_of
+from .policy import StoreScope, store_limit, store_policy_of
 from .preemption import Preemption, Preemptions
 from .stores import Stores
 from .tiers import TierBlocks, TierStatistics
@@ -95,11 +96,12 @@ class Ledger:
         yield_pin = self._keeping.yield_one
         self.admission = Admission(self.cache, self._pins, self._moves, self._others_hold_room, yield_pin)
         self._loads = Loads(self.cache, self._pins, self._moves, self.jobs, self.admission)
-        policy = store_policy_of(config.store_policy)
+        policy = store_policy_of(config.store_policy).for_ledger(self.layout, tiers[0].pool.num_blocks)
         stores = Stores(self.cache, self.jobs, self._moves)
-        self._commits = Commits(self.cache, self._pins, stores, self.admission, self._loads, policy)
+        frontier = Frontier(self.cache, self.jobs, stores, policy.num_frontier_blocks)
+        self._commits = Commits(self.cache, self._pins, stores, self.admission, self._loads, policy, frontier)
         self._preemptions = Preemptions(
-            self.cache, self._pins, self._moves, self.jobs, stores, self.admission, self._loads
+            self.cache, self._pins, self._moves, self.jobs, stores, self.admission, self._loads, policy
         )
         share = config.max_prefetch_share
         self._errands = Errands(self.cache, self._pins, self._moves, self._loads, stores, self.admission, share)
@@ -125,16 +127,23 @@ class Ledger:
         request_id: str | None = None,
         max_hit_tokens: int | None = None,
         hit_alignment: int = 1,
+        reads_cache: bool = True,
+        store: StoreScope | str = StoreScope.ALL,
+        max_store_tokens: int | None = None,
     ) -> Holding:
-        """Match `prefix` and pin what is cached of it, in one step. Both limits are in tokens.
+        """Match `prefix` and pin what is cached of it, in one step. All limits are in tokens.
 
+        With `reads_cache=False` it uses no hit. `store` and `max_store_tokens` narrow what of it may be stored: all,
+        its prompt or nothing, and how many of its first tokens.
         At least one token is always left to compute: a prompt that is cached to its last block hits one block less.
         """
         unit = self.layout.unit_tokens
-        limit = prefix.num_tokens // unit
+        check_bool("reads_cache", reads_cache)
+        limit = prefix.num_tokens // unit if reads_cache else 0
         if max_hit_tokens is not None:
             limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
         alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
+        may_store = store_limit(prefix, unit, store, max_store_tokens)
         ticket = self._num_admitted
         name = self._unused_name(ticket) if request_id is None else request_id
         if not isinstance(name, str):
@@ -142,8 +151,12 @@ class Ledger:
         if name in self.holdings:
             raise DuplicateRequest("request_id", f"a live request is called {name!r}")
         self._num_admitted += 1
-        holding = Holding(name, TokenSequence(prefix, unit), self.cache.epoch, ticket, limit, alignment, ledger=self)
+        holding = Holding(
+            name, TokenSequence(prefix, unit), self.cache.epoch, ticket, limit, alignment,
+            store_limit=may_store, ledger=self,
+        )  # fmt: skip
         self.holdings[name] = holding
+        self._commits.admitted(holding)
         self._pins.pin(holding)
         self._moves.request(holding, _S.MATCHED)
         self._moves.request(holding, _S.PINNED)
@@ -240,6 +253,14 @@ class Ledger:
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
         return self._commits.commit(self._own(holding), num_computed_tokens, new_token_ids)
+
+    def plan_frontier(self) -> tuple[TransferPlan, ...]:
+        """Stores of what the next allocations would evict, for a policy that waits for that (`LazyStore`), else none.
+
+        Call it after `commit` and `release`: where nothing has changed it costs nothing. What it stores was computed
+        at any time: the copies have to wait for all compute given to the device so far.
+        """
+        return self._commits.plan_frontier()
 
     def invalidate(self, holding: Holding, from_token: int) -> tuple[Holding, ...]:
         """Take back what a failed forward committed: nothing from `from_token` on was ever right.

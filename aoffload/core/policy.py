@@ -1,41 +1,186 @@
-"""Store policies: which of the blocks that a request has published are offered to the host, and when."""
+"""Store policies: which of the blocks that requests have published are stored in the host, and when.
+
+`EagerStore` stores at commit, `LazyStore` what is about to be evicted, `SelectiveStore` what was asked for before,
+`NoStore` nothing. What one request may have stored is narrowed once more by its own `StoreScope` and limit.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import enum
+from typing import Any, Protocol, Self
 
-from ..errors import ConfigError
-from .holding import Holding
+import attrs
 
-__all__ = ["EagerStore", "NoStore", "StorePolicy", "store_policy_of"]
+from ..config import MAX_BLOCKS
+from ..errors import ConfigError, InvalidArgument
+from ..prefix import Prefix
+from .arguments import check_int
+from .groups import Layout
+from .holding import NO_LIMIT, Holding
+from .seen import SeenPrefixes
+
+__all__ = [
+    "EagerStore",
+    "LazyStore",
+    "NoStore",
+    "SelectiveStore",
+    "StorePolicy",
+    "StoreScope",
+    "store_limit",
+    "store_policy_of",
+]
+
+MAX_SEEN = 1_000_000
+MAX_COUNTED_TOKENS = 2**34
+
+
+class StoreScope(enum.Enum):
+    """What of one request may be stored, whatever the policy wants."""
+
+    ALL = "all"
+    PROMPT = "prompt"
+    """Nothing that it generates."""
+    NONE = "none"
 
 
 class StorePolicy(Protocol):
-    def wants(self, holding: Holding) -> bool:
-        """Whether what `holding` has published, and the host lacks, should be stored now. Asked at every commit, and
-        once more when the request is done."""
+    """Asked by the ledger; positions are units of the layout. `EagerStore` is a base for policies of one's own."""
+
+    @property
+    def num_frontier_blocks(self) -> int:
+        """0: what is wanted is stored at once. Else as late as possible: once it is among the next so many device
+        blocks that allocations will take."""
+        ...
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
+        """The policy as one ledger uses it: what counts, or depends on the size of the pool, is another object."""
+        ...
+
+    def seen(self, holding: Holding, first: int, stop: int) -> None:
+        """Units `[first, stop)` of its tokens were asked for: those of its prompt when it is admitted, those of what
+        it generated when it is done. Not told of requests that store nothing."""
+        ...
+
+    def wanted_stop(self, holding: Holding) -> int:
+        """Up to which unit what `holding` has published should be in the host. Asked at every commit, and once more
+        when the request is done."""
         ...
 
 
+@attrs.frozen
 class EagerStore:
     """At once, whatever is confirmed computed."""
 
-    def wants(self, holding: Holding) -> bool:
-        return True
+    @property
+    def num_frontier_blocks(self) -> int:
+        return 0
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
+        return self
+
+    def seen(self, holding: Holding, first: int, stop: int) -> None:
+        """Counts nothing."""
+
+    def wanted_stop(self, holding: Holding) -> int:
+        return holding.published
 
 
-class NoStore:
+@attrs.frozen
+class NoStore(EagerStore):
     """Never: a cache on the device alone."""
 
-    def wants(self, holding: Holding) -> bool:
-        return False
+    def wanted_stop(self, holding: Holding) -> int:
+        return 0
+
+
+def _int_in(minimum: int, maximum: int) -> Any:
+    def check(_: object, attribute: Any, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            problem = f"must be an integer in [{minimum}, {maximum}], got {value!r:.80}"
+            raise ConfigError(f"store_policy.{attribute.name}", problem)
+
+    return check
+
+
+@attrs.frozen
+class LazyStore:
+    """Just before it would be lost: once the room for `frontier_blocks` more device blocks would have to evict it.
+
+    None is an eighth of the device pool. Best effort: what is evicted faster than it can be stored is lost.
+    """
+
+    frontier_blocks: int | None = attrs.field(default=None, validator=attrs.validators.optional(_int_in(1, MAX_BLOCKS)))
+
+    @property
+    def num_frontier_blocks(self) -> int:
+        return self.frontier_blocks or 0
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
+        if self.frontier_blocks is not None:
+            return self
+        return attrs.evolve(self, frontier_blocks=max(layout.width, num_device_blocks // 8, 1))
+
+    def seen(self, holding: Holding, first: int, stop: int) -> None:
+        """Counts nothing."""
+
+    def wanted_stop(self, holding: Holding) -> int:
+        return holding.published
+
+
+@attrs.define(eq=False)
+class SelectiveStore:
+    """What was asked for at least `min_seen` times, at commit.
+
+    Prefixes are counted, also those that no tier holds any more, as long as `max_counted_tokens` suffice: 4 bytes each.
+    """
+
+    min_seen: int = attrs.field(default=2, validator=_int_in(1, MAX_SEEN))
+    max_counted_tokens: int = attrs.field(default=2**24, validator=_int_in(1, MAX_COUNTED_TOKENS))
+    counts: SeenPrefixes | None = attrs.field(default=None, init=False)
+    """A ledger's own; None in a configuration."""
+
+    @property
+    def num_frontier_blocks(self) -> int:
+        return 0
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> Self:
+        found = type(self)(self.min_seen, self.max_counted_tokens)
+        found.counts = SeenPrefixes(layout, self.max_counted_tokens)
+        return found
+
+    def seen(self, holding: Holding, first: int, stop: int) -> None:
+        assert self.counts is not None, "counts belong to a ledger"
+        self.counts.see(holding.sequence, first, stop)
+
+    def wanted_stop(self, holding: Holding) -> int:
+        assert self.counts is not None, "counts belong to a ledger"
+        return self.counts.stop_of(holding.sequence, holding.published, self.min_seen)
 
 
 def store_policy_of(value: Any) -> StorePolicy:
     """The policy that `OffloadConfig.store_policy` names or is."""
     if isinstance(value, str):
-        named: dict[str, type[StorePolicy]] = {"eager": EagerStore, "off": NoStore}
-        return named[value]()
-    if not callable(getattr(value, "wants", None)):
-        raise ConfigError("store_policy", f"must be a name or have a method wants(holding), got {value!r}")
+        named: dict[str, Any] = {"eager": EagerStore, "lazy": LazyStore, "selective": SelectiveStore, "off": NoStore}
+        policy: StorePolicy = named[value]()
+        return policy
+    is_policy = all(callable(getattr(value, name, None)) for name in ("for_ledger", "seen", "wanted_stop"))
+    if isinstance(value, type) or not is_policy or not hasattr(value, "num_frontier_blocks"):
+        raise ConfigError("store_policy", f"must be a name or a policy such as LazyStore(), got {value!r:.80}")
     return value  # type: ignore[no-any-return]
+
+
+def store_limit(prefix: Prefix, unit_tokens: int, store: StoreScope | str, max_store_tokens: int | None) -> int:
+    """Up to which unit a request for `prefix` may have its tokens stored."""
+    try:
+        scope = StoreScope(store)
+    except ValueError:
+        names = ", ".join(repr(scope.value) for scope in StoreScope)
+        raise InvalidArgument("store", f"must be a StoreScope or one of {names}, got {store!r:.80}") from None
+    limit = {
+        StoreScope.ALL: NO_LIMIT,
+        StoreScope.PROMPT: prefix.num_tokens // unit_tokens,
+        StoreScope.NONE: 0,
+    }[scope]
+    if max_store_tokens is None:
+        return limit
+    return min(limit, check_int("max_store_tokens", max_store_tokens, 0) // unit_tokens)

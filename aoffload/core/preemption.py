@@ -13,6 +13,7 @@ from .lifecycle import Moves, RequestState, require
 from .loads import Loads
 from .pins import Pins
 from .plan import Tier, TransferPlan
+from .policy import NoStore, StorePolicy
 from .stores import Stores
 from .waiting import require_idle
 
@@ -44,6 +45,7 @@ class Preemptions:
     stores: Stores
     admission: Admission
     loads: Loads
+    policy: StorePolicy
 
     @staticmethod
     def check(holding: Holding) -> None:
@@ -87,9 +89,13 @@ class Preemptions:
         self.moves.request(holding, _S.PINNED)
 
     def _store(self, holding: Holding) -> tuple[TransferPlan, ...]:
-        if holding.epoch != self.cache.epoch:
+        """Whatever the policy would rather wait for; only one that never stores, and a request that must not be
+        stored, keep nothing."""
+        run, stop = holding.device_run, min(holding.published, holding.store_limit)
+        if run is None or not stop or holding.epoch != self.cache.epoch or isinstance(self.policy, NoStore):
             return ()
-        return tuple(job.plan for job in self.stores.offer(holding, holding.published, with_windows=True))
+        jobs = self.stores.offer(holding, run, holding.published, stop, with_windows=True)
+        return tuple(job.plan for job in jobs)
 
     @staticmethod
     def _held(holding: Holding) -> set[int]:

@@ -25,28 +25,31 @@ class Stores:
     jobs: JobBook
     moves: Moves
 
-    def offer(self, holding: Holding, first: int, *, with_windows: bool) -> list[Job]:
-        """Store what the host lacks of the path that `holding` leases, from unit `first` on and before it as far as
-        something is missing; of bands of limited reach, if asked for, what a hit near the end needs."""
-        run = holding.device_run
-        if run is None or not self.cache.tiers[Tier.HOST].pool.num_blocks:
+    def offer(self, holding: Holding | None, run: Run, first: int, stop: int, *, with_windows: bool) -> list[Job]:
+        """Store what the host lacks of the path of `run` up to unit `stop`, from unit `first` on and before it as far
+        as something is missing; of bands of limited reach, if asked for, what a hit near `stop` needs. For `holding`,
+        or for nobody in particular."""
+        if not self.cache.tiers[Tier.HOST].pool.num_blocks:
             return []
         jobs: list[Job] = []
         spine = self.cache.layout.spine
-        for over in _together(_unstored(run, first)) if spine.width else ():
+        for over in _together(_unstored(run, first, stop)) if spine.width else ():
             jobs += self._store(holding, spine, over)
         for band in self.cache.layout.windows if with_windows else ():
-            for over in _together(_unstored_window(run, band, self._last_end(holding, run))):
+            end = self._last_end(holding, stop)
+            for over in _together(_unstored_window(run, band, end, stop)):
                 jobs += self._store(holding, band, over)
         return jobs
 
-    def _last_end(self, holding: Holding, run: Run) -> int:
+    def _last_end(self, holding: Holding | None, stop: int) -> int:
         """The last unit at which a hit of the same tokens, asked for in the same way, could end: before the last token,
         on the grid of whoever asks."""
-        most = min(run.stop, (holding.sequence.num_tokens - 1) // self.cache.layout.unit_tokens)
+        if holding is None:
+            return stop
+        most = min(stop, (holding.sequence.num_tokens - 1) // self.cache.layout.unit_tokens)
         return most - most % holding.hit_alignment
 
-    def _store(self, holding: Holding, band: Band, over: list[Stretch]) -> list[Job]:
+    def _store(self, holding: Holding | None, band: Band, over: list[Stretch]) -> list[Job]:
         # Pinned before room is made: what is stored must not evict the prefix it hangs on.
         host, end = self.cache.tiers[Tier.HOST], over[-1].run
         pin = self.cache.lease(Tier.HOST, end, [end.stop for _ in self.cache.layout.windows])
@@ -66,23 +69,23 @@ class Stores:
         return jobs
 
 
-def _unstored(run: Run, first: int) -> list[Stretch]:
-    """What the device holds of the spine and the host neither has nor gets, last first.
+def _unstored(run: Run, first: int, stop: int) -> list[Stretch]:
+    """What the device holds of the spine up to unit `stop` and the host neither has nor gets, last first.
 
     Looks at everything from unit `first` on, and before it as far as something is missing."""
     found: list[Stretch] = []
     for current in run.path():
-        covered, there = current.parts[Tier.HOST].covered_stop, current.parts[Tier.DEVICE].stop
+        covered, there = current.parts[Tier.HOST].covered_stop, min(current.parts[Tier.DEVICE].stop, stop)
         if covered < there:
             found.append(Stretch(current, covered, there))
-        if current.start < min(first, covered):
+        if current.start < min(first, covered, stop):
             break
     return found
 
 
-def _unstored_window(run: Run, band: Band, end: int) -> list[Stretch]:
-    """The same of a band of limited reach: of what a hit needs that ends at unit `end` or later, or a little before, as
-    the next turn of a conversation does."""
+def _unstored_window(run: Run, band: Band, end: int, stop: int) -> list[Stretch]:
+    """The same of a band of limited reach, up to unit `stop`: of what a hit needs that ends at unit `end` or later, or
+    a little before, as the next turn of a conversation does."""
     start = band.first_needed(end * band.unit_tokens)
     start = max(0, start - band.margin(end - start))
     found: list[Stretch] = []
@@ -90,8 +93,8 @@ def _unstored_window(run: Run, band: Band, end: int) -> list[Stretch]:
         if current.stop <= start:
             break
         device = current.part(Tier.DEVICE, band.number)
-        first, stop = max(start, device.first), device.stop
-        for missing in _without(first, stop, current.part(Tier.HOST, band.number).covered):
+        first, last = max(start, device.first), min(device.stop, stop)
+        for missing in _without(first, last, current.part(Tier.HOST, band.number).covered):
             found.append(Stretch(current, missing.start, missing.stop))
     return found
 

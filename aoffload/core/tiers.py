@@ -58,7 +58,10 @@ class TierBlocks:
         return TierStatistics(self.pool.num_blocks, free, cached, pinned, quarantined)
 
     def make_evictable(self, part: Part) -> None:
-        self.order.add(part)
+        if part.last_use:
+            self.order.add_back(part)
+        else:
+            self.order.add(part)
         self.num_cached += len(part.blocks)
 
     def make_pinned(self, part: Part) -> None:

@@ -49,6 +49,9 @@ class Ask:
     max_load_tokens: int | None = None
     max_hit_tokens: int | None = None
     hit_alignment: int = 1
+    reads_cache: bool = True
+    store: str = "all"
+    max_store_tokens: int | None = None
     deadline_s: float | None = None
     waits: bool = True
     """Whether it waits for its load or polls it with `load_nowait` and `wait`."""
@@ -113,6 +116,7 @@ class SimulatedEngine:
         request = self.runtime.request(
             ask.tokens, name, cache_salt=ask.salt, adapter_key=ask.adapter, deadline_s=ask.deadline_s,
             max_hit_tokens=ask.max_hit_tokens, hit_alignment=ask.hit_alignment, key_spans=ask.key_spans,
+            reads_cache=ask.reads_cache, store=ask.store, max_store_tokens=ask.max_store_tokens,
         )  # fmt: skip
         self._born[request] = self.num_resets
         return request

@@ -45,6 +45,7 @@ CALLS: dict[str, tuple[str, Call]] = {
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
     "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel", "cancel_errands",
+    "plan_frontier",
 }  # fmt: skip
 
 ALWAYS = "release block_ids"
@@ -292,6 +293,7 @@ NO_COUNT: tuple[object, ...] = (-1, -HUGE, True, False, 1.0, float("nan"), float
 BAD: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {
     ("admit", "max_hit_tokens"): ("pinned", NO_COUNT),
     ("admit", "hit_alignment"): ("pinned", (*NO_COUNT, 0, None)),
+    ("admit", "max_store_tokens"): ("pinned", NO_COUNT),
     ("allocate_nowait", "num_tokens"): ("pinned", (*NO_COUNT, 0, HUGE, 33)),
     ("queue_allocation", "num_tokens"): ("pinned", (*NO_COUNT, 0, HUGE, 33)),
     ("extend_nowait", "num_tokens"): ("running", (*NO_COUNT, 0, None, HUGE, 33)),
@@ -340,6 +342,7 @@ def test_a_bad_number_is_refused_by_name(call: str, name: str) -> None:
 SMALLEST: dict[tuple[str, str], tuple[str, int]] = {
     ("admit", "max_hit_tokens"): ("pinned", 0),
     ("admit", "hit_alignment"): ("pinned", 1),
+    ("admit", "max_store_tokens"): ("pinned", 0),
     ("allocate_nowait", "num_tokens"): ("pinned", 1),
     ("queue_allocation", "num_tokens"): ("pinned", 1),
     ("extend_nowait", "num_tokens"): ("running", 1),

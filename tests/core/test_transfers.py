@@ -10,6 +10,7 @@ from aoffload.core.holding import Holding
 from aoffload.core.jobs import Job
 from aoffload.core.lifecycle import JobState, RequestState
 from aoffload.core.plan import Completion, Outcome, TransferPlan
+from aoffload.core.policy import EagerStore
 from aoffload.errors import IllegalTransition, OutOfBlocks, WrongState
 
 A = prompt(1, 17)
@@ -755,9 +756,9 @@ def test_no_store_policy_stores_nothing() -> None:
     assert driven.hit(A) == (16, 0)
     assert driven.ledger.statistics().host.num_free == 16
 
-    class LastOnly:
-        def wants(self, holding: Holding) -> bool:
-            return holding.num_computed_tokens >= 16
+    class LastOnly(EagerStore):
+        def wanted_stop(self, holding: Holding) -> int:
+            return holding.published if holding.num_computed_tokens >= 16 else 0
 
     driven = Driven(8, store_policy=LastOnly())
     holding = driven.running(A)

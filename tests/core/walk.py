@@ -3,7 +3,7 @@
 Each block of the fake memories holds a tag that says which tokens' KV it is: `(root, tokens up to there, group)`. What
 a forward computes, and what a job copies, moves tags; torn, corrupt, stale and invalidated blocks get tags that match
 nothing. After every call the ledger's own laws are checked, and every block that a live request may read must hold the
-tag of its prefix: right bytes or a miss.
+tag of its prefix: right bytes or a miss. What is stored must be what somebody has allowed to be stored.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from aoffload import (
     Direction,
     FullAttention,
     KVCacheGroup,
+    LazyStore,
     Ledger,
     OffloadConfig,
     Outcome,
@@ -26,6 +27,7 @@ from aoffload import (
     Prefix,
     RequestState,
     Root,
+    SelectiveStore,
     SlidingWindow,
     Tier,
 )
@@ -50,6 +52,12 @@ def groups_of(rng: random.Random) -> list[KVCacheGroup]:
     return [KVCacheGroup(f"g{i}", kind, size) for i, (kind, size) in enumerate(zip(attention, sizes, strict=False))]
 
 
+def policy_of(rng: random.Random) -> Any:
+    """Mostly eager: what is stored most is what can go wrong most."""
+    lazy, selective = LazyStore(rng.choice([None, 1, 4, 12])), SelectiveStore(rng.choice([1, 2, 3]), 2000)
+    return rng.choices(["eager", lazy, selective, "off"], [5, 3, 2, 0.3])[0]
+
+
 class Client:
     """One request as its engine knows it."""
 
@@ -58,6 +66,15 @@ class Client:
         self.tokens = tokens
         self.num_prompt = len(tokens)
         self.root = root
+        self.store = "all"
+        self.max_store_tokens: int | None = None
+
+    def may_store(self, num_tokens: int) -> bool:
+        """Whether what its first `num_tokens` tokens make may be stored."""
+        most = {"all": len(self.tokens), "prompt": self.num_prompt // UNIT * UNIT, "none": 0}[self.store]
+        if self.max_store_tokens is not None:
+            most = min(most, self.max_store_tokens // UNIT * UNIT)
+        return num_tokens <= most
 
 
 class Walk:
@@ -66,14 +83,18 @@ class Walk:
         "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05, "preempt": 1, "resume": 2,
     }  # fmt: skip
 
-    def __init__(self, seed: int, *, with_windows: bool = False) -> None:
+    def __init__(self, seed: int, *, with_windows: bool = False, is_plain: bool = False) -> None:
+        """`is_plain`: everything is stored at once, and every request reads what there is."""
         self.random = rng = random.Random(seed)
         groups = self.groups = groups_of(rng) if with_windows else full_groups_of(rng)
         self.width = sum(UNIT // group.block_size for group in groups)
         self.num_units = rng.randint(4, 24)
         num_host = rng.choice([0, rng.randint(1, 10), rng.randint(10, 60)]) * self.width
         job_blocks = rng.choice([1, 2, 3, 1000]) * self.width
-        config = OffloadConfig(groups=groups, num_host_blocks=num_host, max_job_bytes=job_blocks)
+        self.is_plain = is_plain
+        self.choices = random.Random(f"policy {seed}")  # of its own: plain walks stay what they were
+        policy = "eager" if is_plain else policy_of(self.choices)
+        config = OffloadConfig(groups=groups, num_host_blocks=num_host, max_job_bytes=job_blocks, store_policy=policy)
         self.ledger = Ledger(config, self.num_units * self.width + 1, block_bytes=1)
         self.device: list[object] = ["never written"] * (self.num_units * self.width + 1)
         self.host: list[object] = ["never written"] * num_host
@@ -83,6 +104,8 @@ class Walk:
         self.lengths = [rng.randint(6, 38) for _ in range(2)] if with_windows else []
         self.most_clients = rng.choice([1, 2, 3, 5])
         self.clients: list[Client] = []
+        self.allowed: set[tuple[int, tuple[int, ...]]] = set()
+        """What may be stored: root and tokens up to there."""
         self.plans: dict[int, Any] = {}
         self.lost: dict[int, Any] = {}
         self.steps: list[ExitStack] = []
@@ -156,9 +179,12 @@ class Walk:
         if rng.random() < 0.1:
             narrowed["hit_alignment"] = rng.choice([4, 6, 8])
         root = int(rng.random() < 0.05)
-        holding = self.ledger.admit(Prefix.of(self.roots[root], tokens), **narrowed)
+        options = self.options()
+        holding = self.ledger.admit(Prefix.of(self.roots[root], tokens), **narrowed, **options)
         assert holding.match.num_tokens < len(tokens), "a token is always left to compute"
+        assert options.get("reads_cache", True) or not holding.match.num_tokens
         client = Client(holding, list(tokens), root)
+        client.store, client.max_store_tokens = options.get("store", "all"), options.get("max_store_tokens")
         self.clients.append(client)
         self.counts["device hit"] += holding.match.num_device_tokens > 0
         self.counts["host hit"] += holding.match.num_host_tokens > 0
@@ -171,6 +197,19 @@ class Walk:
                 self.check()
                 self.compute(client)
         return None
+
+    def options(self) -> dict[str, Any]:
+        """What one request may read and have stored: mostly everything."""
+        rng, options = self.choices, dict[str, Any]()
+        if self.is_plain:
+            return options
+        if rng.random() < 0.15:
+            options["store"] = rng.choice(["all", "prompt", "none", "none"])
+        if rng.random() < 0.1:
+            options["max_store_tokens"] = rng.randrange(30)
+        if rng.random() < 0.05:
+            options["reads_cache"] = False
+        return options
 
     def allocate(self, client: Client | None = None) -> None:
         client = client or self.pick(S.PINNED)
@@ -239,8 +278,15 @@ class Walk:
             for position in range(done // size, num_computed // size):
                 assert table[position], "what is to be computed has a block"
                 self.device[table[position]] = self.tag(client, group, position)
+        self.allow(client, num_computed)
         self.take(self.ledger.commit(holding, num_computed, new))
+        self.take(self.ledger.plan_frontier())
         self.counts["committed"] += 1
+
+    def allow(self, client: Client, num_tokens: int) -> None:
+        for stop in range(num_tokens + 1):
+            if client.may_store(stop):
+                self.allowed.add((client.root, tuple(client.tokens[:stop])))
 
     def extend(self) -> None:
         client = self.pick(S.RUNNING)
@@ -265,6 +311,8 @@ class Walk:
     def end(self, client: Client, reason: str = "closed_early") -> None:
         self.clients.remove(client)
         self.take(self.ledger.release(client.holding, reason))
+        if self.choices.random() < 0.9:  # it may be forgotten
+            self.take(self.ledger.plan_frontier())
         self.counts[client.holding.state.value] += 1
 
     def step(self) -> None:
@@ -310,6 +358,7 @@ class Walk:
             return
         is_queued = self.ledger.statistics().num_waiting > 0  # who waits may be given room at once
         held, before, is_loading = self.held(holding), self.ledger.admission.room, holding.state is S.LOADING
+        self.allow(client, len(client.tokens))  # also what it has only hit so far
         found = self.ledger.preempt_nowait(holding)
         assert holding.state is S.PREEMPTED and holding.num_blocks == 0
         assert is_loading or is_queued or found.num_freed == max(0, self.ledger.admission.room - before)
@@ -338,6 +387,11 @@ class Walk:
 
     def take(self, plans: Any) -> None:
         self.plans |= {plan.job_id: plan for plan in plans}
+        for plan in plans:
+            self.counts["stored on nobody's behalf"] += not self.ledger.jobs.unsettled[plan.job_id].request_id
+            for source_id in plan.source_ids if plan.direction is Direction.STORE else ():
+                tag = self.device[source_id]
+                assert isinstance(tag, tuple) and tag[:2] in self.allowed, f"{plan}: {tag} may not be stored"
 
     def transfer(self) -> None:
         """Launch a planned job, or end a launched one in one of the ways it can end; now and then twice."""

@@ -1,0 +1,95 @@
+"""How often prefixes were asked for: an index of runs without blocks, bounded by the tokens that it keeps.
+
+What is counted outlives every tier, so it can't be a count on the runs of the cache. A digest for every block would
+cost a hash of every block at each request; runs are compared as bytes and hashed once, as in the cache itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import attrs
+
+from .groups import Layout
+from .index import Run, RunIndex
+from .tokens import TokenSequence
+
+__all__ = ["SeenPrefixes"]
+
+RUN_TOKENS = 256
+"""What a run costs besides its tokens (about 1 KB), counted as tokens of 4 bytes."""
+
+
+class SeenPrefixes:
+    """Counts, the least recently seen forgotten first and the end of a prefix before its start."""
+
+    def __init__(self, layout: Layout, max_tokens: int) -> None:
+        self._index = RunIndex(attrs.evolve(layout, bands=()), epoch=0)
+        self._unit_tokens = layout.unit_tokens
+        self._max_tokens = max_tokens
+        self._counts: OrderedDict[Run, int] = OrderedDict()
+        """Oldest first. A run is never older than what lies behind it."""
+        self.num_tokens = 0
+        """What is kept, with what its runs cost."""
+
+    def __repr__(self) -> str:
+        return f"<SeenPrefixes {len(self._counts)} runs, {self.num_tokens}/{self._max_tokens} tokens>"
+
+    def see(self, sequence: TokenSequence, first: int, stop: int) -> None:
+        """Units `[first, stop)` of `sequence` were asked for once more; what lies before them is only kept."""
+        if first >= stop:
+            return
+        path: list[Run] = []
+        for found, agreed in self._index.walk(sequence, stop):
+            run = self._cut(found, agreed)
+            if run.start < first < run.stop:
+                path.append(self._cut(run, first))
+            path.append(run)
+        for border in (first, stop):  # what lies before `first` is counted apart
+            path += self._insert(sequence, path[-1] if path else None, border)
+        for run in path:
+            if run.start >= first:
+                self._counts[run] += 1
+        for run in reversed(path):
+            self._counts.move_to_end(run)
+        while self.num_tokens > self._max_tokens:
+            self._forget(next(iter(self._counts)))
+
+    def stop_of(self, sequence: TokenSequence, limit: int, num_times: int) -> int:
+        """Up to which unit, at most `limit`, `sequence` was seen `num_times`."""
+        stop = 0
+        for run, agreed in self._index.walk(sequence, limit):
+            if self._counts[run] < num_times:
+                break
+            stop = agreed
+        return stop
+
+    def _cut(self, run: Run, at: int) -> Run:
+        """The run that ends at unit `at` of `run`."""
+        if run.stop == at:
+            return run
+        head = self._index.split_head(run, at)
+        self._counts[head] = self._counts[run]
+        self.num_tokens += RUN_TOKENS
+        return head
+
+    def _insert(self, sequence: TokenSequence, before: Run | None, stop: int) -> list[Run]:
+        added: list[Run] = []
+        position = 0 if before is None else before.stop
+        while position < stop:
+            before = self._index.insert(sequence, before, position, sequence.uniform_stop(position, stop))
+            added.append(before)
+            self._counts[before] = 0
+            self.num_tokens += self._cost(before)
+            position = before.stop
+        return added
+
+    def _forget(self, run: Run) -> None:
+        del self._index.runs[run.key]
+        if run.before is not None:
+            run.before.num_after -= 1
+        del self._counts[run]
+        self.num_tokens -= self._cost(run)
+
+    def _cost(self, run: Run) -> int:
+        return (run.stop - run.start) * self._unit_tokens + RUN_TOKENS

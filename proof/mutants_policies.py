@@ -1,0 +1,85 @@
+"""Planted defects of what is stored when, and of what a request may have stored."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["POLICY_MUTANTS"]
+
+FRONTIER, SEEN, COMMITS = "aoffload.core.frontier", "aoffload.core.seen", "aoffload.core.commits"
+CACHE, POLICY, RUNTIME, LEDGER = (
+    "aoffload.core.cache", "aoffload.core.policy", "aoffload.runtime", "aoffload.core.ledger",
+)  # fmt: skip
+
+POLICY_MUTANTS = (
+    Mutant(
+        "frontier a part too far",
+        FRONTIER,
+        "            if left <= 0:",
+        "            if left < 0:",
+        "a lazy store stores what the next blocks of the frontier evict, and no more",
+    ),
+    Mutant(
+        "frontier at the hot end",
+        FRONTIER,
+        "for part in device.order:",
+        "for part in reversed(list(device.order)):",
+        "what is about to be evicted is stored before it is lost",
+    ),
+    Mutant(
+        "stored after eviction",
+        FRONTIER,
+        "left = self.num_blocks - device.pool.num_free - self._num_in_flight()",
+        "left = device.num_evicted and self.num_blocks - device.pool.num_free - self._num_in_flight()",
+        "what is about to be evicted is stored before it is lost",
+    ),
+    Mutant(
+        "being stored is a use",
+        CACHE,
+        "        lease = self.lease_aside(tier, run, starts)\n        _mark_used(lease, 0)\n        return lease\n",
+        "        return self.lease_aside(tier, run, starts)\n",
+        "what is used becomes the newest, even if it was being stored meanwhile",
+    ),
+    Mutant(
+        "stored moves to the hot end",
+        "aoffload.core.tiers",
+        "        if part.last_use:\n            self.order.add_back(part)",
+        "        if part.last_use < 0:\n            self.order.add_back(part)",
+        "being stored makes nobody hot",
+    ),
+    Mutant(
+        "a count that never grows",
+        SEEN,
+        "self._counts[run] += 1",
+        "self._counts[run] = 1",
+        "what was asked for often enough is stored",
+    ),
+    Mutant(
+        "counts without bound",
+        SEEN,
+        "while self.num_tokens > self._max_tokens:",
+        "while self.num_tokens > 1000 * self._max_tokens:",
+        "memory for counts is bounded",
+    ),
+    Mutant(
+        "not to be stored, and stored",
+        COMMITS,
+        "stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))",
+        "stop = min(holding.published, self.policy.wanted_stop(holding))",
+        "what a request does not want stored is not stored on its account",
+    ),
+    Mutant(
+        "stored with what was not offered",
+        FRONTIER,
+        "        stop = min(run.offered_stop, run.stop)\n",
+        "        stop = run.stop\n",
+        "what a request does not want stored is not stored later on either",
+    ),
+    Mutant(
+        "what must not be stored counts as offered",
+        "aoffload.core.index",
+        "        head.num_after, head.offered_stop = 1, min(at, run.offered_stop)",
+        "        head.num_after, head.offered_stop = 1, at",
+        "what a request does not want stored is not stored later on either",
+    ),
+)

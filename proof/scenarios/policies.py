@@ -1,0 +1,115 @@
+"""Store policies: what is stored late, or the second time, or not at all, is right bytes or a miss all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aoffload import FullAttention, LazyStore, SelectiveStore, SlidingWindow
+from aoffload.testing import Simulation
+
+from .common import after, ask, evict_device, expect, serve, tokens
+from .table import scenario
+from .worlds import traffic
+
+
+@scenario("request_loading", "job_completed", faults=("fail", "hang", "vanish"))
+async def about_to_be_evicted(sim: Simulation) -> None:
+    """Lazy stores run while the room they are made for is being taken; who comes back finds what was stored in time."""
+    rng = sim.random
+    engine = sim.runtime(
+        num_device_blocks=9, num_host_blocks=rng.choice((6, 30)), store_policy=LazyStore(rng.randint(2, 6)),
+        stream=rng.random() < 0.5, max_job_bytes=rng.choice((1, 2, 100)), max_jobs_in_flight=rng.choice((1, 4)),
+    )  # fmt: skip
+    async with engine.runtime:
+        for wave in range(3):
+            for family in range(3):
+                prompt = tokens(family, rng.randint(4, 7))
+                serve(sim, engine, f"r{wave}{family}", prompt, num_new_tokens=rng.choice((0, 1, 2)))
+            await after(sim, engine)
+
+
+@scenario("request_loading")
+async def stored_in_time(sim: Simulation) -> None:
+    """Undisturbed and one after the other, nothing that the frontier has room for is lost."""
+    engine = sim.runtime(num_device_blocks=9, num_host_blocks=30, store_policy=LazyStore(6))
+    async with engine.runtime:
+        for family in range(3):
+            await engine.serve(f"r{family}", ask(sim, engine, tokens(family, 7)))
+            await engine.runtime.flush()
+            found = engine.runtime.statistics().transfers.blocks_stored
+            expect(sim, found == family * 3, f"{family} prompts had to be stored, not {found} blocks")
+        hits = [engine.runtime.lookup(tokens(family, 7)).num_tokens for family in range(3)]
+        expect(sim, hits == [6, 6, 6], f"all three are somewhere, not {hits}")
+        for family in range(3):
+            await engine.serve(f"again{family}", ask(sim, engine, tokens(family, 7)))
+        await after(sim, engine)
+
+
+@scenario("request_loading", "job_completed")
+async def lazy_traffic(sim: Simulation) -> None:
+    """Everything at once under a lazy policy, on a device that computes at once or later."""
+    await traffic(sim, stream=sim.random.random() < 0.5, store_policy=LazyStore(sim.random.randint(1, 12)))
+
+
+@scenario("request_loading", "job_completed")
+async def selective_traffic(sim: Simulation) -> None:
+    """Everything at once under a policy that counts, with room for all counts or for few."""
+    policy = SelectiveStore(sim.random.choice((1, 2)), sim.random.choice((600, 10_000)))
+    await traffic(sim, stream=sim.random.random() < 0.5, store_policy=policy)
+
+
+@scenario("request_loading")
+async def asked_for_twice(sim: Simulation) -> None:
+    """A selective policy stores at the second time, also what was evicted everywhere in between, and keeps count for
+    no more than it was told to."""
+    engine = sim.runtime(num_device_blocks=9, num_host_blocks=30, store_policy=SelectiveStore(2, 2000))
+    async with engine.runtime:
+        for turn in range(3):
+            await engine.serve(f"r{turn}", ask(sim, engine, tokens(1, 7)))
+            await engine.runtime.flush()
+            found = engine.runtime.statistics().transfers.blocks_stored
+            expect(sim, found == (3 if turn else 0), f"{found} blocks stored after {turn + 1} times")
+            await evict_device(engine)
+        for family in range(2, 12):
+            await engine.serve(f"other{family}", ask(sim, engine, tokens(family, 7)))
+        await engine.serve("again", ask(sim, engine, tokens(2, 7)))
+        await after(sim, engine)
+        found = engine.runtime.statistics().transfers.blocks_stored
+        expect(sim, found == 3, f"{found - 3} blocks stored that nobody could remember")
+
+
+@scenario("request_done", faults=("fail", "lose", "rot"))
+async def lazy_windows(sim: Simulation) -> None:
+    """Of windows what a hit near an end needs is stored before it is lost."""
+    rng = sim.random
+    engine = sim.runtime(
+        num_device_blocks=24, num_host_blocks=rng.choice((10, 40)), block_sizes=(2, 2),
+        attention=(FullAttention(), SlidingWindow(4)), store_policy=LazyStore(rng.choice((6, 20))),
+        verify=rng.random() < 0.4, max_job_bytes=rng.choice((1, 100)),
+    )  # fmt: skip
+    async with engine.runtime:
+        for wave in range(2):
+            for index in range(4):
+                prompt = tokens(index % 2, rng.choice((6, 9, 11)), shared=6)
+                serve(sim, engine, f"r{wave}{index}", prompt, num_new_tokens=rng.choice((0, 2)))
+            await after(sim, engine)
+
+
+@scenario("request_done")
+async def not_to_be_stored(sim: Simulation) -> None:
+    """Some requests want nothing of theirs in the host, or not all of it: it is not there, whatever the policy."""
+    rng = sim.random
+    policy: Any = rng.choice(("eager", LazyStore(4), LazyStore(9), SelectiveStore(1)))
+    engine = sim.runtime(num_device_blocks=10, num_host_blocks=30, store_policy=policy)
+    async with engine.runtime:
+        for index in range(2):
+            wishes: dict[str, Any] = rng.choice(({}, {"reads_cache": False}, {"store": "prompt"}))
+            serve(sim, engine, f"r{index}", tokens(index % 2, 6), num_new_tokens=index % 3, **wishes)
+            serve(sim, engine, f"private{index}", tokens(5, 7), num_new_tokens=2, store="none")
+            serve(sim, engine, f"start{index}", tokens(6, 7), max_store_tokens=3)
+            serve(sim, engine, f"branch{index}", tokens(6, 7, branch=1), store="none")
+        await after(sim, engine)
+        await evict_device(engine)
+        for family, most in ((5, 0), (6, 2)):
+            found = engine.runtime.lookup(tokens(family, 7)).num_host_tokens
+            expect(sim, found <= most, f"{found} tokens in the host where at most {most} may be")
