@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from .config import OffloadConfig
 from .core.blocks import DevicePool
 from .core.eviction import EvictionOrder
+from .core.forks import Fork
 from .core.groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from .core.holding import Extension, Holding
 from .core.ledger import Ledger, LedgerStatistics
+from .core.lent import LentBlocks
 from .core.lifecycle import JobState, Observer, RequestState
 from .core.matching import Answer, PrefixMatch
 from .core.plan import Completion, Direction, Outcome, Tier, TransferPlan
@@ -88,6 +90,7 @@ __all__ = [
     "EvictionOrder",
     "Extension",
     "Fence",
+    "Fork",
     "FullAttention",
     "Holding",
     "IllegalTransition",
@@ -100,6 +103,7 @@ __all__ = [
     "LeaseError",
     "Ledger",
     "LedgerStatistics",
+    "LentBlocks",
     "LocalTransport",
     "Observer",
     "OffloadConfig",

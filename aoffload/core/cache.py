@@ -210,6 +210,7 @@ class PrefixCache:
         head = run.before
         if head is None or not self._may_take_over(head, run, band):
             return False
+        self.tiers[Tier.DEVICE].leave_front(run.part(Tier.DEVICE, band.number), at)
         for number, (front, back) in enumerate(zip(head.parts, run.parts, strict=True)):
             self._take_over(self.tiers[number % NUM_TIERS], front, back, at)
         self.index.move_border(head, run, at)

@@ -62,7 +62,7 @@ class Client:
 class Walk:
     OPERATIONS: ClassVar = {
         "admit": 4, "allocate": 3, "load": 3, "compute": 8, "extend": 1, "leave": 0.7, "transfer": 7,
-        "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05,
+        "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05, "fork": 1,
     }  # fmt: skip
 
     def __init__(self, seed: int, *, with_windows: bool = False) -> None:
@@ -73,8 +73,8 @@ class Walk:
         num_host = rng.choice([0, rng.randint(1, 10), rng.randint(10, 60)]) * self.width
         job_blocks = rng.choice([1, 2, 3, 1000]) * self.width
         config = OffloadConfig(groups=groups, num_host_blocks=num_host, max_job_bytes=job_blocks)
-        self.ledger = Ledger(config, self.num_units * self.width + 1, block_bytes=1)
         self.device: list[object] = ["never written"] * (self.num_units * self.width + 1)
+        self.ledger = self.make_ledger(config)
         self.host: list[object] = ["never written"] * num_host
         self.roots = [Root("m"), Root("m", "another salt")]
         self.prompts = [[rng.randrange(3) for _ in range(40)] for _ in range(3)]
@@ -86,6 +86,9 @@ class Walk:
         self.lost: dict[int, Any] = {}
         self.steps: list[ExitStack] = []
         self.counts: Counter[str] = Counter()
+
+    def make_ledger(self, config: OffloadConfig) -> Ledger:
+        return Ledger(config, len(self.device), block_bytes=1)
 
     # -- the walk -------------------------------------------------------------------------------------------------
 
@@ -155,6 +158,7 @@ class Walk:
         if rng.random() < 0.1:
             narrowed["hit_alignment"] = rng.choice([4, 6, 8])
         root = int(rng.random() < 0.05)
+        narrowed |= self.engine_hit(tokens, root)
         holding = self.ledger.admit(Prefix.of(self.roots[root], tokens), **narrowed)
         assert holding.match.num_tokens < len(tokens), "a token is always left to compute"
         client = Client(holding, list(tokens), root)
@@ -170,6 +174,30 @@ class Walk:
                 self.check()
                 self.compute(client)
         return None
+
+    def engine_hit(self, tokens: list[int], root: int) -> dict[str, int]:
+        """What the engine says of its own blocks, if it has any."""
+        return {}
+
+    def fork(self) -> None:
+        client = self.pick(S.RUNNING)
+        if client is None or client.holding.waiter is not None or client.holding.num_steps:
+            return
+        try:
+            forked = self.fork_of(client, self.random.choice([0, 0, len(client.tokens) + 5]))
+        except OutOfBlocks:
+            return
+        for source, destination in forked.copies:
+            assert source != destination
+            self.device[destination] = self.device[source]
+        twin = Client(forked.holding, list(client.tokens), client.root)
+        twin.num_prompt = client.num_prompt
+        self.clients.append(twin)
+        self.counts["forked"] += 1
+        self.counts["forked with copies"] += bool(forked.copies)
+
+    def fork_of(self, client: Client, num_tokens: int) -> Any:
+        return self.ledger.fork(client.holding, num_tokens=num_tokens)
 
     def allocate(self, client: Client | None = None) -> None:
         client = client or self.pick(S.PINNED)
