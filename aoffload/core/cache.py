@@ -81,7 +81,8 @@ class PrefixCache:
             for current in _between(old, max(start, run.stop), old.stop):
                 self._dereference_part(blocks, current, band.number)
         lease.run = run
-        lease.starts = [min(start, run.stop) for start in lease.starts]
+        if run.stop < old.stop:
+            lease.starts = [min(start, run.stop) for start in lease.starts]
         self._dereference(blocks, old)
 
     def slide_lease(self, lease: Lease, band: Band, start: int) -> None:

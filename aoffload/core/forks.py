@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 
 import attrs
 
@@ -18,7 +19,7 @@ from .plan import Tier
 from .table import BlockTable
 from .waiting import require_idle
 
-__all__ = ["Fork", "Forks"]
+__all__ = ["Fork", "Forks", "taken_from"]
 
 _S = RequestState
 
@@ -103,6 +104,8 @@ class Forks:
         child.num_units = num_units
         child.published = child.ready_stop = child.hit_stop = shared
         child.num_computed_tokens = parent.num_computed_tokens
+        child.origins = {origin: stop for origin, stop in parent.origins.items() if not origin.is_over}
+        child.origins[parent] = parent.num_computed_tokens
         child.match = PrefixMatch(shared * unit, 0)
         for state in (_S.MATCHED, _S.PINNED, _S.ALLOCATED, _S.RUNNING):
             self.moves.request(child, state)
@@ -126,3 +129,16 @@ class Forks:
             stop = -(-parent.num_computed_tokens // group.block_size)
             found += [pair for pair in zip(old[first:stop], new[first:stop], strict=True) if all(pair)]
         return tuple(found)
+
+
+def taken_from(cache: PrefixCache, holding: Holding, sources: Mapping[Holding, int]) -> list[int]:
+    """The first unit that `holding` has of what each of `sources` computed from some token on: copied when it was
+    forked, or in a block that is lent to both."""
+    found = [at // cache.layout.unit_tokens for source, at in sources.items() if holding.origins.get(source, 0) > at]
+    if not cache.tiers[Tier.DEVICE].is_lent:
+        return found
+    for source, at in sources.items():
+        for mine, theirs in zip(holding.tables, source.tables, strict=False):
+            ids = set(theirs.ids[at // cache.layout.unit_tokens * theirs.width :]) - {0}
+            found += [index // mine.width for index, block_id in enumerate(mine.ids) if block_id in ids][:1]
+    return found

@@ -74,6 +74,8 @@ class Holding:
     reason: str = ""
     """Why it was aborted."""
     match: PrefixMatch = NO_MATCH
+    origins: dict[Holding, int] = attrs.field(factory=dict)
+    """Whom it was forked from, and how many tokens these had computed then."""
     lent_stop: int = 0
     """Units that an engine had computed already in blocks that it lends."""
     hit_stop: int = 0

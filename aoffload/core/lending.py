@@ -70,7 +70,9 @@ class Lending:
         if num_device_tokens is not None:
             computed = check_lent_tokens(num_device_tokens, sequence.num_tokens) // layout.unit_tokens
         num_units = max(layout.num_units(wanted), computed)
-        hit_stop = self.pins.find_behind(holding, computed).stop
+        hit_stop = max(holding.hit_stop, computed)  # as it was told; a load of what has gone since ends without it
+        if computed != holding.lent_stop:
+            hit_stop = self.pins.find_behind(holding, computed).stop
         starts, fillers = ([b.first_needed(at * b.unit_tokens) for b in layout.bands] for at in (computed, hit_stop))
         ids = self._checked(block_ids, _Places(holding, 0, num_units, computed, starts, fillers))
         # Nothing is refused from here on.
@@ -87,7 +89,8 @@ class Lending:
     def _computed(self, holding: Holding, num_units: int) -> None:
         """The engine has computed the first `num_units` already: they are there as if `holding` had."""
         if holding.epoch == self.cache.epoch:
-            publish(self.cache, holding, num_units)
+            for stop in sorted({*(table.start for table in holding.tables), num_units}):
+                publish(self.cache, holding, stop)  # the lease on a window begins where a run does
         holding.ready_stop = num_units
         holding.num_computed_tokens = num_units * self.cache.layout.unit_tokens
         if holding.state is _S.PINNED:

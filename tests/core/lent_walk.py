@@ -1,4 +1,4 @@
-"""The random walk with blocks that are the engine's own: it lends them, caches prefixes in them, and wants them back."""
+"""The random walk with blocks that are the engine's own: it lends them, caches prefixes in them, wants them back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ class LentWalk(Walk):
 
     OPERATIONS: ClassVar = {**Walk.OPERATIONS, "fork": 1.5}
 
+    OUTCOMES: ClassVar = {Direction.LOAD: [6, 2, 2, 2], Direction.STORE: [90, 5, 0, 1]}
+
     def make_ledger(self, config: OffloadConfig) -> Ledger:
         self.free = set(range(1, len(self.device)))
+        self.keeps = self.random.choice([0.1, 0.5, 0.9])
         self.cached: dict[object, int] = {}
         """The engine's prefix cache: the block of each tag, lent or free."""
         return Ledger(config, len(self.device), device_pool=LentBlocks(self.given))
@@ -72,7 +75,7 @@ class LentWalk(Walk):
         client = Client(None, tokens, root)
         whole = range((len(tokens) - 1) // UNIT * UNIT, 0, -UNIT)
         hits = [at for at in whole if self.cached_ids(client, at) is not None]
-        hit = self.random.choice([0, *hits[:1] * 3, *hits])
+        hit = self.random.choice([0, *hits[:1] * 3, *hits]) if self.random.random() < self.keeps else 0
         self.counts["engine hit"] += hit > 0
         return {"num_device_tokens": hit + (self.random.randrange(UNIT) if hit + UNIT < len(tokens) else 0)}
 

@@ -65,6 +65,8 @@ class Walk:
         "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05, "fork": 1,
     }  # fmt: skip
 
+    OUTCOMES: ClassVar = {Direction.LOAD: [75, 10, 10, 2], Direction.STORE: [75, 10, 0, 2]}
+
     def __init__(self, seed: int, *, with_windows: bool = False) -> None:
         self.random = rng = random.Random(seed)
         groups = self.groups = groups_of(rng) if with_windows else full_groups_of(rng)
@@ -359,7 +361,7 @@ class Walk:
     def copy(self, plan: Any) -> Completion:
         rng, loading = self.random, plan.direction is Direction.LOAD
         source, into = (self.host, self.device) if loading else (self.device, self.host)
-        outcome = rng.choices(list(Outcome), [75, 10, 10 * loading, 2])[0]
+        outcome = rng.choices(list(Outcome), self.OUTCOMES[plan.direction])[0]
         num_landed, corrupt = plan.num_blocks, ()
         if outcome is Outcome.FAILED:
             num_landed = rng.randrange(plan.num_blocks)
