@@ -78,8 +78,9 @@ class Forks:
         bands, firsts = self.cache.layout.bands, self.first_own(parent, shared)
         counts = [max(0, num_units - first) * band.width for band, first in zip(bands, firsts, strict=True)]
         room, capacity = self.admission.room, self.admission.capacity
-        if sum(counts) > capacity:
-            raise OutOfBlocks(sum(counts), capacity, retryable=False)
+        in_all = sum(num_units * table.width - table.start * table.width for table in parent.tables)
+        if in_all > capacity:
+            raise OutOfBlocks(in_all, capacity, retryable=False)
         behind = bool(self.admission.line.extending)  # as an extension, which goes before who has nothing yet
         if behind or sum(counts) > room:
             raise OutOfBlocks(sum(counts), 0 if behind else room, retryable=True)
