@@ -31,7 +31,7 @@ from .lending import Lending, check_lent_tokens
 from .lent import device_tier
 from .lifecycle import Moves, NullObserver, Observer, RequestState, require
 from .loads import Loads, require_no_holes
-from .matching import PrefixMatch, find_hit
+from .matching import PrefixMatch, find_hit, find_hit_behind
 from .pins import Pins
 from .plan import Completion, Tier, TransferPlan
 from .policy import store_policy_of
@@ -113,7 +113,11 @@ class Ledger:
         """What is cached of `prefix`. Takes nothing, touches nothing."""
         unit = self.layout.unit_tokens
         limit = (prefix.num_tokens - 1) // unit
-        hit = find_hit(self.cache.index, TokenSequence(prefix, unit), self.layout, limit)
+        sequence, index = TokenSequence(prefix, unit), self.cache.index
+        if self.cache.tiers[Tier.DEVICE].is_lent:
+            hit = find_hit_behind(index, sequence, self.layout, limit, 0)
+        else:
+            hit = find_hit(index, sequence, self.layout, limit)
         return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
 
     def admit(
