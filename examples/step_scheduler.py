@@ -188,11 +188,13 @@ class Scheduler:
             self.done.append(request)
 
     def fork(self, request: Request) -> None:
-        num_own = -(-len(request.tokens) // BLOCK) - self.ledger.num_shared_tokens(request.holding) // BLOCK
+        first = self.ledger.num_shared_tokens(request.holding) // BLOCK
+        num_own = -(-len(request.tokens) // BLOCK) - first
         if len(self.pool.free) < num_own * len(GROUPS):
             return  # at a later step
         twin = Request(f"{request.name}+", request.tokens, request.num_tokens + 8, request.taste + 1)
-        ids = [self.pool.take(num_own) for _ in GROUPS]
+        past = [table[first:].count(0) for table in self.ledger.block_ids(request.holding)]  # null there as well
+        ids = [[0] * num_past + self.pool.take(num_own - num_past) for num_past in past]
         fork = self.ledger.fork(request.holding, twin.name, block_ids=ids)
         for source, destination in fork.copies:
             self.memory[Tier.DEVICE][destination] = self.memory[Tier.DEVICE][source]
