@@ -214,7 +214,7 @@ class Loads:
         for spare in load.spares:
             table = holding.tables[spare.band]
             for index, block_id in enumerate(spare.ids, spare.start * table.width):
-                if table.ids[index] or index < holding.published * table.width or block_id in doubtful:
+                if table.ids[index] or block_id in doubtful:
                     self.cache.give(Tier.DEVICE, array("i", [block_id]))
                 else:
                     table.ids[index] = block_id

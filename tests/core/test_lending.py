@@ -136,6 +136,44 @@ def test_a_host_hit_needs_no_blocks_before_its_window() -> None:
     assert holding.num_computed_tokens == 0
 
 
+def test_a_window_is_pinned_from_where_it_begins() -> None:
+    """However the path to it is cut: who has lent a window keeps nobody else's blocks before it."""
+    driven = LentDriven(30, 0, groups=[KVCacheGroup("window", SlidingWindow(5), BLOCK)])
+    for stop in (4, 8):
+        driven.commit(driven.running([*A[:stop], *B[:4]]))
+    leaver = driven.running(A)
+    driven.commit(leaver, 12)
+    left = driven.table(leaver)[2]
+    holding = driven.admit(A, num_device_tokens=16)
+    driven.ledger.lend(holding, [[0, 0, 0, *driven.fresh(2)]])
+    driven.ledger.plan_load(holding)
+    driven.release(leaver)
+    assert left in driven.given
+
+
+def test_a_host_hit_goes_on_from_the_engines_own_window() -> None:
+    """What the host lacks of a window may be in the engine's own blocks."""
+    driven = LentDriven(12, groups=[KVCacheGroup("window", SlidingWindow(8), BLOCK)])
+    driven.on_host_only(A)
+    rotten = driven.lent(A)
+    (plan,) = driven.launch(driven.ledger.plan_load(rotten))
+    driven.end(plan, Outcome.CORRUPT, 0, (0,))
+    driven.release(rotten, "leaves")
+    assert driven.admit(A, num_device_tokens=8).match.num_host_tokens == 0
+    assert driven.admit(A, num_device_tokens=12).match.num_host_tokens == 4
+
+
+def test_a_window_is_lent_after_a_reset() -> None:
+    """What was lent as computed is there, though nothing of it is published any more."""
+    driven = LentDriven(12, groups=[KVCacheGroup("window", SlidingWindow(8), BLOCK)])
+    holding = driven.admit(A, num_device_tokens=16)
+    driven.ledger.reset()
+    driven.ledger.lend(holding, [[0, 0, 3, 4, 5]])
+    assert driven.ledger.plan_load(holding) == () and holding.state is RequestState.RUNNING
+    assert holding.num_computed_tokens == 16
+    driven.ledger.check_integrity()
+
+
 # -- loads that fail ----------------------------------------------------------------------------------------------
 
 
@@ -169,6 +207,18 @@ def test_what_a_copy_may_still_write_to_stays_ours() -> None:
     driven.commit(holding)
     driven.end(plan)
     assert sorted(driven.given) == [1, 2, 3, 4, 5]
+
+
+def test_who_lost_its_load_has_nothing_computed() -> None:
+    """What the engine had computed went back with everything else, unless it says that it lends that again."""
+    for told, computed in ((None, 0), (4, 4)):
+        driven = LentDriven(12)
+        driven.on_host_only(A)
+        holding = driven.lent(A, 8)
+        driven.end(driven.launch(driven.ledger.plan_load(holding))[0], Outcome.UNPROVEN)
+        assert holding.lacks_blocks and driven.given == [4, 8]
+        driven.lend(holding, 8, num_device_tokens=told)
+        assert driven.ledger.plan_load(holding) == () and holding.num_computed_tokens == computed
 
 
 def test_a_request_that_leaves_a_load_gets_back_what_nobody_copies() -> None:
@@ -259,6 +309,15 @@ def test_a_block_of_other_tokens_is_refused() -> None:
     holding = driven.admit(B, num_device_tokens=4)
     with refused(driven.ledger, holding, error=InvalidArgument, says=("block_ids: ", "other tokens")):
         driven.ledger.lend(holding, [[1, 6, 7, 8, 9]])
+
+
+def test_a_block_that_is_not_computed_yet_is_refused() -> None:
+    """Who has the block has committed less than the engine says is in it."""
+    driven = LentDriven(12)
+    driven.commit(driven.running(A[:12]), 11)
+    holding = driven.admit(A, num_device_tokens=12)
+    with refused(driven.ledger, holding, error=InvalidArgument, says=("block_ids: ", "not computed")):
+        driven.ledger.lend(holding, [[1, 2, 3, 4, 5]])
 
 
 def test_a_block_before_the_window_is_refused() -> None:
