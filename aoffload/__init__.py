@@ -11,10 +11,12 @@ from .config import OffloadConfig
 from .core.blocks import DevicePool
 from .core.errands import Demotion, Errand, Prefetch
 from .core.eviction import EvictionOrder
+from .core.forks import Fork
 from .core.groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from .core.holding import Extension, Holding
 from .core.keeping import Pin
 from .core.ledger import Ledger, LedgerStatistics
+from .core.lent import LentBlocks
 from .core.lifecycle import ErrandState, JobState, Observer, PinState, RequestState
 from .core.matching import Answer, PrefixMatch
 from .core.plan import Completion, Direction, Outcome, Tier, TransferPlan
@@ -103,6 +105,7 @@ __all__ = [
     "EvictionOrder",
     "Extension",
     "Fence",
+    "Fork",
     "FullAttention",
     "Holding",
     "IllegalTransition",
@@ -116,6 +119,7 @@ __all__ = [
     "LeaseError",
     "Ledger",
     "LedgerStatistics",
+    "LentBlocks",
     "LocalRank",
     "LocalTransport",
     "NoStore",

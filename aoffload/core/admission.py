@@ -56,6 +56,7 @@ class Admission:
         return waiter
 
     def _units_to_allocate(self, holding: Holding, num_tokens: int | None) -> int:
+        self.cache.tiers[Tier.DEVICE].require_own("allocate")
         require(holding, "allocate", _S.PINNED)
         require_idle(holding, "allocate")
         wanted = holding.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
@@ -67,7 +68,7 @@ class Admission:
         before = holding.num_units
         blocks = self._take_nowait(holding, num_units, behind=bool(self.line.extending))
         self.pins.lengthen_tables(holding, num_units, blocks)
-        return self._extension(holding, before)
+        return self.extension(holding, before)
 
     def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
         """Join the line for more room, before everybody who has none yet."""
@@ -79,6 +80,7 @@ class Admission:
         return waiter
 
     def _units_to_extend(self, holding: Holding, num_tokens: int) -> int:
+        self.cache.tiers[Tier.DEVICE].require_own("extend")
         require(holding, "extend", _S.ALLOCATED, _S.RUNNING)
         require_idle(holding, "extend")
         return self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1))
@@ -100,7 +102,7 @@ class Admission:
             self.pins.start_tables(holding, waiter.num_units, waiter.granted)
         else:
             self.pins.lengthen_tables(holding, waiter.num_units, waiter.granted)
-        return self._extension(holding, before)
+        return self.extension(holding, before)
 
     def withdraw(self, waiter: Waiter) -> None:
         """Stop waiting: an unused grant goes back, and whoever waits behind gets its chance."""
@@ -130,7 +132,7 @@ class Admission:
         holding.num_computed_tokens = holding.published * self.cache.layout.unit_tokens
         self.moves.request(holding, _S.ALLOCATED)
 
-    def _extension(self, holding: Holding, before: int) -> Extension:
+    def extension(self, holding: Holding, before: int) -> Extension:
         """What was added behind `before` units, and what became null since this was told last."""
         layout = self.cache.layout
         added = layout.by_group([table.at(before, holding.num_units) for table in holding.tables])

@@ -90,7 +90,8 @@ class PrefixCache:
                 self._dereference_part(blocks, current, band.number)
         lease.run = run
         _mark_used(lease, old.stop)
-        lease.starts = [min(start, run.stop) for start in lease.starts]
+        if run.stop < old.stop:
+            lease.starts = [min(start, run.stop) for start in lease.starts]
         self._dereference(blocks, old)
 
     def slide_lease(self, lease: Lease, band: Band, start: int) -> None:
@@ -220,6 +221,7 @@ class PrefixCache:
         head = run.before
         if head is None or not self._may_take_over(head, run, band):
             return False
+        self.tiers[Tier.DEVICE].leave_front(run.part(Tier.DEVICE, band.number), at)
         for number, (front, back) in enumerate(zip(head.parts, run.parts, strict=True)):
             self._take_over(self.tiers[number % NUM_TIERS], front, back, at)
         self.index.move_border(head, run, at)

@@ -11,6 +11,7 @@ from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .admission import Admission
 from .arguments import check_int
 from .cache import UNPUBLISHABLE, PrefixCache
+from .forks import taken_from
 from .frontier import Frontier
 from .holding import Holding
 from .index import Run
@@ -125,7 +126,7 @@ class Commits:
         start = from_token // self.cache.layout.unit_tokens
         wrong = unpublish(self.cache, holding, start)  # after a reset too: its blocks are no less shared for that
         others = [other for other in readers if other is not holding]
-        tainted = self._taint(wrong, [other for other in others if other.has_read])
+        tainted = self._taint(wrong, [other for other in others if other.has_read], {holding: from_token})
         self.cache.withdraw_behind(wrong)
         for other in others:
             if not other.has_read and _leases_any(other, wrong):
@@ -141,16 +142,19 @@ class Commits:
         tables = zip(self.cache.layout.windows, holding.tables[1:], strict=True)
         return all(table.start <= band.first_needed(holding.num_computed_tokens) for band, table in tables)
 
-    def _taint(self, wrong: set[Run], others: list[Holding]) -> tuple[Holding, ...]:
-        """Those of `others` that lease a wrong run. What they computed on it is wrong as well, and so on."""
+    def _taint(self, wrong: set[Run], others: list[Holding], sources: dict[Holding, int]) -> tuple[Holding, ...]:
+        """Those of `others` that lease a wrong run, or have something of what `sources` computed from some token on.
+        What they computed on it is wrong as well, and so on."""
         tainted: list[Holding] = []
         found = True
         while found:
             found = False
             for other in others:
                 read = [run.start for lease in other.all_leases() for run in lease.run.path() if run in wrong]
+                read += taken_from(self.cache, other, sources)
                 if read and other not in tainted:
                     tainted.append(other)
+                    sources = {**sources, other: min(read) * self.cache.layout.unit_tokens}
                     other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds
                     # Only behind the first wrong block: what it computed before that is right, and others build on it.
                     wrong |= unpublish(self.cache, other, min(read))

@@ -13,14 +13,14 @@ from .lease import Lease
 from .lifecycle import RequestState
 from .matching import NO_MATCH, PrefixMatch
 from .plan import Tier
-from .table import BlockTable
+from .table import BlockTable, not_null
 from .tokens import TokenSequence
 
 if TYPE_CHECKING:
     from .jobs import Job
     from .waiting import Waiter
 
-__all__ = ["NO_LIMIT", "Extension", "Holding", "Load"]
+__all__ = ["NO_LIMIT", "Extension", "Holding", "Load", "Spare"]
 
 NO_LIMIT = 2**62
 """As a number of units: everything."""
@@ -36,6 +36,15 @@ class Extension:
     """Positions that became null because their group needs them no more."""
 
 
+@attrs.frozen
+class Spare:
+    """Ids that go back into the table of `band`, from unit `start` on, should a load not bring what belongs there."""
+
+    band: int
+    start: int
+    ids: array[int]
+
+
 @attrs.define(eq=False)
 class Load:
     """A load that a holding waits for, up to unit `stop`."""
@@ -44,6 +53,12 @@ class Load:
     wake: Callable[[], object]
     jobs: set[Job] = attrs.field(factory=set)
     """Jobs not settled yet, its own and shared ones."""
+    spares: list[Spare] = attrs.field(factory=list)
+    """What an engine has lent for it stays at hand while it runs, for nobody else could give it anew."""
+
+    def set_aside(self, band: int, start: int, ids: array[int]) -> None:
+        if ids:
+            self.spares.append(Spare(band, start, ids))
 
 
 @attrs.define(eq=False, repr=False)
@@ -64,6 +79,10 @@ class Holding:
     reason: str = ""
     """Why it was aborted."""
     match: PrefixMatch = NO_MATCH
+    origins: dict[Holding, int] = attrs.field(factory=dict)
+    """Whom it was forked from, and how many tokens these had computed then."""
+    lent_stop: int = 0
+    """Units that an engine had computed already in blocks that it lends."""
     hit_stop: int = 0
     tables: tuple[BlockTable, ...] = ()
     """One for each band; no ids in it before it has room."""
@@ -129,7 +148,14 @@ class Holding:
         found = array("i")
         for table in self.tables:
             found.extend(table.private(self.published))
+        for spare in self.load.spares if self.load is not None else ():
+            found.extend(not_null(spare.ids))
         return found
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether a load has failed in a way that took the place of what it was to bring: `lend` to it again."""
+        return self.state is RequestState.LOADING and not self.tables and self.waiter is None
 
     @property
     def num_blocks(self) -> int:

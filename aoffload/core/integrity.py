@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import IntegrityError
+from .blocks import DevicePool
 from .cache import UNPUBLISHABLE, PrefixCache
 from .groups import Band
 from .holding import Holding
@@ -13,6 +14,7 @@ from .index import NUM_TIERS, Run
 from .jobs import JobBook
 from .keeping import Pin
 from .lease import Lease
+from .lent import LentBlocks
 from .plan import Tier
 from .table import BlockTable
 from .waiting import Line
@@ -38,7 +40,7 @@ def check_integrity(
         _check_order(cache, tier.tier, runs)
         _check_blocks(cache, tier.tier, runs, jobs, held)
     for holding in held:
-        _check_tables(holding)
+        _check_tables(holding, is_lent=cache.tiers[Tier.DEVICE].is_lent)
     _check_line(line)
 
 
@@ -51,8 +53,7 @@ def _leases(owners: tuple[Holding | Pin, ...], jobs: JobBook) -> Iterator[Lease]
     for owner in owners:
         yield from owner.all_leases()
     for job in jobs.unsettled.values():
-        yield job.source_lease
-        yield job.destination_lease
+        yield from job.leases()
 
 
 def _runs(cache: PrefixCache, leases: list[Lease]) -> set[Run]:
@@ -124,13 +125,19 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
     for job in (*jobs.unsettled.values(), *quarantined):
         if job.plan.destination is tier:
             hands += job.plan.destination_ids
+    if cache.tiers[tier].is_lent:
+        for job in jobs.unsettled.values():
+            if job.plan.source is tier:
+                hands += job.plan.source_ids
     if tier is Tier.DEVICE:
         for holding in holdings:
             hands += holding.private_blocks()
             if holding.waiter is not None and holding.waiter.granted is not None:
                 hands += holding.waiter.granted
     held = set(hands)
-    if len(held) != len(hands):
+    if cache.tiers[tier].is_lent:
+        _check_handles(cache.tiers[tier].pool, hands)
+    elif len(held) != len(hands):
         raise IntegrityError(f"{tier.name} blocks in two hands: {[i for i, n in Counter(hands).items() if n > 1][:8]}")
     total = cache.tiers[tier].pool.num_blocks
     _demand(len(held) == total, f"{tier.name} blocks in no hand", total - len(held))
@@ -139,7 +146,16 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
     _demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
 
 
-def _check_tables(holding: Holding) -> None:
+def _check_handles(pool: DevicePool, hands: list[int]) -> None:
+    """Of lent blocks every handle is in exactly one hand, and there is no other."""
+    assert isinstance(pool, LentBlocks)
+    wrong = Counter(hands)
+    wrong.subtract(dict(pool.handles()))
+    wrong_ids = [block_id for block_id, number in wrong.items() if number]
+    _demand(not wrong_ids, "handles of lent blocks in no hand, or in two", wrong_ids[:8])
+
+
+def _check_tables(holding: Holding, *, is_lent: bool) -> None:
     if holding.epoch == UNPUBLISHABLE:
         return  # a forward that still runs may name blocks that were withdrawn meanwhile; it only reads them
     for number, table in enumerate(holding.tables):
@@ -147,13 +163,13 @@ def _check_tables(holding: Holding) -> None:
         _demand(not any(table.at(0, table.start)), "what has left a window is in the table", holding, number)
         if number and holding.load is None and table.start <= holding.published:
             lease = holding.leases.get(Tier.DEVICE)
-            _demand(
-                lease is None or lease.starts[number - 1] >= table.start, "what has left a window is pinned", holding
-            )
-        _check_table(holding, number, table)
+            is_let_go = lease is None or lease.starts[number - 1] >= table.start
+            _demand(is_let_go, "what has left a window is pinned", holding, number)
+        _check_table(holding, number, table, is_lent=is_lent)
 
 
-def _check_table(holding: Holding, band: int, table: BlockTable) -> None:
+def _check_table(holding: Holding, band: int, table: BlockTable, *, is_lent: bool) -> None:
+    """An engine may lend one block to several requests: what it says is a copy of its own may be the leased one."""
     private = {unit for units in table.duplicates for unit in units}
     run = holding.device_run
     for current in run.path() if run is not None and table.width else ():
@@ -162,7 +178,12 @@ def _check_table(holding: Holding, band: int, table: BlockTable) -> None:
             if not part.first <= unit < part.stop:
                 continue  # found corrupt meanwhile, and forgotten
             same = table.at(unit, unit + 1) == part.ids(unit, unit + 1)
-            _demand(same != (unit in private), "a table does not name its leased blocks", holding, unit)
+            _demand(
+                same != (unit in private) or (same and is_lent),
+                "a table does not name its leased blocks",
+                holding,
+                unit,
+            )
 
 
 def _check_line(line: Line) -> None:

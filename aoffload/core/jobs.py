@@ -32,9 +32,10 @@ class Job:
     epoch: int
     band: int
     """The band of groups whose blocks it moves; a transfer of several is several jobs."""
-    source_lease: Lease
-    destination_lease: Lease
-    """Keeps the run, and the blocks that the new ones follow, while the copy runs."""
+    source_lease: Lease | None
+    destination_lease: Lease | None
+    """Keeps the run, and the blocks that the new ones follow, while the copy runs. Of lent blocks a job pins only those
+    that it touches, by handles: whatever else its request had goes back with the request."""
     predecessor: Job | None
     """The unsettled job that fills what lies before: settled first, so publishing follows prefix order."""
     request_id: str
@@ -56,6 +57,9 @@ class Job:
     @property
     def job_id(self) -> int:
         return self.plan.job_id
+
+    def leases(self) -> list[Lease]:
+        return [lease for lease in (self.source_lease, self.destination_lease) if lease is not None]
 
     @property
     def is_settled(self) -> bool:
@@ -132,11 +136,12 @@ class JobBook:
         end = over[-1]
         plan = TransferPlan(self._next_id, source, destination, source_ids, blocks)
         self._next_id += 1
+        self.cache.tiers[source].share(source_ids)
         # Of its own band from a run's start on, of no other.
         starts = [over[0].run.start if other is band else end.run.stop for other in self.cache.layout.windows]
         job = Job(
             plan, end.run, over[0].start, end.stop, self.cache.epoch, band.number,
-            self._lease_source(source, end.run, starts), self.cache.lease(destination, end.run, starts),
+            self._pin_source(source, end.run, starts), self._pin(destination, end.run, starts),
             self._predecessor(over[0], destination, band.number), "" if holding is None else holding.request_id,
         )  # fmt: skip
         if job.predecessor is not None:
@@ -147,9 +152,15 @@ class JobBook:
         self.unsettled[job.job_id] = job
         return job
 
-    def _lease_source(self, source: Tier, run: Run, starts: list[int]) -> Lease:
-        take = self.cache.lease_aside if source is Tier.DEVICE else self.cache.lease
-        return take(source, run, starts)
+    def _pin(self, tier: Tier, run: Run, starts: list[int]) -> Lease | None:
+        return None if self.cache.tiers[tier].is_lent else self.cache.lease(tier, run, starts)
+
+    def _pin_source(self, tier: Tier, run: Run, starts: list[int]) -> Lease | None:
+        """Being stored is no use of what is stored."""
+        blocks = self.cache.tiers[tier]
+        if blocks.is_lent or tier is not Tier.DEVICE:
+            return self._pin(tier, run, starts)
+        return self.cache.lease_aside(tier, run, starts)
 
     @staticmethod
     def _predecessor(first: Stretch, tier: Tier, band: int) -> Job | None:
@@ -169,6 +180,11 @@ class JobBook:
         """Whether `job` has lost its last waiter before it was launched; the caller discards it then."""
         job.claims.pop(holding, None)
         return not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD
+
+    def doubtful_ids(self, tier: Tier) -> set[int]:
+        """Blocks of `tier` that copies may still write to."""
+        jobs = (*self.unsettled.values(), *self.quarantined.values())
+        return {block_id for job in jobs if job.plan.destination is tier for block_id in job.plan.destination_ids}
 
     # -- settling -------------------------------------------------------------------------------------------------
 
@@ -232,8 +248,10 @@ class JobBook:
 
     def _forget_job(self, job: Job) -> None:
         del self.unsettled[job.job_id]
-        self.cache.release(job.source_lease)
-        self.cache.release(job.destination_lease)
+        for lease in job.leases():
+            self.cache.release(lease)
+        if job.source_lease is None:
+            self.cache.give(job.plan.source, job.plan.source_ids)
 
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish what is proven, in prefix order and onto the job's own runs; free the other destinations."""
@@ -242,7 +260,7 @@ class JobBook:
             part = stretch.run.part(tier, job.band)
             first, last = stretch.start, min(stretch.stop, proven_stop)
             brought = ids[(first - job.start) * width : (stretch.stop - job.start) * width]
-            if first < last:
+            if first < last and (part.num_references or not self.cache.tiers[tier].is_lent):
                 enter = _enter_window if job.band else _enter_spine
                 brought = enter(tier, part, first, last, brought)
             if not keep_ids:

@@ -8,7 +8,7 @@ became of them. Nothing here waits, and no call leaves anything half done.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import attrs
@@ -23,15 +23,18 @@ from .cache import UNPUBLISHABLE, PrefixCache
 from .commits import Commits
 from .errands import Demotion, Errand, Errands, Prefetch
 from .eviction import EvictionOrder, LeastRecentlyUsed
+from .forks import Fork, Forks
 from .frontier import Frontier
 from .groups import KVCacheGroup, Layout
 from .holding import Extension, Holding
 from .integrity import check_integrity
 from .jobs import Job, JobBook
 from .keeping import Keeping, Pin
+from .lending import Lending, check_lent_tokens
+from .lent import device_tier
 from .lifecycle import Moves, NullObserver, Observer, PinState, RequestState, require
 from .loads import Loads, require_no_holes
-from .matching import PrefixMatch, find_hit
+from .matching import PrefixMatch, find_hit, find_hit_behind
 from .pins import Pins
 from .plan import Completion, Outcome, Tier, TransferPlan
 from .policy import StoreScope, store_limit, store_policy_of
@@ -85,8 +88,9 @@ class Ledger:
         self.holdings: dict[str, Holding] = {}
         self._closing: set[Holding] = set()
         self._new_order = _eviction_of(config.eviction)
-        pools = (device_pool or FreeList(num_device_blocks), ExtentPool(config.resolve_host_blocks(block_bytes)))
-        tiers = tuple(TierBlocks(tier, pool, self._new_order()) for tier, pool in zip(Tier, pools, strict=True))
+        host = ExtentPool(config.resolve_host_blocks(block_bytes))
+        device = device_tier(device_pool or FreeList(num_device_blocks), self._new_order())
+        tiers = (device, TierBlocks(Tier.HOST, host, self._new_order()))
         self.cache = PrefixCache(self.layout, tiers, self._new_order)
         units_per_job = [max(1, config.blocks_per_job(block_bytes) // max(1, b.width)) for b in self.layout.bands]
         self._moves = Moves(observer if observer is not None else NullObserver())
@@ -96,6 +100,12 @@ class Ledger:
         yield_pin = self._keeping.yield_one
         self.admission = Admission(self.cache, self._pins, self._moves, self._others_hold_room, yield_pin)
         self._loads = Loads(self.cache, self._pins, self._moves, self.jobs, self.admission)
+        self._lending = Lending(
+            self.cache, self._pins, self._moves, self.jobs, self.admission, num_device_blocks, self._holders
+        )
+        if device.is_lent:
+            self._pins.hand_over = self._lending.hand_over
+        self._forks = Forks(self.cache, self.admission, self._moves)
         policy = store_policy_of(config.store_policy).for_ledger(self.layout, tiers[0].pool.num_blocks)
         stores = Stores(self.cache, self.jobs, self._moves)
         frontier = Frontier(self.cache, self.jobs, stores, policy.num_frontier_blocks)
@@ -117,7 +127,11 @@ class Ledger:
         """What is cached of `prefix`. Takes nothing, touches nothing."""
         unit = self.layout.unit_tokens
         limit = (prefix.num_tokens - 1) // unit
-        hit = find_hit(self.cache.index, TokenSequence(prefix, unit), self.layout, limit)
+        sequence, index = TokenSequence(prefix, unit), self.cache.index
+        if self.cache.tiers[Tier.DEVICE].is_lent:
+            hit = find_hit_behind(index, sequence, self.layout, limit, 0)
+        else:
+            hit = find_hit(index, sequence, self.layout, limit)
         return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
 
     def admit(
@@ -130,12 +144,15 @@ class Ledger:
         reads_cache: bool = True,
         store: StoreScope | str = StoreScope.ALL,
         max_store_tokens: int | None = None,
+        num_device_tokens: int = 0,
     ) -> Holding:
         """Match `prefix` and pin what is cached of it, in one step. All limits are in tokens.
 
         With `reads_cache=False` it uses no hit. `store` and `max_store_tokens` narrow what of it may be stored: all,
         its prompt or nothing, and how many of its first tokens.
         At least one token is always left to compute: a prompt that is cached to its last block hits one block less.
+        With `LentBlocks`, `num_device_tokens` says how many leading tokens the engine itself has computed on its
+        device already (whole units of them count): the host is asked for what lies behind.
         """
         unit = self.layout.unit_tokens
         check_bool("reads_cache", reads_cache)
@@ -144,23 +161,33 @@ class Ledger:
             limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
         alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
         may_store = store_limit(prefix, unit, store, max_store_tokens)
-        ticket = self._num_admitted
-        name = self._unused_name(ticket) if request_id is None else request_id
-        if not isinstance(name, str):
-            raise InvalidArgument("request_id", f"must be a string, got {name!r}")
-        if name in self.holdings:
-            raise DuplicateRequest("request_id", f"a live request is called {name!r}")
-        self._num_admitted += 1
+        lent = check_lent_tokens(num_device_tokens, prefix.num_tokens) // unit
+        if num_device_tokens and not self.cache.tiers[Tier.DEVICE].is_lent:
+            raise InvalidArgument("num_device_tokens", "is for blocks that an engine lends: this ledger has its own")
+        name = self._checked_name(request_id)
         holding = Holding(
-            name, TokenSequence(prefix, unit), self.cache.epoch, ticket, limit, alignment,
+            name, TokenSequence(prefix, unit), self.cache.epoch, self._num_admitted, limit, alignment,
             store_limit=may_store, ledger=self,
         )  # fmt: skip
-        self.holdings[name] = holding
+        holding.lent_stop = lent
+        self._enter(holding)
         self._commits.admitted(holding)
         self._pins.pin(holding)
         self._moves.request(holding, _S.MATCHED)
         self._moves.request(holding, _S.PINNED)
         return holding
+
+    def _checked_name(self, request_id: str | None) -> str:
+        name = self._unused_name(self._num_admitted) if request_id is None else request_id
+        if not isinstance(name, str):
+            raise InvalidArgument("request_id", f"must be a string, got {name!r}")
+        if name in self.holdings:
+            raise DuplicateRequest("request_id", f"a live request is called {name!r}")
+        return name
+
+    def _enter(self, holding: Holding) -> None:
+        self._num_admitted += 1
+        self.holdings[holding.request_id] = holding
 
     def _unused_name(self, ticket: int) -> str:
         """A name for a request without one, whatever callers call theirs."""
@@ -196,6 +223,62 @@ class Ledger:
         """Stop waiting: an unused grant goes back, and whoever waits behind gets its chance."""
         self._own(waiter.holding)
         self.admission.withdraw(waiter)
+
+    # -- blocks that an engine lends ------------------------------------------------------------------------------
+
+    def lend(
+        self,
+        holding: Holding,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | None = None,
+        *,
+        num_device_tokens: int | None = None,
+    ) -> None:
+        """Blocks of the engine's for `num_tokens` (the prompt's, if None), one list per group, whole units of them.
+
+        In place of `allocate_nowait`, where the pool is `LentBlocks`; also to who `lacks_blocks` after a load. The
+        first `num_device_tokens` (as told to `admit`, if None) are computed in them already, and only blocks of these
+        may be lent to several requests. `InvalidArgument` changes nothing.
+        """
+        self._lending.lend(self._own(holding), block_ids, num_tokens, num_device_tokens)
+
+    def lend_more(self, holding: Holding, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Extension:
+        """The same in place of `extend_nowait`: `block_ids` are those that are added."""
+        return self._lending.lend_more(self._own(holding), block_ids, num_tokens)
+
+    # -- forks ----------------------------------------------------------------------------------------------------
+
+    def num_shared_tokens(self, holding: Holding) -> int:
+        """The tokens whose blocks a fork of `holding` would share with it; from there on it needs blocks."""
+        require(self._own(holding), "fork", _S.RUNNING)
+        return self._forks.shared_stop(holding) * self.layout.unit_tokens
+
+    def fork(
+        self,
+        holding: Holding,
+        request_id: str | None = None,
+        *,
+        num_tokens: int = 0,
+        block_ids: Sequence[Sequence[int]] | None = None,
+    ) -> Fork:
+        """Another request with the tokens that `holding` has so far, RUNNING at once: full blocks are shared, what is
+        not full is the engine's to copy. It has room for `num_tokens`, or for what is known if that is more.
+
+        `block_ids`: with `LentBlocks` the engine's, for what lies behind `num_shared_tokens`, one list per group.
+        `OutOfBlocks` and `InvalidArgument` change nothing.
+        """
+        shared = self.num_shared_tokens(holding) // self.layout.unit_tokens
+        self._forks.check(holding)
+        name, wanted = self._checked_name(request_id), check_int("num_tokens", num_tokens, 0)
+        num_units = self._forks.num_units(holding, wanted)
+        unborn = self._forks.twin(holding, name, self._num_admitted)
+        if block_ids is None:
+            blocks = self._forks.take(holding, shared, num_units)
+        else:
+            starts = [table.start for table in holding.tables]
+            blocks = self._lending.take_in(unborn, "fork", block_ids, shared, num_units, starts)
+        self._enter(unborn)
+        return self._forks.share(holding, unborn, shared, num_units, blocks)
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -439,6 +522,9 @@ class Ledger:
         if not isinstance(holding, Holding) or holding.ledger is not self:
             raise InvalidArgument("holding", f"was not admitted by this ledger: {holding!r:.80}")
         return holding
+
+    def _holders(self) -> Iterable[Holding]:
+        return (*self.holdings.values(), *self._closing)
 
     def _others_hold_room(self) -> bool:
         if self.jobs.unsettled or self._closing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 
 import attrs
@@ -58,7 +59,7 @@ class Loads:
         if holding.num_steps:
             raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
         if not holding.num_units:
-            raise WrongState(f"load: {holding} had to let go of its blocks, and they can never fit again: leave it")
+            raise WrongState(f"load: {holding} had to let go of its blocks: leave it (or lend again)")
         stop = self._load_stop(holding, limit)
         jobs = self.start(holding, stop, wake) if stop > holding.published else []
         if holding.load is None and has_holes(holding):
@@ -143,17 +144,24 @@ class Loads:
         if start >= stop or not band.width:
             return []
         run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
-        return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, table.null(start, stop))
+        blocks = table.null(start, stop)
+        self._load_of(holding).set_aside(band.number, start, self.cache.tiers[Tier.DEVICE].share(blocks))
+        return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, blocks)
 
     def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
         """Others bring or have brought units `[start, stop)`: they need no blocks of ours."""
         if start < stop:
-            self.cache.give(Tier.DEVICE, holding.tables[band.number].null(start, stop))
+            blocks = holding.tables[band.number].null(start, stop)
+            self._load_of(holding).set_aside(band.number, start, self.cache.tiers[Tier.DEVICE].set_aside(blocks))
+
+    @staticmethod
+    def _load_of(holding: Holding) -> Load:
+        assert holding.load is not None
+        return holding.load
 
     def _bring_window(self, holding: Holding, band: Band, start: int, new: list[Job]) -> list[Job]:
         """Bring what of a band of limited reach is needed from unit `start` on; the jobs of others that do."""
-        load, run = holding.load, holding.leases[Tier.DEVICE].run
-        assert load is not None
+        load, run = self._load_of(holding), holding.leases[Tier.DEVICE].run
         shared: dict[Job, None] = {}
         missing: list[range] = []
         for stretch in stretches(run, start, load.stop):
@@ -175,8 +183,7 @@ class Loads:
     def _conclude(self, holding: Holding) -> bool:
         """End a load with whatever is on the device by now. False: there was no room for what is missing, so the
         holding has let go of everything and waits in the line, at its old place."""
-        load, layout = holding.load, self.cache.layout
-        assert load is not None
+        load, layout = self._load_of(holding), self.cache.layout
         start, ready = holding.published, self._ready_stop(holding, load)
         for table, band in zip(holding.tables, layout.bands, strict=True):
             first = max(start, band.first_needed(ready * layout.unit_tokens))
@@ -186,17 +193,31 @@ class Loads:
         if ready < load.stop:
             step_back(self.cache, holding, ready)
         self.pins.end_host_lease(holding)
+        self._put_back(holding, load)
         missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
         if sum(missing) > self.admission.room:
             num_units = holding.num_units
             self.pins.let_go(holding)
-            holding.has_lost_load = True
-            self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
+            holding.has_lost_load, holding.lent_stop = True, 0
+            if not self.cache.tiers[Tier.DEVICE].is_lent:  # else it is the engine that gives it more
+                self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
             return False
         for table, number in zip(holding.tables, missing, strict=True):
             table.fill(ready, holding.num_units, self.cache.take(Tier.DEVICE, number))
         holding.load = None
         return True
+
+    def _put_back(self, holding: Holding, load: Load) -> None:
+        """Use again, where nothing was brought, what was lent for it; but not if a copy may still write there."""
+        doubtful = self.jobs.doubtful_ids(Tier.DEVICE) if load.spares else ()
+        for spare in load.spares:
+            table = holding.tables[spare.band]
+            for index, block_id in enumerate(spare.ids, spare.start * table.width):
+                if table.ids[index] or block_id in doubtful:
+                    self.cache.give(Tier.DEVICE, array("i", [block_id]))
+                else:
+                    table.ids[index] = block_id
+        load.spares.clear()
 
     def _ready_stop(self, holding: Holding, load: Load) -> int:
         """Up to where computing can go on with what is on the device."""
@@ -217,11 +238,13 @@ class Loads:
                 self.ready(holding)
                 slide(self.cache, holding)
                 wakes.append(wake)
+            elif holding.lacks_blocks:
+                wakes.append(wake)
         return wakes
 
     def ready(self, holding: Holding) -> None:
         """Nothing has to be waited for: what is on the device counts as computed."""
-        holding.num_computed_tokens = holding.published * self.cache.layout.unit_tokens
+        holding.num_computed_tokens = max(holding.published, holding.lent_stop) * self.cache.layout.unit_tokens
         self.moves.request(holding, _S.RUNNING)
 
     def abandon(self, holding: Holding) -> list[Job]:
@@ -274,7 +297,7 @@ def _incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
 
 def has_holes(holding: Holding) -> bool:
     """Whether its tables lack blocks that it needs if nothing is loaded."""
-    return any(table.num_null(holding.published, holding.num_units) for table in holding.tables[1:])
+    return any(table.num_null(max(holding.published, table.start), holding.num_units) for table in holding.tables[1:])
 
 
 def require_no_holes(holding: Holding, call: str) -> None:

@@ -12,7 +12,7 @@ from .index import NUM_TIERS, Run, RunIndex
 from .plan import Tier
 from .tokens import TokenSequence
 
-__all__ = ["Answer", "Hit", "PrefixMatch", "accepted", "find_hit", "present_stop"]
+__all__ = ["Answer", "Hit", "PrefixMatch", "accepted", "find_hit", "find_hit_behind", "present_stop"]
 
 
 class Answer(enum.Enum):
@@ -85,6 +85,22 @@ def find_hit(
         near = reached
 
 
+def find_hit_behind(
+    index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, start: int, alignment: int = 1
+) -> Hit:
+    """What the host holds of the first `limit` units behind `start`, up to where an engine has all it needs on a device
+    that is not ours to look at."""
+    path: list[Run] = []
+    stop = start
+    for run, agreed in index.walk(sequence, limit):
+        path.append(run)
+        stop = agreed
+    if layout.spine.width:
+        stop = present_stop(path, Tier.HOST, start, stop)
+    stop = accepted(layout, path, stop, (Tier.HOST,), alignment, given=start)
+    return Hit(start, max(start, stop), tuple(path))
+
+
 def _spine(index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int) -> tuple[tuple[Run, ...], int, int]:
     """The path, up to where the device holds the spine, and up to where any tier does."""
     device_stop = stop = 0
@@ -121,11 +137,12 @@ def accepted(
     tiers: Sequence[Tier],
     alignment: int = 1,
     device_limit: int | None = None,
+    given: int = 0,
 ) -> int:
     """The last position, at most `stop` and a multiple of `alignment`, for which `tiers` hold what every band of
     limited reach needs. `path`: runs in prefix order, the spine being there up to `stop`. The device counts up to
-    `device_limit`."""
-    held = _Held(path, tiers, stop if device_limit is None else device_limit)
+    `device_limit`; what lies before `given` is there, whoever holds it."""
+    held = _Held(path, tiers, stop if device_limit is None else device_limit, given)
     while True:
         stop -= stop % alignment
         lower = stop
@@ -143,18 +160,19 @@ class _Held:
     path: Sequence[Run]
     tiers: Sequence[Tier]
     device_limit: int
+    given: int
 
     def accepted(self, band: Band, stop: int) -> int:
         """The last position, at most `stop`, for which all is there that `band` needs.
 
         Kinds never reach further back for a later position, so whoever lacks a unit can't end anywhere behind it that
         needs it: the next candidate is where something lies, or where nothing is needed."""
-        while stop:
-            missing = self._last_missing(band, band.first_needed(stop * band.unit_tokens), stop)
+        while stop > self.given:
+            missing = self._last_missing(band, max(self.given, band.first_needed(stop * band.unit_tokens)), stop)
             if missing is None:
                 return stop
             stop = max(self._present_before(band, missing), band.free_unit(missing))
-        return 0
+        return stop
 
     def _last_missing(self, band: Band, start: int, stop: int) -> int | None:
         """The last unit of `[start, stop)` that no tier holds."""

@@ -71,6 +71,7 @@ class Preemptions:
         if run is not None:
             holding.leases[Tier.HOST] = self.pins.lease(Tier.HOST, run)
             self.pins.end_device_lease(holding)
+            self.pins.hand_over(run)
         holding.published = holding.ready_stop = 0
         self.moves.request(holding, _S.PREEMPTED)
         read = {job.job_id: held & _read_by(job.plan) for job in self.jobs.unsettled.values()}

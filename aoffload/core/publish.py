@@ -121,8 +121,11 @@ def unpublish(cache: PrefixCache, holding: Holding, start: int) -> set[Run]:
     that were never right. What somebody else cached is somebody else's, and stays.
     """
     wrong: set[Run] = set()
-    start = max(start, holding.ready_stop)
-    own = [without(table.duplicates, start, holding.published) for table in holding.tables]
+    lent, ready = min(holding.lent_stop, holding.published), max(start, holding.ready_stop)
+    own = [
+        without(table.duplicates, start, lent) + without(table.duplicates, ready, holding.published)
+        for table in holding.tables
+    ]
     for at in {at for found in own for units in found for at in (units.start, units.stop)}:
         for stretch in stretches(holding.device_run, at, at + 1):
             if stretch.run.start < at:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import attrs
 
-__all__ = ["BlockTable", "within", "without"]
+__all__ = ["BlockTable", "not_null", "within", "without"]
 
 
 def _no_ids() -> array[int]:

@@ -43,6 +43,27 @@ class TierBlocks:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
 
     @property
+    def is_lent(self) -> bool:
+        """Whether the blocks are an engine's: see `LentTier`, which says of each of the following what it does."""
+        return False
+
+    def require_own(self, call: str) -> None:
+        """Refuse `call` where there are no blocks to be had."""
+
+    def share(self, block_ids: array[int]) -> array[int]:
+        """A handle more on each of `block_ids`, for another hand; of blocks of our own there is only one, so none."""
+        return array("i")
+
+    def set_aside(self, block_ids: array[int]) -> array[int]:
+        """Give up blocks that may be needed again; those that are kept for it."""
+        if block_ids:
+            self.pool.give(block_ids)
+        return array("i")
+
+    def leave_front(self, part: Part, at: int) -> None:
+        """What lies before unit `at` of `part` is needed no more: it is cached from now on."""
+
+    @property
     def room(self) -> int:
         """Blocks that can be had now."""
         return self.pool.num_free + self.num_cached

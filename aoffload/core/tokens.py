@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +36,22 @@ class TokenSequence:
     @property
     def num_prompt_tokens(self) -> int:
         return self._prompt_bytes // TOKEN_BYTES
+
+    def copy(self) -> TokenSequence:
+        """The same tokens, to go on with others."""
+        twin = copy(self)
+        twin._buffer = self._buffer if isinstance(self._buffer, bytes) else bytearray(self._buffer)
+        return twin
+
+    def agrees(self, other: TokenSequence, num_tokens: int) -> bool:
+        """Whether the KV of the first `num_tokens` is that of `other`."""
+        if self.root != other.root or min(self.num_tokens, other.num_tokens) < num_tokens:
+            return False
+        mine, theirs = ([s for s in tokens._spans if s.start < num_tokens] for tokens in (self, other))
+        if mine != theirs:
+            return False
+        count = num_tokens * TOKEN_BYTES
+        return self is other or memoryview(self._buffer)[:count] == memoryview(other._buffer)[:count]
 
     def append(self, tokens: bytes) -> None:
         if not tokens:

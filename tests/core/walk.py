@@ -80,8 +80,10 @@ class Client:
 class Walk:
     OPERATIONS: ClassVar = {
         "admit": 4, "allocate": 3, "load": 3, "compute": 8, "extend": 1, "leave": 0.7, "transfer": 7,
-        "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05, "preempt": 1, "resume": 2,
+        "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05, "preempt": 1, "resume": 2, "fork": 1,
     }  # fmt: skip
+
+    OUTCOMES: ClassVar = {Direction.LOAD: [75, 10, 10, 2], Direction.STORE: [75, 10, 0, 2]}
 
     def __init__(self, seed: int, *, with_windows: bool = False, is_plain: bool = False) -> None:
         """`is_plain`: everything is stored at once, and every request reads what there is."""
@@ -95,8 +97,8 @@ class Walk:
         self.choices = random.Random(f"policy {seed}")  # of its own: plain walks stay what they were
         policy = "eager" if is_plain else policy_of(self.choices)
         config = OffloadConfig(groups=groups, num_host_blocks=num_host, max_job_bytes=job_blocks, store_policy=policy)
-        self.ledger = Ledger(config, self.num_units * self.width + 1, block_bytes=1)
         self.device: list[object] = ["never written"] * (self.num_units * self.width + 1)
+        self.ledger = self.make_ledger(config)
         self.host: list[object] = ["never written"] * num_host
         self.roots = [Root("m"), Root("m", "another salt")]
         self.prompts = [[rng.randrange(3) for _ in range(40)] for _ in range(3)]
@@ -110,6 +112,9 @@ class Walk:
         self.lost: dict[int, Any] = {}
         self.steps: list[ExitStack] = []
         self.counts: Counter[str] = Counter()
+
+    def make_ledger(self, config: OffloadConfig) -> Ledger:
+        return Ledger(config, len(self.device), block_bytes=1)
 
     # -- the walk -------------------------------------------------------------------------------------------------
 
@@ -180,9 +185,10 @@ class Walk:
             narrowed["hit_alignment"] = rng.choice([4, 6, 8])
         root = int(rng.random() < 0.05)
         options = self.options()
+        narrowed |= self.engine_hit(tokens, root)
         holding = self.ledger.admit(Prefix.of(self.roots[root], tokens), **narrowed, **options)
         assert holding.match.num_tokens < len(tokens), "a token is always left to compute"
-        assert options.get("reads_cache", True) or not holding.match.num_tokens
+        assert options.get("reads_cache", True) or holding.match.num_tokens <= narrowed.get("num_device_tokens", 0)
         client = Client(holding, list(tokens), root)
         client.store, client.max_store_tokens = options.get("store", "all"), options.get("max_store_tokens")
         self.clients.append(client)
@@ -210,6 +216,31 @@ class Walk:
         if rng.random() < 0.05:
             options["reads_cache"] = False
         return options
+
+    def engine_hit(self, tokens: list[int], root: int) -> dict[str, int]:
+        """What the engine says of its own blocks, if it has any."""
+        return {}
+
+    def fork(self) -> None:
+        client = self.pick(S.RUNNING)
+        if client is None or client.holding.waiter is not None or client.holding.num_steps:
+            return
+        try:
+            forked = self.fork_of(client, self.random.choice([0, 0, len(client.tokens) + 5]))
+        except OutOfBlocks:
+            return
+        for source, destination in forked.copies:
+            assert source != destination
+            self.device[destination] = self.device[source]
+        twin = Client(forked.holding, list(client.tokens), client.root)
+        twin.num_prompt = client.num_prompt
+        twin.store, twin.max_store_tokens = client.store, client.max_store_tokens
+        self.clients.append(twin)
+        self.counts["forked"] += 1
+        self.counts["forked with copies"] += bool(forked.copies)
+
+    def fork_of(self, client: Client, num_tokens: int) -> Any:
+        return self.ledger.fork(client.holding, num_tokens=num_tokens)
 
     def allocate(self, client: Client | None = None) -> None:
         client = client or self.pick(S.PINNED)
@@ -415,7 +446,7 @@ class Walk:
     def copy(self, plan: Any) -> Completion:
         rng, loading = self.random, plan.direction is Direction.LOAD
         source, into = (self.host, self.device) if loading else (self.device, self.host)
-        outcome = rng.choices(list(Outcome), [75, 10, 10 * loading, 2])[0]
+        outcome = rng.choices(list(Outcome), self.OUTCOMES[plan.direction])[0]
         num_landed, corrupt = plan.num_blocks, ()
         if outcome is Outcome.FAILED:
             num_landed = rng.randrange(plan.num_blocks)

@@ -1,0 +1,180 @@
+"""Forks: another request goes on where one has come to. Full blocks are shared, the rest the engine copies."""
+
+from __future__ import annotations
+
+import pytest
+from driving import BLOCK, Driven, prompt
+from lent_driving import LentDriven
+from test_illegal_calls import refused
+
+from aoffload import ChunkedLocal, Fork, KVCacheGroup, RequestState, SlidingWindow
+from aoffload.errors import DuplicateRequest, InvalidArgument, OutOfBlocks, WrongState
+
+A = prompt(1, 10)
+
+
+def table(driven: Driven, fork: Fork) -> list[int]:
+    return driven.ledger.block_ids(fork.holding)[0]
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_tail() -> None:
+    """Two full blocks are in both tables, the third is copied; both go on, and publish what they compute."""
+    driven = Driven(8)
+    parent = driven.running(A)
+    driven.commit(parent, 10, [7])
+    fork = driven.ledger.fork(parent, "twin")
+    driven.ledger.check_integrity()
+    ids, (mine,) = table(driven, fork), driven.ledger.block_ids(parent)
+    assert ids[:2] == mine[:2] and fork.copies == ((mine[2], ids[2]),) and ids[2] not in mine
+    assert (fork.holding.request_id, fork.holding.state) == ("twin", RequestState.RUNNING)
+    assert fork.holding.num_computed_tokens == 10 and fork.holding.match.num_device_tokens == 8
+    driven.commit(parent, 12, [8])
+    driven.commit(fork.holding, 12, [9])
+    assert driven.hit([*A, 7, 8, 0]) == driven.hit([*A, 7, 9, 0]) == (12, 0)
+    driven.release(parent)
+    driven.release(fork.holding)
+    assert driven.num_pinned()[0] == 0 or driven.ledger.jobs.unsettled
+
+
+def test_shared_blocks_outlive_the_parent() -> None:
+    """The fork has leases of its own."""
+    driven = Driven(8, 0)
+    parent = driven.running(A)
+    driven.commit(parent)
+    fork = driven.ledger.fork(parent)
+    driven.release(parent)
+    assert driven.num_pinned()[0] == 3
+    driven.commit(driven.running(prompt(2, 20)))
+    assert driven.hit([*A[:8], 0]) == (8, 0), "not evicted under it"
+    driven.release(fork.holding)
+
+
+def test_a_fork_of_whole_blocks_copies_nothing() -> None:
+    """Whoever stands at the end of a block needs a block for what comes next, and no copy."""
+    driven = Driven(8)
+    parent = driven.running(A[:8])
+    driven.commit(parent, 8, [7])
+    fork = driven.ledger.fork(parent)
+    assert not fork.copies and len(table(driven, fork)) == 3
+    assert len(table(driven, driven.ledger.fork(parent, num_tokens=16))) == 4
+
+
+def test_a_fork_without_room_changes_nothing() -> None:
+    """`OutOfBlocks`, retryable if others could let go; nobody overtakes who waits for more already."""
+    driven = Driven(4)
+    parent = driven.running(A)
+    driven.commit(parent)
+    with refused(driven.ledger, parent, error=OutOfBlocks, says=("retry",)):
+        driven.ledger.fork(parent, num_tokens=16)
+    with refused(driven.ledger, parent, error=OutOfBlocks, says=("never fit",)):
+        driven.ledger.fork(parent, num_tokens=17)
+    other = driven.ledger.fork(parent).holding
+    driven.ledger.queue_extension(other, 16)
+    with refused(driven.ledger, parent, error=OutOfBlocks, says=("retry",)):
+        driven.ledger.fork(parent)
+
+
+def test_a_fork_has_a_name_of_its_own() -> None:
+    """Two live requests of one name are refused before anything is taken."""
+    driven = Driven(12)
+    parent = driven.running(A, request_id="r")
+    with refused(driven.ledger, parent, error=DuplicateRequest, says=("request_id",)):
+        driven.ledger.fork(parent, "r")
+    assert driven.ledger.fork(parent).holding.request_id != driven.ledger.fork(parent).holding.request_id
+
+
+def test_windows_fork_as_well() -> None:
+    """Only what is in the window is shared, the positions before it are null in both."""
+    groups = [KVCacheGroup("full", block_size=BLOCK), KVCacheGroup("window", SlidingWindow(6), BLOCK)]
+    driven = Driven(20, 0, groups=[*groups, KVCacheGroup("local", ChunkedLocal(8), 2)])
+    parent = driven.running(prompt(1, 18))
+    driven.commit(parent)
+    fork = driven.ledger.fork(parent)
+    driven.ledger.check_integrity()
+    mine, ids = driven.ledger.block_ids(parent), driven.ledger.block_ids(fork.holding)
+    assert [own[:4] for own in ids[:2]] == [own[:4] for own in mine[:2]]
+    assert ids[1][:3] == [0, 0, 0] and ids[2][:8] == [0] * 8
+    copied = [(mine[0][4], ids[0][4]), (mine[1][4], ids[1][4]), (mine[2][8], ids[2][8])]
+    assert list(fork.copies) == copied, "of the last group the second block of the unit is empty"
+    driven.commit(fork.holding, 20, [5, 6])
+    driven.release(parent)
+    driven.release(fork.holding)
+    assert driven.num_pinned() == (0, 0)
+
+
+def test_after_a_reset_a_fork_copies_what_was_never_published() -> None:
+    """What was computed since is in blocks that nobody else can read."""
+    driven = Driven(12)
+    parent = driven.running(A)
+    driven.commit(parent, 4)
+    driven.ledger.reset()
+    driven.commit(parent, 10)
+    fork = driven.ledger.fork(parent)
+    driven.ledger.check_integrity()
+    (mine,), ids = driven.ledger.block_ids(parent), table(driven, fork)
+    assert ids[0] == mine[0] and fork.copies == ((mine[1], ids[1]), (mine[2], ids[2]))
+    assert driven.commit(fork.holding, 10) == []
+
+
+def test_who_has_copied_wrong_bytes_is_told() -> None:
+    """A forward failed after its tokens were committed and its request forked: the fork, and the fork of the fork, have
+    copied what was never right, though no full block of it was published. Who forked before is not concerned."""
+    driven = Driven(20)
+    parent = driven.running(A)
+    driven.commit(parent, 9)
+    early = driven.ledger.fork(parent).holding
+    driven.commit(parent, 10)
+    late = driven.ledger.fork(parent).holding
+    last = driven.ledger.fork(late).holding
+    driven.release(late)
+    assert driven.ledger.invalidate(parent, 9) == (last,)
+    with refused(driven.ledger, last, error=WrongState, says=("fork", "aborted")):
+        driven.ledger.fork(last)
+    driven.commit(early)
+    driven.ledger.check_integrity()
+
+
+def test_a_fork_of_lent_blocks_takes_the_engines_ids() -> None:
+    """The engine says which blocks the fork gets from where nothing can be shared; each goes back once."""
+    driven = LentDriven(12, 0)
+    parent = driven.running(A)
+    driven.commit(parent)
+    assert driven.ledger.num_shared_tokens(parent) == 8
+    for wrong in ([[3]], [[0]], [[4, 5]], [], [[13]]):
+        with refused(driven.ledger, parent, error=InvalidArgument, says=("block_ids: ",)):
+            driven.ledger.fork(parent, block_ids=wrong)
+    with refused(driven.ledger, parent, error=WrongState, says=("fork: ", "lend")):
+        driven.ledger.fork(parent)
+    fork = driven.ledger.fork(parent, block_ids=[driven.fresh(1)])
+    driven.ledger.check_integrity()
+    assert driven.table(fork.holding) == [1, 2, 4] and fork.copies == ((3, 4),)
+    driven.release(parent)
+    assert driven.given == [3]
+    driven.release(fork.holding)
+    assert sorted(driven.given) == [1, 2, 3, 4]
+
+
+def test_a_ledger_with_blocks_of_its_own_takes_no_ids_for_a_fork() -> None:
+    """Its blocks are its own business."""
+    driven = Driven(12)
+    parent = driven.running(A)
+    with refused(driven.ledger, parent, error=WrongState, says=("fork: ", "its own")):
+        driven.ledger.fork(parent, block_ids=[[4]])
+
+
+@pytest.mark.parametrize("num_lent", [8, 10])
+def test_who_was_lent_a_wrong_block_is_told(num_lent: int) -> None:
+    """The engine lent a block to two, and the forward that filled it had failed: the other one is to be aborted, also
+    if nothing was published in between, as after a reset."""
+    driven = LentDriven(12)
+    parent = driven.running(prompt(1, 12))
+    driven.ledger.reset()
+    driven.commit(parent, 8)
+    other = driven.admit(prompt(1, 12)[:num_lent] + prompt(2, 3), num_device_tokens=8)
+    driven.lend(other, *driven.table(parent)[:2])
+    driven.ledger.plan_load(other)
+    driven.land(driven.commit(other))
+    assert driven.hit(prompt(1, 12)) == (0, 8)
+    assert driven.ledger.invalidate(parent, 4) == (other,)
+    driven.release(other, "prefix_invalidated")
+    assert driven.hit(prompt(1, 12)) == (0, 4)
