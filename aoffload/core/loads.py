@@ -192,8 +192,8 @@ class Loads:
         holding.published = holding.ready_stop = ready
         if ready < load.stop:
             step_back(self.cache, holding, ready)
-        self.pins.end_host_lease(holding)
         self._put_back(holding, load)
+        self.pins.end_host_lease(holding)
         missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
         if sum(missing) > self.admission.room:
             num_units = holding.num_units
@@ -244,7 +244,9 @@ class Loads:
 
     def ready(self, holding: Holding) -> None:
         """Nothing has to be waited for: what is on the device counts as computed."""
-        holding.num_computed_tokens = max(holding.published, holding.lent_stop) * self.cache.layout.unit_tokens
+        holding.num_computed_tokens = holding.published * self.cache.layout.unit_tokens
+        if holding.published < holding.lent_stop:  # a reset came before it was lent
+            holding.num_computed_tokens = holding.lent_stop * self.cache.layout.unit_tokens
         self.moves.request(holding, _S.RUNNING)
 
     def abandon(self, holding: Holding) -> list[Job]:
