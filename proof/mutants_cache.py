@@ -102,8 +102,8 @@ _PINS = (
     Mutant(
         "destinations of a load freed with the request",
         "aoffload.core.loads",
-        "start, stop, table.null(start, stop))",
-        "start, stop, table.at(start, stop))",
+        "        blocks = table.null(start, stop)\n        self._load_of",
+        "        blocks = table.at(start, stop)\n        self._load_of",
         "a job owns its blocks, never the request",
     ),
     Mutant(

@@ -28,10 +28,12 @@ from .tiers import TierBlocks
 if TYPE_CHECKING:
     from .jobs import Job
 
-__all__ = ["UNPUBLISHABLE", "PrefixCache"]
+__all__ = ["ORPHANED", "UNPUBLISHABLE", "PrefixCache"]
 
 UNPUBLISHABLE = -1
 """The epoch of jobs and holdings whose bytes turned out to be wrong: no index has it."""
+ORPHANED = -2
+"""The epoch of holdings whose device blocks a reset of that tier has made unfindable: no index has it, either."""
 
 
 class PrefixCache:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import IntegrityError
 from .blocks import DevicePool
-from .cache import UNPUBLISHABLE, PrefixCache
+from .cache import ORPHANED, UNPUBLISHABLE, PrefixCache
 from .groups import Band
 from .holding import Holding
 from .index import NUM_TIERS, Run
@@ -156,7 +156,7 @@ def _check_handles(pool: DevicePool, hands: list[int]) -> None:
 
 
 def _check_tables(holding: Holding, *, is_lent: bool) -> None:
-    if holding.epoch == UNPUBLISHABLE:
+    if holding.epoch in (UNPUBLISHABLE, ORPHANED):
         return  # a forward that still runs may name blocks that were withdrawn meanwhile; it only reads them
     for number, table in enumerate(holding.tables):
         _demand(len(table.ids) == holding.num_units * table.width, "a table of the wrong length", holding, number)

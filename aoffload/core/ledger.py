@@ -19,7 +19,7 @@ from ..prefix import Prefix, TokenIds
 from .admission import Admission
 from .arguments import check_bool, check_completion, check_int, check_tier
 from .blocks import DevicePool, ExtentPool, FreeList
-from .cache import UNPUBLISHABLE, PrefixCache
+from .cache import ORPHANED, PrefixCache
 from .commits import Commits
 from .errands import Demotion, Errand, Errands, Prefetch
 from .eviction import EvictionOrder, LeastRecentlyUsed
@@ -106,7 +106,9 @@ class Ledger:
         if device.is_lent:
             self._pins.hand_over = self._lending.hand_over
         self._forks = Forks(self.cache, self.admission, self._moves)
-        policy = store_policy_of(config.store_policy).for_ledger(self.layout, tiers[0].pool.num_blocks)
+        policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
+        if device.is_lent and policy.num_frontier_blocks:
+            raise ConfigError("store_policy", "must not be lazy: blocks that are lent are gone before they are evicted")
         stores = Stores(self.cache, self.jobs, self._moves)
         frontier = Frontier(self.cache, self.jobs, stores, policy.num_frontier_blocks)
         self._commits = Commits(self.cache, self._pins, stores, self.admission, self._loads, policy, frontier)
@@ -431,6 +433,7 @@ class Ledger:
     def pin(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
         """Keep what is cached of `prefix` where it is, until `unpin`, or until `lapse` is told of a time from
         `expires_at` on. `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
+        self.cache.tiers[Tier.DEVICE].require_own("pin")
         return self._keeping.pin(TokenSequence(prefix, self.layout.unit_tokens), expires_at, self)
 
     def unpin(self, pin: Pin) -> None:
@@ -458,10 +461,12 @@ class Ledger:
 
     def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
         """Start bringing onto the device what a request for `prefix` would load: its `plans` have to be launched."""
+        self.cache.tiers[Tier.DEVICE].require_own("prefetch")
         return self._errands.prefetch(TokenSequence(prefix, self.layout.unit_tokens), wake, self)
 
     def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
         """Start sending `prefix` from the device to the host: its `plans` have to be launched."""
+        self.cache.tiers[Tier.DEVICE].require_own("demote")
         return self._errands.demote(TokenSequence(prefix, self.layout.unit_tokens), wake, self)
 
     def cancel(self, errand: Errand) -> None:
@@ -481,8 +486,8 @@ class Ledger:
     def reset(self, tier: Tier | None = None) -> None:
         """Forget everything cached, or what one tier holds. Live requests keep their blocks; unless it was a lower tier
         alone, they publish and store nothing any more. Every pin ends."""
-        if tier is not None:
-            check_tier("tier", tier)
+        if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
+            self.cache.tiers[tier].require_own("reset of a tier")
         self._keeping.end_all(PinState.DROPPED)
         if tier is None:
             self.cache.reset()
@@ -496,7 +501,7 @@ class Ledger:
             if holding.state is _S.PINNED:
                 self.admission.match_again(holding)
             elif tier is Tier.DEVICE and holding.num_units:
-                holding.epoch = UNPUBLISHABLE
+                holding.epoch = ORPHANED
 
     def statistics(self) -> LedgerStatistics:
         device, host = (tier.statistics() for tier in self.cache.tiers)

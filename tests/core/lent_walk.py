@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, ClassVar
 
+import attrs
 from walk import UNIT, Client, S, Walk
 
-from aoffload import Direction, Ledger, LentBlocks, OffloadConfig, OutOfBlocks
+from aoffload import Direction, LazyStore, Ledger, LentBlocks, OffloadConfig, OutOfBlocks, Tier
 
 
 class LentWalk(Walk):
@@ -16,6 +17,7 @@ class LentWalk(Walk):
 
     OPERATIONS: ClassVar = {**Walk.OPERATIONS, "fork": 1.5}
 
+    RESETS: ClassVar = [None, None, Tier.HOST]
     OUTCOMES: ClassVar = {Direction.LOAD: [6, 2, 2, 2], Direction.STORE: [90, 5, 0, 1]}
 
     def make_ledger(self, config: OffloadConfig) -> Ledger:
@@ -23,6 +25,8 @@ class LentWalk(Walk):
         self.keeps = self.random.choice([0.1, 0.5, 0.9])
         self.cached: dict[object, int] = {}
         """The engine's prefix cache: the block of each tag, lent or free."""
+        if isinstance(config.store_policy, LazyStore):  # what is lent is gone before it is about to be evicted
+            config = attrs.evolve(config, store_policy="eager")
         return Ledger(config, len(self.device), device_pool=LentBlocks(self.given))
 
     def given(self, block_ids: list[int]) -> None:

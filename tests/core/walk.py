@@ -83,6 +83,7 @@ class Walk:
         "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05, "preempt": 1, "resume": 2, "fork": 1,
     }  # fmt: skip
 
+    RESETS: ClassVar = [None, None, *Tier]
     OUTCOMES: ClassVar = {Direction.LOAD: [75, 10, 10, 2], Direction.STORE: [75, 10, 0, 2]}
 
     def __init__(self, seed: int, *, with_windows: bool = False, is_plain: bool = False) -> None:
@@ -410,7 +411,7 @@ class Walk:
             self.allocate(client)
 
     def reset(self) -> None:
-        tier = self.random.choice([None, None, *Tier])
+        tier = self.random.choice(self.RESETS)
         self.ledger.reset(tier)
         self.counts["reset"] += 1
 
