@@ -8,6 +8,7 @@ quarantine. The last one that is given up gives the block back.
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 
@@ -78,6 +79,14 @@ class LentBlocks:
         for block_id in block_ids:
             self._lent[block_id].num_handles += 1
 
+    def keep_record(self, holding: Holding) -> None:
+        """What `holding` had computed is what it was, although it begins again."""
+        before = copy.copy(holding)
+        before.sequence = holding.sequence.copy()
+        for lent in self._lent.values():
+            if lent.holding is holding:
+                lent.holding = before
+
     def give(self, block_ids: array[int]) -> None:
         over: list[int] = []
         for block_id in block_ids:
@@ -115,6 +124,9 @@ class LentTier(TierBlocks):
 
     def require_own(self, call: str) -> None:
         raise WrongState(f"{call}: this ledger has no device blocks of its own: lend some")
+
+    def keep_record(self, holding: Holding) -> None:
+        self._lent.keep_record(holding)
 
     def share(self, block_ids: array[int]) -> array[int]:
         self._lent.share(block_ids)

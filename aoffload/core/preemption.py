@@ -67,6 +67,7 @@ class Preemptions:
             self.loads.ready(holding)
         plans = self._store(holding)
         run, held = holding.device_run, self._held(holding)
+        self.cache.tiers[Tier.DEVICE].keep_record(holding)
         self.pins.give_up_tables(holding)
         if run is not None:
             holding.leases[Tier.HOST] = self.pins.lease(Tier.HOST, run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -10,6 +11,9 @@ from .blocks import DevicePool
 from .eviction import EvictionOrder
 from .index import Part
 from .plan import Tier
+
+if TYPE_CHECKING:
+    from .holding import Holding
 
 __all__ = ["TierBlocks", "TierStatistics"]
 
@@ -49,6 +53,9 @@ class TierBlocks:
 
     def require_own(self, call: str) -> None:
         """Refuse `call` where there are no blocks to be had."""
+
+    def keep_record(self, holding: Holding) -> None:
+        """`holding` begins again: what it had computed until now stays known of blocks that were lent to it."""
 
     def share(self, block_ids: array[int]) -> array[int]:
         """A handle more on each of `block_ids`, for another hand; of blocks of our own there is only one, so none."""
