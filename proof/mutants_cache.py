@@ -119,14 +119,14 @@ _PINS = (
 _RUNS = (
     Mutant(
         "split loses a reference",
-        CACHE,
+        "aoffload.core.borders",
         "front.num_references = 1 if part.num_references else 0",
         "front.num_references = 0",
         "references are leases: what pinned a run pins both parts",
     ),
     Mutant(
         "runs merged with a job in flight",
-        CACHE,
+        "aoffload.core.borders",
         "            if front.num_references or behind.num_references:\n                return False\n"
         "            if front.incoming is not None or behind.incoming is not None:\n                return False\n",
         "",

@@ -61,7 +61,7 @@ _WINDOWS = (
     ),
     Mutant(
         "border moved under another's pin",
-        CACHE,
+        "aoffload.core.borders",
         "            if number == leaving and (front.num_references, back.num_references) != (0, 1):\n",
         "            if number == leaving and front.num_references:\n",
         "nobody else's pins move with a window",
@@ -73,7 +73,7 @@ _WINDOWS = (
         "                holding.reserve = self.lease(Tier.DEVICE, last)\n",
         "                pass\n",
         "a hit that was matched stays until it is loaded",
-        test="tests/core/test_windows.py::test_what_a_load_would_adopt_stays",
+        test="tests/core/test_bands.py::test_what_a_load_would_adopt_stays",
     ),
     Mutant(
         "own pins keep a request waiting",
@@ -106,7 +106,7 @@ _WINDOWS = (
         "        return False\n",
         "refusing changes nothing: the match is as it was",
         scenarios=("mixed_windows", "sliding"),
-        test="tests/core/test_windows.py::test_a_refusal_keeps_what_the_load_would_adopt",
+        test="tests/core/test_bands.py::test_a_refusal_keeps_what_the_load_would_adopt",
     ),
 )
 

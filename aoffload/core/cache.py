@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from .borders import Borders
 from .eviction import EvictionOrder
 from .groups import Band, Layout
 from .index import NUM_TIERS, Part, Run, RunIndex
@@ -26,7 +27,7 @@ from .plan import Tier
 from .tiers import TierBlocks
 
 if TYPE_CHECKING:
-    from .jobs import Job
+    pass
 
 __all__ = ["ORPHANED", "UNPUBLISHABLE", "PrefixCache"]
 
@@ -36,13 +37,11 @@ ORPHANED = -2
 """The epoch of holdings whose device blocks a reset of that tier has made unfindable: no index has it, either."""
 
 
-class PrefixCache:
+class PrefixCache(Borders):
     """What is cached where. Never blocks, never raises for want of room: callers look at `room` first."""
 
     def __init__(self, layout: Layout, tiers: tuple[TierBlocks, ...], new_order: Callable[[], EvictionOrder]) -> None:
-        self.layout = layout
-        self.tiers = tiers
-        self.index = RunIndex(layout, epoch=0)
+        super().__init__(layout, tiers)
         self._new_order = new_order
 
     @property
@@ -102,7 +101,7 @@ class PrefixCache:
         for current in reversed(_between(lease.run, lease.starts[at], start)):
             if current.stop <= start:
                 self._dereference_part(self.tiers[lease.tier], current, band.number)
-            elif not self._move_border(current, start, band):
+            elif not self.move_border(current, start, band):
                 self._dereference_part(self.tiers[lease.tier], self.split(current, start), band.number)
         lease.starts[at] = max(lease.starts[at], start)
 
@@ -147,7 +146,7 @@ class PrefixCache:
             let_go.append(current)
             self._unpin(tier, current, part)
             current = current.before
-        for left in self._merge(let_go) if len(let_go) > 1 else let_go:
+        for left in self.merge(let_go) if len(let_go) > 1 else let_go:
             self.tidy(left)
 
     def _unpin(self, tier: TierBlocks, run: Run, part: Part) -> None:
@@ -160,192 +159,6 @@ class PrefixCache:
             tier.make_evictable(part)
             return
         tier.pool.give(part.clear())  # a reset has made it unfindable meanwhile
-
-    # -- runs -----------------------------------------------------------------------------------------------------
-
-    def split(self, run: Run, at: int) -> Run:
-        """Cut `run` at unit `at` and return the head. Whatever pinned the run pins both."""
-        start = run.start
-        head = self.index.split_head(run, at)
-        head.parts = tuple([self._divide(head, start, number, part, at) for number, part in enumerate(run.parts)])
-        return head
-
-    def _divide(self, head: Run, start: int, number: int, part: Part, at: int) -> Part:
-        """The part of the head that is cut off at `at`; `part` keeps what lies behind."""
-        front = Part(head, part.width, start, start)
-        if number < NUM_TIERS:
-            # The leases stay with the tail, which now counts once on the head.
-            front.num_references = 1 if part.num_references else 0
-        else:
-            front.num_references = part.num_references  # a lease on a window begins where a run does
-        front.last_use = part.last_use
-        self._divide_incoming(front, part, at)
-        if number < NUM_TIERS or part.first < at:
-            front.first, front.stop = part.first, min(at, part.stop)
-        cut = (front.stop - front.first) * part.width
-        front.blocks = part.blocks[:cut]
-        if cut and not part.num_references:
-            # The head outlives its tail: next in the order, right behind it.
-            self.tiers[number % NUM_TIERS].order.add_newer(front, part)
-        del part.blocks[:cut]
-        part.first, part.stop = max(part.first, at), max(part.stop, at)
-        if not part.blocks:
-            part.first = part.stop = at
-            if cut and not part.num_references:
-                self.tiers[number % NUM_TIERS].order.remove(part)
-        return front
-
-    def cut(self, run: Run, at: int) -> Run:
-        """The run that ends at unit `at` of `run`, so that a lease on it pins exactly what is used: whatever is
-        published behind `at` later must be nobody's pin but its publisher's."""
-        if run.stop == at:
-            return run
-        if run.num_after or any(part.num_references or part.covered_stop > at for part in run.parts):
-            return self.split(run, at)
-        self.index.shorten(run, at)  # nothing lies behind: a tail of its own would be kept for nothing
-        return run
-
-    @staticmethod
-    def _divide_incoming(front: Part, back: Part, at: int) -> None:
-        if back.incoming is None:
-            return
-        job: Job | None = back.incoming
-        while job is not None and job.start >= at:  # only a job that brings something to the head will clear it there
-            job = job.predecessor
-        if job is not None and not job.is_settled and _adds_before(job, front, back, at):
-            front.incoming, front.incoming_stop = job, min(at, job.stop)
-        if back.incoming_stop <= at:
-            back.incoming, back.incoming_stop = None, 0
-
-    def _move_border(self, run: Run, at: int, band: Band) -> bool:
-        """Whether the run before could take over what lies before `at`, where `band` alone is let go of. A window
-        that moves on with every block would leave a run behind for each of them."""
-        head = run.before
-        if head is None or not self._may_take_over(head, run, band):
-            return False
-        self.tiers[Tier.DEVICE].leave_front(run.part(Tier.DEVICE, band.number), at)
-        for number, (front, back) in enumerate(zip(head.parts, run.parts, strict=True)):
-            self._take_over(self.tiers[number % NUM_TIERS], front, back, at)
-        self.index.move_border(head, run, at)
-        return True
-
-    def _may_take_over(self, head: Run, run: Run, band: Band) -> bool:
-        """Whether `head` is nobody's end, and whoever pins anything of it pins the same of `run`; but for `band`, of
-        which one lease alone pins `run`."""
-        if head.num_after != 1 or head.spans != run.spans or head.epoch != self.epoch:
-            return False
-        leaving = band.number * NUM_TIERS + Tier.DEVICE
-        for number, (front, back) in enumerate(zip(head.parts, run.parts, strict=True)):
-            if front.incoming is not None or back.incoming is not None:
-                return False
-            if back.blocks and not self._follows(front, back, is_spine=number < NUM_TIERS):
-                return False
-            expected = min(1, back.num_references) if number < NUM_TIERS else back.num_references
-            if number == leaving and (front.num_references, back.num_references) != (0, 1):
-                return False
-            if number != leaving and front.num_references != expected:
-                return False
-        return True
-
-    @staticmethod
-    def _take_over(tier: TierBlocks, front: Part, back: Part, at: int) -> None:
-        """Move what `back` holds before `at` to `front`."""
-        count = (min(max(at, back.first), back.stop) - back.first) * back.width
-        if count:
-            if not front.blocks:
-                front.first = front.stop = back.first
-                if not front.num_references:
-                    tier.order.add_newer(front, back) if not back.num_references else tier.order.add(front)
-            front.blocks.extend(back.blocks[:count])
-            front.stop += count // back.width
-            del back.blocks[:count]
-            if back.num_references and not front.num_references:
-                tier.num_cached += count
-        back.first, back.stop = max(back.first, at), max(back.stop, at)
-        if not back.blocks:
-            back.first = back.stop = at
-            if count and not back.num_references:
-                tier.order.remove(back)
-
-    def _merge(self, let_go: list[Run]) -> list[Run]:
-        """Join runs that were let go of together, or divergent prompts would shatter the index; the runs left."""
-        left = [let_go[0]]
-        heads: list[Run] = []
-        for head in let_go[1:]:
-            if self._can_join(head, heads[-1] if heads else left[-1], left[-1]):
-                heads.append(head)
-                continue
-            self._join(heads, left[-1])
-            heads = []
-            left.append(head)
-        self._join(heads, left[-1])
-        return left
-
-    def _can_join(self, head: Run, back: Run, tail: Run) -> bool:
-        """Whether `head` and `back`, which is joined with `tail`, are one run: nothing else hangs on the head, and
-        joining changes no order."""
-        if head.num_after != 1 or head.epoch != self.index.epoch or head.spans != back.spans:
-            return False
-        for number, (front, behind) in enumerate(zip(head.parts, back.parts, strict=True)):
-            if front.num_references or behind.num_references:
-                return False
-            if front.incoming is not None or behind.incoming is not None:
-                return False
-            if behind.blocks and not self._follows(front, behind, is_spine=number < NUM_TIERS):
-                return False
-            if behind.blocks and front.blocks and behind.newer is not front:
-                return False
-            if number >= NUM_TIERS and front.blocks and not behind.blocks and back is not tail:
-                return False  # what lies behind `back` would not follow
-        return True
-
-    @staticmethod
-    def _follows(front: Part, back: Part, *, is_spine: bool) -> bool:
-        """Whether `back` goes on where `front` ends; a window may also begin there."""
-        return front.stop == back.first or (not front.blocks and not is_spine)
-
-    def _join(self, heads: list[Run], tail: Run) -> None:
-        """Join `heads`, nearest first, into `tail`."""
-        if not heads:
-            return
-        for number, part in enumerate(tail.parts):
-            self._join_parts(self.tiers[number % NUM_TIERS], [head.parts[number] for head in heads], part)
-        self.index.absorb(tail, heads)
-        for part in tail.parts:
-            if not part.blocks:
-                part.first = part.stop = tail.start
-
-    @staticmethod
-    def _join_parts(tier: TierBlocks, fronts: list[Part], part: Part) -> None:
-        if not part.blocks:
-            # The nearest head with blocks takes the tail's place in the order; the ones before it follow.
-            place = next((front for front in fronts if front.blocks), None)
-            if place is not None:
-                tier.order.add_newer(part, place)
-                part.stop = place.stop
-        blocks = array("i")
-        for front in reversed(fronts):
-            if front.blocks:
-                blocks.extend(front.blocks)
-                tier.order.remove(front)
-        part.blocks = blocks + part.blocks
-        if part.blocks:
-            part.first = part.stop - len(part.blocks) // part.width
-
-    def tidy(self, run: Run) -> None:
-        """Forget a run that holds nothing, and tokens that no tier holds any more."""
-        if run.epoch != self.index.epoch or run.num_after:
-            return
-        held = run.start
-        for part in run.parts:
-            if part.num_references or part.incoming is not None:
-                return
-            if part.blocks:
-                held = max(held, part.stop)
-        if held == run.start:
-            self.index.remove(run)
-        elif (held - run.start) * 2 <= run.stop - run.start:
-            self.index.shorten(run, held)
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -446,10 +259,3 @@ def _mark_used(lease: Lease, start: int) -> None:
     for number, first in enumerate(lease.starts, 1):
         for run in _between(lease.run, max(first, start), lease.run.stop):
             run.part(lease.tier, number).last_use = 0
-
-
-def _adds_before(job: Job, front: Part, back: Part, at: int) -> bool:
-    """Whether `job` still brings something of what lies before `at` in a part that is divided there."""
-    if job.band:
-        return job.stop > front.run.start
-    return back.stop < at and job.stop > back.stop
