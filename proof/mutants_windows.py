@@ -105,7 +105,6 @@ _WINDOWS = (
         "        self.pins.match_again(holding)\n        return False\n",
         "        return False\n",
         "refusing changes nothing: the match is as it was",
-        scenarios=("mixed_windows", "sliding"),
         test="tests/core/test_bands.py::test_a_refusal_keeps_what_the_load_would_adopt",
     ),
 )
@@ -133,7 +132,6 @@ _PREEMPTION = (
         "        plans = self._store(holding)\n",
         "        plans = ()\n",
         "the progress of a preempted request is kept in host memory",
-        scenarios=("preemption_storm",),
         test="tests/core/test_preemption.py::test_progress_comes_back_from_the_host",
     ),
     Mutant(

@@ -16,10 +16,10 @@ def check_int(name: str, value: object, minimum: int, maximum: float = math.inf)
     return value
 
 
-def check_tier(name: str, value: object) -> Tier:
-    if not isinstance(value, Tier):
-        raise InvalidArgument(name, f"must be a Tier, got {value!r:.80}")
-    return value
+def check_tier(name: str, tier: object) -> Tier:
+    if not isinstance(tier, Tier):
+        raise InvalidArgument(name, f"must be a Tier, got {tier!r:.80}")
+    return tier
 
 
 def check_bool(name: str, value: object) -> None:
