@@ -78,7 +78,7 @@ def _soak(backend: str, found: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all, if none is named")
-    parser.add_argument("--rounds", type=int, default=8, help="seeds sampled for each scenario and backend")
+    parser.add_argument("--rounds", type=int, default=4, help="seeds sampled for each scenario and backend")
     parser.add_argument("--seconds", type=float, default=0.0, help="go on exploring new seeds for that long")
     parser.add_argument("--soak-seconds", type=float, default=60.0)
     given = parser.parse_args()

@@ -1,6 +1,6 @@
 """The campaign: which runs are made of every scenario, and what they have to add up to.
 
-For each scenario and backend: one seed is swept (every client cancelled at every checkpoint and at every global step,
+For each scenario and backend: one seed is swept (each client cancelled at its checkpoints and at global steps in turn,
 every fault at every opportunity, once and from then on), the schedules next to the fair one are exhausted, and many
 seeds are sampled with nothing, a cancellation, a fault, or a pair of them injected.
 """
@@ -23,7 +23,7 @@ __all__ = ["BACKENDS", "Campaign"]
 BACKENDS: tuple[Backend, ...] = ("asyncio", "trio")
 AT_ANY_STEP = ("leap", "block", "worker")
 """Faults with an opportunity at every step: sampled, not swept."""
-FEWEST_TRACES = 310
+FEWEST_TRACES = 262
 """Distinct ones, of each scenario on each backend: short ones have little to sweep, and are sampled longer."""
 MOST_RUNS = 1500
 """Of a scenario that has no more traces to give."""
@@ -37,6 +37,8 @@ class Campaign:
     """Seeds that are sampled for each scenario and backend."""
     first_seed: int = 1000
     sweeps: bool = True
+    most_swept: int = 80
+    """Checkpoints of one client, or global steps, at which a cancellation is tried; the rest is sampled."""
 
     def run(self, name: str, backend: Backend) -> Tally:
         tally, row = Tally(), SCENARIOS[name]
@@ -58,8 +60,8 @@ class Campaign:
         base = simulate(plan, row.run)
         yield base
         for victim in base.suspensions:
-            yield from cancel_sweep(plan, row.run, victim, "native")
-        yield from cancel_sweep(plan, row.run, "step", "request*2")
+            yield from cancel_sweep(plan, row.run, victim, "native", self.most_swept)
+        yield from cancel_sweep(plan, row.run, "step", "request*2", self.most_swept)
         for kind in FAULTS:
             if kind not in AT_ANY_STEP:
                 yield from fault_sweep(plan, row.run, kind, at_most=8)

@@ -25,11 +25,15 @@ LONG_ROUNDS = 4
 """Seeds of each scenario and backend between two looks at the clock."""
 
 
+ALL_STEPS, FEW_STEPS = 400, 80
+"""How far cancellations are swept: to the end if there is time."""
+
+
 def campaign(num_workers: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """The campaign, a part for each scenario and backend; with `seconds`, new seeds until they are over."""
     preload()
     began_s = time.monotonic()
-    parts = _campaign(num_workers, Piece(rounds, 1000, sweeps=True))
+    parts = _campaign(num_workers, Piece(rounds, 1000, sweeps=True, most_swept=ALL_STEPS if seconds else FEW_STEPS))
     first_seed = 1000 + rounds
     while time.monotonic() - began_s < seconds:
         parts += _campaign(num_workers, Piece(LONG_ROUNDS, first_seed, sweeps=False))
@@ -44,6 +48,7 @@ class Piece:
     rounds: int
     first_seed: int
     sweeps: bool
+    most_swept: int = 0
 
     def explore(self, number: int) -> dict[str, Any]:
         from .campaign import BACKENDS, Campaign
@@ -51,7 +56,7 @@ class Piece:
 
         name, backend = list(itertools.product(SCENARIOS, BACKENDS))[number]
         began_s = time.monotonic()
-        found = _told(Campaign(self.rounds, self.first_seed, self.sweeps).run(name, backend))
+        found = _told(Campaign(self.rounds, self.first_seed, self.sweeps, self.most_swept).run(name, backend))
         print(f"{time.monotonic() - began_s:5.1f} s  {found['runs']} runs of {name} on {backend}", flush=True)
         return found
 
