@@ -241,9 +241,13 @@ class Request:
 
     async def resume(self, num_tokens: int | None = None) -> int:
         """Wait for room (for `num_tokens`; all tokens that are known, if None) and bring back what is in host memory;
-        the number of tokens that are ready. What was lost is computed again from there on."""
+        the number of tokens that are ready. What was lost is computed again from there on.
+
+        Cancelled, it leaves the request where the wait was: go on with `allocate` (PINNED), `load` (ALLOCATED,
+        LOADING), or leave.
+        """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        self._runtime.ledger.resume(self._live())
+        self._runtime.ledger.resume(self._live(), num_tokens)
         await self.allocate(num_tokens)
         return await self.load()
 

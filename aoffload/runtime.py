@@ -376,12 +376,20 @@ class OffloadRuntime:
                 self.worker.drain()  # a thread that is through has let go already: don't wait for the worker's turn
 
     def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> None:
-        """Commit for several requests of one forward behind one fence. Who was aborted meanwhile is left out."""
+        """Commit for several requests of one forward behind one fence, all or nothing.
+
+        Who was aborted or preempted meanwhile is left out: what was computed of it is gone.
+        """
         self._check_usable()
+        gone = (RequestState.DONE, RequestState.ABORTED, RequestState.PREEMPTED)
+        there = [(one.request._live(), one) for one in computed if one.request.state not in gone]
+        if len({holding for holding, _ in there}) < len(there):
+            raise InvalidArgument("computed", "names a request twice")
+        for holding, one in there:
+            self.ledger.check_commit(holding, one.num_computed_tokens, one.new_token_ids)
         fence = self._fence() if after is None else after
-        for one in computed:
-            if one.request.state not in (RequestState.DONE, RequestState.ABORTED):
-                self._commit_behind(fence, one.request._live(), one.num_computed_tokens, one.new_token_ids)
+        for holding, one in there:
+            self._commit_behind(fence, holding, one.num_computed_tokens, one.new_token_ids)
 
     def _commit(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds, after: Fence | None) -> None:
         self._commit_behind(self._fence() if after is None else after, holding, num_computed_tokens, new_token_ids)
@@ -425,6 +433,8 @@ class OffloadRuntime:
         """
         self._check_usable()
         seconds = math.inf if timeout_s is None else _seconds("timeout_s", timeout_s)
+        if seconds < 0:
+            raise InvalidArgument("timeout_s", f"must not be negative, got {timeout_s!r:.80}")
         self.ledger.reset(tier)
         self.worker.discard_queued()
         last_id = self.ledger.jobs.last_id

@@ -65,7 +65,7 @@ _KEYS = (
         "reached = max(part.stop for part in run.parts[1:NUM_TIERS])",
         "reached = max(part.covered_stop for part in run.parts[1:NUM_TIERS])",
         "publish on completion",
-        scenarios=("failed_forwards",),
+        scenarios=("tier_resets",),
     ),
 )
 
@@ -196,8 +196,8 @@ _RUNS = (
     Mutant(
         "corrupt block freed under a reader",
         CACHE,
-        "part.condemned = bad if part.condemned is None else part.condemned + bad",
-        "self.tiers[tier].pool.give(bad)",
+        "part.condemn(position, part.drop_behind(position))",
+        "self.tiers[tier].pool.give(part.drop_behind(position))",
         "a block is free when everybody has let go",
         scenarios=("rotten",),
     ),

@@ -9,6 +9,8 @@ __all__ = ["KEEPING_MUTANTS"]
 KEEPING, ERRANDS, ADMISSION = "aoffload.core.keeping", "aoffload.core.errands", "aoffload.core.admission"
 LEDGER, WORKER, SHELL = "aoffload.core.ledger", "aoffload.worker", "aoffload.keeping"
 
+ERRANDS_AMONG_REQUESTS = ("keeping", "pinned_full", "kept_windows")
+
 KEEPING_MUTANTS = (
     Mutant(
         "pins in the way of the line",
@@ -23,6 +25,7 @@ KEEPING_MUTANTS = (
         "        return not self.others_hold_room() and self.yield_pin()\n",
         "        return self.yield_pin()\n",
         "a pin ends for a request only where nobody else will make room",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "extension fails before pins yield",
@@ -30,6 +33,7 @@ KEEPING_MUTANTS = (
         "        if self.yield_pin():\n            return True",
         "        if False:\n            return True",
         "no request is starved by pins",
+        test="tests/core/test_keeping.py::test_a_pin_yields_before_an_extension_fails",
     ),
     Mutant(
         "pin yields for nothing",
@@ -37,6 +41,7 @@ KEEPING_MUTANTS = (
         "            if any(kept[part] == part.num_references for part in _counted(pin)):\n",
         "            if any(True for part in _counted(pin)):\n",
         "what a pin shares with a request is no room",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "pin keeps the device only",
@@ -44,6 +49,7 @@ KEEPING_MUTANTS = (
         "        elif (host_stop := held_alone(cache, hit, Tier.HOST)) > 0:\n",
         "        elif (host_stop := held_alone(cache, hit, Tier.HOST)) < 0:\n",
         "what is cached stays where it is cached",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "window of a shorter hit not kept",
@@ -51,6 +57,7 @@ KEEPING_MUTANTS = (
         "        again = (sequence.num_tokens - 1) // cache.layout.unit_tokens\n",
         "        again = limit\n",
         "a pin of a prompt serves the same prompt again",
+        test="tests/core/test_keeping.py::test_a_pin_of_a_window_serves_the_same_prompt_and_longer_ones",
     ),
     Mutant(
         "share of pins not looked at",
@@ -58,13 +65,15 @@ KEEPING_MUTANTS = (
         "            if num_kept + added > bound:\n",
         "            if added > bound:\n",
         "all pins together keep at most their share",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "wrong blocks stay pinned",
         KEEPING,
-        "            if any(part.condemned is not None for lease in pin.leases for part in _parts(lease)):\n",
+        "            if any(part.condemned for lease in pin.leases for part in _parts(lease)):\n",
         "            if False:\n",
         "what turned out to be wrong takes no room",
+        test="tests/core/test_keeping.py::test_a_pin_does_not_keep_what_turned_out_to_be_wrong",
     ),
     Mutant(
         "reset leaves pins",
@@ -86,6 +95,7 @@ KEEPING_MUTANTS = (
         "        return min(transfers, self.ledger.next_lapse)\n",
         "        return transfers\n",
         "a pin ends when its time is over",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "later pin delays an earlier deadline",
@@ -93,6 +103,7 @@ KEEPING_MUTANTS = (
         "        if deadline < self._sleep.deadline:\n            self._sleep.deadline = deadline\n",
         "        self._sleep.deadline = deadline\n",
         "a pin ends when its time is over, and so does a copy",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "prefetch past a line",
@@ -100,6 +111,7 @@ KEEPING_MUTANTS = (
         "            if holding.hit_stop <= holding.published or not self.admission.line.is_empty:\n",
         "            if holding.hit_stop <= holding.published:\n",
         "a prefetch takes nothing while somebody waits for room",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "budget of prefetches not shared",
@@ -107,6 +119,7 @@ KEEPING_MUTANTS = (
         "        share = int(self.admission.capacity * self.max_share) - taken\n",
         "        share = int(self.admission.capacity * self.max_share)\n",
         "all prefetches together take at most their share",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "prefetch beyond the room",
@@ -114,6 +127,7 @@ KEEPING_MUTANTS = (
         "        return wanted - min(share, self.admission.room)\n",
         "        return wanted - share\n",
         "a prefetch takes only room that is there",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "cancelled prefetch stays under way",
@@ -121,6 +135,7 @@ KEEPING_MUTANTS = (
         "        settled = self.loads.abandon(errand.holding)\n        self._end(errand, _S.CANCELLED)\n",
         "        settled = self.loads.abandon(errand.holding)\n        self.moves.errand(errand, _S.CANCELLED)\n",
         "a budget goes back however a prefetch ends",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "prefetch keeps its pins",
@@ -135,6 +150,7 @@ KEEPING_MUTANTS = (
         "        settled = self.loads.abandon(errand.holding)\n",
         "        settled: list[Job] = []\n",
         "a load lives as long as one waiter does",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "read blocks sent away",
@@ -156,6 +172,7 @@ KEEPING_MUTANTS = (
         "        if held_alone(cache, hit, Tier.HOST) < hit.stop:\n            return\n",
         "",
         "a demotion loses nothing",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
     Mutant(
         "old demotion frees a new epoch",
@@ -163,6 +180,7 @@ KEEPING_MUTANTS = (
         "        if errand.holding.epoch != cache.epoch:\n            return\n",
         "",
         "what was asked for before a reset changes nothing after it",
+        test="tests/core/test_keeping.py::test_a_demotion_from_before_a_reset_frees_nothing_after_it",
     ),
     Mutant(
         "whoever waits is not told of a close",
@@ -170,6 +188,7 @@ KEEPING_MUTANTS = (
         "            self._runtime._check_usable()\n\n\nclass PendingPrefetch",
         "            pass\n\n\nclass PendingPrefetch",
         "who waits hears that the runtime was closed",
+        test="tests/shell/test_keeping_scopes.py::test_a_close_with_all_three_in_flight[asyncio-True]",
     ),
     Mutant(
         "pin outlives its block",
@@ -177,5 +196,6 @@ KEEPING_MUTANTS = (
         "        if self._pin is not None:\n            self._runtime.ledger.unpin(self._pin)\n",
         "        if self._pin is not None and error is None:\n            self._runtime.ledger.unpin(self._pin)\n",
         "a pin is released by its scope, however it is left",
+        scenarios=ERRANDS_AMONG_REQUESTS,
     ),
 )

@@ -123,8 +123,8 @@ _LINE = (
     Mutant(
         "what can never fit waits",
         ADMISSION,
-        "        if needed > self.capacity:\n            raise OutOfBlocks",
-        "        if needed > self.cache.tiers[Tier.DEVICE].pool.num_blocks + 1:\n            raise OutOfBlocks",
+        "num_units)\n        if needed > self.capacity:\n            raise OutOfBlocks",
+        "num_units)\n        if needed > self.capacity + 1:\n            raise OutOfBlocks",
         "no hang: what can never fit is refused",
         scenarios=("second_try",),
     ),
@@ -214,9 +214,10 @@ _WAKING = (
     Mutant(
         "grant kept over an invalidated match",
         COMMITS,
-        "            if not other.has_read and _leases_any(other, wrong):",
-        "            if other.has_read and _leases_any(other, wrong):",
+        "            if other.state is _S.PINNED and (other in tainted or _leases_any(other, wrong)):",
+        "            if other in tainted and other.state is _S.PINNED:",
         "a table names the blocks it was granted for",
+        scenarios=("failed_in_turmoil", "failed_forwards"),
     ),
     Mutant(
         "lost load tried again",

@@ -318,8 +318,8 @@ _RUNTIME = (
     Mutant(
         "step of a commit trips on the aborted",
         RUNTIME,
-        "            if one.request.state not in (RequestState.DONE, RequestState.ABORTED):\n",
-        "            if one.num_computed_tokens >= 0:\n",
+        " for one in computed if one.request.state not in gone]",
+        " for one in computed]",
         "nobody else is harmed by an aborted request",
     ),
     Mutant(

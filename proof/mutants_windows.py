@@ -9,6 +9,9 @@ __all__ = ["WINDOW_MUTANTS"]
 GROUPS, MATCHING, WINDOWS = "aoffload.core.groups", "aoffload.core.matching", "aoffload.core.windows"
 CACHE, PINS, STORES = "aoffload.core.cache", "aoffload.core.pins", "aoffload.core.stores"
 LOADS, ADMISSION, PREEMPTION = "aoffload.core.loads", "aoffload.core.admission", "aoffload.core.preemption"
+BORDERS, INDEX, COMMITS = "aoffload.core.borders", "aoffload.core.index", "aoffload.core.commits"
+LEDGER, ERRANDS = "aoffload.core.ledger", "aoffload.core.errands"
+TAKEN_BACK = "tests/core/test_taken_back.py"
 
 _WINDOWS = (
     Mutant(
@@ -152,4 +155,79 @@ _PREEMPTION = (
     ),
 )
 
-WINDOW_MUTANTS = (*_WINDOWS, *_PREEMPTION)
+_TAKEN_BACK = (
+    Mutant(
+        "condemned blocks stay with the tail",
+        BORDERS,
+        "        front.condemned = part.divide_condemned(at)\n",
+        "",
+        "whoever runs keeps its blocks, whatever is reset",
+        scenarios=("failed_in_turmoil",),
+    ),
+    Mutant(
+        "what others have computed since is thrown away",
+        INDEX,
+        "        if self.blocks and self.blocks[0] in ids:",
+        "        if self.blocks:",
+        "every block is in one hand",
+        test=f"{TAKEN_BACK}::test_what_two_have_computed_is_taken_back_by_the_first_after_a_reset",
+    ),
+    Mutant(
+        "who was resumed keeps a match that was taken back",
+        COMMITS,
+        "            if other.state is _S.PINNED and (other in tainted or _leases_any(other, wrong)):",
+        "            if not other.has_read and _leases_any(other, wrong):",
+        "every block is in one hand",
+        scenarios=("failed_in_turmoil",),
+    ),
+    Mutant(
+        "what was read before a preemption is forgotten",
+        COMMITS,
+        "                read += self._read_before(other, sources)\n",
+        "",
+        "who has read what was wrong hears of it",
+        scenarios=("failed_in_turmoil",),
+    ),
+    Mutant(
+        "who waits to begin its load again is not told of a preemption",
+        LEDGER,
+        "        if waiter is not None:\n            waiter.wake()\n",
+        "",
+        "nobody sleeps on what is over",
+        scenarios=("preempted_by_another",),
+    ),
+    Mutant(
+        "whoever was preempted may read everything",
+        PREEMPTION,
+        "max(holding.hit_limit, holding.num_computed_tokens // self.cache.layout.unit_tokens)",
+        "holding.sequence.num_tokens",
+        "who may use no hit gets back what it has computed itself",
+        test=f"{TAKEN_BACK}::test_its_own_progress_is_not_more_than_it_may_read",
+    ),
+    Mutant(
+        "a reset clears who has read what was wrong",
+        LEDGER,
+        " and holding.num_units and holding.epoch == self.cache.epoch:",
+        " and holding.num_units:",
+        "who has to be aborted stays so",
+        test=f"{TAKEN_BACK}::test_a_reset_does_not_clear_who_has_read_what_was_wrong",
+    ),
+    Mutant(
+        "resumed before it is refused",
+        PREEMPTION,
+        "        if num_tokens is not None:\n            self.admission",
+        "        if num_tokens is None:\n            self.admission",
+        "a refusal changes nothing",
+        test=f"{TAKEN_BACK}::test_a_refused_resume_changes_nothing[0]",
+    ),
+    Mutant(
+        "what hits without bytes sent away",
+        ERRANDS,
+        "            if not run.num_after and not any(",
+        "            if False and not any(",
+        "a demotion loses nothing",
+        test="tests/core/test_keeping.py::test_what_hits_without_a_byte_in_the_host_stays",
+    ),
+)
+
+WINDOW_MUTANTS = (*_WINDOWS, *_PREEMPTION, *_TAKEN_BACK)

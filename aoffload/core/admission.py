@@ -166,6 +166,12 @@ class Admission:
             return num_units * self.cache.layout.width - gone
         return self.pins.num_fresh(holding, num_units) + self.pins.num_kept(holding)
 
+    def check_could_fit(self, num_tokens: int) -> None:
+        """Refuse what no match could make fit."""
+        needed = self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1)) * self.cache.layout.spine.width
+        if needed > self.capacity:
+            raise OutOfBlocks(needed, self.capacity, retryable=False)
+
     def _check_fits(self, holding: Holding, num_units: int) -> None:
         """Refuse what could not fit if everybody else let go."""
         needed = self.num_needed(holding, num_units)

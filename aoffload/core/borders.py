@@ -42,6 +42,7 @@ class Borders:
         else:
             front.num_references = part.num_references  # a lease on a window begins where a run does
         front.last_use = part.last_use
+        front.condemned = part.divide_condemned(at)
         self._divide_incoming(front, part, at)
         if number < NUM_TIERS or part.first < at:
             front.first, front.stop = part.first, min(at, part.stop)
@@ -113,6 +114,11 @@ class Borders:
     @staticmethod
     def _take_over(tier: TierBlocks, front: Part, back: Part, at: int) -> None:
         """Move what `back` holds before `at` to `front`."""
+        if back.condemned:
+            front.condemned += back.divide_condemned(at)
+            if not front.num_references:
+                tier.pool.give(front.condemned_ids())
+                front.condemned = ()
         count = (min(max(at, back.first), back.stop) - back.first) * back.width
         if count:
             if not front.blocks:

@@ -150,9 +150,9 @@ class PrefixCache(Borders):
             self.tidy(left)
 
     def _unpin(self, tier: TierBlocks, run: Run, part: Part) -> None:
-        if part.condemned is not None:
-            tier.pool.give(part.condemned)
-            part.condemned = None
+        if part.condemned:
+            tier.pool.give(part.condemned_ids())
+            part.condemned = ()
         if not part.blocks:
             return
         if run.epoch == self.index.epoch:
@@ -186,8 +186,7 @@ class PrefixCache(Borders):
         run, number = part.run, part.run.parts.index(part)
         if position + 1 < run.stop and part.stop > position + 1:
             part = self.split(run, position + 1).parts[number]
-        bad = part.drop_behind(position)
-        part.condemned = bad if part.condemned is None else part.condemned + bad
+        part.condemn(position, part.drop_behind(position))
 
     def reset(self) -> None:
         """Swap the index: nothing cached so far is findable any more; what is pinned stays until it is let go of."""
@@ -224,8 +223,7 @@ class PrefixCache(Borders):
             tier.make_pinned(part)
             tier.pool.give(part.clear())
         elif part.blocks:
-            wrong = part.clear()
-            part.condemned = wrong if part.condemned is None else part.condemned + wrong
+            part.condemn(part.first, part.clear())
 
     def withdraw_behind(self, wrong: set[Run]) -> None:
         """Withdraw what hangs on `wrong` runs, whoever computed it: once they are right again it could be reached."""

@@ -48,10 +48,7 @@ class Commits:
         self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
-        require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
-        require_no_holes(holding, "commit")
-        added = encode_tokens(new_token_ids, "new_token_ids")
-        self._check_commit(holding, num_computed_tokens, len(added) // TOKEN_BYTES)
+        added = self.check(holding, num_computed_tokens, new_token_ids)
         if holding.state is _S.ALLOCATED:
             self.pins.end_host_lease(holding)
             self.loads.ready(holding)
@@ -67,6 +64,14 @@ class Commits:
         if slid or holding.published > first:
             self.admission.pump()  # there is room now, or who is first in line needs less
         return plans
+
+    def check(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds) -> bytes:
+        """Refuse what can't be committed; the new tokens, encoded."""
+        require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
+        require_no_holes(holding, "commit")
+        added = encode_tokens(new_token_ids, "new_token_ids")
+        self._check_commit(holding, num_computed_tokens, len(added) // TOKEN_BYTES)
+        return added
 
     def _check_commit(self, holding: Holding, num_computed_tokens: int, num_added: int) -> None:
         name = "num_computed_tokens"
@@ -129,7 +134,7 @@ class Commits:
         tainted = self._taint(wrong, [other for other in others if other.has_read], {holding: from_token})
         self.cache.withdraw_behind(wrong)
         for other in others:
-            if not other.has_read and _leases_any(other, wrong):
+            if other.state is _S.PINNED and (other in tainted or _leases_any(other, wrong)):
                 self.admission.match_again(other)
         step_back(self.cache, holding, start)
         holding.sequence.drop_after(from_token + 1)
@@ -152,6 +157,7 @@ class Commits:
             for other in others:
                 read = [run.start for lease in other.all_leases() for run in lease.run.path() if run in wrong]
                 read += taken_from(self.cache, other, sources)
+                read += self._read_before(other, sources)
                 if read and other not in tainted:
                     tainted.append(other)
                     sources = {**sources, other: min(read) * self.cache.layout.unit_tokens}
@@ -160,6 +166,17 @@ class Commits:
                     wrong |= unpublish(self.cache, other, min(read))
                     found = True
         return tuple(tainted)
+
+    def _read_before(self, other: Holding, sources: dict[Holding, int]) -> list[int]:
+        """The first unit of what `sources` computed that `other` may have read before it was preempted. It leases that
+        no more, so only its tokens tell; what it has sampled since is wrong as well."""
+        unit = self.cache.layout.unit_tokens
+        firsts = {source: at // unit for source, at in sources.items()}
+        return [
+            first
+            for source, first in firsts.items()
+            if first < other.read_before and other.sequence.agrees(source.sequence, (first + 1) * unit)
+        ]
 
 
 def _leases_any(holding: Holding, runs: set[Run]) -> bool:

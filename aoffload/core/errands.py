@@ -194,6 +194,8 @@ class Errands:
             return
         device = cache.tiers[Tier.DEVICE]
         for run in self._leaving(sequence):
+            if not run.num_after and not any(part.blocks for part in run.parts[Tier.HOST :: NUM_TIERS]):
+                return  # what hits without a byte in the host is only known of because of what is on the device
             for part in run.parts[Tier.DEVICE :: NUM_TIERS]:
                 if part.blocks:
                     errand.num_blocks += len(part.blocks)

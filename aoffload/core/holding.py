@@ -100,6 +100,8 @@ class Holding:
     """Units that were ready before anything was computed: hits, and what was loaded."""
     num_computed_tokens: int = 0
     has_committed: bool = False
+    read_before: int = 0
+    """Units that were findable when it was preempted last: it may have read what others had computed of them."""
     load: Load | None = None
     has_lost_load: bool = False
     """A load failed and there was no room to compute instead, so it began again: this time it computes."""

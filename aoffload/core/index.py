@@ -13,7 +13,7 @@ What a run holds in one tier is one part for each band of groups:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
 import attrs
@@ -29,6 +29,19 @@ if TYPE_CHECKING:
 __all__ = ["NUM_TIERS", "Part", "Run", "RunIndex", "Stretch", "stretches"]
 
 NUM_TIERS = len(Tier)
+
+
+@attrs.frozen
+class Condemned:
+    """Blocks that a part has held from unit `start` on, and that nobody finds there any more."""
+
+    start: int
+    ids: array[int]
+
+    def units(self, width: int) -> list[Condemned]:
+        """The same, unit by unit."""
+        count = len(self.ids) // width
+        return [Condemned(self.start + at, self.ids[at * width : (at + 1) * width]) for at in range(count)]
 
 
 @attrs.define(eq=False, repr=False)
@@ -48,7 +61,7 @@ class Part:
     incoming: Job | None = None
     """The last job in flight that adds to this part, and up to where."""
     incoming_stop: int = 0
-    condemned: array[int] | None = None
+    condemned: tuple[Condemned, ...] = ()
     """Forgotten blocks that references still protect; free when they are gone."""
     last_use: int = 0
     """When the last one who used it let go, as its order counts; 0 while somebody uses it."""
@@ -93,6 +106,26 @@ class Part:
     def clear(self) -> array[int]:
         """Let the part hold nothing; what it has held."""
         return self.drop_behind(self.first)
+
+    def condemn(self, start: int, ids: array[int]) -> None:
+        """Forget `ids`, which it has held from unit `start` on, without freeing them."""
+        self.condemned = (*self.condemned, Condemned(start, ids))
+
+    def condemned_ids(self) -> array[int]:
+        return sum((one.ids for one in self.condemned), array("i"))
+
+    def divide_condemned(self, at: int) -> tuple[Condemned, ...]:
+        """Keep those from unit `at` on; the others, which go when the references to another run do."""
+        units = [unit for one in self.condemned for unit in one.units(self.width)]
+        self.condemned = tuple([unit for unit in units if unit.start >= at])
+        return tuple([unit for unit in units if unit.start < at])
+
+    def disown(self, ids: Container[int]) -> None:
+        """Know nothing more of `ids`, which are another's: held, or condemned."""
+        if self.blocks and self.blocks[0] in ids:  # they were published at once, or not at all
+            self.clear()
+        units = [unit for one in self.condemned for unit in one.units(self.width)]
+        self.condemned = tuple([unit for unit in units if unit.ids[0] not in ids])
 
 
 @attrs.define(eq=False, repr=False)

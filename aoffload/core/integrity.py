@@ -120,7 +120,7 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
     for run in runs:
         for part in run.parts[tier::NUM_TIERS]:
             hands += part.blocks
-            hands += part.condemned or ()
+            hands += part.condemned_ids()
     quarantined = [job for job in jobs.quarantined.values() if job.plan.destination is tier]
     for job in (*jobs.unsettled.values(), *quarantined):
         if job.plan.destination is tier:
@@ -156,8 +156,12 @@ def _check_handles(pool: DevicePool, hands: list[int]) -> None:
 
 
 def _check_tables(holding: Holding, *, is_lent: bool) -> None:
-    if holding.epoch in (UNPUBLISHABLE, ORPHANED):
+    if holding.epoch == UNPUBLISHABLE:
         return  # a forward that still runs may name blocks that were withdrawn meanwhile; it only reads them
+    if holding.epoch == ORPHANED:
+        for number, table in enumerate(holding.tables):
+            _check_kept(holding, number, table)
+        return
     for number, table in enumerate(holding.tables):
         _demand(len(table.ids) == holding.num_units * table.width, "a table of the wrong length", holding, number)
         _demand(not any(table.at(0, table.start)), "what has left a window is in the table", holding, number)
@@ -166,6 +170,20 @@ def _check_tables(holding: Holding, *, is_lent: bool) -> None:
             is_let_go = lease is None or lease.starts[number - 1] >= table.start
             _demand(is_let_go, "what has left a window is pinned", holding, number)
         _check_table(holding, number, table, is_lent=is_lent)
+
+
+def _check_kept(holding: Holding, band: int, table: BlockTable) -> None:
+    """What a reset of the device has made unfindable stays with whoever reads it."""
+    private = {unit for units in table.duplicates for unit in units}
+    kept = {0}  # what a load has not brought
+    run = holding.device_run
+    for current in run.path() if run is not None else ():
+        part = current.part(Tier.DEVICE, band)
+        kept.update(part.blocks)
+        kept.update(part.condemned_ids())
+    for unit in range(table.start, min(holding.published, holding.num_units)):
+        is_kept = unit in private or kept.issuperset(table.at(unit, unit + 1))
+        _demand(is_kept, "a table names blocks in no hand of its own", holding, unit)
 
 
 def _check_table(holding: Holding, band: int, table: BlockTable, *, is_lent: bool) -> None:

@@ -128,7 +128,7 @@ class Keeping:
     def renew(self) -> None:
         """Some of what is cached turned out to be wrong: keep what is right, and no room for what is not."""
         for pin in self.pins:
-            if any(part.condemned is not None for lease in pin.leases for part in _parts(lease)):
+            if any(part.condemned for lease in pin.leases for part in _parts(lease)):
                 limit = pin.match.num_tokens // self.cache.layout.unit_tokens
                 self._let_go(pin)
                 self._take(pin, *self._wishes(pin.sequence, limit))

@@ -339,6 +339,10 @@ class Ledger:
         """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
         return self._commits.commit(self._own(holding), num_computed_tokens, new_token_ids)
 
+    def check_commit(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()) -> None:
+        """Raise what `commit` would, and change nothing."""
+        self._commits.check(self._own(holding), num_computed_tokens, new_token_ids)
+
     def plan_frontier(self) -> tuple[TransferPlan, ...]:
         """Stores of what the next allocations would evict, for a policy that waits for that (`LazyStore`), else none.
 
@@ -418,14 +422,20 @@ class Ledger:
         self._preemptions.check(self._own(holding))
         if holding.load is not None:
             self.abandon_load(holding)
+        waiter = holding.waiter  # of a load that has lost its place: it ends here, too
         found = self._preemptions.preempt(holding)
         self.admission.pump()
+        if waiter is not None:
+            waiter.wake()
         return found
 
-    def resume(self, holding: Holding) -> None:
+    def resume(self, holding: Holding, num_tokens: int | None = None) -> None:
         """Match again what a preempted request had computed: PINNED afterwards, as after `admit`. What was lost in
-        between is computed again, from the first token that a load does not bring back."""
-        self._preemptions.resume(self._own(holding))
+        between is computed again, from the first token that a load does not bring back.
+
+        `num_tokens`: how many it will ask room for; refused here, with nothing changed, if they can never fit.
+        """
+        self._preemptions.resume(self._own(holding), num_tokens)
         self.admission.pump()
 
     # -- what no request asks for ---------------------------------------------------------------------------------
@@ -500,7 +510,7 @@ class Ledger:
         for holding in (*self.holdings.values(), *self._closing):
             if holding.state is _S.PINNED:
                 self.admission.match_again(holding)
-            elif tier is Tier.DEVICE and holding.num_units:
+            elif tier is Tier.DEVICE and holding.num_units and holding.epoch == self.cache.epoch:
                 holding.epoch = ORPHANED
 
     def statistics(self) -> LedgerStatistics:

@@ -73,6 +73,9 @@ class Preemptions:
             holding.leases[Tier.HOST] = self.pins.lease(Tier.HOST, run)
             self.pins.end_device_lease(holding)
             self.pins.hand_over(run)
+        # How far its match might go was said of the prompt; what it has computed itself is its own.
+        holding.hit_limit = max(holding.hit_limit, holding.num_computed_tokens // self.cache.layout.unit_tokens)
+        holding.read_before = max(holding.read_before, holding.published)
         holding.published = holding.ready_stop = 0
         self.moves.request(holding, _S.PREEMPTED)
         read = {job.job_id: held & _read_by(job.plan) for job in self.jobs.unsettled.values()}
@@ -80,12 +83,12 @@ class Preemptions:
         num_freed = max(0, self.admission.room - before)  # a store may read the margin before a window, too
         return Preemption(num_freed, len(set().union(*read.values())), job_ids, plans)
 
-    def resume(self, holding: Holding) -> None:
+    def resume(self, holding: Holding, num_tokens: int | None) -> None:
         """Match again what it has computed so far. Room and a load are asked for as after the first match."""
         require(holding, "resume", _S.PREEMPTED)
+        if num_tokens is not None:
+            self.admission.check_could_fit(num_tokens)
         holding.has_lost_load = False
-        # How far the first match might go was said of the prompt alone; what it has computed itself is its own.
-        holding.hit_limit = holding.sequence.num_tokens // self.cache.layout.unit_tokens
         self.moves.request(holding, _S.MATCHED)
         self.pins.match_again(holding)
         self.moves.request(holding, _S.PINNED)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 from .cache import PrefixCache
 from .groups import Band
 from .holding import Holding
@@ -143,10 +141,8 @@ def _take_back(cache: PrefixCache, table: BlockTable, run: Run, band: int) -> No
     """Make what `run` holds of a band unfindable; what is in `table` stays there. What has left a window may have been
     replaced by somebody else meanwhile: nobody can tell, so it goes, too."""
     if run.start >= table.start:  # pinned by the holding's own lease, all the time
-        mine, part = table.at(run.start, run.stop), run.part(Tier.DEVICE, band)
-        part.clear()
-        if part.condemned is not None:  # somebody has taken it back already, who had published there before
-            part.condemned = array("i", [block_id for block_id in part.condemned if block_id not in mine])
+        # Condemned, if somebody has taken it back already. After a reset others may have published there again.
+        run.part(Tier.DEVICE, band).disown(table.at(run.start, run.stop))
     for tier in cache.tiers:
         cache.withdraw_part(tier, run.part(tier.tier, band))
 

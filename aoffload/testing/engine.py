@@ -80,7 +80,7 @@ class SimulatedEngine:
     recomputed: set[str] = attrs.field(factory=set)
     """Requests that found less ready after their load than they had matched."""
     misled: set[str] = attrs.field(factory=set)
-    """Requests that have read a failed forward's bytes, and so write no better ones."""
+    """Requests that have read a failed forward's bytes."""
     _preempted: WeakKeyDictionary[Request, int] = attrs.field(factory=WeakKeyDictionary)
     _born: WeakKeyDictionary[Request, int] = attrs.field(factory=WeakKeyDictionary)
     """How many resets there were when each request was entered."""
@@ -266,21 +266,23 @@ class SimulatedEngine:
         self, request: Request, ask: Ask, table: list[list[int]], tokens: tuple[int, ...], start: int, stop: int
     ) -> None:
         """Attention reads everything before `start`; then `[start, stop)` is written."""
-        self.check_blocks(request, ask, table, tokens, start)
+        is_spoiled = self.check_blocks(request, ask, table, tokens, start)
         for group, config in enumerate(self.runtime.config.groups):
             size = config.block_size
             for index in range(start // size, -(-stop // size)):
                 end = min(stop, (index + 1) * size)
                 right = self.tags.of(self.identity(ask, group, tokens[:end]))
                 for rank in self.ranks:
-                    rank.device.content[table[group][index]] = SPOILED if request.request_id in self.misled else right
+                    rank.device.content[table[group][index]] = SPOILED if is_spoiled else right
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def check_blocks(
         self, request: Request, ask: Ask, table: list[list[int]], tokens: tuple[int, ...], stop: int
-    ) -> None:
-        """Every block that attention reads for the token at `stop` holds the KV of exactly these tokens."""
+    ) -> bool:
+        """Every block that attention reads for the token at `stop` holds the KV of exactly these tokens; or, which is
+        what it returns, some of it is what a failed forward wrote, and was not taken back yet."""
+        is_spoiled = False
         for group, config in enumerate(self.runtime.ledger.layout.groups):
             size = config.block_size
             for index in range(_first_read(config.attention, stop) // size, -(-stop // size)):
@@ -289,11 +291,13 @@ class SimulatedEngine:
                 found = next((tag for tag in held if tag != expected), expected)
                 self.num_blocks_checked += len(held)
                 if found != expected and (found == SPOILED or request._cancel_reason == "prefix_invalidated"):
-                    self.misled.add(request.request_id)  # it reads what a failed forward wrote: it has to hear of that
+                    self.misled.add(request.request_id)  # it has to hear of that
+                    is_spoiled = True
                 elif found != expected:
                     where = f"block {index} of group {group} (id {table[group][index]})"
                     about = f"{self.tags.name(found)} instead of {self.tags.name(expected)}"
                     raise Violation("wrong bytes", f"{where} holds {about}")
+        return is_spoiled
 
     def check_ready(self, request: Request, ask: Ask, tokens: tuple[int, ...], num_ready: int) -> None:
         """A load never claims more than was matched, nor the last token; and what it claims is there."""

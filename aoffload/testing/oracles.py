@@ -23,6 +23,7 @@ from ..errors import IntegrityError, OutOfBlocks
 from ..runtime import OffloadRuntime
 from .engine import Ask, SimulatedEngine
 from .faults import Faults
+from .keeping import KeepingOracle
 from .rest import Rest
 from .transport import SimulatedTransport
 from .violations import Violation
@@ -48,6 +49,7 @@ class Oracles:
     engine: SimulatedEngine
     faults: Faults
     waits: Waits
+    keeping: KeepingOracle
     num_checks: int = 0
     num_timeouts: int = 0
     broken: list[Violation] = attrs.field(factory=list)
@@ -63,6 +65,7 @@ class Oracles:
 
     def attach(self) -> None:
         """Have every call that changes the ledger noticed, and every refusal compared with what was before it."""
+        self.keeping.attach()
         ledger: Any = self.runtime.ledger
         for name in CHANGING:
             setattr(ledger, name, self._kept(self._noticed(getattr(ledger, name), name)))
@@ -111,7 +114,10 @@ class Oracles:
         if name == "settle":
             return self._settle(call, args[0])
         had_load = name == "plan_load" and args[0].load is not None
+        num_timeouts = self.num_timeouts
         found = call(*args, **kwargs)
+        if name == "preempt_nowait":
+            self.num_timeouts = num_timeouts  # it has given up its load of itself
         if name == "plan_load" and not had_load and args[0].load is not None:
             self.waits.load_begun(args[0])
         if name == "resume":
@@ -230,6 +236,7 @@ class Oracles:
         self._check_counts()
         self._check_jobs()
         self._check_pins()
+        self.keeping.check()
         self._check_line()
         self._check_timeouts()
 

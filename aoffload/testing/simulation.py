@@ -28,6 +28,7 @@ from .engine import SimulatedEngine
 from .env import SimulatedEnv
 from .faults import Faults
 from .injection import ANY_STEP, Cancel, await_lines
+from .keeping import KeepingOracle
 from .loop import SimulatedLoop
 from .memory import OwnedPool
 from .oracles import Oracles
@@ -110,7 +111,8 @@ class Simulation:
         for rank in ranks:
             self._own_blocks(runtime, rank)
         engine = SimulatedEngine(runtime, ranks[0], self.env, tuple(ranks))
-        oracles = Oracles(runtime, engine, self.faults, Waits(runtime, self.env.now))
+        keeping = KeepingOracle(runtime, engine, self.faults, self.env.now)
+        oracles = Oracles(runtime, engine, self.faults, Waits(runtime, self.env.now), keeping)
         oracles.attach()
         ranks[0].check_launch = oracles.check_launch
         self.engines.append(engine)

@@ -39,7 +39,8 @@ class Waits:
 
         def checked() -> object:
             waiter = holding.waiter
-            if holding.state is not RequestState.RUNNING and (waiter is None or not waiter.is_over):
+            is_over = holding.state in (RequestState.RUNNING, RequestState.PREEMPTED)
+            if not is_over and (waiter is None or not waiter.is_over):
                 self.broken.append(Violation("woken for nothing", f"{holding} is woken, and its wait is not over"))
             return wake()
 

@@ -6,13 +6,27 @@ A scenario is an ordinary program against the public API. It says what must be t
 
 from __future__ import annotations
 
-from . import copies, ends, incidents, keeping, policies, preemption, ranks, room, sharing, tasks, windows, worlds
+from . import (
+    copies,
+    ends,
+    incidents,
+    keeping,
+    policies,
+    preemption,
+    ranks,
+    room,
+    sharing,
+    taken_back,
+    tasks,
+    windows,
+    worlds,
+)
 from .paged import paged_engine, paged_windows
 from .table import SCENARIOS, ScenarioRow, scenario
 
 __all__ = [
     "SCENARIOS", "ScenarioRow", "copies", "ends", "incidents", "keeping", "policies", "preemption", "ranks", "room",
-    "sharing", "tasks", "windows", "worlds",
+    "sharing", "taken_back", "tasks", "windows", "worlds",
 ]  # fmt: skip
 
 scenario("request_done")(paged_engine)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from aoffload import RequestState
-from aoffload.testing import SPOILED, Client, SimulatedEngine, Simulation
+from aoffload.testing import SimulatedEngine, Simulation
 from aoffload.testing.memory import TORN
 
 from .common import after, ask, canceller, evict_device, expect, serve, store, tokens
@@ -55,63 +54,6 @@ async def verified(sim: Simulation) -> None:
             await after(sim, engine)
             await evict_device(engine)
         await engine.serve("last", ask(sim, engine, tokens(1, 9)))
-
-
-@scenario("request_done")
-async def failed_forwards(sim: Simulation) -> None:
-    """A forward that was committed turns out to have failed: what it wrote is taken back, also from who matched it."""
-    engine = sim.runtime(num_device_blocks=16, num_host_blocks=14)
-    async with engine.runtime:
-
-        async def fails(client: Client) -> None:
-            wanted = ask(sim, engine, tokens(1, 9), style="inline")
-            async with engine.open(client.name, wanted) as request:
-                client.request = request
-                await request.allocate()
-                num_ready = await request.load()
-                start = max(num_ready, sim.random.choice((2, 4, 6)))
-                await engine.forward(request, wanted, wanted.tokens, num_ready, start)
-                for block_id in request.block_ids[0][start // 2 :]:
-                    engine.device.content[block_id] = SPOILED
-                engine.commit(request, wanted, wanted.tokens, 9)
-                try:
-                    await sim.jitter()
-                    await sim.jitter()
-                finally:
-                    engine.num_invalidations += 1
-                    if request.state is RequestState.RUNNING:
-                        request.invalidate(start)
-                await sim.jitter()
-                await engine.forward(request, wanted, wanted.tokens, start, 9)
-                engine.commit(request, wanted, wanted.tokens, 9)
-            client.ended()
-
-        async def stubborn(client: Client) -> None:
-            """Commits once more on its way out, whatever it was told."""
-            wanted = ask(sim, engine, tokens(1, 9, branch=3), style="inline")
-            sim.asks.append(wanted)
-            async with engine.open(client.name, wanted) as request:
-                client.request = request
-                await request.allocate()
-                num_ready = await request.load()
-                await engine.forward(request, wanted, wanted.tokens, num_ready, 9)
-                try:
-                    await sim.jitter()
-                    await sim.jitter()
-                finally:
-                    if request.state is RequestState.RUNNING:
-                        engine.commit(request, wanted, wanted.tokens, 9)
-            client.ended()
-
-        sim.spawn("fails", fails)
-        sim.spawn("stubborn", stubborn).may_abort = ("prefix_invalidated",)
-        for index in range(4):
-            client = serve(sim, engine, f"r{index}", tokens(1, 9, branch=index % 2))
-            client.may_abort = ("prefix_invalidated",)
-        await sim.join()
-        for branch in (0, 1, 3):
-            serve(sim, engine, f"afterwards{branch}", tokens(1, 10, branch=branch))
-        await after(sim, engine)
 
 
 @scenario("transport_stalled", faults=("hang", "stuck_fence"))

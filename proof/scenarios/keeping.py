@@ -16,13 +16,18 @@ from .table import scenario
 
 async def keep(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...], ttl_s: float) -> None:
     """Hold a pin for a while: as long as it is held, what it matched hits."""
-    with suppress(OutOfBlocks), engine.runtime.pin(prompt, ttl_s) as pin:
-        for _ in range(4):
-            await sim.sleep(sim.random.choice((0.0, 0.001, 0.004, 0.01)))
-            found = engine.runtime.lookup((*prompt, 1_000_000))
-            is_kept = pin.state is PinState.HELD and not engine.num_invalidations and not sim.faults.fired
-            if is_kept and found.num_tokens < pin.match.num_tokens:
-                raise Violation("a pin that keeps nothing", f"{pin} and {found}")
+    pin = engine.runtime.pin(prompt, ttl_s)
+    try:
+        with suppress(OutOfBlocks), pin:
+            for _ in range(4):
+                await sim.sleep(sim.random.choice((0.0, 0.001, 0.004, 0.01)))
+                found = engine.runtime.lookup((*prompt, 1_000_000))
+                is_kept = pin.state is PinState.HELD and not engine.num_invalidations and not sim.faults.fired
+                if is_kept and found.num_tokens < pin.match.num_tokens:
+                    raise Violation("a pin that keeps nothing", f"{pin} and {found}")
+    finally:
+        if pin.state is PinState.HELD:
+            raise Violation("a leak", f"{pin} outlives its block")
 
 
 async def fetch(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...]) -> None:
@@ -32,6 +37,8 @@ async def fetch(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...
         if sim.random.random() < 0.5:
             pending.cancel()
         await pending.wait()
+        if not engine.runtime._is_open:
+            raise Violation("nobody was told", f"{pending} was waited for to the end by a runtime that closes")
     elif (found := await engine.runtime.prefetch(prompt)) >= len(prompt):
         raise Violation("hit cap", f"{found} tokens of {len(prompt)} fetched")
 

@@ -660,6 +660,18 @@ def pin_all_of_the_host(driven: Driven) -> Pin:
     return pin(driven, B)
 
 
+def test_what_hits_without_a_byte_in_the_host_stays() -> None:
+    """Where a prompt ends at the end of a chunk nothing before it is read again, so nothing is stored: what says that
+    it hits is on the device alone, and stays there."""
+    driven = Driven(16, 16, groups=[KVCacheGroup("chunks", ChunkedLocal(8), 4)])
+    tokens = prompt(1, 17)
+    driven.serve(tokens)
+    before = driven.hit(tokens)
+    demotion = demote(driven, tokens)
+    driven.land(demotion.plans)
+    assert sum(before) == 16 and sum(driven.hit(tokens)) == 16
+
+
 @pytest.mark.parametrize("end", ["cancel", "fail", "discard", "unproven", "reset", "close"])
 def test_a_demotion_that_does_not_come_off_frees_nothing(end: str) -> None:
     """Given up, failed, lost, reset or closed: what was on the device is where it was, unless a reset forgot it."""

@@ -31,7 +31,17 @@ from serving import (
     with_bytes,
 )
 
-from aoffload import Computed, DuplicateRequest, OutOfBlocks, PrefixMatch, Request, RequestAborted, RequestState
+from aoffload import (
+    CommitError,
+    Computed,
+    DuplicateRequest,
+    InvalidArgument,
+    OutOfBlocks,
+    PrefixMatch,
+    Request,
+    RequestAborted,
+    RequestState,
+)
 from aoffload.transfer.backends.scripted import ScriptedFence
 
 pytestmark = pytest.mark.anyio
@@ -394,6 +404,41 @@ async def test_a_step_commits_for_those_who_are_left() -> None:
             engine.runtime.commit_step([Computed(first, 9), Computed(aborted, 9), Computed(last, 9)])
             assert (first.num_computed_tokens, last.num_computed_tokens) == (9, 9)
         assert engine.runtime.lookup(B).num_tokens == 0
+        await assert_at_rest(engine.runtime)
+
+
+@pytest.mark.parametrize("wrong", ["beyond", "twice", "bad tokens"])
+async def test_a_step_commits_for_all_or_for_nobody(wrong: str) -> None:
+    """What is wrong with the commit of one is refused before that of another is made, so the step can be repeated."""
+    async with scripted() as (engine, _):
+        async with engine.runtime.request(A) as first, engine.runtime.request(B) as second:
+            for request, token_ids in ((first, A), (second, B)):
+                await request.allocate()
+                engine.compute(request, token_ids, 0)
+            bad = {
+                "beyond": Computed(second, 99),
+                "twice": Computed(first, 9),
+                "bad tokens": Computed(second, 9, [-1]),
+            }[wrong]
+            with pytest.raises((CommitError, InvalidArgument)):
+                engine.runtime.commit_step([Computed(first, 9, [5]), bad])
+            assert first.num_computed_tokens == 0
+            engine.runtime.commit_step([Computed(first, 9, [5]), Computed(second, 9)])
+            assert (first.num_computed_tokens, second.num_computed_tokens) == (9, 9)
+        await assert_at_rest(engine.runtime)
+
+
+async def test_a_step_leaves_out_who_was_preempted() -> None:
+    """A request that was preempted while the forward ran has lost what it computed; the others have not."""
+    async with scripted() as (engine, _):
+        async with engine.runtime.request(A) as first, engine.runtime.request(B) as second:
+            for request, token_ids in ((first, A), (second, B)):
+                await request.allocate()
+                engine.compute(request, token_ids, 0)
+            first.preempt_nowait()
+            engine.runtime.commit_step([Computed(first, 9), Computed(second, 9)])
+            assert (first.num_computed_tokens, second.num_computed_tokens) == (0, 9)
+            assert await first.resume() == 0
         await assert_at_rest(engine.runtime)
 
 

@@ -291,3 +291,33 @@ async def test_a_slow_copy_is_not_a_stalled_one() -> None:
         assert found == [8]
         transport.auto = True
         await assert_at_rest(engine.runtime)
+
+
+@pytest.mark.parametrize("bound_s", [30.0, 0.1])
+async def test_a_load_ends_where_its_request_is_preempted(bound_s: float) -> None:
+    """A load is lost, there is no room to compute instead, and another task preempts the request that waits for it:
+    `load` returns at once, whether its own patience has ended or not."""
+    async with scripted(10, auto=False, load_timeout_s=bound_s) as (engine, transport):
+        tokens = prompt(1, 20)
+        await engine.serve(tokens)
+        await turns()
+        transport.land_all()
+        await engine.evict_device()
+        ready: list[int] = []
+        async with engine.runtime.request(tokens) as request, anyio.create_task_group() as tasks:
+            await request.allocate()
+
+            async def load() -> None:
+                ready.append(await request.load())
+
+            tasks.start_soon(load)
+            await turns()
+            async with engine.runtime.request(prompt(7, 20)) as other:
+                await other.allocate()
+                for job_id in list(transport.in_flight):
+                    transport.lose(job_id)
+                await turns()
+                assert request.state is RequestState.LOADING and not request.block_ids[0]
+                request.preempt_nowait()
+                await turns()
+            assert ready == [0] and request.state is RequestState.PREEMPTED

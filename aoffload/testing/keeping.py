@@ -1,0 +1,213 @@
+"""The oracle of what programs ask for beside their requests: pins, prefetches and demotions."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from ..core.errands import Demotion, Prefetch
+from ..core.holding import Holding
+from ..core.index import NUM_TIERS, Part
+from ..core.keeping import Pin, held_alone
+from ..core.lifecycle import ErrandState, JobState, PinState
+from ..core.matching import find_hit
+from ..core.plan import Direction, Tier
+from ..core.tokens import TokenSequence
+from ..prefix import Prefix
+from ..runtime import OffloadRuntime
+from .engine import SimulatedEngine
+from .faults import Faults
+from .violations import Violation
+
+__all__ = ["KeepingOracle"]
+
+Call = Callable[..., Any]
+
+
+@attrs.frozen
+class _Kept:
+    """What was there of a prompt when it was pinned, in tokens and units."""
+
+    prefix: Prefix
+    num_tokens: int
+    """What the same prompt would have matched."""
+    host_stop: int
+    """Up to where host memory alone could have served it."""
+
+
+@attrs.define(eq=False)
+class KeepingOracle:
+    """Watches the pins and errands of one runtime."""
+
+    runtime: OffloadRuntime
+    engine: SimulatedEngine
+    faults: Faults
+    now: Callable[[], float]
+    _kept: dict[Pin, _Kept] = attrs.field(factory=dict)
+
+    def attach(self) -> None:
+        """Before anything else that watches the ledger: what is checked here is checked around the bare calls."""
+        ledger: Any = self.runtime.ledger
+        ledger.pin = self._around(ledger.pin, self._pin)
+        ledger.prefetch = self._around(ledger.prefetch, self._prefetch)
+        ledger.demote = self._around(ledger.demote, self._demote)
+        ledger.settle = self._around(ledger.settle, self._settle)
+        for name in ("queue_extension", "release", "unpin", "withdraw"):
+            setattr(ledger, name, self._around(getattr(ledger, name), self._pump))
+        admission = self.runtime.ledger.admission
+        admission.yield_pin = self._around(admission.yield_pin, self._yield)
+
+    @staticmethod
+    def _around(call: Call, watch: Call) -> Call:
+        return functools.wraps(call)(functools.partial(watch, call))
+
+    # -- pins -----------------------------------------------------------------------------------------------------
+
+    def _pin(self, call: Call, prefix: Prefix, **options: Any) -> Pin:
+        kept = self._what_is_there(prefix)
+        pin: Pin = call(prefix, **options)
+        self._kept[pin] = kept
+        for tier in self.runtime.ledger.cache.tiers:
+            parts = {part for held in self._held() for part in _parts(held, tier.tier)}
+            num_kept = sum(len(part.blocks) for part in parts)
+            if num_kept > int(tier.pool.num_blocks * self.runtime.config.max_pinned_share):
+                raise Violation("more than its share", f"pins keep {num_kept} blocks of {tier.tier.name}")
+        return pin
+
+    def _what_is_there(self, prefix: Prefix) -> _Kept:
+        ledger = self.runtime.ledger
+        sequence = TokenSequence(prefix, ledger.layout.unit_tokens)
+        hit = find_hit(ledger.cache.index, sequence, ledger.layout, prefix.num_tokens // ledger.layout.unit_tokens)
+        return _Kept(prefix, ledger.lookup(prefix).num_tokens, held_alone(ledger.cache, hit, Tier.HOST))
+
+    def _yield(self, call: Call) -> bool:
+        """A pin ends where nobody else would make room, and then there is some, unless another pin keeps the same."""
+        admission = self.runtime.ledger.admission
+        if admission.others_hold_room():
+            raise Violation("a pin ended for nothing", "somebody else will let go of room")
+        parts = {pin: set(_parts(pin, Tier.DEVICE)) for pin in self._held()}
+        room = admission.room
+        found: bool = call()
+        for pin in parts:
+            shared = any(parts[pin] & parts[other] for other in self._held())
+            if pin.state is PinState.YIELDED and admission.room == room and not shared:
+                raise Violation("a pin ended for nothing", f"{pin} kept no room from anybody")
+        return found
+
+    def _held(self) -> list[Pin]:
+        return list(self.runtime.ledger._keeping.pins)
+
+    def _pump(self, call: Call, *args: Any, **options: Any) -> Any:
+        """No extension fails while a pin keeps room that nobody else refers to."""
+        extending = tuple(self.runtime.ledger.admission.line.extending)
+        result = call(*args, **options)
+        for waiter in extending:
+            if waiter.error is not None and waiter.error.retryable and (pin := self._in_the_way()):
+                raise Violation("starved by a pin", f"{waiter} failed, and {pin} keeps room")
+        return result
+
+    def _in_the_way(self) -> Pin | None:
+        """A pin without which there would be more room."""
+        ending = Counter(
+            part for pin in self._held() for lease in pin.leases if lease.tier is Tier.DEVICE for part in _last(lease)
+        )
+        for pin in self._held():
+            for part in _parts(pin, Tier.DEVICE):
+                if part.blocks and part.num_references == ending[part]:
+                    return pin
+        return None
+
+    # -- errands --------------------------------------------------------------------------------------------------
+
+    def _prefetch(self, call: Call, *args: Any) -> Prefetch:
+        ledger = self.runtime.ledger
+        has_line = not ledger.admission.line.is_empty
+        prefetch: Prefetch = call(*args)
+        if has_line and prefetch.num_blocks:
+            raise Violation("out of turn", f"{prefetch} took {prefetch.num_blocks} blocks past a line")
+        errands = ledger._errands.under_way.values()
+        taken = sum(errand.num_blocks for errand in errands if isinstance(errand, Prefetch))
+        if taken > int(ledger.admission.capacity * self.runtime.config.max_prefetch_share):
+            raise Violation("more than its share", f"prefetches take {taken} blocks")
+        return prefetch
+
+    def _demote(self, call: Call, prefix: Prefix, *args: Any) -> Demotion:
+        before = self._there(TokenSequence(prefix, self.runtime.ledger.layout.unit_tokens))
+        demotion: Demotion = call(prefix, *args)
+        self._check_nothing_is_lost(demotion, before)
+        return demotion
+
+    def _settle(self, call: Call, *args: Any) -> Any:
+        """What a completion ends loses nothing that could hit."""
+        errands = [one for one in self.runtime.ledger._errands.under_way.values() if isinstance(one, Demotion)]
+        before = [self._there(errand.holding.sequence) for errand in errands]
+        result = call(*args)
+        for errand, stop in zip(errands, before, strict=True):
+            self._check_nothing_is_lost(errand, stop)
+        return result
+
+    def _there(self, sequence: TokenSequence) -> int:
+        """How many units of `sequence` could hit."""
+        ledger = self.runtime.ledger
+        limit = sequence.num_tokens // ledger.layout.unit_tokens
+        return find_hit(ledger.cache.index, sequence, ledger.layout, limit).stop
+
+    def _check_nothing_is_lost(self, errand: Demotion, before: int) -> None:
+        now = self._there(errand.holding.sequence)
+        if errand.num_blocks and errand.is_over and now < before and not self.faults.fired:
+            raise Violation("a demotion that loses", f"{errand}: {now} units hit, {before} did before")
+
+    # -- after every step -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self._check_pins()
+        for errand in self.runtime.ledger._errands.under_way.values():
+            if errand.state is not ErrandState.MOVING:
+                raise Violation("a leak", f"{errand!r} is over and still under way")
+        for job in self.runtime.ledger.jobs.unsettled.values():
+            if job.plan.direction is Direction.LOAD and job.state is JobState.QUEUED:
+                for holding in job.claims:
+                    self._check_claim(holding)
+
+    def _check_claim(self, holding: Holding) -> None:
+        ledger = self.runtime.ledger
+        if holding.request_id not in ledger.holdings and holding not in ledger._errands.under_way:
+            raise Violation("a load for nobody", f"{holding} is over, and its load is queued")
+
+    def _check_pins(self) -> None:
+        is_calm = not (self.faults.fired or self.engine.num_invalidations)
+        for pin in self._held():
+            if any(part.condemned for tier in Tier for part in _parts(pin, tier)):
+                raise Violation("wrong blocks stay pinned", repr(pin))
+            if self.runtime._is_open and pin.expires_at < self.now() and not self.faults.fired:
+                raise Violation("a pin past its time", f"{pin!r} was to end at {pin.expires_at}")
+            if is_calm:
+                self._check_kept(pin, self._kept[pin])
+
+    def _check_kept(self, pin: Pin, kept: _Kept) -> None:
+        now = self._what_is_there(kept.prefix)
+        if now.num_tokens < kept.num_tokens or now.host_stop < kept.host_stop:
+            raise Violation("a pin that keeps nothing", f"{pin!r}: {kept} when it began, {now} now")
+
+
+def _parts(pin: Pin, tier: Tier) -> Iterator[Part]:
+    """Every part that `pin` keeps in `tier`."""
+    for lease in pin.leases:
+        for run in lease.run.path() if lease.tier is tier else ():
+            yield run.parts[tier]
+            for part, start in zip(run.parts[NUM_TIERS + tier :: NUM_TIERS], lease.starts, strict=True):
+                if run.start >= start:
+                    yield part
+
+
+def _last(lease: Any) -> Iterator[Part]:
+    """The parts on which `lease` itself counts."""
+    yield lease.run.parts[lease.tier]
+    for run in lease.run.path():
+        for part, start in zip(run.parts[NUM_TIERS + lease.tier :: NUM_TIERS], lease.starts, strict=True):
+            if run.start >= start:
+                yield part

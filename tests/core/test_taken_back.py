@@ -1,0 +1,159 @@
+"""What a failed forward committed, taken back from under who was preempted, and after a tier was reset."""
+
+from __future__ import annotations
+
+import pytest
+from driving import Driven, prompt
+
+from aoffload import ChunkedLocal, FullAttention, InvalidArgument, KVCacheGroup, OutOfBlocks, SlidingWindow, WrongState
+from aoffload.core.holding import Holding
+from aoffload.core.lifecycle import RequestState
+from aoffload.core.plan import Tier
+
+S = RequestState
+A = prompt(1, 20)
+GROUPS = {
+    "full": [KVCacheGroup("full", block_size=4)],
+    "chunks": [KVCacheGroup("chunks", ChunkedLocal(64), 4)],
+    "window": [KVCacheGroup("full", FullAttention(), 4), KVCacheGroup("window", SlidingWindow(24), 4)],
+}
+
+
+def held(driven: Driven, holding: Holding) -> set[int]:
+    return {block_id for table in driven.ledger.block_ids(holding) for block_id in table if block_id}
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=list(GROUPS))
+@pytest.mark.parametrize("froms", [(17,), (13,), (17, 13), (5, 0)])
+def test_who_runs_keeps_its_blocks_whatever_it_takes_back_after_a_reset(
+    groups: list[KVCacheGroup], froms: tuple[int, ...]
+) -> None:
+    """The device is reset, then a part of what a request computed turns out to be wrong, twice: no block in its table
+    is anybody else's until it is left."""
+    driven = Driven(24, 0, groups=groups)
+    holding = driven.running(A)
+    driven.commit(holding)
+    driven.ledger.reset(Tier.DEVICE)
+    before = held(driven, holding)
+    for from_token in froms:
+        driven.ledger.invalidate(holding, from_token)
+        driven.ledger.check_integrity()
+    assert held(driven, holding) == before
+    room = driven.ledger.admission.room
+    other = driven.admit(prompt(2, 4 * (room // driven.ledger.layout.width)))
+    driven.ledger.allocate_nowait(other)
+    assert held(driven, other).isdisjoint(before)
+    driven.release(other)
+    driven.release(holding)
+    assert driven.ledger.statistics().device.num_free == 24
+
+
+def test_what_two_have_computed_is_taken_back_by_the_first_after_a_reset() -> None:
+    """Another request computes the same prompt after the reset: taking back what the first one had published loses no
+    block of either, though nobody can tell them apart any more."""
+    driven = Driven(24, 0, groups=[KVCacheGroup("window", SlidingWindow(5), 4)])
+    first = driven.running(A)
+    driven.commit(first)
+    driven.ledger.reset(Tier.DEVICE)
+    second = driven.running(A)
+    driven.commit(second, 8)
+    driven.commit(second, 20)
+    tainted = driven.ledger.invalidate(first, 17)
+    driven.ledger.check_integrity()
+    for holding in {first, second, *tainted}:
+        driven.release(holding)
+    assert driven.ledger.statistics().device.num_pinned == 0
+
+
+def test_a_reset_does_not_clear_who_has_read_what_was_wrong() -> None:
+    """Who has to be aborted stays so: it can't be forked after a reset of the device either."""
+    driven = Driven(24, 0)
+    holding = driven.running(A)
+    driven.commit(holding)
+    reader = driven.running([*A, 1])
+    assert driven.ledger.invalidate(holding, 0) == (reader,)
+    driven.ledger.reset(Tier.DEVICE)
+    driven.commit(reader)
+    with pytest.raises(WrongState, match="taken back"):
+        driven.ledger.fork(reader)
+
+
+def resumed_on_anothers_blocks() -> tuple[Driven, Holding, Holding]:
+    """A request that was preempted, lost everything and matches what another one has computed since."""
+    driven = Driven(8, 0)
+    resumed = driven.running(A[:13])
+    driven.commit(resumed, 13)
+    driven.ledger.preempt_nowait(resumed)
+    driven.evict_device()
+    other = driven.running(A[:13])
+    driven.commit(other, 13)
+    driven.ledger.resume(resumed)
+    return driven, resumed, other
+
+
+@pytest.mark.parametrize("is_granted", [False, True])
+def test_who_was_resumed_has_all_its_room_when_its_match_is_taken_back(is_granted: bool) -> None:
+    """It has to be aborted, for nobody knows what it had read before; until then its tables are whole and its own."""
+    driven, resumed, other = resumed_on_anothers_blocks()
+    waiter = driven.ledger.queue_allocation(resumed) if is_granted else None
+    assert driven.ledger.invalidate(other, 5) == (resumed,)
+    driven.ledger.check_integrity()
+    if waiter is None:
+        driven.ledger.allocate_nowait(resumed)
+    else:
+        driven.ledger.accept(waiter)
+    driven.ledger.check_integrity()
+    assert len(held(driven, resumed)) == 4 and held(driven, resumed).isdisjoint(held(driven, other))
+    driven.release(resumed)
+    driven.release(other)
+    assert driven.ledger.statistics().device.num_pinned == 0
+
+
+@pytest.mark.parametrize("state", ["preempted", "resumed", "in line"])
+def test_what_was_read_before_a_preemption_is_not_forgotten(state: str) -> None:
+    """A request reads what another has computed, and is preempted: whatever it pins when that turns out to be wrong,
+    what it has sampled from it is wrong, and it has to be aborted."""
+    driven = Driven(16, 0)
+    ahead = driven.admit(prompt(4, 60))
+    author = driven.running(A[:13])
+    driven.commit(author, 13)
+    reader = driven.running([*A[:12], 7])
+    assert reader.match.num_device_tokens == 12
+    driven.commit(reader, 13)
+    driven.ledger.preempt_nowait(reader)
+    if state != "preempted":
+        driven.ledger.resume(reader)
+    if state == "in line":
+        driven.ledger.queue_allocation(ahead)
+        driven.ledger.queue_allocation(reader)
+        assert not reader.all_leases()
+    assert driven.ledger.invalidate(author, 4) == (reader,)
+    driven.ledger.check_integrity()
+
+
+def test_its_own_progress_is_not_more_than_it_may_read() -> None:
+    """Who may use no hit, or fewer tokens, gets back what it has computed itself, and no more."""
+    for limit, computed, expected in ((0, 0, 0), (4, 0, 4), (0, 9, 8), (4, 9, 8), (None, 9, 16)):
+        driven = Driven(24, 24)
+        driven.serve(A)
+        holding = driven.running(A, max_hit_tokens=limit)
+        if computed > holding.num_computed_tokens:
+            driven.commit(holding, computed)
+        driven.land(driven.ledger.preempt_nowait(holding).plans)
+        driven.ledger.resume(holding)
+        assert holding.match.num_tokens == expected, (limit, computed)
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1, True, 1.5, "x", 10**9])
+def test_a_refused_resume_changes_nothing(num_tokens: object) -> None:
+    """What can never fit, or is no number of tokens, is refused by name, and the request can still be resumed."""
+    driven = Driven(24, 24)
+    holding = driven.running(A)
+    driven.commit(holding)
+    driven.ledger.preempt_nowait(holding)
+    before = driven.picture()
+    with pytest.raises((InvalidArgument, OutOfBlocks), match=r"num_tokens|blocks"):
+        driven.ledger.resume(holding, num_tokens)  # type: ignore[arg-type]
+    assert driven.picture() == before and holding.state is S.PREEMPTED
+    driven.ledger.resume(holding, 24)
+    assert holding.state is S.PINNED
