@@ -2,7 +2,8 @@
 
 For each scenario and backend: one seed is swept (each client cancelled at its checkpoints and at global steps in turn,
 every fault at every opportunity, once and from then on), the schedules next to the fair one are exhausted, and many
-seeds are sampled with nothing, a cancellation, a fault, or a pair of them injected.
+seeds are sampled with nothing, a cancellation, a fault, or a pair of them injected. Wherever one of these seeds first
+waits at an `await` line of the package at which no cancellation has met anybody yet, one is aimed there.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Campaign:
         while number < self.rounds or (self.sweeps and self._has_more(tally)):
             for result in self.sampled(row, backend, self.first_seed + number):
                 tally.add(result)
+                for aimed in self.aimed(row, result, tally):
+                    tally.add(aimed)
             number += 1
         return tally
 
@@ -60,19 +63,26 @@ class Campaign:
         base = simulate(plan, row.run)
         yield base
         for victim in base.suspensions:
-            yield from cancel_sweep(plan, row.run, victim, "native", self.most_swept)
-        yield from cancel_sweep(plan, row.run, "step", "request*2", self.most_swept)
+            yield from cancel_sweep(plan, row.run, victim, "native", self.most_swept, shuffled=True)
+        yield from cancel_sweep(plan, row.run, "step", "request*2", self.most_swept, shuffled=True)
         for kind in FAULTS:
             if kind not in AT_ANY_STEP:
-                yield from fault_sweep(plan, row.run, kind, at_most=8)
-                yield from fault_sweep(plan, row.run, kind, lasting=True, at_most=3)
+                yield from fault_sweep(plan, row.run, kind, at_most=8, shuffled=True)
+                yield from fault_sweep(plan, row.run, kind, lasting=True, at_most=3, shuffled=True)
         yield from exhaust(plan, row.run, num_deviations=2, at_most=20)
+
+    @staticmethod
+    def aimed(row: ScenarioRow, base: Result, tally: Tally) -> Iterator[Result]:
+        """`base` again, with a cancellation where it waits and nobody was met so far."""
+        for line, cancel in base.waits.items():
+            if line not in tally.await_lines:
+                yield simulate(attrs.evolve(base.plan, cancels=(cancel,)), row.run)
 
     def sampled(self, row: ScenarioRow, backend: Backend, seed: int, num_injected: int = 6) -> Iterator[Result]:
         """One run with nothing injected, and `num_injected` with cancellations, faults or both."""
         rng = random.Random(f"{row.name} {backend} {seed}")
         plan = Plan(scenario=row.name, backend=backend, seed=seed, chooser=CHOOSERS[seed % len(CHOOSERS)])
-        base = simulate(plan, row.run)
+        base = simulate(plan, row.run, note_waits=True)
         yield base
         for number in range(num_injected):
             num_cancels, num_faults = ((2, 0), (0, 2), (1, 1))[number % 3]

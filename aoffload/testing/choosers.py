@@ -82,11 +82,12 @@ class Exactly:
 
 
 def chooser_of(text: str, seed: int | str) -> Chooser:
-    """The chooser that `text` names: `random`, `pct:DEPTH` or `exactly:STEP=INDEX,...`."""
+    """The chooser that `text` names: `random`, `random:NUMBER` (another order of the same workload), `pct:DEPTH` or
+    `exactly:STEP=INDEX,...`."""
     kind, _, detail = text.partition(":")
     try:
-        if kind == "random" and not detail:
-            return RandomChooser(seed)
+        if kind == "random":
+            return RandomChooser(f"{seed}:{int(detail)}" if detail else seed)
         if kind == "pct":
             return PriorityChooser(seed, int(detail))
         if kind == "exactly":
@@ -94,4 +95,6 @@ def chooser_of(text: str, seed: int | str) -> Chooser:
             return Exactly({int(step): int(index) for step, index in pairs})
     except ValueError:
         pass
-    raise InvalidArgument("chooser", f"must be random, pct:DEPTH or exactly:STEP=INDEX,..., got {text!r}")
+    raise InvalidArgument(
+        "chooser", f"must be random, random:NUMBER, pct:DEPTH or exactly:STEP=INDEX,..., got {text!r}"
+    )

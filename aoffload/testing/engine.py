@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import anyio
 import attrs
 
+from ..core.cache import UNPUBLISHABLE
 from ..core.groups import AttentionKind, ChunkedLocal, SlidingWindow
 from ..errors import OutOfBlocks
 from ..prefix import KeySpan
@@ -290,7 +291,7 @@ class SimulatedEngine:
                 held = [rank.device.content[table[group][index]] for rank in self.ranks]
                 found = next((tag for tag in held if tag != expected), expected)
                 self.num_blocks_checked += len(held)
-                if found != expected and (found == SPOILED or request._cancel_reason == "prefix_invalidated"):
+                if found != expected and (found == SPOILED or _is_doomed(request)):
                     self.misled.add(request.request_id)  # it has to hear of that
                     is_spoiled = True
                 elif found != expected:
@@ -318,6 +319,12 @@ class SimulatedEngine:
             for end in range(config.block_size, found + 1, config.block_size):
                 if self.identity(ask, group, ask.tokens[:end]) not in self.committed:
                     raise Violation("may not hit", f"{request.request_id} hit {found} tokens, {end} were never cached")
+
+
+def _is_doomed(request: Request) -> bool:
+    """Whether what it reads was taken back, and it is being cancelled, for that reason or another one before."""
+    holding = request._holding
+    return bool(request._cancel_reason) and holding is not None and holding.epoch == UNPUBLISHABLE
 
 
 def _first_read(kind: AttentionKind, token: int) -> int:

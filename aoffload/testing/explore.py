@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
 
@@ -18,25 +19,34 @@ __all__ = ["Tally", "cancel_sweep", "exhaust", "explain", "fault_sweep", "replay
 CHOOSERS = ("random", "pct:2", "pct:3", "random", "pct:5")
 
 
-def cancel_sweep(plan: Plan, scenario: Scenario, victim: str, how: str, at_most: int = 400) -> Iterator[Result]:
+def cancel_sweep(
+    plan: Plan, scenario: Scenario, victim: str, how: str, at_most: int = 400, *, shuffled: bool = False
+) -> Iterator[Result]:
     """`victim` cancelled at its first checkpoint, its second, ... until it completes; for the victim `step`, at every
-    global step."""
+    global step. `shuffled`: each time in another order of the same workload, which finds more."""
     for at in range(at_most):
-        result = simulate(attrs.evolve(plan, cancels=(*plan.cancels, Cancel(victim, at, how))), scenario)
+        injected = attrs.evolve(plan, cancels=(*plan.cancels, Cancel(victim, at, how)))
+        result = simulate(_reordered(injected) if shuffled else injected, scenario)
         yield result
         if result.num_cancels == 0:
             return
 
 
 def fault_sweep(
-    plan: Plan, scenario: Scenario, kind: str, lasting: bool = False, at_most: int = 400
+    plan: Plan, scenario: Scenario, kind: str, lasting: bool = False, at_most: int = 400, *, shuffled: bool = False
 ) -> Iterator[Result]:
-    """The fault at its first opportunity, its second, ... until there is none left."""
+    """The fault at its first opportunity, its second, ... until there is none left. `shuffled`: see `cancel_sweep`."""
     for at in range(at_most):
-        result = simulate(attrs.evolve(plan, faults=(*plan.faults, Fault(kind, at, lasting))), scenario)
+        injected = attrs.evolve(plan, faults=(*plan.faults, Fault(kind, at, lasting)))
+        result = simulate(_reordered(injected) if shuffled else injected, scenario)
         yield result
         if not result.faults[kind]:
             return
+
+
+def _reordered(plan: Plan) -> Plan:
+    """In an order of its own, which depends on nothing but what the plan says."""
+    return attrs.evolve(plan, chooser=f"random:{zlib.crc32(str(plan).encode())}")
 
 
 def exhaust(plan: Plan, scenario: Scenario, num_deviations: int = 2, at_most: int = 2000) -> Iterator[Result]:

@@ -72,6 +72,8 @@ class Result:
     opportunities: Counter[str]
     await_lines: frozenset[tuple[str, int]]
     """Of the package, at which a cancellation met somebody."""
+    waits: dict[tuple[str, int], Cancel]
+    """If asked for: of the package, where somebody was suspended, and the cancellation that meets the first of them."""
     suspensions: dict[str, int]
     """How often each client was suspended: where it can be cancelled."""
     num_checks: int

@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -27,7 +26,7 @@ from .device import Stream
 from .engine import SimulatedEngine
 from .env import SimulatedEnv
 from .faults import Faults
-from .injection import ANY_STEP, Cancel, await_lines
+from .injector import Injector
 from .keeping import KeepingOracle
 from .loop import SimulatedLoop
 from .memory import OwnedPool
@@ -42,19 +41,16 @@ from .waits import Waits
 __all__ = ["Scenario", "Simulation", "simulate"]
 
 Scenario = Callable[["Simulation"], Awaitable[None]]
-PACKAGE = str(Path(__file__).parents[1])
-TESTING = str(Path(__file__).parent)
 
 
 class Simulation:
     """What a scenario is given: it makes runtimes, spawns clients, waits, and draws random numbers."""
 
-    def __init__(self, plan: Plan, *, keep_trace: bool = False) -> None:
+    def __init__(self, plan: Plan, *, keep_trace: bool = False, note_waits: bool = False) -> None:
         self.plan = plan
         self.random = random.Random(f"workload {plan.seed}")
         self.scheduler = Scheduler(chooser_of(plan.chooser, plan.seed), keep_trace=keep_trace)
-        self.scheduler.before_step, self.scheduler.after_step = self._inject, self._look
-        self.scheduler.before_wait = self._look_at_waits
+        self.scheduler.after_step, self.scheduler.before_wait = self._look, self._look_at_waits
         self.faults = Faults(plan.faults)
         self.env = SimulatedEnv(scheduler=self.scheduler, delays=random.Random(f"delays {plan.seed}"))
         self.log = Log(self.scheduler, self.faults, keep_trace)
@@ -64,9 +60,8 @@ class Simulation:
         self.asks: list[Any] = []
         self.violations: list[Violation] = []
         """Found inside of clients; the first ends the run."""
-        self.num_cancels = 0
-        self.await_lines: set[tuple[str, int]] = set()
-        self._cancels = [(cancel, list(cancel.blows)) for cancel in plan.cancels]
+        self.injector = Injector(plan, self.scheduler, self.faults, self.log, self.clients, note_waits)
+        self.scheduler.before_step = self.injector.strike
         self._group: anyio.abc.TaskGroup | None = None
 
     @property
@@ -153,58 +148,7 @@ class Simulation:
             if client.name != "main":
                 await client.wait_over()
 
-    # -- injection ------------------------------------------------------------------------------------------------
-
-    def _inject(self) -> None:
-        if self.faults.planned:
-            if self.faults.fire("leap"):
-                self.scheduler.jump(150.0)
-            if self.faults.fire("block"):
-                self.scheduler.jump(1.0)
-            if self.log.counts["runtime_opened"] and self.faults.fire("worker"):
-                self._cancel_worker()
-        for cancel, blows in self._cancels:
-            if blows:
-                self._cancel(cancel, blows)
-        if self.num_cancels:
-            for client in self.clients:
-                if client.was_injected and client.is_running:
-                    self._note_lines(client)  # where it is told: perhaps only at its next checkpoint
-
-    def _cancel(self, cancel: Cancel, blows: list[str]) -> None:
-        if cancel.victim == ANY_STEP:
-            due = self.scheduler.step >= cancel.at + len(cancel.blows) - len(blows)
-            alive = [client for client in self.clients if client.is_running and client.name != "main"]
-            if not due or not alive:
-                return
-            client = next((one for one in alive if one.was_injected), alive[cancel.at % len(alive)])
-        else:
-            found = [client for client in self.clients if client.name == cancel.victim and client.is_running]
-            if not found or found[0].num_suspensions <= cancel.at + len(cancel.blows) - len(blows):
-                return
-            client = found[0]
-        if client.cancel(blows[0]):
-            blows.pop(0)
-            self.num_cancels += 1
-
-    def _note_lines(self, client: Client) -> None:
-        for coroutine in client.coroutines():
-            for path, line in await_lines(coroutine):
-                if path.startswith(PACKAGE) and not path.startswith(TESTING):
-                    self.await_lines.add((path[len(PACKAGE) + 1 :], line))
-
-    def _cancel_worker(self) -> None:
-        """Natively; on trio, a task of a nursery cannot be."""
-        if self.plan.backend == "asyncio":
-            for task in asyncio.all_tasks(asyncio.get_running_loop()):
-                if task.get_name() == "aoffload copy worker":
-                    self.await_lines.update(
-                        (path[len(PACKAGE) + 1 :], line)
-                        for path, line in await_lines(task.get_coro())
-                        if path.startswith(PACKAGE)
-                    )
-                    task.cancel()
-                    self.num_cancels += 1
+    # -- what is looked at ----------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         for oracles in self.oracles:
@@ -252,8 +196,8 @@ class Simulation:
         return Result(
             plan=self.plan, violation=violation, outcomes={client.name: client.outcome for client in self.clients},
             num_steps=scheduler.step, num_choices=scheduler.num_choices, digest=scheduler.digest,
-            num_cancels=self.num_cancels, faults=self.faults.fired, opportunities=self.faults.opportunities,
-            await_lines=frozenset(self.await_lines),
+            num_cancels=self.injector.num_cancels, faults=self.faults.fired, opportunities=self.faults.opportunities,
+            await_lines=frozenset(self.injector.await_lines), waits=self.injector.waits,
             suspensions={client.name: client.num_suspensions for client in self.clients},
             num_checks=sum(oracles.num_checks for oracles in self.oracles),
             num_blocks_checked=sum(engine.num_blocks_checked for engine in self.engines),
@@ -261,17 +205,20 @@ class Simulation:
         )  # fmt: skip
 
 
-def simulate(plan: Plan, scenario: Scenario, *, keep_trace: bool = False) -> Result:
-    """Run `scenario` as `plan` says. The same plan gives the same run, on every machine and in every process."""
+def simulate(plan: Plan, scenario: Scenario, *, keep_trace: bool = False, note_waits: bool = False) -> Result:
+    """Run `scenario` as `plan` says. The same plan gives the same run, on every machine and in every process.
+
+    `note_waits`: say where clients can be cancelled, line by line (`Result.waits`).
+    """
     with _undisturbed():
-        result = _simulate(plan, scenario, keep_trace)
+        result = _simulate(plan, scenario, keep_trace, note_waits)
         if result.violation is not None:
             gc.collect()  # what a broken-off run leaves behind
     return result
 
 
-def _simulate(plan: Plan, scenario: Scenario, keep_trace: bool) -> Result:
-    simulation = Simulation(plan, keep_trace=keep_trace)
+def _simulate(plan: Plan, scenario: Scenario, keep_trace: bool, note_waits: bool) -> Result:
+    simulation = Simulation(plan, keep_trace=keep_trace, note_waits=note_waits)
     violation: Violation | None = None
     try:
         _run(simulation, scenario)

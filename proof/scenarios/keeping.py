@@ -44,10 +44,24 @@ async def fetch(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...
 
 
 async def send_away(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...]) -> None:
-    if sim.random.random() < 0.3:
+    way = sim.random.randrange(3)
+    if way == 0:
         engine.runtime.demote_nowait(prompt)  # goes on by itself
+    elif way == 1:
+        with engine.runtime.demote_nowait(prompt) as pending:
+            await sim.jitter()
+            await pending.wait()
     else:
         await engine.runtime.demote(prompt)
+
+
+async def ask_in_vain(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...]) -> None:
+    """Who is cancelled already is told before anything is taken."""
+    ask_for = sim.random.choice((engine.runtime.prefetch, engine.runtime.demote))
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await ask_for(prompt)
+        raise Violation("deaf to a cancellation", f"{ask_for} came to its end")
 
 
 def errands(
@@ -60,13 +74,15 @@ def errands(
             for _ in range(num_turns):
                 await sim.jitter()
                 prompt = sim.random.choice(prompts)
-                call = sim.random.randrange(3)
-                if call == 0:
+                call = sim.random.randrange(7)
+                if call < 2:
                     await keep(sim, engine, prompt, sim.random.choice((0.002, 0.01, 60.0)))
-                elif call == 1:
+                elif call < 4:
                     await fetch(sim, engine, prompt)
-                else:
+                elif call < 6:
                     await send_away(sim, engine, prompt)
+                else:
+                    await ask_in_vain(sim, engine, prompt)
 
         sim.spawn(f"errand{index}", run)
 
@@ -149,4 +165,28 @@ async def kept_windows(sim: Simulation) -> None:
                 client.may_abort = (*client.may_abort, "runtime_closed")
             await sim.jitter()
             return
+        await after(sim, engine)
+
+
+@scenario("prefetch_done", "demotion_done", "request_loading", faults=("fail", "refuse", "hang", "vanish"))
+async def sent_away_and_back(sim: Simulation) -> None:
+    """Sessions in turns, on a device that holds two of four: sent to the host after a turn, fetched before the next."""
+    rng = sim.random
+    engine = sim.runtime(
+        num_device_blocks=rng.choice((10, 14)), num_host_blocks=rng.choice((10, 20)), store_policy="off",
+        max_job_bytes=rng.choice((1, 100)), max_jobs_in_flight=rng.choice((1, 4)), max_prefetch_share=1.0,
+    )  # fmt: skip
+    async with engine.runtime:
+        for index in range(4):
+            prompt = tokens(index, 6 + index % 2)
+
+            async def session(client: Client, prompt: tuple[int, ...] = prompt) -> None:
+                for turn in range(2):
+                    await sim.jitter()
+                    if turn:
+                        await fetch(sim, engine, prompt)
+                    await client.serve(engine, ask(sim, engine, prompt, waits=True))
+                    await send_away(sim, engine, prompt)
+
+            sim.spawn(f"session{index}", session)
         await after(sim, engine)

@@ -98,8 +98,8 @@ async def paged_engine(sim: Simulation) -> None:
 async def paged_windows(sim: Simulation) -> None:
     """The same with a window: room slice by slice, and whoever came last makes way when nobody can go on."""
     simulated = sim.runtime(
-        num_device_blocks=22, num_host_blocks=sim.random.choice((8, 30)), block_sizes=(BLOCK, BLOCK),
-        attention=(FullAttention(), SlidingWindow(WINDOW)),
+        num_device_blocks=17, num_host_blocks=sim.random.choice((8, 30)),
+        block_sizes=(BLOCK, BLOCK), attention=(FullAttention(), SlidingWindow(WINDOW)),
     )  # fmt: skip
     groups = (LayerGroup("group0", (0,)), LayerGroup("group1", (1,), SlidingWindow(WINDOW)))
     await _serve(sim, simulated, TagModel(simulated, groups=groups))

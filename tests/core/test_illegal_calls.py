@@ -34,6 +34,7 @@ CALLS: dict[str, tuple[str, Call]] = {
     "plan_load": ("load", lambda ledger, holding: ledger.plan_load(holding)),
     "abandon_load": ("abandon_load", lambda ledger, holding: ledger.abandon_load(holding)),
     "commit": ("commit", lambda ledger, holding: ledger.commit(holding, holding.num_computed_tokens)),
+    "check_commit": ("commit", lambda ledger, holding: ledger.check_commit(holding, holding.num_computed_tokens)),
     "invalidate": ("invalidate", lambda ledger, holding: ledger.invalidate(holding, holding.num_computed_tokens)),
     "step": ("step", lambda ledger, holding: enter(ledger.step([holding]))),
     "preempt_nowait": ("preempt", lambda ledger, holding: ledger.preempt_nowait(holding)),
@@ -53,15 +54,15 @@ OTHER_CALLS = {
 }  # fmt: skip
 
 ALWAYS = "release block_ids"
-COMPUTED = f"{ALWAYS} plan_load commit invalidate step num_shared_tokens"
+COMPUTED = f"{ALWAYS} plan_load commit check_commit invalidate step num_shared_tokens"
 LEGAL: dict[tuple[str, str], str] = {
     ("QUEUED", ""): ALWAYS,
     ("MATCHED", ""): ALWAYS,
     ("PINNED", ""): f"{ALWAYS} allocate_nowait queue_allocation",
     ("PINNED", "waiting"): ALWAYS,
-    ("ALLOCATED", ""): f"{ALWAYS} extend_nowait queue_extension plan_load commit step preempt_nowait",
-    ("ALLOCATED", "waiting"): f"{ALWAYS} commit step",
-    ("ALLOCATED", "stepping"): f"{ALWAYS} extend_nowait queue_extension commit step",
+    ("ALLOCATED", ""): f"{ALWAYS} extend_nowait queue_extension plan_load commit check_commit step preempt_nowait",
+    ("ALLOCATED", "waiting"): f"{ALWAYS} commit check_commit step",
+    ("ALLOCATED", "stepping"): f"{ALWAYS} extend_nowait queue_extension commit check_commit step",
     ("LOADING", ""): f"{ALWAYS} plan_load abandon_load preempt_nowait",
     ("LOADING", "waiting"): f"{ALWAYS} plan_load abandon_load preempt_nowait",
     ("LOADING", "hopeless"): f"{ALWAYS} abandon_load preempt_nowait",
@@ -69,11 +70,11 @@ LEGAL: dict[tuple[str, str], str] = {
         "RUNNING",
         "",
     ): f"{COMPUTED} extend_nowait queue_extension preempt_nowait fork",
-    ("RUNNING", "waiting"): f"{ALWAYS} plan_load commit invalidate step num_shared_tokens",
+    ("RUNNING", "waiting"): f"{ALWAYS} plan_load commit check_commit invalidate step num_shared_tokens",
     (
         "RUNNING",
         "stepping",
-    ): f"{ALWAYS} extend_nowait queue_extension plan_load commit invalidate step num_shared_tokens",
+    ): f"{ALWAYS} extend_nowait queue_extension plan_load commit check_commit invalidate step num_shared_tokens",
     ("PREEMPTED", ""): f"{ALWAYS} resume",
     ("DONE", ""): "block_ids",
     ("DONE", "stepping"): "block_ids",
@@ -313,6 +314,8 @@ BAD: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {
     ("queue_extension", "num_tokens"): ("running", (*NO_COUNT, 0, None, HUGE, 33)),
     ("plan_load", "max_tokens"): ("allocated", NO_COUNT),
     ("commit", "num_computed_tokens"): ("running", (*NO_COUNT, None, HUGE, 8, 11, 13)),
+    ("check_commit", "num_computed_tokens"): ("running", (*NO_COUNT, None, HUGE, 8, 11, 13)),
+    ("resume", "num_tokens"): ("preempted", (*NO_COUNT, 0, HUGE, 33)),
     ("invalidate", "from_token"): ("running", (*NO_COUNT, None, HUGE, 0, 7, 10)),
 }
 """For each number that a call takes: when the call is legal, and what may not be handed in then."""
@@ -322,7 +325,7 @@ BAD_TOKENS = [[-1], [2**31], [HUGE], [1.5], [True], ["7"], [None], "12", b"12", 
 def with_argument(ledger: Ledger, holding: Holding, call: str, name: str, value: object) -> object:
     if call == "admit":
         return ledger.admit(Prefix.of(Root("test"), A), **{name: value})  # type: ignore[arg-type]
-    more = {"new_token_ids": [7]} if call == "commit" else {}
+    more = {"new_token_ids": [7]} if call in ("commit", "check_commit") else {}
     return getattr(ledger, call)(holding, **{name: value}, **more)
 
 
@@ -361,6 +364,7 @@ SMALLEST: dict[tuple[str, str], tuple[str, int]] = {
     ("extend_nowait", "num_tokens"): ("running", 1),
     ("queue_extension", "num_tokens"): ("running", 1),
     ("plan_load", "max_tokens"): ("allocated", 0),
+    ("resume", "num_tokens"): ("preempted", 1),
 }
 
 

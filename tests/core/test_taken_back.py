@@ -55,9 +55,9 @@ def test_what_two_have_computed_is_taken_back_by_the_first_after_a_reset() -> No
     first = driven.running(A)
     driven.commit(first)
     driven.ledger.reset(Tier.DEVICE)
-    second = driven.running(A)
-    driven.commit(second, 8)
+    second = driven.running([*A, *prompt(2, 8)])
     driven.commit(second, 20)
+    driven.commit(second, 28)  # its window has left what the first one still reads
     tainted = driven.ledger.invalidate(first, 17)
     driven.ledger.check_integrity()
     for holding in {first, second, *tainted}:

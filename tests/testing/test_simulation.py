@@ -275,7 +275,7 @@ def test_what_is_no_plan_is_refused_by_name(text: str, says: str) -> None:
         Plan.parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "pct", "pct:x", "random:1", "exactly:1", "dice"])
+@pytest.mark.parametrize("text", ["", "pct", "pct:x", "random:x", "exactly:1", "dice"])
 def test_what_is_no_chooser_is_refused_by_name(text: str) -> None:
     with pytest.raises(InvalidArgument, match="chooser"):
         chooser_of(text, 0)
