@@ -224,7 +224,22 @@ _PUBLISHING = (
         "part.blocks.extend(table.at(present, stop))",
         "part.blocks.extend(table.at(position, stop))",
         "a private duplicate is never findable (I3)",
-        scenarios=("branches",),
+        scenarios=("kept_windows",),
+    ),
+    Mutant(
+        "takes the place of blocks that somebody reads",
+        PUBLISH,
+        "        if _is_unused(run):\n",
+        "        if run is not holding.device_run:\n",
+        "blocks that somebody uses stay where they are",
+    ),
+    Mutant(
+        "second copy of what nobody uses",
+        PUBLISH,
+        "        if _is_unused(run):\n",
+        "        if False:\n",
+        "what a request computed again keeps it waiting for no room of its own",
+        test="tests/core/test_leases.py::test_hit_caps_leave_a_request_the_whole_device",
     ),
     Mutant(
         "private duplicate forgotten",

@@ -16,6 +16,7 @@ def publish(cache: PrefixCache, holding: Holding, stop: int) -> None:
     """Make units `[holding.published, stop)` findable and pin their path.
 
     What somebody cached meanwhile is pinned too, since later blocks hang on it; the private copy stays until close.
+    If nobody uses what was cached, one copy is enough: the holding's blocks take the place of those.
     """
     sequence = holding.sequence
     while (position := holding.published) < stop:
@@ -28,8 +29,22 @@ def publish(cache: PrefixCache, holding: Holding, stop: int) -> None:
             run = following
         agreed = sequence.common_stop(run, stop)
         run = cache.cut(run, agreed)
+        if _is_unused(run):
+            _take_place(cache, holding, run)
         _pin(cache, holding, run)
         _fill(cache, holding, run, agreed)
+
+
+def _is_unused(run: Run) -> bool:
+    """Whether its device blocks could be evicted: nobody reads them, or waits for what lands beside them."""
+    return not any(part.num_references or part.incoming is not None for part in run.parts[Tier.DEVICE :: NUM_TIERS])
+
+
+def _take_place(cache: PrefixCache, holding: Holding, run: Run) -> None:
+    """Free the device blocks of `run`, so that those of `holding` are handed to it."""
+    for band, table in enumerate(holding.tables):
+        if table.start <= run.start:  # else what has left its window is worth keeping
+            cache.withdraw_part(cache.tiers[Tier.DEVICE], run.part(Tier.DEVICE, band))
 
 
 def _pin(cache: PrefixCache, holding: Holding, run: Run) -> None:

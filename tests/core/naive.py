@@ -119,11 +119,13 @@ class Naive:
 
     def commit(self, r: Request, num_computed_tokens: int) -> None:
         first, r.published = r.published, num_computed_tokens // self.unit_tokens
+        device, computed = self.tiers[DEVICE], set(r.keys[first : r.published])
+        new, unused = computed - device.cached, computed & device.lru.keys()  # the others stay private duplicates
         self.hold(r, HOST, 0)
         self.hold(r, DEVICE, r.published)
-        new = set(r.keys[first : r.published]) - self.tiers[DEVICE].cached  # the others stay private duplicates
-        r.private -= len(new) * self.tiers[DEVICE].width
-        self.tiers[DEVICE].cached |= new
+        r.private -= len(new | unused) * device.width
+        device.free += len(unused) * device.width  # ours take their place
+        device.cached |= new
         self.store(r, first)
 
     def store(self, r: Request, first: int) -> None:

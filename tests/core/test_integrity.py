@@ -12,6 +12,7 @@ from driving import Driven, prompt
 from aoffload.core.index import Run
 from aoffload.core.plan import Outcome, Tier
 from aoffload.errors import IntegrityError
+from aoffload.prefix import Prefix, Root
 
 
 class Busy(Driven):
@@ -196,6 +197,7 @@ def test_a_table_is_looked_at_beside_private_copies() -> None:
     driven = Driven(8)
     driven.serve(prompt(1, 17))
     driven.release(driven.allocated(prompt(9, 24)), "filler")  # of four blocks, two stay on the device
+    driven.ledger.pin(Prefix.of(Root("test"), prompt(1, 17)))  # else its copy would take their place
     holding = driven.running(prompt(1, 17), max_hit_tokens=0)
     driven.commit(holding)
     assert holding.tables[0].duplicates == [range(2)]

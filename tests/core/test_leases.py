@@ -116,6 +116,32 @@ def test_a_duplicate_stays_private_until_it_closes() -> None:
     assert driven.ledger.statistics().device.num_cached == 2
 
 
+def test_one_copy_is_enough_of_what_nobody_uses() -> None:
+    """What is computed again although it is cached takes the place of the older copy, and leaves the room to others."""
+    driven = Driven(8, num_host=0)
+    driven.serve(A)
+    (before,) = driven.ledger.cache.index.runs.values()
+    older = list(before.parts[Tier.DEVICE].blocks)
+    second = driven.running(A, max_hit_tokens=0)
+    driven.commit(second)
+    assert driven.num_pinned()[0] == 3  # two published blocks of its own and its last one
+    assert not set(second.table) & set(older)
+    assert driven.hit([*A, 5]) == (8, 0)
+    driven.ledger.check_integrity()
+    driven.release(second)
+    assert driven.ledger.statistics().device.num_cached == 2
+
+
+def test_hit_caps_leave_a_request_the_whole_device() -> None:
+    """What a request had to compute again keeps no second copy alive that its own growth would wait for."""
+    driven = Driven(5, num_host=0)
+    driven.serve(prompt(1, 16))
+    again = driven.running(prompt(1, 16), max_hit_tokens=4)
+    driven.commit(again)
+    driven.ledger.extend_nowait(again, 20)
+    driven.ledger.check_integrity()
+
+
 def test_a_prefix_loses_its_tail_first() -> None:
     """Eviction shortens a prefix from its end, whatever was split and shared on the way."""
     driven = Driven(6, num_host=0)

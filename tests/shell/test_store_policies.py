@@ -56,6 +56,7 @@ async def test_a_lazy_store_waits_for_no_fence_of_somebody_else() -> None:
             (launched,) = transport.launched
             assert launched.plan.direction is Direction.STORE
             assert launched.after is None
+            transport.auto = True  # what else is stored until the runtime is closed
             transport.land_all()
 
 
