@@ -24,7 +24,7 @@ __all__ = ["BACKENDS", "Campaign"]
 BACKENDS: tuple[Backend, ...] = ("asyncio", "trio")
 AT_ANY_STEP = ("leap", "block", "worker")
 """Faults with an opportunity at every step: sampled, not swept."""
-FEWEST_TRACES = 262
+FEWEST_TRACES = 255
 """Distinct ones, of each scenario on each backend: short ones have little to sweep, and are sampled longer."""
 MOST_RUNS = 1500
 """Of a scenario that has no more traces to give."""
@@ -67,9 +67,9 @@ class Campaign:
         yield from cancel_sweep(plan, row.run, "step", "request*2", self.most_swept, shuffled=True)
         for kind in FAULTS:
             if kind not in AT_ANY_STEP:
-                yield from fault_sweep(plan, row.run, kind, at_most=8, shuffled=True)
+                yield from fault_sweep(plan, row.run, kind, at_most=7, shuffled=True)
                 yield from fault_sweep(plan, row.run, kind, lasting=True, at_most=3, shuffled=True)
-        yield from exhaust(plan, row.run, num_deviations=2, at_most=20)
+        yield from exhaust(plan, row.run, num_deviations=2, at_most=10)
 
     @staticmethod
     def aimed(row: ScenarioRow, base: Result, tally: Tally) -> Iterator[Result]:

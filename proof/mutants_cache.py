@@ -268,6 +268,7 @@ _PUBLISHING = (
         "        self.cache.withdraw_behind(wrong)\n",
         "",
         "what was computed on wrong bytes is wrong",
+        scenarios=("failed_forwards",),
     ),
     Mutant(
         "invalidate tells no reader",

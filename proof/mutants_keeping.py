@@ -81,6 +81,7 @@ KEEPING_MUTANTS = (
         "        self._keeping.end_all(PinState.DROPPED)\n        if tier is None:\n",
         "        if tier is None:\n",
         "a reset leaves nothing pinned that nobody reads",
+        scenarios=("kept_windows",),
     ),
     Mutant(
         "nobody served when a pin ends",

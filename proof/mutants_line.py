@@ -217,7 +217,7 @@ _WAKING = (
         "            if other.state is _S.PINNED and (other in tainted or _leases_any(other, wrong)):",
         "            if other in tainted and other.state is _S.PINNED:",
         "a table names the blocks it was granted for",
-        scenarios=("failed_in_turmoil", "failed_forwards"),
+        scenarios=("failed_forwards",),
     ),
     Mutant(
         "lost load tried again",

@@ -178,7 +178,7 @@ _TAKEN_BACK = (
         "            if other.state is _S.PINNED and (other in tainted or _leases_any(other, wrong)):",
         "            if not other.has_read and _leases_any(other, wrong):",
         "every block is in one hand",
-        scenarios=("failed_in_turmoil",),
+        test=f"{TAKEN_BACK}::test_who_was_resumed_has_all_its_room_when_its_match_is_taken_back",
     ),
     Mutant(
         "what was read before a preemption is forgotten",

@@ -25,7 +25,7 @@ LONG_ROUNDS = 4
 """Seeds of each scenario and backend between two looks at the clock."""
 
 
-ALL_STEPS, FEW_STEPS = 400, 80
+ALL_STEPS, FEW_STEPS = 400, 48
 """How far cancellations are swept: to the end if there is time."""
 
 

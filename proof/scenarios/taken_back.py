@@ -62,8 +62,9 @@ async def resets_device(sim: Simulation, engine: SimulatedEngine, client: Client
 
 @scenario("request_done")
 async def failed_forwards(sim: Simulation) -> None:
-    """A forward that was committed turns out to have failed: what it wrote is taken back, also from who matched it."""
-    engine = sim.runtime(num_device_blocks=16, num_host_blocks=14)
+    """A forward that was committed turns out to have failed: what it wrote is taken back, also from who matched it, and
+    from who waits for the rest of its room on a device that is full."""
+    engine = sim.runtime(num_device_blocks=sim.random.choice((6, 16)), num_host_blocks=14)
     async with engine.runtime:
         sim.spawn("fails", lambda client: fails(sim, engine, client))
         sim.spawn("stubborn", lambda client: stubborn(sim, engine, client)).may_abort = ("prefix_invalidated",)
@@ -80,7 +81,7 @@ async def failed_forwards(sim: Simulation) -> None:
 async def failed_in_turmoil(sim: Simulation) -> None:
     """The same while the others are preempted and come back, and the device is reset under everybody."""
     rng = sim.random
-    engine = sim.runtime(num_device_blocks=rng.choice((8, 12)), num_host_blocks=rng.choice((0, 4, 14)))
+    engine = sim.runtime(num_device_blocks=rng.choice((6, 8, 12)), num_host_blocks=rng.choice((0, 4, 14)))
     async with engine.runtime:
         sim.spawn("fails", lambda client: fails(sim, engine, client))
         for index in range(4):

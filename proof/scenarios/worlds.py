@@ -11,7 +11,7 @@ from aoffload.core.lifecycle import JobState
 from aoffload.errors import DuplicateRequest, IllegalTransition, InvalidArgument, LeaseError, WrongState
 from aoffload.testing import Client, Simulation, Violation
 
-from .common import after, ask, bystanders, serve, tokens
+from .common import after, ask, bystanders, evict_device, serve, store, tokens
 from .table import scenario
 
 
@@ -53,6 +53,9 @@ async def traffic(sim: Simulation, *, stream: bool, shared: int = 2, **options: 
     options.setdefault("verify", rng.random() < 0.3)
     engine = sim.runtime(stream=stream, **options)
     async with engine.runtime:
+        if rng.random() < 0.5:  # what comes first is in host memory only
+            await store(sim, engine, "before", tokens(0, 9, shared=5))
+            await evict_device(engine)
         for index in range(rng.randint(4, 7)):
             length, common = rng.randint(2, 9), rng.choice((shared, 5))
             prompt = tokens(rng.randrange(2), length, branch=rng.randrange(2), shared=common)
