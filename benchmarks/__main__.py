@@ -1,20 +1,55 @@
-"""Run every benchmark and print one table: `python -m benchmarks`."""
+"""Run the benchmarks and print one table: `python -m benchmarks [NAME ...]`. The rows are kept in build/bench, too.
+
+Peers run in environments of their own (`make bench-peers`); without one, what stands beside a row is a limit that needs
+none.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
-BENCHMARKS = ("cycle", "copy")
-"""Modules of this package. Each has `run()`, which returns rows with these keys."""
-KEYS = ("name", "value", "unit", "limit", "ratio")
+from .harness import Row, calibrate
+from .peer import MissingPeerError, Peer
+
+BENCHMARKS = ("cycle", "api", "copy")
+"""Modules of this package. Each has `run(vllm)`, which returns rows."""
+HEADING = ("what", "value", "unit", "10%-90%", "beside it", "value", "ratio", "wanted")
+OUT = Path("build/bench")
 
 
-def collect(names: Iterable[str]) -> list[Mapping[str, Any]]:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; all, if none is named")
+    given = parser.parse_args(arguments)
+    names = given.names or BENCHMARKS
+    before = calibrate()
+    with ExitStack() as stack:
+        rows = collect(names, _vllm(stack))
+    after = calibrate()
+    print(as_table(rows))
+    print("this machine, before and after: " + ", ".join(f"{key} {before[key]:.3g}/{after[key]:.3g}" for key in before))
+    OUT.mkdir(parents=True, exist_ok=True)
+    found = {"rows": [row.as_dict() for row in rows], "before": before, "after": after}
+    (OUT / f"{'_'.join(names)}.json").write_text(json.dumps(found, indent=1))
+
+
+def _vllm(stack: ExitStack) -> Peer | None:
+    try:
+        return stack.enter_context(Peer("vllm"))
+    except MissingPeerError as missing:
+        print(missing, file=sys.stderr)
+        return None
+
+
+def collect(names: Iterable[str], vllm: Peer | None) -> list[Row]:
     """The rows of every benchmark in `names`, in order; leaves with a message where one is missing."""
-    rows: list[Mapping[str, Any]] = []
+    rows: list[Row] = []
     for name in names:
         module = f"{__package__}.{name}"
         try:
@@ -23,34 +58,33 @@ def collect(names: Iterable[str]) -> list[Mapping[str, Any]]:
             if error.name != module:
                 raise
             raise SystemExit(f"benchmarks: there is no {module}, so there is nothing to run for {name!r}") from None
-        for row in found.run():
-            missing = [key for key in KEYS if key not in row]
-            if missing:
-                raise SystemExit(f"benchmarks: a row of {module} lacks {', '.join(missing)}: {dict(row)}")
-            rows.append(row)
+        print(f"running {name} ...", file=sys.stderr)
+        rows += found.run(vllm)
     return rows
 
 
-def as_table(rows: Iterable[Mapping[str, Any]]) -> str:
+def as_table(rows: Iterable[Row]) -> str:
     """One line per row: names to the left, figures to the right."""
-    cells = [KEYS, *(tuple(_cell(row[key]) for key in KEYS) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(KEYS))]
+    cells = [HEADING, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADING))]
     return "\n".join(_line(line, widths) for line in cells)
 
 
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.name, _figure(row.value), row.unit, row.spread, row.against, _figure(row.limit), f"{row.ratio:.3g}",
+        row.verdict,
+    )  # fmt: skip
+
+
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = zip(cells, "<><>>", widths, strict=True)
-    return "  ".join(f"{cell:{side}{width}}" for cell, side, width in padded)
+    padded = zip(cells, "<><><>><", widths, strict=True)
+    return "  ".join(f"{cell:{side}{width}}" for cell, side, width in padded).rstrip()
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
+def _figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 if __name__ == "__main__":
-    print("running " + " and ".join(BENCHMARKS) + " ...", file=sys.stderr)
-    print(as_table(collect(BENCHMARKS)))
+    main()

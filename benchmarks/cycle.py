@@ -1,67 +1,89 @@
-"""The bookkeeping of one request on a host hit, device pool full: the ledger against a cache kept block by block.
+"""The bookkeeping of one request on a host hit, device pool full: the ledger as shipped against vLLM's scheduler side.
 
-Admit, allocate (which evicts another prompt), plan the load, settle it, commit, release. Both do the same work in the
-same run: pins and counts, an order of eviction, a digest for each position where one is needed, tokens compared or
-hashed in full. No bytes move. `python -m benchmarks.cycle` prints the table.
+Admit (token ids given), allocate (which evicts another prompt), plan the load, settle it, commit, release: two prompts
+take turns on a device pool that holds one of them. No bytes move, and every copy is reported landed at once. The peer
+does the same work without making its digests; where it is not installed, a cache kept block by block stands in for it.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from aoffload import Completion, KVCacheGroup, Ledger, OffloadConfig, Outcome, Prefix, Root
+from aoffload import Completion, KVCacheGroup, Ledger, OffloadConfig, Outcome, Prefix, Root, TransferPlan
 
-__all__ = ["run"]
+from .harness import Row, Sample, Subject, interleave, timed
+from .peer import Peer
+
+__all__ = ["BLOCK_SIZE", "SIZES", "prompts_of", "run"]
 
 Tokens = npt.NDArray[np.int32]
 BLOCK_SIZE = 16
-SIZES = (64, 512, 8192)
-SECONDS_PER_ROW = 1.0
+SIZES = (64, 512, 4096, 8192)
+WANTED = (15.0, 80.0, 350.0, 600.0)
+SECONDS_PER_ROW = 4.0
 ROOT = Root("benchmark")
 
 
-def run() -> list[dict[str, Any]]:
-    """A row per size: µs of the ledger, µs block by block as the limit, and their ratio."""
-    return [measure(num_blocks) for num_blocks in SIZES]
+def run(vllm: Peer | None) -> list[Row]:
+    """A row for each length of the prompt."""
+    return [measure(num_blocks, wanted, vllm) for num_blocks, wanted in zip(SIZES, WANTED, strict=True)]
 
 
-def measure(num_blocks: int) -> dict[str, Any]:
-    """Two prompts take turns on a device pool that holds one of them; both are in host memory."""
+def measure(num_blocks: int, wanted: float, vllm: Peer | None) -> Row:
+    """The median cycle of each, and how many times faster ours is."""
+    prompts = prompts_of(num_blocks, 2)
+    subjects: dict[str, Subject] = {"ledger": _taking_turns(_ledger(num_blocks, prompts), prompts)}
+    if vllm is None:
+        against = "block by block"
+        subjects[against] = _taking_turns(PerBlock(num_blocks + 1, prompts).cycle, prompts)
+    else:
+        against = "vLLM without its hashing"
+        found = vllm.ask("prepare_cycle", num_blocks=num_blocks)
+        assert found["num_host_hits"] == num_blocks, found
+        subjects[against] = vllm.cycles(num_blocks, hashes=False)
+    measured = interleave(subjects, seconds=SECONDS_PER_ROW)
+    ours, limit = measured["ledger"], measured[against]
+    return Row.faster(
+        f"full cycle, Ledger, {num_blocks * BLOCK_SIZE:,} tokens", ours, against, limit,
+        None if vllm is None else wanted,
+    )  # fmt: skip
+
+
+def prompts_of(num_blocks: int, number: int) -> list[Tokens]:
+    """Unlike prompts of so many blocks and one token."""
     generator = np.random.default_rng(0)
-    prompts = [generator.integers(0, 100_000, num_blocks * BLOCK_SIZE + 1, dtype=np.int32) for _ in range(2)]
-    by_runs, by_blocks = _ledger(num_blocks, prompts), PerBlock(num_blocks + 1, prompts)
-    timings: tuple[list[float], list[float]] = ([], [])
-    end = time.perf_counter() + SECONDS_PER_ROW
-    while time.perf_counter() < end or len(timings[0]) < 6:
-        for cycle, found in zip((by_runs, by_blocks.cycle), timings, strict=True):
-            found += [_seconds(lambda prompt=prompt, cycle=cycle: cycle(prompt)) for prompt in prompts]
-    value, limit = (statistics.median(found) * 1e6 for found in timings)
-    name = f"cycle on a host hit of {num_blocks:,} blocks"
-    return {"name": name, "value": value, "unit": "us", "limit": limit, "ratio": value / limit}
+    return [generator.integers(0, 100_000, num_blocks * BLOCK_SIZE + 1, dtype=np.int32) for _ in range(number)]
+
+
+def _taking_turns(cycle: Callable[[Tokens], None], prompts: list[Tokens]) -> Subject:
+    turns: Iterator[Tokens] = itertools.cycle(prompts)
+
+    def once() -> Sample:
+        prompt = next(turns)
+        return timed(lambda: cycle(prompt))
+
+    return once
 
 
 def _ledger(num_blocks: int, prompts: list[Tokens]) -> Callable[[Tokens], None]:
-    config = OffloadConfig(
-        groups=[KVCacheGroup("full", block_size=BLOCK_SIZE)], num_host_blocks=len(prompts) * num_blocks
-    )
-    ledger = Ledger(config, num_blocks + 2)
+    groups = [KVCacheGroup("full", block_size=BLOCK_SIZE)]
+    ledger = Ledger(OffloadConfig(groups=groups, num_host_blocks=len(prompts) * num_blocks), num_blocks + 2)
+
+    def land(plans: tuple[TransferPlan, ...]) -> None:
+        for plan in plans:
+            ledger.launch(plan.job_id)
+            ledger.settle(Completion(plan.job_id, Outcome.LANDED))
 
     def cycle(prompt: Tokens) -> None:
         holding = ledger.admit(Prefix.of(ROOT, prompt))
         ledger.allocate_nowait(holding)
-        for plan in ledger.plan_load(holding):
-            ledger.launch(plan.job_id)
-            ledger.settle(Completion(plan.job_id, Outcome.LANDED))
-        stores = [*ledger.commit(holding, len(prompt)), *ledger.release(holding)]
-        for plan in stores:
-            ledger.launch(plan.job_id)
-            ledger.settle(Completion(plan.job_id, Outcome.LANDED))
+        land(ledger.plan_load(holding))
+        land(ledger.commit(holding, len(prompt)))
+        land(ledger.release(holding))
 
     for prompt in prompts:
         cycle(prompt)
@@ -121,22 +143,3 @@ class PerBlock:
             del self.evictable[key]
             self.free.append(self.device.pop(key))
         return [self.free.pop() for _ in range(num_blocks)]
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def main() -> None:
-    """Print the table."""
-    for row in run():
-        print(
-            f"{row['name']:<36} {row['value']:8.1f} {row['unit']}, block by block {row['limit']:10.1f},"
-            f" {row['limit'] / row['value']:5.0f} times faster"
-        )
-
-
-if __name__ == "__main__":
-    main()

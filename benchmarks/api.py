@@ -1,0 +1,91 @@
+"""The same cycle through the public async API: 64 requests at a time, arrays of token ids in, copies really made.
+
+Blocks of 64 bytes, so that bookkeeping and hand-over are what is measured. Two sets of prompts take turns on a device
+pool that holds one of them; a batch is one task for each prompt of a set. The peer serves one request after the other,
+with the digests that it needs: its cost a request is the same however many wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import anyio
+import torch
+
+from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
+
+from .cycle import BLOCK_SIZE, SIZES, PerBlock, Tokens, prompts_of
+from .harness import Rounds, Row, Sample, Subject, timed
+from .peer import Peer
+
+__all__ = ["run"]
+
+WANTED = (3.0, 15.0, 80.0, 120.0)
+NUM_AT_A_TIME = 64
+SECONDS_PER_ROW = 4.0
+BACKENDS = ("asyncio", "trio")
+FLOATS_PER_BLOCK = 16
+
+
+def run(vllm: Peer | None) -> list[Row]:
+    """A row for each length of the prompt and each event loop."""
+    return [
+        anyio.run(measure, num_blocks, wanted, backend, vllm, backend=backend)
+        for num_blocks, wanted in zip(SIZES, WANTED, strict=True)
+        for backend in BACKENDS
+    ]
+
+
+async def measure(num_blocks: int, wanted: float, backend: str, vllm: Peer | None) -> Row:
+    """What one request of a batch takes, and how many times longer the peer takes for one."""
+    prompts = prompts_of(num_blocks, 2 * NUM_AT_A_TIME)
+    sets = itertools.cycle((prompts[:NUM_AT_A_TIME], prompts[NUM_AT_A_TIME:]))
+    groups = [KVCacheGroup("full", block_size=BLOCK_SIZE)]
+    config = OffloadConfig(groups=groups, num_host_blocks=len(prompts) * num_blocks)
+    kv_cache = torch.zeros(NUM_AT_A_TIME * (num_blocks + 1) + 1, FLOATS_PER_BLOCK)
+    against, other = _other(num_blocks, vllm)
+    async with OffloadRuntime(config, kv_cache) as runtime:
+        for _ in range(2):
+            await _batch(runtime, next(sets))
+            await runtime.flush()
+        rounds = Rounds(("ours", against), seconds=SECONDS_PER_ROW)
+        for name in rounds:
+            rounds.add(name, await _sample(runtime, next(sets)) if name == "ours" else other())
+        num_loaded = runtime.statistics().transfers.blocks_loaded
+        assert num_loaded >= len(rounds.samples["ours"]) * NUM_AT_A_TIME * num_blocks, num_loaded
+    measured = rounds.measured()
+    return Row.faster(
+        f"async API, {NUM_AT_A_TIME} at a time, {num_blocks * BLOCK_SIZE:,} tokens, {backend}",
+        measured["ours"], against, measured[against], None if vllm is None else wanted,
+    )  # fmt: skip
+
+
+def _other(num_blocks: int, vllm: Peer | None) -> tuple[str, Subject]:
+    if vllm is None:
+        prompt = prompts_of(num_blocks, 1)
+        by_blocks = PerBlock(num_blocks + 1, prompt)
+        return "block by block", lambda: timed(lambda: by_blocks.cycle(prompt[0]))
+    vllm.ask("prepare_cycle", num_blocks=num_blocks)
+    return "vLLM with its hashing", vllm.cycles(num_blocks, hashes=True)
+
+
+async def _sample(runtime: OffloadRuntime, prompts: list[Tokens]) -> Sample:
+    """One request's share of a batch."""
+    cpu, wall = time.thread_time(), time.perf_counter()
+    await _batch(runtime, prompts)
+    number = len(prompts)
+    return Sample((time.perf_counter() - wall) / number, (time.thread_time() - cpu) / number)
+
+
+async def _batch(runtime: OffloadRuntime, prompts: list[Tokens]) -> None:
+    async with anyio.create_task_group() as clients:
+        for prompt in prompts:
+            clients.start_soon(_serve, runtime, prompt)
+
+
+async def _serve(runtime: OffloadRuntime, prompt: Tokens) -> None:
+    async with runtime.request(prompt) as request:
+        await request.allocate()
+        await request.load()
+        request.commit(len(prompt))

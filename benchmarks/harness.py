@@ -1,0 +1,157 @@
+"""The harness: whoever is compared takes turns, so that what slows the machine slows them all.
+
+A subject does one unit of work a call, and says what it took. Each round calls every subject once, and each begins with
+another one; the first rounds don't count. `calibrate` measures the machine itself, before and after: figures of two
+runs can be compared only as far as that agrees.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import numpy as np
+
+__all__ = ["Measured", "Rounds", "Row", "Sample", "Subject", "calibrate", "interleave", "timed"]
+
+
+@attrs.frozen
+class Sample:
+    """One unit of work: seconds on the wall, and of CPU time of the thread that did it."""
+
+    wall_s: float
+    cpu_s: float
+
+
+Subject = Callable[[], Sample]
+
+
+@attrs.frozen
+class Measured:
+    """What one subject took, in seconds: the median, the tenth and the ninetieth percentile, CPU time of the median."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+    cpu_s: float
+    num_samples: int
+
+    @classmethod
+    def of(cls, samples: list[Sample]) -> Measured:
+        walls = [sample.wall_s for sample in samples]
+        low, high = np.percentile(walls, (10, 90))
+        cpu = statistics.median(sample.cpu_s for sample in samples)
+        return cls(statistics.median(walls), float(low), float(high), cpu, len(samples))
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One line of the table. `ratio` is what the row is about: at least `wanted`, or at most where `is_at_most`."""
+
+    name: str
+    value: float
+    unit: str
+    against: str
+    """What stands beside it: a peer or a limit, measured in the same rounds."""
+    limit: float
+    ratio: float
+    wanted: float | None = None
+    is_at_most: bool = False
+    spread: str = ""
+
+    @classmethod
+    def faster(cls, name: str, ours: Measured, against: str, other: Measured, wanted: float | None) -> Row:
+        """How many times `other` takes what `ours` takes."""
+        spread = f"{ours.low_s * 1e6:.3g}-{ours.high_s * 1e6:.3g}"
+        return cls(
+            name=name, value=ours.median_s * 1e6, unit="us", against=against, limit=other.median_s * 1e6,
+            ratio=other.median_s / ours.median_s, wanted=wanted, spread=spread,
+        )  # fmt: skip
+
+    @property
+    def verdict(self) -> str:
+        if self.wanted is None:
+            return ""
+        is_met = self.ratio <= self.wanted if self.is_at_most else self.ratio >= self.wanted
+        return f"{'at most' if self.is_at_most else 'at least'} {self.wanted:g}: {'met' if is_met else 'MISSED'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**attrs.asdict(self), "verdict": self.verdict}
+
+
+def timed(work: Callable[[], object]) -> Sample:
+    """Do `work` once."""
+    cpu, wall = time.thread_time(), time.perf_counter()
+    work()
+    return Sample(time.perf_counter() - wall, time.thread_time() - cpu)
+
+
+class Rounds:
+    """Who is to be measured next, round after round; hand in each sample before the next name is asked for.
+
+    for name in rounds:
+        rounds.add(name, subjects[name]())
+    """
+
+    def __init__(self, names: Iterable[str], *, seconds: float, least: int = 7, warm_up: int = 2) -> None:
+        self.samples: dict[str, list[Sample]] = {name: [] for name in names}
+        self._seconds, self._least, self._warm_up = seconds, least, warm_up
+
+    def __iter__(self) -> Iterator[str]:
+        order = list(self.samples)
+        with _no_collections():
+            for _ in range(self._warm_up):
+                yield from order
+            for found in self.samples.values():
+                found.clear()
+            end, rounds = time.perf_counter() + self._seconds, 0
+            while rounds < self._least or time.perf_counter() < end:
+                yield from order
+                order.append(order.pop(0))
+                rounds += 1
+
+    def add(self, name: str, sample: Sample) -> None:
+        self.samples[name].append(sample)
+
+    def measured(self) -> dict[str, Measured]:
+        return {name: Measured.of(found) for name, found in self.samples.items()}
+
+
+def interleave(subjects: Mapping[str, Subject], *, seconds: float, least: int = 7) -> dict[str, Measured]:
+    """Call them in turns for about `seconds`, and in `least` rounds at least."""
+    rounds = Rounds(subjects, seconds=seconds, least=least)
+    for name in rounds:
+        rounds.add(name, subjects[name]())
+    return rounds.measured()
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """What was there before is no garbage, and nobody collects it over and over while others are measured."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def calibrate() -> dict[str, float]:
+    """What this machine does at this moment: GB/s of one memmove, MB/s of one hash, ns of one turn of an empty loop."""
+    source = np.ones(64 * 2**20, dtype=np.uint8)
+    destination = np.ones_like(source)
+    moved = min(timed(lambda: np.copyto(destination, source)).wall_s for _ in range(5))
+    text = bytes(2**20)
+    hashed = min(timed(lambda: hashlib.sha256(text).digest()).wall_s for _ in range(5))
+    looped = min(timed(lambda: [None for _ in range(100_000)]).wall_s for _ in range(5))
+    return {
+        "memmove_gb_per_s": source.nbytes / moved / 1e9,
+        "sha256_mb_per_s": len(text) / hashed / 1e6,
+        "loop_ns": looped * 1e4,
+    }

@@ -1,0 +1,68 @@
+"""A peer: a process in an environment of its own, which does a unit of work when asked, and says what it took."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from .harness import Sample, Subject
+
+__all__ = ["ENVIRONMENTS", "Peer", "MissingPeerError"]
+
+ENVIRONMENTS = Path("build/peers")
+SCRIPTS = Path(__file__).with_name("peers")
+
+
+class MissingPeerError(Exception):
+    """The peer's environment is not there."""
+
+
+class Peer:
+    """Runs `peers/NAME_side.py` with the Python of `build/peers/NAME`. To be entered once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._python = ENVIRONMENTS / name / "bin" / "python"
+        if not self._python.exists():
+            raise MissingPeerError(f"{name} is not installed: make bench-peers")
+
+    def __enter__(self) -> Self:
+        log = (ENVIRONMENTS / f"{self.name}.log").open("w")
+        command = [str(self._python), str(SCRIPTS / f"{self.name}_side.py")]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        log.close()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def ask(self, call: str, **arguments: Any) -> Any:
+        """What the peer answers; its log says why, if it does not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended in {call}: see {ENVIRONMENTS / self.name}.log")
+        return json.loads(line)
+
+    def cycles(self, num_blocks: int, *, hashes: bool) -> Subject:
+        """One request after the other; `hashes`: the digests of its tokens are made within what is timed."""
+        turns = itertools.count()
+
+        def once() -> Sample:
+            return Sample(**self.ask("cycle", num_blocks=num_blocks, turn=next(turns), hashes=hashes))
+
+        return once
