@@ -27,6 +27,7 @@ TokenIds: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | bytes | Any"
 
 TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2**31 - 1
+INT32 = np.dtype("<i4")
 # No token id encodes to this, so a span record can never be mistaken for tokens.
 _SPAN_MARK = b"\xff\xff\xff\xff"
 _KEY_TYPES = (str, bytes)
@@ -147,6 +148,10 @@ def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
         raise InvalidArgument(argument, f"must have one dimension, got shape {tuple(token_ids.shape)}")
     if token_ids.size == 0:
         return b""
+    if token_ids.dtype == INT32:  # seen as unsigned, a negative id is above all others
+        if token_ids.view(np.uint32).max() > MAX_TOKEN_ID:
+            raise InvalidArgument(argument, "holds a negative id")
+        return token_ids.tobytes()
     if token_ids.dtype.kind not in "iu":
         raise InvalidArgument(argument, f"must be integers, got dtype {token_ids.dtype}")
     if token_ids.dtype.kind == "i" and token_ids.min() < 0:

@@ -16,7 +16,7 @@ import torch
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 
 from .cycle import BLOCK_SIZE, SIZES, PerBlock, Tokens, prompts_of
-from .harness import Rounds, Row, Sample, Subject, timed
+from .harness import SAMPLE_S, Rounds, Row, Sample, Subject, timed
 from .peer import Peer
 
 __all__ = ["run"]
@@ -65,7 +65,7 @@ def _other(num_blocks: int, vllm: Peer | None) -> tuple[str, Subject]:
     if vllm is None:
         prompt = prompts_of(num_blocks, 1)
         by_blocks = PerBlock(num_blocks + 1, prompt)
-        return "block by block", lambda: timed(lambda: by_blocks.cycle(prompt[0]))
+        return "block by block", lambda: timed(lambda: by_blocks.cycle(prompt[0]), SAMPLE_S)
     vllm.ask("prepare_cycle", num_blocks=num_blocks)
     return "vLLM with its hashing", vllm.cycles(num_blocks, hashes=True)
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from aoffload import Completion, KVCacheGroup, Ledger, OffloadConfig, Outcome, Prefix, Root, TransferPlan
 
-from .harness import Row, Sample, Subject, interleave, timed
+from .harness import SAMPLE_S, Row, Subject, interleave, timed
 from .peer import Peer
 
-__all__ = ["BLOCK_SIZE", "SIZES", "prompts_of", "run"]
+__all__ = ["BLOCK_SIZE", "SIZES", "PerBlock", "Tokens", "prompts_of", "run"]
 
 Tokens = npt.NDArray[np.int32]
 BLOCK_SIZE = 16
@@ -61,12 +61,7 @@ def prompts_of(num_blocks: int, number: int) -> list[Tokens]:
 
 def _taking_turns(cycle: Callable[[Tokens], None], prompts: list[Tokens]) -> Subject:
     turns: Iterator[Tokens] = itertools.cycle(prompts)
-
-    def once() -> Sample:
-        prompt = next(turns)
-        return timed(lambda: cycle(prompt))
-
-    return once
+    return lambda: timed(lambda: cycle(next(turns)), SAMPLE_S)
 
 
 def _ledger(num_blocks: int, prompts: list[Tokens]) -> Callable[[Tokens], None]:

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-__all__ = ["Measured", "Rounds", "Row", "Sample", "Subject", "calibrate", "interleave", "timed"]
+__all__ = ["SAMPLE_S", "Measured", "Rounds", "Row", "Sample", "Subject", "calibrate", "interleave", "timed"]
 
 
 @attrs.frozen
@@ -30,6 +30,8 @@ class Sample:
 
 
 Subject = Callable[[], Sample]
+SAMPLE_S = 0.02
+"""How long a sample of something short lasts."""
 
 
 @attrs.frozen
@@ -85,11 +87,17 @@ class Row:
         return {**attrs.asdict(self), "verdict": self.verdict}
 
 
-def timed(work: Callable[[], object]) -> Sample:
-    """Do `work` once."""
+def timed(work: Callable[[], object], least_s: float = 0.0) -> Sample:
+    """Do `work` over and over for `least_s`, but an even number of times, or once; what one of them took.
+
+    A single one of a few microseconds would mostly pay for caches that somebody else has filled."""
     cpu, wall = time.thread_time(), time.perf_counter()
     work()
-    return Sample(time.perf_counter() - wall, time.thread_time() - cpu)
+    number = 1
+    while (took := time.perf_counter() - wall) < least_s or (least_s and number % 2):
+        work()
+        number += 1
+    return Sample(took / number, (time.thread_time() - cpu) / number)
 
 
 class Rounds:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from .harness import Sample, Subject
+from .harness import SAMPLE_S, Sample, Subject
 
 __all__ = ["ENVIRONMENTS", "Peer", "MissingPeerError"]
 
@@ -59,10 +58,5 @@ class Peer:
         return json.loads(line)
 
     def cycles(self, num_blocks: int, *, hashes: bool) -> Subject:
-        """One request after the other; `hashes`: the digests of its tokens are made within what is timed."""
-        turns = itertools.count()
-
-        def once() -> Sample:
-            return Sample(**self.ask("cycle", num_blocks=num_blocks, turn=next(turns), hashes=hashes))
-
-        return once
+        """Requests one after the other; `hashes`: the digests of their tokens are made within what is timed."""
+        return lambda: Sample(**self.ask("cycle", num_blocks=num_blocks, least_s=SAMPLE_S, hashes=hashes))

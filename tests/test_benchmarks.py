@@ -54,7 +54,7 @@ def test_a_peer_answers_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "echo_side.py").write_text(
         f"import sys; sys.path.insert(0, {str(peer.SCRIPTS)!r})\n"
         "import line\n"
-        "def cycle(**about):\n    print('noise')\n    return line.timed(lambda: None)\n"
+        "def cycle(**about):\n    print('noise')\n    return line.timed(lambda: None, 0.001)\n"
         "line.serve({'cycle': cycle, 'say': lambda text: text})\n"
     )
     monkeypatch.setattr(peer, "ENVIRONMENTS", tmp_path)

@@ -32,11 +32,13 @@ class DevicePool(Protocol):
 
 
 class FreeList:
-    """Device blocks `[1, num_rows)`, last in, first out: a block that was just used is the warmest. Row 0 is null."""
+    """Device blocks `[1, num_rows)`, last in, first out: a block that was just used is the warmest. Row 0 is null.
+
+    What is given back together is taken again in the same order, so that neighbours stay neighbours."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_blocks = num_rows - 1
-        self._free = array("i", range(num_rows - 1, 0, -1))
+        self._free = array("i", range(1, num_rows))
 
     def __repr__(self) -> str:
         return f"<FreeList {self.num_free}/{self.num_blocks} free>"
@@ -50,13 +52,10 @@ class FreeList:
         assert keep >= 0, "taken more than is free"
         taken = self._free[keep:]
         del self._free[keep:]
-        taken.reverse()
         return taken
 
     def give(self, block_ids: array[int]) -> None:
-        returned = block_ids[:]  # extend(reversed(...)) would make a Python int of each
-        returned.reverse()
-        self._free.extend(returned)
+        self._free.extend(block_ids)
 
     def free_ids(self) -> Iterable[int]:
         return iter(self._free)

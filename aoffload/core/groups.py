@@ -121,6 +121,8 @@ class Band:
         """The unit from which on blocks are needed for computing to go on at token `num_tokens`.
 
         Whole units: a window that begins inside of one needs all of it."""
+        if not self.number:
+            return 0
         firsts = (self.kind.required_blocks(num_tokens, size).start * size for size in self.block_sizes)
         return min(firsts, default=0) // self.unit_tokens
 

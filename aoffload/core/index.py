@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
 
@@ -173,8 +173,7 @@ class Run:
         )
 
 
-@attrs.frozen
-class Stretch:
+class Stretch(NamedTuple):
     """Units `[start, stop)` of one run."""
 
     run: Run
@@ -184,6 +183,8 @@ class Stretch:
 
 def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
     """Units `[start, stop)` of the path of `run`, by runs, in prefix order."""
+    if run is not None and run.start <= start < stop <= run.stop:  # as most do
+        return [Stretch(run, start, stop)]
     found: list[Stretch] = []
     for current in run.path() if run is not None else ():
         if current.stop <= start:

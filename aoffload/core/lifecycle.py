@@ -37,7 +37,11 @@ __all__ = [
 ]
 
 
-class RequestState(enum.Enum):
+class _State(enum.Enum):
+    __hash__ = object.__hash__  # that of enums is Python. Nobody goes through a set of them, so their order can differ
+
+
+class RequestState(_State):
     QUEUED = "queued"
     MATCHED = "matched"
     PINNED = "pinned"
@@ -49,7 +53,7 @@ class RequestState(enum.Enum):
     ABORTED = "aborted"
 
 
-class JobState(enum.Enum):
+class JobState(_State):
     QUEUED = "queued"
     LAUNCHED = "launched"
     COMPLETED = "completed"
@@ -57,7 +61,7 @@ class JobState(enum.Enum):
     DISCARDED = "discarded"
 
 
-class PinState(enum.Enum):
+class PinState(_State):
     NEW = "new"
     HELD = "held"
     RELEASED = "released"
@@ -66,7 +70,7 @@ class PinState(enum.Enum):
     DROPPED = "dropped"
 
 
-class ErrandState(enum.Enum):
+class ErrandState(_State):
     NEW = "new"
     MOVING = "moving"
     DONE = "done"

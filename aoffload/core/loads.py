@@ -187,7 +187,8 @@ class Loads:
         start, ready = holding.published, self._ready_stop(holding, load)
         for table, band in zip(holding.tables, layout.bands, strict=True):
             first = max(start, band.first_needed(ready * layout.unit_tokens))
-            self.cache.give(Tier.DEVICE, table.null(start, ready))
+            if table.width:
+                self.cache.give(Tier.DEVICE, table.null(start, ready))
             table.put(first, self.pins.ready_ids(holding, band.number, first, ready))
         holding.published = holding.ready_stop = ready
         if ready < load.stop:
@@ -203,7 +204,8 @@ class Loads:
                 self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
             return False
         for table, number in zip(holding.tables, missing, strict=True):
-            table.fill(ready, holding.num_units, self.cache.take(Tier.DEVICE, number))
+            if number:
+                table.fill(ready, holding.num_units, self.cache.take(Tier.DEVICE, number))
         holding.load = None
         return True
 

@@ -16,6 +16,8 @@ class Tier(enum.IntEnum):
     DEVICE = 0
     HOST = 1
 
+    __hash__ = int.__hash__  # that of enums hashes the name anew each time, in Python
+
 
 class Direction(enum.Enum):
     LOAD = "load"
