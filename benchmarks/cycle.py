@@ -18,7 +18,7 @@ from aoffload import Completion, KVCacheGroup, Ledger, OffloadConfig, Outcome, P
 from .harness import SAMPLE_S, Row, Subject, interleave, timed
 from .peer import Peer
 
-__all__ = ["BLOCK_SIZE", "SIZES", "PerBlock", "Tokens", "prompts_of", "run"]
+__all__ = ["BLOCK_SIZE", "ROOT", "SIZES", "PerBlock", "Tokens", "ledger_with", "prompts_of", "run"]
 
 Tokens = npt.NDArray[np.int32]
 BLOCK_SIZE = 16
@@ -36,7 +36,7 @@ def run(vllm: Peer | None) -> list[Row]:
 def measure(num_blocks: int, wanted: float, vllm: Peer | None) -> Row:
     """The median cycle of each, and how many times faster ours is."""
     prompts = prompts_of(num_blocks, 2)
-    subjects: dict[str, Subject] = {"ledger": _taking_turns(_ledger(num_blocks, prompts), prompts)}
+    subjects: dict[str, Subject] = {"ledger": _taking_turns(_ledger(num_blocks, prompts)[1], prompts)}
     if vllm is None:
         against = "block by block"
         subjects[against] = _taking_turns(PerBlock(num_blocks + 1, prompts).cycle, prompts)
@@ -64,7 +64,12 @@ def _taking_turns(cycle: Callable[[Tokens], None], prompts: list[Tokens]) -> Sub
     return lambda: timed(lambda: cycle(next(turns)), SAMPLE_S)
 
 
-def _ledger(num_blocks: int, prompts: list[Tokens]) -> Callable[[Tokens], None]:
+def ledger_with(num_blocks: int, prompts: list[Tokens]) -> Ledger:
+    """A ledger that has every one of `prompts` in host memory, and the last on the device."""
+    return _ledger(num_blocks, prompts)[0]
+
+
+def _ledger(num_blocks: int, prompts: list[Tokens]) -> tuple[Ledger, Callable[[Tokens], None]]:
     groups = [KVCacheGroup("full", block_size=BLOCK_SIZE)]
     ledger = Ledger(OffloadConfig(groups=groups, num_host_blocks=len(prompts) * num_blocks), num_blocks + 2)
 
@@ -83,7 +88,7 @@ def _ledger(num_blocks: int, prompts: list[Tokens]) -> Callable[[Tokens], None]:
     for prompt in prompts:
         cycle(prompt)
     assert ledger.lookup(Prefix.of(ROOT, prompts[0])).num_host_tokens == num_blocks * BLOCK_SIZE
-    return cycle
+    return ledger, cycle
 
 
 class PerBlock:
@@ -107,6 +112,9 @@ class PerBlock:
             hasher.update(raw[at : at + BLOCK_SIZE * 4])
             keys.append(hasher.copy().digest())
         return keys
+
+    def num_cached(self, prompt: Tokens) -> int:
+        return sum(key in self.device or key in self.host for key in self.keys(prompt))
 
     def cycle(self, prompt: Tokens) -> None:
         keys = self.keys(prompt)

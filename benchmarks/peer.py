@@ -57,6 +57,10 @@ class Peer:
             raise RuntimeError(f"{self.name} ended in {call}: see {ENVIRONMENTS / self.name}.log")
         return json.loads(line)
 
+    def matches(self, num_blocks: int) -> Subject:
+        """From token ids to what is cached of them."""
+        return lambda: Sample(**self.ask("match", num_blocks=num_blocks, least_s=SAMPLE_S))
+
     def cycles(self, num_blocks: int, *, hashes: bool) -> Subject:
         """Requests one after the other; `hashes`: the digests of their tokens are made within what is timed."""
         return lambda: Sample(**self.ask("cycle", num_blocks=num_blocks, least_s=SAMPLE_S, hashes=hashes))

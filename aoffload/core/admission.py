@@ -260,7 +260,7 @@ class Admission:
 
     def _serve_allocation(self, waiter: Waiter) -> bool:
         holding = waiter.holding
-        self.pins.match_again(holding)  # in the step that grants
+        self.pins.keep_match(holding)  # in the step that grants
         if self._has_room(holding, waiter.num_units):
             self.line.allocating.pop(0)
             waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))

@@ -36,19 +36,23 @@ class Pins:
         if self.cache.tiers[Tier.DEVICE].is_lent:
             self._pin_behind(holding)
             return
-        hit = Hit(0, 0, ())
-        if holding.epoch == self.cache.epoch:
-            layout = self.cache.layout
-            limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit)
-            hit = find_hit(self.cache.index, holding.sequence, layout, limit, holding.hit_alignment, islands=islands)
-            if holding.has_lost_load:
-                # It computes now: two whose loads fail at once would give each other room for the next try for ever.
-                hit = attrs.evolve(hit, stop=hit.device_stop)
+        hit = self._find(holding, islands=islands)
         self._take_leases(holding, hit, islands=islands)
         unit = self.cache.layout.unit_tokens
         holding.published = holding.ready_stop = hit.device_stop
         holding.hit_stop = hit.stop
         holding.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+
+    def _find(self, holding: Holding, *, islands: bool) -> Hit:
+        if holding.epoch != self.cache.epoch:
+            return Hit(0, 0, ())
+        layout = self.cache.layout
+        limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit)
+        hit = find_hit(self.cache.index, holding.sequence, layout, limit, holding.hit_alignment, islands=islands)
+        if holding.has_lost_load:
+            # It computes now: two whose loads fail at once would give each other room for the next try for ever.
+            hit = attrs.evolve(hit, stop=hit.device_stop)
+        return hit
 
     def _pin_behind(self, holding: Holding) -> None:
         """The same where an engine has the device to itself: what lies behind what it has there."""
@@ -106,6 +110,23 @@ class Pins:
         """What was cached or evicted meanwhile counts."""
         self.forget_match(holding)
         self.pin(holding, islands=islands)
+
+    def keep_match(self, holding: Holding) -> None:
+        """Match again, unless that would pin what is pinned already: who is first in line is asked over and over."""
+        if self.cache.layout.windows or not self._pins_just(holding, self._find(holding, islands=True)):
+            self.match_again(holding)
+
+    @staticmethod
+    def _pins_just(holding: Holding, hit: Hit) -> bool:
+        """Whether its leases are those that `hit` would take."""
+        if (holding.published, holding.hit_stop) != (hit.device_stop, hit.stop) or not holding.leases:
+            return False
+        wanted: dict[Tier, Run] = {}
+        if hit.stop > hit.device_stop:
+            wanted[Tier.HOST] = hit.run_at(hit.stop)
+        if hit.device_stop:
+            wanted[Tier.DEVICE] = hit.run_at(hit.device_stop)
+        return wanted == {tier: lease.run for tier, lease in holding.leases.items()}
 
     def end_host_lease(self, holding: Holding) -> None:
         """Pins for a load end when it settles, or when nothing loads."""

@@ -5,6 +5,7 @@ transfer is reported finished at once.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -81,8 +82,8 @@ class SchedulerSide:
             pooling_params=None, block_hasher=self.hasher,
         )  # fmt: skip
 
-    def serve(self, request: Request) -> None:
-        """From the match to the release: prefill, one token, and all it stored."""
+    def serve(self, request: Request, *, decodes: bool = False) -> None:
+        """From the match to the release: prefill, perhaps a decode step, one token more, and all it stored."""
         connector, manager = self.connector, self.manager
         connector.on_new_request(request)
         computed, num_local, _ = manager.get_computed_blocks(request)
@@ -112,14 +113,29 @@ class SchedulerSide:
         self.finish(connector.build_connector_meta(self.output(new=[new], num={request.request_id: num_left})))
         request.num_computed_tokens = request.num_tokens
         request.append_output_token_ids(7)
+        if decodes:
+            self.decode(request)
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         connector.request_finished(request, manager.get_block_ids(request.request_id)[0])
         self.finish(connector.build_connector_meta(self.output(finished={request.request_id})))
         manager.free(request)
 
-    def output(self, new: Any = (), num: Any = None, finished: Any = ()) -> SchedulerOutput:
+    def decode(self, request: Request) -> None:
+        """One step more: room for the token that was sampled, and the next one."""
+        blocks = self.manager.allocate_slots(request, 1)
+        assert blocks is not None
+        cached = CachedRequestData(
+            req_ids=[request.request_id], resumed_req_ids=set(), new_token_ids=[], all_token_ids={},
+            new_block_ids=[blocks.get_block_ids(allow_none=True)], num_computed_tokens=[request.num_computed_tokens],
+            num_output_tokens=[1],
+        )  # fmt: skip
+        self.finish(self.connector.build_connector_meta(self.output(cached=cached, num={request.request_id: 1})))
+        request.num_computed_tokens += 1
+        request.append_output_token_ids(8)
+
+    def output(self, new: Any = (), num: Any = None, finished: Any = (), cached: Any = None) -> SchedulerOutput:
         return SchedulerOutput(
-            scheduled_new_reqs=list(new), scheduled_cached_reqs=CachedRequestData.make_empty(),
+            scheduled_new_reqs=list(new), scheduled_cached_reqs=cached or CachedRequestData.make_empty(),
             num_scheduled_tokens=num or {}, total_num_scheduled_tokens=sum((num or {}).values()),
             scheduled_spec_decode_tokens={}, scheduled_encoder_inputs={}, num_common_prefix_blocks=[0],
             finished_req_ids=set(finished), free_encoder_mm_hashes=[],
@@ -166,7 +182,53 @@ def cycle(num_blocks: int, least_s: float, hashes: bool) -> dict[str, float]:
     return {name: seconds / number for name, seconds in took.items()}
 
 
-CALLS: dict[str, Callable[..., Any]] = {"prepare_cycle": prepare_cycle, "cycle": cycle}
+def match(num_blocks: int, least_s: float) -> dict[str, float]:
+    """From the token ids to what is cached of them, nothing precomputed; nothing is taken."""
+    side, prompts = SIDES[num_blocks]
+    turns = itertools.cycle(prompts)
+    found: list[int] = []
+
+    def once() -> None:
+        request = side.request(next(turns))
+        _, num_local, _ = side.manager.get_computed_blocks(request)
+        side.connector.on_new_request(request)
+        num_external, _ = side.connector.get_num_new_matched_tokens(request, num_local)
+        found.append(num_local + (num_external or 0))
+        side.connector.connector_scheduler._req_status.clear()  # nothing was begun
+
+    took = line.timed(once, least_s)
+    assert min(found) == num_blocks * BLOCK_SIZE, found
+    return took
+
+
+REPLAYS: dict[str, list[list[int]]] = {}
+
+
+def prepare_replay(path: str, limit: int) -> int:
+    """Prompts of a trace: each id a block, and one more token."""
+    with open(path) as lines:
+        found = [json.loads(text)["hash_ids"] for text in itertools.islice(lines, limit)]
+    REPLAYS[path] = [[*(number for number in ids for _ in range(BLOCK_SIZE)), 0] for ids in found]
+    return len(found)
+
+
+def replay(path: str, num_device: int, num_host: int) -> dict[str, float]:
+    """All of them, one after the other, on empty pools: seconds for one request, and the blocks that hit."""
+    side, prompts = SchedulerSide(num_device + 1, num_host), REPLAYS[path]
+
+    def serve_all() -> None:
+        for prompt in prompts:
+            side.serve(side.request(prompt), decodes=True)
+
+    gc.collect()
+    took = line.timed_once(serve_all)
+    hits = {"num_device_hits": side.num_device_hits, "num_host_hits": side.num_host_hits}
+    return {name: seconds / len(prompts) for name, seconds in took.items()} | hits
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "prepare_cycle": prepare_cycle, "cycle": cycle, "match": match, "prepare_replay": prepare_replay, "replay": replay,
+}  # fmt: skip
 
 if __name__ == "__main__":
     line.serve(CALLS)
