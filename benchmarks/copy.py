@@ -1,11 +1,14 @@
 """Copying scattered blocks of 2 MiB through `LocalTransport`, as a share of one plain memmove in the same run.
 
-The event loop is idle: nothing else runs in this process.
+Pools that were churned for long: no two blocks of a job are neighbours on the device. The loop idle: this thread waits.
+Busy: it runs an event loop whose turns of 300 µs never end, as one with a thousand clients.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from array import array
 from queue import SimpleQueue
 
@@ -16,7 +19,7 @@ from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
 from aoffload.env import Env
 from aoffload.transfer.local import LocalTransport
 
-from .harness import Measured, Row, Subject, interleave, timed
+from .harness import Measured, Row, Sample, Subject, interleave, timed
 from .peer import Peer
 
 __all__ = ["run"]
@@ -26,6 +29,7 @@ BLOCK_BYTES = 2 * MIB
 NUM_DEVICE_BLOCKS = 160
 NUM_BLOCKS_MOVED = 64
 BLOCKS_PER_JOB = 16
+TURN_S = 300e-6
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
@@ -48,29 +52,57 @@ def measure(layout: str, kv_caches: object) -> list[Row]:
         name: lambda name=name: timed(lambda: _move(transport, completions, name, on_device))  # type: ignore[misc]
         for name in ("store", "load")
     }
+    for name in ("store", "load"):
+        subjects[f"{name}, busy"] = lambda name=name: asyncio.run(  # type: ignore[misc]
+            _move_beside(transport, completions, name, on_device)
+        )
     subjects["memmove"] = lambda: timed(lambda: np.copyto(destination, source))
-    measured = interleave(subjects, seconds=2.0)
+    measured = interleave(subjects, seconds=3.0)
     transport.close(timeout_s=10)
-    return [_row(f"{name}, {layout}, loop idle", measured[name], measured["memmove"]) for name in ("store", "load")]
+    rows: list[Row] = []
+    for name in ("store", "load"):
+        rows.append(_row(f"{name}, {layout}, loop idle", measured[name], measured["memmove"], 0.9))
+        rows.append(_row(f"{name}, {layout}, loop busy", measured[f"{name}, busy"], measured["memmove"], 0.75))
+    return rows
 
 
-def _row(name: str, ours: Measured, limit: Measured) -> Row:
+def _row(name: str, ours: Measured, limit: Measured, wanted: float) -> Row:
     gigabytes = NUM_BLOCKS_MOVED * BLOCK_BYTES / 1e9
     return Row(
         name=name, value=gigabytes / ours.median_s, unit="GB/s",
         spread=f"{gigabytes / ours.high_s:.3g}-{gigabytes / ours.low_s:.3g}",
-        against="one memmove", limit=gigabytes / limit.median_s, ratio=limit.median_s / ours.median_s, wanted=0.9,
+        against="one memmove", limit=gigabytes / limit.median_s, ratio=limit.median_s / ours.median_s, wanted=wanted,
     )  # fmt: skip
 
 
 def _move(transport: LocalTransport, completions: SimpleQueue[Completion], name: str, on_device: list[int]) -> None:
+    for _ in range(_launch(transport, name, on_device)):
+        assert completions.get(timeout=60).outcome is Outcome.LANDED
+
+
+async def _move_beside(
+    transport: LocalTransport, completions: SimpleQueue[Completion], name: str, on_device: list[int]
+) -> Sample:
+    """The same beside turns that last `TURN_S`, one after the other."""
+    cpu, wall = time.thread_time(), time.perf_counter()
+    missing = _launch(transport, name, on_device)
+    while missing:
+        end = time.perf_counter() + TURN_S
+        while time.perf_counter() < end:
+            pass
+        await asyncio.sleep(0)
+        while not completions.empty():
+            assert completions.get().outcome is Outcome.LANDED
+            missing -= 1
+    return Sample(time.perf_counter() - wall, time.thread_time() - cpu)
+
+
+def _launch(transport: LocalTransport, name: str, on_device: list[int]) -> int:
+    """How many jobs were launched."""
     tiers = (Tier.DEVICE, Tier.HOST) if name == "store" else (Tier.HOST, Tier.DEVICE)
-    num_jobs = 0
-    for start in range(0, NUM_BLOCKS_MOVED, BLOCKS_PER_JOB):
+    for number, start in enumerate(range(0, NUM_BLOCKS_MOVED, BLOCKS_PER_JOB)):
         device_ids = array("i", on_device[start : start + BLOCKS_PER_JOB])
         host_ids = array("i", range(start, start + BLOCKS_PER_JOB))
         ids = (device_ids, host_ids) if name == "store" else (host_ids, device_ids)
-        transport.launch(TransferPlan(num_jobs, *tiers, *ids), None)
-        num_jobs += 1
-    for _ in range(num_jobs):
-        assert completions.get(timeout=60).outcome is Outcome.LANDED
+        transport.launch(TransferPlan(number, *tiers, *ids), None)
+    return number + 1

@@ -6,6 +6,8 @@ import time
 from array import array
 from collections.abc import Callable
 
+import numpy as np
+
 from ..core.plan import Completion, Direction, Tier, TransferPlan
 from ..env import Env
 from ..errors import TransferRefused, WrongState
@@ -17,6 +19,7 @@ from .fence import Fence
 from .lane import CopyLane, LaneCounts
 from .region import KVRegion, regions_of
 from .transport import TransferStatistics
+from .turns import Turns
 
 __all__ = ["LocalTransport"]
 
@@ -35,6 +38,7 @@ class LocalTransport:
         self.backend: CopyBackend = (backend or _backend_for(regions[0].device.type))(regions)
         self._lanes: dict[Direction, CopyLane] = {}
         self._num_blocks: dict[Tier, int] = {}
+        self._turns = Turns()
 
     @property
     def num_device_blocks(self) -> int:
@@ -51,8 +55,13 @@ class LocalTransport:
         self.backend.open(num_host_blocks)
         self._num_blocks = {Tier.DEVICE: self.num_device_blocks, Tier.HOST: num_host_blocks}
         checksums = BlockChecksums(num_host_blocks) if verify else None
+
+        def over(completion: Completion) -> None:
+            self._turns.end()
+            deliver(completion)
+
         for direction in Direction:
-            self._lanes[direction] = CopyLane(direction, self.backend, checksums, deliver, env)
+            self._lanes[direction] = CopyLane(direction, self.backend, checksums, over, env)
 
     def record_fence(self) -> Fence:
         try:
@@ -65,7 +74,13 @@ class LocalTransport:
         if not self._lanes:
             raise TransferRefused("the transport is not open")
         self._check(plan)
-        self._lanes[plan.direction].launch(plan, self._fences(plan.direction, after))
+        fences = self._fences(plan.direction, after)
+        self._turns.begin()
+        try:
+            self._lanes[plan.direction].launch(plan, fences)
+        except TransferRefused:
+            self._turns.end()
+            raise
 
     def close(self, timeout_s: float) -> bool:
         """Refuse what comes, wait for what was launched. A copy that hangs keeps the memory of both sides."""
@@ -73,6 +88,7 @@ class LocalTransport:
         for lane in self._lanes.values():
             lane.stop_launching()
         ended = [lane.join(deadline_s - time.monotonic()) for lane in self._lanes.values()]
+        self._turns.close()
         if all(ended):
             self.backend.close()
         return all(ended)
@@ -117,11 +133,13 @@ class LocalTransport:
 
     def _check_ids(self, plan: TransferPlan, name: str, tier: Tier, ids: array[int]) -> None:
         """Before anything is copied: the calls that copy would clip a bad id instead of refusing it."""
-        lowest, stop = _LOWEST_ID[tier], self._num_blocks[tier]
-        if ids and not lowest <= min(ids) <= max(ids) < stop:
-            problem = f"must be in [{lowest}, {stop}), got {min(ids)} to {max(ids)}"
-            raise TransferRefused(f"job {plan.job_id}: {name} {problem}")
-        if len(set(ids)) != len(ids):
+        if not ids:
+            return
+        lowest, stop, seen = _LOWEST_ID[tier], self._num_blocks[tier], np.frombuffer(ids, np.int32)
+        first, last = int(seen.min()), int(seen.max())
+        if not lowest <= first <= last < stop:
+            raise TransferRefused(f"job {plan.job_id}: {name} must be in [{lowest}, {stop}), got {first} to {last}")
+        if not (seen[1:] > seen[:-1]).all() and len(set(ids)) != len(ids):  # ascending ids, as most are, are distinct
             raise TransferRefused(f"job {plan.job_id}: {name} names a block twice")
 
 

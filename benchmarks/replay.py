@@ -1,0 +1,147 @@
+"""The first 4,000 requests of a trace through the ledger and through the whole runtime: `TRACE=FILE` names it.
+
+Each id of the trace is one block, one more token follows, and each request computes its prompt and one decode step;
+what it stores has landed before it ends. Blocks of 64 bytes. With one request at a time both sides have to hit the same
+blocks; prompts that overlap in time can't hit each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import anyio
+import torch
+
+from aoffload import (
+    Completion,
+    KVCacheGroup,
+    Ledger,
+    OffloadConfig,
+    OffloadRuntime,
+    Outcome,
+    Prefix,
+    TransferPlan,
+)  # fmt: skip
+
+from .cycle import ROOT, Tokens
+from .harness import Measured, Rounds, Row, Sample
+from .peer import Peer
+from .policies import BLOCK_TOKENS, read_trace
+
+__all__ = ["run"]
+
+NUM_DEVICE, NUM_HOST, NUM_REQUESTS = 3000, 20_000, 4000
+AT_A_TIME = (1, 64, 1000)
+WANTED = {"Ledger": 8.0, "runtime, 64 at a time": 4.0}
+SECONDS = 20.0
+
+
+def run(vllm: Peer | None) -> list[Row]:
+    """A row for the ledger and for each number of requests at a time; none without a trace."""
+    named = os.environ.get("TRACE")
+    if named is None:
+        print("replay: TRACE=FILE names the trace", file=sys.stderr)
+        return []
+    prompts = read_trace(Path(named), NUM_REQUESTS)
+    subjects: dict[str, Callable[[], Sample]] = {"Ledger": lambda: _through_ledger(prompts)}
+    for number in AT_A_TIME:
+        subjects[f"runtime, {number:,} at a time"] = lambda number=number: anyio.run(_through_runtime, prompts, number)
+    against = "Ledger"
+    if vllm is not None:
+        against = "vLLM with its hashing"
+        vllm.ask("prepare_replay", path=str(Path(named).resolve()), limit=NUM_REQUESTS)
+        subjects[against] = lambda: _through_peer(vllm, named)
+    rounds = Rounds(subjects, seconds=SECONDS, least=3, warm_up=1)
+    for name in rounds:
+        rounds.add(name, subjects[name]())
+    found = rounds.measured()
+    return [_row(name, found, against, vllm) for name in subjects if name != against]
+
+
+def _row(name: str, found: dict[str, Measured], against: str, vllm: Peer | None) -> Row:
+    wanted = None if vllm is None else WANTED.get(name)
+    return Row.faster(f"replay, {name}, one request", found[name], against, found[against], wanted)
+
+
+def _config() -> OffloadConfig:
+    return OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK_TOKENS)], num_host_blocks=NUM_HOST)
+
+
+def _through_ledger(prompts: list[Tokens]) -> Sample:
+    ledger = Ledger(_config(), NUM_DEVICE + 1)
+    num_hits = [0, 0]
+
+    def land(plans: Iterable[TransferPlan]) -> None:
+        for plan in plans:
+            ledger.launch(plan.job_id)
+            ledger.settle(Completion(plan.job_id, Outcome.LANDED))
+
+    cpu, wall = time.thread_time(), time.perf_counter()
+    for prompt in prompts:
+        holding = ledger.admit(Prefix.of(ROOT, prompt))
+        num_hits[0] += holding.match.num_device_tokens
+        num_hits[1] += holding.match.num_host_tokens
+        ledger.allocate_nowait(holding)
+        land(ledger.plan_load(holding))
+        land(ledger.commit(holding, len(prompt), (7,)))
+        ledger.extend_nowait(holding, len(prompt) + 1)
+        land(ledger.commit(holding, len(prompt) + 1, (8,)))
+        land(ledger.release(holding))
+    sample = _share(cpu, wall, len(prompts))
+    _check(prompts, num_hits[0], num_hits[1])
+    return sample
+
+
+async def _through_runtime(prompts: list[Tokens], at_a_time: int) -> Sample:
+    num_hits = [0, 0]
+    todo = iter(prompts)
+    kv_cache = torch.zeros(NUM_DEVICE + 1, BLOCK_TOKENS)
+
+    async def client(runtime: OffloadRuntime) -> None:
+        for prompt in todo:
+            async with runtime.request(prompt) as request:
+                await request.allocate()
+                num_hits[0] += request.match.num_device_tokens
+                num_hits[1] += request.match.num_host_tokens
+                await request.load()
+                request.commit(len(prompt), (7,))
+                await request.extend(len(prompt) + 1)
+                request.commit(len(prompt) + 1, (8,))
+                if at_a_time == 1:
+                    await runtime.flush()
+
+    async with OffloadRuntime(_config(), kv_cache) as runtime:
+        cpu, wall = time.thread_time(), time.perf_counter()
+        async with anyio.create_task_group() as clients:
+            for _ in range(at_a_time):
+                clients.start_soon(client, runtime)
+        await runtime.flush()
+        sample = _share(cpu, wall, len(prompts))
+    if at_a_time == 1:
+        _check(prompts, *num_hits)
+    return sample
+
+
+def _through_peer(vllm: Peer, path: str) -> Sample:
+    found = vllm.ask("replay", path=str(Path(path).resolve()), num_device=NUM_DEVICE, num_host=NUM_HOST)
+    return Sample(found["wall_s"], found["cpu_s"])
+
+
+def _share(cpu: float, wall: float, number: int) -> Sample:
+    return Sample((time.perf_counter() - wall) / number, (time.thread_time() - cpu) / number)
+
+
+def _check(prompts: list[Tokens], num_device: int, num_host: int) -> None:
+    """With one at a time nothing is left to chance: what was cached hits."""
+    asked = sum(len(prompt) // BLOCK_TOKENS for prompt in itertools.chain(prompts))
+    found = (num_device + num_host) // BLOCK_TOKENS
+    print(
+        f"replay: {num_device // BLOCK_TOKENS:,} device and {num_host // BLOCK_TOKENS:,} host hits of {asked:,}",
+        file=sys.stderr,
+    )
+    assert found >= 0.27 * asked or len(prompts) < NUM_REQUESTS, found
