@@ -34,9 +34,16 @@ _LINE = (
         scenarios=("leaps",),
     ),
     Mutant(
+        "who waits keeps what it matched first",
+        "aoffload.core.pins",
+        "        if self.cache.layout.windows or not self._pins_just(",
+        "        if self.cache.layout.windows and not self._pins_just(",
+        "who waited matches again in the step that grants",
+    ),
+    Mutant(
         "no match at the grant",
         ADMISSION,
-        "        self.pins.match_again(holding)  # in the step that grants\n",
+        "        self.pins.keep_match(holding)  # in the step that grants\n",
         "",
         "who waited matches again in the step that grants",
     ),
@@ -222,8 +229,8 @@ _WAKING = (
     Mutant(
         "lost load tried again",
         "aoffload.core.pins",
-        "            if holding.has_lost_load:\n",
-        "            if holding.has_lost_load and not holding.has_lost_load:\n",
+        "        if holding.has_lost_load:\n",
+        "        if holding.has_lost_load and not holding.has_lost_load:\n",
         "a failed load is not retried for ever",
         scenarios=("crowded_sharing",),
     ),
