@@ -34,6 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 BLOCK_SIZE = 16
+MODEL = tempfile.TemporaryDirectory(prefix="vllm_side_")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
     "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 100_000,
@@ -42,7 +43,7 @@ LLAMA = {
 
 
 def config_of(num_device: int, num_host: int) -> VllmConfig:
-    where = Path(tempfile.mkdtemp(prefix="vllm_side_"))
+    where = Path(MODEL.name)
     (where / "config.json").write_text(json.dumps(LLAMA))
     model = ModelConfig(model=str(where), tokenizer=str(where), skip_tokenizer_init=True, dtype="float32", seed=0)
     scheduler = SchedulerConfig(
