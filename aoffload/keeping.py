@@ -7,6 +7,7 @@ for, given up, or left to itself.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypedDict, TypeVar
@@ -96,7 +97,7 @@ class PinScope:
         return self._pin is not None and self._pin.has_lapsed
 
 
-class _Pending(Generic[AnyErrand]):
+class _Pending(ABC, Generic[AnyErrand]):
     """A transfer on its way. As a `with` block, it is given up where the block is left; without, it goes on by itself.
 
     `wait` may be cancelled and called again.
@@ -108,8 +109,8 @@ class _Pending(Generic[AnyErrand]):
         self._errand = self._start(prefix, self._wake)
         runtime.worker.submit(self._errand.plans)
 
-    def _start(self, prefix: Prefix, wake: Callable[[], None]) -> AnyErrand:
-        raise NotImplementedError
+    @abstractmethod
+    def _start(self, prefix: Prefix, wake: Callable[[], None]) -> AnyErrand: ...
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._errand!r}>"

@@ -129,6 +129,8 @@ async def _through_runtime(prompts: list[Tokens], at_a_time: int) -> Sample:
 
 def _through_peer(vllm: Peer, path: str) -> Sample:
     found = vllm.ask("replay", path=str(Path(path).resolve()), num_device=NUM_DEVICE, num_host=NUM_HOST)
+    device, host = found["num_device_hits"], found["num_host_hits"]
+    print(f"replay, {vllm.name}: {device:,} device and {host:,} host hits", file=sys.stderr)
     return Sample(found["wall_s"], found["cpu_s"])
 
 
