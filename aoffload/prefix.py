@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,6 +29,8 @@ TokenIds: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | bytes | Any"
 TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2**31 - 1
 INT32 = np.dtype("<i4")
+FEW = 16
+"""Ids up to which a loop is faster than an array, as most commits append none or one."""
 # No token id encodes to this, so a span record can never be mistaken for tokens.
 _SPAN_MARK = b"\xff\xff\xff\xff"
 _KEY_TYPES = (str, bytes)
@@ -140,8 +143,8 @@ class Prefix:
 
 def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
     """`token_ids` as little-endian int32 bytes: the one copy that is ever made of them."""
-    if isinstance(token_ids, (tuple, list)) and not token_ids:
-        return b""  # what most commits append; an array of it costs as much as the rest of the commit
+    if isinstance(token_ids, (tuple, list)) and len(token_ids) <= FEW and _are_token_ids(token_ids):
+        return array("i", token_ids).tobytes()
     if not isinstance(token_ids, np.ndarray):
         token_ids = _as_array(token_ids, argument)
     if token_ids.ndim != 1:
@@ -149,7 +152,7 @@ def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
     if token_ids.size == 0:
         return b""
     if token_ids.dtype == INT32:  # seen as unsigned, a negative id is above all others
-        if token_ids.view(np.uint32).max() > MAX_TOKEN_ID:
+        if np.maximum.reduce(token_ids.view(np.uint32)) > MAX_TOKEN_ID:
             raise InvalidArgument(argument, "holds a negative id")
         return token_ids.tobytes()
     if token_ids.dtype.kind not in "iu":
@@ -161,16 +164,21 @@ def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
     return token_ids.astype("<i4", copy=False).tobytes()
 
 
+def _are_token_ids(token_ids: Sequence[object]) -> bool:
+    """Whether all are plain and in range. What is not gets its error where many are looked at."""
+    return all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in token_ids)
+
+
 def _as_array(token_ids: TokenIds, argument: str) -> np.ndarray[Any, Any]:
     if isinstance(token_ids, (str, bytes, bytearray)):
         raise InvalidArgument(argument, f"must be a sequence of integers, got {type(token_ids).__name__}")
     try:
-        array = np.asarray(token_ids)
+        found = np.asarray(token_ids)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InvalidArgument(argument, f"cannot be read as integers: {error}") from error
-    if array.dtype.kind == "O" and array.ndim == 1 and all(isinstance(token, int) for token in array):
+    if found.dtype.kind == "O" and found.ndim == 1 and all(isinstance(token, int) for token in found):
         raise InvalidArgument(argument, "holds an id outside of [0, 2**31)")
-    return array if array.size else array.astype(np.int32)
+    return found if found.size else found.astype(np.int32)
 
 
 def _as_spans(key_spans: Iterable[KeySpan]) -> tuple[KeySpan, ...]:

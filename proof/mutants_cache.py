@@ -54,16 +54,16 @@ _KEYS = (
     Mutant(
         "device island counts as a hit",
         MATCHING,
-        "if device_stop == run.start:",
-        "if run.parts[Tier.DEVICE].blocks:",
+        "            if device_stop == run.start:\n                device_stop",
+        "            if run.parts[0].blocks:\n                device_stop",
         "no device island behind a missing block is shared",
         scenarios=("evicted_otherwise",),
     ),
     Mutant(
         "a store in flight counts as a hit",
         MATCHING,
-        "reached = max(part.stop for part in run.parts[1:NUM_TIERS])",
-        "reached = max(part.covered_stop for part in run.parts[1:NUM_TIERS])",
+        "if part.stop > reached:\n                    reached = part.stop",
+        "if part.covered_stop > reached:\n                    reached = part.covered_stop",
         "publish on completion",
         scenarios=("tier_resets",),
     ),
@@ -173,17 +173,17 @@ _RUNS = (
     Mutant(
         "reset keeps the entries",
         CACHE,
-        "self.index = RunIndex(self.layout, self.index.epoch + 1)",
+        "self.index = RunIndex(self.layout, self.epoch)",
         "runs = self.index.runs\n"
-        "        self.index = RunIndex(self.layout, self.index.epoch + 1)\n"
+        "        self.index = RunIndex(self.layout, self.epoch)\n"
         "        self.index.runs = runs",
         "reset makes everything unfindable",
     ),
     Mutant(
         "reset keeps the epoch",
         CACHE,
-        "RunIndex(self.layout, self.index.epoch + 1)",
-        "RunIndex(self.layout, self.index.epoch)",
+        "self.epoch += 1",
+        "self.epoch += 0",
         "what was admitted before a reset never publishes or stores again",
     ),
     Mutant(

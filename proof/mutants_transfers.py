@@ -249,8 +249,8 @@ _SHARING = (
     Mutant(
         "room for a failed load not looked at",
         LOADS,
-        "        if sum(missing) > self.admission.room:\n",
-        "        if sum(missing) > self.admission.capacity:\n",
+        "        if any(missing) and sum(missing) > self.admission.room:\n",
+        "        if any(missing) and sum(missing) > self.admission.capacity:\n",
         "a load can always give up: it queues again without room",
     ),
     Mutant(

@@ -180,10 +180,13 @@ class Admission:
 
     def _take_nowait(self, holding: Holding, num_units: int, *, behind: bool) -> array[int]:
         """Room for a table of `num_units`, or `OutOfBlocks`; `behind`: somebody has been waiting for it longer."""
-        self._check_fits(holding, num_units)
-        if behind or not self._has_room(holding, num_units):
-            raise OutOfBlocks(self.num_missing(holding, num_units), 0 if behind else self.room, retryable=True)
-        return self.cache.take(Tier.DEVICE, self.num_missing(holding, num_units))
+        missing = self.num_missing(holding, num_units)
+        if behind or missing > self.room:
+            self._check_fits(holding, num_units)
+            if behind or not self._has_room(holding, num_units):
+                raise OutOfBlocks(self.num_missing(holding, num_units), 0 if behind else self.room, retryable=True)
+            missing = self.num_missing(holding, num_units)
+        return self.cache.take(Tier.DEVICE, missing)
 
     def _has_room(self, holding: Holding, num_units: int) -> bool:
         """Whether a table of `num_units` can be had now; if need be without what `holding` itself pins on the device
@@ -203,6 +206,7 @@ class Admission:
     def wait_for_allocation(self, waiter: Waiter) -> None:
         """Join the line; only its head keeps pins."""
         before = self.line.allocating[0] if self.line.allocating else waiter
+        self._promised = max(self._promised, self.capacity)
         waiter.holding.waiter = waiter
         self.line.join_allocating(waiter)
         head = self.line.allocating[0]
@@ -212,6 +216,7 @@ class Admission:
             self.pins.forget_match(waiter.holding)
 
     def _wait_for_extension(self, waiter: Waiter) -> None:
+        self._promised = max(self._promised, self.capacity)
         waiter.holding.waiter = waiter
         self.line.join_extending(waiter)
 
@@ -226,6 +231,8 @@ class Admission:
 
     def pump(self) -> None:
         """Grant what can be granted, in order. Called after everything that changes room."""
+        if self.line.is_empty:
+            return
         if self.capacity < self._promised:
             self._fail_who_cannot_fit()
         self._promised = self.capacity

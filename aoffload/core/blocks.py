@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 __all__ = ["DevicePool", "ExtentPool", "FreeList"]
+
+
+FEW = 100
+"""Ids up to which comparing them is faster than looking for gaps by numpy."""
 
 
 class DevicePool(Protocol):
@@ -134,12 +138,17 @@ class ExtentPool:
         return stop
 
 
-def extents(block_ids: array[int]) -> Iterator[tuple[int, int]]:
+def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:
     """`block_ids` as half-open ranges of neighbours, in their order."""
     if not block_ids:
-        return
-    breaks = np.flatnonzero(np.diff(np.frombuffer(block_ids, np.int32)) != 1) if len(block_ids) > 1 else ()
+        return ()
+    start, stop = block_ids[0], block_ids[-1] + 1
+    if stop - start == len(block_ids) < FEW and block_ids == array("i", range(start, stop)):
+        return ((start, stop),)
+    seen = np.frombuffer(block_ids, np.int32)
+    found: list[tuple[int, int]] = []
     first = 0
-    for last in (*(int(at) for at in breaks), len(block_ids) - 1):
-        yield block_ids[first], block_ids[last] + 1
+    for last in (*np.flatnonzero(seen[1:] - seen[:-1] != 1).tolist(), len(block_ids) - 1):
+        found.append((block_ids[first], block_ids[last] + 1))
         first = last + 1
+    return found

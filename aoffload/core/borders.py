@@ -209,8 +209,8 @@ class Borders:
         for part in run.parts:
             if part.num_references or part.incoming is not None:
                 return
-            if part.blocks:
-                held = max(held, part.stop)
+            if part.stop > held:
+                held = part.stop
         if held == run.start:
             self.index.remove(run)
         elif (held - run.start) * 2 <= run.stop - run.start:

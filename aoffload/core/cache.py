@@ -43,10 +43,8 @@ class PrefixCache(Borders):
     def __init__(self, layout: Layout, tiers: tuple[TierBlocks, ...], new_order: Callable[[], EvictionOrder]) -> None:
         super().__init__(layout, tiers)
         self._new_order = new_order
-
-    @property
-    def epoch(self) -> int:
-        return self.index.epoch
+        self.epoch = self.index.epoch
+        """Counts resets: what is of another one is not findable."""
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -63,19 +61,19 @@ class PrefixCache(Borders):
         blocks = self.tiers[tier]
         self._reference(blocks, run)
         lease = Lease(tier, run, list(starts))
-        for band, start in zip(self.layout.windows, starts, strict=False):
+        for number, start in enumerate(lease.starts, 1):
             self._split_path(run, start)
             for current in _between(run, start, run.stop):
-                self._reference_part(blocks, current.part(tier, band.number))
+                self._reference_part(blocks, current.part(tier, number))
         return lease
 
     def release(self, lease: Lease) -> None:
         """End a lease; what nobody else pins becomes evictable, the tail as the oldest."""
         lease.spend()
         blocks = self.tiers[lease.tier]
-        for band, start in zip(self.layout.windows, lease.starts, strict=False):
+        for number, start in enumerate(lease.starts, 1):
             for current in _between(lease.run, start, lease.run.stop):
-                self._dereference_part(blocks, current, band.number)
+                self._dereference_part(blocks, current, number)
         self._dereference(blocks, lease.run)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
@@ -84,11 +82,11 @@ class PrefixCache(Borders):
             return
         blocks, old = self.tiers[lease.tier], lease.run
         self._reference(blocks, run)
-        for band, start in zip(self.layout.windows, lease.starts, strict=False):
+        for number, start in enumerate(lease.starts, 1):
             for current in _between(run, max(start, old.stop), run.stop):
-                self._reference_part(blocks, current.part(lease.tier, band.number))
+                self._reference_part(blocks, current.part(lease.tier, number))
             for current in _between(old, max(start, run.stop), old.stop):
-                self._dereference_part(blocks, current, band.number)
+                self._dereference_part(blocks, current, number)
         lease.run = run
         _mark_used(lease, old.stop)
         if run.stop < old.stop:
@@ -125,17 +123,23 @@ class PrefixCache(Borders):
 
     @staticmethod
     def _reference(tier: TierBlocks, run: Run) -> None:
-        current: Run | None = run
-        while current is not None:
-            part = current.parts[tier.tier]
+        number, current = tier.tier, run
+        while True:
+            part = current.parts[number]
             part.num_references += 1
             if part.num_references > 1:
                 return
             if part.blocks:
                 tier.make_pinned(part)
+            if current.before is None:
+                return
             current = current.before
 
     def _dereference(self, tier: TierBlocks, run: Run) -> None:
+        part = run.parts[tier.tier]
+        if part.num_references > 1:  # as after most copies: whoever wanted it is still there
+            part.num_references -= 1
+            return
         let_go: list[Run] = []
         current: Run | None = run
         while current is not None:
@@ -190,7 +194,8 @@ class PrefixCache(Borders):
 
     def reset(self) -> None:
         """Swap the index: nothing cached so far is findable any more; what is pinned stays until it is let go of."""
-        self.index = RunIndex(self.layout, self.index.epoch + 1)
+        self.epoch += 1
+        self.index = RunIndex(self.layout, self.epoch)
         for tier in self.tiers:
             for part in list(tier.order):
                 tier.pool.give(part.clear())
@@ -249,11 +254,15 @@ def _between(run: Run, start: int, stop: int) -> list[Run]:
 
 def _mark_used(lease: Lease, start: int) -> None:
     """Whoever takes `lease` uses what it pins: of windows, what lies from unit `start` on."""
-    for run in lease.run.path():
-        part = run.parts[lease.tier]
+    tier, current = lease.tier, lease.run
+    while True:
+        part = current.parts[tier]
         if part.blocks and not part.last_use:
             break  # in use, and with it all that lies before
         part.last_use = 0
+        if current.before is None:
+            break
+        current = current.before
     for number, first in enumerate(lease.starts, 1):
         for run in _between(lease.run, max(first, start), lease.run.stop):
             run.part(lease.tier, number).last_use = 0

@@ -97,11 +97,11 @@ class Commits:
         if is_last:
             self.policy.seen(holding, self._num_prompt_units(holding), holding.published)
         stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
-        if self.policy.num_frontier_blocks:
+        if self.frontier.num_blocks:
             self.frontier.offer(run, stop)
             return ()
         is_at_end = is_last or self._is_at_end(holding) or first < stop == holding.store_limit
-        return tuple(job.plan for job in self.stores.offer(holding, run, first, stop, with_windows=is_at_end))
+        return tuple([job.plan for job in self.stores.offer(holding, run, first, stop, with_windows=is_at_end)])
 
     def plan_frontier(self) -> tuple[TransferPlan, ...]:
         """Stores of what is about to be evicted; none unless the policy has a frontier."""

@@ -6,7 +6,7 @@ stands in the line, computes nothing, and when its jobs are over it lets go of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import attrs
 
@@ -112,7 +112,7 @@ class Errands:
 
     def _first_missing(self, holding: Holding) -> int:
         """Up to where the spine is on the device, or on its way there."""
-        path = list(holding.leases[Tier.HOST].run.path())[::-1]
+        path = holding.leases[Tier.HOST].run.whole_path()
         return self.loads.on_its_way(path, holding.published, holding.hit_stop)[1]
 
     def _excess(self, holding: Holding) -> int:
@@ -217,9 +217,9 @@ class Errands:
         self.under_way[holding] = errand
         self.moves.errand(errand, _S.MOVING)
 
-    def conclude(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
-        """End the errands whose jobs are over; whom to wake once the line was served."""
-        errands = [self.under_way[holding] for holding in holdings]
+    def conclude(self, over: list[Holding]) -> list[Callable[[], object]]:
+        """End the errands among those whose jobs are over; whom to wake once the line was served."""
+        errands = [self.under_way[holding] for holding in over if holding in self.under_way]
         for errand in errands:
             self._end(errand, _S.DONE)
         return [errand.wake for errand in errands]

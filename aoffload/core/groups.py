@@ -157,6 +157,8 @@ class Layout:
     """The bands of limited reach: all but the spine."""
     width: int
     """Ids of a unit in all groups together: what a request needs for one more."""
+    spine: Band
+    """The first of the bands."""
 
     @classmethod
     def of(cls, groups: Sequence[KVCacheGroup]) -> Layout:
@@ -177,11 +179,13 @@ class Layout:
             Band(number, kind, tuple(found), unit, sum(unit // size for size in found))
             for number, (kind, found) in enumerate(zip(kinds, sizes, strict=True))
         )
-        return cls(tuple(groups), unit, bands, tuple(places), bands[1:], sum(band.width for band in bands))
+        return cls(tuple(groups), unit, bands, tuple(places), bands[1:], sum(band.width for band in bands), bands[0])
 
-    @property
-    def spine(self) -> Band:
-        return self.bands[0]
+    def window_starts(self, stop: int) -> Sequence[int]:
+        """For each window the unit from which on it is needed for computing to go on at unit `stop`."""
+        if not self.windows:
+            return ()
+        return [band.first_needed(stop * band.unit_tokens) for band in self.windows]
 
     def num_units(self, num_tokens: int) -> int:
         """Units it takes to hold `num_tokens`."""

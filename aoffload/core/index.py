@@ -26,7 +26,7 @@ from .tokens import TokenSequence, hash_run
 if TYPE_CHECKING:
     from .jobs import Job
 
-__all__ = ["NUM_TIERS", "Part", "Run", "RunIndex", "Stretch", "stretches"]
+__all__ = ["NUM_TIERS", "Part", "Run", "RunIndex", "Stretch", "held_ids", "stretches"]
 
 NUM_TIERS = len(Tier)
 
@@ -160,6 +160,12 @@ class Run:
     def part(self, tier: Tier, band: int) -> Part:
         return self.parts[band * NUM_TIERS + tier]
 
+    def whole_path(self) -> list[Run]:
+        """All runs before this one, and this one, in prefix order."""
+        if self.before is None:
+            return [self]
+        return [*self.path()][::-1]
+
     def path(self) -> Iterator[Run]:
         """This run and all before it, last first."""
         run: Run | None = self
@@ -193,6 +199,17 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
             found.append(Stretch(current, max(start, current.start), min(stop, current.stop)))
     found.reverse()
     return found
+
+
+def held_ids(over: list[Stretch], tier: Tier, band: int) -> array[int]:
+    """The ids of the blocks that `tier` holds of `band` over stretches; all of them have to be there."""
+    if len(over) == 1:
+        run, start, stop = over[0]
+        return run.part(tier, band).ids(start, stop)
+    ids = array("i")
+    for stretch in over:
+        ids.extend(stretch.run.part(tier, band).ids(stretch.start, stretch.stop))
+    return ids
 
 
 class RunIndex:

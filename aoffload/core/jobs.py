@@ -14,7 +14,7 @@ import attrs
 from .cache import PrefixCache
 from .groups import Band
 from .holding import Holding
-from .index import Part, Run, Stretch, stretches
+from .index import Part, Run, Stretch, held_ids, stretches
 from .lease import Lease
 from .lifecycle import JobState, Moves, require
 from .plan import Completion, Direction, Outcome, Tier, TransferPlan
@@ -130,9 +130,7 @@ class JobBook:
         over: list[Stretch],
         blocks: array[int],
     ) -> Job:
-        source_ids = array("i")
-        for stretch in over:
-            source_ids.extend(stretch.run.part(source, band.number).ids(stretch.start, stretch.stop))
+        source_ids = held_ids(over, source, band.number)
         end = over[-1]
         plan = TransferPlan(self._next_id, source, destination, source_ids, blocks)
         self._next_id += 1
@@ -248,8 +246,10 @@ class JobBook:
 
     def _forget_job(self, job: Job) -> None:
         del self.unsettled[job.job_id]
-        for lease in job.leases():
-            self.cache.release(lease)
+        if job.source_lease is not None:
+            self.cache.release(job.source_lease)
+        if job.destination_lease is not None:
+            self.cache.release(job.destination_lease)
         if job.source_lease is None:
             self.cache.give(job.plan.source, job.plan.source_ids)
 
@@ -305,6 +305,10 @@ def _enter_spine(tier: Tier, part: Part, first: int, last: int, brought: array[i
         return brought
     skip = (part.stop - first) * part.width  # somebody computed these meanwhile; theirs stay
     take = (last - first) * part.width
+    if not skip and take == len(brought):
+        part.blocks.extend(brought)
+        part.stop = last
+        return array("i")
     part.blocks.extend(brought[skip:take])
     part.stop = last
     return brought[:skip] + brought[take:]

@@ -153,7 +153,7 @@ class Keeping:
         return hit, [_Wish(tier, stop, self._starts(min(stop, again))) for tier, stop in ends]
 
     def _starts(self, stop: int) -> list[int]:
-        return [band.first_needed(stop * band.unit_tokens) for band in self.cache.layout.windows]
+        return list(self.cache.layout.window_starts(stop))
 
     def _take(self, pin: Pin, hit: Hit, wishes: list[_Wish]) -> None:
         unit = self.cache.layout.unit_tokens

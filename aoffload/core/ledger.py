@@ -322,10 +322,12 @@ class Ledger:
         over = self._loads.settled(jobs)
         if also is not None and also.load is not None and also not in over:
             over.append(also)
-        if any(job.completion is not None and job.completion.outcome is Outcome.CORRUPT for job in jobs):
-            self._keeping.renew()
+        for job in jobs:
+            if job.completion is not None and job.completion.outcome is Outcome.CORRUPT:
+                self._keeping.renew()
+                break
         requests = [holding for holding in over if holding not in self._errands.under_way]
-        wakes = self._errands.conclude([holding for holding in over if holding not in requests])
+        wakes = self._errands.conclude(over)
         wakes += self._loads.conclude_all(requests)
         self.admission.pump()
         for wake in wakes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar
 
 import attrs
 
@@ -113,14 +114,12 @@ class LentBlocks:
 class LentTier(TierBlocks):
     """pinned + quarantined = lent: nothing is free, and nothing is cached."""
 
+    is_lent: ClassVar[bool] = True
+
     @property
     def _lent(self) -> LentBlocks:
         assert isinstance(self.pool, LentBlocks)
         return self.pool
-
-    @property
-    def is_lent(self) -> bool:
-        return True
 
     def require_own(self, call: str) -> None:
         raise WrongState(f"{call}: this ledger has no device blocks of its own: lend some")

@@ -18,7 +18,7 @@ from .jobs import Job, JobBook
 from .lifecycle import Moves, RequestState, require
 from .matching import accepted, present_stop
 from .pins import Pins
-from .plan import Direction, Tier, TransferPlan
+from .plan import EVERY_TIER, Direction, Tier, TransferPlan
 from .publish import step_back
 from .table import BlockTable, without
 from .waiting import Waiter, nobody, require_idle
@@ -87,9 +87,9 @@ class Loads:
 
         Nothing starts (and `holding.load` stays None) if the hit is gone: a block of it turned out to be corrupt."""
         layout, start = self.cache.layout, holding.published
-        path = list(holding.leases[Tier.HOST].run.path())[::-1]
+        path = holding.leases[Tier.HOST].run.whole_path()
         shared, on_its_way = self.on_its_way(path, start, stop)
-        stop = accepted(layout, path, self._held_stop(path, on_its_way, stop), tuple(Tier))
+        stop = accepted(layout, path, self._held_stop(path, on_its_way, stop), EVERY_TIER)
         if stop <= start or not self._fill_windows(holding, stop):
             return []
         self._lease_path(holding, stop)
@@ -108,6 +108,8 @@ class Loads:
     def _fill_windows(self, holding: Holding, stop: int) -> bool:
         """Have blocks where a load up to `stop` brings something: other places than those of the whole hit, if it takes
         fewer tokens. False: there is no room for them."""
+        if not self.cache.layout.windows:
+            return True
         wanted: list[tuple[BlockTable, int]] = []
         for band in self.cache.layout.windows:
             first = max(holding.published, band.first_needed(stop * band.unit_tokens))
@@ -122,8 +124,8 @@ class Loads:
         """Jobs of others that bring the spine from `start` on, and up to where it is there with them."""
         if not self.cache.layout.spine.width:
             return [], stop
-        over = stretches(path[-1], start, stop)
-        return _incoming(over, present_stop(path, Tier.DEVICE, start, stop))
+        there = present_stop(path, Tier.DEVICE, start, stop)
+        return _incoming(stretches(path[-1], there, stop), there)
 
     def _held_stop(self, path: list[Run], start: int, stop: int) -> int:
         """Up to where the host holds the spine from `start` on."""
@@ -131,7 +133,9 @@ class Loads:
 
     def _lease_path(self, holding: Holding, stop: int) -> None:
         """Pin, on the device, the path up to `stop`: what is published there from now on is pinned as it lands."""
-        last = self.cache.cut(stretches(holding.leases[Tier.HOST].run, stop - 1, stop)[0].run, stop)
+        last = holding.leases[Tier.HOST].run
+        if last.stop != stop:
+            last = self.cache.cut(stretches(last, stop - 1, stop)[0].run, stop)
         device = holding.leases.get(Tier.DEVICE)
         if device is None:
             starts = [table.start for table in holding.tables[1:]]  # all of it, should the load fail
@@ -188,15 +192,18 @@ class Loads:
         for table, band in zip(holding.tables, layout.bands, strict=True):
             first = max(start, band.first_needed(ready * layout.unit_tokens))
             if table.width:
-                self.cache.give(Tier.DEVICE, table.null(start, ready))
-            table.put(first, self.pins.ready_ids(holding, band.number, first, ready))
+                if start < first:
+                    self.cache.give(Tier.DEVICE, table.null(start, first))
+                ids = self.pins.ready_ids(holding, band.number, first, ready)
+                self.cache.give(Tier.DEVICE, table.exchange(first, ids))
         holding.published = holding.ready_stop = ready
         if ready < load.stop:
             step_back(self.cache, holding, ready)
-        self._put_back(holding, load)
+        if load.spares:
+            self._put_back(holding, load)
         self.pins.end_host_lease(holding)
         missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
-        if sum(missing) > self.admission.room:
+        if any(missing) and sum(missing) > self.admission.room:
             num_units = holding.num_units
             self.pins.let_go(holding)
             holding.has_lost_load, holding.lent_stop = True, 0
@@ -211,7 +218,7 @@ class Loads:
 
     def _put_back(self, holding: Holding, load: Load) -> None:
         """Use again, where nothing was brought, what was lent for it; but not if a copy may still write there."""
-        doubtful = self.jobs.doubtful_ids(Tier.DEVICE) if load.spares else ()
+        doubtful = self.jobs.doubtful_ids(Tier.DEVICE)
         for spare in load.spares:
             table = holding.tables[spare.band]
             for index, block_id in enumerate(spare.ids, spare.start * table.width):
@@ -224,7 +231,7 @@ class Loads:
     def _ready_stop(self, holding: Holding, load: Load) -> int:
         """Up to where computing can go on with what is on the device."""
         run, start = holding.device_run, holding.published
-        path = [] if run is None else list(run.path())[::-1]
+        path = [] if run is None else run.whole_path()
         stop = load.stop
         if self.cache.layout.spine.width:
             stop = present_stop(path, Tier.DEVICE, start, stop)
@@ -271,7 +278,11 @@ class Loads:
                     if not holding.load.jobs:
                         over.add(holding)
             job.claims.clear()
-        return sorted(over, key=lambda holding: holding.ticket)
+        return sorted(over, key=_ticket) if len(over) > 1 else list(over)
+
+
+def _ticket(holding: Holding) -> int:
+    return holding.ticket
 
 
 def _incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:

@@ -9,7 +9,7 @@ import attrs
 
 from .groups import Band, Layout
 from .index import NUM_TIERS, Run, RunIndex
-from .plan import Tier
+from .plan import EVERY_TIER, Tier
 from .tokens import TokenSequence
 
 __all__ = ["Answer", "Hit", "PrefixMatch", "accepted", "find_hit", "find_hit_behind", "present_stop"]
@@ -50,7 +50,10 @@ class Hit:
 
     def run_at(self, position: int) -> Run:
         """The run that holds the unit before `position`."""
-        return next(run for run in reversed(self.path) if run.start < position)
+        for run in reversed(self.path):
+            if run.start < position:
+                return run
+        raise ValueError(f"no run of the hit lies before unit {position}")
 
 
 def find_hit(
@@ -73,13 +76,13 @@ def find_hit(
         stop -= stop % alignment
         return Hit(min(device_stop, stop), stop, path)
     if islands:
-        stop = accepted(layout, path, stop, tuple(Tier), alignment)
+        stop = accepted(layout, path, stop, EVERY_TIER, alignment)
         return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path)
     near = device_stop
     while True:
         near = accepted(layout, path, near, (Tier.DEVICE,))
         reached = present_stop(path, Tier.HOST, near, stop) if layout.spine.width else stop
-        reached = accepted(layout, path, reached, tuple(Tier), alignment, device_limit=near)
+        reached = accepted(layout, path, reached, EVERY_TIER, alignment, device_limit=near)
         if near <= reached:
             return Hit(near, reached, path)
         near = reached
@@ -108,11 +111,18 @@ def _spine(index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int)
     has_spine = layout.spine.width > 0
     for run, agreed in index.walk(sequence, limit):
         path.append(run)
-        reached = max(part.stop for part in run.parts[1:NUM_TIERS]) if has_spine else agreed
-        if device_stop == run.start:
-            device_stop = min(run.parts[Tier.DEVICE].stop, agreed) if has_spine else agreed
-            reached = max(reached, device_stop)
-        stop = min(reached, agreed)
+        stop = agreed
+        if has_spine:
+            reached = run.start
+            for part in run.parts[1:NUM_TIERS]:
+                if part.stop > reached:
+                    reached = part.stop
+            if device_stop == run.start:
+                device_stop = min(run.parts[0].stop, agreed)
+                reached = max(reached, device_stop)
+            stop = min(reached, agreed)
+        elif device_stop == run.start:
+            device_stop = agreed
         if stop < run.stop:
             break
     return tuple(path), device_stop, stop
@@ -142,6 +152,9 @@ def accepted(
     """The last position, at most `stop` and a multiple of `alignment`, for which `tiers` hold what every band of
     limited reach needs. `path`: runs in prefix order, the spine being there up to `stop`. The device counts up to
     `device_limit`; what lies before `given` is there, whoever holds it."""
+    stop -= stop % alignment
+    if not layout.windows:
+        return stop
     held = _Held(path, tiers, stop if device_limit is None else device_limit, given)
     while True:
         stop -= stop % alignment

@@ -10,7 +10,7 @@ import attrs
 from .cache import PrefixCache
 from .groups import Band
 from .holding import Holding
-from .index import Run, stretches
+from .index import Run, held_ids, stretches
 from .lease import Lease
 from .matching import Hit, PrefixMatch, find_hit, find_hit_behind
 from .plan import Tier
@@ -88,8 +88,7 @@ class Pins:
 
     def lease(self, tier: Tier, run: Run) -> Lease:
         """Pin, in `tier`, what is needed for computing to go on at the end of `run`."""
-        starts = [band.first_needed(run.stop * band.unit_tokens) for band in self.cache.layout.windows]
-        return self.cache.lease(tier, run, starts)
+        return self.cache.lease(tier, run, self.cache.layout.window_starts(run.stop))
 
     def unpin(self, holding: Holding) -> None:
         """Let go of the leases. Private blocks are another matter."""
@@ -157,8 +156,12 @@ class Pins:
     def num_fresh(self, holding: Holding, num_units: int) -> int:
         """Blocks that tables of `num_units` units take, besides the device hit: of a window only what will be needed
         once the host hit is loaded."""
-        bands = self.cache.layout.bands
-        return sum(max(0, num_units - self._first_fresh(holding, band)) * band.width for band in bands)
+        found = 0
+        for band in self.cache.layout.bands:
+            first = self._first_fresh(holding, band)
+            if first < num_units:
+                found += (num_units - first) * band.width
+        return found
 
     def num_kept(self, holding: Holding) -> int:
         """Blocks of the device hit."""
@@ -176,9 +179,11 @@ class Pins:
         num_units = max(num_units, stop)  # it may have been matched again, and hit more than it asked room for
         tables: list[BlockTable] = []
         for band in self.cache.layout.bands:
-            table = BlockTable(band.width, start=band.first_needed(stop * band.unit_tokens))
-            table.append_null(table.start)
-            table.ids.extend(self.ready_ids(holding, band.number, table.start, stop))
+            start = band.first_needed(stop * band.unit_tokens)
+            table = BlockTable(band.width, start=start)
+            if stop:
+                table.append_null(start)
+                table.ids.extend(self.ready_ids(holding, band.number, start, stop))
             fresh = min(num_units, self._first_fresh(holding, band))
             table.append_null(fresh - stop)
             count = (num_units - fresh) * band.width
@@ -197,7 +202,4 @@ class Pins:
 
     def ready_ids(self, holding: Holding, band: int, start: int, stop: int) -> array[int]:
         """The ids of units `[start, stop)` of the path that `holding` leases on the device."""
-        ids = array("i")
-        for stretch in stretches(holding.device_run, start, stop):
-            ids.extend(stretch.run.part(Tier.DEVICE, band).ids(stretch.start, stretch.stop))
-        return ids
+        return held_ids(stretches(holding.device_run, start, stop), Tier.DEVICE, band)

@@ -7,7 +7,7 @@ from array import array
 
 import attrs
 
-__all__ = ["Completion", "Direction", "Outcome", "Tier", "TransferPlan"]
+__all__ = ["EVERY_TIER", "Completion", "Direction", "Outcome", "Tier", "TransferPlan"]
 
 
 class Tier(enum.IntEnum):
@@ -17,6 +17,9 @@ class Tier(enum.IntEnum):
     HOST = 1
 
     __hash__ = int.__hash__  # that of enums hashes the name anew each time, in Python
+
+
+EVERY_TIER = tuple(Tier)
 
 
 class Direction(enum.Enum):

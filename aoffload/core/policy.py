@@ -171,16 +171,19 @@ def store_policy_of(value: Any) -> StorePolicy:
 
 def store_limit(prefix: Prefix, unit_tokens: int, store: StoreScope | str, max_store_tokens: int | None) -> int:
     """Up to which unit a request for `prefix` may have its tokens stored."""
+    limit = NO_LIMIT
+    if store is not StoreScope.ALL:
+        limit = _limit_of_scope(prefix, unit_tokens, store)
+    if max_store_tokens is None:
+        return limit
+    return min(limit, check_int("max_store_tokens", max_store_tokens, 0) // unit_tokens)
+
+
+def _limit_of_scope(prefix: Prefix, unit_tokens: int, store: StoreScope | str) -> int:
     try:
         scope = StoreScope(store)
     except ValueError:
         names = ", ".join(repr(scope.value) for scope in StoreScope)
         raise InvalidArgument("store", f"must be a StoreScope or one of {names}, got {store!r:.80}") from None
-    limit = {
-        StoreScope.ALL: NO_LIMIT,
-        StoreScope.PROMPT: prefix.num_tokens // unit_tokens,
-        StoreScope.NONE: 0,
-    }[scope]
-    if max_store_tokens is None:
-        return limit
-    return min(limit, check_int("max_store_tokens", max_store_tokens, 0) // unit_tokens)
+    by_scope = {StoreScope.ALL: NO_LIMIT, StoreScope.PROMPT: prefix.num_tokens // unit_tokens, StoreScope.NONE: 0}
+    return by_scope[scope]

@@ -33,7 +33,8 @@ class Stores:
             return []
         jobs: list[Job] = []
         spine = self.cache.layout.spine
-        for over in _together(_unstored(run, first, stop)) if spine.width else ():
+        missing = _unstored(run, first, stop) if spine.width else []
+        for over in _together(missing) if missing else ():
             jobs += self._store(holding, spine, over)
         for band in self.cache.layout.windows if with_windows else ():
             end = self._last_end(holding, stop)
@@ -74,12 +75,14 @@ def _unstored(run: Run, first: int, stop: int) -> list[Stretch]:
 
     Looks at everything from unit `first` on, and before it as far as something is missing."""
     found: list[Stretch] = []
-    for current in run.path():
+    current: Run | None = run
+    while current is not None:
         covered, there = current.parts[Tier.HOST].covered_stop, min(current.parts[Tier.DEVICE].stop, stop)
         if covered < there:
             found.append(Stretch(current, covered, there))
         if current.start < min(first, covered, stop):
             break
+        current = current.before
     return found
 
 

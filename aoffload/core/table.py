@@ -48,14 +48,24 @@ class BlockTable:
         """Enter `ids` from unit `start` on."""
         self.ids[start * self.width : start * self.width + len(ids)] = ids
 
+    def exchange(self, start: int, ids: array[int]) -> array[int]:
+        """Enter `ids` from unit `start` on; what was there."""
+        at = start * self.width
+        taken = self.ids[at : at + len(ids)]
+        self.ids[at : at + len(ids)] = ids
+        return not_null(taken)
+
     def null(self, start: int, stop: int) -> array[int]:
         """Make units `[start, stop)` null; what was there."""
+        if start >= stop:
+            return array("i")
         taken = self.at(start, stop)
         self.put(start, array("i", bytes(taken.itemsize * len(taken))))
         return not_null(taken)
 
     def append_null(self, num_units: int) -> None:
-        self.ids.extend(array("i", bytes(self.ids.itemsize * num_units * self.width)))
+        if num_units > 0:
+            self.ids.extend(array("i", bytes(self.ids.itemsize * num_units * self.width)))
 
     def num_null(self, start: int, stop: int) -> int:
         return self.at(start, stop).count(0)
@@ -72,7 +82,7 @@ class BlockTable:
     def private_in(self, start: int, stop: int, published: int) -> array[int]:
         """Those of them that lie in units `[start, stop)`."""
         found = not_null(self.at(max(start, published), stop))
-        for units in within(self.duplicates, start, stop):
+        for units in within(self.duplicates, start, stop) if self.duplicates else ():
             found.extend(not_null(self.at(units.start, units.stop)))
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
@@ -35,6 +35,9 @@ class TierStatistics:
 class TierBlocks:
     """free + cached + pinned + quarantined = num_blocks."""
 
+    is_lent: ClassVar[bool] = False
+    """Whether the blocks are an engine's: see `LentTier`, which says of each method what it does then."""
+
     tier: Tier
     pool: DevicePool
     order: EvictionOrder
@@ -45,11 +48,6 @@ class TierBlocks:
 
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether the blocks are an engine's: see `LentTier`, which says of each of the following what it does."""
-        return False
 
     def require_own(self, call: str) -> None:
         """Refuse `call` where there are no blocks to be had."""

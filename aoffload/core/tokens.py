@@ -125,4 +125,6 @@ def hash_run(hasher: Hasher, tokens: bytes, spans: tuple[KeySpan, ...], unit_byt
 
 def _cuts_of(spans: tuple[KeySpan, ...], unit_tokens: int) -> tuple[int, ...]:
     """Where the set of spans that touch a unit changes: before the first unit of a span and behind its last."""
+    if not spans:
+        return ()
     return tuple(sorted({cut for span in spans for cut in (span.start // unit_tokens, -(-span.stop // unit_tokens))}))
