@@ -59,10 +59,11 @@ class Root:
     namespace: str
     cache_salt: str | bytes | None = None
     adapter_key: str | bytes | None = None
-    _hasher: Hasher = attrs.field(init=False, eq=False, repr=False)
+    hasher: Hasher = attrs.field(init=False, eq=False, repr=False)
+    """The running hash every prefix under this root starts from; copy it, never update it."""
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "_hasher", hashlib.sha256(self._encode()))
+        object.__setattr__(self, "hasher", hashlib.sha256(self._encode()))
 
     def _encode(self) -> bytes:
         parts = [b"aoffload prefix 1"]
@@ -76,11 +77,6 @@ class Root:
             kind, raw = (b"s", _utf8(name, value)) if isinstance(value, str) else (b"b", value)
             parts.append(kind + struct.pack("<q", len(raw)) + raw)
         return b"".join(parts)
-
-    @property
-    def hasher(self) -> Hasher:
-        """The running hash every prefix under this root starts from; copy it, never update it."""
-        return self._hasher
 
 
 class Roots:
@@ -131,7 +127,7 @@ class Prefix:
         tokens = encode_tokens(token_ids)
         if not tokens:
             raise InvalidArgument("token_ids", "is empty: at least one token has to be computed")
-        spans = _as_spans(key_spans)
+        spans = () if key_spans == () else _as_spans(key_spans)
         if spans:
             _check_spans(spans, len(tokens) // TOKEN_BYTES)
         return cls(root, tokens, spans)

@@ -102,8 +102,8 @@ _PINS = (
     Mutant(
         "destinations of a load freed with the request",
         "aoffload.core.loads",
-        "        blocks = table.null(start, stop)\n        self._load_of",
-        "        blocks = table.at(start, stop)\n        self._load_of",
+        "        blocks = table.null(start, stop)\n        if self",
+        "        blocks = table.at(start, stop)\n        if self",
         "a job owns its blocks, never the request",
     ),
     Mutant(

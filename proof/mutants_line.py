@@ -181,8 +181,8 @@ _WAKING = (
     Mutant(
         "no pump after a release",
         LEDGER,
-        "        self._settled(settled)\n        return plans\n",
-        "        if settled:\n            self._settled(settled)\n        return plans\n",
+        "        else:\n            self.admission.pump()\n        return plans\n",
+        "        return plans\n",
         "everything that changes room serves the line",
     ),
     Mutant(

@@ -264,8 +264,8 @@ _SHARING = (
     Mutant(
         "no pump after a load gave blocks back",
         LOADS,
-        "        self.admission.pump()\n        return tuple(job.plan for job in jobs)\n",
-        "        return tuple(job.plan for job in jobs)\n",
+        "        self.admission.pump()\n        return tuple([job.plan for job in jobs])\n",
+        "        return tuple([job.plan for job in jobs])\n",
         "everything that changes room serves the line",
     ),
 )

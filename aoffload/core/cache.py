@@ -136,10 +136,6 @@ class PrefixCache(Borders):
             current = current.before
 
     def _dereference(self, tier: TierBlocks, run: Run) -> None:
-        part = run.parts[tier.tier]
-        if part.num_references > 1:  # as after most copies: whoever wanted it is still there
-            part.num_references -= 1
-            return
         let_go: list[Run] = []
         current: Run | None = run
         while current is not None:
@@ -150,8 +146,13 @@ class PrefixCache(Borders):
             let_go.append(current)
             self._unpin(tier, current, part)
             current = current.before
-        for left in self.merge(let_go) if len(let_go) > 1 else let_go:
-            self.tidy(left)
+        if not let_go:
+            return
+        if len(let_go) > 1:
+            for left in self.merge(let_go):
+                self.tidy(left)
+        elif run.parts[tier.tier].stop < run.stop:  # else all of it is there: nothing to tidy up
+            self.tidy(run)
 
     def _unpin(self, tier: TierBlocks, run: Run, part: Part) -> None:
         if part.condemned:

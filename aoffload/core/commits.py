@@ -42,7 +42,7 @@ class Commits:
     def admitted(self, holding: Holding) -> None:
         """Have the policy know of its prompt."""
         if holding.store_limit:
-            self.policy.seen(holding, 0, self._num_prompt_units(holding))
+            self.policy.seen(holding, 0, holding.sequence.num_prompt_units)
 
     def commit(
         self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
@@ -52,7 +52,8 @@ class Commits:
         if holding.state is _S.ALLOCATED:
             self.pins.end_host_lease(holding)
             self.loads.ready(holding)
-        holding.sequence.append(added)
+        if added:
+            holding.sequence.append(added)
         holding.num_computed_tokens = num_computed_tokens
         holding.has_committed = True
         plans: tuple[TransferPlan, ...] = ()
@@ -95,20 +96,18 @@ class Commits:
         if run is None or not holding.store_limit:
             return ()
         if is_last:
-            self.policy.seen(holding, self._num_prompt_units(holding), holding.published)
+            self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
         stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
         if self.frontier.num_blocks:
             self.frontier.offer(run, stop)
             return ()
         is_at_end = is_last or self._is_at_end(holding) or first < stop == holding.store_limit
-        return tuple([job.plan for job in self.stores.offer(holding, run, first, stop, with_windows=is_at_end)])
+        jobs = self.stores.offer(holding, run, first, stop, with_windows=is_at_end)
+        return tuple([job.plan for job in jobs]) if jobs else ()
 
     def plan_frontier(self) -> tuple[TransferPlan, ...]:
         """Stores of what is about to be evicted; none unless the policy has a frontier."""
         return tuple(job.plan for job in self.frontier.plan())
-
-    def _num_prompt_units(self, holding: Holding) -> int:
-        return holding.sequence.num_prompt_tokens // self.cache.layout.unit_tokens
 
     @staticmethod
     def _is_at_end(holding: Holding) -> bool:

@@ -134,7 +134,8 @@ class JobBook:
         end = over[-1]
         plan = TransferPlan(self._next_id, source, destination, source_ids, blocks)
         self._next_id += 1
-        self.cache.tiers[source].share(source_ids)
+        if self.cache.tiers[source].is_lent:
+            self.cache.tiers[source].share(source_ids)
         # Of its own band from a run's start on, of no other.
         starts = [over[0].run.start if other is band else end.run.stop for other in self.cache.layout.windows]
         job = Job(
@@ -147,7 +148,7 @@ class JobBook:
         for stretch in over:
             part = stretch.run.part(destination, band.number)
             part.incoming, part.incoming_stop = job, stretch.stop
-        self.unsettled[job.job_id] = job
+        self.unsettled[plan.job_id] = job
         return job
 
     def _pin(self, tier: Tier, run: Run, starts: list[int]) -> Lease | None:
@@ -156,9 +157,9 @@ class JobBook:
     def _pin_source(self, tier: Tier, run: Run, starts: list[int]) -> Lease | None:
         """Being stored is no use of what is stored."""
         blocks = self.cache.tiers[tier]
-        if blocks.is_lent or tier is not Tier.DEVICE:
-            return self._pin(tier, run, starts)
-        return self.cache.lease_aside(tier, run, starts)
+        if blocks.is_lent:
+            return None
+        return self.cache.lease_aside(tier, run, starts) if tier is Tier.DEVICE else self.cache.lease(tier, run, starts)
 
     @staticmethod
     def _predecessor(first: Stretch, tier: Tier, band: int) -> Job | None:
@@ -204,7 +205,7 @@ class JobBook:
             job.parked = completion
             return []
         self._close(job, completion)
-        return [job, *self._settle_followers(job)]
+        return [job, *self._settle_followers(job)] if job.followers else [job]
 
     def discard(self, job: Job) -> list[Job]:
         """Give up a queued job: nothing was started."""
@@ -245,7 +246,7 @@ class JobBook:
         self._forget_job(job)
 
     def _forget_job(self, job: Job) -> None:
-        del self.unsettled[job.job_id]
+        del self.unsettled[job.plan.job_id]
         if job.source_lease is not None:
             self.cache.release(job.source_lease)
         if job.destination_lease is not None:
@@ -263,7 +264,7 @@ class JobBook:
             if first < last and (part.num_references or not self.cache.tiers[tier].is_lent):
                 enter = _enter_window if job.band else _enter_spine
                 brought = enter(tier, part, first, last, brought)
-            if not keep_ids:
+            if brought and not keep_ids:
                 self.cache.give(tier, brought)
             self._end_incoming(job, stretch.run, part)
 

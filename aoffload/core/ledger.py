@@ -158,12 +158,13 @@ class Ledger:
         """
         unit = self.layout.unit_tokens
         check_bool("reads_cache", reads_cache)
-        limit = prefix.num_tokens // unit if reads_cache else 0
+        num_tokens = prefix.num_tokens
+        limit = num_tokens // unit if reads_cache else 0
         if max_hit_tokens is not None:
             limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
         alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
         may_store = store_limit(prefix, unit, store, max_store_tokens)
-        lent = check_lent_tokens(num_device_tokens, prefix.num_tokens) // unit
+        lent = check_lent_tokens(num_device_tokens, num_tokens) // unit
         if num_device_tokens and not self.cache.tiers[Tier.DEVICE].is_lent:
             raise InvalidArgument("num_device_tokens", "is for blocks that an engine lends: this ledger has its own")
         name = self._checked_name(request_id)
@@ -326,8 +327,11 @@ class Ledger:
             if job.completion is not None and job.completion.outcome is Outcome.CORRUPT:
                 self._keeping.renew()
                 break
-        requests = [holding for holding in over if holding not in self._errands.under_way]
-        wakes = self._errands.conclude(over)
+        wakes: list[Callable[[], object]] = []
+        requests = over
+        if self._errands.under_way:
+            requests = [holding for holding in over if holding not in self._errands.under_way]
+            wakes = self._errands.conclude(over)
         wakes += self._loads.conclude_all(requests)
         self.admission.pump()
         for wake in wakes:
@@ -413,7 +417,10 @@ class Ledger:
         if not done:
             holding.reason = reason
         self._moves.request(holding, _S.DONE if done else _S.ABORTED)
-        self._settled(settled)
+        if settled:
+            self._settled(settled)
+        else:
+            self.admission.pump()
         return plans
 
     # -- preemption -----------------------------------------------------------------------------------------------

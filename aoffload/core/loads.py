@@ -73,7 +73,7 @@ class Loads:
         if holding.load is not None and not holding.load.jobs:
             self.conclude_all([holding])
         self.admission.pump()
-        return tuple(job.plan for job in jobs)
+        return tuple([job.plan for job in jobs])
 
     def _load_stop(self, holding: Holding, max_tokens: int | None) -> int:
         if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
@@ -90,7 +90,7 @@ class Loads:
         path = holding.leases[Tier.HOST].run.whole_path()
         shared, on_its_way = self.on_its_way(path, start, stop)
         stop = accepted(layout, path, self._held_stop(path, on_its_way, stop), EVERY_TIER)
-        if stop <= start or not self._fill_windows(holding, stop):
+        if stop <= start or (layout.windows and not self._fill_windows(holding, stop)):
             return []
         self._lease_path(holding, stop)
         holding.load = load = Load(stop, wake)
@@ -108,8 +108,6 @@ class Loads:
     def _fill_windows(self, holding: Holding, stop: int) -> bool:
         """Have blocks where a load up to `stop` brings something: other places than those of the whole hit, if it takes
         fewer tokens. False: there is no room for them."""
-        if not self.cache.layout.windows:
-            return True
         wanted: list[tuple[BlockTable, int]] = []
         for band in self.cache.layout.windows:
             first = max(holding.published, band.first_needed(stop * band.unit_tokens))
@@ -124,8 +122,10 @@ class Loads:
         """Jobs of others that bring the spine from `start` on, and up to where it is there with them."""
         if not self.cache.layout.spine.width:
             return [], stop
-        there = present_stop(path, Tier.DEVICE, start, stop)
-        return _incoming(stretches(path[-1], there, stop), there)
+        there, last = present_stop(path, Tier.DEVICE, start, stop), path[-1]
+        if last.start <= there and last.parts[Tier.DEVICE].incoming is None:  # as most
+            return [], there
+        return _incoming(stretches(last, there, stop), there)
 
     def _held_stop(self, path: list[Run], start: int, stop: int) -> int:
         """Up to where the host holds the spine from `start` on."""
@@ -149,7 +149,8 @@ class Loads:
             return []
         run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
         blocks = table.null(start, stop)
-        self._load_of(holding).set_aside(band.number, start, self.cache.tiers[Tier.DEVICE].share(blocks))
+        if self.cache.tiers[Tier.DEVICE].is_lent:
+            self._load_of(holding).set_aside(band.number, start, self.cache.tiers[Tier.DEVICE].share(blocks))
         return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, blocks)
 
     def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:

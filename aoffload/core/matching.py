@@ -130,14 +130,16 @@ def _spine(index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int)
 
 def present_stop(path: Sequence[Run], tier: Tier, start: int, stop: int) -> int:
     """Up to where `tier` holds every unit of the spine from `start` on, at most `stop`."""
+    first = start
     for run in path:
         if run.stop > start:
-            if run.start >= stop:
+            reached = run.parts[tier].stop
+            if run.start >= stop or reached <= start:
                 break
-            start = max(start, min(run.parts[tier].stop, stop))
+            start = reached
             if start < run.stop:
                 break
-    return start
+    return min(start, stop) if start > first else first
 
 
 def accepted(

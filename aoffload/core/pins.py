@@ -170,6 +170,8 @@ class Pins:
 
     @staticmethod
     def _first_fresh(holding: Holding, band: Band) -> int:
+        if not band.number:
+            return holding.published
         return max(holding.published, band.first_needed(holding.hit_stop * band.unit_tokens))
 
     def start_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
@@ -179,13 +181,14 @@ class Pins:
         num_units = max(num_units, stop)  # it may have been matched again, and hit more than it asked room for
         tables: list[BlockTable] = []
         for band in self.cache.layout.bands:
-            start = band.first_needed(stop * band.unit_tokens)
-            table = BlockTable(band.width, start=start)
+            table = BlockTable(band.width)
             if stop:
-                table.append_null(start)
-                table.ids.extend(self.ready_ids(holding, band.number, start, stop))
+                table.start = band.first_needed(stop * band.unit_tokens)
+                table.append_null(table.start)
+                table.ids.extend(self.ready_ids(holding, band.number, table.start, stop))
             fresh = min(num_units, self._first_fresh(holding, band))
-            table.append_null(fresh - stop)
+            if stop < fresh:
+                table.append_null(fresh - stop)
             count = (num_units - fresh) * band.width
             table.ids.extend(blocks[taken : taken + count])
             taken += count

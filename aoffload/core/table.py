@@ -59,13 +59,10 @@ class BlockTable:
         """Make units `[start, stop)` null; what was there."""
         if start >= stop:
             return array("i")
-        taken = self.at(start, stop)
-        self.put(start, array("i", bytes(taken.itemsize * len(taken))))
-        return not_null(taken)
+        return self.exchange(start, array("i", bytes(self.ids.itemsize * (stop - start) * self.width)))
 
     def append_null(self, num_units: int) -> None:
-        if num_units > 0:
-            self.ids.extend(array("i", bytes(self.ids.itemsize * num_units * self.width)))
+        self.ids.extend(array("i", bytes(self.ids.itemsize * num_units * self.width)))
 
     def num_null(self, start: int, stop: int) -> int:
         return self.at(start, stop).count(0)

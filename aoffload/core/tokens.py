@@ -27,7 +27,7 @@ class TokenSequence:
         self._spans = prefix.spans
         self._unit_tokens = unit_tokens
         self._unit_bytes = unit_tokens * TOKEN_BYTES
-        self._cuts = _cuts_of(prefix.spans, unit_tokens)
+        self._cuts = _cuts_of(prefix.spans, unit_tokens) if prefix.spans else ()
 
     @property
     def num_tokens(self) -> int:
@@ -36,6 +36,11 @@ class TokenSequence:
     @property
     def num_prompt_tokens(self) -> int:
         return self._prompt_bytes // TOKEN_BYTES
+
+    @property
+    def num_prompt_units(self) -> int:
+        """Whole units of the prompt."""
+        return self._prompt_bytes // self._unit_bytes
 
     def copy(self) -> TokenSequence:
         """The same tokens, to go on with others."""
@@ -85,8 +90,9 @@ class TokenSequence:
         probe: Hasher = hasher.copy()
         at = position * self._unit_bytes
         probe.update(self._buffer[at : at + self._unit_bytes])
-        for span in self.spans_at(position):
-            probe.update(span.record())
+        if self._spans:
+            for span in self.spans_at(position):
+                probe.update(span.record())
         return probe.digest()
 
     def stretch(self, start: int, stop: int) -> bytes:
@@ -125,6 +131,4 @@ def hash_run(hasher: Hasher, tokens: bytes, spans: tuple[KeySpan, ...], unit_byt
 
 def _cuts_of(spans: tuple[KeySpan, ...], unit_tokens: int) -> tuple[int, ...]:
     """Where the set of spans that touch a unit changes: before the first unit of a span and behind its last."""
-    if not spans:
-        return ()
     return tuple(sorted({cut for span in spans for cut in (span.start // unit_tokens, -(-span.stop // unit_tokens))}))
