@@ -130,7 +130,7 @@ def test_a_digest_does_not_depend_on_cuts(ids: list[int], cuts: set[int], span: 
     hasher, position = ROOT.hasher, 0
     while position < num_units:
         limit = min([cut for cut in cuts if cut > position] + [num_units])
-        stop = sequence.uniform_stop(position, min(limit, num_units))
+        stop = sequence.run_stop(position, min(limit, num_units))
         assert len({sequence.spans_at(at) for at in range(position, stop)}) == 1
         before = sequence.key_at(hasher, position)
         hasher = hash_run(hasher, sequence.stretch(position, stop), sequence.spans_at(position), unit * 4)

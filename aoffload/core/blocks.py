@@ -93,7 +93,7 @@ class ExtentPool:
             if stop - start > wanted:
                 self._add(start + wanted, stop)
                 stop = start + wanted
-            taken.extend(range(start, stop))
+            taken.extend(id_range(start, stop))
         return taken
 
     def give(self, block_ids: array[int]) -> None:
@@ -136,6 +136,13 @@ class ExtentPool:
         del self._classes[(stop - start).bit_length()][start]
         self.num_free -= stop - start
         return stop
+
+
+def id_range(start: int, stop: int) -> array[int]:
+    """The ids `[start, stop)`."""
+    if stop - start < FEW:
+        return array("i", range(start, stop))
+    return array("i", np.arange(start, stop, dtype=np.int32).tobytes())
 
 
 def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:

@@ -11,6 +11,7 @@ from .groups import Band, Layout
 from .index import NUM_TIERS, Part, Run, RunIndex
 from .plan import Tier
 from .tiers import TierBlocks
+from .tokens import max_run_units
 
 if TYPE_CHECKING:
     from .jobs import Job
@@ -25,6 +26,11 @@ class Borders:
         self.layout = layout
         self.tiers = tiers
         self.index = RunIndex(layout, epoch=0)
+        self._max_run_units = max_run_units(layout.unit_tokens)
+
+    def is_cut(self, position: int) -> bool:
+        """Whether no run goes over unit `position`: the longest runs end there."""
+        return position % self._max_run_units == 0
 
     def split(self, run: Run, at: int) -> Run:
         """Cut `run` at unit `at` and return the head. Whatever pinned the run pins both."""
@@ -85,7 +91,7 @@ class Borders:
         """Whether the run before could take over what lies before `at`, where `band` alone is let go of. A window
         that moves on with every block would leave a run behind for each of them."""
         head = run.before
-        if head is None or not self._may_take_over(head, run, band):
+        if head is None or self.is_cut(head.stop) or not self._may_take_over(head, run, band):
             return False
         self.tiers[Tier.DEVICE].leave_front(run.part(Tier.DEVICE, band.number), at)
         for number, (front, back) in enumerate(zip(head.parts, run.parts, strict=True)):
@@ -154,6 +160,8 @@ class Borders:
         """Whether `head` and `back`, which is joined with `tail`, are one run: nothing else hangs on the head, and
         joining changes no order."""
         if head.num_after != 1 or head.epoch != self.index.epoch or head.spans != back.spans:
+            return False
+        if self.is_cut(head.stop):
             return False
         for number, (front, behind) in enumerate(zip(head.parts, back.parts, strict=True)):
             if front.num_references or behind.num_references:

@@ -71,6 +71,8 @@ def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
         _demand(cache.index.runs.get(run.key) is run, "a run of this epoch that is not findable", run)
         _demand(not run.holds_nothing(), "a run is kept for nothing", run)
         _demand(run.num_after == num_after, "runs behind are miscounted", run, run.num_after, num_after)
+    is_short = not any(cache.is_cut(position) for position in range(run.start + 1, run.stop))
+    _demand(is_short, "a run goes over where the longest runs end", run)
     if run.before is not None:
         _demand(run.before.stop == run.start, "a gap in a path", run.before, run)
     for number, part in enumerate(run.parts):

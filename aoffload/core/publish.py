@@ -12,6 +12,10 @@ from .table import BlockTable, within, without
 __all__ = ["publish", "step_back", "unpublish"]
 
 
+MAX_GROWN_BYTES = 2**14
+"""Of tokens: a longer run does not grow. What follows begins another one; both are joined once they are let go of."""
+
+
 def publish(cache: PrefixCache, holding: Holding, stop: int) -> None:
     """Make units `[holding.published, stop)` findable and pin their path.
 
@@ -24,7 +28,7 @@ def publish(cache: PrefixCache, holding: Holding, stop: int) -> None:
         if run is None or run.stop == position:
             following = cache.index.find(sequence, run, position)
             if following is None:
-                _append(cache, holding, run, sequence.uniform_stop(position, stop))
+                _append(cache, holding, run, sequence.run_stop(position, stop))
                 continue
             run = following
         agreed = sequence.common_stop(run, stop)
@@ -105,12 +109,17 @@ def _divided(cache: PrefixCache, run: Run, at: int, band: Band) -> tuple[Run, Pa
 def _append(cache: PrefixCache, holding: Holding, run: Run | None, stop: int) -> None:
     """Nobody has these tokens: grow the last run if it is ours alone, else start a new one."""
     sequence, position = holding.sequence, holding.published
-    if run is not None and _is_ours_alone(cache, run) and run.spans == sequence.spans_at(position):
+    if run is not None and _may_grow(cache, run) and run.spans == sequence.spans_at(position):
         cache.index.grow(run, sequence, stop)
     else:
         run = cache.index.insert(sequence, run, position, stop)
         _pin(cache, holding, run)
     _fill(cache, holding, run, stop)
+
+
+def _may_grow(cache: PrefixCache, run: Run) -> bool:
+    """Whether it costs little, since growing copies the run's tokens, and nobody would notice."""
+    return len(run.tokens) <= MAX_GROWN_BYTES and not cache.is_cut(run.stop) and _is_ours_alone(cache, run)
 
 
 def _is_ours_alone(cache: PrefixCache, run: Run) -> bool:

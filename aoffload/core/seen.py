@@ -77,7 +77,7 @@ class SeenPrefixes:
         added: list[Run] = []
         position = 0 if before is None else before.stop
         while position < stop:
-            before = self._index.insert(sequence, before, position, sequence.uniform_stop(position, stop))
+            before = self._index.insert(sequence, before, position, sequence.run_stop(position, stop))
             added.append(before)
             self._counts[before] = 0
             self.num_tokens += self._cost(before)

@@ -12,18 +12,30 @@ from ..prefix import TOKEN_BYTES, Hasher, KeySpan, Prefix, Root
 if TYPE_CHECKING:
     from .index import Run
 
-__all__ = ["TokenSequence"]
+__all__ = ["TokenSequence", "hash_run", "max_run_units"]
+
+
+MAX_RUN_TOKENS = 2**17
+"""No run goes over a multiple of so many tokens, so whatever is done to one (hash, compare, cut, join) is done soon."""
+
+
+def max_run_units(unit_tokens: int) -> int:
+    """The same in units."""
+    return max(1, MAX_RUN_TOKENS // unit_tokens)
 
 
 class TokenSequence:
-    """Tokens by units. The encoding that is hashed: a unit's tokens, then a record of each span that touches it."""
+    """Tokens by units. The encoding that is hashed: a unit's tokens, then a record of each span that touches it.
 
-    __slots__ = ("_buffer", "_cuts", "_prompt_bytes", "_spans", "_unit_bytes", "_unit_tokens", "root")
+    The prompt stays where it is; what is generated is kept beside it, or every request would copy its prompt once more.
+    """
+
+    __slots__ = ("_added", "_cuts", "_prompt", "_spans", "_unit_bytes", "_unit_tokens", "root")
 
     def __init__(self, prefix: Prefix, unit_tokens: int) -> None:
         self.root: Root = prefix.root
-        self._buffer: bytes | bytearray = prefix.tokens
-        self._prompt_bytes = len(prefix.tokens)
+        self._prompt = prefix.tokens
+        self._added = bytearray()
         self._spans = prefix.spans
         self._unit_tokens = unit_tokens
         self._unit_bytes = unit_tokens * TOKEN_BYTES
@@ -31,21 +43,21 @@ class TokenSequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self._buffer) // TOKEN_BYTES
+        return (len(self._prompt) + len(self._added)) // TOKEN_BYTES
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self._prompt_bytes // TOKEN_BYTES
+        return len(self._prompt) // TOKEN_BYTES
 
     @property
     def num_prompt_units(self) -> int:
         """Whole units of the prompt."""
-        return self._prompt_bytes // self._unit_bytes
+        return len(self._prompt) // self._unit_bytes
 
     def copy(self) -> TokenSequence:
         """The same tokens, to go on with others."""
         twin = copy(self)
-        twin._buffer = self._buffer if isinstance(self._buffer, bytes) else bytearray(self._buffer)
+        twin._added = self._added[:]
         return twin
 
     def agrees(self, other: TokenSequence, num_tokens: int) -> bool:
@@ -56,20 +68,21 @@ class TokenSequence:
         if mine != theirs:
             return False
         count = num_tokens * TOKEN_BYTES
-        return self is other or memoryview(self._buffer)[:count] == memoryview(other._buffer)[:count]
+        return self is other or self._bytes(0, count) == other._bytes(0, count)
 
     def append(self, tokens: bytes) -> None:
-        if not tokens:
-            return
-        if isinstance(self._buffer, bytes):  # most requests never get here with a long prompt twice
-            self._buffer = bytearray(self._buffer)
-        self._buffer += tokens
+        self._added += tokens
 
     def drop_after(self, num_tokens: int) -> None:
         """Forget what was appended from `num_tokens` on; never the prompt."""
-        stop = max(self._prompt_bytes, num_tokens * TOKEN_BYTES)
-        if stop < len(self._buffer):
-            self._buffer = bytearray(self._buffer[:stop])
+        del self._added[max(0, num_tokens * TOKEN_BYTES - len(self._prompt)) :]
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        """The encoded tokens from byte `start` to byte `stop`."""
+        border = len(self._prompt)
+        if stop <= border:
+            return self._prompt[start:stop]
+        return self._prompt[start:] + self._added[max(0, start - border) : stop - border]
 
     def spans_at(self, position: int) -> tuple[KeySpan, ...]:
         """The spans that touch the unit at `position`."""
@@ -78,8 +91,14 @@ class TokenSequence:
         start, stop = position * self._unit_tokens, (position + 1) * self._unit_tokens
         return tuple(span for span in self._spans if span.start < stop and span.stop > start)
 
-    def uniform_stop(self, position: int, limit: int) -> int:
-        """Up to where the units from `position` on are touched by the same spans: spans cut runs."""
+    def run_stop(self, position: int, limit: int) -> int:
+        """Up to where one run may go that begins at `position`: its units are touched by the same spans, and there is a
+        longest one."""
+        most = max_run_units(self._unit_tokens)
+        limit = min(limit, position - position % most + most)
+        return self._uniform_stop(position, limit)
+
+    def _uniform_stop(self, position: int, limit: int) -> int:
         for cut in self._cuts:
             if position < cut < limit:
                 return cut
@@ -89,16 +108,15 @@ class TokenSequence:
         """The digest of the prefix up to and with the unit at `position`; `hasher` has run up to `position`."""
         probe: Hasher = hasher.copy()
         at = position * self._unit_bytes
-        probe.update(self._buffer[at : at + self._unit_bytes])
+        probe.update(self._bytes(at, at + self._unit_bytes))
         if self._spans:
             for span in self.spans_at(position):
                 probe.update(span.record())
         return probe.digest()
 
     def stretch(self, start: int, stop: int) -> bytes:
-        """The token bytes of units `[start, stop)`, a copy of their own."""
-        with memoryview(self._buffer) as view:
-            return bytes(view[start * self._unit_bytes : stop * self._unit_bytes])
+        """The token bytes of units `[start, stop)`."""
+        return self._bytes(start * self._unit_bytes, stop * self._unit_bytes)
 
     def common_stop(self, run: Run, limit: int) -> int:
         """Up to which unit `run` says what this sequence says, at most `limit`."""
@@ -106,13 +124,15 @@ class TokenSequence:
         if self._spans or run.spans:
             if self.spans_at(run.start) != run.spans:
                 return run.start
-            limit = self.uniform_stop(run.start, limit)
-        at = run.start * self._unit_bytes
-        if limit == run.stop and self._buffer.startswith(run.tokens, at):
+            limit = self._uniform_stop(run.start, limit)
+        at, num_bytes = run.start * self._unit_bytes, (limit - run.start) * self._unit_bytes
+        if limit == run.stop and self._prompt.startswith(run.tokens, at):
             return limit
-        count = (limit - run.start) * self._unit_tokens
-        mine = np.frombuffer(self._buffer, np.int32, count, at)
-        differs = mine != np.frombuffer(run.tokens, np.int32, count)
+        if at + num_bytes <= len(self._prompt):
+            mine = np.frombuffer(self._prompt, np.int32, num_bytes // TOKEN_BYTES, at)
+        else:
+            mine = np.frombuffer(self._bytes(at, at + num_bytes), np.int32)
+        differs = mine != np.frombuffer(run.tokens, np.int32, len(mine))
         first = int(differs.argmax())
         return run.start + first // self._unit_tokens if differs[first] else limit
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from walk import Walk
+import pytest
+from walk import UNIT, Walk
 
 NUM_WALKS = 260
 NUM_WALKS_WITH_WINDOWS = 300
@@ -48,3 +49,13 @@ def test_right_bytes_or_a_miss_in_groups_of_any_kind() -> None:
     happened += walk_all(ONCE_WRONG_WITH_WINDOWS, 600, with_windows=True, is_plain=True)
     missing = [event for event in MUST_HAPPEN if not happened[event] and event not in TOO_RARE]
     assert not missing, happened
+
+
+def test_right_bytes_or_a_miss_where_long_runs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where every prompt is longer than the longest run, and hardly a run grows: runs are cut, joined and
+    moved on beside places that none of them may go over."""
+    monkeypatch.setattr("aoffload.core.tokens.MAX_RUN_TOKENS", 3 * UNIT)
+    monkeypatch.setattr("aoffload.core.publish.MAX_GROWN_BYTES", 4 * UNIT)
+    happened = walk_all(range(60), 300) + walk_all(range(100), 200, with_windows=True)
+    rare = {*TOO_RARE, "load failed"}
+    assert not [event for event in MUST_HAPPEN if not happened[event] and event not in rare], happened

@@ -242,3 +242,22 @@ def test_no_plan_names_the_null_block() -> None:
         ids = (plan.source_ids, plan.destination_ids)
         assert all(len(set(side)) == len(side) == plan.num_blocks for side in ids)
         assert 0 not in ids[plan.source is not Tier.DEVICE]
+
+
+def test_what_follows_a_long_run_does_not_copy_it() -> None:
+    """Decoding costs the same however long the prompt is: the tokens of a long run stay where they are while blocks are
+    added behind it, and are joined with those once nobody needs the border any more."""
+    driven = Driven(2_000, 0)
+    holding = driven.running([token % 1000 for token in range(6_000)])
+    driven.ledger.extend_nowait(holding, 6_040)
+    driven.commit(holding)
+    long = holding.device_run
+    assert long is not None
+    before = long.tokens
+    for _ in range(5):
+        driven.commit(holding, holding.num_computed_tokens + 4, [7] * 4)
+    assert long.tokens is before
+    last = holding.device_run
+    assert last is not None and (last.before, last.start, last.stop) == (long, 1_500, 1_505)
+    driven.release(holding)
+    assert [(run.start, run.stop) for run in driven.ledger.cache.index.runs.values()] == [(0, 1_505)]

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import attrs
+import pytest
 from lockstep import Client, Lockstep
 
 from aoffload.core.lifecycle import RequestState as State
@@ -227,6 +228,13 @@ def test_same_hits_as_the_naive_model() -> None:
     blocks free, cached, private and in flight after every call, and every block in one hand."""
     seen = explore_all(int(os.environ.get("ORACLE_ADMISSIONS", "10000")))
     assert not [event for event in INTERESTING if not seen[event]], "the test has become vacuous"
+
+
+def test_same_hits_where_long_runs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a run has a longest length changes no hit, and no block's place in the order."""
+    monkeypatch.setattr("aoffload.core.tokens.MAX_RUN_TOKENS", 12)
+    monkeypatch.setattr("aoffload.core.publish.MAX_GROWN_BYTES", 16)
+    assert explore_all(3000)["merges"]
 
 
 def main(num_admissions: int) -> None:
