@@ -157,3 +157,22 @@ def test_appending_reads_like_a_longer_prompt() -> None:
     whole = TokenSequence(Prefix.of(ROOT, [1, 2, 3, 4, 5, 6]), 2)
     assert grown.num_tokens == 6
     assert [grown.stretch(i, i + 1) for i in range(3)] == [whole.stretch(i, i + 1) for i in range(3)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(ids=tokens, more=st.lists(st.integers(0, 3), max_size=8), start=st.integers(0, 30))
+def test_what_is_hashed_ahead_is_what_publishing_hashes(ids: list[int], more: list[int], start: int) -> None:
+    """Where the longest runs end behind `start`, and nowhere else, the running hash is there before anybody asks."""
+    unit, most = 2, 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aoffload.core.tokens.MAX_RUN_TOKENS", most * unit)
+        sequence = TokenSequence(Prefix.of(ROOT, ids), unit)
+        sequence.hash_ahead(start)
+        sequence.append(encode_tokens(more))
+        whole = ROOT.hasher
+        for position in range(sequence.num_tokens // unit):
+            whole = hash_run(whole, sequence.stretch(position, position + 1), (), unit * 4)
+            ahead = sequence.hasher_at(position + 1)
+            is_end = (position + 1) % most == 0 and start < position + 1 <= len(ids) // unit
+            assert (ahead is not None) == is_end
+            assert ahead is None or ahead.digest() == whole.digest()

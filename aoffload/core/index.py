@@ -250,6 +250,7 @@ class RunIndex:
         hasher = sequence.root.hasher if before is None else before.hash_after
         key = sequence.key_at(hasher, start)
         run = Run(key, before, start, stop, sequence.stretch(start, stop), sequence.spans_at(start), hasher, self.epoch)
+        run._hash_after = sequence.hasher_at(stop)
         run.parts = tuple([Part(run, width, start, start) for width in self._widths])
         if before is not None:
             before.num_after += 1

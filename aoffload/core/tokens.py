@@ -30,7 +30,7 @@ class TokenSequence:
     The prompt stays where it is; what is generated is kept beside it, or every request would copy its prompt once more.
     """
 
-    __slots__ = ("_added", "_cuts", "_prompt", "_spans", "_unit_bytes", "_unit_tokens", "root")
+    __slots__ = ("_added", "_cuts", "_hashed", "_prompt", "_spans", "_unit_bytes", "_unit_tokens", "root")
 
     def __init__(self, prefix: Prefix, unit_tokens: int) -> None:
         self.root: Root = prefix.root
@@ -40,6 +40,7 @@ class TokenSequence:
         self._unit_tokens = unit_tokens
         self._unit_bytes = unit_tokens * TOKEN_BYTES
         self._cuts = _cuts_of(prefix.spans, unit_tokens) if prefix.spans else ()
+        self._hashed: dict[int, Hasher] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +70,23 @@ class TokenSequence:
             return False
         count = num_tokens * TOKEN_BYTES
         return self is other or self._bytes(0, count) == other._bytes(0, count)
+
+    def hash_ahead(self, start: int) -> None:
+        """Hash the prompt to where the longest runs end, so that publishing what lies behind unit `start` need not.
+
+        Any thread may do it: nobody sees anything of it before it is done. With spans nothing is hashed ahead."""
+        if self._spans:
+            return
+        most, hasher, hashed = max_run_units(self._unit_tokens), self.root.hasher, {}
+        for stop in range(most, self.num_prompt_units + 1, most):
+            hasher = hash_run(hasher, self.stretch(stop - most, stop), (), self._unit_bytes)
+            if stop > start:
+                hashed[stop] = hasher
+        self._hashed = hashed
+
+    def hasher_at(self, position: int) -> Hasher | None:
+        """The running hash of all units before `position`, if it was made ahead."""
+        return self._hashed.get(position)
 
     def append(self, tokens: bytes) -> None:
         self._added += tokens
