@@ -221,8 +221,8 @@ _PUBLISHING = (
     Mutant(
         "private duplicate published",
         PUBLISH,
-        "part.blocks.extend(table.at(present, stop))",
-        "part.blocks.extend(table.at(position, stop))",
+        "part.append(table.at(present, stop), stop)",
+        "part.append(table.at(position, stop), stop)",
         "a private duplicate is never findable (I3)",
         scenarios=("kept_windows",),
     ),

@@ -44,7 +44,7 @@ class Condemned:
         return [Condemned(self.start + at, self.ids[at * width : (at + 1) * width]) for at in range(count)]
 
 
-@attrs.define(eq=False, repr=False)
+@attrs.define(eq=False, repr=False, weakref_slot=False)
 class Part:
     """What one run holds of one band in one tier: the blocks of `[first, stop)`. The spine's begin at the run's start;
     a part without blocks is at the run's start, too."""
@@ -93,6 +93,14 @@ class Part:
         """The ids of units `[start, stop)`, which lie in this part."""
         return self.blocks[(start - self.first) * self.width : (stop - self.first) * self.width]
 
+    def append(self, ids: array[int], stop: int) -> None:
+        """Let the part go on with `ids` up to unit `stop`."""
+        if self.blocks:
+            self.blocks.extend(ids)
+        else:
+            self.blocks = ids[:]  # of just this size: an array that was extended keeps room for more
+        self.stop = stop
+
     def drop_behind(self, stop: int) -> array[int]:
         """Let the part end at `stop`; the blocks that were behind it."""
         keep = max(0, stop - self.first) * self.width
@@ -128,7 +136,7 @@ class Part:
         self.condemned = tuple([unit for unit in units if unit.ids[0] not in ids])
 
 
-@attrs.define(eq=False, repr=False)
+@attrs.define(eq=False, repr=False, weakref_slot=False)
 class Run:
     key: bytes
     before: Run | None

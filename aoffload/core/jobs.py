@@ -307,11 +307,9 @@ def _enter_spine(tier: Tier, part: Part, first: int, last: int, brought: array[i
     skip = (part.stop - first) * part.width  # somebody computed these meanwhile; theirs stay
     take = (last - first) * part.width
     if not skip and take == len(brought):
-        part.blocks.extend(brought)
-        part.stop = last
+        part.append(brought, last)
         return array("i")
-    part.blocks.extend(brought[skip:take])
-    part.stop = last
+    part.append(brought[skip:take], last)
     return brought[:skip] + brought[take:]
 
 

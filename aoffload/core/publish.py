@@ -68,8 +68,7 @@ def _fill(cache: PrefixCache, holding: Holding, run: Run, stop: int) -> None:
         if present > position:
             table.duplicates.append(range(position, present))
         if present < stop:
-            part.blocks.extend(table.at(present, stop))
-            part.stop = stop
+            part.append(table.at(present, stop), stop)
     for band in cache.layout.windows:
         _fill_window(cache, holding, band, run, position, stop)
     holding.published = stop
