@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import peer, policies
+from benchmarks import flights, growth, peer, policies, pools
 from benchmarks.__main__ import BENCHMARKS, as_table, collect
-from benchmarks.harness import Measured, Row, Sample, Subject, interleave
+from benchmarks.harness import Measured, Rounds, Row, Sample, Subject, interleave
+from benchmarks.plots import Curve, MissingPlotterError, Point, draw
 
 ROWS = [
     Row(
@@ -83,6 +84,93 @@ def test_benchmarks_are_there(name: str) -> None:
     """Every benchmark that the command runs is a module with `run`."""
     module = importlib.import_module(f"benchmarks.{name}")
     assert callable(module.run)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of a few requests: what is measured has to be right, not the figures."""
+    for module in (pools, flights):
+        monkeypatch.setattr(module, "SAMPLE_S", 1e-6)
+
+
+def test_the_same_request_goes_through_full_pools(quick: None) -> None:
+    """Whatever came before, a hit is one in the tier it is measured for, a miss is one, and both pools stay full. The
+    ledger is whole."""
+    full = pools.FullPools(5, 4)
+    for subject in (full.miss, full.device_hit, full.host_hit, full.host_hit, full.miss, full.host_hit):
+        assert subject().wall_s > 0
+        found = full.ledger.statistics()
+        assert (found.device.num_cached, found.device.num_free) == (5 * 4, 1)
+        assert (found.host.num_cached, found.host.num_free) == (6 * 4, 0)
+    full.ledger.check_integrity()
+
+
+def test_parked_requests_keep_their_blocks(quick: None) -> None:
+    """Who is in flight pins what it has; the others still load and miss as before."""
+    full = pools.FullPools(5, 4)
+    full.park(3)
+    for subject in (full.host_hit, full.miss, full.host_hit):
+        subject()
+    found = full.ledger.statistics()
+    assert (found.num_requests, found.device.num_pinned, found.device.num_cached) == (3, 3 * 4, 2 * 4)
+
+
+@pytest.mark.parametrize(
+    ("title", "measure"),
+    [
+        ("Ledger, pool size", lambda: growth.by_pool((32, 64), 0.0)),
+        ("Ledger, prefix length", lambda: growth.by_length((1, 3), 0.0)),
+        ("Ledger, in flight", lambda: growth.by_flight((1, 3), 0.0, 4)),
+        ("parked", lambda: growth.by_flight_in_runtime("parked", lambda at: flights.ParkedBeside(at, 3), (1, 3), 0.0)),
+        ("at once", lambda: growth.by_flight_in_runtime("at once", flights.AllAtOnce, (1, 70), 0.0)),
+        ("Ledger, host hit, groups", lambda: growth.by_groups((1, 3), 0.0)),
+    ],
+)
+def test_curves_have_a_row_for_each_point(quick: None, title: str, measure: Any) -> None:
+    """Every line of a curve is measured at both of its points, by requests that did what they were to do."""
+    curve = measure()
+    rows = growth.rows_of(curve)
+    assert curve.title == title and len(rows) == len(curve.lines) >= 2
+    assert all(row.value > 0 and row.ratio > 0 and row.name.startswith(title) for row in rows)
+
+
+def _rounds(**walls: list[float]) -> Rounds:
+    rounds = Rounds(walls, seconds=0.0)
+    for name, found in walls.items():
+        for wall in found:
+            rounds.add(name, Sample(wall, wall))
+    return rounds
+
+
+def test_what_slows_both_for_a_while_is_no_growth() -> None:
+    """Points are compared round by round: a machine that is slow every other round adds nothing to a ratio."""
+    small, large = growth.points_of(_rounds(small=[1.0, 9.0, 1.0, 9.0, 1.0], large=[2.0, 18.0, 2.0, 18.0, 18.0]))
+    assert small.ratio == 1.0
+    assert large.ratio == 2.0 and large.took.median_s == 18.0
+
+
+def test_a_bound_belongs_to_its_point() -> None:
+    """Rows say what is wanted where something is, and which point they stand beside."""
+    small, large = growth.points_of(_rounds(small=[1.0], large=[3.0]))
+    (row,) = growth.rows_of(Curve("pool", "blocks", {"miss": {10: small, 1000: large}}, {1000: 1.3}))
+    assert (row.name, row.against, row.ratio) == ("pool: miss, 1,000", "10", 3.0)
+    assert row.verdict == "at most 1.3: MISSED"
+
+
+def test_curves_are_drawn(tmp_path: Path) -> None:
+    """One picture for all of them, small enough to be kept beside the text."""
+    pytest.importorskip("matplotlib", reason="pictures need the extra 'bench'")
+    points = {x: Point(Measured(x * 1e-6, x * 0.9e-6, x * 1.1e-6, 0.0, 3), x / 1.0) for x in (1, 10, 100)}
+    curves = [Curve(f"curve {number}", "blocks", {"hit": points, "miss": points}) for number in range(3)]
+    draw(curves, tmp_path / "new" / "growth.png")
+    assert 0 < (tmp_path / "new" / "growth.png").stat().st_size < 100_000
+
+
+def test_a_missing_plotter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without matplotlib there is no picture, but a line that says how to get one."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPlotterError, match=r"pip install 'aoffload\[bench\]'"):
+        draw([], tmp_path / "growth.png")
 
 
 TRACE = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8], [1, 2, 9], [4, 5, 6]]

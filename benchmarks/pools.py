@@ -1,0 +1,127 @@
+"""A ledger whose two pools are full of cached prompts, and one request's way through it: hit, load or miss.
+
+Each prompt is a run of its own. One fills as many device blocks as the next one needs, so that whoever comes evicts
+exactly one. The prompts were cached in one order and take turns in another: neighbours in time are no neighbours in
+memory, as after hours of traffic.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from aoffload import (
+    Completion,
+    KVCacheGroup,
+    Ledger,
+    OffloadConfig,
+    Outcome,
+    Prefix,
+    PrefixMatch,
+    Tier,
+    TransferPlan,
+)  # fmt: skip
+
+from .cycle import BLOCK_SIZE, ROOT, Tokens
+from .harness import SAMPLE_S, Sample, timed
+
+__all__ = ["ONE_GROUP", "RUN_BLOCKS", "FullPools", "ledger_of", "prompt_of", "serve"]
+
+ONE_GROUP = (KVCacheGroup("full", block_size=BLOCK_SIZE),)
+RUN_BLOCKS = 16
+
+
+def ledger_of(num_device: int, num_host: int, groups: Sequence[KVCacheGroup] = ONE_GROUP) -> Ledger:
+    """With so many usable blocks of each tier."""
+    return Ledger(OffloadConfig(groups=groups, num_host_blocks=num_host), num_device + 1)
+
+
+def prompt_of(number: int, template: Tokens) -> Tokens:
+    """`template` as prompt `number`, unlike every other one from its first block on."""
+    tokens = template.copy()
+    tokens[0] = number
+    return tokens
+
+
+def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> None:
+    for plan in plans:
+        ledger.launch(plan.job_id)
+        ledger.settle(Completion(plan.job_id, Outcome.LANDED))
+
+
+def serve(ledger: Ledger, tokens: Tokens) -> PrefixMatch:
+    """One request from its token ids to its release, every copy landed at once; what it hit."""
+    holding = ledger.admit(Prefix.of(ROOT, tokens))
+    ledger.allocate_nowait(holding)
+    land(ledger, ledger.plan_load(holding))
+    land(ledger, ledger.commit(holding, len(tokens)))
+    land(ledger, ledger.release(holding))
+    return holding.match
+
+
+class FullPools:
+    """The device holds `num_prompts` prompts of `num_blocks` blocks; the host `num_more` more, and those, too."""
+
+    def __init__(
+        self,
+        num_prompts: int,
+        num_blocks: int = RUN_BLOCKS,
+        groups: Sequence[KVCacheGroup] = ONE_GROUP,
+        *,
+        num_more: int = 1,
+    ) -> None:
+        generator = np.random.default_rng(0)
+        self._hit_tokens = num_blocks * BLOCK_SIZE
+        self._template: Tokens = generator.integers(0, 100_000, self._hit_tokens + 1, dtype=np.int32)
+        width = num_blocks * len(groups)
+        self.ledger = ledger_of(num_prompts * width + len(groups), (num_prompts + num_more) * width, groups)
+        cached = num_prompts + num_more
+        for number in range(cached):
+            serve(self.ledger, prompt_of(number, self._template))
+        self.ledger.reset(Tier.DEVICE)
+        self._order: deque[int] = deque(generator.permutation(cached).tolist())
+        """Numbers of the cached prompts: the next to be evicted first. It is on no device."""
+        self._unused = itertools.count(cached)
+        for _ in range(cached):
+            self._load()
+
+    def park(self, number: int) -> None:
+        """Leave `number` requests in flight that have computed their prompts; each takes the place of a cached one."""
+        template = self._template[: self._hit_tokens - BLOCK_SIZE + 1]
+        for _ in range(number):
+            tokens = prompt_of(next(self._unused), template)
+            holding = self.ledger.admit(Prefix.of(ROOT, tokens), store="none")
+            self.ledger.allocate_nowait(holding)
+            self.ledger.commit(holding, len(tokens))
+
+    def device_hit(self) -> Sample:
+        """Requests that find everything on the device."""
+        return timed(self._hit, SAMPLE_S)
+
+    def host_hit(self) -> Sample:
+        """Requests that find everything in the host, and evict another prompt from the device."""
+        return timed(self._load, SAMPLE_S)
+
+    def miss(self) -> Sample:
+        """Requests that find nothing, and evict another prompt from the device and one from the host."""
+        return timed(self._compute, SAMPLE_S)
+
+    def _hit(self) -> None:
+        match = serve(self.ledger, prompt_of(self._order[-1], self._template))
+        assert match.num_device_tokens == self._hit_tokens, match
+
+    def _load(self) -> None:
+        number = self._order.popleft()
+        match = serve(self.ledger, prompt_of(number, self._template))
+        assert match.num_host_tokens == self._hit_tokens, match
+        self._order.append(number)
+
+    def _compute(self) -> None:
+        self._order.popleft()
+        number = next(self._unused)
+        match = serve(self.ledger, prompt_of(number, self._template))
+        assert not match.num_tokens, match
+        self._order.append(number)
