@@ -108,7 +108,7 @@ class ParkedBeside(_Prompts):
             await request.allocate()
             request.commit(len(tokens))
             task_status.started()
-            await anyio.sleep_forever()
+            await anyio.Event().wait()
 
     async def batch(self) -> int:
         await self.serve()

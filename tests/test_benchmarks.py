@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import flights, growth, peer, policies, pools
+from benchmarks import eager_store, flights, growth, memory, peer, policies, pools
 from benchmarks.__main__ import BENCHMARKS, as_table, collect
+from benchmarks.cycle import prompts_of
 from benchmarks.harness import Measured, Rounds, Row, Sample, Subject, interleave
 from benchmarks.plots import Curve, MissingPlotterError, Point, draw
 
@@ -171,6 +172,48 @@ def test_a_missing_plotter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPlotterError, match=r"pip install 'aoffload\[bench\]'"):
         draw([], tmp_path / "growth.png")
+
+
+@pytest.mark.skipif(not memory.STATM.exists(), reason="the resident set is read from /proc")
+@pytest.mark.parametrize("kind", ["alone", "branching"])
+def test_a_cached_block_takes_at_least_its_tokens(kind: str) -> None:
+    """What a fresh process takes for an index holds all token bytes and both tiers' ids, and is of their order."""
+    found = memory.in_fresh_process(kind, 2000 * 16)
+    assert 64 + 8 < found["bytes"] < 10 * 64
+    assert found["collect_s"] > 0
+
+
+@pytest.mark.skipif(not memory.STATM.exists(), reason="the resident set is read from /proc")
+@pytest.mark.parametrize("kind", ["holdings", "requests asyncio", "requests trio"])
+def test_idle_requests_are_in_flight_when_they_are_weighed(kind: str) -> None:
+    """All of them hold blocks at that moment, and end without a trace."""
+    found = memory.measure(kind, 20)
+    assert {"bytes", "beside"} <= found.keys()
+
+
+def test_an_index_beyond_its_tokens_and_sixty_bytes_a_block_is_too_large() -> None:
+    """What is wanted of the index is a bound from above."""
+    assert memory.index_row("alone", {"bytes": 124.0}).verdict == "at most 1: met"
+    assert memory.index_row("alone", {"bytes": 124.5}).verdict == "at most 1: MISSED"
+
+
+def test_new_prompts_are_stored_with_and_without_room() -> None:
+    """A row for a free and one for a full host, each beside a cache that stores block by block; every request misses,
+    and only a full host evicts: the subjects say so themselves."""
+    free, full = eager_store.measure(3, None, 0.0)
+    assert free.name.endswith("48 new tokens, free host pool") and full.name.endswith("full host pool")
+    assert free.value > 0 < full.value and free.against == full.against == "block by block"
+
+
+def test_block_by_block_the_least_recently_used_goes() -> None:
+    """The stand-in keeps what it stored last, in both tiers, and no more than fits."""
+    (template,) = prompts_of(3, 1)
+    cache = eager_store.PerBlockStores(3, 6)
+    first, second, third = (pools.prompt_of(number, template) for number in range(3))
+    for prompt in (first, second, third):
+        cache.store(prompt)
+    assert [cache.num_cached(prompt) for prompt in (first, second, third)] == [0, 3, 3]
+    assert (len(cache.device), len(cache.host)) == (3, 6)
 
 
 TRACE = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8], [1, 2, 9], [4, 5, 6]]

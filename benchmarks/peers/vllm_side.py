@@ -202,6 +202,42 @@ def match(num_blocks: int, least_s: float) -> dict[str, float]:
     return took
 
 
+STORES: dict[int, SchedulerSide] = {}
+
+
+def store(num_blocks: int, number: int, has_room: bool) -> dict[str, float]:
+    """So many prompts that nobody has cached, one after the other, all of them stored; their digests are there. The
+    host has never been used, or each takes the place of an older one. What one took, and what is found of the last but
+    one."""
+    side = None if has_room else STORES.get(num_blocks)
+    if side is None:
+        num_kept = number + 1 if has_room else 2
+        side = SchedulerSide(num_blocks + 2, num_kept * num_blocks)
+        for _ in range(1 if has_room else 2):
+            side.serve(side.request(_new_prompt(num_blocks)))
+    if not has_room:
+        STORES[num_blocks] = side
+    took = {"wall_s": 0.0, "cpu_s": 0.0}
+    prompts = [_new_prompt(num_blocks) for _ in range(number)]
+    gc.collect()
+    gc.freeze()  # nor does the ledger have what was there before collected while it is measured
+    for prompt in prompts:
+        request = side.request(prompt)
+        one = line.timed_once(lambda request=request: side.serve(request))
+        took = {name: took[name] + one[name] for name in took}
+    gc.unfreeze()
+    before = side.num_host_hits
+    side.serve(side.request(prompts[-2]))
+    return {name: seconds / number for name, seconds in took.items()} | {"num_host_hits": side.num_host_hits - before}
+
+
+FRESH = itertools.count()
+
+
+def _new_prompt(num_blocks: int) -> list[int]:
+    return [next(FRESH), *range(num_blocks * BLOCK_SIZE)]
+
+
 REPLAYS: dict[str, list[list[int]]] = {}
 
 
@@ -229,6 +265,7 @@ def replay(path: str, num_device: int, num_host: int) -> dict[str, float]:
 
 CALLS: dict[str, Callable[..., Any]] = {
     "prepare_cycle": prepare_cycle, "cycle": cycle, "match": match, "prepare_replay": prepare_replay, "replay": replay,
+    "store": store,
 }  # fmt: skip
 
 if __name__ == "__main__":
