@@ -24,8 +24,8 @@ HOSTS = {"free": True, "full": False}
 SECONDS_PER_LENGTH = 6.0
 NUM_KEPT = 2
 """Prompts that a full host holds."""
-MOST_BLOCKS, MOST_REQUESTS = 2**18, 128
-"""Of one sample of ours: as many as make it last some 10 ms."""
+MOST_BLOCKS, MOST_REQUESTS = 2**19, 512
+"""Of one sample of ours: as many as make it last more than 20 ms."""
 PEER_BLOCKS = 2**12
 
 

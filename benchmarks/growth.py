@@ -37,7 +37,7 @@ GROUP_BLOCKS = 64
 NUM_BESIDE = 64
 """Cached prompts beside the requests in flight."""
 BACKENDS = ("asyncio", "trio")
-SECONDS = 8.0
+SECONDS = 6.0
 LEAST_FLIGHTS = 3
 MOST_BY_POOL, MOST_BY_FLIGHT = 1.3, 2.0
 PICTURE = Path("build/bench/growth.png")

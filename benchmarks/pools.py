@@ -40,10 +40,10 @@ def ledger_of(num_device: int, num_host: int, groups: Sequence[KVCacheGroup] = O
 
 
 def prompt_of(number: int, template: Tokens) -> Tokens:
-    """`template` as prompt `number`, unlike every other one from its first block on."""
-    tokens = template.copy()
-    tokens[0] = number
-    return tokens
+    """`template` itself as prompt `number`, unlike every other one from its first block on, until the next call: whoever
+    takes it in copies it, and nobody else should within what is timed."""
+    template[0] = number
+    return template
 
 
 def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> None:

@@ -209,7 +209,7 @@ def test_block_by_block_the_least_recently_used_goes() -> None:
     """The stand-in keeps what it stored last, in both tiers, and no more than fits."""
     (template,) = prompts_of(3, 1)
     cache = eager_store.PerBlockStores(3, 6)
-    first, second, third = (pools.prompt_of(number, template) for number in range(3))
+    first, second, third = (pools.prompt_of(number, template).copy() for number in range(3))
     for prompt in (first, second, third):
         cache.store(prompt)
     assert [cache.num_cached(prompt) for prompt in (first, second, third)] == [0, 3, 3]

@@ -209,6 +209,7 @@ def store(num_blocks: int, number: int, has_room: bool) -> dict[str, float]:
     """So many prompts that nobody has cached, one after the other, all of them stored; their digests are there. The
     host has never been used, or each takes the place of an older one. What one took, and what is found of the last but
     one."""
+    gc.unfreeze()
     side = None if has_room else STORES.get(num_blocks)
     if side is None:
         num_kept = number + 1 if has_room else 2
@@ -220,12 +221,11 @@ def store(num_blocks: int, number: int, has_room: bool) -> dict[str, float]:
     took = {"wall_s": 0.0, "cpu_s": 0.0}
     prompts = [_new_prompt(num_blocks) for _ in range(number)]
     gc.collect()
-    gc.freeze()  # nor does the ledger have what was there before collected while it is measured
+    gc.freeze()  # as the other side does; and what is collected behind this call keeps no core busy while that is timed
     for prompt in prompts:
         request = side.request(prompt)
         one = line.timed_once(lambda request=request: side.serve(request))
         took = {name: took[name] + one[name] for name in took}
-    gc.unfreeze()
     before = side.num_host_hits
     side.serve(side.request(prompts[-2]))
     return {name: seconds / number for name, seconds in took.items()} | {"num_host_hits": side.num_host_hits - before}
