@@ -40,8 +40,8 @@ def ledger_of(num_device: int, num_host: int, groups: Sequence[KVCacheGroup] = O
 
 
 def prompt_of(number: int, template: Tokens) -> Tokens:
-    """`template` itself as prompt `number`, unlike every other one from its first block on, until the next call: whoever
-    takes it in copies it, and nobody else should within what is timed."""
+    """`template` itself, made prompt `number` until the next call: unlike every other one from its first block on. The
+    ledger copies what it takes in; a second copy would be timed with it."""
     template[0] = number
     return template
 
