@@ -57,7 +57,7 @@ class Borders:
         if cut and not part.num_references:
             # The head outlives its tail: next in the order, right behind it.
             self.tiers[number % NUM_TIERS].order.add_newer(front, part)
-        del part.blocks[:cut]
+        part.blocks = part.blocks[cut:]  # of just this size, as `front.blocks`
         part.first, part.stop = max(part.first, at), max(part.stop, at)
         if not part.blocks:
             part.first = part.stop = at
