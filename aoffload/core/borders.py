@@ -83,9 +83,9 @@ class Borders:
         while job is not None and job.start >= at:  # only a job that brings something to the head will clear it there
             job = job.predecessor
         if job is not None and not job.is_settled and _adds_before(job, front, back, at):
-            front.incoming, front.incoming_stop = job, min(at, job.stop)
-        if back.incoming_stop <= at:
-            back.incoming, back.incoming_stop = None, 0
+            front.incoming = job
+        if back.incoming.stop <= at:
+            back.incoming = None
 
     def move_border(self, run: Run, at: int, band: Band) -> bool:
         """Whether the run before could take over what lies before `at`, where `band` alone is let go of. A window

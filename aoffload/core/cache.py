@@ -224,7 +224,7 @@ class PrefixCache(Borders):
         while job is not None and job.stop > part.run.start:
             job.epoch = UNPUBLISHABLE
             job = job.predecessor
-        part.incoming, part.incoming_stop = None, 0  # nobody waits for what it brings
+        part.incoming = None  # nobody waits for what it brings
         if part.blocks and not part.num_references:
             tier.make_pinned(part)
             tier.pool.give(part.clear())

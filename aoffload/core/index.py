@@ -59,8 +59,7 @@ class Part:
     """Of the spine: leases that end at this run + runs right behind it that are referenced. Of a window: leases that
     cover this run. 0: evictable, and in the order."""
     incoming: Job | None = None
-    """The last job in flight that adds to this part, and up to where."""
-    incoming_stop: int = 0
+    """The last job in flight that adds to this part."""
     condemned: tuple[Condemned, ...] = ()
     """Forgotten blocks that references still protect; free when they are gone."""
     last_use: int = 0
@@ -74,7 +73,11 @@ class Part:
     @property
     def covered_stop(self) -> int:
         """Up to where the tier holds this run, or will when the jobs in flight have landed."""
-        return max(self.stop, self.incoming_stop) if self.incoming is not None else self.stop
+        return self.stop if self.incoming is None else max(self.stop, self.stop_of(self.incoming))
+
+    def stop_of(self, job: Job) -> int:
+        """Up to where `job`, which adds to this part, does so: it may go on behind it."""
+        return min(job.stop, self.run.stop)
 
     @property
     def covered(self) -> tuple[int, int]:
@@ -82,12 +85,13 @@ class Part:
         job, first, stop = self.incoming, self.first, self.stop
         if job is None:
             return first, stop
+        last_stop = self.stop_of(job)
         if not self.blocks:
-            first, stop = max(self.run.start, job.start), self.incoming_stop
+            first, stop = max(self.run.start, job.start), last_stop
         while job is not None and not job.is_settled and job.stop > self.run.start:
             first = min(first, max(self.run.start, job.start))
             job = job.predecessor
-        return first, max(stop, self.incoming_stop)
+        return first, max(stop, last_stop)
 
     def ids(self, start: int, stop: int) -> array[int]:
         """The ids of units `[start, stop)`, which lie in this part."""

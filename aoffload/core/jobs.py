@@ -147,7 +147,7 @@ class JobBook:
             job.predecessor.followers.append(job)
         for stretch in over:
             part = stretch.run.part(destination, band.number)
-            part.incoming, part.incoming_stop = job, stretch.stop
+            part.incoming = job
         self.unsettled[plan.job_id] = job
         return job
 
@@ -272,12 +272,12 @@ class JobBook:
     def _end_incoming(job: Job, run: Run, part: Part) -> None:
         if part.incoming is not job:
             return
-        part.incoming, part.incoming_stop = None, 0
+        part.incoming = None
         before = job.predecessor
         while before is not None and not _brings(before, run, part):
             before = before.predecessor
         if before is not None:
-            part.incoming, part.incoming_stop = before, min(before.stop, run.stop)
+            part.incoming = before
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
         """The bad entries are misses from now on; what is around them is untouched."""

@@ -305,7 +305,7 @@ def _incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
         if not chain or chain[-1].start > position:  # what was to come first never will: the rest will not be entered
             break
         found.update(dict.fromkeys(chain))
-        position = min(part.incoming_stop, stretch.stop)
+        position = min(chain[0].stop, stretch.stop)
         if position < stretch.stop:
             break
     return list(found), position

@@ -7,7 +7,7 @@ allocations keeps pins while it waits; the grant is in the waiter before anybody
 from __future__ import annotations
 
 from array import array
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable
 
 import attrs
@@ -66,12 +66,18 @@ class Line:
 
     def join_allocating(self, waiter: Waiter) -> None:
         """Queue by ticket: who had to let go of everything gets its old place back."""
-        insort(self.allocating, waiter, key=lambda waiting: waiting.holding.ticket)
+        insort(self.allocating, waiter, key=_ticket)
 
     def leave(self, waiter: Waiter) -> None:
-        for queue in (self.extending, self.allocating):
-            if waiter in queue:
-                queue.remove(waiter)
+        at = bisect_left(self.allocating, _ticket(waiter), key=_ticket)
+        if at < len(self.allocating) and self.allocating[at] is waiter:
+            del self.allocating[at]
+        elif waiter in self.extending:
+            self.extending.remove(waiter)
+
+
+def _ticket(waiter: Waiter) -> int:
+    return waiter.holding.ticket
 
 
 def require_idle(holding: Holding, call: str) -> None:
