@@ -114,7 +114,7 @@ _LINE = (
     Mutant(
         "requeued at the end",
         WAITING,
-        "        insort(self.allocating, waiter, key=lambda waiting: waiting.holding.ticket)",
+        "        insort(self.allocating, waiter, key=_ticket)",
         "        self.allocating.append(waiter)",
         "who had to let go of everything gets its old place back",
         scenarios=("retries",),
