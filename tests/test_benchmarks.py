@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import eager_store, flights, growth, memory, peer, policies, pools
+from benchmarks import against_lmcache, eager_store, flights, growth, memory, peer, policies, pools
 from benchmarks.__main__ import BENCHMARKS, as_table, collect
 from benchmarks.cycle import prompts_of
 from benchmarks.harness import Measured, Rounds, Row, Sample, Subject, interleave
@@ -214,6 +214,54 @@ def test_block_by_block_the_least_recently_used_goes() -> None:
         cache.store(prompt)
     assert [cache.num_cached(prompt) for prompt in (first, second, third)] == [0, 3, 3]
     assert (len(cache.device), len(cache.host)) == (3, 6)
+def test_without_lmcache_there_are_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is not installed the other benchmarks go on, and whoever runs them reads how to get it."""
+    monkeypatch.setattr(peer, "ENVIRONMENTS", tmp_path)
+    assert against_lmcache.run() == []
+    assert "lmcache is not installed: make bench-peers" in capsys.readouterr().err
+
+
+@pytest.fixture
+def copies_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """LMCache's part is played by a script that takes 64 ms, and says that as many bytes arrive as `arrived` has."""
+    python = tmp_path / "lmcache" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    scripts = str(peer.SCRIPTS)
+    monkeypatch.setattr(peer, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(peer, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(against_lmcache, "REGION_BLOCK_BYTES", 64)
+    monkeypatch.setattr(against_lmcache, "NUM_BYTES", 64 * 32 * 64)
+    monkeypatch.setattr(against_lmcache, "SECONDS", 0.0)
+    (tmp_path / "lmcache_side.py").write_text(
+        f"import sys; sys.path.insert(0, {scripts!r})\n"
+        "import pathlib, line\n"
+        "def took(**about):\n    return {'wall_s': 0.064, 'cpu_s': 0.064}\n"
+        "def prepare(**about):\n    return {'num_bytes': 64 * 32 * 64, 'num_threads': 2}\n"
+        f"def check(by):\n    return int(pathlib.Path({str(tmp_path / 'arrived')!r}).read_text())\n"
+        "line.serve({'prepare': prepare, 'check': check, 'store': took, 'load': took})\n"
+    )
+    return tmp_path / "arrived"
+
+
+def test_lmcache_has_a_row_for_each_way(copies_of_nothing: Path) -> None:
+    """Each of its ways stands beside ours, in both directions, with the ratio that is wanted."""
+    copies_of_nothing.write_text(str(64 * 32 * 64))
+    rows = [row for row in against_lmcache.run() if row.against != "one memmove"]
+    ways = [f"LMCache by {by}, {threads}" for threads in ("2 threads", "1 thread") for by in ("slots", "blocks")]
+    assert [(row.name.split(",")[0], row.against) for row in rows] == [
+        (direction, way) for way in ways for direction in ("store", "load")
+    ]
+    assert all(row.wanted == 2.5 and row.limit == pytest.approx(64 * 32 * 64 / 0.064 / 1e9) for row in rows)
+
+
+def test_a_peer_that_copies_nothing_is_not_measured(copies_of_nothing: Path) -> None:
+    """What the peer takes counts only if all the bytes arrive."""
+    copies_of_nothing.write_text("0")
+    with pytest.raises(AssertionError, match="0 bytes arrived by slots"):
+        against_lmcache.run()
 
 
 TRACE = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8], [1, 2, 9], [4, 5, 6]]
