@@ -2,7 +2,7 @@
 
 It has no connector for paged CPU tensors in process; ours hands them to LMCache's own operations: by slots, as its
 connectors for vLLM do, or by blocks, as it moves a CPU worker's blocks out of process, which is faster. Of its layouts,
-ours is the one that suits it best: a block of one layer lies in one piece on both sides.
+ours is one that suits it well: a block of one layer lies in one piece on both sides.
 """
 
 from __future__ import annotations
