@@ -214,6 +214,8 @@ def test_block_by_block_the_least_recently_used_goes() -> None:
         cache.store(prompt)
     assert [cache.num_cached(prompt) for prompt in (first, second, third)] == [0, 3, 3]
     assert (len(cache.device), len(cache.host)) == (3, 6)
+
+
 def test_without_lmcache_there_are_no_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
