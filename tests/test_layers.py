@@ -15,7 +15,7 @@ ROOMS = {
     "transfer": 2,
     "request": 3, "keeping": 3, "worker": 3, "telemetry": 3,
     "runtime": 4,
-    "demo": 5, "integrations": 5, "testing": 5,
+    "demo": 5, "integrations": 5, "testing": 5, "trace": 5,
 }  # fmt: skip
 NOT_IN_CORE = {
     "anyio",

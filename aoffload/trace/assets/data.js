@@ -1,0 +1,106 @@
+// What the page carries: columns of numbers, each deflated, in base64.
+
+const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f8: Float64Array };
+const NOT_KNOWN = 0xffffffff;
+const FACTS = ["num_tokens", "num_device_tokens", "num_host_tokens", "num_blocks", "num_ready_tokens", "num_computed_tokens"];
+
+async function readColumn(column) {
+  const bytes = Uint8Array.from(atob(column.data), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const response = new Response(stream);
+  return column.type === "text" ? JSON.parse(await response.text()) : new ARRAYS[column.type](await response.arrayBuffer());
+}
+
+async function readColumns(columns) {
+  const names = Object.keys(columns);
+  const read = await Promise.all(names.map((name) => readColumn(columns[name])));
+  return Object.fromEntries(names.map((name, at) => [name, read[at]]));
+}
+
+async function readUsages(usages) {
+  const read = {};
+  for (const [number, measures] of Object.entries(usages)) {
+    read[number] = {};
+    for (const [measure, columns] of Object.entries(measures)) read[number][measure] = await readColumns(columns);
+  }
+  return read;
+}
+
+async function readTrace(raw) {
+  const [stories, moves, jobs] = await Promise.all([raw.stories, raw.moves, raw.jobs].map(readColumns));
+  const trace = { ...raw, stories, moves, jobs, usages: await readUsages(raw.usages) };
+  addMoveRanges(trace);
+  trace.storyByNumber = new Map(Array.from(stories.number, (number, at) => [number, at]));
+  trace.jobsByStory = groupJobs(jobs);
+  return trace;
+}
+
+// Where the moves of each story are, when it began and ended, and in which state it was longest.
+function addMoveRanges(trace) {
+  const { stories, moves } = trace;
+  const count = stories.number.length;
+  stories.first = new Uint32Array(count + 1);
+  stories.startS = new Float64Array(count);
+  stories.stopS = new Float64Array(count);
+  stories.main = new Uint16Array(count);
+  for (let at = 0, move = 0; at < count; at++) {
+    const end = move + stories.moves[at];
+    stories.first[at] = move;
+    stories.first[at + 1] = end;
+    stories.startS[at] = moves.at_s[move];
+    stories.stopS[at] = moves.at_s[end - 1];
+    stories.main[at] = mainState(moves, move, end);
+    move = end;
+  }
+}
+
+function mainState(moves, first, end) {
+  let longest = -1;
+  let state = moves.state[first];
+  for (let move = first; move < end - 1; move++) {
+    const seconds = moves.at_s[move + 1] - moves.at_s[move];
+    if (seconds > longest) [longest, state] = [seconds, moves.state[move]];
+  }
+  return state;
+}
+
+function groupJobs(jobs) {
+  const grouped = new Map();
+  jobs.story.forEach((number, at) => {
+    if (!number) return;
+    if (!grouped.has(number)) grouped.set(number, []);
+    grouped.get(number).push(at);
+  });
+  return grouped;
+}
+
+// The states of a story, each with its length.
+function intervalsOf(trace, story) {
+  const { stories, moves, words } = trace;
+  const intervals = [];
+  for (let move = stories.first[story]; move < stories.first[story + 1] - 1; move++) {
+    const [startS, stopS] = [moves.at_s[move], moves.at_s[move + 1]];
+    intervals.push({ state: words[moves.state[move]], startS, stopS });
+  }
+  return intervals;
+}
+
+function factsOf(trace, story) {
+  const known = FACTS.filter((fact) => trace.stories[fact][story] !== NOT_KNOWN);
+  return Object.fromEntries(known.map((fact) => [fact, trace.stories[fact][story]]));
+}
+
+// At most `most` stories whose name contains the text: the same name first, then in the order of the log.
+function searchStories(trace, text, most) {
+  const names = trace.stories.name;
+  const same = [];
+  const others = [];
+  let count = 0;
+  for (let at = 0; at < names.length; at++) {
+    if (!names[at].includes(text)) continue;
+    count += 1;
+    if (names[at] === text) same.push(at);
+    else if (others.length < most) others.push(at);
+  }
+  return { count, stories: [...same, ...others].slice(0, most) };
+}

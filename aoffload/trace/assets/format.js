@@ -1,0 +1,50 @@
+"use strict";
+// How times, durations, counts and sizes are written.
+
+function threeDigits(value) {
+  return value >= 99.95 ? value.toFixed(0) : value >= 9.995 ? value.toFixed(1) : value.toFixed(2);
+}
+
+function durationText(seconds) {
+  if (seconds >= 119.5) {
+    return `${Math.floor((seconds + 0.5) / 60)} min ${String(Math.floor(seconds + 0.5) % 60).padStart(2, "0")} s`;
+  }
+  if (seconds >= 0.9995) return `${threeDigits(seconds)} s`;
+  if (seconds >= 0.0009995) return `${threeDigits(seconds * 1e3)} ms`;
+  return `${threeDigits(seconds * 1e6)} \u00b5s`;
+}
+
+function timeText(atS) {
+  return new Date(Math.round(atS * 1000)).toISOString().slice(11, 23);
+}
+
+function sizeText(numBytes) {
+  if (numBytes < 999.5) return `${numBytes.toFixed(0)} B`;
+  for (const unit of ["kB", "MB", "GB"]) {
+    numBytes /= 1000;
+    if (numBytes < 999.5) return `${threeDigits(numBytes)} ${unit}`;
+  }
+  return `${threeDigits(numBytes / 1000)} TB`;
+}
+
+function countText(number, noun) {
+  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+function shareText(part, whole) {
+  return whole ? `${Math.round((100 * part) / whole)} %` : "0 %";
+}
+
+// A step between two marks of the axis: at least so many seconds, and round.
+function roundStep(seconds) {
+  const power = 10 ** Math.floor(Math.log10(seconds));
+  for (const factor of [1, 2, 5]) if (factor * power >= seconds) return clockStep(factor * power);
+  return clockStep(10 * power);
+}
+
+// Over a minute, decimal steps are no round ones.
+function clockStep(seconds) {
+  if (seconds <= 30) return seconds;
+  for (const step of [60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400]) if (step >= seconds) return step;
+  return Math.ceil(seconds / 86400) * 86400;
+}

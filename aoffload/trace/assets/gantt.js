@@ -1,0 +1,186 @@
+// Bars in lanes. What is narrower than a pixel is drawn once for all that share the pixel.
+
+const TALLEST = 22;
+const LOWEST = 4;
+
+// Which bars are in a lane, in the order of time; bars of one lane never overlap.
+class LaneIndex {
+  constructor(numLanes, bars, lanes, startS, stopS) {
+    this.offsets = new Uint32Array(numLanes + 1);
+    for (const bar of bars) this.offsets[lanes[bar] + 1] += 1;
+    for (let lane = 0; lane < numLanes; lane++) this.offsets[lane + 1] += this.offsets[lane];
+    const next = this.offsets.slice();
+    this.bars = new Uint32Array(bars.length);
+    for (const bar of bars.sort((a, b) => startS[a] - startS[b] || a - b)) this.bars[next[lanes[bar]]++] = bar;
+    Object.assign(this, { numLanes, startS, stopS });
+  }
+
+  // Where the first bar of the lane is that ends at that time or later.
+  seek(lane, atS) {
+    let [low, high] = [this.offsets[lane], this.offsets[lane + 1]];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.stopS[this.bars[middle]] < atS) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  // The bar nearest to that time, at most so many seconds off; -1 if there is none.
+  nearest(lane, atS, tolerance, isShown) {
+    let [best, distance] = [-1, tolerance];
+    for (let at = this.seek(lane, atS - tolerance); at < this.offsets[lane + 1]; at++) {
+      const bar = this.bars[at];
+      if (this.startS[bar] > atS + tolerance) break;
+      const off = Math.max(this.startS[bar] - atS, atS - this.stopS[bar], 0);
+      if (off <= distance && isShown(bar)) [best, distance] = [bar, off];
+      if (off === 0 && best === bar) break;
+    }
+    return best;
+  }
+}
+
+// A scroller with as many lanes as there are, and a canvas as large as what is seen of it.
+class Gantt {
+  constructor(scroller, index, painter, view) {
+    Object.assign(this, { scroller, index, painter, view });
+    this.spacer = scroller.firstElementChild;
+    this.canvas = scroller.querySelector("canvas");
+    scroller.addEventListener("scroll", () => this.draw());
+  }
+
+  get laneHeight() {
+    const most = parseFloat(getComputedStyle(this.scroller).maxHeight);
+    return Math.max(LOWEST, Math.min(TALLEST, Math.floor(most / this.index.numLanes)));
+  }
+
+  draw() {
+    const laneHeight = this.laneHeight;
+    const whole = Math.max(this.index.numLanes * laneHeight, 1);
+    this.spacer.style.height = `${whole}px`;
+    const height = Math.min(this.scroller.clientHeight, whole) || 1;
+    this.canvas.style.height = `${height}px`;
+    const { context, width } = prepare(this.canvas, height);
+    const top = this.scroller.scrollTop;
+    const last = Math.min(this.index.numLanes - 1, Math.floor((top + height) / laneHeight));
+    for (let lane = Math.floor(top / laneHeight); lane <= last; lane++) {
+      this.drawLane(context, width, lane, lane * laneHeight - top, laneHeight);
+    }
+  }
+
+  drawLane(context, width, lane, y, laneHeight) {
+    const { index, view, painter } = this;
+    const height = laneHeight > 6 ? laneHeight - 2 : laneHeight - 1;
+    const box = { context, width, y, height, view };
+    let covered = -1;
+    for (let at = index.seek(lane, view.startS); at < index.offsets[lane + 1]; at++) {
+      const bar = index.bars[at];
+      if (index.startS[bar] > view.stopS) break;
+      const right = view.toX(index.stopS[bar], width);
+      if (right <= covered && bar !== painter.marked || !painter.isShown(bar)) continue;
+      const left = view.toX(index.startS[bar], width);
+      painter.paint(box, bar, left, right);
+      covered = Math.max(covered, Math.floor(Math.max(left + 1, right)));
+    }
+  }
+
+  barAt(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const lane = Math.floor((event.clientY - box.top + this.scroller.scrollTop) / this.laneHeight);
+    if (lane < 0 || lane >= this.index.numLanes) return { bar: -1, atS: 0 };
+    const atS = this.view.toTime(event.clientX - box.left, box.width);
+    const tolerance = (this.view.durationS / box.width) * 3;
+    return { bar: this.index.nearest(lane, atS, tolerance, (bar) => this.painter.isShown(bar)), atS };
+  }
+
+  reveal(lane) {
+    const top = lane * this.laneHeight;
+    const shown = this.scroller.clientHeight;
+    if (top < this.scroller.scrollTop || top + this.laneHeight > this.scroller.scrollTop + shown) {
+      this.scroller.scrollTop = Math.max(0, top - shown / 2);
+    }
+  }
+}
+
+// Requests, errands and pins, by state; an abort ends in red.
+class StoryPainter {
+  constructor(trace, view) {
+    Object.assign(this, { trace, view });
+    this.aborted = trace.words.indexOf("aborted");
+    this.refreshColours();
+  }
+
+  refreshColours() {
+    this.colours = this.trace.words.map((word) => (/^[a-z]+$/.test(word) && colour(word)) || colour("soft"));
+    this.bad = colour("bad");
+    this.mark = colour("mark");
+  }
+
+  get marked() {
+    return this.view.selected;
+  }
+
+  isShown(story) {
+    return !this.view.runtime || this.trace.stories.runtime[story] === this.view.runtime;
+  }
+
+  paint(box, story, left, right) {
+    const { stories } = this.trace;
+    if (right - left < 1.5) {
+      this.fill(box, stories.outcome[story] === this.aborted ? this.bad : this.colours[stories.main[story]], left, 1);
+    } else {
+      this.paintStates(box, story);
+    }
+    if (story === this.view.selected) this.outline(box, left, right);
+  }
+
+  paintStates(box, story) {
+    const { stories, moves } = this.trace;
+    const end = stories.first[story + 1] - 1;
+    for (let move = stories.first[story]; move < end; move++) {
+      const left = box.view.toX(moves.at_s[move], box.width);
+      const right = box.view.toX(moves.at_s[move + 1], box.width);
+      if (right >= 0 && left <= box.width) this.fill(box, this.colours[moves.state[move]], left, right - left);
+    }
+    const stop = box.view.toX(moves.at_s[end], box.width);
+    if (stories.outcome[story] === this.aborted) this.fill(box, this.bad, stop - 3, 3);
+  }
+
+  fill(box, style, left, width) {
+    const from = Math.max(left, -1);
+    box.context.fillStyle = style;
+    box.context.fillRect(from, box.y, Math.max(0.6, Math.min(left + width, box.width + 1) - from), box.height);
+  }
+
+  outline(box, left, right) {
+    box.context.strokeStyle = this.mark;
+    box.context.lineWidth = 2;
+    box.context.strokeRect(left - 2, box.y - 1, Math.max(4, right - left + 4), box.height + 2);
+  }
+}
+
+// Jobs of one direction.
+class JobPainter extends StoryPainter {
+  refreshColours() {
+    this.colours = this.trace.directions.map((direction) => colour(direction === "load" ? "loading" : "pool"));
+    this.failed = this.trace.words.indexOf("failed");
+    this.bad = colour("bad");
+    this.mark = colour("mark");
+  }
+
+  get marked() {
+    return -1;
+  }
+
+  isShown(job) {
+    return !this.view.runtime || this.trace.jobs.runtime[job] === this.view.runtime;
+  }
+
+  paint(box, job, left, right) {
+    const { jobs, stories } = this.trace;
+    const style = jobs.outcome[job] === this.failed ? this.bad : this.colours[jobs.direction[job]];
+    this.fill(box, style, left, Math.max(1, right - left));
+    const selected = this.view.selected;
+    if (selected >= 0 && jobs.story[job] && jobs.story[job] === stories.number[selected]) this.outline(box, left, right);
+  }
+}

@@ -1,0 +1,270 @@
+// Puts the panels together and listens to whoever looks.
+
+const MOST_MATCHES = 20;
+const WHEEL_STEP = 0.0015;
+const $ = (id) => document.getElementById(id);
+
+class Page {
+  constructor(trace) {
+    this.trace = trace;
+    this.view = new View(trace.first_s, trace.last_s);
+    this.view.changed = () => this.redraw();
+    this.gantt = new Gantt($("gantt"), storyIndex(trace), new StoryPainter(trace, this.view), this.view);
+    this.jobs = trace.directions.map((name) => {
+      return new Gantt($(`${name}s`), jobIndex(trace, name), new JobPainter(trace, this.view), this.view);
+    });
+    this.plots = Object.entries(PLOTS).map(([id, plot]) => new Plot($(id), plot, trace, this.view));
+    this.isDue = false;
+  }
+
+  // However many changes there are, one drawing for each picture that the screen shows.
+  redraw() {
+    if (this.isDue) return;
+    this.isDue = true;
+    requestAnimationFrame(() => {
+      this.isDue = false;
+      this.draw();
+    });
+  }
+
+  draw() {
+    drawAxis($("axis"), this.view);
+    for (const panel of [this.gantt, ...this.jobs, ...this.plots]) panel.draw();
+  }
+
+  select(story) {
+    this.view.selected = story;
+    if (story < 0) {
+      $("story").hidden = true;
+    } else {
+      showStory($("story"), this.trace, story);
+    }
+    this.redraw();
+  }
+
+  goTo(story) {
+    const { stories } = this.trace;
+    const { runtime } = this.view;
+    if (runtime && runtime !== stories.runtime[story]) this.showRuntime(0);
+    this.select(story);
+    this.view.showStory(stories.startS[story], stories.stopS[story]);
+    this.gantt.reveal(stories.lane[story]);
+  }
+
+  showRuntime(number) {
+    this.view.runtime = number;
+    $("runtime").value = String(number);
+    const life = this.trace.runtimes[number - 1];
+    if (life) this.view.showStory(life.start_s, life.stop_s);
+    else this.view.showAll();
+  }
+}
+
+function storyIndex(trace) {
+  const { lane, startS, stopS } = trace.stories;
+  return new LaneIndex(Math.max(1, trace.num_lanes), Uint32Array.from(lane.keys()), lane, startS, stopS);
+}
+
+function jobIndex(trace, name) {
+  const { lane, direction, launched_s: startS, ended_s: stopS } = trace.jobs;
+  const number = trace.directions.indexOf(name);
+  const bars = Uint32Array.from(lane.keys()).filter((job) => direction[job] === number);
+  return new LaneIndex(Math.max(1, trace.num_job_lanes[name]), bars, lane, startS, stopS);
+}
+
+function fillHeader(trace) {
+  $("title").textContent = trace.title;
+  $("derived").textContent = trace.derived;
+  for (const life of trace.runtimes) {
+    const option = element("option", life.about);
+    option.value = String(life.number);
+    $("runtime").append(option);
+  }
+  if (trace.remarks.length) {
+    $("remarks").hidden = false;
+    $("remarks").firstElementChild.textContent = countText(trace.remarks.length, "remark") + " about this log";
+    $("remarks").lastElementChild.append(...trace.remarks.map((remark) => element("li", remark)));
+  }
+  const outcomes = new Map();
+  trace.stories.outcome.forEach((word) => outcomes.set(trace.words[word], (outcomes.get(trace.words[word]) || 0) + 1));
+  $("counts").textContent = [...outcomes].map(([name, count]) => `${count.toLocaleString("en")} ${name}`).join(", ");
+}
+
+function fillLegend(id, entries) {
+  $(id).replaceChildren(
+    ...entries.map(([name, text]) => {
+      const line = element("li");
+      const square = element("i");
+      square.style.background = colour(name);
+      line.append(square, text);
+      return line;
+    }),
+  );
+}
+
+function fillLegends(trace) {
+  const used = new Set(Array.from(trace.moves.state, (word) => trace.words[word]));
+  const states = { pinned: "pinned (waits for room)", allocated: "allocated", loading: "loading", running: "running",
+    preempted: "preempted", moving: "prefetch or demotion", held: "pin" };
+  const shown = Object.entries(states).filter(([name]) => used.has(name));
+  fillLegend("states", used.has("aborted") ? [...shown, ["bad", "aborted"]] : shown);
+  fillLegend("directions", [["loading", "load (host to device)"], ["pool", "store (device to host)"], ["bad", "failed"]]);
+  fillLegend("measures", Object.values(MEASURES));
+}
+
+function showTip(event, text) {
+  const tip = $("tip");
+  tip.hidden = !text;
+  if (!text) return;
+  tip.textContent = text;
+  tip.style.left = `${Math.max(0, Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8))}px`;
+  const below = event.clientY + 18;
+  tip.style.top = `${below + tip.offsetHeight > window.innerHeight ? event.clientY - tip.offsetHeight - 8 : below}px`;
+}
+
+function listenToPointer(page, panel, target, tipOf, clicked) {
+  const { view } = page;
+  let from = null;
+  let hasMoved = false;
+  target.addEventListener("pointerdown", (event) => {
+    from = { x: event.clientX, y: event.clientY };
+    hasMoved = false;
+  });
+  window.addEventListener("pointerup", () => (from = null));
+  target.addEventListener("pointermove", (event) => {
+    if (!from || !event.buttons) return showTip(event, tipOf(event));
+    const [dx, dy] = [event.clientX - from.x, event.clientY - from.y];
+    if (!hasMoved && Math.abs(dx) + Math.abs(dy) < 4) return undefined;
+    view.move((-dx / target.clientWidth) * view.durationS);
+    if (panel.scroller) panel.scroller.scrollTop -= dy;
+    from = { x: event.clientX, y: event.clientY };
+    hasMoved = true;
+    return showTip(event, "");
+  });
+  target.addEventListener("click", (event) => hasMoved || clicked(event));
+  target.addEventListener("pointerleave", (event) => showTip(event, ""));
+  target.addEventListener("wheel", (event) => wheeled(event, view, target), { passive: false });
+}
+
+function wheeled(event, view, target) {
+  event.preventDefault();
+  const amount = Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : event.deltaY;
+  if (event.shiftKey || amount !== event.deltaY) {
+    view.move((amount / target.clientWidth) * view.durationS);
+    return;
+  }
+  const box = target.getBoundingClientRect();
+  view.zoom(view.toTime(event.clientX - box.left, box.width), Math.exp(amount * WHEEL_STEP));
+}
+
+function listenToPanels(page) {
+  const { trace, gantt } = page;
+  const ofStory = (event) => {
+    const { bar, atS } = gantt.barAt(event);
+    return bar < 0 ? "" : storyTip(trace, bar, atS);
+  };
+  listenToPointer(page, gantt, gantt.canvas, ofStory, (event) => page.select(gantt.barAt(event).bar));
+  for (const jobs of page.jobs) listenToJobs(page, jobs);
+  for (const plot of page.plots) listenToPointer(page, plot, plot.canvas, (event) => plot.tip(event), () => {});
+}
+
+function listenToJobs(page, jobs) {
+  const { trace } = page;
+  const tip = (event) => {
+    const { bar } = jobs.barAt(event);
+    return bar < 0 ? "" : jobTip(trace, bar);
+  };
+  const toOwner = (event) => {
+    const { bar } = jobs.barAt(event);
+    const story = bar < 0 ? undefined : trace.storyByNumber.get(trace.jobs.story[bar]);
+    if (story !== undefined) page.select(story);
+  };
+  listenToPointer(page, jobs, jobs.canvas, tip, toOwner);
+}
+
+function listenToSearch(page) {
+  const [wanted, list] = [$("wanted"), $("matches")];
+  const look = () => {
+    const found = wanted.value ? searchStories(page.trace, wanted.value, MOST_MATCHES) : { count: 0, stories: [] };
+    $("found").textContent = wanted.value ? `${found.count.toLocaleString("en")} found` : "";
+    list.hidden = !found.stories.length;
+    list.replaceChildren(...found.stories.map((story) => matchLine(page, story, list)));
+    return found.stories;
+  };
+  wanted.addEventListener("input", look);
+  $("search").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const stories = look();
+    if (stories.length) page.goTo(stories[0]);
+    list.hidden = true;
+  });
+}
+
+function matchLine(page, story, list) {
+  const line = element("li");
+  const { stories } = page.trace;
+  const button = element("button", `${storyTitle(page.trace, story)} `);
+  const whole = durationText(stories.stopS[story] - stories.startS[story]);
+  button.append(element("span", `${timeText(stories.startS[story])}, ${whole}, ${outcomeText(page.trace, story)}`, "soft"));
+  button.type = "button";
+  button.addEventListener("click", () => {
+    list.hidden = true;
+    page.goTo(story);
+  });
+  line.append(button);
+  return line;
+}
+
+function listenToKeys(page) {
+  const { view } = page;
+  const middle = () => (view.startS + view.stopS) / 2;
+  const actions = {
+    "+": () => view.zoom(middle(), 0.5),
+    "=": () => view.zoom(middle(), 0.5),
+    "-": () => view.zoom(middle(), 2),
+    0: () => view.showAll(),
+    ArrowLeft: () => view.move(-view.durationS / 5),
+    ArrowRight: () => view.move(view.durationS / 5),
+    Escape: () => page.select(-1),
+    "/": () => $("wanted").focus(),
+  };
+  document.addEventListener("keydown", (event) => {
+    const isTyping = ["INPUT", "SELECT"].includes(event.target.tagName);
+    if (event.ctrlKey || event.metaKey || event.altKey || (isTyping && event.key !== "Escape")) return;
+    const action = actions[event.key];
+    if (!action) return;
+    event.preventDefault();
+    action();
+  });
+  const buttons = { in: actions["+"], out: actions["-"], whole: actions[0] };
+  $("buttons").addEventListener("click", (event) => (buttons[event.target.dataset.do] || (() => {}))());
+}
+
+function listenToRest(page) {
+  $("runtime").addEventListener("change", (event) => page.showRuntime(Number(event.target.value)));
+  $("why").addEventListener("click", () => {
+    $("derived").hidden = !$("derived").hidden;
+    $("why").setAttribute("aria-expanded", String(!$("derived").hidden));
+  });
+  window.addEventListener("resize", () => page.redraw());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    for (const { painter } of [page.gantt, ...page.jobs]) painter.refreshColours();
+    fillLegends(page.trace);
+    page.redraw();
+  });
+}
+
+async function start() {
+  const trace = await readTrace(JSON.parse($("data").textContent));
+  const page = new Page(trace);
+  fillHeader(trace);
+  fillLegends(trace);
+  for (const listen of [listenToPanels, listenToSearch, listenToKeys, listenToRest]) listen(page);
+  page.draw();
+  document.body.dataset.readyMs = String(Math.round(performance.now()));
+}
+
+start().catch((error) => {
+  $("problem").hidden = false;
+  $("problem").textContent = `This page could not be drawn: ${error}. It needs a browser of 2023 or later.`;
+});

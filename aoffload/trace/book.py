@@ -1,0 +1,177 @@
+"""The stories that are under way: events go in, and a story that is over goes to the listener and is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import attrs
+
+from ..core.lifecycle import REQUEST_MOVES, ErrandState, JobState, PinState, RequestState
+from ..core.plan import Direction
+from .events import Event, FieldError, Kind
+from .lanes import Lanes
+from .listener import Listener
+from .occupancy import Usage, UsageBook
+from .runtimes import RuntimeLife
+from .stories import FACTS, UNFINISHED, JobStory, Story
+from .wording import plain
+
+__all__ = ["MAX_OPEN", "StoryBook"]
+
+MAX_OPEN = 200_000
+"""Stories, and jobs, kept at once. A log with more was cut; the oldest are taken for unfinished."""
+
+_LAST_STATES = {
+    *(state.value for state, targets in REQUEST_MOVES.items() if not targets),
+    *(state.value for state in (PinState.RELEASED, PinState.LAPSED, PinState.YIELDED, PinState.DROPPED)),
+    *(state.value for state in (ErrandState.DONE, ErrandState.CANCELLED)),
+}
+_PREEMPTED, _MATCHED = RequestState.PREEMPTED.value, RequestState.MATCHED.value
+_LAUNCHED, _DISCARDED = JobState.LAUNCHED.value, JobState.DISCARDED.value
+_FIRST_STATES = {_MATCHED, ErrandState.MOVING.value, PinState.HELD.value}
+_OWNERS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION)
+_TABLE_STATES = {RequestState.ALLOCATED.value, ErrandState.MOVING.value}
+
+StoryKey = tuple[int, Kind, str]
+JobKey = tuple[int, int]
+Key = TypeVar("Key")
+Kept = TypeVar("Kept")
+
+
+@attrs.define(eq=False)
+class StoryBook:
+    """Memory goes with what is under way at once, not with the length of the log."""
+
+    listener: Listener
+    num_stories: int = 0
+    num_early: int = 0
+    """Stories whose beginning the log does not have."""
+    lanes: Lanes = attrs.field(factory=Lanes)
+    job_lanes: dict[Direction, Lanes] = attrs.field(factory=lambda: {direction: Lanes() for direction in Direction})
+    _stories: dict[StoryKey, Story] = attrs.field(factory=dict)
+    _jobs: dict[JobKey, JobStory] = attrs.field(factory=dict)
+    _usages: UsageBook = attrs.field(factory=UsageBook)
+
+    def story_moved(self, event: Event, runtime: RuntimeLife) -> None:
+        """A request, an errand or a pin."""
+        kind, state = event.meaning.kind, event.meaning.state
+        name = str(event.count("pin_id")) if kind is Kind.PIN else event.text("request_id")
+        facts = {fact: event.count(fact) for fact in FACTS if fact in event.fields}
+        reason, previous = "", ""
+        if state == RequestState.ABORTED.value:
+            reason, previous = event.text("reason"), event.text("previous")
+        # From here on nothing can be wrong with the event.
+        key = (runtime.number, kind, name)
+        story = self._stories.get(key)
+        if story is not None and state == _MATCHED and story.states[-1] != _PREEMPTED:
+            self._give_up(key)  # the log lacks its end, or the name was given twice
+            story = None
+        story = story or self._begin(key, event, runtime, previous)
+        story.states.append(state)
+        story.times_s.append(runtime.last_s)
+        story.facts |= facts
+        self._hold(story, state)
+        if state in _LAST_STATES:
+            story.outcome, story.reason = state, plain(reason)
+            self._end(key)
+
+    def job_moved(self, event: Event, runtime: RuntimeLife) -> None:
+        state = event.meaning.state
+        key = (runtime.number, event.count("job_id"))
+        if state == _LAUNCHED:
+            self._launch(key, event, runtime)
+            return
+        # What was never launched has no length, and neither has what was launched before the log begins.
+        num_bytes, copy_s = 0, 0.0
+        if state != _DISCARDED:
+            num_bytes = event.count("num_bytes") if "num_bytes" in event.fields else 0
+            copy_s = event.seconds("duration_s") if "duration_s" in event.fields else 0.0
+        error = event.fields.get("error", "")
+        if key not in self._jobs:
+            self._launch(key, event, runtime)
+        job = self._jobs[key]
+        job.outcome, job.num_bytes, job.copy_s, job.error = state, num_bytes, copy_s, plain(str(error))
+        job.ended_s = runtime.last_s
+        self._end_job(key)
+
+    def runtime_over(self, runtime: RuntimeLife) -> None:
+        """Whatever of it is under way has no end in the log."""
+        for key in [key for key in self._stories if key[0] == runtime.number]:
+            self._give_up(key)
+        for job_key in [key for key in self._jobs if key[0] == runtime.number]:
+            self._give_up_job(job_key)
+        self._report(runtime, self._usages.closed(runtime))
+
+    def _begin(self, key: StoryKey, event: Event, runtime: RuntimeLife, previous: str) -> Story:
+        self.num_stories += 1
+        story = Story(self.num_stories, key[1], plain(key[2]), runtime, self.lanes.take(), [], [])
+        state = event.meaning.state
+        if state not in _FIRST_STATES and not (key[1] is Kind.DEMOTION or key[1] is Kind.PREFETCH):
+            self.num_early += 1
+        if previous:  # its beginning is missing, but not what it came from
+            story.states.append(plain(previous))
+            story.times_s.append(runtime.last_s)
+        self._make_room(self._stories, self._give_up)
+        self._stories[key] = story
+        return story
+
+    def _hold(self, story: Story, state: str) -> None:
+        """Blocks in tables come and go with the state."""
+        num_blocks = story.num_held_blocks
+        if state in _TABLE_STATES and story.kind is not Kind.DEMOTION:
+            num_blocks = story.facts.get("num_blocks", 0)
+        elif state in _LAST_STATES or state == _PREEMPTED:
+            num_blocks = 0
+        if num_blocks != story.num_held_blocks:
+            usage = self._usages.table_changed(story.runtime, num_blocks - story.num_held_blocks)
+            story.num_held_blocks = num_blocks
+            self._report(story.runtime, usage)
+
+    def _give_up(self, key: StoryKey) -> None:
+        """It ends with whatever its runtime said last."""
+        story = self._stories[key]
+        story.states.append(UNFINISHED)
+        story.times_s.append(story.runtime.last_s)
+        if story.num_held_blocks:
+            self._report(story.runtime, self._usages.table_changed(story.runtime, -story.num_held_blocks))
+        self._end(key)
+
+    def _end(self, key: StoryKey) -> None:
+        story = self._stories.pop(key)
+        self.lanes.give(story.lane)
+        self.listener.story_over(story)
+
+    def _launch(self, key: JobKey, event: Event, runtime: RuntimeLife) -> None:
+        try:
+            direction = Direction(event.fields.get("direction"))
+        except ValueError:
+            raise FieldError("direction") from None
+        num_blocks, owner = event.count("num_blocks"), event.text("request_id")
+        if key in self._jobs:
+            self._give_up_job(key)
+        self._make_room(self._jobs, self._give_up_job)
+        found = (self._stories.get((runtime.number, kind, owner)) for kind in _OWNERS)
+        number = next((story.number for story in found if story is not None), 0) if owner else 0
+        lane, at_s = self.job_lanes[direction].take(), runtime.last_s
+        job = JobStory(key[1], direction, num_blocks, plain(owner), number, runtime, lane, at_s, at_s)
+        self._jobs[key] = job
+        self._report(runtime, self._usages.job_launched(job))
+
+    def _give_up_job(self, key: JobKey) -> None:
+        self._jobs[key].ended_s = self._jobs[key].runtime.last_s
+        self._end_job(key)
+
+    def _end_job(self, key: JobKey) -> None:
+        job = self._jobs.pop(key)
+        self.job_lanes[job.direction].give(job.lane)
+        self._report(job.runtime, self._usages.job_ended(job))
+        self.listener.job_over(job)
+
+    def _report(self, runtime: RuntimeLife, usage: Usage) -> None:
+        self.listener.usage_changed(runtime, runtime.last_s, usage)
+
+    @staticmethod
+    def _make_room(kept: dict[Key, Kept], give_up: Callable[[Key], None]) -> None:
+        if len(kept) >= MAX_OPEN:
+            give_up(next(iter(kept)))

@@ -1,0 +1,107 @@
+"""The events of one request, by the times it came: an id may be given again once its request is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+import attrs
+
+from .events import Event, EventReader, FieldError, Kind
+from .lines import LogLines
+from .progress import Progress
+from .runtimes import RuntimeLife, Runtimes
+from .wording import counted, plain
+
+__all__ = ["Chapter", "UnknownRequestError", "find_chapters"]
+
+MAX_SIMILAR = 5
+_OVER = {"done", "aborted", "cancelled"}
+_STORIES = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION)
+
+
+class UnknownRequestError(Exception):
+    """No event of the log carries that id."""
+
+
+@attrs.define(eq=False)
+class Chapter:
+    """Everything with one request id, from one match to what its last job does after its end."""
+
+    runtime: RuntimeLife
+    events: list[Event] = attrs.field(factory=list)
+    job_ids: set[int] = attrs.field(factory=set)
+    is_over: bool = False
+
+    @property
+    def start_s(self) -> float:
+        return self.events[0].at_s
+
+
+@attrs.define(eq=False)
+class _Search:
+    """Reads the log for one id."""
+
+    request_id: str
+    runtimes: Runtimes = attrs.field(factory=Runtimes)
+    found: list[Chapter] = attrs.field(factory=list)
+    similar: dict[str, None] = attrs.field(factory=dict)
+    """Ids that contain the one that was asked for, in the order of the log."""
+
+    def look_at(self, event: Event) -> None:
+        """May raise `FieldError`."""
+        if event.meaning.kind is Kind.RUNTIME:
+            self._look_at_runtime(event)
+            return
+        name = event.fields.get("request_id")
+        if name != self.request_id:
+            self._compare(name)
+            return
+        self._chapter_of(event, self.runtimes.of(event)).events.append(event)
+
+    def _look_at_runtime(self, event: Event) -> None:
+        if event.meaning.state == "closed":
+            self.runtimes.closed(event)
+        else:
+            self.runtimes.opened(event)
+
+    def _compare(self, name: object) -> None:
+        if type(name) is str and len(self.similar) < MAX_SIMILAR and self.request_id in name:
+            self.similar[name] = None
+
+    def _chapter_of(self, event: Event, runtime: RuntimeLife) -> Chapter:
+        mine = [chapter for chapter in self.found[-MAX_SIMILAR:] if chapter.runtime is runtime]
+        if event.meaning.kind is Kind.JOB:
+            job_id = event.count("job_id")
+            mine = [chapter for chapter in mine if job_id in chapter.job_ids] or mine
+            chapter = mine[-1] if mine else self._begin(runtime)
+            chapter.job_ids.add(job_id)
+            return chapter
+        begins_story = event.meaning.kind in _STORIES and bool(mine) and mine[-1].is_over
+        chapter = mine[-1] if mine and not begins_story else self._begin(runtime)
+        chapter.is_over = chapter.is_over or (event.meaning.kind in _STORIES and event.meaning.state in _OVER)
+        return chapter
+
+    def _begin(self, runtime: RuntimeLife) -> Chapter:
+        self.found.append(Chapter(runtime))
+        return self.found[-1]
+
+
+def find_chapters(log: Path, request_id: str, progress: TextIO) -> Sequence[Chapter]:
+    """In the order of the log. Raises `OSError`, or `UnknownRequestError` with what may have been meant."""
+    search = _Search(request_id)
+    reader = EventReader(LogLines(log, Progress(progress)))
+    for event in reader:
+        try:
+            search.look_at(event)
+        except FieldError:
+            reader.leave_out(event)
+    if not search.found:
+        raise UnknownRequestError(_nothing_found(log, request_id, search, reader))
+    return search.found
+
+
+def _nothing_found(log: Path, request_id: str, search: _Search, reader: EventReader) -> str:
+    problem = f"no request {plain(request_id)!r} in {counted(reader.num_events, 'event')} of {log}"
+    return f"{problem}; similar: {', '.join(map(plain, search.similar))}" if search.similar else problem

@@ -1,0 +1,98 @@
+"""The command: from arguments to exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .figures import Figures
+from .narrative import UnknownRequestError, narrative
+from .page import write_page
+from .perfetto import write_perfetto
+from .scan import EmptyLogError, Scan
+from .summary import summary
+
+__all__ = ["main"]
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: written; 2: no such log, no such request, or no place to write to; 130: Ctrl-C."""
+    options = make_parser().parse_args(arguments)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold half a surrogate pair
+    try:
+        run: Callable[[argparse.Namespace], None] = options.run
+        run(options)
+        sys.stdout.flush()
+    except OSError as error:
+        return _os_error(error)
+    except EmptyLogError:
+        return _complain(f"{options.log}: no event of aoffload in it (docs/tracing.md says how to get JSON lines)")
+    except UnknownRequestError as error:
+        return _complain(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m aoffload.trace",
+        description="What a log of JSON lines says about requests, copies and pools.",
+        epilog="Exit status: 0 good; 2 no such log, request or place to write to; 130 Ctrl-C.",
+    )
+    parser.add_argument("log", type=Path, metavar="LOG", help="JSON lines (docs/tracing.md); - for standard input")
+    parser.set_defaults(run=_summary)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    add = commands.add_parser
+    whole = add("summary", help="percentiles of each state, the slowest requests, reasons (the default)")
+    whole.set_defaults(run=_summary)
+    request = add("request", help="one request's story in plain words")
+    request.add_argument("request_id", metavar="ID")
+    request.set_defaults(run=_request)
+    page = add("html", help="one page to look at: requests, jobs and pools over time")
+    page.add_argument("file", type=Path, metavar="FILE")
+    page.set_defaults(run=_page)
+    perfetto = add("perfetto", help="a trace for the Perfetto viewer (ui.perfetto.dev), or chrome://tracing")
+    perfetto.add_argument("file", type=Path, metavar="FILE")
+    perfetto.set_defaults(run=_perfetto)
+    return parser
+
+
+def _summary(options: argparse.Namespace) -> None:
+    figures = Figures()
+    scan = Scan.of(options.log, figures, sys.stderr)
+    scan.run()
+    for line in summary(scan, figures):
+        print(line)
+
+
+def _request(options: argparse.Namespace) -> None:
+    for line in narrative(options.log, options.request_id, sys.stderr):
+        print(line)
+
+
+def _page(options: argparse.Namespace) -> None:
+    print(write_page(options.log, options.file, sys.stderr))
+
+
+def _perfetto(options: argparse.Namespace) -> None:
+    print(write_perfetto(options.log, options.file, sys.stderr))
+
+
+def _os_error(error: OSError) -> int:
+    if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _complain(problem: str) -> int:
+    print(f"python -m aoffload.trace: {problem}", file=sys.stderr)
+    return BAD_INPUT

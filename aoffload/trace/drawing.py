@@ -1,0 +1,135 @@
+"""What the page draws, as columns: filled while the log is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from ..core.lifecycle import RequestState
+from ..core.plan import Direction
+from .columns import NumberColumn, TextColumn, Vocabulary
+from .events import Kind
+from .listener import Listener
+from .occupancy import MEASURES, Usage
+from .runtimes import RuntimeLife
+from .series import Series
+from .stories import FACTS, JobStory, Story
+
+__all__ = ["Drawing"]
+
+MAX_DRAWN = 500_000
+"""Stories on a page, and as many jobs: more than that no browser likes. The others are counted."""
+KINDS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.PIN)
+DIRECTIONS = tuple(Direction)
+_NOT_KNOWN = 0xFFFF_FFFF
+"""For a fact that no event had."""
+
+
+def _columns(**typecodes: str) -> dict[str, NumberColumn]:
+    return {name: NumberColumn(typecode) for name, typecode in typecodes.items()}
+
+
+@attrs.define(eq=False)
+class Drawing(Listener):
+    """Times are seconds since 1970 in whole microseconds, as far as a double has them."""
+
+    num_left_out: int = 0
+    _names: TextColumn = attrs.field(factory=TextColumn)
+    _owners: TextColumn = attrs.field(factory=TextColumn)
+    _words: Vocabulary = attrs.field(factory=Vocabulary)
+    """States, outcomes, reasons and errors."""
+    _stories: dict[str, NumberColumn] = attrs.field(
+        factory=lambda: _columns(
+            number="I", kind="B", runtime="H", lane="I", moves="I", outcome="H", reason="H", **dict.fromkeys(FACTS, "I")
+        )
+    )
+    _moves: dict[str, NumberColumn] = attrs.field(factory=lambda: _columns(state="H", at_s="d"))
+    _jobs: dict[str, NumberColumn] = attrs.field(
+        factory=lambda: _columns(
+            job_id="d", direction="B", runtime="H", lane="I", outcome="H", error="H", story="I", num_blocks="I",
+            num_bytes="d", launched_s="d", ended_s="d", copy_s="d",
+        )
+    )  # fmt: skip
+    _usages: dict[int, dict[str, Series]] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        for state in RequestState:
+            self._words.number(state.value)
+
+    def story_over(self, story: Story) -> None:
+        columns = self._stories
+        if columns["number"].num_values >= MAX_DRAWN:
+            self.num_left_out += 1
+            return
+        self._names.append(story.name)
+        number = self._words.number
+        columns["number"].append(story.number)
+        columns["kind"].append(KINDS.index(story.kind))
+        columns["runtime"].append(story.runtime.number)
+        columns["lane"].append(story.lane)
+        columns["moves"].append(len(story.states))
+        columns["outcome"].append(number(story.outcome))
+        columns["reason"].append(number(story.reason))
+        for fact in FACTS:
+            columns[fact].append(story.facts.get(fact, _NOT_KNOWN))
+        for state, at_s in zip(story.states, story.times_s, strict=True):
+            self._moves["state"].append(number(state))
+            self._moves["at_s"].append(at_s)
+
+    def job_over(self, job: JobStory) -> None:
+        columns = self._jobs
+        if columns["job_id"].num_values >= MAX_DRAWN:
+            self.num_left_out += 1
+            return
+        self._owners.append("" if job.owner_number else job.owner)
+        values = {
+            "job_id": job.job_id,
+            "direction": DIRECTIONS.index(job.direction),
+            "runtime": job.runtime.number,
+            "lane": job.lane,
+            "outcome": self._words.number(job.outcome),
+            "error": self._words.number(job.error),
+            "story": job.owner_number,
+            "num_blocks": job.num_blocks,
+            "num_bytes": job.num_bytes,
+            "launched_s": job.launched_s,
+            "ended_s": job.ended_s,
+            "copy_s": job.copy_s,
+        }
+        for name, value in values.items():
+            columns[name].append(value)
+
+    def usage_changed(self, runtime: RuntimeLife, at_s: float, usage: Usage) -> None:
+        series = self._usages.get(runtime.number)
+        if series is None:
+            series = self._usages[runtime.number] = {measure: Series() for measure in MEASURES}
+        for measure, counts in series.items():
+            counts.add(at_s, getattr(usage, measure))
+
+    def finish(self) -> dict[str, Any]:
+        """As the page wants it; nothing can be added after that."""
+        return {
+            "kinds": [kind.value for kind in KINDS],
+            "directions": [direction.value for direction in DIRECTIONS],
+            "stories": {"name": self._names.finish(), **_finish(self._stories)},
+            "moves": _finish(self._moves),
+            "jobs": {"owner": self._owners.finish(), **_finish(self._jobs)},
+            "words": self._words.texts,
+            "usages": {str(number): _usage(series) for number, series in self._usages.items()},
+        }
+
+
+def _finish(columns: dict[str, NumberColumn]) -> dict[str, Any]:
+    return {name: column.finish() for name, column in columns.items()}
+
+
+def _usage(series: dict[str, Series]) -> dict[str, Any]:
+    found = {}
+    for measure, counts in series.items():
+        times, values = NumberColumn("d"), NumberColumn("I")
+        for point in counts.points():
+            times.append(point.at_s)
+            values.append(point.value)
+        found[measure] = {"at_s": times.finish(), "value": values.finish()}
+    return found

@@ -1,0 +1,154 @@
+"""Events: what a line of the log says, checked where it is used."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from ..core.lifecycle import ErrandState, JobState, PinState, RequestState
+from .lines import LogLines
+from .oddities import Oddities, Oddity
+
+__all__ = ["MEANINGS", "NOTE", "FieldError", "Event", "EventReader", "Kind", "Meaning"]
+
+MAX_TIME_S = 250_000_000_000.0
+"""The year 9892: what is beyond cannot be shown as a date."""
+
+
+class Kind(enum.Enum):
+    """What an event is about."""
+
+    REQUEST = "request"
+    PREFETCH = "prefetch"
+    DEMOTION = "demotion"
+    PIN = "pin"
+    JOB = "job"
+    SKIPPED_STORE = "store"
+    RUNTIME = "runtime"
+    ALARM = "alarm"
+    NOTE = "note"
+    """Not ours: what the program said about a request of ours."""
+
+    __hash__ = object.__hash__  # that of enums is Python, and this is asked for at every event
+
+
+@attrs.frozen
+class Meaning:
+    kind: Kind
+    state: str
+    """That was entered, for what has states; else what happened."""
+
+
+class FieldError(Exception):
+    """A field that is missing, or is not what it has to be."""
+
+
+NOTE = Meaning(Kind.NOTE, "")
+
+
+def _meanings() -> dict[str, Meaning]:
+    found = {f"request_{state.value}": Meaning(Kind.REQUEST, state.value) for state in RequestState}
+    found |= {f"job_{state.value}": Meaning(Kind.JOB, state.value) for state in JobState}
+    found |= {f"pin_{state.value}": Meaning(Kind.PIN, state.value) for state in PinState}
+    for kind in (Kind.PREFETCH, Kind.DEMOTION):
+        found |= {f"{kind.value}_{state.value}": Meaning(kind, state.value) for state in ErrandState}
+    found |= {f"runtime_{state}": Meaning(Kind.RUNTIME, state) for state in ("opened", "closed")}
+    alarms = ("transport_stalled", "transport_recovered", "transport_failed", "worker_failed")
+    return found | {name: Meaning(Kind.ALARM, name) for name in alarms} | {
+        "store_skipped": Meaning(Kind.SKIPPED_STORE, "skipped")
+    }  # fmt: skip
+
+
+MEANINGS: Mapping[str, Meaning] = _meanings()
+"""By name: every event of aoffload/telemetry.py, which a test compares."""
+
+
+@attrs.frozen(eq=False)
+class Event:
+    name: str
+    at_s: float
+    """Seconds since 1970."""
+    fields: dict[str, Any]
+    meaning: Meaning
+
+    def count(self, name: str) -> int:
+        """A field that has to be a whole number, zero or more."""
+        value = self.fields.get(name)
+        if type(value) is not int or not 0 <= value < 1 << 53:
+            raise FieldError(name)
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.fields.get(name)
+        if type(value) is not str:
+            raise FieldError(name)
+        return value
+
+    def seconds(self, name: str) -> float:
+        value: Any = self.fields.get(name)
+        if type(value) not in (int, float) or not 0.0 <= value < MAX_TIME_S:
+            raise FieldError(name)
+        return float(value)
+
+
+@attrs.define(eq=False)
+class EventReader:
+    """Iterates over the events of a log: ours, and what others say about a request. Counts everything else."""
+
+    lines: LogLines
+    oddities: Oddities = attrs.field(factory=Oddities)
+    num_events: int = 0
+    """Ours."""
+
+    def __iter__(self) -> Iterator[Event]:
+        for line in self.lines:
+            event = self._parse(line)
+            if event is not None:
+                yield event
+
+    def leave_out(self, event: Event) -> None:
+        """An event of ours that turned out to lack something."""
+        self.num_events -= 1
+        self.oddities.add(Oddity.MALFORMED, self.lines.num_lines, event.name)
+
+    def _parse(self, line: bytes) -> Event | None:
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            self._count(Oddity.NOT_JSON if line.endswith(b"\n") else Oddity.CUT_OFF, line)
+            return None
+        name = fields.get("event") if type(fields) is dict else None
+        if type(name) is not str:
+            self._count(Oddity.NO_EVENT, line)
+            return None
+        meaning = MEANINGS.get(name, NOTE)
+        at_s = _time_of(fields.get("timestamp"))
+        if meaning is NOTE:
+            self.oddities.add(Oddity.FOREIGN, self.lines.num_lines, name)
+            return Event(name, at_s, fields, NOTE) if at_s is not None and "request_id" in fields else None
+        if at_s is None:
+            self._count(Oddity.NO_TIME, line)
+            return None
+        self.num_events += 1
+        return Event(name, at_s, fields, meaning)
+
+    def _count(self, oddity: Oddity, line: bytes) -> None:
+        self.oddities.add(oddity, self.lines.num_lines, line[:80].decode(errors="replace").strip())
+
+
+def _time_of(value: Any) -> float | None:
+    """ISO 8601 or seconds since 1970, as structlog's TimeStamper writes them; without a zone it is taken for UTC."""
+    if type(value) is str:
+        try:
+            moment = datetime.datetime.fromisoformat(value)
+        except ValueError:
+            return None
+        value = (moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)).timestamp()
+    if type(value) not in (int, float) or not 0.0 <= value < MAX_TIME_S:
+        return None  # also what is no number at all
+    return float(value)

@@ -1,0 +1,99 @@
+"""What a summary needs to know: figures that are kept up while the log is read."""
+
+from __future__ import annotations
+
+import heapq
+
+import attrs
+
+from ..core.plan import Direction
+from .durations import Durations
+from .events import Event, Kind
+from .listener import Listener
+from .runtimes import RuntimeLife
+from .stories import JobStory, Story
+from .tally import Tally
+
+__all__ = ["NUM_SLOWEST", "Figures", "JobFigures"]
+
+NUM_SLOWEST = 10
+
+
+@attrs.define(eq=False)
+class JobFigures:
+    """All jobs in one direction."""
+
+    outcomes: Tally = attrs.field(factory=Tally)
+    num_blocks: int = 0
+    """Of those that were completed, as the bytes are."""
+    num_bytes: int = 0
+    copies: Durations = attrs.field(factory=Durations)
+    """The copy alone."""
+    spans: Durations = attrs.field(factory=Durations)
+    """From the launch to the moment it is settled."""
+
+    def add(self, job: JobStory) -> None:
+        self.outcomes.add(job.outcome)
+        if job.outcome == "completed":
+            self.num_blocks += job.num_blocks
+            self.num_bytes += job.num_bytes
+            self.copies.add(job.copy_s)
+            self.spans.add(max(0.0, job.ended_s - job.launched_s))
+
+
+@attrs.define(eq=False)
+class Figures(Listener):
+    """Little memory, whatever the length of the log."""
+
+    outcomes: dict[Kind, Tally] = attrs.field(factory=dict)
+    in_state: dict[str, Durations] = attrs.field(factory=dict)
+    """Of requests; a state that is entered twice counts twice."""
+    until_running: Durations = attrs.field(factory=Durations)
+    """From the match to the first computed token's turn."""
+    in_all: Durations = attrs.field(factory=Durations)
+    tokens: Tally = attrs.field(factory=Tally)
+    """By fact, of requests that were given blocks."""
+    aborts: Tally = attrs.field(factory=Tally)
+    skipped_stores: Tally = attrs.field(factory=Tally)
+    skipped_blocks: Tally = attrs.field(factory=Tally)
+    alarms: Tally = attrs.field(factory=Tally)
+    jobs: dict[Direction, JobFigures] = attrs.field(factory=lambda: {way: JobFigures() for way in Direction})
+    _slowest: list[tuple[float, int, Story]] = attrs.field(factory=list)
+
+    def slowest(self) -> list[Story]:
+        """Requests, the slowest first."""
+        return [story for _, _, story in sorted(self._slowest, key=lambda entry: (-entry[0], entry[1]))]
+
+    def story_over(self, story: Story) -> None:
+        self.outcomes.setdefault(story.kind, Tally()).add(story.outcome)
+        if story.kind is not Kind.REQUEST:
+            return
+        for interval in story.intervals():
+            self.in_state.setdefault(interval.state, Durations()).add(interval.duration_s)
+        self.in_all.add(story.duration_s)
+        if "running" in story.states:
+            self.until_running.add(story.times_s[story.states.index("running")] - story.start_s)
+        if "num_blocks" in story.facts:
+            for fact, count in story.facts.items():
+                self.tokens.add(fact, count)
+        if story.outcome == "aborted":
+            self.aborts.add(f"{story.reason} while {story.last_state()}")
+        entry = (story.duration_s, -story.number, story)
+        if len(self._slowest) < NUM_SLOWEST:
+            heapq.heappush(self._slowest, entry)
+        else:
+            heapq.heappushpop(self._slowest, entry)
+
+    def job_over(self, job: JobStory) -> None:
+        self.jobs[job.direction].add(job)
+        if job.outcome == "failed":
+            self.alarms.add(f"{job.direction.value} failed: {job.error or 'no error given'}")
+
+    def store_skipped(self, event: Event) -> None:
+        reason, num_blocks = event.text("reason"), event.count("num_blocks")
+        self.skipped_stores.add(reason)
+        self.skipped_blocks.add(reason, num_blocks)
+
+    def alarm(self, event: Event, runtime: RuntimeLife) -> None:
+        error = event.fields.get("error")
+        self.alarms.add(f"{event.name}: {error}" if error else event.name)

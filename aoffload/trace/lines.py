@@ -1,0 +1,56 @@
+"""The lines of a log, one after the other, however long the log or a line of it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import attrs
+
+from .progress import Progress
+
+__all__ = ["MAX_LINE_BYTES", "LogLines"]
+
+MAX_LINE_BYTES = 1 << 20
+"""No event is that long. What is cut here is no JSON any more, and counted as such."""
+LINES_PER_UPDATE = 2048
+
+
+@attrs.define(eq=False)
+class LogLines:
+    """Iterates over the lines of `path`, or of standard input for `-`."""
+
+    path: Path
+    progress: Progress
+    num_lines: int = 0
+    """Read until now, which makes it the number of the line at hand."""
+    num_bytes: int = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            if str(self.path) == "-":
+                yield from self._lines(sys.stdin.buffer)
+                return
+            with self.path.open("rb") as file:
+                self.progress.total_bytes = self.path.stat().st_size
+                yield from self._lines(file)
+        finally:
+            self.progress.clear()
+
+    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
+        while line := file.readline(MAX_LINE_BYTES):
+            self.num_lines += 1
+            self.num_bytes += len(line)
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                self._skip_rest(file)
+            if self.num_lines % LINES_PER_UPDATE == 0:
+                self.progress.update(self.num_bytes, self.num_lines)
+            yield line
+
+    def _skip_rest(self, file: BinaryIO) -> None:
+        while rest := file.readline(MAX_LINE_BYTES):
+            self.num_bytes += len(rest)
+            if rest.endswith(b"\n"):
+                return

@@ -1,0 +1,74 @@
+"""`request ID`: the story of one request in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import TextIO
+
+from .chapters import Chapter, UnknownRequestError, find_chapters
+from .events import Event, FieldError, Kind
+from .sentences import sentence
+from .table import text_table
+from .wording import counted, date_and_time, duration, plain, share, time_of_day
+
+__all__ = ["UnknownRequestError", "narrative"]
+
+NOTEWORTHY_S = 0.0005
+"""A pause from here on is named."""
+
+
+def narrative(log: Path, request_id: str, progress: TextIO) -> Iterator[str]:
+    """Lines of text. Raises `OSError` or `UnknownRequestError`."""
+    chapters = find_chapters(log, request_id, progress)
+    if len(chapters) > 1:
+        yield f"{counted(len(chapters), 'request')} had the id {plain(request_id)}"
+        yield ""
+    for at, chapter in enumerate(chapters):
+        if at:
+            yield ""
+        yield from _tell(chapter, request_id)
+
+
+def _tell(chapter: Chapter, request_id: str) -> Iterator[str]:
+    yield f"{plain(request_id)}, {date_and_time(chapter.start_s)} UTC, {chapter.runtime.describe()}"
+    rows, previous = [], chapter.start_s
+    for event in chapter.events:
+        waited = event.at_s - previous
+        pause = f"+{duration(waited)}" if waited >= NOTEWORTHY_S else ""
+        rows.append([f"  {time_of_day(event.at_s)}", pause, _say(event)])
+        previous = event.at_s
+    yield from text_table(rows, 3)
+    yield from _closing(chapter)
+
+
+def _say(event: Event) -> str:
+    try:
+        return sentence(event)
+    except FieldError as error:
+        return f"{event.name}, without a {error} that can be read"
+
+
+def _closing(chapter: Chapter) -> Iterator[str]:
+    """Where its time went, and what the log cannot say by itself."""
+    moves = [event for event in chapter.events if event.meaning.kind is Kind.REQUEST]
+    if not moves:
+        return
+    whole = moves[-1].at_s - moves[0].at_s
+    sums: dict[str, float] = {}
+    for event, following in pairwise(moves):
+        sums[event.meaning.state] = sums.get(event.meaning.state, 0.0) + following.at_s - event.at_s
+    parts = [
+        f"{state} {duration(seconds)} ({share(seconds, whole)})"
+        for state, seconds in sorted(sums.items(), key=lambda item: -item[1])
+        if seconds > 0.0
+    ]
+    yield ""
+    yield f"  {duration(whole)} in all{': ' if parts else ''}{', '.join(parts)}"
+    if moves[0].name != "request_matched":
+        yield "  Its beginning is not in this log."
+    if not chapter.is_over:
+        yield "  It has no end in this log."
+    if "loading" in sums and not any(event.fields.get("direction") == "load" for event in chapter.events):
+        yield "  It loaded without a job of its own: another request had begun to bring the same blocks."

@@ -1,0 +1,57 @@
+"""Lines that say nothing to us: counted by what is wrong with them, with an example of each."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from .wording import counted, plain
+
+__all__ = ["Oddities", "Oddity"]
+
+MAX_EXAMPLE = 60
+
+
+class Oddity(enum.Enum):
+    """Why a line was left out, in words for `1 line ...`."""
+
+    NOT_JSON = "no JSON"
+    CUT_OFF = "cut off: the last line has no end"
+    NO_EVENT = "JSON, but no event"
+    NO_TIME = "without a timestamp that can be read"
+    MALFORMED = "one of our events with a field missing or of another type"
+    FOREIGN = "an event of another logger"
+
+
+@attrs.define
+class _Count:
+    num_lines: int
+    first_line: int
+    example: str
+
+
+@attrs.define(eq=False)
+class Oddities:
+    """Bounded however odd the log is."""
+
+    _counts: dict[Oddity, _Count] = attrs.field(factory=dict)
+
+    def add(self, oddity: Oddity, line_number: int, example: str) -> None:
+        """One more; the first of its kind is kept as the example."""
+        count = self._counts.get(oddity)
+        if count is None:
+            self._counts[oddity] = _Count(1, line_number, plain(example[:MAX_EXAMPLE]))
+        else:
+            count.num_lines += 1
+
+    def num_lines(self, oddity: Oddity) -> int:
+        return self._counts[oddity].num_lines if oddity in self._counts else 0
+
+    def sentences(self) -> list[str]:
+        """One for each kind that there was."""
+        return [
+            f"{counted(count.num_lines, 'line')} left out: {oddity.value} (first: line {count.first_line}, {example})"
+            for oddity in Oddity
+            if (count := self._counts.get(oddity)) is not None and (example := count.example or "empty")
+        ]

@@ -1,0 +1,100 @@
+"""`html FILE`: one page that needs nothing else, neither a network nor another file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TextIO
+
+from .drawing import MAX_DRAWN, Drawing
+from .occupancy import DERIVED
+from .output import whole_file
+from .scan import Scan
+from .wording import counted, size
+
+__all__ = ["make_page", "write_page"]
+
+SCRIPTS = ("format.js", "data.js", "view.js", "gantt.js", "pools.js", "details.js", "main.js")
+_FORMAT = 1
+
+
+def write_page(log: Path, file: Path, progress: TextIO) -> str:
+    """Read `log`, write `file`; what to tell about it. Raises `OSError`, or `EmptyLogError`."""
+    drawing = Drawing()
+    scan = Scan.of(log, drawing, progress)
+    with whole_file(file, beside=log) as output:
+        scan.run()
+        page = make_page(scan, drawing)
+        output.write(page)
+    return (
+        f"{file}: {size(len(page))}, {counted(scan.book.num_stories, 'story', 'stories')} of requests, errands and pins"
+    )
+
+
+def make_page(scan: Scan, drawing: Drawing) -> str:
+    """The page as text, of ASCII only."""
+    style, script = _asset("style.css"), "\n".join(map(_asset, SCRIPTS))
+    parts = {
+        "TITLE": html.escape(scan.path.name),
+        "POLICY": f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}",
+        "STYLE": style,
+        "DATA": _for_script(_data(scan, drawing)),
+        "SCRIPT": script,
+    }
+    page = _asset("page.html")
+    for name, text in parts.items():
+        before, mark, after = page.partition(f"%{name}%")
+        assert mark, name
+        page = before + text + after
+    return page
+
+
+def _data(scan: Scan, drawing: Drawing) -> dict[str, Any]:
+    remarks = scan.remarks()
+    if drawing.num_left_out:
+        remarks.append(
+            f"{counted(drawing.num_left_out, 'request or job', 'requests and jobs')} not drawn: "
+            f"a page holds the first {MAX_DRAWN:,} of each; split the log"
+        )
+    return {
+        "format": _FORMAT,
+        "title": scan.title(),
+        "first_s": scan.first_s,
+        "last_s": scan.last_s,
+        "num_lanes": scan.book.lanes.num_lanes,
+        "num_job_lanes": {direction.value: lanes.num_lanes for direction, lanes in scan.book.job_lanes.items()},
+        "remarks": remarks,
+        "derived": DERIVED,
+        "runtimes": [
+            {
+                "number": life.number,
+                "name": life.name,
+                "about": life.describe(),
+                "start_s": life.opened_s,
+                "stop_s": life.last_s,
+                "num_device_blocks": life.num_device_blocks,
+                "num_host_blocks": life.num_host_blocks,
+            }
+            for life in scan.runtimes.lives
+        ],
+        **drawing.finish(),
+    }
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """What the page's policy allows to run: this text, and nothing that a log brings along."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _for_script(data: dict[str, Any]) -> str:
+    """JSON in which nothing looks like markup: `</script>` in a request id must not end the script."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

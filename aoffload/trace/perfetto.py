@@ -1,0 +1,122 @@
+"""`perfetto FILE`: a trace in the Trace Event Format (JSON), which the Perfetto viewer and chrome://tracing open.
+
+A runtime is a process, a lane is a thread. Written while the log is read, so nothing is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+import attrs
+
+from ..core.plan import Direction
+from .events import Event, Kind
+from .listener import Listener
+from .occupancy import DERIVED, Usage
+from .output import whole_file
+from .runtimes import RuntimeLife
+from .scan import Scan
+from .stories import JobStory, Story
+from .wording import counted
+
+__all__ = ["PerfettoTrace", "write_perfetto"]
+
+_JOB_THREADS = {Direction.LOAD: 1_000_000, Direction.STORE: 2_000_000}
+"""From here on the lanes of jobs are numbered; those of requests begin at 1."""
+
+
+def write_perfetto(log: Path, file: Path, progress: TextIO) -> str:
+    """Read `log`, write `file`; what to tell about it. Raises `OSError`, or `EmptyLogError`."""
+    with whole_file(file, beside=log) as output:
+        trace = PerfettoTrace(output)
+        scan = Scan.of(log, trace, progress)
+        trace.begin()
+        scan.run()
+        trace.end({"log": scan.title(), "remarks": " | ".join(scan.remarks()), "occupancy": DERIVED})
+    return f"{file}: {counted(trace.num_events, 'trace event')}; open it at ui.perfetto.dev"
+
+
+@attrs.define(eq=False)
+class PerfettoTrace(Listener):
+    """Times are microseconds since 1970, whole ones, so that what is nested stays nested."""
+
+    output: TextIO
+    num_events: int = 0
+    _threads: set[tuple[int, int]] = attrs.field(factory=set)
+    _usages: dict[int, Usage] = attrs.field(factory=dict)
+
+    def begin(self) -> None:
+        self.output.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+
+    def end(self, about: dict[str, str]) -> None:
+        self.output.write(f'\n],"otherData":{json.dumps(about)}}}\n')
+
+    def runtime_opened(self, runtime: RuntimeLife) -> None:
+        self._name("process", runtime.number, 0, runtime.describe().removesuffix(", never closed)"))
+
+    def story_over(self, story: Story) -> None:
+        thread = 1 + story.lane
+        self._introduce(story.runtime, thread, "requests")
+        at = {"pid": story.runtime.number, "tid": thread}
+        name = f"pin {story.name}" if story.kind is Kind.PIN else story.name
+        about = {"outcome": story.outcome, **({"reason": story.reason} if story.reason else {}), **story.facts}
+        self._slice(name, story.kind.value, story.start_s, story.stop_s, at, about)
+        for interval in story.intervals():
+            if _micros(interval.stop_s) > _micros(interval.start_s):
+                self._slice(interval.state, "state", interval.start_s, interval.stop_s, at, {})
+        if story.outcome == "aborted":
+            mark = {"ph": "i", "s": "t", "name": f"aborted: {story.reason}", "cat": "abort"}
+            self._write({**mark, "ts": _micros(story.stop_s), **at})
+
+    def job_over(self, job: JobStory) -> None:
+        thread = _JOB_THREADS[job.direction] + job.lane
+        self._introduce(job.runtime, thread, f"{job.direction.value}s")
+        about: dict[str, Any] = {"outcome": job.outcome, "num_blocks": job.num_blocks, "num_bytes": job.num_bytes}
+        about |= {"copy_s": job.copy_s, "request_id": job.owner, **({"error": job.error} if job.error else {})}
+        at = {"pid": job.runtime.number, "tid": thread}
+        self._slice(f"{job.direction.value} {job.job_id}", "job", job.launched_s, job.ended_s, at, about)
+
+    def usage_changed(self, runtime: RuntimeLife, at_s: float, usage: Usage) -> None:
+        old = self._usages.get(runtime.number, Usage())
+        self._usages[runtime.number] = usage
+        if (old.tables, old.loading) != (usage.tables, usage.loading):
+            self._counts(runtime, at_s, "device blocks", {"in tables": usage.tables, "loading": usage.loading})
+        if (old.stored, old.storing) != (usage.stored, usage.storing):
+            self._counts(runtime, at_s, "host blocks", {"filled at most": usage.stored, "storing": usage.storing})
+
+    def alarm(self, event: Event, runtime: RuntimeLife) -> None:
+        mark = {"ph": "i", "s": "g", "name": event.name, "cat": "alarm", "ts": _micros(runtime.last_s)}
+        self._write({**mark, "pid": runtime.number, "tid": 0, "args": {"error": str(event.fields.get("error", ""))}})
+
+    def _counts(self, runtime: RuntimeLife, at_s: float, name: str, counts: dict[str, int]) -> None:
+        self._write({"ph": "C", "name": name, "ts": _micros(at_s), "pid": runtime.number, "tid": 0, "args": counts})
+
+    def _slice(
+        self, name: str, category: str, start_s: float, stop_s: float, at: dict[str, int], about: dict[str, Any]
+    ) -> None:
+        start = _micros(start_s)
+        length = _micros(stop_s) - start
+        event = {"ph": "X", "name": name, "cat": category, "ts": start, "dur": length, **at}
+        self._write({**event, "args": about} if about else event)
+
+    def _introduce(self, runtime: RuntimeLife, thread: int, group: str) -> None:
+        """Name a thread when it first has something, and keep the lanes of a group together."""
+        if (runtime.number, thread) in self._threads:
+            return
+        self._threads.add((runtime.number, thread))
+        self._name("thread", runtime.number, thread, group)
+        at = {"pid": runtime.number, "tid": thread}
+        self._write({"ph": "M", "name": "thread_sort_index", **at, "args": {"sort_index": thread}})
+
+    def _name(self, what: str, process: int, thread: int, name: str) -> None:
+        self._write({"ph": "M", "name": f"{what}_name", "pid": process, "tid": thread, "args": {"name": name}})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self.output.write((",\n" if self.num_events else "") + json.dumps(event, separators=(",", ":")))
+        self.num_events += 1
+
+
+def _micros(at_s: float) -> int:
+    return round(at_s * 1e6)

@@ -1,0 +1,105 @@
+"""Which runtime wrote an event: one log may have several, one after the other or side by side."""
+
+from __future__ import annotations
+
+import attrs
+
+from .events import Event
+from .wording import counted, plain
+
+__all__ = ["RuntimeLife", "Runtimes"]
+
+_OWN_FIELDS = {"event", "level", "timestamp", "num_device_blocks", "num_host_blocks"}
+_PLACES_IN_CODE = {"logger", "logger_name", "pathname", "filename", "module", "func_name", "qual_name", "lineno"}
+"""What structlog may add to an event about where it was written; it differs from event to event."""
+_THREADS = {"thread", "thread_name"}
+
+Bound = tuple[tuple[str, str], ...]
+
+
+@attrs.define(eq=False)
+class RuntimeLife:
+    """One runtime from `runtime_opened` to `runtime_closed`."""
+
+    number: int
+    name: str
+    """What its logger was bound to, or its number."""
+    opened_s: float
+    num_device_blocks: int = 0
+    num_host_blocks: int = 0
+    """Zero where the log does not say."""
+    was_opened: bool = False
+    """Whether the log has its beginning."""
+    closed_s: float | None = None
+    last_s: float = 0.0
+    """Of its events."""
+
+    def describe(self) -> str:
+        if not self.was_opened:
+            return f"{self.name} (opened before the log begins)"
+        sizes = f"{counted(self.num_device_blocks, 'device block')}, {self.num_host_blocks:,} in host memory"
+        return f"{self.name} ({sizes}{'' if self.closed_s is not None else ', never closed'})"
+
+
+@attrs.define(eq=False)
+class Runtimes:
+    """Fields that `runtime_opened` carries beyond its own are those its logger is bound to; its other events carry them
+    as well. Where nothing is bound, whoever opened last is meant."""
+
+    lives: list[RuntimeLife] = attrs.field(factory=list)
+    num_reopened: int = 0
+    """Runtimes that were opened while another with the same bound fields had not been closed."""
+    _names: tuple[str, ...] = ()
+    """Of all fields that runtimes are bound to."""
+    _open: dict[Bound, RuntimeLife] = attrs.field(factory=dict)
+
+    def opened(self, event: Event) -> tuple[RuntimeLife, RuntimeLife | None]:
+        """The new one, and the one that it takes the place of: that program must have died."""
+        sizes = event.count("num_device_blocks"), event.count("num_host_blocks")
+        own = _OWN_FIELDS | _PLACES_IN_CODE | _THREADS
+        names = [name for name, value in event.fields.items() if name not in own and not isinstance(value, dict | list)]
+        self._names = tuple(sorted({*self._names, *names}))
+        bound = self._bound(event)
+        replaced = self._open.pop(bound, None)
+        self.num_reopened += replaced is not None
+        life = self._add(event, plain(", ".join(value for _, value in bound)))
+        life.num_device_blocks, life.num_host_blocks = sizes
+        life.was_opened = True
+        self._open[bound] = life
+        return life, replaced
+
+    def closed(self, event: Event) -> RuntimeLife:
+        life = self.of(event)
+        life.closed_s = event.at_s
+        self._open = {bound: other for bound, other in self._open.items() if other is not life}
+        return life
+
+    def of(self, event: Event) -> RuntimeLife:
+        """The runtime that wrote `event`; one without a beginning, where the log has none."""
+        life = self._open.get(self._bound(event)) if self._open else None
+        if life is None:
+            life = self._latest(event)
+        # Written by one thread. Where the clock of the machine was put back, time stands still for us.
+        life.last_s = max(life.last_s, event.at_s)
+        return life
+
+    def _bound(self, event: Event) -> Bound:
+        if not self._names:
+            return ()
+        fields = event.fields
+        return tuple((name, str(fields[name])) for name in self._names if name in fields)
+
+    def _latest(self, event: Event) -> RuntimeLife:
+        if self._open:
+            return next(reversed(self._open.values()))
+        if self.lives:
+            return self.lives[-1]  # a last word after it was closed
+        life = self._add(event, "")
+        self._open[self._bound(event)] = life
+        return life
+
+    def _add(self, event: Event, name: str) -> RuntimeLife:
+        number = len(self.lives) + 1
+        life = RuntimeLife(number, f"runtime {name or number}", event.at_s, last_s=event.at_s)
+        self.lives.append(life)
+        return life

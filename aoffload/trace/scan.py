@@ -1,0 +1,124 @@
+"""One pass over a log, from its first line to its last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TextIO
+
+import attrs
+
+from .book import StoryBook
+from .events import Event, EventReader, FieldError, Kind
+from .lines import LogLines
+from .listener import Listener
+from .progress import Progress
+from .runtimes import RuntimeLife, Runtimes
+from .wording import counted, date_and_time, duration
+
+__all__ = ["EmptyLogError", "Scan"]
+
+
+class EmptyLogError(Exception):
+    """There is not one event of ours in it."""
+
+
+@attrs.define(eq=False)
+class Scan:
+    """Reads `path` and tells `listener`; afterwards it knows what the log as a whole was like."""
+
+    path: Path
+    listener: Listener
+    reader: EventReader
+    book: StoryBook
+    runtimes: Runtimes = attrs.field(factory=Runtimes)
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_back: int = 0
+    """Events that are older than the one before them."""
+    _previous_s: float = 0.0
+    _headless: RuntimeLife | None = None
+    """The runtime that was open when the log began."""
+
+    @classmethod
+    def of(cls, path: Path, listener: Listener, progress: TextIO) -> Scan:
+        return cls(path, listener, EventReader(LogLines(path, Progress(progress))), StoryBook(listener))
+
+    @property
+    def duration_s(self) -> float:
+        return self.last_s - self.first_s
+
+    def run(self) -> None:
+        """Raises `OSError` for a log that cannot be read, `EmptyLogError` for one that is not ours."""
+        for event in self.reader:
+            if event.meaning.kind is not Kind.NOTE:
+                self._look_at_time(event)
+                try:
+                    self._take(event)
+                except FieldError:
+                    self.reader.leave_out(event)
+        for runtime in self.runtimes.lives:
+            self.book.runtime_over(runtime)
+        if not self.reader.num_events:
+            raise EmptyLogError(str(self.path))
+
+    def remarks(self) -> list[str]:
+        """What a reader should know about the log before believing it."""
+        found = self.reader.oddities.sentences()
+        if self.num_back:
+            found.append(
+                f"{counted(self.num_back, 'event')} older than the one before: merged logs, or a clock put back"
+            )
+        if self.book.num_early:
+            early = counted(self.book.num_early, "story", "stories")
+            found.append(f"{early} without a beginning: a log from the middle, or of a level above debug")
+        if self.runtimes.num_reopened:
+            found.append(
+                f"{counted(self.runtimes.num_reopened, 'runtime')} opened before the last one had closed: "
+                "a program that died, or two with one logger (bind a field to tell them apart)"
+            )
+        return found
+
+    def title(self) -> str:
+        """One line: how much there is, from when to when."""
+        first, last = date_and_time(self.first_s), date_and_time(self.last_s)
+        same_day = first[: len("2026-01-01 ")]
+        span = f"{first} to {last.removeprefix(same_day)} UTC ({duration(self.duration_s)})"
+        return f"{self.path.name}: {counted(self.reader.num_events, 'event')}, {span}"
+
+    def _look_at_time(self, event: Event) -> None:
+        at_s = event.at_s
+        self.num_back += at_s < self._previous_s
+        self.first_s = min(self.first_s or at_s, at_s)
+        self.last_s = max(self.last_s, at_s)
+        self._previous_s = at_s
+
+    def _take(self, event: Event) -> None:
+        kind = event.meaning.kind
+        if kind is Kind.RUNTIME:
+            self._take_runtime(event)
+            return
+        runtime = self.runtimes.of(event)
+        if len(self.runtimes.lives) == 1 and not runtime.was_opened and runtime is not self._headless:
+            self._headless = runtime
+            self.listener.runtime_opened(runtime)
+        if kind is Kind.JOB:
+            self.book.job_moved(event, runtime)
+        elif kind is Kind.SKIPPED_STORE:
+            self.listener.store_skipped(event)
+        elif kind is Kind.ALARM:
+            self.listener.alarm(event, runtime)
+        else:
+            self.book.story_moved(event, runtime)
+
+    def _take_runtime(self, event: Event) -> None:
+        if event.meaning.state == "closed":
+            closed = self.runtimes.closed(event)
+            if event.fields.get("num_quarantined_jobs"):
+                self.listener.alarm(event, closed)
+            self.book.runtime_over(closed)
+            return
+        opened, replaced = self.runtimes.opened(event)
+        if replaced is not None:
+            self.book.runtime_over(replaced)
+            replaced.closed_s = replaced.last_s
+        self.listener.runtime_opened(opened)

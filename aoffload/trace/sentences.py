@@ -1,0 +1,125 @@
+"""One event in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from .events import Event
+from .wording import counted, duration, plain, size
+
+__all__ = ["sentence"]
+
+_UNSAID = {"event", "level", "timestamp", "request_id"}
+REASONS = {
+    "closed_early": "its block was left without a commit",
+    "cancelled": "its task was cancelled",
+    "deadline": "its deadline passed",
+    "abandoned": "nobody left its block; the garbage collector found it",
+    "prefix_invalidated": "another request took back what it had matched",
+    "runtime_closed": "the runtime was closed under it",
+}
+"""Those of docs/tracing.md; everything else speaks for itself."""
+SKIPPED = {"host_full": "host memory was full"}
+
+
+def sentence(event: Event) -> str:
+    """May raise `FieldError`."""
+    tell = _SENTENCES.get(event.name)
+    return tell(event) if tell is not None else _note(event)
+
+
+def _matched(event: Event) -> str:
+    return f"looked up {counted(event.count('num_tokens'), 'prompt token')}: {_match(event)}"
+
+
+def _match(event: Event) -> str:
+    device, host = event.count("num_device_tokens"), event.count("num_host_tokens")
+    if not device and not host:
+        return "nothing of them is cached"
+    return f"{device:,} on the device, {host:,} in host memory"
+
+
+def _allocated(event: Event) -> str:
+    return f"was given {counted(event.count('num_blocks'), 'block')}; matched in that step: {_match(event)}"
+
+
+def _running(event: Event) -> str:
+    ready = event.count("num_ready_tokens")
+    return f"computes from token {ready:,} on" if ready else "computes from its first token on"
+
+
+def _done(event: Event) -> str:
+    return f"done; committed as far as token {event.count('num_computed_tokens'):,}"
+
+
+def _aborted(event: Event) -> str:
+    reason = event.text("reason")
+    known = f" ({REASONS[reason]})" if reason in REASONS else ""
+    return f"aborted while {plain(event.text('previous'))}: {plain(reason)}{known}"
+
+
+def _job(event: Event) -> str:
+    blocks = counted(event.count("num_blocks"), "block")
+    return f"job {event.count('job_id')}, {plain(event.text('direction'))} of {blocks}"
+
+
+def _launched(event: Event) -> str:
+    return f"{_job(event)}: launched"
+
+
+def _completed(event: Event) -> str:
+    seconds, num_bytes = event.seconds("duration_s"), event.count("num_bytes")
+    rate = f", {size(num_bytes / seconds)}/s" if seconds else ""
+    return f"{_job(event)}: landed, {size(num_bytes)} in {duration(seconds)}{rate}"
+
+
+def _failed(event: Event) -> str:
+    return f"{_job(event)}: FAILED, {plain(str(event.fields.get('error') or 'no error given'))}"
+
+
+def _discarded(event: Event) -> str:
+    return f"{_job(event)}: given up before it was launched"
+
+
+def _skipped(event: Event) -> str:
+    reason = event.text("reason")
+    return f"a store of {counted(event.count('num_blocks'), 'block')} was skipped: {plain(SKIPPED.get(reason, reason))}"
+
+
+def _prefetch(event: Event) -> str:
+    words = {"moving": "begins to fetch", "done": "has fetched", "cancelled": "was given up;"}[event.meaning.state]
+    blocks, tokens = counted(event.count("num_blocks"), "block"), counted(event.count("num_tokens"), "token")
+    return f"{words} {blocks}; {tokens} on the device"
+
+
+def _demotion(event: Event) -> str:
+    words = {"moving": "begins to send blocks away;", "done": "is over;", "cancelled": "was given up;"}
+    return f"{words[event.meaning.state]} {counted(event.count('num_blocks'), 'device block')} given back"
+
+
+def _note(event: Event) -> str:
+    about = ", ".join(f"{name}={value}" for name, value in event.fields.items() if name not in _UNSAID)
+    return plain(f"your program: {event.name} {about}".rstrip())
+
+
+_SENTENCES: Mapping[str, Callable[[Event], str]] = {
+    "request_matched": _matched,
+    "request_pinned": lambda _: "pinned what was found; asks for blocks",
+    "request_allocated": _allocated,
+    "request_loading": lambda _: "waits for copies from host memory",
+    "request_running": _running,
+    "request_preempted": lambda _: "preempted: gives its device blocks away",
+    "request_done": _done,
+    "request_aborted": _aborted,
+    "job_launched": _launched,
+    "job_completed": _completed,
+    "job_failed": _failed,
+    "job_discarded": _discarded,
+    "store_skipped": _skipped,
+    "prefetch_moving": _prefetch,
+    "prefetch_done": _prefetch,
+    "prefetch_cancelled": _prefetch,
+    "demotion_moving": _demotion,
+    "demotion_done": _demotion,
+    "demotion_cancelled": _demotion,
+}

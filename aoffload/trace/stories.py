@@ -1,0 +1,100 @@
+"""Stories: what happened to one request, prefetch, demotion, pin or job, from its first event to its last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from ..core.plan import Direction
+from .events import Kind
+from .runtimes import RuntimeLife
+
+__all__ = ["FACTS", "UNFINISHED", "Interval", "JobStory", "Story"]
+
+UNFINISHED = "unfinished"
+"""The outcome of what has no last event."""
+FACTS = (
+    "num_tokens",
+    "num_device_tokens",
+    "num_host_tokens",
+    "num_blocks",
+    "num_ready_tokens",
+    "num_computed_tokens",
+)
+"""Counts that events carry. The last event that has one is right: a request is matched again when its turn comes."""
+
+
+@attrs.frozen
+class Interval:
+    """A stretch of time in one state."""
+
+    state: str
+    start_s: float
+    stop_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.stop_s - self.start_s
+
+
+@attrs.define(eq=False)
+class Story:
+    """States are those of docs/lifecycle.md, in lower case."""
+
+    number: int
+    """In order of their beginnings, from 1."""
+    kind: Kind
+    name: str
+    """The request id; of a pin its number."""
+    runtime: RuntimeLife
+    lane: int
+    states: list[str]
+    times_s: list[float]
+    """When each state was entered; the last one is where it ended."""
+    outcome: str = UNFINISHED
+    reason: str = ""
+    facts: dict[str, int] = attrs.field(factory=dict)
+    num_held_blocks: int = 0
+    """In its tables right now."""
+
+    @property
+    def start_s(self) -> float:
+        return self.times_s[0]
+
+    @property
+    def stop_s(self) -> float:
+        return self.times_s[-1]
+
+    @property
+    def duration_s(self) -> float:
+        return self.stop_s - self.start_s
+
+    def intervals(self) -> Iterator[Interval]:
+        """One for each state it was in, those of no length included."""
+        for at in range(len(self.states) - 1):
+            yield Interval(self.states[at], self.times_s[at], self.times_s[at + 1])
+
+    def last_state(self) -> str:
+        """The one it was in before it ended."""
+        return self.states[-2] if len(self.states) > 1 else ""
+
+
+@attrs.define(eq=False)
+class JobStory:
+    job_id: int
+    direction: Direction
+    num_blocks: int
+    owner: str
+    """The id of whoever began it; empty for what a lazy policy stores."""
+    owner_number: int
+    """The number of that story; zero if there is none."""
+    runtime: RuntimeLife
+    lane: int
+    launched_s: float
+    ended_s: float
+    outcome: str = UNFINISHED
+    num_bytes: int = 0
+    copy_s: float = 0.0
+    """What the copy itself took, as the transport measured it."""
+    error: str = ""

@@ -1,0 +1,158 @@
+"""`summary`: the log as a whole, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..core.lifecycle import RequestState
+from .durations import Durations
+from .events import Kind
+from .figures import Figures
+from .scan import Scan
+from .stories import Story
+from .table import text_table
+from .tally import Tally
+from .wording import counted, duration, plain, share, size, time_of_day
+
+__all__ = ["summary"]
+
+MAX_RUNTIMES = 8
+MAX_REASONS = 10
+STATES = {
+    RequestState.PINNED.value: "waits for room",
+    RequestState.ALLOCATED.value: "has blocks, does not load yet",
+    RequestState.LOADING.value: "waits for copies",
+    RequestState.RUNNING.value: "computes",
+    RequestState.PREEMPTED.value: "gave its blocks away",
+}
+"""What a request does in a state. MATCHED is left out: it lasts for part of a step."""
+
+
+def summary(scan: Scan, figures: Figures) -> Iterator[str]:
+    """Lines of text."""
+    yield scan.title()
+    yield from _runtimes(scan)
+    for block in (
+        _requests(figures),
+        _states(figures),
+        _jobs(figures),
+        _others(figures),
+        _slowest(figures),
+        _reasons("why requests were aborted", figures.aborts),
+        _skipped(figures),
+        _reasons("needs attention", figures.alarms),
+        _remarks(scan),
+    ):
+        if block:
+            yield ""
+            yield from block
+
+
+def _runtimes(scan: Scan) -> Iterator[str]:
+    lives = scan.runtimes.lives
+    for life in lives[:MAX_RUNTIMES]:
+        yield f"  {life.describe()}"
+    if len(lives) > MAX_RUNTIMES:
+        yield f"  and {counted(len(lives) - MAX_RUNTIMES, 'more runtime')}"
+
+
+def _requests(figures: Figures) -> list[str]:
+    outcomes = figures.outcomes.get(Kind.REQUEST, Tally())
+    counts = ", ".join(f"{outcomes.count(name):,} {name}" for name in ("done", "aborted", "unfinished"))
+    lines = [f"{counted(outcomes.total, 'request')}: {counts}"]
+    prompt = figures.tokens.count("num_tokens")
+    if prompt:
+        found, host = figures.tokens.count("num_device_tokens"), figures.tokens.count("num_host_tokens")
+        lines.append(
+            f"  {counted(prompt, 'prompt token')} of those that got blocks: "
+            f"{share(found, prompt)} found on the device, {share(host, prompt)} in host memory"
+        )
+    return lines
+
+
+def _states(figures: Figures) -> list[str]:
+    rows = [["time in state", "", "times", "p50", "p90", "p99", "longest", "of all"]]
+    whole = figures.in_all
+    for state, meaning in STATES.items():
+        found = figures.in_state.get(state)
+        if found is not None:
+            rows.append([f"  {state}", meaning, *_percentiles(found), share(found.total_s, whole.total_s)])
+    if figures.until_running.num:
+        rows.append(["  until it computes", "from its match on", *_percentiles(figures.until_running), ""])
+    rows.append(["  in all", "", *_percentiles(whole), ""])
+    return text_table(rows, 2) if whole.num else []
+
+
+def _percentiles(found: Durations) -> list[str]:
+    return [f"{found.num:,}", *(duration(found.percentile(percent)) for percent in (50, 90, 99)), duration(found.max_s)]
+
+
+def _jobs(figures: Figures) -> list[str]:
+    rows = [["jobs", "done", "failed", "dropped", "blocks", "bytes", "rate", "copy p50", "p99", "settled p50", "p99"]]
+    for direction, found in figures.jobs.items():
+        if not found.outcomes.total:
+            continue
+        outcomes = [f"{found.outcomes.count(name):,}" for name in ("completed", "failed", "discarded")]
+        seconds = found.copies.total_s
+        rate = f"{size(found.num_bytes / seconds)}/s" if seconds else "-"
+        times = [duration(times.percentile(at)) for times in (found.copies, found.spans) for at in (50, 99)]
+        rows.append([f"  {direction.value}", *outcomes, f"{found.num_blocks:,}", size(found.num_bytes), rate, *times])
+    return text_table(rows) if len(rows) > 1 else []
+
+
+def _others(figures: Figures) -> list[str]:
+    return [
+        f"{counted(tally.total, kind.value)}: {_outcomes(tally)}"
+        for kind in (Kind.PREFETCH, Kind.DEMOTION, Kind.PIN)
+        if (tally := figures.outcomes.get(kind)) is not None
+    ]
+
+
+def _outcomes(tally: Tally) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in tally.highest_first())
+
+
+def _slowest(figures: Figures) -> list[str]:
+    rows = [
+        [
+            f"  {duration(story.duration_s)}",
+            story.name,
+            _longest_states(story),
+            story.outcome,
+            f"from {time_of_day(story.start_s)}",
+        ]
+        for story in figures.slowest()
+    ]
+    return ["slowest requests", *text_table(rows, 5)] if rows else []
+
+
+def _longest_states(story: Story) -> str:
+    sums: dict[str, float] = {}
+    for interval in story.intervals():
+        sums[interval.state] = sums.get(interval.state, 0.0) + interval.duration_s
+    longest = sorted(sums.items(), key=lambda item: -item[1])[:2]
+    return ", ".join(f"{state} {share(seconds, story.duration_s)}" for state, seconds in longest if seconds)
+
+
+def _skipped(figures: Figures) -> list[str]:
+    rows = [
+        [f"  {count:,}", plain(reason), counted(figures.skipped_blocks.count(reason), "block")]
+        for reason, count in figures.skipped_stores.highest_first()[:MAX_REASONS]
+    ]
+    return ["why stores were skipped", *text_table(rows, 2)] if rows else []
+
+
+def _reasons(title: str, tally: Tally) -> list[str]:
+    reasons = tally.highest_first()
+    rows = [[f"{count:,}", plain(reason)] for reason, count in reasons[:MAX_REASONS]]
+    if not rows:
+        return []
+    width = max(len(count) for count, _ in rows)
+    lines = [title, *(f"  {count:>{width}}  {reason}" for count, reason in rows)]
+    rest = sum(count for _, count in reasons[MAX_REASONS:])
+    return [*lines, f"  {rest:,} for other reasons"] if rest else lines
+
+
+def _remarks(scan: Scan) -> list[str]:
+    remarks = scan.remarks()
+    return ["about this log", *(f"  {remark}" for remark in remarks)] if remarks else []

@@ -1,0 +1,67 @@
+"""How counts, sizes, durations and times of day are written, and text that comes from the log."""
+
+from __future__ import annotations
+
+import datetime
+
+__all__ = ["counted", "date_and_time", "duration", "plain", "share", "size", "time_of_day"]
+
+
+def plain(text: str) -> str:
+    """`text` with everything a terminal might obey written out: a log is not to be trusted with escape sequences."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 block`, `2,000 blocks`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def share(part: float, whole: float) -> str:
+    """In whole percent."""
+    return f"{part / whole:.0%}" if whole else "0%"
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit that suits them."""
+    if seconds >= 119.5:
+        return f"{int(seconds + 0.5) // 60} min {int(seconds + 0.5) % 60:02} s"
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        value = seconds * factor
+        if value >= 0.9995 or unit == "µs":
+            return f"{_three_digits(value)} {unit}"
+    raise AssertionError
+
+
+def _three_digits(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def size(num_bytes: float) -> str:
+    """In powers of a thousand, as copy rates are."""
+    if num_bytes < 999.5:
+        return f"{num_bytes:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        num_bytes /= 1000
+        if num_bytes < 999.5:
+            return f"{_three_digits(num_bytes)} {unit}"
+    num_bytes /= 1000
+    return f"{_three_digits(num_bytes)} TB"
+
+
+def date_and_time(at_s: float) -> str:
+    """UTC, to the second."""
+    return f"{_moment(at_s):%Y-%m-%d %H:%M:%S}"
+
+
+def time_of_day(at_s: float) -> str:
+    """UTC, to the millisecond."""
+    return f"{_moment(at_s):%H:%M:%S.%f}"[:-3]
+
+
+def _moment(at_s: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(at_s, datetime.UTC)
