@@ -44,13 +44,15 @@ class LogLines:
             self.num_lines += 1
             self.num_bytes += len(line)
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                self._skip_rest(file)
+                line = self._without_rest(line, file)
             if self.num_lines % LINES_PER_UPDATE == 0:
                 self.progress.update(self.num_bytes, self.num_lines)
             yield line
 
-    def _skip_rest(self, file: BinaryIO) -> None:
+    def _without_rest(self, line: bytes, file: BinaryIO) -> bytes:
+        """As a line of its own, if it is one: the last line of a log may have no end."""
         while rest := file.readline(MAX_LINE_BYTES):
             self.num_bytes += len(rest)
             if rest.endswith(b"\n"):
-                return
+                return line[:-1] + b"\n"
+        return line

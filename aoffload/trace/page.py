@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,27 +31,21 @@ def write_page(log: Path, file: Path, progress: TextIO) -> str:
         scan.run()
         page = make_page(scan, drawing)
         output.write(page)
-    return (
-        f"{file}: {size(len(page))}, {counted(scan.book.num_stories, 'story', 'stories')} of requests, errands and pins"
-    )
+    return f"{file}: {size(len(page))}, {counted(scan.book.num_stories, 'story', 'stories')}"
 
 
 def make_page(scan: Scan, drawing: Drawing) -> str:
     """The page as text, of ASCII only."""
     style, script = _asset("style.css"), "\n".join(map(_asset, SCRIPTS))
     parts = {
-        "TITLE": html.escape(scan.path.name),
+        "TITLE": html.escape(scan.path.name).encode("ascii", "xmlcharrefreplace").decode(),
         "POLICY": f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}",
         "STYLE": style,
         "DATA": _for_script(_data(scan, drawing)),
         "SCRIPT": script,
     }
-    page = _asset("page.html")
-    for name, text in parts.items():
-        before, mark, after = page.partition(f"%{name}%")
-        assert mark, name
-        page = before + text + after
-    return page
+    # In one go: what is put in is not looked at again.
+    return re.sub("%([A-Z]+)%", lambda mark: parts[mark[1]], _asset("page.html"))
 
 
 def _data(scan: Scan, drawing: Drawing) -> dict[str, Any]:

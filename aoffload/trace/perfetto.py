@@ -54,7 +54,7 @@ class PerfettoTrace(Listener):
         self.output.write(f'\n],"otherData":{json.dumps(about)}}}\n')
 
     def runtime_opened(self, runtime: RuntimeLife) -> None:
-        self._name("process", runtime.number, 0, runtime.describe().removesuffix(", never closed)"))
+        self._name("process", runtime.number, 0, runtime.title())
 
     def story_over(self, story: Story) -> None:
         thread = 1 + story.lane

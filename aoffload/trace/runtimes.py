@@ -34,11 +34,17 @@ class RuntimeLife:
     last_s: float = 0.0
     """Of its events."""
 
-    def describe(self) -> str:
+    def title(self) -> str:
+        """With its sizes."""
         if not self.was_opened:
             return f"{self.name} (opened before the log begins)"
-        sizes = f"{counted(self.num_device_blocks, 'device block')}, {self.num_host_blocks:,} in host memory"
-        return f"{self.name} ({sizes}{'' if self.closed_s is not None else ', never closed'})"
+        return (
+            f"{self.name} ({counted(self.num_device_blocks, 'device block')}, {self.num_host_blocks:,} in host memory)"
+        )
+
+    def describe(self) -> str:
+        """Once the whole log was read."""
+        return self.title() if self.closed_s is not None or not self.was_opened else f"{self.title()}, never closed"
 
 
 @attrs.define(eq=False)
@@ -62,7 +68,9 @@ class Runtimes:
         bound = self._bound(event)
         replaced = self._open.pop(bound, None)
         self.num_reopened += replaced is not None
-        life = self._add(event, plain(", ".join(value for _, value in bound)))
+        life = self._add(
+            event, plain(", ".join(f"{name} {value}" if value.isdigit() else value for name, value in bound))
+        )
         life.num_device_blocks, life.num_host_blocks = sizes
         life.was_opened = True
         self._open[bound] = life

@@ -18,6 +18,7 @@ __all__ = ["summary"]
 
 MAX_RUNTIMES = 8
 MAX_REASONS = 10
+_PLURALS = {Kind.PREFETCH: "prefetches"}
 STATES = {
     RequestState.PINNED.value: "waits for room",
     RequestState.ALLOCATED.value: "has blocks, does not load yet",
@@ -102,7 +103,7 @@ def _jobs(figures: Figures) -> list[str]:
 
 def _others(figures: Figures) -> list[str]:
     return [
-        f"{counted(tally.total, kind.value)}: {_outcomes(tally)}"
+        f"{counted(tally.total, kind.value, _PLURALS.get(kind, ''))}: {_outcomes(tally)}"
         for kind in (Kind.PREFETCH, Kind.DEMOTION, Kind.PIN)
         if (tally := figures.outcomes.get(kind)) is not None
     ]

@@ -85,9 +85,18 @@ function fillHeader(trace) {
     $("remarks").firstElementChild.textContent = countText(trace.remarks.length, "remark") + " about this log";
     $("remarks").lastElementChild.append(...trace.remarks.map((remark) => element("li", remark)));
   }
-  const outcomes = new Map();
-  trace.stories.outcome.forEach((word) => outcomes.set(trace.words[word], (outcomes.get(trace.words[word]) || 0) + 1));
-  $("counts").textContent = [...outcomes].map(([name, count]) => `${count.toLocaleString("en")} ${name}`).join(", ");
+  $("counts").textContent = outcomeCounts(trace);
+}
+
+// Of requests; errands and pins are drawn among them, but nobody counts those.
+function outcomeCounts(trace) {
+  const { kind, outcome } = trace.stories;
+  const requests = trace.kinds.indexOf("request");
+  const counts = new Map();
+  outcome.forEach((word, at) => {
+    if (kind[at] === requests) counts.set(trace.words[word], (counts.get(trace.words[word]) || 0) + 1);
+  });
+  return [...counts].map(([name, count]) => `${count.toLocaleString("en")} ${name}`).join(", ");
 }
 
 function fillLegend(id, entries) {
@@ -129,6 +138,7 @@ function listenToPointer(page, panel, target, tipOf, clicked) {
   target.addEventListener("pointerdown", (event) => {
     from = { x: event.clientX, y: event.clientY };
     hasMoved = false;
+    target.setPointerCapture(event.pointerId); // a drag may leave the panel
   });
   window.addEventListener("pointerup", () => (from = null));
   target.addEventListener("pointermove", (event) => {

@@ -82,7 +82,7 @@ function drawAxis(canvas, view) {
     const atS = mark * step;
     const x = view.toX(atS, width);
     context.fillRect(x, 14, 1, 6);
-    context.fillText(axisText(atS, digits), x + 3, 12);
+    if (x < width - 60) context.fillText(axisText(atS, digits), x + 3, 12);
   }
 }
 

@@ -1,0 +1,195 @@
+"""The command as a person types it: what it prints, what it refuses, and how."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_log import write_real
+
+from aoffload.trace.command import main
+from aoffload.trace.progress import Progress
+
+Real = tuple[Path, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
+    path = tmp_path_factory.mktemp("trace") / "real.log"
+    return path, write_real(path)
+
+
+def test_the_summary_counts_what_the_log_says(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests, aborts with their reasons, jobs and errands of a real log: the same numbers as counting its lines."""
+    path, events = real
+    assert main([str(path), "summary"]) == 0
+    text = capsys.readouterr().out
+    names = Counter(event["event"] for event in events)
+    ended = names["request_done"] + names["request_aborted"]
+    counts = f"{names['request_done']} done, {names['request_aborted']} aborted, 0 unfinished"
+    assert f"{ended} requests: {counts}" in text
+    assert "2  the client left while pinned" in text
+    assert f"{names['pin_released']} pins: {names['pin_released']} released" in text
+    assert f"{names['demotion_done']} demotions" in text and f"{names['prefetch_done']} prefetches" in text
+    blocks = sum(event["num_blocks"] for event in events if event["event"] == "job_completed")
+    jobs = [line.split() for line in text.splitlines() if line.split()[:1] in (["load"], ["store"])]
+    assert sum(int(words[4]) for words in jobs) == blocks
+    assert sum(int(words[1]) for words in jobs) == names["job_completed"]
+    assert "runtime first (8 device blocks, 9 in host memory)" in text
+    assert f"{names['sampled']} lines left out: an event of another logger" in text
+
+
+def test_the_summary_is_what_comes_without_a_command(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m aoffload.trace LOG` is of use by itself."""
+    assert main([str(real[0])]) == 0
+    alone = capsys.readouterr().out
+    main([str(real[0]), "summary"])
+    assert alone == capsys.readouterr().out
+
+
+def test_a_request_is_told_from_its_match_to_its_end(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
+    """The story says what was found, what it waited for, and how it ended, in the order of the log."""
+    assert main([str(real[0]), "request", "waiter"]) == 0
+    text = capsys.readouterr().out
+    assert "2 requests had the id waiter" in text
+    assert "runtime first" in text and "runtime second" in text
+    steps = [
+        "looked up 100 prompt tokens",
+        "asks for blocks",
+        "aborted while pinned: the client left",
+        "in all: pinned",
+    ]
+    at = [text.index(step) for step in steps]
+    assert at == sorted(at)
+
+
+def test_a_request_that_came_twice_is_told_twice(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two requests of one id in one runtime are two stories; the note of the program stands in its place."""
+    assert main([str(real[0]), "request", "talk-0"]) == 0
+    text = capsys.readouterr().out
+    assert "4 requests had the id talk-0" in text
+    assert text.count("your program: sampled run=first, token=7") == 2
+    assert text.count("in all:") == 4
+    assert len(re.findall(r"load of \d blocks?: launched", text)) == 2  # in the second turn of each run
+
+
+def test_a_preempted_request_is_one_story(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
+    """The match after a preemption begins no other request."""
+    assert main([str(real[0]), "request", "aside"]) == 0
+    text = capsys.readouterr().out
+    assert "2 requests had the id aside" in text and text.count("preempted: gives its device blocks away") == 2
+
+
+@pytest.mark.parametrize("command", [["html"], ["perfetto"]])
+def test_a_file_is_written_whole(
+    real: Real, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file, named in the output, and nothing beside it."""
+    file = tmp_path / "out"
+    assert main([str(real[0]), *command, str(file)]) == 0
+    assert capsys.readouterr().out.startswith(f"{file}: ")
+    assert list(tmp_path.iterdir()) == [file] and file.stat().st_size > 1000
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Exit status 2, nothing on stdout, one line on stderr: that line."""
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.mark.parametrize("command", [["summary"], ["request", "a"], ["html", "x.html"], ["perfetto", "x.json"]])
+def test_a_missing_log_is_one_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No traceback and no half-written file where there is no log."""
+    monkeypatch.chdir(tmp_path)
+    assert "nowhere.log: No such file or directory" in refused(["nowhere.log", *command], capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_request_is_one_line_and_names_similar_ones(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who types part of an id is told which ids have it."""
+    assert "no request 'alk-1' in 106 events" in (line := refused([str(real[0]), "request", "alk-1"], capsys))
+    assert "similar: talk-100" in line
+    assert "similar" not in refused([str(real[0]), "request", "nobody"], capsys)
+
+
+@pytest.mark.parametrize("command", [["summary"], ["html", "out"], ["perfetto", "out"]])
+def test_a_file_without_events_is_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log of somebody else's, or an empty one, makes no empty page."""
+    monkeypatch.chdir(tmp_path)
+    for text in ("", "not one of ours\n" * 5):
+        Path("other.log").write_text(text)
+        assert "no event of aoffload in it" in refused(["other.log", *command], capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["other.log"]
+
+
+@pytest.mark.parametrize("command", ["html", "perfetto"])
+def test_the_log_is_never_written_over(real: Real, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`html LOG` by mistake leaves the log as it was; so does a directory that is not there."""
+    before = real[0].read_bytes()
+    assert "is the log itself" in refused([str(real[0]), command, str(real[0])], capsys)
+    assert "no such directory" in refused([str(real[0]), command, "nowhere/at/all"], capsys)
+    assert "directory" in refused([str(real[0]), command, str(real[0].parent)], capsys)
+    assert real[0].read_bytes() == before
+
+
+def test_what_was_written_before_stays_when_the_log_is_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A page is replaced by a whole one, or not at all."""
+    log, page = tmp_path / "bad.log", tmp_path / "page.html"
+    log.write_text("nothing\n")
+    page.write_text("the old one")
+    refused([str(log), "html", str(page)], capsys)
+    assert page.read_text() == "the old one"
+
+
+def test_the_progress_bar_is_for_terminals(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a pipe there is none; on a terminal it says how much is read, and leaves an empty line."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    main([str(real[0])])
+    assert capsys.readouterr().err == ""
+    terminal = Terminal()
+    progress = Progress(terminal, total_bytes=1000)
+    progress.update(500, 20)
+    assert " 50%  20 lines" in terminal.getvalue()
+    progress.clear()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_it_runs_as_a_module_without_torch_and_reads_standard_input(real: Real) -> None:
+    """Looking at a log must not take the seconds that torch takes; `-` is what another program prints."""
+    program = (
+        "import sys; from aoffload.trace.command import main; status = main(['-', 'summary']);"
+        "assert 'torch' not in sys.modules; raise SystemExit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=real[0].read_bytes(), capture_output=True, check=True)
+    assert b"12 requests: 10 done" in done.stdout
+    module = [sys.executable, "-m", "aoffload.trace", str(real[0]), "request", "holder"]
+    assert b"holder" in subprocess.run(module, capture_output=True, check=True).stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    """`| head` ends the output, and nothing is said about it."""
+    log = tmp_path / "long.log"
+    stamp = "2026-01-01T00:00:00Z"
+    notes = [{"event": "request_matched", "num_tokens": 1, "num_device_tokens": 0, "num_host_tokens": 0}]
+    notes += [{"event": "note", "text": "x" * 100}] * 5000
+    log.write_text("".join(json.dumps({"request_id": "a", "timestamp": stamp, **note}) + "\n" for note in notes))
+    command = f"'{sys.executable}' -m aoffload.trace '{log}' request a | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, check=True, text=True)
+    assert done.stderr == "" and done.stdout.startswith("a, 2026-01-01")
