@@ -14,15 +14,15 @@ from .progress import Progress
 from .runtimes import RuntimeLife, Runtimes
 from .wording import counted, plain
 
-__all__ = ["Chapter", "UnknownRequestError", "find_chapters"]
+__all__ = ["Chapter", "UnknownError", "find_chapters"]
 
 MAX_SIMILAR = 5
 _OVER = {"done", "aborted", "cancelled"}
 _STORIES = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION)
 
 
-class UnknownRequestError(Exception):
-    """No event of the log carries that id."""
+class UnknownError(Exception):
+    """The log has no request, or no runtime, of that name."""
 
 
 @attrs.define(eq=False)
@@ -89,7 +89,7 @@ class _Search:
 
 
 def find_chapters(log: Path, request_id: str, progress: TextIO) -> Sequence[Chapter]:
-    """In the order of the log. Raises `OSError`, or `UnknownRequestError` with what may have been meant."""
+    """In the order of the log. Raises `OSError`, or `UnknownError` with what may have been meant."""
     search = _Search(request_id)
     reader = EventReader(LogLines(log, Progress(progress)))
     for event in reader:
@@ -98,7 +98,7 @@ def find_chapters(log: Path, request_id: str, progress: TextIO) -> Sequence[Chap
         except FieldError:
             reader.leave_out(event)
     if not search.found:
-        raise UnknownRequestError(_nothing_found(log, request_id, search, reader))
+        raise UnknownError(_nothing_found(log, request_id, search, reader))
     return search.found
 
 

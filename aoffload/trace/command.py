@@ -9,16 +9,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .figures import Figures
-from .narrative import UnknownRequestError, narrative
+from .narrative import UnknownError, narrative
 from .page import write_page
 from .perfetto import write_perfetto
 from .scan import EmptyLogError, Scan
 from .summary import summary
+from .wording import plain
 
 __all__ = ["main"]
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+MAX_NAMED = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _os_error(error)
     except EmptyLogError:
         return _complain(f"{options.log}: no event of aoffload in it (docs/tracing.md says how to get JSON lines)")
-    except UnknownRequestError as error:
+    except UnknownError as error:
         return _complain(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -48,10 +50,11 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 good; 2 no such log, request or place to write to; 130 Ctrl-C.",
     )
     parser.add_argument("log", type=Path, metavar="LOG", help="JSON lines (docs/tracing.md); - for standard input")
-    parser.set_defaults(run=_summary)
+    parser.set_defaults(run=_summary, runtime="")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add = commands.add_parser
     whole = add("summary", help="percentiles of each state, the slowest requests, reasons (the default)")
+    whole.add_argument("--runtime", default="", metavar="NAME", help="only this one of several, by name or number")
     whole.set_defaults(run=_summary)
     request = add("request", help="one request's story in plain words")
     request.add_argument("request_id", metavar="ID")
@@ -66,11 +69,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _summary(options: argparse.Namespace) -> None:
-    figures = Figures()
+    figures = Figures(options.runtime)
     scan = Scan.of(options.log, figures, sys.stderr)
     scan.run()
+    if options.runtime and not any(life.is_called(options.runtime) for life in scan.runtimes.lives):
+        raise UnknownError(_no_runtime(options, scan))
     for line in summary(scan, figures):
         print(line)
+
+
+def _no_runtime(options: argparse.Namespace, scan: Scan) -> str:
+    names = ", ".join(life.name for life in scan.runtimes.lives[:MAX_NAMED])
+    return f"no runtime {plain(options.runtime)!r} in {options.log}; there are: {names}"
 
 
 def _request(options: argparse.Namespace) -> None:

@@ -45,6 +45,8 @@ class JobFigures:
 class Figures(Listener):
     """Little memory, whatever the length of the log."""
 
+    wanted: str = ""
+    """The runtime to look at, by name or number; empty for all of them."""
     outcomes: dict[Kind, Tally] = attrs.field(factory=dict)
     in_state: dict[str, Durations] = attrs.field(factory=dict)
     """Of requests; a state that is entered twice counts twice."""
@@ -65,9 +67,36 @@ class Figures(Listener):
         return [story for _, _, story in sorted(self._slowest, key=lambda entry: (-entry[0], entry[1]))]
 
     def story_over(self, story: Story) -> None:
-        self.outcomes.setdefault(story.kind, Tally()).add(story.outcome)
-        if story.kind is not Kind.REQUEST:
+        if not self._is_wanted(story.runtime):
             return
+        self.outcomes.setdefault(story.kind, Tally()).add(story.outcome)
+        if story.kind is Kind.REQUEST:
+            self._add_request(story)
+
+    def job_over(self, job: JobStory) -> None:
+        if not self._is_wanted(job.runtime):
+            return
+        self.jobs[job.direction].add(job)
+        if job.outcome == "failed":
+            self.alarms.add(f"{job.direction.value} failed: {job.error or 'no error given'}")
+
+    def store_skipped(self, event: Event, runtime: RuntimeLife) -> None:
+        reason, num_blocks = event.text("reason"), event.count("num_blocks")
+        if not self._is_wanted(runtime):
+            return
+        self.skipped_stores.add(reason)
+        self.skipped_blocks.add(reason, num_blocks)
+
+    def alarm(self, event: Event, runtime: RuntimeLife) -> None:
+        if not self._is_wanted(runtime):
+            return
+        error = event.fields.get("error")
+        self.alarms.add(f"{event.name}: {error}" if error else event.name)
+
+    def _is_wanted(self, runtime: RuntimeLife) -> bool:
+        return not self.wanted or runtime.is_called(self.wanted)
+
+    def _add_request(self, story: Story) -> None:
         for interval in story.intervals():
             self.in_state.setdefault(interval.state, Durations()).add(interval.duration_s)
         self.in_all.add(story.duration_s)
@@ -83,17 +112,3 @@ class Figures(Listener):
             heapq.heappush(self._slowest, entry)
         else:
             heapq.heappushpop(self._slowest, entry)
-
-    def job_over(self, job: JobStory) -> None:
-        self.jobs[job.direction].add(job)
-        if job.outcome == "failed":
-            self.alarms.add(f"{job.direction.value} failed: {job.error or 'no error given'}")
-
-    def store_skipped(self, event: Event) -> None:
-        reason, num_blocks = event.text("reason"), event.count("num_blocks")
-        self.skipped_stores.add(reason)
-        self.skipped_blocks.add(reason, num_blocks)
-
-    def alarm(self, event: Event, runtime: RuntimeLife) -> None:
-        error = event.fields.get("error")
-        self.alarms.add(f"{event.name}: {error}" if error else event.name)

@@ -7,20 +7,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
-from .chapters import Chapter, UnknownRequestError, find_chapters
+from .chapters import Chapter, UnknownError, find_chapters
 from .events import Event, FieldError, Kind
 from .sentences import sentence
 from .table import text_table
 from .wording import counted, date_and_time, duration, plain, share, time_of_day
 
-__all__ = ["UnknownRequestError", "narrative"]
+__all__ = ["UnknownError", "narrative"]
 
 NOTEWORTHY_S = 0.0005
 """A pause from here on is named."""
 
 
 def narrative(log: Path, request_id: str, progress: TextIO) -> Iterator[str]:
-    """Lines of text. Raises `OSError` or `UnknownRequestError`."""
+    """Lines of text. Raises `OSError` or `UnknownError`."""
     chapters = find_chapters(log, request_id, progress)
     if len(chapters) > 1:
         yield f"{counted(len(chapters), 'request')} had the id {plain(request_id)}"

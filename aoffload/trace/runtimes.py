@@ -34,6 +34,10 @@ class RuntimeLife:
     last_s: float = 0.0
     """Of its events."""
 
+    def is_called(self, name: str) -> bool:
+        """By its name, with or without the word, or its number."""
+        return name in (self.name, self.name.removeprefix("runtime "), str(self.number))
+
     def title(self) -> str:
         """With its sizes."""
         if not self.was_opened:

@@ -104,7 +104,7 @@ class Scan:
         if kind is Kind.JOB:
             self.book.job_moved(event, runtime)
         elif kind is Kind.SKIPPED_STORE:
-            self.listener.store_skipped(event)
+            self.listener.store_skipped(event, runtime)
         elif kind is Kind.ALARM:
             self.listener.alarm(event, runtime)
         else:

@@ -33,6 +33,8 @@ def summary(scan: Scan, figures: Figures) -> Iterator[str]:
     """Lines of text."""
     yield scan.title()
     yield from _runtimes(scan)
+    if figures.wanted:
+        yield f"of these, only {plain(figures.wanted)}:"
     for block in (
         _requests(figures),
         _states(figures),

@@ -54,6 +54,19 @@ def test_the_summary_is_what_comes_without_a_command(real: Real, capsys: pytest.
     assert alone == capsys.readouterr().out
 
 
+def test_the_summary_of_one_runtime_is_a_part_of_the_whole(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two runs in one log are not mixed up, unless wanted; a name that nobody has is refused."""
+    path, events = real
+    for name in ("first", "runtime first", "1"):
+        assert main([str(path), "summary", "--runtime", name]) == 0
+        text = capsys.readouterr().out
+        mine = Counter(event["event"] for event in events if event["run"] == "first")
+        counts = f"{mine['request_done']} done, {mine['request_aborted']} aborted, 0 unfinished"
+        assert f"6 requests: {counts}" in text and "1 pin: 1 released" in text
+    problem = refused([str(path), "summary", "--runtime", "third"], capsys)
+    assert "no runtime 'third'" in problem and "runtime first, runtime second" in problem
+
+
 def test_a_request_is_told_from_its_match_to_its_end(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
     """The story says what was found, what it waited for, and how it ended, in the order of the log."""
     assert main([str(real[0]), "request", "waiter"]) == 0

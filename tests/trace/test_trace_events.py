@@ -124,7 +124,8 @@ def test_a_clock_that_goes_back_makes_no_negative_times(tmp_path: Path) -> None:
     lines = [line(100, "request_matched", **MATCHED), line(90, "request_pinned", request_id="a")]
     lines.append(line(95, "request_aborted", request_id="a", reason="cancelled", previous="pinned"))
     scan, figures = scanned(tmp_path / "back.log", "\n".join(lines).encode())
-    assert figures.in_all.max_s == 0.0
+    assert figures.in_all.max_s == figures.in_all.total_s == 0.0
+    assert {found.total_s for found in figures.in_state.values()} == {0.0}
     assert any("1 event older than the one before" in remark for remark in scan.remarks())
 
 

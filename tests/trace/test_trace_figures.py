@@ -45,13 +45,13 @@ def test_a_series_keeps_every_peak_in_bounded_memory() -> None:
     """However many changes: the highest value is kept, the last one too, and time never goes back."""
     series, rng, at_s = Series(), random.Random(1), 1.78e9
     changes = []
-    for _ in range(60_000):
+    for at in range(60_000):
         at_s += rng.expovariate(300)
-        changes.append((at_s, rng.randrange(1000)))
+        changes.append((at_s, rng.randrange(1000) if at % 100 else 1000 + at))
         series.add(*changes[-1])
     points = list(series.points())
     assert len(points) <= 2 * MAX_BUCKETS
-    assert max(point.value for point in points) == max(value for _, value in changes)
+    assert {value for _, value in changes if value >= 1000} <= {point.value for point in points}
     assert points[-1].value == changes[-1][1]
     assert [point.at_s for point in points] == sorted(point.at_s for point in points)
     assert points[0].at_s == changes[0][0]
