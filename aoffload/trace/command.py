@@ -100,7 +100,8 @@ def _os_error(error: OSError) -> int:
     if isinstance(error, BrokenPipeError):  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    problem = error.strerror or str(error)
+    return _complain(f"{error.filename}: {problem}" if error.filename else problem)
 
 
 def _complain(problem: str) -> int:

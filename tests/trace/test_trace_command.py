@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -156,6 +157,31 @@ def test_the_log_is_never_written_over(real: Real, command: str, capsys: pytest.
     assert "no such directory" in refused([str(real[0]), command, "nowhere/at/all"], capsys)
     assert "directory" in refused([str(real[0]), command, str(real[0].parent)], capsys)
     assert real[0].read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["html", "perfetto"])
+def test_what_is_no_plain_file_is_written_to_and_not_replaced(real: Real, command: str, tmp_path: Path) -> None:
+    """A pipe stays a pipe, as a device would stay one; a link stays a link, and what it leads to is replaced."""
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        assert main([str(real[0]), command, str(pipe)]) == 0
+        piped, _ = reader.communicate(timeout=30)
+    assert pipe.is_fifo() and len(piped) > 1000
+    target.write_text("the old one")
+    link.symlink_to(target)
+    assert main([str(real[0]), command, str(link)]) == 0
+    assert link.is_symlink() and len(target.read_text()) > 1000
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "link", "target"}
+
+
+def test_a_log_next_to_the_file_is_left_alone(real: Real, tmp_path: Path) -> None:
+    """Whatever it is called: the name that is written under first is nobody else's."""
+    for name in ("out.part", ".out.part", "out.tmp"):
+        log = tmp_path / name
+        log.write_bytes(real[0].read_bytes())
+        assert main([str(log), "html", str(tmp_path / "out")]) == 0
+        assert log.read_bytes() == real[0].read_bytes()
 
 
 def test_what_was_written_before_stays_when_the_log_is_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
