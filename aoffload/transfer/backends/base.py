@@ -116,20 +116,21 @@ def host_ids(plan: TransferPlan) -> NDArray[np.int64]:
     return np.array(plan.source_ids if plan.source is Tier.HOST else plan.destination_ids, dtype=np.int64)
 
 
-def anonymous_memory(num_blocks: int, block_bytes: int) -> NDArray[np.uint8]:
+def anonymous_memory(num_blocks: int, block_bytes: int, *advice: str) -> NDArray[np.uint8]:
     """Page-aligned memory `uint8 [num_blocks, block_bytes]` that no name outlives a killed process.
 
     Private, not shared: a shared mapping counts against `/dev/shm` limits and is written to by forked children. In huge
     pages where the system has them: a killed process is only over when its memory is taken apart, and 3 GiB of small
-    pages took 1.1 s where huge ones took 0.02 s.
+    pages took 1.1 s where huge ones took 0.02 s. `advice` is what else the system is told, as `mmap` calls it.
     """
     size = host_size(num_blocks, block_bytes)
     try:
         memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, MemoryError) as error:
         raise ConfigError("num_host_blocks", f"{size / 2**30:.1f} GiB of host memory cannot be had ({error})") from None
-    with suppress(AttributeError, OSError):  # another system, or a kernel without them: then pages are small
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    for name in ("MADV_HUGEPAGE", *advice):
+        with suppress(AttributeError, OSError):  # another system, or a kernel that does not know it: slower, no worse
+            memory.madvise(getattr(mmap, name))
     return np.frombuffer(memory, dtype=np.uint8, count=size).reshape(num_blocks, block_bytes)
 
 

@@ -1,0 +1,25 @@
+"""Copies between GPU tensors and pinned host memory."""
+
+from .backend import CudaBackend, CudaOptions
+from .driver import CudaDriver, CudaError, DeviceLost, Pieces, SourceOrder
+from .events import CudaFence
+from .method import BreakEven
+from .pinned import HostMemoryError, PinProgress
+from .waiting import AdaptivePolling, BlockingWait, WaitPolicy
+
+__all__ = [
+    "AdaptivePolling",
+    "BlockingWait",
+    "BreakEven",
+    "CudaBackend",
+    "CudaDriver",
+    "CudaError",
+    "CudaFence",
+    "CudaOptions",
+    "DeviceLost",
+    "HostMemoryError",
+    "PinProgress",
+    "Pieces",
+    "SourceOrder",
+    "WaitPolicy",
+]

@@ -1,0 +1,234 @@
+"""The backend of one GPU: which bytes, by which way, behind which fences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ....core.plan import Direction, TransferPlan
+from ....errors import TransferRefused
+from ...fence import Fence
+from ...region import KVRegion, byte_rows
+from ..base import RegionBackend, anonymous_memory, device_ids, host_ids
+from ..region_fences import RegionFences
+from .driver import CudaDriver, CudaError, Handle, Pieces, SourceOrder
+from .events import EventPool
+from .kernel import CopyKernel, triton_kernel
+from .layout import Layout, Scratch
+from .method import BreakEven
+from .nvidia import NvidiaDriver
+from .pinned import MAX_PIECE_BYTES, HostMemory, PinProgress, pinned_memory
+from .plain import TorchDriver
+from .trials import measured_on
+from .waiting import BlockingWait, WaitPolicy
+
+__all__ = ["CudaBackend", "CudaOptions", "best_driver"]
+
+SOURCE_ORDERS = {
+    # The live cache: what is written later must not be seen, what was written before must.
+    Direction.STORE: SourceOrder.STREAM,
+    # Host blocks are published when they are complete, and leased until the job is over.
+    Direction.LOAD: SourceOrder.ANY,
+}
+
+
+def best_driver(regions: tuple[KVRegion, ...]) -> CudaDriver:
+    """NVIDIA's bindings where they are installed and find a driver, torch alone elsewhere."""
+    try:
+        return NvidiaDriver(regions[0].device.index)
+    except (ImportError, CudaError):
+        return TorchDriver(regions)
+
+
+@attrs.frozen(kw_only=True)
+class CudaOptions:
+    """How a backend works, for whoever wants it otherwise than by default."""
+
+    driver: Callable[[tuple[KVRegion, ...]], CudaDriver] = best_driver
+    kernel: Callable[[torch.device], CopyKernel | None] = triton_kernel
+    """What copies small pieces, if anything does."""
+    break_even: BreakEven | None = None
+    """Which pieces are small. None: measured on this machine, in a few hundred milliseconds, when it is opened."""
+    waiting: WaitPolicy = attrs.field(factory=BlockingWait)
+    """How the copy threads wait for the device."""
+    progress: Callable[[PinProgress], None] = lambda _: None
+    """Hears of each piece of host memory that was pinned, in the thread that opens the backend."""
+    max_piece_bytes: int = MAX_PIECE_BYTES
+    """Host memory is pinned in pieces of this size at most."""
+
+
+@attrs.define(eq=False)
+class Lane:
+    """What belongs to one direction: its stream, and arrays that only its thread uses."""
+
+    stream: Handle
+    scratch: Scratch = attrs.field(factory=Scratch)
+
+
+class CudaBackend(RegionBackend):
+    """One stream of the lowest priority per direction; each copy waits, on the device, for the fences it was given.
+
+    The compute is taken to run on `compute_stream`, by default on the stream that is current where a fence is recorded.
+    An engine whose forward runs on another stream than the one its event loop sees has to name it.
+
+    Needs no `record_stream`: the tensors are held for as long as the backend lives, and a block is given to somebody
+    else only after every copy of it has ended.
+    """
+
+    def __init__(
+        self,
+        regions: tuple[KVRegion, ...],
+        compute_stream: torch.cuda.Stream | None = None,
+        options: CudaOptions | None = None,
+    ) -> None:
+        super().__init__(regions)
+        self.device = regions[0].device
+        self.options = options or CudaOptions()
+        self.driver = self.options.driver(regions)
+        self.break_even = self.options.break_even or BreakEven(0, 0)
+        self.host = HostMemory(anonymous_memory(0, self.block_bytes))
+        self._compute_stream = compute_stream
+        self._rows = [byte_rows(region) for region in regions]
+        self._events = EventPool(self.driver, self.options.waiting)
+        self._kernel: CopyKernel | None = None
+        self._lanes: dict[Direction, Lane] = {}
+        self._watched: dict[int, RegionFences] = {}
+
+    def __repr__(self) -> str:
+        memory = "pinned" if self.host.is_pinned else "pageable"
+        return f"<CudaBackend {self.device} {self.driver!r} host={self.host.rows.nbytes} {memory}>"
+
+    # -- opening and closing --------------------------------------------------------------------------------------
+
+    def open(self, num_host_blocks: int) -> None:
+        options = self.options
+        with self.driver.bound():
+            self._lanes = {direction: Lane(self.driver.create_stream()) for direction in Direction}
+        self.host = pinned_memory(
+            self.driver, num_host_blocks, self.block_bytes, options.progress, options.max_piece_bytes
+        )
+        self.driver.learn(self.host.rows)
+        self._blocks = Layout.of_block(self.regions, self.host.address, self.host.borders)
+        self._each_region = Layout.of_each_region(self.regions, self.host.address, self.host.borders)
+        if self.host.is_pinned:  # no kernel can read what is not
+            self._choose_method()
+
+    def _choose_method(self) -> None:
+        self._kernel = self.options.kernel(self.device)
+        if self._kernel is None:
+            self.break_even = BreakEven(0, 0)
+        elif self.options.break_even is None:
+            with self.driver.bound():
+                self.break_even = measured_on(self)
+
+    def close(self) -> None:
+        host, self.host = self.host, HostMemory(anonymous_memory(0, self.block_bytes))
+        lanes, self._lanes = self._lanes, {}
+        # What a lost device refuses to take back goes with the process: pages that it still knows stay pinned so long.
+        with suppress(CudaError):
+            host.unregister(self.driver)
+        with suppress(CudaError), self.driver.bound():
+            for lane in lanes.values():
+                self.driver.destroy_stream(lane.stream)
+            self._events.clear()
+
+    # -- fences ---------------------------------------------------------------------------------------------------
+
+    def record_fence(self) -> Fence:
+        with self.driver.bound():
+            given = self._compute_stream
+            stream = self.driver.current_stream() if given is None else self.driver.stream_of(given)
+            return self._events.record(stream)
+
+    @contextmanager
+    def thread_scope(self, direction: Direction) -> Iterator[None]:
+        with self.driver.bound():
+            yield
+
+    def wait_for(self, direction: Direction, fences: tuple[Fence, ...]) -> None:
+        for fence in fences:
+            event = self.driver.event_of(fence)
+            if event is None:
+                fence.synchronize()
+            else:
+                self.driver.wait_event(self._lanes[direction].stream, event)
+
+    def watch(self, job_id: int) -> RegionFences:
+        """Have the load `job_id` copied region after region, each with a fence of its own. To be called before it is
+        launched; whoever learns of its end calls `end` of what this returns, and `forget`."""
+        return self._watched.setdefault(job_id, RegionFences(len(self.regions)))
+
+    def forget(self, job_id: int) -> None:
+        """A watched job is over, or was never launched."""
+        self._watched.pop(job_id, None)
+
+    def settle(self, direction: Direction) -> None:
+        # By an event, because waiting for a stream would spin.
+        self._events.record(self._lanes[direction].stream).synchronize()
+
+    # -- copies ---------------------------------------------------------------------------------------------------
+
+    def copy(self, plan: TransferPlan) -> Fence:
+        watched = self._watched.pop(plan.job_id, None)
+        if watched is None:
+            return self._copy_blocks(plan, self._blocks)
+        return self._copy_by_region(plan, watched)
+
+    def _copy_by_region(self, plan: TransferPlan, watched: RegionFences) -> Fence:
+        """In the order in which a forward needs them."""
+        try:
+            for index, layout in enumerate(self._each_region):
+                fence = self._copy_blocks(plan, layout)
+                watched.give(index, fence)
+        except Exception as error:
+            watched.end(repr(error))
+            raise
+        return fence
+
+    def _copy_blocks(self, plan: TransferPlan, layout: Layout) -> Fence:
+        lane, direction = self._lanes[plan.direction], plan.direction
+        pieces = layout.pieces(direction, device_ids(plan), host_ids(plan), lane.scratch)
+        self.copy_pieces(pieces, direction)
+        return self._events.record(lane.stream)
+
+    def copy_pieces(self, pieces: Pieces, direction: Direction) -> None:
+        """Give them to the stream of `direction`, small ones to the kernel. In a bound thread."""
+        if not self.host.is_pinned:
+            self.driver.copy_each(pieces, self._lanes[direction].stream)
+            return
+        is_small = pieces.sizes < np.uint64(self.break_even.of(direction))
+        if not is_small.any():
+            self.copy_by_engine(pieces, direction)
+        elif is_small.all():
+            self.copy_by_kernel(pieces, direction)
+        else:
+            self.copy_by_engine(pieces.where(~is_small), direction)
+            self.copy_by_kernel(pieces.where(is_small), direction)
+
+    def copy_by_engine(self, pieces: Pieces, direction: Direction) -> None:
+        self.driver.copy_batch(pieces, SOURCE_ORDERS[direction], self._lanes[direction].stream)
+
+    def copy_by_kernel(self, pieces: Pieces, direction: Direction) -> None:
+        if self._kernel is None:
+            raise TransferRefused("no kernel copies small pieces here")
+        with self.driver.on_stream(self._lanes[direction].stream):
+            self._kernel.copy(pieces)
+
+    # -- single blocks --------------------------------------------------------------------------------------------
+
+    def device_block(self, block_id: int) -> NDArray[np.uint8]:
+        with self.driver.on_stream(self._lanes[Direction.LOAD].stream):
+            block: NDArray[np.uint8] = torch.cat([rows[block_id] for rows in self._rows]).cpu().numpy()
+        return block
+
+    def write_device_block(self, block_id: int, block: NDArray[np.uint8]) -> None:
+        offset = 0
+        with self.driver.on_stream(self._lanes[Direction.LOAD].stream):
+            for rows in self._rows:
+                rows[block_id].copy_(torch.from_numpy(block[offset : offset + rows.shape[1]]))
+                offset += rows.shape[1]

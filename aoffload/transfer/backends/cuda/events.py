@@ -1,0 +1,82 @@
+"""Events as fences: recorded once for whoever holds the fence, and used again when nobody does any more."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from .driver import CudaDriver, Handle
+from .waiting import WaitPolicy
+
+__all__ = ["CudaFence", "EventPool"]
+
+
+class CudaFence:
+    """A point in the work of a stream. Immutable: while this object lives, its event is not recorded again.
+
+    `torch.cuda.Stream.wait_event` takes it like an event of torch's own.
+    """
+
+    __slots__ = ("_pool", "event")
+
+    def __init__(self, pool: EventPool, event: Handle) -> None:
+        self._pool = pool
+        self.event = event
+        """Good for as long as somebody keeps the fence."""
+
+    @property
+    def driver(self) -> CudaDriver:
+        return self._pool.driver
+
+    def query(self) -> bool:
+        with self.driver.bound():
+            return self.driver.query_event(self.event)
+
+    def synchronize(self) -> None:
+        with self.driver.bound():
+            self._pool.policy.wait(self.query, lambda: self.driver.synchronize_event(self.event))
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Have what `stream` (the current one, if None) is given from here on wait for this point, on the device."""
+        with self.driver.bound():
+            waiting = self.driver.current_stream() if stream is None else self.driver.stream_of(stream)
+            self.driver.wait_event(waiting, self.event)
+
+    def __del__(self) -> None:
+        # Nobody can wait for it any more. Streams that were told to wait for it took what was recorded with them.
+        self._pool.take_back(self.event)
+
+
+class EventPool:
+    """Makes fences from events. Making an event costs more than recording one, so they are kept.
+
+    Any thread may record, and let go of fences: a deque needs no lock, which a finaliser must not take.
+    """
+
+    def __init__(self, driver: CudaDriver, policy: WaitPolicy) -> None:
+        self.driver = driver
+        self.policy = policy
+        self._idle: deque[Handle] = deque()
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def record(self, stream: Handle) -> CudaFence:
+        """A fence behind everything that `stream` was given so far. In a bound thread."""
+        try:
+            event = self._idle.popleft()
+        except IndexError:
+            event = self.driver.create_event()
+        fence = CudaFence(self, event)  # from here on its end gives the event back, also if recording fails
+        self.driver.record_event(event, stream)
+        return fence
+
+    def take_back(self, event: Handle) -> None:
+        self._idle.append(event)
+
+    def clear(self) -> None:
+        """Destroy what nobody uses. In a bound thread."""
+        while self._idle:
+            self.driver.destroy_event(self._idle.popleft())

@@ -1,0 +1,158 @@
+"""Where the blocks lie on both sides, and the fewest pieces that some of them are copied in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ....core.plan import Direction
+from ...region import KVRegion
+from .driver import Pieces
+
+__all__ = ["Layout", "Scratch"]
+
+Numbers = NDArray[np.uint64]
+
+
+@attrs.frozen
+class Part:
+    """A contiguous part of every block: block `b` has `num_bytes` of it at `address + b * stride_bytes`."""
+
+    address: int
+    stride_bytes: int
+    num_bytes: int
+    host_offset: int
+    """Where it begins in a block in host memory."""
+    memory: int
+    """Which allocation it lies in: two that happen to be neighbours are no one piece to a driver."""
+
+
+class Scratch:
+    """Descriptor arrays of one thread, kept from batch to batch and grown when they have to be."""
+
+    NUM_ARRAYS = 6
+
+    def __init__(self) -> None:
+        self._arrays: Numbers = np.empty((self.NUM_ARRAYS, 0), dtype=np.uint64)
+
+    def take(self, shape: tuple[int, int]) -> list[Numbers]:
+        """All arrays with `shape`; whatever was in them before is given up."""
+        length = shape[0] * shape[1]
+        if length > self._arrays.shape[1]:
+            self._arrays = np.empty((self.NUM_ARRAYS, 2 * length), dtype=np.uint64)
+        return [array[:length].reshape(shape) for array in self._arrays]
+
+
+class Layout:
+    """Some regions of every block, and host memory in which the regions of a block lie next to each other."""
+
+    def __init__(self, parts: Iterable[Part], host_address: int, block_bytes: int, borders: tuple[int, ...]) -> None:
+        self.parts = tuple(_joined(sorted(parts, key=lambda part: part.host_offset)))
+        self._host_address = np.uint64(host_address)
+        self._block_bytes = np.uint64(block_bytes)
+        self._borders = borders
+        self._addresses = _row(part.address for part in self.parts)
+        self._strides = _row(part.stride_bytes for part in self.parts)
+        self._sizes = _row(part.num_bytes for part in self.parts)
+        self._host_offsets = _row(part.host_offset for part in self.parts)
+        self._memories = _row(part.memory for part in self.parts)
+
+    @classmethod
+    def of_block(cls, regions: tuple[KVRegion, ...], host_address: int, borders: tuple[int, ...] = ()) -> Layout:
+        """Whole blocks."""
+        return cls(_parts(regions), host_address, sum(region.block_bytes for region in regions), borders)
+
+    @classmethod
+    def of_each_region(
+        cls, regions: tuple[KVRegion, ...], host_address: int, borders: tuple[int, ...] = ()
+    ) -> tuple[Layout, ...]:
+        """One layout per region: what is needed to copy region after region."""
+        block_bytes = sum(region.block_bytes for region in regions)
+        return tuple(cls([part], host_address, block_bytes, borders) for part in _parts(regions))
+
+    def pieces(
+        self, direction: Direction, on_device: NDArray[np.int64], on_host: NDArray[np.int64], scratch: Scratch
+    ) -> Pieces:
+        """What to copy for these blocks. Good until `scratch` is used again.
+
+        Neighbours on both sides are one piece, in whatever order the ids come: in the order of host addresses, two
+        pieces that touch on both sides follow each other.
+        """
+        order = np.argsort(on_host, kind="stable")
+        shape = (len(order), len(self.parts))
+        device, host, sizes, *free = scratch.take(shape)
+        np.multiply(on_device[order, None].view(np.uint64), self._strides, out=device)
+        np.add(device, self._addresses, out=device)
+        np.multiply(on_host[order, None].view(np.uint64), self._block_bytes, out=host)
+        np.add(host, self._host_offsets, out=host)
+        np.add(host, self._host_address, out=host)
+        sizes[:] = self._sizes
+        starts = self._starts(device.reshape(-1), host.reshape(-1), sizes.reshape(-1))
+        merged = [array.reshape(-1)[: len(starts)] for array in free]
+        np.take(device.reshape(-1), starts, out=merged[0], mode="clip")
+        np.take(host.reshape(-1), starts, out=merged[1], mode="clip")
+        if len(starts):
+            np.add.reduceat(sizes.reshape(-1), starts, out=merged[2])
+        device, host, sizes = self._cut(*merged)
+        if direction is Direction.LOAD:
+            return Pieces(host, device, sizes)
+        return Pieces(device, host, sizes)
+
+    def _starts(self, device: Numbers, host: Numbers, sizes: Numbers) -> NDArray[np.intp]:
+        """Where a piece begins that does not go on from the one before."""
+        begins = np.ones(len(sizes), dtype=bool)
+        if len(sizes) > 1:
+            follows = (device[1:] == device[:-1] + sizes[:-1]) & (host[1:] == host[:-1] + sizes[:-1])
+            memories = np.broadcast_to(self._memories, (len(sizes) // len(self.parts), len(self.parts))).reshape(-1)
+            begins[1:] = ~(follows & (memories[1:] == memories[:-1]))
+        return np.flatnonzero(begins)
+
+    def _cut(self, device: Numbers, host: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """No piece goes over a border in host memory. Borders are gigabytes apart, so hardly ever one is cut."""
+        for border in self._borders:
+            index = int(np.searchsorted(host, np.uint64(border), side="left")) - 1
+            if index < 0 or int(host[index]) + int(sizes[index]) <= border:
+                continue
+            head = border - int(host[index])
+            device = np.insert(device, index + 1, device[index] + np.uint64(head))
+            host = np.insert(host, index + 1, np.uint64(border))
+            sizes = np.insert(sizes, index + 1, sizes[index] - np.uint64(head))
+            sizes[index] = head
+        return device, host, sizes
+
+
+def _parts(regions: tuple[KVRegion, ...]) -> Iterator[Part]:
+    host_offset = 0
+    for region in regions:
+        memory = region.tensor.untyped_storage().data_ptr()
+        yield Part(region.address, region.block_stride_bytes, region.block_bytes, host_offset, memory)
+        host_offset += region.block_bytes
+
+
+def _joined(parts: Iterable[Part]) -> Iterator[Part]:
+    """Neighbours on both sides are one part: keys and values that follow each other inside a block."""
+    current: Part | None = None
+    for part in parts:
+        if current is not None and _continues(current, part):
+            current = attrs.evolve(current, num_bytes=current.num_bytes + part.num_bytes)
+            continue
+        if current is not None:
+            yield current
+        current = part
+    if current is not None:
+        yield current
+
+
+def _continues(current: Part, part: Part) -> bool:
+    return (
+        part.address == current.address + current.num_bytes
+        and part.host_offset == current.host_offset + current.num_bytes
+        and (part.stride_bytes, part.memory) == (current.stride_bytes, current.memory)
+    )
+
+
+def _row(numbers: Iterable[int]) -> Numbers:
+    return np.array(list(numbers), dtype=np.uint64)

@@ -1,0 +1,70 @@
+"""Which pieces the copy engine takes, and which the kernel: a size, measured once on the machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+
+from ....core.plan import Direction
+from .driver import Pieces
+
+__all__ = ["PUBLISHED", "BreakEven", "Trial", "measure_break_even"]
+
+SIZES = tuple(kib * 1024 for kib in (4, 8, 16, 24, 32, 48, 64, 128))
+"""Tried in turn; from the last one on, copy engines win everywhere that figures were published for."""
+NUM_ROUNDS = 5
+
+
+@attrs.frozen
+class BreakEven:
+    """Pieces below these sizes are copied by the kernel. 0: none, all is left to the copy engine."""
+
+    load_bytes: int
+    store_bytes: int
+
+    def of(self, direction: Direction) -> int:
+        return self.load_bytes if direction is Direction.LOAD else self.store_bytes
+
+
+PUBLISHED = BreakEven(28 * 1024, 28 * 1024)
+"""What others measured on an H100."""
+
+Trial = Callable[[Direction, Pieces], object]
+"""Copies pieces and returns when they are there."""
+
+
+def measure_break_even(
+    by_engine: Trial,
+    by_kernel: Trial,
+    pieces_of: Callable[[Direction, int], Pieces],
+    clock: Callable[[], float] = time.perf_counter,
+) -> BreakEven:
+    """The size from which on the copy engine is the faster one, each way. `pieces_of(direction, size)` says what may
+    be copied to find out. The two take turns, so that what slows the machine slows both."""
+    found = {direction: _from(direction, by_engine, by_kernel, pieces_of, clock) for direction in Direction}
+    return BreakEven(found[Direction.LOAD], found[Direction.STORE])
+
+
+def _from(
+    direction: Direction,
+    by_engine: Trial,
+    by_kernel: Trial,
+    pieces_of: Callable[[Direction, int], Pieces],
+    clock: Callable[[], float],
+) -> int:
+    lowest = 0
+    for size in SIZES:
+        pieces = pieces_of(direction, size)
+        times: dict[Trial, list[float]] = {by_engine: [], by_kernel: []}
+        for number in range(NUM_ROUNDS + 1):
+            for trial in (by_engine, by_kernel):
+                began_s = clock()
+                trial(direction, pieces)
+                if number:  # the first one compiles and warms up
+                    times[trial].append(clock() - began_s)
+        if np.median(times[by_kernel]) < np.median(times[by_engine]):
+            lowest = size + 1  # this size is the kernel's, too
+    return lowest

@@ -1,0 +1,195 @@
+"""The driver itself, through NVIDIA's Python bindings (`pip install aoffload[cuda]`)."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...fence import Fence
+from .driver import LOST_CODES, CudaError, DeviceLost, Handle, Pieces, SourceOrder
+from .events import CudaFence
+
+__all__ = ["NvidiaDriver"]
+
+BATCH_VERSION = 12080
+"""The driver that brought `cuMemcpyBatchAsync`. Its form of then is asked for by this number and never changes."""
+
+_BATCH = ctypes.CFUNCTYPE(  # lets go of the interpreter's lock, and takes arrays as they are
+    ctypes.c_int,
+    ctypes.c_void_p,  # destinations
+    ctypes.c_void_p,  # sources
+    ctypes.c_void_p,  # sizes
+    ctypes.c_size_t,
+    ctypes.c_void_p,  # attributes
+    ctypes.POINTER(ctypes.c_size_t),  # of which piece on each attribute holds
+    ctypes.c_size_t,
+    ctypes.POINTER(ctypes.c_size_t),  # which piece was refused
+    ctypes.c_void_p,  # stream
+)
+
+
+class NvidiaDriver:
+    """Implements `CudaDriver` for one device, in its primary context, which is also torch's.
+
+    The bindings' own batch call takes a Python object per address, made and read under the interpreter's lock; here the
+    driver is handed the arrays. `ImportError` without the bindings, `CudaError` without a driver or such a device.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+        self._cuda: ModuleType = importlib.import_module("cuda.bindings.driver")
+        try:
+            self._ask("cuInit", 0)
+        except RuntimeError as error:  # the bindings are there, the driver's library is not
+            raise CudaError("cuInit", str(error)) from error
+        self._device = self._ask("cuDeviceGet", ordinal)
+        self._context = self._ask("cuDevicePrimaryCtxRetain", self._device)
+        self._call_batch = self._batch_call()
+        self._attributes = {order: self._attributes_of(order) for order in SourceOrder}
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether the driver copies many pieces in one call."""
+        return self._call_batch is not None
+
+    def __repr__(self) -> str:
+        return f"<NvidiaDriver device={self._ordinal} {'batches' if self.has_batches else 'one by one'}>"
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        self._ask("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._ask("cuCtxPopCurrent")
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def register(self, address: int, num_bytes: int) -> None:
+        flags = self._cuda.CU_MEMHOSTREGISTER_PORTABLE | self._cuda.CU_MEMHOSTREGISTER_DEVICEMAP
+        self._ask("cuMemHostRegister", address, num_bytes, flags)
+
+    def unregister(self, address: int) -> None:
+        self._ask("cuMemHostUnregister", address)
+
+    def learn(self, memory: NDArray[np.uint8]) -> None:
+        """An address says it all."""
+
+    # -- streams and events ---------------------------------------------------------------------------------------
+
+    def create_stream(self) -> Handle:
+        lowest, _ = self._ask("cuCtxGetStreamPriorityRange")
+        return self._ask("cuStreamCreateWithPriority", int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING), lowest)
+
+    def destroy_stream(self, stream: Handle) -> None:
+        self._ask("cuStreamDestroy", stream)
+
+    def current_stream(self) -> Handle:
+        return self.stream_of(torch.cuda.current_stream(self._ordinal))
+
+    def stream_of(self, stream: torch.cuda.Stream) -> Handle:
+        return self._cuda.CUstream(stream.cuda_stream)
+
+    def on_stream(self, stream: Handle) -> AbstractContextManager[object]:
+        known = torch.cuda.ExternalStream(int(stream), device=self._ordinal)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(known)
+
+    def create_event(self) -> Handle:
+        flags = self._cuda.CUevent_flags
+        return self._ask("cuEventCreate", int(flags.CU_EVENT_BLOCKING_SYNC) | int(flags.CU_EVENT_DISABLE_TIMING))
+
+    def record_event(self, event: Handle, stream: Handle) -> None:
+        self._ask("cuEventRecord", event, stream)
+
+    def query_event(self, event: Handle) -> bool:
+        (status,) = self._cuda.cuEventQuery(event)
+        if status == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        self._check("cuEventQuery", status)
+        return True
+
+    def synchronize_event(self, event: Handle) -> None:
+        self._ask("cuEventSynchronize", event)
+
+    def wait_event(self, stream: Handle, event: Handle) -> None:
+        self._ask("cuStreamWaitEvent", stream, event, 0)
+
+    def destroy_event(self, event: Handle) -> None:
+        self._ask("cuEventDestroy", event)
+
+    def event_of(self, fence: Fence) -> Handle | None:
+        if isinstance(fence, CudaFence) and isinstance(fence.driver, NvidiaDriver):
+            return fence.event
+        # Torch makes an event when it is recorded first. One that never was has nothing before it.
+        if isinstance(fence, torch.cuda.Event) and fence.cuda_event:
+            return self._cuda.CUevent(fence.cuda_event)
+        return None
+
+    # -- copies ---------------------------------------------------------------------------------------------------
+
+    def copy_batch(self, pieces: Pieces, order: SourceOrder, stream: Handle) -> None:
+        if self._call_batch is None:
+            self.copy_each(pieces, stream)  # in stream order, which either order allows
+        elif len(pieces):
+            self._copy_batch(self._call_batch, pieces, order, stream)
+
+    def copy_each(self, pieces: Pieces, stream: Handle) -> None:
+        columns = (pieces.destinations.tolist(), pieces.sources.tolist(), pieces.sizes.tolist())
+        for destination, source, num_bytes in zip(*columns, strict=True):
+            self._ask("cuMemcpyAsync", destination, source, num_bytes, stream)
+
+    def _copy_batch(self, call: Callable[..., int], pieces: Pieces, order: SourceOrder, stream: Handle) -> None:
+        columns = [np.ascontiguousarray(part) for part in (pieces.destinations, pieces.sources, pieces.sizes)]
+        holds_from, refused = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        status = call(
+            *(_pointer(column) for column in columns), len(pieces), self._attributes[order].getPtr(),
+            ctypes.byref(holds_from), 1, ctypes.byref(refused), int(stream),
+        )  # fmt: skip
+        self._check("cuMemcpyBatchAsync", self._cuda.CUresult(status))
+
+    def _batch_call(self) -> Callable[..., int] | None:
+        """The function, as drivers since 12.8 have it; None where there is none."""
+        flags = self._cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM
+        status, address, _ = self._cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", BATCH_VERSION, int(flags))
+        is_there = status == self._cuda.CUresult.CUDA_SUCCESS and int(address or 0)
+        return _BATCH(int(address)) if is_there else None
+
+    def _attributes_of(self, order: SourceOrder) -> Any:
+        """Made by the bindings, which know how it lies in memory. Hints of a location are for managed memory only."""
+        cuda = self._cuda
+        if not hasattr(cuda, "CUmemcpyAttributes"):
+            self._call_batch = None  # bindings that are older than the driver
+            return None
+        orders = cuda.CUmemcpySrcAccessOrder
+        attributes = cuda.CUmemcpyAttributes()
+        attributes.srcAccessOrder = {
+            SourceOrder.STREAM: orders.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+            SourceOrder.ANY: orders.CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
+        }[order]
+        attributes.flags = int(cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+        return attributes
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    def _ask(self, call: str, *arguments: object) -> Any:
+        """Make a call; its result: nothing, one value, or a tuple of them."""
+        status, *results = getattr(self._cuda, call)(*arguments)
+        self._check(call, status)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _check(self, call: str, status: Any) -> None:
+        if status == self._cuda.CUresult.CUDA_SUCCESS:
+            return
+        raise (DeviceLost if int(status) in LOST_CODES else CudaError)(call, status.name)
+
+
+def _pointer(array: NDArray[np.uint64]) -> int:
+    return int(array.ctypes.data)

@@ -1,0 +1,209 @@
+"""Host memory that a device copies from and to on its own: registered where it is, in pieces, by several threads."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ....errors import ConfigError
+from ..base import anonymous_memory
+from .driver import CudaDriver, CudaError
+
+__all__ = ["MAX_PIECE_BYTES", "HostMemory", "HostMemoryError", "PinProgress", "pinned_memory"]
+
+MAX_PIECE_BYTES = 64 * 2**30
+"""Drivers refuse, or take minutes for, much larger registrations."""
+MIN_PIECE_BYTES = 2**30
+"""Less than this is registered in a fraction of a second: no thread is worth its start."""
+NUM_THREADS = 8
+ALIGNMENT = 2 * 2**20
+"""Pieces end where huge pages do: no page belongs to two of them."""
+
+_ADVICE = "smaller pools (num_host_blocks, host_bytes) need less; `ulimit -l` and the container's memory bound it"
+
+
+class HostMemoryError(ConfigError):
+    """Host memory that could not be pinned: its whole size, the piece where it failed, and the limits that apply."""
+
+    def __init__(self, size_bytes: int, piece: Piece, num_pieces: int, cause: CudaError, limits: str) -> None:
+        place = f"piece {piece.number + 1} of {num_pieces} ({_gib(piece.num_bytes)})"
+        super().__init__(
+            "num_host_blocks", f"{_gib(size_bytes)} of host memory: {place} could not be pinned: {cause}; {limits}"
+        )
+        self.size_bytes = size_bytes
+        self.piece_bytes = piece.num_bytes
+        self.piece_number = piece.number
+        self.limits = limits
+
+
+@attrs.frozen
+class Piece:
+    """One registration."""
+
+    number: int
+    address: int
+    num_bytes: int
+
+
+class _PieceError(Exception):
+    """Out of a thread: which piece."""
+
+    def __init__(self, piece: Piece, cause: CudaError) -> None:
+        super().__init__(piece, cause)
+        self.piece = piece
+        self.cause = cause
+
+
+@attrs.frozen
+class PinProgress:
+    """Told after each piece, in the thread that asked for the memory."""
+
+    num_bytes: int
+    """Pinned so far."""
+    total_bytes: int
+
+
+@attrs.frozen(eq=False)
+class HostMemory:
+    """The host pool: `rows` is `uint8 [num_blocks, block_bytes]`, private to this process and without a name.
+
+    Nothing of it outlives a killed process: the kernel takes the pages back, and the driver their registration.
+    """
+
+    rows: NDArray[np.uint8]
+    pieces: tuple[Piece, ...] = ()
+    """What is registered; empty for pageable memory."""
+
+    @property
+    def address(self) -> int:
+        return int(self.rows.ctypes.data)
+
+    @property
+    def is_pinned(self) -> bool:
+        return bool(self.pieces)
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Addresses that no single copy may cross: a driver takes one registration at a time."""
+        return tuple(piece.address for piece in self.pieces[1:])
+
+    def unregister(self, driver: CudaDriver) -> None:
+        """Let the pages go, all that can be; the first refusal is raised when the others are through."""
+        refused = [error for piece in self.pieces for error in _unregistered(driver, piece)]
+        if refused:
+            raise refused[0]
+
+
+def pinned_memory(
+    driver: CudaDriver,
+    num_blocks: int,
+    block_bytes: int,
+    progress: Callable[[PinProgress], None],
+    max_piece_bytes: int = MAX_PIECE_BYTES,
+) -> HostMemory:
+    """Host memory, pinned; pageable, with exactly one `RuntimeWarning` that says why, where it cannot be."""
+    # A forked child would make the pages copy-on-write, and the device would go on writing to those of the child.
+    rows = anonymous_memory(num_blocks, block_bytes, "MADV_DONTFORK")
+    try:
+        return HostMemory(rows, register_in_pieces(driver, rows, progress, max_piece_bytes))
+    except HostMemoryError as error:
+        warnings.warn(f"copies will be slow: {error}", RuntimeWarning, stacklevel=2)
+        return HostMemory(rows)
+
+
+def register_in_pieces(
+    driver: CudaDriver,
+    rows: NDArray[np.uint8],
+    progress: Callable[[PinProgress], None],
+    max_piece_bytes: int = MAX_PIECE_BYTES,
+) -> tuple[Piece, ...]:
+    """All of it or nothing: `HostMemoryError`, and what had been registered is not any more."""
+    pieces = tuple(_cut(int(rows.ctypes.data), rows.nbytes, max_piece_bytes))
+    registered: list[Piece] = []  # by the threads: also what ends after another one has failed
+    try:
+        _register_all(driver, pieces, registered, progress)
+    except BaseException as error:
+        for piece in registered:
+            _unregistered(driver, piece)
+        if isinstance(error, _PieceError):
+            limits = f"{_limits()}; {_ADVICE}"
+            raise HostMemoryError(rows.nbytes, error.piece, len(pieces), error.cause, limits) from error.cause
+        raise
+    return pieces
+
+
+def _register_all(
+    driver: CudaDriver, pieces: tuple[Piece, ...], registered: list[Piece], progress: Callable[[PinProgress], None]
+) -> None:
+    if not pieces:
+        return
+    total_bytes = sum(piece.num_bytes for piece in pieces)
+    with ThreadPoolExecutor(min(NUM_THREADS, len(pieces)), thread_name_prefix="aoffload-pin") as threads:
+        pending = [threads.submit(_register, driver, piece, registered) for piece in pieces]
+        num_bytes = 0
+        try:
+            for future in as_completed(pending):
+                num_bytes += future.result()
+                progress(PinProgress(num_bytes, total_bytes))
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _register(driver: CudaDriver, piece: Piece, registered: list[Piece]) -> int:
+    try:
+        with driver.bound():
+            driver.register(piece.address, piece.num_bytes)
+    except CudaError as error:
+        raise _PieceError(piece, error) from error
+    registered.append(piece)
+    return piece.num_bytes
+
+
+def _unregistered(driver: CudaDriver, piece: Piece) -> list[CudaError]:
+    try:
+        with driver.bound():
+            driver.unregister(piece.address)
+    except CudaError as error:
+        return [error]
+    return []
+
+
+def _cut(address: int, num_bytes: int, max_piece_bytes: int) -> Iterator[Piece]:
+    """Equal parts, so that all threads end at the same time."""
+    share = max(min(MIN_PIECE_BYTES, max_piece_bytes), -(-num_bytes // NUM_THREADS))
+    step = max(ALIGNMENT, min(max_piece_bytes, share) // ALIGNMENT * ALIGNMENT)
+    end, start, number = address + num_bytes, address, 0
+    while start < end:
+        stop = min(end, (start + step) // ALIGNMENT * ALIGNMENT)
+        yield Piece(number, start, stop - start)
+        start, number = stop, number + 1
+
+
+def _limits() -> str:
+    """What the system allows and has, in words."""
+    found = [f"memlock limit {_memlock()}"]
+    with suppress(OSError, ValueError, AttributeError):
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found.append(f"{_gib(pages)} of memory free")
+    return ", ".join(found)
+
+
+def _memlock() -> str:
+    try:
+        import resource
+    except ImportError:
+        return "unknown"
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "none" if soft == resource.RLIM_INFINITY else _gib(soft)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"

@@ -1,0 +1,142 @@
+"""The same with torch alone: correct everywhere, and one call for each piece."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...fence import Fence
+from ...region import KVRegion
+from .driver import LOST_CODES, CudaError, DeviceLost, Handle, Pieces, SourceOrder
+from .events import CudaFence
+
+__all__ = ["TorchDriver"]
+
+LOST_WORDS = ("illegal", "unspecified launch failure", "uncorrectable", "assert", "misaligned", "hardware stack")
+"""What a lost device is called by a torch before 2.8, which does not tell the code."""
+
+
+class TorchDriver:
+    """Implements `CudaDriver` for whoever has torch and nothing else.
+
+    Torch copies between tensors, so it has to be told which memory there is: regions when it is made, and `learn`.
+    """
+
+    def __init__(self, regions: tuple[KVRegion, ...]) -> None:
+        self._device = regions[0].device
+        self._memory: dict[int, torch.Tensor] = {}
+        for region in regions:
+            self._know(_bytes_of(region.tensor.untyped_storage(), region.device))
+
+    def __repr__(self) -> str:
+        return f"<TorchDriver device={self._device}>"
+
+    def bound(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self._device)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def register(self, address: int, num_bytes: int) -> None:
+        with _asking("cudaHostRegister"):
+            status = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 3))  # type: ignore[no-untyped-call] # portable and mapped
+        if status:
+            raise CudaError("cudaHostRegister", f"error {status}")
+
+    def unregister(self, address: int) -> None:
+        with _asking("cudaHostUnregister"):
+            status = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+        if status:
+            raise CudaError("cudaHostUnregister", f"error {status}")
+
+    def learn(self, memory: NDArray[np.uint8]) -> None:
+        self._know(torch.from_numpy(memory).reshape(-1))
+
+    # -- streams and events ---------------------------------------------------------------------------------------
+
+    def create_stream(self) -> Handle:
+        with _asking("cudaStreamCreateWithPriority"):
+            # Zero is the lowest priority that torch has a name for, and the lowest there is.
+            return torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
+
+    def destroy_stream(self, stream: Handle) -> None:
+        """Torch keeps its streams."""
+
+    def current_stream(self) -> Handle:
+        return torch.cuda.current_stream(self._device)
+
+    def stream_of(self, stream: torch.cuda.Stream) -> Handle:
+        return stream
+
+    def on_stream(self, stream: Handle) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+    def create_event(self) -> Handle:
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def record_event(self, event: Handle, stream: Handle) -> None:
+        with _asking("cudaEventRecord"):
+            event.record(stream)
+
+    def query_event(self, event: Handle) -> bool:
+        with _asking("cudaEventQuery"):
+            return bool(event.query())
+
+    def synchronize_event(self, event: Handle) -> None:
+        with _asking("cudaEventSynchronize"):
+            event.synchronize()
+
+    def wait_event(self, stream: Handle, event: Handle) -> None:
+        with _asking("cudaStreamWaitEvent"):
+            stream.wait_event(event)
+
+    def destroy_event(self, event: Handle) -> None:
+        """Torch destroys it when nobody has it."""
+
+    def event_of(self, fence: Fence) -> Handle | None:
+        if isinstance(fence, CudaFence) and isinstance(fence.driver, TorchDriver):
+            return fence.event
+        return fence if isinstance(fence, torch.cuda.Event) else None
+
+    # -- copies ---------------------------------------------------------------------------------------------------
+
+    def copy_batch(self, pieces: Pieces, order: SourceOrder, stream: Handle) -> None:
+        self.copy_each(pieces, stream)  # in stream order, which either order allows
+
+    def copy_each(self, pieces: Pieces, stream: Handle) -> None:
+        columns = (pieces.destinations.tolist(), pieces.sources.tolist(), pieces.sizes.tolist())
+        with self.on_stream(stream), _asking("cudaMemcpyAsync"):
+            for destination, source, num_bytes in zip(*columns, strict=True):
+                # Contiguous on both sides, or torch would copy by way of a temporary of its own and wait for it.
+                self._at(destination, num_bytes).copy_(self._at(source, num_bytes), non_blocking=True)
+
+    def _know(self, memory: torch.Tensor) -> None:
+        self._memory[memory.data_ptr()] = memory
+        self._starts = sorted(self._memory)
+
+    def _at(self, address: int, num_bytes: int) -> torch.Tensor:
+        start = self._starts[bisect.bisect_right(self._starts, address) - 1]
+        return self._memory[start][address - start : address - start + num_bytes]
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+@contextmanager
+def _asking(call: str) -> Iterator[None]:
+    """Torch reports whatever a driver says as a `RuntimeError`, in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        problem = str(error).partition("\n")[0]
+        raise (DeviceLost if _is_lost(error, problem) else CudaError)(call, problem) from error
+
+
+def _is_lost(error: RuntimeError, problem: str) -> bool:
+    code = getattr(error, "error_code", None)
+    return code in LOST_CODES if code is not None else any(word in problem for word in LOST_WORDS)

@@ -1,0 +1,48 @@
+"""How a copy thread waits for an event: asleep in the driver, or looking again after ever longer naps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+
+__all__ = ["AdaptivePolling", "BlockingWait", "WaitPolicy"]
+
+
+class WaitPolicy(Protocol):
+    """One object may serve several threads at once."""
+
+    def wait(self, has_passed: Callable[[], bool], block: Callable[[], None]) -> None:
+        """Return once the event has passed. `block` sleeps until then; `has_passed` asks without waiting."""
+        ...
+
+
+@attrs.frozen
+class BlockingWait:
+    """The driver's own way: the thread sleeps until the device interrupts it."""
+
+    def wait(self, has_passed: Callable[[], bool], block: Callable[[], None]) -> None:
+        block()
+
+
+@attrs.frozen
+class AdaptivePolling:
+    """Naps that are a share of the time waited so far: late by that share at most, and never busy.
+
+    A wait of `t` seconds ends at most `max(shortest_s, share * t)` late, apart from what the system adds to each nap,
+    and looks about `log(t / shortest_s) / share` times. A nap is never longer than `longest_s`.
+    """
+
+    shortest_s: float = 20e-6
+    longest_s: float = 1e-3
+    share: float = 0.1
+    clock: Callable[[], float] = time.perf_counter
+    nap: Callable[[float], None] = time.sleep
+
+    def wait(self, has_passed: Callable[[], bool], block: Callable[[], None]) -> None:
+        began_s = self.clock()
+        while not has_passed():
+            waited_s = self.clock() - began_s
+            self.nap(min(self.longest_s, max(self.shortest_s, self.share * waited_s)))
