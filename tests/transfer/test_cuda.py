@@ -1,0 +1,349 @@
+"""The CUDA backend on a simulated device: the bytes, the ways to copy them, and devices that are lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from copies import Copies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_cuda import SimulatedCuda, SimulatedKernel, on
+from test_cpu_backend import Pool, separate_sizes, stacked
+
+from aoffload.core.plan import Direction, Outcome
+from aoffload.errors import TransferRefused
+from aoffload.transfer.backends.cuda import BreakEven, CudaBackend, CudaError, CudaOptions, Pieces, backend
+from aoffload.transfer.backends.cuda.backend import best_driver
+from aoffload.transfer.backends.cuda.method import SIZES, measure_break_even
+from aoffload.transfer.backends.cuda.plain import TorchDriver
+from aoffload.transfer.backends.cuda.trials import measured_on, scattered
+from aoffload.transfer.fence import PASSED
+from aoffload.transfer.region import regions_of
+
+MIB = 2**20
+EVERYTHING_SMALL = BreakEven(2**40, 2**40)
+layouts = st.sampled_from((separate_sizes, stacked))
+
+
+def backend_of(copies: Copies) -> CudaBackend:
+    assert isinstance(copies.transport.backend, CudaBackend)
+    return copies.transport.backend
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), layout=layouts, small=st.sampled_from((0, 7, 2**40)), pinned=st.booleans())
+@pytest.mark.filterwarnings("ignore:copies will be slow")
+def test_any_layout_comes_back_byte_for_byte(
+    seed: int, layout: Callable[[random.Random], Pool], small: int, pinned: bool
+) -> None:
+    """By the copy engine, by the kernel, by both at once, and from memory that could not be pinned."""
+    rng, cuda = random.Random(seed), SimulatedCuda(seed, pinnable_bytes=2**40 if pinned else 0)
+    pool = layout(rng)
+    num_blocks = pool.regions[0].num_blocks
+    options = on(cuda, kernel=lambda device: SimulatedKernel(cuda), break_even=BreakEven(small, small))
+    copies = Copies(pool.regions, num_blocks + 3, partial(CudaBackend, options=options), verify=True)
+    count = rng.randint(1, num_blocks - 1)
+    sources, targets = (rng.sample(range(1, num_blocks), count) for _ in range(2))
+    hosts = rng.sample(range(num_blocks + 3), count)
+    expected = [pool.block(block_id) for block_id in sources]
+    assert copies.store(sources, hosts).outcome is Outcome.LANDED
+    pool.memory.zero_()
+    before = [pool.block(block_id) for block_id in range(num_blocks)]
+    assert copies.load(hosts, targets).outcome is Outcome.LANDED
+    for block_id in range(num_blocks):
+        wanted = expected[targets.index(block_id)] if block_id in targets else before[block_id]
+        assert pool.block(block_id) == wanted
+    assert copies.transport.close(20)
+    assert cuda.registered == {}
+
+
+def test_pieces_that_cross_a_registration_are_cut(open_copies: Callable[..., Copies]) -> None:
+    """Neighbouring blocks of 3 MiB in a pool that was pinned in pieces of 2 MiB: the device takes every piece."""
+    pool = torch.randint(0, 255, (7, 3 * MIB), dtype=torch.uint8)
+    wanted = pool.clone()
+    cuda = SimulatedCuda()
+    copies = open_copies(pool, 6, partial(CudaBackend, options=on(cuda, max_piece_bytes=2 * MIB)))
+    assert copies.store([1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5]).outcome is Outcome.LANDED
+    pool.zero_()
+    assert copies.load([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]).outcome is Outcome.LANDED
+    assert torch.equal(pool[1:], wanted[1:])
+    assert {entry[3] for entry in cuda.log if entry[1] == "copies"} == {len(backend_of(copies).host.pieces)}
+
+
+def test_a_plan_without_blocks_lands(open_copies: Callable[..., Copies]) -> None:
+    """Nothing to copy is no special case, in any way of copying."""
+    for small in (0, 2**40):
+        cuda = SimulatedCuda()
+        options = on(cuda, kernel=lambda device: SimulatedKernel(cuda), break_even=BreakEven(small, small))  # noqa: B023
+        copies = open_copies(torch.zeros(3, 2), 2, partial(CudaBackend, options=options))
+        assert copies.store([], []).outcome is Outcome.LANDED
+
+
+def test_single_blocks_are_read_and_overwritten(open_copies: Callable[..., Copies]) -> None:
+    """For checksums, and for those who tamper on purpose."""
+    layers = [torch.arange(8, dtype=torch.int32)[:, None].repeat(1, 2) + 100 * layer for layer in range(2)]
+    backend = backend_of(open_copies(layers, 2, partial(CudaBackend, options=on(SimulatedCuda()))))
+    assert backend.device_block(3).view(np.int32).tolist() == [3, 3, 103, 103]
+    backend.write_device_block(5, backend.device_block(3))
+    assert [int(layer[5, 0]) for layer in layers] == [3, 103]
+
+
+# -- engine or kernel -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("break_even", "ways"),
+    [
+        (BreakEven(0, 0), {"copies": (2, 4608)}),
+        (BreakEven(4096, 4096), {"copies": (1, 4096), "kernel copies": (1, 512)}),
+        (BreakEven(4097, 4097), {"kernel copies": (2, 4608)}),
+        (BreakEven(9, 4097), {"kernel copies": (2, 4608)}),
+    ],
+)
+def test_small_pieces_go_to_the_kernel(
+    open_copies: Callable[..., Copies], break_even: BreakEven, ways: dict[str, tuple[int, int]]
+) -> None:
+    """On both sides of the break-even, by the size of a piece, each way by its own figure."""
+    cuda = SimulatedCuda()
+    options = on(cuda, kernel=lambda device: SimulatedKernel(cuda), break_even=break_even)
+    regions = [torch.zeros(4, 4096, dtype=torch.uint8), torch.zeros(4, 512, dtype=torch.uint8)]
+    copies = open_copies(regions, 2, partial(CudaBackend, options=options))
+    assert copies.store([2], [0]).outcome is Outcome.LANDED
+    found = {entry[1]: entry[-2:] for entry in cuda.log if "copies" in str(entry[1])}
+    assert found == ways
+
+
+def times_of(engine: Callable[[int], float], kernel: Callable[[int], float]) -> BreakEven:
+    """What is found where copying pieces of a size takes so long."""
+    now = [0.0]
+
+    def trial(takes: Callable[[int], float]) -> Callable[[Direction, Pieces], None]:
+        def run(direction: Direction, pieces: Pieces) -> None:
+            now[0] += takes(int(pieces.sizes[0]))
+
+        return run
+
+    return measure_break_even(
+        trial(engine), trial(kernel), lambda way, size: scattered(way, 0, 2**40, MIB, size), lambda: now[0]
+    )
+
+
+def test_the_break_even_is_where_the_engine_begins_to_win() -> None:
+    """An engine that pays 0.3 µs for each piece and moves 50 GB/s, a kernel that moves 34: about 28 KiB."""
+    found = times_of(lambda size: MIB / size * 0.3e-6 + MIB / 50e9, lambda size: MIB / 34e9)
+    assert found.load_bytes == found.store_bytes
+    assert 24 * 1024 < found.load_bytes <= 32 * 1024
+
+
+def test_a_side_that_always_wins_gets_everything() -> None:
+    """The kernel nothing, or whatever is no larger than what was tried."""
+    assert times_of(lambda size: 1.0, lambda size: 2.0) == BreakEven(0, 0)
+    assert times_of(lambda size: 2.0, lambda size: 1.0) == BreakEven(SIZES[-1] + 1, SIZES[-1] + 1)
+
+
+def test_the_choice_is_measured_when_the_backend_opens_and_can_be_overridden() -> None:
+    """With memory of its own: the cache is left alone, and every trial is over when it ends."""
+    pool = torch.arange(8, dtype=torch.int32)[:, None].repeat(1, 1024)
+    wanted = pool.clone()
+    for given_one, tries in ((None, True), (EVERYTHING_SMALL, False)):
+        cuda = SimulatedCuda()
+        options = on(cuda, kernel=lambda device: SimulatedKernel(cuda), break_even=given_one)  # noqa: B023
+        backend = CudaBackend(regions_of(pool), options=options)
+        backend.open(512)
+        assert any("copies" in str(entry[1]) for entry in cuda.log) is tries
+        assert given_one is None or backend.break_even == given_one
+        assert not any(stream.steps for stream in cuda.streams if stream.name != "compute")
+        backend.close()
+    assert torch.equal(pool, wanted)
+
+
+def test_trials_wait_for_what_torch_gave_to_its_stream_before() -> None:
+    """Memory that torch hands out again may still be in use there."""
+    cuda = SimulatedCuda()
+    backend = CudaBackend(
+        regions_of(torch.zeros(8, MIB)), options=on(cuda, kernel=lambda device: SimulatedKernel(cuda))
+    )
+    backend.open(2)
+    kinds = [(entry[0], entry[1]) for entry in cuda.log]
+    for stream in ("copy1", "copy2"):
+        assert kinds.index((stream, "waits for")) < kinds.index((stream, "copies"))
+    backend.close()
+
+
+def test_a_kernel_that_cannot_be_built_is_not_chosen() -> None:
+    """A machine without a compiler copies everything by the engine."""
+
+    class Broken:
+        def copy(self, pieces: Pieces) -> None:
+            raise OSError("no compiler")
+
+    cuda = SimulatedCuda()
+    backend = CudaBackend(regions_of(torch.zeros(8, MIB)), options=on(cuda, kernel=lambda device: Broken()))
+    backend.open(2)
+    assert backend.break_even == BreakEven(0, 0)
+    assert backend.host.is_pinned
+    backend.close()
+
+
+def test_a_pool_too_small_to_measure_with_is_left_to_the_engine() -> None:
+    """Below 1 MiB a trial says nothing."""
+    cuda = SimulatedCuda()
+    backend = CudaBackend(regions_of(torch.zeros(8, 4)), options=on(cuda, kernel=lambda device: SimulatedKernel(cuda)))
+    backend.open(4)
+    assert backend.break_even == BreakEven(0, 0) == measured_on(backend)
+    backend.close()
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_devices_in_one_process_keep_apart() -> None:
+    """Each backend asks its own driver, in threads where that device is current."""
+    devices = [SimulatedCuda(seed) for seed in range(2)]
+    pools = [torch.arange(8, dtype=torch.int32)[:, None].repeat(1, 4) * 10**number for number in range(2)]
+    both = [Copies(pool, 4, partial(CudaBackend, options=on(cuda))) for pool, cuda in zip(pools, devices, strict=True)]
+    for copies in both:
+        copies.launch_store([2, 3], [0, 1])
+    assert all(copies.next().outcome is Outcome.LANDED for copies in both)
+    for copies in both:
+        copies.launch_load([0, 1], [6, 7])
+    assert all(copies.next().outcome is Outcome.LANDED for copies in both)
+    assert [pool[6:, 0].tolist() for pool in pools] == [[2, 3], [20, 30]]
+    assert all(copies.transport.close(20) for copies in both)
+
+
+def test_a_device_that_is_lost_under_a_copy_leaves_it_unproven(open_copies: Callable[..., Copies]) -> None:
+    """Nobody knows whether it still writes. What comes after it is refused, since no fence can be recorded."""
+    cuda = SimulatedCuda()
+    pool = torch.zeros(8, 4)
+    copies = open_copies(pool, 4, partial(CudaBackend, options=on(cuda)))
+    release = cuda.hold(cuda.compute)
+    copies.launch_store([1], [0])
+    cuda.lose()
+    lost = copies.next()
+    assert lost.outcome is Outcome.UNPROVEN and "ILLEGAL_ADDRESS" in lost.error
+    for launch in (copies.launch_load, copies.launch_store):
+        with pytest.raises(TransferRefused, match="no fence could be recorded"):
+            launch([1], [1])
+    release()
+
+
+def test_a_store_behind_a_fence_from_before_the_loss_is_unproven(open_copies: Callable[..., Copies]) -> None:
+    """It has its fence already, so it is given to the device, which answers nothing."""
+    cuda = SimulatedCuda()
+    copies = open_copies(torch.zeros(8, 4), 4, partial(CudaBackend, options=on(cuda)))
+    after = copies.transport.record_fence()
+    cuda.lose()
+    copies.launch_store([1], [0], after=after)
+    lost = copies.next()
+    assert (lost.outcome, lost.num_landed) == (Outcome.UNPROVEN, 0)
+    assert "DeviceLost" in lost.error
+
+
+def test_closing_after_a_loss_raises_nothing() -> None:
+    """What the device does not take back goes with the process."""
+    cuda = SimulatedCuda()
+    backend = CudaBackend(regions_of(torch.zeros(4, 8)), options=on(cuda))
+    backend.open(4)
+    fence = backend.record_fence()
+    cuda.lose()
+    backend.close()
+    del fence
+
+
+def test_a_call_that_the_driver_refuses_fails_its_job_alone(open_copies: Callable[..., Copies]) -> None:
+    """The stream is still there to say that nothing is being written: failed, not unproven. The next one lands."""
+
+    class RefusesOnce(CudaBackend):
+        calls: list[str]
+
+        def copy_by_engine(self, pieces: Pieces, direction: Direction) -> None:
+            if not hasattr(self, "calls"):
+                self.calls = ["first"]
+                raise OSError("not this one")
+            super().copy_by_engine(pieces, direction)
+
+    copies = open_copies(torch.zeros(8, 4), 4, partial(RefusesOnce, options=on(SimulatedCuda())))
+    assert copies.store([1], [0]).outcome is Outcome.FAILED
+    assert copies.store([1], [0]).outcome is Outcome.LANDED
+
+
+# -- torch alone ------------------------------------------------------------------------------------------------------
+
+
+def test_without_bindings_or_driver_torch_alone_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bindings installed; or installed, and no driver on the machine."""
+
+    def missing(ordinal: int) -> Any:
+        raise ImportError("no cuda.bindings")
+
+    def no_driver(ordinal: int) -> Any:
+        raise CudaError("cuInit", "no driver library")
+
+    regions = regions_of(torch.zeros(3, 2))
+    for unavailable in (missing, no_driver):
+        monkeypatch.setattr(backend, "NvidiaDriver", unavailable)
+        assert isinstance(best_driver(regions), TorchDriver)
+
+
+SIMULATED = (
+    *("bound", "register", "unregister", "event_of", "current_stream", "stream_of", "on_stream"),
+    *("create_stream", "destroy_stream", "create_event", "record_event", "query_event", "synchronize_event"),
+    *("wait_event", "destroy_event"),
+)
+"""Everything but the copies."""
+
+
+class TorchOnCpu(TorchDriver):
+    """Torch's copies, which work on CPU tensors, behind streams and events that are simulated."""
+
+    def __init__(self, regions: Any) -> None:
+        super().__init__(regions)
+        self.cuda = SimulatedCuda()
+        for name in [
+            "bound",
+            "register",
+            "unregister",
+            "create_stream",
+            "destroy_stream",
+            "current_stream",
+            "stream_of",
+            "on_stream",
+            "create_event",
+            "record_event",
+            "query_event",
+            "synchronize_event",
+            "wait_event",
+            "destroy_event",
+            "event_of",
+        ]:
+            setattr(self, name, getattr(self.cuda, name))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), layout=layouts)
+def test_torch_copies_the_same_pieces(seed: int, layout: Callable[[random.Random], Pool]) -> None:
+    """Addresses are found again in the tensors that they came from."""
+    rng = random.Random(seed)
+    pool = layout(rng)
+    num_blocks = pool.regions[0].num_blocks
+    backend = CudaBackend(tuple(pool.regions), options=torch_options())
+    copies = Copies(pool.regions, num_blocks, lambda regions: backend)
+    blocks = rng.sample(range(1, num_blocks), rng.randint(1, num_blocks - 1))
+    expected = [pool.block(block_id) for block_id in blocks]
+    copies.launch_store(blocks, list(range(len(blocks))), after=PASSED)
+    assert copies.next().outcome is Outcome.LANDED
+    pool.memory.zero_()
+    assert copies.load(list(range(len(blocks))), blocks).outcome is Outcome.LANDED
+    assert [pool.block(block_id) for block_id in blocks] == expected
+    assert copies.transport.close(20)
+
+
+def torch_options() -> CudaOptions:
+    return CudaOptions(driver=TorchOnCpu, kernel=lambda device: None)
