@@ -1,0 +1,68 @@
+"""What `test_cuda_kernel` runs in a process of its own: the kernel in Triton's interpreter, and compiled for devices
+that are not there."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import numpy as np
+import torch
+
+from aoffload.transfer.backends.cuda import Pieces
+from aoffload.transfer.backends.cuda.kernel import TILE_BYTES, TritonKernel, common_alignment
+from aoffload.transfer.backends.cuda.triton_copy import ELEMENTS, copy_pieces
+
+ARCHITECTURES = (80, 90, 100)
+
+
+def interpret() -> None:
+    """Pieces of every alignment and of sizes around a tile, in an order of chance: the bytes, and nothing beside."""
+    rng = random.Random(0)
+    for alignment in ELEMENTS:
+        for _ in range(4):
+            copied, wanted = one_batch(rng, alignment)
+            assert (copied == wanted).all(), alignment
+
+
+def one_batch(rng: random.Random, alignment: int) -> tuple[np.ndarray, np.ndarray]:
+    source = np.frombuffer(rng.randbytes(200_016), dtype=np.uint8)
+    destination = np.zeros_like(source)
+    wanted = destination.copy()
+    bases = [-(array.ctypes.data % -16) for array in (source, destination)]
+    found, at = [], 0
+    while at < 150_000:
+        size = alignment * rng.choice((1, 3, 512, TILE_BYTES // alignment, TILE_BYTES // alignment + 1))
+        found.append((bases[0] + at, bases[1] + at, size))
+        wanted[bases[1] + at : bases[1] + at + size] = source[bases[0] + at : bases[0] + at + size]
+        at += size + alignment * rng.randrange(4)
+    rng.shuffle(found)
+    columns = np.array(found, dtype=np.uint64).T
+    starts = [np.uint64(array.ctypes.data) for array in (source, destination)]
+    pieces = Pieces(columns[0] + starts[0], columns[1] + starts[1], columns[2])
+    assert common_alignment(pieces) >= alignment
+    TritonKernel(torch.device("cpu")).copy(pieces)
+    return destination, wanted
+
+
+def compile_all() -> None:
+    """Sixteen bytes at once where everything is aligned."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = ("ELEMENT", "ALIGNMENT", "WIDTH", "TILE")
+    signature = {"table": "*i64", "num_pieces": "i32", **dict.fromkeys(constants, "constexpr")}
+    for architecture in ARCHITECTURES:
+        for alignment, element in ELEMENTS.items():
+            width = min(8, alignment)
+            values = (element, alignment, width, TILE_BYTES // width)
+            source = ASTSource(copy_pieces, signature, dict(zip(constants, values, strict=True)))
+            made = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+            assert made.asm["cubin"]
+            if alignment == 16:
+                assert "st.global.v2.b64" in made.asm["ptx"] and "ld.global.v2.b64" in made.asm["ptx"]
+
+
+if __name__ == "__main__":
+    {"interpret": interpret, "compile": compile_all}[sys.argv[1]]()

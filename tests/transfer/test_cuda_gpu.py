@@ -1,0 +1,298 @@
+"""What only a device can show: bytes on real streams, each rule with its mutant, the kernel, several devices, a loss.
+
+Skipped, with the reason, where torch sees none.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from copies import GUARD_S, Copies
+
+from aoffload.core.plan import Direction, Outcome, TransferPlan
+from aoffload.transfer.backends.cuda import (
+    AdaptivePolling,
+    BlockingWait,
+    BreakEven,
+    CudaBackend,
+    CudaFence,
+    CudaOptions,
+)
+from aoffload.transfer.backends.cuda.events import EventPool
+from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver
+from aoffload.transfer.backends.cuda.plain import TorchDriver
+from aoffload.transfer.fence import PASSED, Fence
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+SLEEP_CYCLES = 20_000_000
+"""About 10 ms of a busy compute stream: long enough for an unfenced copy to overtake what follows."""
+NUM_ROUNDS = 30
+
+
+def nvidia(regions: Any) -> NvidiaDriver:
+    try:
+        return NvidiaDriver(regions[0].device.index)
+    except ImportError:
+        pytest.skip("cuda-bindings is not installed")
+
+
+DRIVERS = {"nvidia": nvidia, "torch": TorchDriver}
+each_driver = pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS)
+ENGINE, KERNEL = BreakEven(0, 0), BreakEven(2**40, 2**40)
+
+
+def device_pool(num_regions: int = 1) -> list[torch.Tensor]:
+    """Block `b` of region `r` is full of `b + 100 * r`; 256 KiB a block and region."""
+    numbers = torch.arange(64, dtype=torch.int32, device="cuda")[:, None].repeat(1, 1 << 16)
+    pools = [numbers + 100 * region for region in range(num_regions)]
+    torch.cuda.synchronize()
+    return pools
+
+
+@each_driver
+@pytest.mark.parametrize("break_even", [ENGINE, KERNEL, None], ids=["engine", "kernel", "measured"])
+@pytest.mark.parametrize("waiting", [BlockingWait(), AdaptivePolling()], ids=["blocking", "polling"])
+def test_gpu_round_trip(open_copies: Callable[..., Copies], driver: Any, break_even: Any, waiting: Any) -> None:
+    """Scattered blocks of strided regions come back byte for byte, through memory that is pinned in place."""
+    pool = torch.randint(0, 255, (32, 3, 40_000), dtype=torch.uint8, device="cuda")
+    wanted = pool.clone()
+    torch.cuda.synchronize()
+    options = CudaOptions(driver=driver, break_even=break_even, waiting=waiting)
+    copies = open_copies([pool[:, 0], pool[:, 2]], 40, partial(CudaBackend, options=options), verify=True)
+    backend = copies.transport.backend
+    assert isinstance(backend, CudaBackend)
+    if break_even == KERNEL and backend._kernel is None:
+        pytest.skip("Triton is not installed")
+    assert copies.store([3, 4, 9, 31], [7, 8, 0, 39]).outcome is Outcome.LANDED
+    pool[3:].zero_()
+    landed = copies.load([7, 8, 0, 39], [3, 4, 9, 31])
+    assert (landed.outcome, landed.num_landed) == (Outcome.LANDED, 4)
+    torch.cuda.synchronize()
+    for block_id in (3, 4, 9, 31):
+        assert torch.equal(pool[block_id, ::2], wanted[block_id, ::2])
+        assert not pool[block_id, 1].any()
+    assert backend.host.is_pinned
+    assert torch.from_numpy(backend.host.rows).is_pinned()
+
+
+# -- the rules, each with its mutant ----------------------------------------------------------------------------------
+
+
+class Unfenced(CudaBackend):
+    """Copies start whenever the device likes."""
+
+    def wait_for(self, direction: Direction, fences: tuple[Fence, ...]) -> None:
+        return None
+
+
+class Unproven(CudaBackend):
+    """A copy is said to be over when it was given to the device."""
+
+    def copy(self, plan: TransferPlan) -> Fence:
+        super().copy(plan)
+        return PASSED
+
+
+class OneEvent(CudaBackend):
+    """The same event is recorded over and over."""
+
+    def open(self, num_host_blocks: int) -> None:
+        super().open(num_host_blocks)
+        self._events = Recycled(self.driver, self.options.waiting)
+
+
+class Recycled(EventPool):
+    def record(self, stream: object) -> CudaFence:
+        fence = super().record(stream)
+        self._idle.append(fence.event)
+        return fence
+
+
+def store_after_its_compute(copies: Copies, pool: torch.Tensor) -> bool:
+    """The store copies what the forward wrote before the fence."""
+    pool[5] = 5
+    torch.cuda._sleep(SLEEP_CYCLES)
+    pool[5] = 99
+    copies.launch_store([5], [0], after=copies.transport.record_fence())
+    return landed_as(copies, pool, 99)
+
+
+def store_without_a_fence(copies: Copies, pool: torch.Tensor) -> bool:
+    """A store that is given none waits for the caller's stream."""
+    pool[5] = 5
+    torch.cuda._sleep(SLEEP_CYCLES)
+    pool[5] = 99
+    copies.launch_store([5], [0])
+    return landed_as(copies, pool, 99)
+
+
+def load_after_the_reader(copies: Copies, pool: torch.Tensor) -> bool:
+    """A load leaves its destination alone while the forward reads it."""
+    pool[5], pool[7] = 5, 7
+    torch.cuda.synchronize()
+    copies.launch_store([7], [0], after=PASSED)
+    assert copies.next().outcome is Outcome.LANDED
+    torch.cuda._sleep(SLEEP_CYCLES)
+    seen = pool[5].clone()
+    copies.launch_load([0], [5])
+    assert copies.next().outcome is Outcome.LANDED
+    torch.cuda.synchronize()
+    return bool((seen == 5).all() and (pool[5] == 7).all())
+
+
+def told_when_it_is_there(copies: Copies, pool: torch.Tensor) -> bool:
+    """Who hears that a load landed finds its bytes."""
+    pool[1:33] = 3
+    pool[33:63] = 0
+    torch.cuda.synchronize()
+    copies.launch_store(list(range(1, 31)), list(range(30)), after=PASSED)
+    assert copies.next().outcome is Outcome.LANDED
+    torch.cuda.synchronize()
+    copies.launch_load(list(range(30)), list(range(33, 63)))
+    assert copies.next().outcome is Outcome.LANDED
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):  # not ordered behind the copy
+        right = bool((pool[62] == 3).all())
+    torch.cuda.synchronize()
+    return right
+
+
+def fence_kept_while_another_is_recorded(copies: Copies, pool: torch.Tensor) -> bool:
+    """A fence goes on meaning what it meant, whatever is recorded after it, on whatever stream."""
+    pool[5] = 5
+    torch.cuda._sleep(SLEEP_CYCLES)
+    pool[5] = 99
+    after = copies.transport.record_fence()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        other = copies.transport.record_fence()
+        copies.launch_store([5], [0], after=after)
+        assert copies.next().outcome is Outcome.LANDED
+    del other
+    torch.cuda.synchronize()
+    copies.launch_load([0], [6])
+    assert copies.next().outcome is Outcome.LANDED
+    return bool((pool[6] == 99).all())
+
+
+def landed_as(copies: Copies, pool: torch.Tensor, value: int) -> bool:
+    assert copies.next().outcome is Outcome.LANDED
+    torch.cuda.synchronize()
+    copies.launch_load([0], [6])
+    assert copies.next().outcome is Outcome.LANDED
+    torch.cuda.synchronize()
+    return bool((pool[6] == value).all())
+
+
+@each_driver
+@pytest.mark.parametrize(
+    ("rule", "mutant"),
+    [
+        (store_after_its_compute, Unfenced),
+        (store_without_a_fence, Unfenced),
+        (load_after_the_reader, Unfenced),
+        (told_when_it_is_there, Unproven),
+        (fence_kept_while_another_is_recorded, OneEvent),
+    ],
+)
+def test_gpu_with_the_rule_never_and_without_it_sometimes(
+    open_copies: Callable[..., Copies], driver: Any, rule: Any, mutant: type[CudaBackend]
+) -> None:
+    """In 30 rounds the bytes are always right; in 30 rounds of the mutant, at least once they are not."""
+    found = {}
+    for backend in (CudaBackend, mutant):
+        (pool,) = device_pool()
+        options = CudaOptions(driver=driver, break_even=ENGINE)
+        copies = open_copies(pool, 32, partial(backend, options=options))
+        found[backend] = sum(rule(copies, pool) for _ in range(NUM_ROUNDS))
+    print(f"{rule.__name__}: wrong in {NUM_ROUNDS - found[mutant]} of {NUM_ROUNDS} rounds without the rule")
+    assert found[CudaBackend] == NUM_ROUNDS > found[mutant]
+
+
+@each_driver
+def test_gpu_a_load_does_not_wait_behind_a_held_store(open_copies: Callable[..., Copies], driver: Any) -> None:
+    """Directions have a stream and a thread each: a store behind a long forward holds nothing else up."""
+    (pool,) = device_pool()
+    copies = open_copies(pool, 8, partial(CudaBackend, options=CudaOptions(driver=driver, break_even=ENGINE)))
+    assert copies.store([1], [0]).outcome is Outcome.LANDED
+    forward = torch.cuda.Stream()
+    with torch.cuda.stream(forward):
+        torch.cuda._sleep(20 * SLEEP_CYCLES)
+        held = copies.launch_store([2], [1], after=forward.record_event(torch.cuda.Event(blocking=True)))
+    loaded = copies.launch_load([0], [3])
+    assert [copies.next().job_id, copies.next().job_id] == [loaded, held]
+
+
+@each_driver
+def test_gpu_layers_start_while_later_ones_are_loading(open_copies: Callable[..., Copies], driver: Any) -> None:
+    """A forward that waits for the fence of each region reads what was loaded, 30 times."""
+    layers = device_pool(8)
+    copies = open_copies(layers, 8, partial(CudaBackend, options=CudaOptions(driver=driver, break_even=ENGINE)))
+    assert copies.store([1, 2, 3], [4, 0, 7]).outcome is Outcome.LANDED
+    backend = copies.transport.backend
+    assert isinstance(backend, CudaBackend)
+    forward = torch.cuda.Stream()
+    for number in range(2, 2 + NUM_ROUNDS):
+        for layer in layers:
+            layer[10:13] = 0
+        fences = backend.watch(number)
+        assert copies.launch_load([4, 0, 7], [10, 11, 12]) == number
+        seen = []
+        with torch.cuda.stream(forward):
+            for layer, fence in zip(layers, fences.fences, strict=True):
+                forward.wait_event(fence)  # type: ignore[arg-type]
+                seen.append(layer[10:13].clone())
+        assert copies.next().outcome is Outcome.LANDED
+        forward.synchronize()
+        assert [copied[:, 0].tolist() for copied in seen] == [[100 * r + 1, 100 * r + 2, 100 * r + 3] for r in range(8)]
+
+
+def test_gpu_every_device_of_the_process(open_copies: Callable[..., Copies]) -> None:
+    """Each pool on its device, whichever is current where they are used."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one device only")
+    pools = [torch.arange(8, device=f"cuda:{number}")[:, None].repeat(1, 64) for number in range(2)]
+    for pool in pools:
+        torch.cuda.synchronize(pool.device)
+    both = [open_copies(pool, 4) for pool in pools]
+    for copies in both:
+        assert copies.store([2, 3], [0, 1]).outcome is Outcome.LANDED
+        assert copies.load([0, 1], [6, 7]).outcome is Outcome.LANDED
+    assert [pool[6:, 0].tolist() for pool in pools] == [[2, 3]] * 2
+
+
+LOSS = """
+import torch
+from copies import Copies
+from aoffload.core.plan import Outcome
+from aoffload.errors import TransferRefused
+pool = torch.zeros(8, 1 << 16, device="cuda")
+copies = Copies(pool, 4)
+assert copies.store([1], [0]).outcome is Outcome.LANDED
+torch.zeros(4, device="cuda")[torch.tensor([1 << 30], device="cuda")]  # an assertion fails on the device
+copies.launch_store([1], [1])
+assert copies.next().outcome is Outcome.UNPROVEN
+for launch in (copies.launch_load, copies.launch_store):
+    try:
+        launch([1], [1])
+    except TransferRefused:
+        continue
+    assert copies.next().outcome is Outcome.UNPROVEN
+copies.transport.close(5)
+print("went on")
+"""
+
+
+def test_gpu_a_lost_device_is_an_outcome() -> None:
+    """In a process of its own, since its context is gone afterwards: typed outcomes, and the program goes on."""
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{LOSS}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=6 * GUARD_S, check=False)
+    assert "went on" in done.stdout, done.stderr
