@@ -215,6 +215,7 @@ def test_a_region_that_never_comes_ends_the_wait(open_copies: Callable[..., Copi
     assert (failed.outcome, failed.num_landed) == (Outcome.FAILED, 0)
     fences[1].synchronize()
     assert watched.is_there(0) and watched.is_there(1)
+    assert fences[2].is_given, "or the next line would wait for ever"
     for call in (fences[2].synchronize, fences[2].query, fences[2].wait):
         with pytest.raises(RegionNotLoaded, match="no third region"):
             call()

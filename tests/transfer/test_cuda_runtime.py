@@ -1,0 +1,127 @@
+"""The whole runtime on a simulated device: what is computed and loaded in any order of streams is read back right."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from array import array
+from functools import partial
+
+import anyio
+import pytest
+import torch
+from simulated_cuda import SimulatedCuda, on
+from test_cuda_rules import Unfenced, Unproven
+
+from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
+from aoffload.transfer.backends.cuda import AdaptivePolling, CudaBackend
+from aoffload.transfer.local import LocalTransport
+
+BLOCK_SIZE = 4
+NUM_DEVICE, NUM_HOST = 20, 200
+NUM_REQUESTS = 160
+CONFIG = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK_SIZE)], num_host_blocks=NUM_HOST)
+
+pytestmark = pytest.mark.anyio
+
+
+def content_of(tokens: list[int], index: int) -> int:
+    """What a forward writes into the block at `index`: it depends on everything before."""
+    return zlib.crc32(array("i", tokens[: (index + 1) * BLOCK_SIZE]).tobytes()) & 0x7FFF_FFFF
+
+
+class Engine:
+    """Gives forwards to the compute stream and goes on at once, as an engine on a GPU does."""
+
+    def __init__(self, cuda: SimulatedCuda, runtime: OffloadRuntime, pool: torch.Tensor) -> None:
+        self.cuda, self.runtime, self.pool = cuda, runtime, pool
+        self.num_wrong = self.num_hits = self.num_loaded = 0
+
+    async def serve(self, tokens: list[int]) -> None:
+        async with self.runtime.request(tokens) as request:
+            await request.allocate()
+            num_ready = await request.load()
+            self.num_loaded += request.match.num_host_tokens
+            with self.runtime.step([request]):
+                block_ids = request.block_ids[0]
+                for index in range(num_ready // BLOCK_SIZE):
+                    self.check(block_ids[index], content_of(tokens, index))
+                for index in range(num_ready // BLOCK_SIZE, len(block_ids)):
+                    self.compute(block_ids[index], content_of(tokens, index))
+            request.commit(len(tokens))
+
+    def check(self, block_id: int, wanted: int) -> None:
+        def look() -> None:
+            self.num_hits += 1
+            self.num_wrong += not bool((self.pool[block_id] == wanted).all())
+
+        self.cuda.compute_on(self.cuda.compute, look)
+
+    def compute(self, block_id: int, content: int) -> None:
+        self.cuda.compute_on(self.cuda.compute, lambda: self.pool[block_id].fill_(0))
+        self.cuda.compute_on(self.cuda.compute, lambda: self.pool[block_id].fill_(content))
+
+
+async def worked(backend: type[CudaBackend], seed: int) -> Engine:
+    """Conversations that share prefixes, several at a time, on a pool that holds few of them."""
+    rng, cuda = random.Random(seed), SimulatedCuda(seed)
+    pool = torch.zeros(NUM_DEVICE, 3, dtype=torch.int32)
+    transport = LocalTransport(pool, partial(backend, options=on(cuda, waiting=AdaptivePolling())))
+    prompts = [[number % 3] * 12 + [number] * rng.randint(1, 16) for number in range(16)]
+    async with OffloadRuntime(CONFIG, transport=transport) as runtime:
+        engine = Engine(cuda, runtime, pool)
+        for _ in range(NUM_REQUESTS // 4):
+            async with anyio.create_task_group() as clients:
+                for prompt in rng.sample(prompts, 4):
+                    clients.start_soon(engine.serve, prompt)
+            if rng.random() < 0.2:
+                await runtime.flush()
+        await runtime.flush()
+        runtime.check_integrity()
+    cuda.finish()
+    return engine
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_every_hit_is_what_was_computed(seed: int) -> None:
+    """Requests come and go without anybody waiting for the device; no hit reads other bytes than a forward wrote."""
+    engine = await worked(CudaBackend, seed)
+    assert engine.num_wrong == 0
+    assert engine.num_hits > 20 and engine.num_loaded > 0
+
+
+@pytest.mark.parametrize("mutant", [Unfenced, Unproven])
+async def test_without_a_rule_some_hit_is_wrong(mutant: type[CudaBackend]) -> None:
+    """The same work notices that copies overtake the compute, or are said to be over too early."""
+    for seed in range(30):
+        if (await worked(mutant, seed)).num_wrong:
+            return
+    pytest.fail("thirty rounds without a wrong byte")
+
+
+async def test_the_event_loop_goes_on_while_the_device_works() -> None:
+    """A load that waits for a long forward holds up its request, not the loop."""
+    cuda = SimulatedCuda()
+    transport = LocalTransport(torch.zeros(NUM_DEVICE, 3), partial(CudaBackend, options=on(cuda)))
+    async with OffloadRuntime(CONFIG, transport=transport) as runtime:
+        tokens = list(range(17))
+        async with runtime.request(tokens) as request:
+            await request.allocate()
+            request.commit(17)
+        await runtime.flush()
+        for number in range(100, 104):  # push it out of the device
+            async with runtime.request([number] * 70) as request:
+                await request.allocate()
+                request.commit(70)
+        await runtime.flush()
+        release = cuda.hold(cuda.compute)
+        async with runtime.request(tokens) as request:
+            await request.allocate()
+            assert request.match.num_host_tokens == 16
+            pending = request.load_nowait()
+            for _ in range(100):
+                await anyio.lowlevel.checkpoint()
+            assert not pending.is_over
+            release()
+            assert await pending.wait() == 16
+            request.commit(17)
