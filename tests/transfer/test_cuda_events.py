@@ -169,6 +169,7 @@ def test_a_layer_can_start_when_its_region_is_there(open_copies: Callable[..., C
     watched = Watched(open_copies, SimulatedCuda(seed))
     fences = watched.load()
     for layer, fence in enumerate(fences.fences):
+        assert fence._is_given.wait(GUARD_S)
         fence.synchronize()
         assert watched.is_there(layer)
         assert fence.query() and fence.is_given
@@ -186,6 +187,7 @@ def test_layers_wait_on_the_device_while_later_ones_are_loading(open_copies: Cal
     fences = watched.load()
     seen: list[bool] = []
     for layer, fence in enumerate(fences.fences):
+        assert fence._is_given.wait(GUARD_S)
         fence.wait(forward)  # type: ignore[arg-type]
         cuda.compute_on(forward, lambda layer=layer: seen.append(watched.is_there(layer)))
     assert seen == []
