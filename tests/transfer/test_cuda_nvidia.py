@@ -43,12 +43,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def run(library: Path, tmp_path: Path) -> Run:
+@pytest.fixture(scope="module")
+def log(run: Run) -> list[str]:
+    """What a round trip asked of the driver."""
+    return run("round_trip")
+
+
+@pytest.fixture(scope="module")
+def run(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run a scenario of `on_stub_driver`; the calls that arrived at the driver, and after them what it printed."""
 
     def one(scenario: str, **settings: object) -> list[str]:
-        log = tmp_path / "log"
+        log = tmp_path_factory.mktemp("log") / "calls"
         paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
         environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "STUB_LOG": str(log), "PYTHONPATH": paths}
         environment.update({f"STUB_{name.upper()}": str(value) for name, value in settings.items()})
@@ -66,29 +72,26 @@ def calls(log: list[str], word: str) -> list[str]:
     return [line for line in log if line.startswith(word)]
 
 
-def test_a_round_trip_hands_over_what_the_rules_ask_for(run: Run) -> None:
+def test_a_round_trip_hands_over_what_the_rules_ask_for(log: list[str]) -> None:
     """Stores read in stream order (1), loads at any time (3); one attribute for all pieces, from the first one on;
     copies prefer to overlap with compute; each is given in a thread where the device is current. Seven pieces: what
     blocks 3 and 4 have next to each other is one."""
-    log = run("round_trip")
     store, load = calls(log, "batch")
     assert store.startswith("batch 7 pieces 32768 bytes order 1 flags 1 location 0 0 attributes 1 from 0 on ")
     assert load.startswith("batch 7 pieces 32768 bytes order 3 flags 1 location 0 0 attributes 1 from 0 on ")
     assert all(int(line.rpartition(" ")[2]) >= 1 for line in (store, load))
 
 
-def test_streams_and_events_are_made_as_the_design_says(run: Run) -> None:
+def test_streams_and_events_are_made_as_the_design_says(log: list[str]) -> None:
     """Streams that wait for no other one, of the lowest priority; events that sleep (1) and measure no time (2)."""
-    log = run("round_trip")
     assert len(calls(log, "destroy stream")) == 2
     assert all("flags 1 priority 0" in line for line in calls(log, "stream") if "priority" in line)
     assert {line.rpartition(" ")[2] for line in calls(log, "event")} == {"3"}
     assert len(calls(log, "event")) == len(calls(log, "destroy event"))
 
 
-def test_a_copy_waits_and_is_recorded_on_its_own_stream(run: Run) -> None:
+def test_a_copy_waits_and_is_recorded_on_its_own_stream(log: list[str]) -> None:
     """What stream waits for the compute's event, copies, and records: for each of the two copies, in this order."""
-    log = run("round_trip")
     for batch in calls(log, "batch"):
         (stream,) = re.findall(r"on (\w+) depth", batch)
         mine = [line for line in log if re.search(rf"(stream {stream} waits|on {stream}\b)", line)]
@@ -96,9 +99,8 @@ def test_a_copy_waits_and_is_recorded_on_its_own_stream(run: Run) -> None:
         assert kinds[:3] == ["stream", "batch", "record"]
 
 
-def test_host_memory_is_registered_for_every_device_and_let_go_of(run: Run) -> None:
+def test_host_memory_is_registered_for_every_device_and_let_go_of(log: list[str]) -> None:
     """Portable (1) and mapped (2), where the pool begins; every piece of it is unregistered."""
-    log = run("round_trip")
     (registered,) = calls(log, "register")
     assert "flags 3" in registered and f" {20 * 2 * 4096} " in registered
     assert [line.split()[1] for line in calls(log, "unregister")] == [registered.split()[1]]

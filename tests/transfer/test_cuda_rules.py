@@ -6,8 +6,10 @@ ordered happens in any order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,3 +257,16 @@ def test_a_store_that_is_held_holds_no_load() -> None:
     release()
     assert [ended_first, copies.next().job_id] == [loaded, held]
     assert copies.transport.close(20)
+
+
+def test_the_table_of_rules_names_tests_that_there_are() -> None:
+    """docs/cuda.md says which test keeps which rule: each stands in a file of that name."""
+    root = Path(__file__).parents[2]
+    rows = [row for row in (root / "docs/cuda.md").read_text().splitlines() if ".py` `" in row]
+    assert len(rows) > 10
+    for row in rows:
+        for part in row.split(";"):
+            name, *tests = re.findall(r"`(tests/\S+\.py|[a-z_]{8,})`", part)
+            text = (root / name).read_text()
+            assert [test for test in tests if f"def {test}(" not in text] == []
+        assert all(f"class {mutant}(" in Path(__file__).read_text() for mutant in re.findall(r"`([A-Z]\w+)`", row))

@@ -20,6 +20,7 @@ from aoffload.transfer.local import LocalTransport
 BLOCK_SIZE = 4
 NUM_DEVICE, NUM_HOST = 20, 200
 NUM_REQUESTS = 160
+TOKENS = list(range(17))
 CONFIG = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK_SIZE)], num_host_blocks=NUM_HOST)
 
 pytestmark = pytest.mark.anyio
@@ -99,23 +100,23 @@ async def test_without_a_rule_some_hit_is_wrong(mutant: type[CudaBackend]) -> No
     pytest.fail("thirty rounds without a wrong byte")
 
 
+async def stored_and_pushed_out(runtime: OffloadRuntime) -> None:
+    """`TOKENS` are in host memory, and the device is full of something else."""
+    for tokens in (TOKENS, *([number] * 70 for number in range(100, 104))):
+        async with runtime.request(tokens) as request:
+            await request.allocate()
+            request.commit(len(tokens))
+        await runtime.flush()
+
+
 async def test_the_event_loop_goes_on_while_the_device_works() -> None:
     """A load that waits for a long forward holds up its request, not the loop."""
     cuda = SimulatedCuda()
     transport = LocalTransport(torch.zeros(NUM_DEVICE, 3), partial(CudaBackend, options=on(cuda)))
     async with OffloadRuntime(CONFIG, transport=transport) as runtime:
-        tokens = list(range(17))
-        async with runtime.request(tokens) as request:
-            await request.allocate()
-            request.commit(17)
-        await runtime.flush()
-        for number in range(100, 104):  # push it out of the device
-            async with runtime.request([number] * 70) as request:
-                await request.allocate()
-                request.commit(70)
-        await runtime.flush()
+        await stored_and_pushed_out(runtime)
         release = cuda.hold(cuda.compute)
-        async with runtime.request(tokens) as request:
+        async with runtime.request(TOKENS) as request:
             await request.allocate()
             assert request.match.num_host_tokens == 16
             pending = request.load_nowait()
@@ -125,3 +126,33 @@ async def test_the_event_loop_goes_on_while_the_device_works() -> None:
             release()
             assert await pending.wait() == 16
             request.commit(17)
+
+
+async def test_an_engine_survives_the_loss_of_its_device() -> None:
+    """Who waits for a load computes instead; later requests are served without a copy, and nothing more is
+    quarantined than what was under way."""
+    cuda = SimulatedCuda()
+    transport = LocalTransport(torch.zeros(NUM_DEVICE, 3), partial(CudaBackend, options=on(cuda)))
+    async with OffloadRuntime(CONFIG, transport=transport) as runtime:
+        await stored_and_pushed_out(runtime)
+        cuda.hold(cuda.compute)
+        async with runtime.request(TOKENS) as request:
+            await request.allocate()
+            pending = request.load_nowait()
+            for _ in range(100):
+                await anyio.lowlevel.checkpoint()
+            cuda.lose()
+            assert await pending.wait() == 0
+            request.commit(17)
+        in_doubt = runtime.statistics().device.num_quarantined
+        assert 0 < in_doubt <= 4
+        for number in range(20):
+            async with runtime.request([200 + number % 5] * 30) as request:
+                await request.allocate()
+                await request.load()
+                request.commit(30)
+        await runtime.flush()
+        found = runtime.statistics()
+        assert (found.device.num_quarantined, found.host.num_quarantined) == (in_doubt, 0)
+        assert found.device.num_pinned == 0
+        runtime.check_integrity()
