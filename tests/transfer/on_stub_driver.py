@@ -102,6 +102,15 @@ def lost() -> None:
             driver.record_event(event, driver.create_stream())
 
 
+def maps() -> None:
+    """Asked of the device: 91 is what the driver calls it."""
+    assert StubDriver(0).maps_host_memory
+
+
+def maps_not() -> None:
+    assert not StubDriver(0).maps_host_memory
+
+
 def busy() -> None:
     driver = StubDriver(0)
     with driver.bound():
@@ -130,5 +139,7 @@ if __name__ == "__main__":
         "waits": waits,
         "lost": lost,
         "busy": busy,
+        "maps": maps,
+        "maps_not": maps_not,
         "others_events": others_events,
     }[sys.argv[1]]()

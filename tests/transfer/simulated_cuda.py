@@ -64,6 +64,7 @@ class SimulatedCuda:
         self.registered: dict[int, int] = {}
         self.num_events = 0
         self.is_lost = False
+        self.maps_host_memory = True
         self._pinnable_bytes = pinnable_bytes
         self._lock = threading.Condition()  # told of whatever is given, by those who wait
         self._local = threading.local()

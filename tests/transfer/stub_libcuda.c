@@ -40,6 +40,10 @@ static CUresult answer(void) {
 CUresult cuInit(unsigned flags) { say("init %u", flags); return OK; }
 CUresult cuDriverGetVersion(int *found) { *found = version(); return OK; }
 CUresult cuDeviceGet(int *device, int ordinal) { *device = ordinal; say("device %d", ordinal); return ordinal < 2 ? OK : 101; }
+CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == 91 && !getenv("STUB_UNMAPPED"); /* can use the host pointer for registered memory */
+    return OK;
+}
 CUresult cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(uintptr_t)(0x100 + device); return OK; }
 CUresult cuCtxPushCurrent(void *context) { current[depth++] = context; return OK; }
 CUresult cuCtxPopCurrent(void **context) { void *was = current[--depth]; if (context) *context = was; return OK; }
@@ -102,7 +106,7 @@ CUresult cuMemcpyBatchAsync(uint64_t *destinations, uint64_t *sources, size_t *s
 }
 
 static const char *const names[] = {
-    "cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuCtxPopCurrent",
+    "cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuDeviceGetAttribute", "cuCtxPushCurrent", "cuCtxPopCurrent",
     "cuCtxGetStreamPriorityRange", "cuMemHostRegister", "cuMemHostUnregister", "cuStreamCreateWithPriority",
     "cuStreamDestroy", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventSynchronize",
     "cuEventDestroy", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuGetProcAddress", NULL};

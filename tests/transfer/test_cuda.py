@@ -191,6 +191,16 @@ def test_a_kernel_that_cannot_be_built_is_not_chosen() -> None:
     backend.close()
 
 
+def test_a_device_that_does_not_map_host_memory_has_no_kernel(open_copies: Callable[..., Copies]) -> None:
+    """Whatever was asked for, all pieces are the engine's."""
+    cuda = SimulatedCuda()
+    cuda.maps_host_memory = False
+    options = on(cuda, kernel=lambda device: SimulatedKernel(cuda), break_even=EVERYTHING_SMALL)
+    copies = open_copies(torch.zeros(8, 4), 2, partial(CudaBackend, options=options))
+    assert copies.store([1], [0]).outcome is Outcome.LANDED
+    assert "copies" in {entry[1] for entry in cuda.log} and backend_of(copies).break_even == BreakEven(0, 0)
+
+
 def test_a_pool_too_small_to_measure_with_is_left_to_the_engine() -> None:
     """Below 1 MiB a trial says nothing."""
     cuda = SimulatedCuda()

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cuda import SimulatedCuda, Stream, on
 
-from aoffload.core.plan import Direction, Outcome
+from aoffload.core.plan import Completion, Direction, Outcome
 from aoffload.transfer.backends.cuda import AdaptivePolling, BlockingWait, CudaBackend, CudaFence, Pieces
 from aoffload.transfer.backends.cuda.events import EventPool
-from aoffload.transfer.backends.region_fences import RegionFences, RegionNotLoaded
+from aoffload.transfer.backends.region_fences import RegionFences, RegionNotLoaded, RegionWatch
 from aoffload.transfer.fence import PASSED
+from aoffload.transfer.region import regions_of
 
 
 @settings(max_examples=100, deadline=None)
@@ -247,11 +248,26 @@ def test_fences_of_a_load_that_never_started_end_with_it() -> None:
 
 def test_a_backend_without_regions_gives_all_fences_at_the_end() -> None:
     """On a CPU a load is over when its call returns: so are its regions."""
-    fences = RegionFences(3)
-    fences.end()
+    watch = RegionWatch(object(), 3)
+    fences = watch.begin(7)
+    assert watch.begin(7) is fences and not fences[0].is_given
+    watch.end(Completion(8, Outcome.LANDED, 1))
+    watch.end(Completion(7, Outcome.LANDED, 1))
     for fence in fences.fences:
         assert fence.query()
         fence.wait()
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.UNPROVEN, Outcome.CORRUPT])
+def test_a_load_that_did_not_land_ends_the_wait_for_its_regions(outcome: Outcome) -> None:
+    """Refused, discarded, lost: the reason is in the error, and the backend keeps nothing of it."""
+    backend = CudaBackend(regions_of(torch.zeros(4, 2)), options=on(SimulatedCuda()))
+    watch = RegionWatch(backend, 1)
+    fences = watch.begin(7)
+    watch.end(Completion(7, outcome, error="the cable fell out"))
+    with pytest.raises(RegionNotLoaded, match=f"{outcome.value}: the cable fell out"):
+        fences[0].synchronize()
+    assert backend._watched == {}
 
 
 def test_a_load_that_nobody_watches_is_one_batch(open_copies: Callable[..., Copies]) -> None:

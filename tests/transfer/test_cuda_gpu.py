@@ -277,6 +277,7 @@ from aoffload.errors import TransferRefused
 pool = torch.zeros(8, 1 << 16, device="cuda")
 copies = Copies(pool, 4)
 assert copies.store([1], [0]).outcome is Outcome.LANDED
+torch.cuda._sleep(200_000_000)
 torch.zeros(4, device="cuda")[torch.tensor([1 << 30], device="cuda")]  # an assertion fails on the device
 copies.launch_store([1], [1])
 assert copies.next().outcome is Outcome.UNPROVEN

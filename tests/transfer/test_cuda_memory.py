@@ -133,6 +133,19 @@ def test_a_pool_without_blocks_is_no_special_case() -> None:
     backend.close()
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
+def test_forked_children_do_not_get_the_pool() -> None:
+    """Their first write would part the memory from what the device sees (`dc`: do not copy on fork)."""
+    memory = pinned_memory(SimulatedCuda(), 4, MIB, ignored)
+    found = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line[:1] in "0123456789abcdef" and "-" in line.split()[0]:
+            start, end = (int(number, 16) for number in line.split()[0].split("-"))
+        elif line.startswith("VmFlags") and start <= memory.address < end:
+            found = line
+    assert "dc" in found.split()
+
+
 KILLED = """
 import sys
 sys.path[:0] = sys.argv[1:]

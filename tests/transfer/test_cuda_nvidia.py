@@ -141,6 +141,12 @@ def test_errors_have_types(run: Run) -> None:
     run("busy", busy=1)
 
 
+def test_the_device_is_asked_whether_a_kernel_may_use_host_addresses(run: Run) -> None:
+    """One that guesses wrong would take the device with it."""
+    run("maps")
+    run("maps_not", unmapped=1)
+
+
 def test_fences_of_another_device_are_waited_for_on_the_device(run: Run) -> None:
     """Events are known to the whole driver."""
     run("others_events")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from ...core.plan import Completion, Outcome
 from ...errors import AoffloadError
 from ..fence import PASSED, Fence
 
-__all__ = ["RegionFence", "RegionFences", "RegionNotLoaded"]
+__all__ = ["RegionFence", "RegionFences", "RegionNotLoaded", "RegionWatch", "WatchesRegions"]
 
 
 class RegionNotLoaded(AoffloadError):  # noqa: N818
@@ -87,3 +89,42 @@ class RegionFences:
         """The job is over: without an `error` every region is there, with one none that was not given before."""
         for fence in self.fences:
             fence._end(None if error else PASSED, error)
+
+
+@runtime_checkable
+class WatchesRegions(Protocol):
+    """A backend that copies a watched load region after region. Others copy it as any other."""
+
+    def watch(self, job_id: int) -> RegionFences:
+        """To be called before the load `job_id` is launched."""
+        ...
+
+    def forget(self, job_id: int) -> None:
+        """The job is over, or was never launched. Twice does no harm."""
+        ...
+
+
+class RegionWatch:
+    """Which loads of a transport are watched: from before their launch until their completion is delivered."""
+
+    def __init__(self, backend: object, num_regions: int) -> None:
+        self._backend = backend if isinstance(backend, WatchesRegions) else None
+        self._num_regions = num_regions
+        self._fences: dict[int, RegionFences] = {}
+
+    def begin(self, job_id: int) -> RegionFences:
+        """Before the launch. Whoever shares the load later gets the same fences."""
+        if job_id not in self._fences:
+            backend = self._backend
+            self._fences[job_id] = RegionFences(self._num_regions) if backend is None else backend.watch(job_id)
+        return self._fences[job_id]
+
+    def end(self, completion: Completion) -> None:
+        """However it ended, nobody waits for it any more. In any thread, for jobs that nobody watches, too."""
+        fences = self._fences.pop(completion.job_id, None)
+        if fences is None:
+            return
+        if self._backend is not None:
+            self._backend.forget(completion.job_id)
+        has_landed = completion.outcome is Outcome.LANDED
+        fences.end("" if has_landed else f"{completion.outcome.value}: {completion.error}")

@@ -115,8 +115,10 @@ class CudaBackend(RegionBackend):
         self.driver.learn(self.host.rows)
         self._blocks = Layout.of_block(self.regions, self.host.address, self.host.borders)
         self._each_region = Layout.of_each_region(self.regions, self.host.address, self.host.borders)
-        if self.host.is_pinned:  # no kernel can read what is not
+        if self.host.is_pinned and self.driver.maps_host_memory:  # or no kernel could read it
             self._choose_method()
+        else:
+            self.break_even = BreakEven(0, 0)
 
     def _choose_method(self) -> None:
         self._kernel = self.options.kernel(self.device)

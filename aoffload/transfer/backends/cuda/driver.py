@@ -101,6 +101,11 @@ class CudaDriver(Protocol):
     A thread may make them only inside of `bound()`; apart from that, any thread may make any of them.
     """
 
+    @property
+    def maps_host_memory(self) -> bool:
+        """Whether a kernel may use addresses of registered host memory as they are."""
+        ...
+
     def bound(self) -> AbstractContextManager[object]:
         """The device is current in this thread until it is left; the one before is then current again."""
         ...

@@ -60,6 +60,11 @@ class NvidiaDriver:
         """Whether the driver copies many pieces in one call."""
         return self._call_batch is not None
 
+    @property
+    def maps_host_memory(self) -> bool:
+        attribute = self._cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        return bool(self._ask("cuDeviceGetAttribute", attribute, self._device))
+
     def __repr__(self) -> str:
         return f"<NvidiaDriver device={self._ordinal} {'batches' if self.has_batches else 'one by one'}>"
 

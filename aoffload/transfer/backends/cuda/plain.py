@@ -36,6 +36,10 @@ class TorchDriver:
     def __repr__(self) -> str:
         return f"<TorchDriver device={self._device}>"
 
+    @property
+    def maps_host_memory(self) -> bool:
+        return False  # torch does not say, and a kernel that guesses wrong takes the device with it
+
     def bound(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self._device)
 

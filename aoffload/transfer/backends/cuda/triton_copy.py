@@ -12,7 +12,8 @@ ELEMENTS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 """By alignment. Nothing is wider than eight bytes; with sixteen, a thread moves two neighbours at once."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Not one kernel for each kind of number of pieces.
+@triton.jit(do_not_specialize=["num_pieces"])  # type: ignore[untyped-decorator]
 def copy_pieces(table, num_pieces, ELEMENT: tl.constexpr, ALIGNMENT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: E501, N803 # fmt: skip
     """Each program copies every n-th piece, `TILE` elements of `WIDTH` bytes at a time."""
     for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
