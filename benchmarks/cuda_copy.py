@@ -35,6 +35,7 @@ from aoffload.transfer.backends.cuda import (
 from aoffload.transfer.backends.cuda.trials import scattered
 from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.region import regions_of
+from aoffload.transfer.turns import Turns
 
 from .harness import Measured, Row, Sample, Subject, interleave, timed
 from .peer import Peer
@@ -335,10 +336,12 @@ async def _latencies(device: torch.device, policies: dict[str, WaitPolicy], turn
     regions = regions_of(torch.zeros(4, 1024, device=device))
     backends = {name: CudaBackend(regions, options=CudaOptions(waiting=policy)) for name, policy in policies.items()}
     found: dict[str, list[float]] = {name: [] for name in policies}
-    turning = asyncio.create_task(_turns(turn_s))
+    turning, turns = asyncio.create_task(_turns(turn_s)), Turns()
+    turns.begin()  # threads get their turn as they do while a transport copies
     for _ in range(NUM_WAITS):
         for name, backend in backends.items():
             found[name].append(await _latency(backend))
+    turns.close()
     turning.cancel()
     return found
 
