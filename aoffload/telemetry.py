@@ -22,6 +22,9 @@ _JOB_EVENTS = {state: f"job_{state.value}" for state in JobState}
 _PIN_EVENTS = {state: f"pin_{state.value}" for state in PinState}
 _PREFETCH_EVENTS = {state: f"prefetch_{state.value}" for state in ErrandState}
 _DEMOTION_EVENTS = {state: f"demotion_{state.value}" for state in ErrandState}
+_DEBUG, _INFO, _WARNING = 10, 20, 30
+_REQUEST_LEVELS = {**dict.fromkeys(RequestState, _DEBUG), RequestState.DONE: _INFO, RequestState.ABORTED: _INFO}
+_JOB_LEVELS = {**dict.fromkeys(JobState, _DEBUG), JobState.FAILED: _WARNING}
 
 
 Arguments = ParamSpec("Arguments")
@@ -49,22 +52,42 @@ def default_logger() -> Any:
     return structlog.wrap_logger(
         structlog.PrintLogger(sys.stderr),
         processors=[structlog.processors.add_log_level, structlog.processors.KeyValueRenderer()],
-        wrapper_class=structlog.make_filtering_bound_logger(30),
+        wrapper_class=structlog.make_filtering_bound_logger(_WARNING),
     )
 
 
+def _levels_heard(logger: Any) -> Callable[[int], bool]:
+    """Asked before a move is described, each time: levels may change. Who can't say is told everything.
+
+    Looked up at the class: a logger may take any name for a level, and write an event when asked."""
+    is_enabled_for = getattr(type(logger), "is_enabled_for", None)
+    try:
+        is_enabled_for(logger, _DEBUG)  # type: ignore[misc]
+    except Exception:  # noqa: BLE001 - it has none, or what it wraps has none
+        return lambda level: True
+    return logger.is_enabled_for  # type: ignore[no-any-return]
+
+
 class Telemetry:
-    """The ledger's observer. A filtered event costs one call; nothing is computed for it."""
+    """The ledger's observer. A filtered event costs one question; nothing is computed for it."""
 
     def __init__(self, logger: Any = None) -> None:
         bound = default_logger() if logger is None else logger
         # Bound once: an unbound structlog proxy would look its configuration up at every event.
         self.logger = bound.bind()
+        self._is_heard = _levels_heard(self.logger)
         self.num_lost_events = 0
         """Events that the logger raised at."""
 
-    @_harmless
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
+        # Harmless as well, but in place: these two are called for every move, and mostly filtered.
+        try:
+            if self._is_heard(_REQUEST_LEVELS[holding.state]):
+                self._tell_of_request(holding, old, reason)
+        except Exception:  # noqa: BLE001 - see `_harmless`
+            self.num_lost_events += 1
+
+    def _tell_of_request(self, holding: Holding, old: RequestState, reason: str) -> None:
         state, log = holding.state, self.logger
         event, name = _REQUEST_EVENTS[state], holding.request_id
         if state is RequestState.MATCHED:
@@ -94,8 +117,14 @@ class Telemetry:
         else:
             log.debug(event, request_id=name)
 
-    @_harmless
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
+        try:
+            if self._is_heard(_JOB_LEVELS[job.state]):
+                self._tell_of_job(job)
+        except Exception:  # noqa: BLE001 - see `_harmless`
+            self.num_lost_events += 1
+
+    def _tell_of_job(self, job: Job) -> None:
         plan = job.plan
         event, completion = _JOB_EVENTS[job.state], job.completion
         about: dict[str, Any] = {

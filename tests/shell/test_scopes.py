@@ -42,6 +42,7 @@ from aoffload import (
     RequestAborted,
     RequestState,
 )
+from aoffload.telemetry import Telemetry
 from aoffload.transfer.backends.scripted import ScriptedFence
 
 pytestmark = pytest.mark.anyio
@@ -560,9 +561,11 @@ async def test_a_logger_that_fails_harms_nobody() -> None:
         await assert_at_rest(engine.runtime)
 
 
-async def test_filtered_events_cost_next_to_nothing() -> None:
-    """Events below the logger's level reach no processor, and nothing is formatted for them."""
+async def test_filtered_events_cost_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events below the logger's level reach no processor, and no move of a request or a job is described for them."""
     calls: list[Any] = []
+    for describe in ("_tell_of_request", "_tell_of_job"):
+        monkeypatch.setattr(Telemetry, describe, lambda *args: calls.append(args))
 
     def never(*args: Any) -> Any:
         calls.append(args)
@@ -576,6 +579,23 @@ async def test_filtered_events_cost_next_to_nothing() -> None:
             pass
         await engine.runtime.flush()
     assert calls == []
+
+
+async def test_a_level_that_changes_counts_from_then_on() -> None:
+    """Whether anybody listens is asked at each move: a program turns its debugging on while the runtime is open."""
+    events, heard_from = Events(), [30]
+
+    class Levelled(structlog.BoundLogger):
+        def is_enabled_for(self, level: int) -> bool:
+            return level >= heard_from[0]
+
+    logger = structlog.wrap_logger(None, processors=[events._keep], wrapper_class=Levelled)
+    async with scripted(logger=logger) as (engine, _):
+        await engine.serve(A, request_id="before")
+        heard_from[0] = 20
+        await engine.serve(B, request_id="after")
+    assert events.of("before") == []
+    assert events.of("after") == ["request_done"]
 
 
 async def test_a_request_logs_with_its_own_id() -> None:
