@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -198,18 +197,12 @@ class Request:
         return await self._wait_in_line(self._runtime.ledger.queue_extension(holding, num_tokens, self._wake))
 
     async def _wait_in_line(self, waiter: Waiter) -> Extension:
-        with self._in_line(waiter):
+        try:
             while not waiter.is_over:  # a grant may be taken back before its task has run
                 await self._wait(anyio.Event())
                 self._live()
             return self._runtime.ledger.accept(waiter)
-
-    @contextmanager
-    def _in_line(self, waiter: Waiter) -> Iterator[None]:
-        """Leave the line, or give an unused grant back, however the wait ends."""
-        try:
-            yield
-        finally:
+        finally:  # leave the line, or give an unused grant back, however the wait ends
             self._runtime.ledger.withdraw(waiter)
 
     async def _wait(self, event: anyio.Event) -> None:
@@ -265,7 +258,8 @@ class Request:
         `max_tokens` takes fewer: rounded down to a block, never below the device hit. `block_ids` is final afterwards.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        return await self.load_nowait(max_tokens).wait()
+        load = self.load_nowait(max_tokens)
+        return self.num_computed_tokens if load.is_over else await load.wait()
 
     # -- computing ------------------------------------------------------------------------------------------------
 
@@ -305,14 +299,22 @@ class PendingLoad:
                 runtime.ledger.accept(holding.waiter)
                 self.start()
                 continue
-            bound = runtime.config.load_timeout_s if holding.load is not None else None
-            with anyio.move_on_after(bound) as patience:
-                await request._wait(anyio.Event())
+            is_late = await self._wait(runtime.config.load_timeout_s if holding.load is not None else None)
             request._live()
-            if patience.cancelled_caught and holding.load is not None:
+            if is_late and holding.load is not None:
                 self._max_tokens = 0  # should it have to queue for room now, it doesn't wait for this load again
                 runtime.ledger.abandon_load(holding)
         return holding.num_computed_tokens
+
+    async def _wait(self, bound_s: float | None) -> bool:
+        """Wait for a wake-up; whether it came, with or without one, after `bound_s`."""
+        event, worker = anyio.Event(), self._request._runtime.worker
+        deadline = math.inf if bound_s is None else worker.set_alarm(event, bound_s)
+        try:
+            await self._request._wait(event)
+        finally:
+            worker.clear_alarm(event)
+        return worker.has_come(deadline)
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import anyio
@@ -21,10 +24,8 @@ from .transfer.transport import Transport
 __all__ = ["CopyWorker"]
 
 
-@attrs.frozen
-class QueuedJob:
-    plan: TransferPlan
-    after: Fence | None
+Queue = deque[tuple[TransferPlan, Fence | None]]
+"""What is to be launched, and what each waits for."""
 
 
 @attrs.frozen
@@ -38,9 +39,10 @@ class CopyWorker:
     """Loads go before stores; what is in flight is bounded in jobs and bytes.
 
     `submit` launches at once where the bounds allow. Completions arrive from any thread through a deque and one
-    coalesced wake-up. A launched job without an end is given up (its destination is quarantined) and nothing more is
-    launched until it reports: a stalled transport makes misses, not queues. Should the ledger itself fail, the cache
-    turns itself off: nothing is launched any more, and no request hears of it but as a miss.
+    coalesced wake-up, and are settled where that arrives: the task here only watches deadlines. A launched job without
+    an end is given up (its destination is quarantined) and nothing more is launched until it reports: a stalled
+    transport makes misses, not queues. Should the ledger itself fail, the cache turns itself off: nothing is launched
+    any more, and no request hears of it but as a miss.
     """
 
     ledger: Ledger
@@ -48,24 +50,26 @@ class CopyWorker:
     config: OffloadConfig
     env: Env
     telemetry: Telemetry
-    _loads: deque[QueuedJob] = attrs.field(factory=deque)
-    _stores: deque[QueuedJob] = attrs.field(factory=deque)
+    _loads: Queue = attrs.field(factory=deque)
+    _stores: Queue = attrs.field(factory=deque)
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     """Launched jobs in the order of their launch, so of their deadlines."""
     _num_bytes: int = 0
     _max_bytes: int = 0
+    _block_bytes: int = 0
     _overdue: set[int] = attrs.field(factory=set)
+    _alarms: dict[anyio.Event, float] = attrs.field(factory=dict)
+    """What is set when its time comes. All are set as long ahead, so in the order of their deadlines."""
     _inbox: deque[Completion] = attrs.field(factory=deque)
     _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
     _is_signalled: bool = False
     _wake_loop: Callable[[], None] = lambda: None
     _clock: Callable[[], float] = lambda: 0.0
     """Not `anyio.current_time`: a commit may come from a plain callback of the loop."""
-    # These five are made by `start`: a runtime may be made before there is an event loop.
-    _wakeup: anyio.Event = attrs.field(init=False)
+    _settled: anyio.Event | None = None
+    """Set whenever jobs have ended. Made by who waits for it: elsewhere it may be no task that is running."""
+    # These three are made by `start`: a runtime may be made before there is an event loop.
     _sleep: anyio.CancelScope = attrs.field(init=False)
-    _settled: anyio.Event = attrs.field(init=False)
-    """Set, and replaced, whenever jobs have ended."""
     _scope: anyio.CancelScope = attrs.field(init=False)
     """Around the task: what cancels the engine must not end it before the transfers that are under way."""
     has_begun: anyio.Event = attrs.field(init=False)
@@ -75,14 +79,16 @@ class CopyWorker:
 
     # -- launching ------------------------------------------------------------------------------------------------
 
-    def submit(self, plans: Iterable[TransferPlan], after: Fence | None = None) -> None:
+    def submit(self, plans: Sequence[TransferPlan], after: Fence | None = None) -> None:
         """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
+        if not plans:
+            return  # as most calls end: whoever makes room for what is queued launches it himself
         for plan in plans:
             if not self.is_accepting or self._overdue:
                 self.refuse([plan])
                 continue
             queue = self._loads if plan.direction is Direction.LOAD else self._stores
-            queue.append(QueuedJob(plan, after))
+            queue.append((plan, after))
         self._dispatch()
 
     def refuse(self, plans: Iterable[TransferPlan]) -> None:
@@ -93,12 +99,13 @@ class CopyWorker:
     def _dispatch(self) -> None:
         for queue in (self._loads, self._stores):
             while queue:
-                num_bytes = queue[0].plan.num_blocks * self.transport.block_bytes
+                plan, after = queue[0]
+                num_bytes = len(plan.source_ids) * self._block_bytes
                 if not self._may_launch(num_bytes):
                     return
-                job = queue.popleft()
-                if self._tell(self.ledger.launch, job.plan.job_id):
-                    self._launch(job, num_bytes)
+                queue.popleft()
+                if self._tell(self.ledger.launch, plan.job_id):
+                    self._launch(plan, after, num_bytes)
 
     def _may_launch(self, num_bytes: int) -> bool:
         if not self._in_flight:
@@ -106,15 +113,14 @@ class CopyWorker:
         fits = self._num_bytes + num_bytes <= self._max_bytes
         return fits and len(self._in_flight) < self.config.max_jobs_in_flight
 
-    def _launch(self, job: QueuedJob, num_bytes: int) -> None:
-        plan = job.plan
+    def _launch(self, plan: TransferPlan, after: Fence | None, num_bytes: int) -> None:
         deadline = self._clock() + self.config.transfer_timeout_s
         self._in_flight[plan.job_id] = InFlight(num_bytes, deadline)
         self._num_bytes += num_bytes
         if len(self._in_flight) == 1:
             self._wake_by(deadline)  # it may have had none while nothing was in flight
         try:
-            self.transport.launch(plan, job.after)
+            self.transport.launch(plan, after)
         except TransferRefused as error:
             self.deliver(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
         except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what was started, the engine goes on
@@ -126,6 +132,26 @@ class CopyWorker:
             self._tell(self.ledger.drop_pins)  # nobody looks at deadlines any more
         else:
             self._wake_by(expires_at)
+
+    def set_alarm(self, event: anyio.Event, after_s: float) -> float:
+        """Set `event` in so many seconds, the same number for every event; when that is.
+
+        A cancel scope with a deadline would do the same for the task that waits, at ten times the price. Where nobody
+        looks at deadlines any more, nothing is worth waiting for either: it has come at once.
+        """
+        if self._has_ended:
+            event.set()
+            return -math.inf
+        deadline = self._clock() + after_s
+        self._alarms[event] = deadline
+        self._wake_by(deadline)
+        return deadline
+
+    def clear_alarm(self, event: anyio.Event) -> None:
+        self._alarms.pop(event, None)
+
+    def has_come(self, deadline: float) -> bool:
+        return self._clock() >= deadline
 
     def _wake_by(self, deadline: float) -> None:
         if deadline < self._sleep.deadline:
@@ -165,8 +191,9 @@ class CopyWorker:
         self._notify_settled()
 
     def _notify_settled(self) -> None:
-        self._settled.set()
-        self._settled = anyio.Event()
+        if self._settled is not None:
+            self._settled.set()
+            self._settled = None
 
     def _forget(self, job_id: int) -> None:
         found = self._in_flight.pop(job_id, None)
@@ -197,29 +224,30 @@ class CopyWorker:
         queued = [*self._loads, *self._stores]
         self._loads.clear()
         self._stores.clear()
-        for job in queued:
-            self._tell(self.ledger.discard, job.plan.job_id)
+        for plan, _ in queued:
+            self._tell(self.ledger.discard, plan.job_id)
         self._notify_settled()
 
     # -- the task -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Bind to the loop running now."""
-        self._wakeup, self._settled, self.has_begun = anyio.Event(), anyio.Event(), anyio.Event()
+        self.has_begun = anyio.Event()
         self._sleep, self._scope = anyio.CancelScope(), anyio.CancelScope(shield=True)
-        self._max_bytes = self.config.bytes_in_flight
+        self._max_bytes, self._block_bytes = self.config.bytes_in_flight, self.transport.block_bytes
         self._clock = self.env.loop_clock()
-        self._wake_loop = self.env.loop_waker(self._wake)
+        # In the context of who opens the runtime, as the task: what a logger finds there is the program's.
+        self._wake_loop = self.env.loop_waker(partial(copy_context().run, self._wake))
 
     def _wake(self) -> None:
-        """Have the task look at what came in; do its work where it is gone, so that late ends and calls still count."""
-        if self._has_ended:
+        """Called by the loop between the steps of its tasks, as long as it runs: late ends count when ours is gone."""
+        try:
             self.drain()
-        else:
-            self._wakeup.set()
+        except Exception as error:  # noqa: BLE001 - a supervisor, as in `run`: trio would end of it
+            self._fail(error)
 
     async def run(self) -> None:
-        """Settle completions and watch deadlines until `end`. Whatever goes wrong here must not end the engine."""
+        """Watch deadlines until `end`. Whatever goes wrong here must not end the engine."""
         with self._scope:
             self.has_begun.set()
             try:
@@ -233,16 +261,14 @@ class CopyWorker:
                 self._fail(error)
             finally:
                 self._has_ended = True
-                self.drain()  # what it was woken for and didn't get round to: nobody signals twice
+                self._ring(math.inf)
                 self._tell(self.ledger.drop_pins)
 
     async def _work(self) -> None:
         while True:
-            self._wakeup = anyio.Event()
-            if not self._inbox and not self._calls:
-                with anyio.CancelScope(deadline=self._next_deadline()) as self._sleep:
-                    await self._wakeup.wait()
-            self.drain()
+            with anyio.CancelScope(deadline=self._next_deadline()) as self._sleep:
+                await anyio.Event().wait()  # `sleep_forever` is a timer to asyncio, and a loop with one never rests
+            self.drain()  # what has been delivered in time is not late
             self._check_deadlines()
 
     def _fail(self, error: BaseException) -> None:
@@ -250,8 +276,8 @@ class CopyWorker:
         self.stop("the worker failed")
 
     def _next_deadline(self) -> float:
-        transfers = next(iter(self._in_flight.values())).deadline if self._in_flight else float("inf")
-        return min(transfers, self.ledger.next_lapse)
+        transfers = next(iter(self._in_flight.values())).deadline if self._in_flight else math.inf
+        return min(transfers, next(iter(self._alarms.values()), math.inf), self.ledger.next_lapse)
 
     def _check_deadlines(self) -> None:
         now = self._clock()
@@ -259,7 +285,13 @@ class CopyWorker:
         if late:
             self.telemetry.transport_stalled(len(late))
             self.give_up(late, "no end within transfer_timeout_s")
+        self._ring(now)
         self._tell(self.ledger.lapse, now)
+
+    def _ring(self, now: float) -> None:
+        for event in [event for event, deadline in self._alarms.items() if deadline <= now]:
+            self.clear_alarm(event)
+            event.set()
 
     async def wait_idle(self) -> None:
         """Wait until nothing is queued or in flight."""
@@ -268,15 +300,21 @@ class CopyWorker:
     async def wait_over(self, job_id: int) -> None:
         """Wait until every job up to `job_id` is over; jobs planned later don't delay it."""
         while self._oldest() <= job_id:
-            await self._settled.wait()
+            await self.wait_settled()
+
+    async def wait_settled(self) -> None:
+        """Wait until a job has ended, well or not, or what was queued was dropped."""
+        if self._settled is None:
+            self._settled = anyio.Event()
+        await self._settled.wait()
 
     def in_flight_up_to(self, job_id: int) -> tuple[int, ...]:
         """The launched jobs up to `job_id` that have not ended."""
         return tuple(number for number in self._in_flight if number <= job_id)
 
     def _oldest(self) -> float:
-        queued = (queue[0].plan.job_id for queue in (self._loads, self._stores) if queue)
-        return min(*queued, *self._in_flight, float("inf"), float("inf"))
+        queued = (queue[0][0].job_id for queue in (self._loads, self._stores) if queue)
+        return min(*queued, *self._in_flight, math.inf, math.inf)
 
     def stop(self, error: str) -> None:
         """Launch nothing any more; what is still in flight is quarantined."""

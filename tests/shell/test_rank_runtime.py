@@ -144,7 +144,7 @@ async def test_a_hung_rank_is_given_up_and_its_death_ends_the_quarantine() -> No
             os.kill(served.ranks[held_ranks.HELD_RANK].pid, signal.SIGKILL)
             with anyio.fail_after(GUARD_S):
                 while runtime.statistics().device.num_quarantined:
-                    await runtime.worker._settled.wait()
+                    await runtime.worker.wait_settled()
             await assert_at_rest(runtime)
     assert {"transport_stalled", "transport_recovered"} <= {entry["event"] for entry in logs}
 
