@@ -48,6 +48,14 @@ class Env:
             return trio.current_time
         return asyncio.get_running_loop().time
 
+    def running_task(self) -> Callable[[], object]:
+        """A function that returns the task it is called in, for the event loop running now."""
+        if _in_trio():
+            import trio
+
+            return trio.lowlevel.current_task
+        return asyncio.current_task
+
     def loop_waker(self, callback: Callable[[], None]) -> Callable[[], None]:
         """A function that any thread may call to have `callback` run soon in the event loop running now.
 

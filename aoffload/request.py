@@ -65,7 +65,7 @@ class Request:
         if self._holding is not None:
             raise WrongState(f"request {self.request_id} was entered before: open another one")
         self._holding = self._runtime._admit(self, self._prefix, self._options)
-        self._task_id = anyio.get_current_task().id
+        self._task_id = id(self._runtime.running_task())
         if self._options.deadline_s is not None:
             self._scope.deadline = anyio.current_time() + self._options.deadline_s
         self._scope.__enter__()
@@ -76,7 +76,7 @@ class Request:
     ) -> bool:
         # First and synchronously: nothing after this can keep a pin, not even a second cancellation.
         self._close(self._why(error))
-        if anyio.get_current_task().id != self._task_id:
+        if id(self._runtime.running_task()) != self._task_id:
             warnings.warn(f"{self!r} was left in another task than it was entered in", ResourceWarning, stacklevel=2)
             return False
         return bool(self._scope.__exit__(exc_type, error, trace))
@@ -118,13 +118,14 @@ class Request:
 
     def _live(self) -> Holding:
         self._runtime._check_usable()
-        if self._holding is None:
+        holding = self._holding
+        if holding is None:
             raise WrongState("the request was not entered: use `async with`")
-        if self._holding.is_over:
-            if self._holding.reason == "runtime_closed":
-                raise RuntimeClosed(f"the runtime was closed under {self._holding}")
-            raise WrongState(f"{self._holding} is {self._holding.state.name}")
-        return self._holding
+        if holding.is_over:
+            if holding.reason == "runtime_closed":
+                raise RuntimeClosed(f"the runtime was closed under {holding}")
+            raise WrongState(f"{holding} is {holding.state.name}")
+        return holding
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
@@ -268,7 +269,9 @@ class Request:
 
         `after` is the fence behind the compute that wrote it; None: everything given to the current stream so far.
         """
-        self._runtime._commit(self._live(), num_computed_tokens, new_token_ids, after)
+        holding, runtime = self._live(), self._runtime
+        fence = runtime._fence() if after is None else after
+        runtime._commit_behind(fence, holding, num_computed_tokens, new_token_ids)
 
     def invalidate(self, from_token: int) -> None:
         """Take back what a failed forward committed from `from_token` on. Who may have read it meanwhile is aborted."""

@@ -26,6 +26,7 @@ from .core.plan import Tier
 from .core.policy import StoreScope
 from .env import Env
 from .errors import (
+    AoffloadError,
     InvalidArgument,
     RequestAborted,
     RuntimeClosed,
@@ -108,6 +109,8 @@ class OffloadRuntime:
         self._thread_id = 0
         self._process_id = 0
         self._is_open = False
+        self.running_task: Callable[[], object] = object
+        """Set on entering: which task runs."""
 
     def __repr__(self) -> str:
         return f"<OffloadRuntime {'open' if self._is_open else 'closed'} {self.ledger!r}>"
@@ -118,6 +121,7 @@ class OffloadRuntime:
         if self._process_id:
             raise RuntimeClosed("a runtime is entered once: make another one")
         self._thread_id, self._process_id = threading.get_ident(), os.getpid()
+        self.running_task = self.env.running_task()
         self.worker.start()
         num_host_blocks = self.config.resolve_host_blocks(self.transport.block_bytes)
         self.transport.open(num_host_blocks, verify=self.config.verify, deliver=self.worker.deliver, env=self.env)
@@ -182,12 +186,16 @@ class OffloadRuntime:
         self.ledger.cancel_errands()
 
     def _check_usable(self) -> None:
+        if not self._is_open or os.getpid() != self._process_id or threading.get_ident() != self._thread_id:
+            raise self._why_not()
+
+    def _why_not(self) -> AoffloadError:
+        """Why it is not usable here."""
         if self._process_id and os.getpid() != self._process_id:
-            raise WrongProcess("the runtime belongs to the process it was opened in, not to a fork of it")
+            return WrongProcess("the runtime belongs to the process it was opened in, not to a fork of it")
         if not self._is_open:
-            raise RuntimeClosed("the runtime is not open: use it inside its `async with` block")
-        if threading.get_ident() != self._thread_id:
-            raise WrongThread("call the runtime in its event loop's thread (anyio.from_thread.run_sync gets there)")
+            return RuntimeClosed("the runtime is not open: use it inside its `async with` block")
+        return WrongThread("call the runtime in its event loop's thread (anyio.from_thread.run_sync gets there)")
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -390,9 +398,6 @@ class OffloadRuntime:
         fence = self._fence() if after is None else after
         for holding, one in there:
             self._commit_behind(fence, holding, one.num_computed_tokens, one.new_token_ids)
-
-    def _commit(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds, after: Fence | None) -> None:
-        self._commit_behind(self._fence() if after is None else after, holding, num_computed_tokens, new_token_ids)
 
     def _commit_behind(
         self, fence: Fence | None, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds
