@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -250,7 +249,7 @@ class Request:
     def load_nowait(self, max_tokens: int | None = None) -> PendingLoad:
         """Start bringing the host hit onto the device, and go on without waiting for it."""
         load = PendingLoad(self, max_tokens)
-        load.start()
+        load.start(self._live())
         return load
 
     async def load(self, max_tokens: int | None = None) -> int:
@@ -259,8 +258,9 @@ class Request:
         `max_tokens` takes fewer: rounded down to a block, never below the device hit. `block_ids` is final afterwards.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        load = self.load_nowait(max_tokens)
-        return self.num_computed_tokens if load.is_over else await load.wait()
+        holding, load = self._live(), PendingLoad(self, max_tokens)
+        load.start(holding)
+        return await load.until_over(holding) if holding.state is RequestState.LOADING else holding.num_computed_tokens
 
     # -- computing ------------------------------------------------------------------------------------------------
 
@@ -289,35 +289,41 @@ class PendingLoad:
     def is_over(self) -> bool:
         return self._request.state is not RequestState.LOADING
 
-    def start(self) -> None:
-        runtime, holding = self._request._runtime, self._request._live()
+    def start(self, holding: Holding) -> None:
+        runtime = self._request._runtime
         runtime.worker.submit(runtime.ledger.plan_load(holding, self._max_tokens, self._request._wake))
 
     async def wait(self) -> int:
         """Wait until the load is over, however it ends; the number of tokens that are ready."""
-        request = self._request
-        holding, runtime = request._live(), request._runtime
+        return await self.until_over(self._request._live())
+
+    async def until_over(self, holding: Holding) -> int:
+        request, runtime = self._request, self._request._runtime
         while holding.state is RequestState.LOADING:
             if holding.waiter is not None and holding.waiter.is_over:
                 runtime.ledger.accept(holding.waiter)
-                self.start()
+                self.start(holding)
                 continue
             is_late = await self._wait(runtime.config.load_timeout_s if holding.load is not None else None)
-            request._live()
-            if is_late and holding.load is not None:
+            if is_late and holding.state is RequestState.LOADING and holding.load is not None:
                 self._max_tokens = 0  # should it have to queue for room now, it doesn't wait for this load again
                 runtime.ledger.abandon_load(holding)
+        if holding.state is not RequestState.RUNNING:
+            request._live()  # it is over by now, or the runtime was closed
         return holding.num_computed_tokens
 
     async def _wait(self, bound_s: float | None) -> bool:
-        """Wait for a wake-up; whether it came, with or without one, after `bound_s`."""
+        """Wait to be woken, or until `bound_s` is over; whether it is."""
         event, worker = anyio.Event(), self._request._runtime.worker
-        deadline = math.inf if bound_s is None else worker.set_alarm(event, bound_s)
+        if bound_s is None:
+            await self._request._wait(event)
+            return False
+        worker.set_alarm(event, bound_s)
         try:
             await self._request._wait(event)
         finally:
-            worker.clear_alarm(event)
-        return worker.has_come(deadline)
+            was_pending = worker.clear_alarm(event)
+        return not was_pending
 
 
 def _is_cancellation(error: BaseException) -> bool:

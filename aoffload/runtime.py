@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import anyio
 import attrs
@@ -102,7 +102,7 @@ class OffloadRuntime:
         self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
         self._roots = Roots(_namespace_of(config))
         # Weak, or an abandoned request would never be noticed.
-        self._requests: WeakValueDictionary[str, Request] = WeakValueDictionary()
+        self._entered: dict[str, ref[Request]] = {}
         self._fences: dict[str, Fence | None] = {}
         """Behind the last commit of each live request: what is stored when it ends waits for that, too."""
         self._group: TaskGroup | None = None
@@ -177,7 +177,7 @@ class OffloadRuntime:
             self.telemetry.transport_failed(error)
 
     def _close_requests(self) -> None:
-        for request in tuple(self._requests.values()):
+        for request in self._requests.values():
             request._close("runtime_closed")
             request._wake()
         for holding in tuple(self.ledger.holdings.values()):  # abandoned, and nobody has got round to it yet
@@ -258,7 +258,8 @@ class OffloadRuntime:
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
         """Cancel the live request of that id; whether there was one."""
         self._check_usable()
-        request = self._requests.get(request_id)
+        reference = self._entered.get(request_id)
+        request = reference() if reference is not None else None
         if request is None:
             return False
         request.cancel(reason)
@@ -326,12 +327,18 @@ class OffloadRuntime:
             store=options.store,
             max_store_tokens=options.max_store_tokens,
         )
-        self._requests[holding.request_id] = request
-        holding.when_idle = partial(_wake, ref(request))
+        self._entered[holding.request_id] = reference = ref(request)
+        holding.when_idle = partial(_wake, reference)
         return holding
 
+    @property
+    def _requests(self) -> dict[str, Request]:
+        """Those that were entered, and neither left nor abandoned."""
+        found = {name: reference() for name, reference in self._entered.items()}
+        return {name: request for name, request in found.items() if request is not None}
+
     def _release(self, holding: Holding, reason: str) -> None:
-        self._requests.pop(holding.request_id, None)
+        self._entered.pop(holding.request_id, None)
         fence = self._fences.pop(holding.request_id, None)
         self.worker.submit(self.ledger.release(holding, reason), fence)
         if self._is_open:  # nobody comes back to a cache that closes

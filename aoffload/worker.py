@@ -62,6 +62,8 @@ class CopyWorker:
     """What is set when its time comes. All are set as long ahead, so in the order of their deadlines."""
     _inbox: deque[Completion] = attrs.field(factory=deque)
     _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
+    _looks_at: float = math.inf
+    """When the task looks at deadlines next."""
     _is_signalled: bool = False
     _wake_loop: Callable[[], None] = lambda: None
     _clock: Callable[[], float] = lambda: 0.0
@@ -133,29 +135,25 @@ class CopyWorker:
         else:
             self._wake_by(expires_at)
 
-    def set_alarm(self, event: anyio.Event, after_s: float) -> float:
-        """Set `event` in so many seconds, the same number for every event; when that is.
+    def set_alarm(self, event: anyio.Event, after_s: float) -> None:
+        """Set `event` in so many seconds, the same number for every event, unless it is cleared before.
 
         A cancel scope with a deadline would do the same for the task that waits, at ten times the price. Where nobody
-        looks at deadlines any more, nothing is worth waiting for either: it has come at once.
+        looks at deadlines any more, nothing is worth waiting for either: it is set at once.
         """
         if self._has_ended:
             event.set()
-            return -math.inf
-        deadline = self._clock() + after_s
-        self._alarms[event] = deadline
-        self._wake_by(deadline)
-        return deadline
+        else:
+            self._alarms[event] = deadline = self._clock() + after_s
+            self._wake_by(deadline)
 
-    def clear_alarm(self, event: anyio.Event) -> None:
-        self._alarms.pop(event, None)
-
-    def has_come(self, deadline: float) -> bool:
-        return self._clock() >= deadline
+    def clear_alarm(self, event: anyio.Event) -> bool:
+        """Whether its time had not come."""
+        return self._alarms.pop(event, None) is not None
 
     def _wake_by(self, deadline: float) -> None:
-        if deadline < self._sleep.deadline:
-            self._sleep.deadline = deadline
+        if deadline < self._looks_at:
+            self._looks_at = self._sleep.deadline = deadline
 
     # -- completions ----------------------------------------------------------------------------------------------
 
@@ -266,7 +264,8 @@ class CopyWorker:
 
     async def _work(self) -> None:
         while True:
-            with anyio.CancelScope(deadline=self._next_deadline()) as self._sleep:
+            self._looks_at = self._next_deadline()
+            with anyio.CancelScope(deadline=self._looks_at) as self._sleep:
                 await anyio.Event().wait()  # `sleep_forever` is a timer to asyncio, and a loop with one never rests
             self.drain()  # what has been delivered in time is not late
             self._check_deadlines()

@@ -101,7 +101,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "later pin delays an earlier deadline",
         WORKER,
-        "        if deadline < self._sleep.deadline:\n            self._sleep.deadline = deadline\n",
+        "        if deadline < self._looks_at:\n            self._looks_at = self._sleep.deadline = deadline\n",
         "        self._sleep.deadline = deadline\n",
         "a pin ends when its time is over, and so does a copy",
         scenarios=ERRANDS_AMONG_REQUESTS,

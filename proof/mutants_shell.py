@@ -87,7 +87,7 @@ _REQUEST = (
     Mutant(
         "grant for a load not taken",
         REQUEST,
-        "                self.start()\n                continue\n",
+        "                self.start(holding)\n                continue\n",
         "                continue\n",
         "after queueing again the load is planned again",
     ),
@@ -224,8 +224,8 @@ _WORKER = (
     Mutant(
         "deadline of a wait not armed",
         WORKER,
-        "        self._alarms[event] = deadline\n        self._wake_by(deadline)\n",
-        "        self._alarms[event] = deadline\n",
+        "deadline = self._clock() + after_s\n            self._wake_by(deadline)\n",
+        "self._clock() + after_s\n",
         "no hang: a load that takes too long is given up",
         scenarios=("stalled",),
     ),
@@ -248,8 +248,8 @@ _WORKER = (
     Mutant(
         "waits without a bound once the worker has ended",
         WORKER,
-        "            event.set()\n            return -math.inf\n",
-        "            return math.inf\n",
+        "        if self._has_ended:\n            event.set()\n",
+        "        if self._has_ended:\n            pass\n",
         "no hang: nobody waits for what nobody looks at",
         test="tests/shell/test_stalls.py::test_a_load_that_nobody_bounds_any_more",
     ),
