@@ -285,6 +285,22 @@ _WORKER = (
         scenarios=("conversations", "growing"),
     ),
     Mutant(
+        "bug in a wake-up reaches the loop",
+        WORKER,
+        "        except Exception as error:  # noqa: BLE001 - a supervisor, as in `run`: trio would end of it\n",
+        "        except ZeroDivisionError as error:\n",
+        "a cache never takes the engine down",
+        test="tests/shell/test_worker.py::test_a_bug_where_completions_arrive_turns_the_cache_off",
+    ),
+    Mutant(
+        "wake-ups in the context of whoever reports",
+        WORKER,
+        "partial(copy_context().run, self._wake)",
+        "self._wake",
+        "events say what the program bound to its logger",
+        test="tests/shell/test_worker.py::test_what_is_settled_is_logged_in_the_context_of_the_program",
+    ),
+    Mutant(
         "cancelled worker cancels the engine",
         WORKER,
         "                if self._scope.cancel_called:\n                    raise\n",

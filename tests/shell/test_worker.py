@@ -432,6 +432,45 @@ async def ledger_fails(engine: Engine, transport: ScriptedTransport) -> None:
     engine.runtime.check_integrity()
 
 
+async def test_a_bug_where_completions_arrive_turns_the_cache_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions are settled in a callback of the loop, which trio does not survive raising: whatever goes wrong there
+    is logged, who waits computes, and the engine goes on."""
+    errors: list[BaseException] = []
+    with anyio.fail_after(GUARD_S):
+        async with scripted() as (engine, transport):
+            await on_the_host_only(engine, A)
+            forget = type(engine.runtime.worker)._forget
+
+            def fails_once(worker: Any, job_id: int) -> None:
+                monkeypatch.setattr(type(worker), "_forget", forget)
+                raise IntegrityError("planted")
+
+            monkeypatch.setattr(type(engine.runtime.worker), "_forget", fails_once)
+            monkeypatch.setattr(engine.runtime.telemetry, "worker_failed", errors.append)
+            assert await engine.serve(A) == 0
+            assert [str(error) for error in errors] == ["planted"]
+            assert await engine.serve(B) == 0
+            assert len(transport.launched) == 2  # the store of A and its load: nothing since
+            engine.runtime.check_integrity()
+
+
+async def test_what_is_settled_is_logged_in_the_context_of_the_program() -> None:
+    """What a program binds to structlog before it opens the runtime is in its events, whichever thread reported."""
+    events: list[Any] = []
+
+    def keep(_: Any, __: str, event: Any) -> Any:
+        events.append(event)
+        raise structlog.DropEvent
+
+    logger = structlog.wrap_logger(None, processors=[structlog.contextvars.merge_contextvars, keep])
+    with structlog.contextvars.bound_contextvars(engine="first"):
+        async with with_bytes(logger=logger) as engine:
+            await engine.serve(A)
+            await engine.runtime.flush()
+    (completed,) = (event for event in events if event["event"] == "job_completed")
+    assert completed["engine"] == "first"
+
+
 @pytest.mark.parametrize("broken", ["launch", "discard", "settle"])
 async def test_a_request_does_not_hear_of_a_bug_in_the_ledger(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever call happens to dispatch or drop jobs: what goes wrong in there turns the cache off and is logged."""
