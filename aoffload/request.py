@@ -249,7 +249,7 @@ class Request:
     def load_nowait(self, max_tokens: int | None = None) -> PendingLoad:
         """Start bringing the host hit onto the device, and go on without waiting for it."""
         load = PendingLoad(self, max_tokens)
-        load.start(self._live())
+        load._start(self._live())
         return load
 
     async def load(self, max_tokens: int | None = None) -> int:
@@ -259,8 +259,8 @@ class Request:
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding, load = self._live(), PendingLoad(self, max_tokens)
-        load.start(holding)
-        return await load.until_over(holding) if holding.state is RequestState.LOADING else holding.num_computed_tokens
+        load._start(holding)
+        return await load._until_over(holding) if holding.state is RequestState.LOADING else holding.num_computed_tokens
 
     # -- computing ------------------------------------------------------------------------------------------------
 
@@ -289,20 +289,20 @@ class PendingLoad:
     def is_over(self) -> bool:
         return self._request.state is not RequestState.LOADING
 
-    def start(self, holding: Holding) -> None:
+    def _start(self, holding: Holding) -> None:
         runtime = self._request._runtime
         runtime.worker.submit(runtime.ledger.plan_load(holding, self._max_tokens, self._request._wake))
 
     async def wait(self) -> int:
         """Wait until the load is over, however it ends; the number of tokens that are ready."""
-        return await self.until_over(self._request._live())
+        return await self._until_over(self._request._live())
 
-    async def until_over(self, holding: Holding) -> int:
+    async def _until_over(self, holding: Holding) -> int:
         request, runtime = self._request, self._request._runtime
         while holding.state is RequestState.LOADING:
             if holding.waiter is not None and holding.waiter.is_over:
                 runtime.ledger.accept(holding.waiter)
-                self.start(holding)
+                self._start(holding)
                 continue
             is_late = await self._wait(runtime.config.load_timeout_s if holding.load is not None else None)
             if is_late and holding.state is RequestState.LOADING and holding.load is not None:

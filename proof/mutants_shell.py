@@ -87,7 +87,7 @@ _REQUEST = (
     Mutant(
         "grant for a load not taken",
         REQUEST,
-        "                self.start(holding)\n                continue\n",
+        "                self._start(holding)\n                continue\n",
         "                continue\n",
         "after queueing again the load is planned again",
     ),
