@@ -138,7 +138,7 @@ async def test_nobody_is_woken_for_a_pin_before_its_time() -> None:
         runtime = engine.runtime
         await engine.serve(A)
         await runtime.flush()
-        await anyio.sleep(runtime.config.transfer_timeout_s)  # when its store would have been late is looked at, too
+        await anyio.sleep(runtime.config.transfer_timeout_s + 1)  # its store might have been late: that is looked at
         looks: list[float] = []
         lapse = runtime.ledger.lapse
         runtime.ledger.lapse = lambda now: looks.append(now) or lapse(now)  # type: ignore[func-returns-value, method-assign]
