@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 else:
     Hasher = Any
 
-__all__ = ["KeySpan", "Prefix", "Root", "Roots", "TokenIds", "encode_tokens"]
+__all__ = ["KeySpan", "LongList", "Prefix", "Root", "Roots", "TokenIds", "encode_tokens", "prompt_of"]
 
 TokenIds: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | bytes | Any"
 
 TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2**31 - 1
 INT32 = np.dtype("<i4")
+MAX_LIST = 2**13
+"""Ids of a list that are read in one go, in about a tenth of a millisecond."""
 FEW = 16
 """Ids up to which a loop is faster than an array, as most commits append none or one."""
 # No token id encodes to this, so a span record can never be mistaken for tokens.
@@ -124,7 +126,10 @@ class Prefix:
     @classmethod
     def of(cls, root: Root, token_ids: TokenIds, key_spans: Iterable[KeySpan] = ()) -> Prefix:
         """Copy and check `token_ids` (one dimension, at least one id, each in `[0, 2**31)`) and `key_spans`."""
-        tokens = encode_tokens(token_ids)
+        return cls._checked(root, encode_tokens(token_ids), key_spans)
+
+    @classmethod
+    def _checked(cls, root: Root, tokens: bytes, key_spans: Iterable[KeySpan]) -> Prefix:
         if not tokens:
             raise InvalidArgument("token_ids", "is empty: at least one token has to be computed")
         spans = () if key_spans == () else _as_spans(key_spans)
@@ -135,6 +140,32 @@ class Prefix:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
+
+
+@attrs.frozen
+class LongList:
+    """A prompt that came as so long a list of ids that reading it in one go would hold an event loop for milliseconds:
+    an array of any length is copied in one call, a list id by id."""
+
+    root: Root
+    token_ids: Sequence[int]
+    key_spans: Iterable[KeySpan]
+
+    def slices(self) -> Iterator[bytes]:
+        """The ids, encoded and checked, so many at a time. Nobody may change the list meanwhile."""
+        for at in range(0, len(self.token_ids), MAX_LIST):
+            yield encode_tokens(self.token_ids[at : at + MAX_LIST])
+
+    def prefix(self, slices: Iterable[bytes]) -> Prefix:
+        """What `Prefix.of` makes of the whole list."""
+        return Prefix._checked(self.root, b"".join(slices), self.key_spans)
+
+
+def prompt_of(root: Root, token_ids: TokenIds, key_spans: Iterable[KeySpan] = ()) -> Prefix | LongList:
+    """The prefix, or a list that is still to be read."""
+    if isinstance(token_ids, (list, tuple)) and len(token_ids) > MAX_LIST:
+        return LongList(root, token_ids, key_spans)
+    return Prefix.of(root, token_ids, key_spans)
 
 
 def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:

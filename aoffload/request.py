@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +17,7 @@ from .core.policy import StoreScope
 from .core.preemption import Preemption
 from .core.waiting import Waiter
 from .errors import OutOfBlocks, RuntimeClosed, WrongState
-from .prefix import Prefix, TokenIds
+from .prefix import LongList, Prefix, TokenIds
 from .transfer.fence import Fence
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ class Request:
     `reason` behind the block. Any other cancellation or exception passes through, and the pins go all the same.
     """
 
-    def __init__(self, runtime: OffloadRuntime, prefix: Prefix, options: RequestOptions) -> None:
+    def __init__(self, runtime: OffloadRuntime, prompt: Prefix | LongList, options: RequestOptions) -> None:
         self._runtime = runtime
-        self._prefix = prefix
+        self._prompt = prompt
         self._options = options
         self._holding: Holding | None = None
         self._scope = anyio.CancelScope()
@@ -61,9 +62,10 @@ class Request:
     # -- its life -------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
+        prefix = self._prompt if isinstance(self._prompt, Prefix) else await _read(self._prompt)
         if self._holding is not None:
             raise WrongState(f"request {self.request_id} was entered before: open another one")
-        self._holding = self._runtime._admit(self, self._prefix, self._options)
+        self._holding = self._runtime._admit(self, prefix, self._options)
         self._task_id = id(self._runtime.running_task())
         if self._options.deadline_s is not None:
             self._scope.deadline = anyio.current_time() + self._options.deadline_s
@@ -260,6 +262,9 @@ class Request:
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding, load = self._live(), PendingLoad(self, max_tokens)
         load._start(holding)
+        if holding.sequence.has_much_to_hash(holding.hit_stop):
+            await self._runtime.env.run_in_thread(partial(holding.sequence.hash_ahead, holding.hit_stop))
+            self._live()
         return await load._until_over(holding) if holding.state is RequestState.LOADING else holding.num_computed_tokens
 
     # -- computing ------------------------------------------------------------------------------------------------
@@ -324,6 +329,15 @@ class PendingLoad:
         finally:
             was_pending = worker.clear_alarm(event)
         return not was_pending
+
+
+async def _read(prompt: LongList) -> Prefix:
+    """Read a long list slice by slice, and let others have their turn in between."""
+    slices: list[bytes] = []
+    for encoded in prompt.slices():
+        slices.append(encoded)
+        await anyio.lowlevel.checkpoint()
+    return prompt.prefix(slices)
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -36,7 +36,7 @@ from .errors import (
     WrongThread,
 )
 from .keeping import Identity, PendingDemotion, PendingPrefetch, PinScope, time_to_live
-from .prefix import KeySpan, Prefix, Roots, TokenIds
+from .prefix import KeySpan, Prefix, Roots, TokenIds, prompt_of
 from .request import Request, RequestOptions
 from .telemetry import Telemetry
 from .transfer.fence import Fence
@@ -220,14 +220,17 @@ class OffloadRuntime:
         `deadline_s` is counted from entering. `max_hit_tokens` and `hit_alignment` narrow what is taken from the cache,
         `reads_cache=False` takes nothing. `store` and `max_store_tokens` narrow what goes to the host: all of it, its
         prompt or nothing, and how many of its first tokens.
+
+        An array is read here, however long it is. A list or tuple of more than 8,192 ids is read on entering, with
+        turns for others in between, and has to stay as it is until then.
         """
         self._check_usable()
         seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)
-        prefix = self._prefix(token_ids, cache_salt, adapter_key, key_spans)
+        prompt = prompt_of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
         options = RequestOptions(
             request_id, seconds, max_hit_tokens, hit_alignment, reads_cache, store, max_store_tokens
         )
-        return Request(self, prefix, options)
+        return Request(self, prompt, options)
 
     async def run(
         self, function: Callable[[Request], Awaitable[Result]], token_ids: TokenIds, /, **options: Any

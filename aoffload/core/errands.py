@@ -16,6 +16,7 @@ from .holding import Holding, Load
 from .index import NUM_TIERS, Run
 from .jobs import Job
 from .keeping import held_alone
+from .lease import Lease
 from .lifecycle import ErrandState, Moves
 from .loads import Loads, coming
 from .matching import find_hit
@@ -140,13 +141,25 @@ class Errands:
     def demote(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Demotion:
         """Store what the host lacks of `sequence`, and free its device blocks once the host could serve it alone."""
         errand = Demotion(self._holding("demotion", sequence, self._whole(sequence), ledger), wake)
+        kept = self._keep_hit(sequence)
         leaving = self._leaving(sequence)
         if leaving:
             jobs = self._offer(errand.holding, leaving)
             errand.plans = tuple(job.plan for job in jobs)
             self._wait_for_stores(errand.holding)
+        if kept is not None:
+            self.cache.release(kept)
         self._begin(errand)
         return errand
+
+    def _keep_hit(self, sequence: TokenSequence) -> Lease | None:
+        """Pin in the host what is hit there now of windows: what is stored must not evict it. The spine before it is
+        pinned by whoever stores."""
+        cache = self.cache
+        hit = find_hit(cache.index, sequence, cache.layout, self._whole(sequence))
+        if not cache.layout.windows or not hit.stop:
+            return None
+        return cache.lease(Tier.HOST, cache.cut(hit.run_at(hit.stop), hit.stop), cache.layout.window_starts(hit.stop))
 
     def _whole(self, sequence: TokenSequence) -> int:
         return sequence.num_tokens // self.cache.layout.unit_tokens

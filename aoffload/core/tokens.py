@@ -71,12 +71,15 @@ class TokenSequence:
         count = num_tokens * TOKEN_BYTES
         return self is other or self._bytes(0, count) == other._bytes(0, count)
 
+    def has_much_to_hash(self, start: int) -> bool:
+        """Whether publishing the prompt from unit `start` on would hash so much that a thread had better do it."""
+        num_bytes = len(self._prompt) - start * self._unit_bytes
+        return num_bytes > MAX_RUN_TOKENS * TOKEN_BYTES and not self._spans and not self._hashed
+
     def hash_ahead(self, start: int) -> None:
         """Hash the prompt to where the longest runs end, so that publishing what lies behind unit `start` need not.
 
-        Any thread may do it: nobody sees anything of it before it is done. With spans nothing is hashed ahead."""
-        if self._spans:
-            return
+        Any thread may do it: nobody sees anything of it before it is done. Not for a prompt with spans."""
         most, hasher, hashed = max_run_units(self._unit_tokens), self.root.hasher, {}
         for stop in range(most, self.num_prompt_units + 1, most):
             hasher = hash_run(hasher, self.stretch(stop - most, stop), (), self._unit_bytes)

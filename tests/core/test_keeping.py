@@ -716,6 +716,27 @@ def test_a_demotion_from_before_a_reset_frees_nothing_after_it() -> None:
     assert driven.hit(A) == (8, 0)
 
 
+def test_a_demotion_does_not_evict_what_is_hit_in_the_host() -> None:
+    """What a demotion stores has no room where the host is full of what the same prompt would hit: of windows, too."""
+    groups = [KVCacheGroup("full", block_size=4), KVCacheGroup("window", attention=SlidingWindow(6), block_size=4)]
+    driven = Driven(15, 4, groups=groups, max_pinned_share=1.0)
+    short, long = TEXTS[:2]
+    spine, window = driven.commit(holding := driven.running(short))
+    driven.land([spine])
+    driven.launch([window])
+    driven.release(holding)
+    driven.end(window, Outcome.FAILED)
+    held = pin(driven, short)
+    driven.land([*driven.commit(holding := driven.running(long)), *driven.release(holding)])
+    driven.evict_device()
+    before = num_hit(driven, long)
+    errand = demote(driven, long)
+    assert (before, num_hit(driven, long)) == (12, 12)
+    driven.land(errand.plans)
+    assert num_hit(driven, long) == 12
+    unpin(driven, held)
+
+
 # -- everything at once -------------------------------------------------------------------------------------------
 
 LAYOUTS = st.sampled_from(
@@ -737,6 +758,10 @@ def test_whatever_is_asked_for_in_whatever_order_nothing_is_lost(
 ) -> None:
     """Pins, prefetches, demotions and requests in any order, copies landing, failing or given up in any order: after
     every call each block is in one hand, what is pinned hits as far as it did, and at rest nothing is pinned."""
+    ask_for_anything(groups, seed, num_device, num_host)
+
+
+def ask_for_anything(groups: Any, seed: Any, num_device: int, num_host: int) -> None:
     share = seed.choice((0.3, 1.0))
     driven = Driven(num_device, num_host, groups=groups, max_pinned_share=share, max_prefetch_share=share)
     ledger = driven.ledger
