@@ -1,20 +1,31 @@
-"""Copying scattered blocks of 2 MiB through `LocalTransport`, as a share of one plain memmove in the same run.
+"""Copying scattered blocks through `LocalTransport`, as a share of one plain memmove in the same run.
 
-Pools that were churned for long: no two blocks of a job are neighbours on the device. The loop idle: this thread waits.
-Busy: it runs an event loop whose turns of 300 µs never end, as one with a thousand clients.
+The ids come from pools after thousands of takes and gives: blocks of a job are hardly ever neighbours on the device,
+and lie in several extents in host memory. The loop idle: this thread waits. Busy: it runs an event loop whose turns
+never end, as one with a thousand clients. Loop and copy threads have a core each, or it would be the kernel's choice of
+cores that is measured; a sample in which one of them had to wait for its core, since somebody else was on it, is taken
+again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import sys
 import time
 from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 
+import attrs
 import numpy as np
 import torch
 
+from aoffload.core.blocks import DevicePool, ExtentPool, FreeList
 from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
 from aoffload.env import Env
 from aoffload.transfer.local import LocalTransport
@@ -24,85 +35,191 @@ from .peer import Peer
 
 __all__ = ["run"]
 
-MIB = 2**20
-BLOCK_BYTES = 2 * MIB
-NUM_DEVICE_BLOCKS = 160
-NUM_BLOCKS_MOVED = 64
-BLOCKS_PER_JOB = 16
+KIB, MIB = 2**10, 2**20
+MOVED_BYTES = 128 * MIB
+JOB_BYTES = 32 * MIB
+POOL_BYTES = 320 * MIB
 TURN_S = 300e-6
+SHORT_TURN_S = 50e-6
+NUM_CHURNS = 5_000
+MEDIAN_BLOCKS = 16
+"""Of what is taken at once while a pool ages; the sizes are log-normal, as those of a trace's prompts."""
+MOST_WAITED = 0.03
+NUM_TRIES = 8
+
+
+@attrs.frozen
+class Shape:
+    """Blocks of `num_regions` pieces, each in a tensor of its own."""
+
+    num_regions: int
+    piece_bytes: int
+    turns_s: tuple[float, ...] = (TURN_S,)
+    wanted_idle: float | None = None
+    wanted_busy: float | None = None
+    seconds: float = 1.2
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_regions * self.piece_bytes
+
+    @property
+    def name(self) -> str:
+        piece = f"{self.piece_bytes // MIB} MiB" if self.piece_bytes >= MIB else f"{self.piece_bytes // KIB} KiB"
+        return f"{self.num_regions} regions of {piece}" if self.num_regions > 1 else f"one region of {piece}"
+
+
+SHAPES = (
+    Shape(1, 2 * MIB, (TURN_S, SHORT_TURN_S), 0.9, 0.75, seconds=3.0),
+    Shape(32, 64 * KIB, (TURN_S, SHORT_TURN_S), 0.9, 0.75, seconds=3.0),
+    *(Shape(1, piece * KIB) for piece in (256, 64, 16, 4)),
+    *(Shape(32, piece * KIB) for piece in (256, 16, 4)),
+    Shape(8, 2 * MIB),
+)
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """One row per direction and layout: GB/s of payload beside one plain memmove."""
-    one_region = torch.ones(NUM_DEVICE_BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
-    rows = measure("one region of 2 MiB", one_region)
-    del one_region
-    layers = [torch.ones(NUM_DEVICE_BLOCKS, BLOCK_BYTES // 32, dtype=torch.uint8) for _ in range(32)]
-    return rows + measure("32 regions of 64 KiB", layers)
+    """One row per shape, direction and loop: GB/s of payload beside one plain memmove."""
+    return [row for shape in SHAPES for row in measure(shape)]
 
 
-def measure(layout: str, kv_caches: object) -> list[Row]:
+def measure(shape: Shape) -> list[Row]:
     """Store and load the same scattered blocks, each round next to a memmove of as many bytes."""
-    transport = LocalTransport(kv_caches)
-    completions: SimpleQueue[Completion] = SimpleQueue()
-    transport.open(NUM_BLOCKS_MOVED, verify=False, deliver=completions.put, env=Env())
-    on_device = random.Random(0).sample(range(1, NUM_DEVICE_BLOCKS), NUM_BLOCKS_MOVED)
-    source, destination = np.ones((2, NUM_BLOCKS_MOVED * BLOCK_BYTES), dtype=np.uint8)
-    subjects: dict[str, Subject] = {
-        name: lambda name=name: timed(lambda: _move(transport, completions, name, on_device))  # type: ignore[misc]
-        for name in ("store", "load")
-    }
-    for name in ("store", "load"):
-        subjects[f"{name}, busy"] = lambda name=name: asyncio.run(  # type: ignore[misc]
-            _move_beside(transport, completions, name, on_device)
-        )
-    subjects["memmove"] = lambda: timed(lambda: np.copyto(destination, source))
-    measured = interleave(subjects, seconds=3.0)
-    transport.close(timeout_s=10)
+    with _opened(shape) as copies:
+        source, destination = np.ones((2, MOVED_BYTES), dtype=np.uint8)
+        subjects: dict[str, Subject] = {"memmove": lambda: timed(lambda: np.copyto(destination, source))}
+        for name in ("store", "load"):
+            subjects[name] = partial(timed, partial(copies.move, name))
+            for turn_s in shape.turns_s:
+                subjects[_busy(name, turn_s)] = partial(copies.move_beside, name, turn_s)
+        measured = interleave({name: Undisturbed(each) for name, each in subjects.items()}, seconds=shape.seconds)
     rows: list[Row] = []
     for name in ("store", "load"):
-        rows.append(_row(f"{name}, {layout}, loop idle", measured[name], measured["memmove"], 0.9))
-        rows.append(_row(f"{name}, {layout}, loop busy", measured[f"{name}, busy"], measured["memmove"], 0.75))
+        rows.append(_row(shape, name, "loop idle", measured[name], measured["memmove"], shape.wanted_idle))
+        for turn_s in shape.turns_s:
+            loop, ours = f"loop busy, {turn_s * 1e6:.0f} us", measured[_busy(name, turn_s)]
+            rows.append(_row(shape, name, loop, ours, measured["memmove"], shape.wanted_busy))
     return rows
 
 
-def _row(name: str, ours: Measured, limit: Measured, wanted: float) -> Row:
-    gigabytes = NUM_BLOCKS_MOVED * BLOCK_BYTES / 1e9
+def _busy(name: str, turn_s: float) -> str:
+    return f"{name} beside {turn_s}"
+
+
+def _row(shape: Shape, name: str, loop: str, ours: Measured, limit: Measured, wanted: float | None) -> Row:
+    gigabytes = MOVED_BYTES / 1e9
     return Row(
-        name=name, value=gigabytes / ours.median_s, unit="GB/s",
+        name=f"{name}, {shape.name}, {loop}", value=gigabytes / ours.median_s, unit="GB/s",
         spread=f"{gigabytes / ours.high_s:.3g}-{gigabytes / ours.low_s:.3g}",
         against="one memmove", limit=gigabytes / limit.median_s, ratio=limit.median_s / ours.median_s, wanted=wanted,
     )  # fmt: skip
 
 
-def _move(transport: LocalTransport, completions: SimpleQueue[Completion], name: str, on_device: list[int]) -> None:
-    for _ in range(_launch(transport, name, on_device)):
-        assert completions.get(timeout=60).outcome is Outcome.LANDED
+@attrs.frozen(eq=False)
+class Copies:
+    """An opened transport and jobs over aged pools, `device` and `host` block ids for each."""
+
+    transport: LocalTransport
+    completions: SimpleQueue[Completion]
+    jobs: tuple[tuple[array[int], array[int]], ...]
+
+    def move(self, name: str) -> None:
+        self._launch(name)
+        for _ in self.jobs:
+            assert self.completions.get(timeout=60).outcome is Outcome.LANDED
+
+    def move_beside(self, name: str, turn_s: float) -> Sample:
+        """The same beside an event loop's turns that last `turn_s`, one after the other."""
+        return asyncio.run(self._move_beside(name, turn_s))
+
+    async def _move_beside(self, name: str, turn_s: float) -> Sample:
+        cpu, wall = time.thread_time(), time.perf_counter()
+        self._launch(name)
+        missing = len(self.jobs)
+        while missing:
+            end = time.perf_counter() + turn_s
+            while time.perf_counter() < end:
+                pass
+            await asyncio.sleep(0)
+            while not self.completions.empty():
+                assert self.completions.get().outcome is Outcome.LANDED
+                missing -= 1
+        return Sample(time.perf_counter() - wall, time.thread_time() - cpu)
+
+    def _launch(self, name: str) -> None:
+        for number, (device_ids, host_ids) in enumerate(self.jobs):
+            if name == "store":
+                plan = TransferPlan(number, Tier.DEVICE, Tier.HOST, device_ids, host_ids)
+            else:
+                plan = TransferPlan(number, Tier.HOST, Tier.DEVICE, host_ids, device_ids)
+            self.transport.launch(plan, None)
 
 
-async def _move_beside(
-    transport: LocalTransport, completions: SimpleQueue[Completion], name: str, on_device: list[int]
-) -> Sample:
-    """The same beside turns that last `TURN_S`, one after the other."""
-    cpu, wall = time.thread_time(), time.perf_counter()
-    missing = _launch(transport, name, on_device)
-    while missing:
-        end = time.perf_counter() + TURN_S
-        while time.perf_counter() < end:
-            pass
-        await asyncio.sleep(0)
-        while not completions.empty():
-            assert completions.get().outcome is Outcome.LANDED
-            missing -= 1
-    return Sample(time.perf_counter() - wall, time.thread_time() - cpu)
+@contextmanager
+def _opened(shape: Shape) -> Iterator[Copies]:
+    num_blocks = POOL_BYTES // shape.block_bytes
+    regions = [torch.ones(num_blocks + 1, shape.piece_bytes, dtype=torch.uint8) for _ in range(shape.num_regions)]
+    transport, completions = LocalTransport(regions), SimpleQueue[Completion]()
+    num_jobs, per_job = MOVED_BYTES // JOB_BYTES, JOB_BYTES // shape.block_bytes
+    device_ids = _aged(FreeList(num_blocks + 1), num_jobs, per_job)
+    host_ids = _aged(ExtentPool(num_blocks), num_jobs, per_job)
+    with _apart(lambda: transport.open(num_blocks, verify=False, deliver=completions.put, env=Env())):
+        yield Copies(transport, completions, tuple(zip(device_ids, host_ids, strict=True)))
+    transport.close(timeout_s=10)
 
 
-def _launch(transport: LocalTransport, name: str, on_device: list[int]) -> int:
-    """How many jobs were launched."""
-    tiers = (Tier.DEVICE, Tier.HOST) if name == "store" else (Tier.HOST, Tier.DEVICE)
-    for number, start in enumerate(range(0, NUM_BLOCKS_MOVED, BLOCKS_PER_JOB)):
-        device_ids = array("i", on_device[start : start + BLOCKS_PER_JOB])
-        host_ids = array("i", range(start, start + BLOCKS_PER_JOB))
-        ids = (device_ids, host_ids) if name == "store" else (host_ids, device_ids)
-        transport.launch(TransferPlan(number, *tiers, *ids), None)
-    return number + 1
+@contextmanager
+def _apart(start_threads: Callable[[], None]) -> Iterator[None]:
+    """This thread on one core, what `start_threads` starts on others; where cores can be chosen and there are two."""
+    if not hasattr(os, "sched_setaffinity") or len(cores := os.sched_getaffinity(0)) == 1:
+        start_threads()
+        yield
+        return
+    own, *others = sorted(cores)
+    try:
+        os.sched_setaffinity(0, others)
+        start_threads()
+        os.sched_setaffinity(0, {own})
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _aged(pool: DevicePool, num_jobs: int, per_job: int) -> list[array[int]]:
+    """The blocks of some jobs, after what they were taken from had been nearly full for a long time."""
+    rng = random.Random(0)
+    held: list[array[int]] = []
+
+    def take(num_blocks: int) -> array[int]:
+        while pool.num_free < num_blocks:
+            at = rng.randrange(len(held))
+            held[at], held[-1] = held[-1], held[at]
+            pool.give(held.pop())
+        return pool.take(num_blocks)
+
+    for _ in range(NUM_CHURNS):
+        size = round(MEDIAN_BLOCKS * rng.lognormvariate(0, 1))
+        held.append(take(max(1, min(size, pool.num_blocks // 8))))
+    return [take(per_job) for _ in range(num_jobs)]
+
+
+class Undisturbed:
+    """Takes a sample again, a few times at most, where a thread of this process waited for a core."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+
+    def __call__(self) -> Sample:
+        for _ in range(NUM_TRIES):
+            before = _waited_s()
+            sample = self._subject()
+            if _waited_s() - before <= MOST_WAITED * sample.wall_s:
+                return sample
+        print("copy: others are busy on this machine, and slow a sample down", file=sys.stderr)
+        return sample
+
+
+def _waited_s() -> float:
+    """How long all threads of this process were ready to run and did not; 0 where the system does not say."""
+    tasks = Path("/proc/self/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[1]) for task in tasks) / 1e9

@@ -17,6 +17,7 @@ from ..errors import TransferRefused
 from .backends.base import CopyBackend, CopyStopped
 from .checksums import BlockChecksums
 from .fence import Fence
+from .turns import wait_precisely
 
 __all__ = ["CopyLane", "LaneCounts"]
 
@@ -102,6 +103,7 @@ class CopyLane:
         return not self._abandoned
 
     def _work(self) -> None:
+        wait_precisely()
         try:
             with self._backend.thread_scope(self.direction):
                 while (job := self._next_job()) is not _Stop.STOP:

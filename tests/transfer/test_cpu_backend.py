@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from aoffload.core.plan import Outcome
 from aoffload.errors import ConfigError
 from aoffload.transfer.backends.cpu import CpuBackend
-from aoffload.transfer.backends.rows import FlatRows, Stripes, row_mover, stretches
+from aoffload.transfer.backends.rows import stretches
 from aoffload.transfer.region import KVRegion, regions_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool)
@@ -105,30 +105,6 @@ def test_any_layout_comes_back_byte_for_byte(seed: int, layout: Callable[[random
         copies.transport.backend.write_device_block(block_id, np.frombuffer(before[block_id], dtype=np.uint8))
     assert torch.equal(pool.memory, outside)
     assert copies.transport.close(20)
-
-
-def test_one_dense_region_and_stacked_layers_are_moved_by_one_call() -> None:
-    """The layouts of engines are flat rows; layers that fit no common row length are stripes."""
-    dense = torch.zeros(8, 2, 3)
-    layers = torch.zeros(4, 8, 2, 3)
-    assert isinstance(row_mover(regions_of(dense)), FlatRows)
-    assert isinstance(row_mover(regions_of(list(layers))), FlatRows)
-    inside = row_mover(regions_of(list(layers.transpose(0, 1).contiguous().unbind(1))))
-    assert isinstance(inside, FlatRows)
-    assert inside.row_offsets.tolist() == [0]  # neighbours inside a block are joined
-    memory = torch.zeros(100_000, dtype=torch.uint8)
-    uneven = [KVRegion(memory[start : start + 4000], 1000, 900) for start in (0, 7001, 20_000)]
-    assert isinstance(row_mover(regions_of(uneven)), Stripes)
-
-
-@pytest.mark.parametrize("num_regions", [1, 3])
-def test_evenly_spaced_regions_share_a_stripe(num_regions: int) -> None:
-    """Layers allocated one by one, at equal distances, cost one call per block and not one per layer."""
-    memory = torch.zeros(100_000, dtype=torch.uint8)
-    regions = [KVRegion(memory[start : start + 4096], 1024, 1000) for start in range(8, 5000 * num_regions, 5000)]
-    mover = row_mover(regions_of([*regions, KVRegion(memory[60_001 : 60_001 + 4096], 1024, 1000)]))
-    assert isinstance(mover, Stripes)
-    assert [stripe.blocks.shape[1] for stripe in mover.stripes] == ([2] if num_regions == 1 else [3, 1])
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import select
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 import pytest
 import torch
+from copies import Copies
 
 from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
 from aoffload.env import Env
 from aoffload.errors import TransferRefused
+from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.turns import SWITCH_S, Turns
 
@@ -68,12 +71,12 @@ def test_what_a_program_has_set_meanwhile_stays() -> None:
 
 
 def test_an_interval_that_is_short_already_is_left_alone() -> None:
-    sys.setswitchinterval(5e-5)
+    sys.setswitchinterval(5e-6)
     turns = Turns()
     turns.begin()
-    assert interval() == 5e-5
+    assert interval() == 5e-6
     turns.end()
-    assert interval() == 5e-5
+    assert interval() == 5e-6
 
 
 def test_a_copy_that_hangs_keeps_nothing_short() -> None:
@@ -84,6 +87,32 @@ def test_a_copy_that_hangs_keeps_nothing_short() -> None:
     assert interval() == USUAL_S
     turns.end()
     assert interval() == USUAL_S
+
+
+GET_TIMER_SLACK = 30
+
+
+def timer_slack_ns() -> int:
+    return int(ctypes.CDLL(None).prctl(GET_TIMER_SLACK, 0, 0, 0, 0))
+
+
+class SlackBackend(CpuBackend):
+    """Looks how late its thread's waits may end."""
+
+    found_ns = 0
+
+    def after_copy(self, plan: TransferPlan) -> None:
+        self.found_ns = timer_slack_ns()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of Linux")
+def test_copy_threads_wait_precisely_and_nobody_else_does(open_copies: Callable[..., Copies]) -> None:
+    """Waits for the lock end when the interval is over. The loop's thread keeps what it had, and so do its timers."""
+    before_ns = timer_slack_ns()
+    copies = open_copies(torch.zeros(4, 8), 4, SlackBackend)
+    assert copies.store([1], [0]).outcome is Outcome.LANDED
+    assert copies.transport.backend.found_ns == 1  # type: ignore[attr-defined]
+    assert timer_slack_ns() == before_ns > 1
 
 
 @pytest.fixture
@@ -110,16 +139,17 @@ def test_a_refused_launch_leaves_nothing_short(transport: tuple[LocalTransport, 
     assert interval() == USUAL_S
 
 
+@pytest.mark.parametrize("turn_s", [300e-6, 50e-6])
 def test_copies_go_on_beside_a_loop_that_is_never_idle(
-    transport: tuple[LocalTransport, SimpleQueue[Completion]],
+    transport: tuple[LocalTransport, SimpleQueue[Completion]], turn_s: float
 ) -> None:
-    """Turns of 300 µs that only give the lock up for a moment, as a busy event loop does at each look for events."""
+    """Turns that only give the lock up for a moment, as a busy event loop does at each look for events."""
     under_test, completions = transport
     for number in range(8):
         under_test.launch(plan(number), None)
     missing, deadline = 8, time.perf_counter() + 10
     while missing and time.perf_counter() < deadline:
-        end = time.perf_counter() + 300e-6
+        end = time.perf_counter() + turn_s
         while time.perf_counter() < end:
             pass
         select.select([], [], [], 0)

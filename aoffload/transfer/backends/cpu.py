@@ -13,7 +13,7 @@ from .rows import row_mover, stretches
 
 __all__ = ["CpuBackend"]
 
-BATCH_BYTES = 16 * 2**20
+BATCH_BYTES = 32 * 2**20
 """Moved by one call: long enough to hide what a call costs, short enough to say how far a copy came."""
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..region import KVRegion, byte_rows
+from ..region import KVRegion
+from .pieces import Elements, Piece, common_unit, element_type, pieces_of, strided
+from .stripes import Stripes, progressions
+from .waits import LockWaits
 
-__all__ = ["FlatRows", "RowMover", "Stripes", "row_mover", "stretches"]
+__all__ = ["FlatRows", "PatientRows", "RowMover", "Rows", "row_mover", "stretches"]
 
-Elements = NDArray[Any]
-"""Bytes, read in the widest integers that fit."""
-
-MIN_PIECE_BYTES = 16 * 1024
-"""Cutting a region's block into smaller pieces than this costs more than calling once per block does."""
+LONG_ROW_BYTES = 16 * 1024
+"""From here on, rows cost no more than their bytes: 4 KiB took a tenth longer."""
+LEAST_ROW_BYTES = 64
+"""The alignment of what torch allocates. With shorter rows the indices would be as long as what they move."""
 
 
 class RowMover(Protocol):
@@ -33,86 +35,102 @@ class RowMover(Protocol):
 
 
 @attrs.frozen(eq=False)
-class Piece:
-    """A contiguous part of every block: block `b` has `num_bytes` of it at `address + b * stride_bytes`."""
+class Rows:
+    """All regions as one array of equal rows: block `b` is, in this order, the rows `b * strides + offsets`.
 
-    rows: NDArray[np.uint8]
-    address: int
-    stride_bytes: int
-    num_bytes: int
-    host_offset: int
+    The array runs from the lowest address to the highest, so also over memory between tensors that is nobody's; no
+    index ever names it. Rows may start at closer distances than they are long.
+    """
+
+    array: Elements
+    strides: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], unit: int, row_bytes: int) -> Rows:
+        """Rows of `row_bytes`, one at every multiple of `unit`; both divide all that `common_unit` names."""
+        lowest = min(pieces, key=lambda piece: piece.address)
+        span = max(piece.end for piece in pieces) - lowest.address
+        element = element_type(math.gcd(unit, lowest.address))
+        shape = ((span - row_bytes) // unit + 1, row_bytes // element.itemsize)
+        array = strided(lowest.rows[:, : element.itemsize].view(element), shape, (unit, element.itemsize))
+        parts = [(piece, at) for piece in pieces for at in range(0, piece.num_bytes, row_bytes)]
+        strides = np.array([piece.stride_bytes // unit for piece, _ in parts], dtype=np.int64)
+        offsets = np.array([(piece.address - lowest.address + at) // unit for piece, at in parts], dtype=np.int64)
+        # One number where one is enough, so that indices take one call.
+        return cls(array, strides[:1] if (strides == strides[0]).all() else strides, offsets)
+
+    def indices(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        return (block_ids[:, None] * self.strides + self.offsets).reshape(-1)
+
+    def of_host(self, host_rows: NDArray[np.uint8]) -> Elements:
+        return host_rows.reshape(-1).view(self.array.dtype).reshape(-1, self.array.shape[1])
 
 
 @attrs.frozen(eq=False)
 class FlatRows:
-    """All regions as one array of equal rows, of which each block is a fixed pattern.
+    """Any number of blocks in one call, where addresses, strides and sizes have a common divisor that is large enough.
 
-    Possible where addresses, strides and sizes have a common divisor that is large enough: always for one dense
-    region, and for layers or keys and values stacked in one tensor. The array may run over memory between tensors that
-    is nobody's; no index ever names it.
+    That is always so for one dense region, and for layers or keys and values stacked in one tensor; tensors of their
+    own have at least their alignment in common.
     """
 
-    rows: Elements
-    rows_per_stride: int
-    row_offsets: NDArray[np.int64]
+    dense: Rows
+    """Rows side by side, as `np.take` wants them: as long as that common divisor."""
+    long: Rows
+    """For loads, which may go to rows that overlap: as long as the pieces of a block allow."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> FlatRows:
+        unit = common_unit(pieces)
+        longest = math.gcd(*(piece.num_bytes for piece in pieces))
+        dense = Rows.of(pieces, unit, unit)
+        return cls(dense, dense if longest == unit else Rows.of(pieces, unit, longest))
 
     def gather(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
+        rows = self.dense
         # "raise" would buffer the output; the ids were checked when the plan was launched.
-        np.take(self.rows, self._indices(block_ids), axis=0, out=self._as_rows(host_rows), mode="clip")
+        np.take(rows.array, rows.indices(block_ids), axis=0, out=rows.of_host(host_rows), mode="clip")
 
     def scatter(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        self.rows[self._indices(block_ids)] = self._as_rows(host_rows)
-
-    def _indices(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        return (block_ids[:, None] * self.rows_per_stride + self.row_offsets).reshape(-1)
-
-    def _as_rows(self, host_rows: NDArray[np.uint8]) -> Elements:
-        return host_rows.reshape(-1).view(self.rows.dtype).reshape(-1, self.rows.shape[1])
+        rows = self.long
+        rows.array[rows.indices(block_ids)] = rows.of_host(host_rows)
 
 
 @attrs.frozen(eq=False)
-class Stripe:
-    """Evenly spaced pieces as one strided array `[num_blocks, num_pieces, elements]`."""
+class PatientRows:
+    """Regions whose common rows are short: a few fast calls for a store, or one, if others want the GIL, too.
 
-    blocks: Elements
-    host_offset: int
+    Whether they do is seen from what the calls before had to wait for it. Only one thread stores, so that is its own.
+    """
 
-    def of_host(self, host_rows: NDArray[np.uint8]) -> Elements:
-        _, num_pieces, elements = self.blocks.shape
-        num_bytes = num_pieces * elements * self.blocks.itemsize
-        columns = host_rows[:, self.host_offset : self.host_offset + num_bytes].view(self.blocks.dtype)
-        return columns.reshape(len(host_rows), num_pieces, elements)
-
-
-@attrs.frozen(eq=False)
-class Stripes:
-    """Regions that no common row length fits: one call per neighbouring blocks and stripe for a store."""
-
-    stripes: tuple[Stripe, ...]
+    rows: FlatRows
+    stripes: Stripes
+    waits: LockWaits = attrs.field(factory=LockWaits)
 
     def gather(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        for stripe in self.stripes:
-            host = stripe.of_host(host_rows)
-            # `np.take` would first copy a whole strided region, so neighbours are copied as slices.
-            for part in stretches(block_ids):
-                first = int(block_ids[part.start])
-                np.copyto(host[part], stripe.blocks[first : first + part.stop - part.start])
+        num_moved = 0
+        parts = progressions(block_ids)
+        while not self.waits.have_begun and (part := next(parts, None)) is not None:
+            with self.waits.timing():
+                self.stripes.gather_progression(block_ids[part], host_rows[part])
+            num_moved = part.stop
+        if num_moved < len(block_ids):
+            with self.waits.timing():
+                self.rows.gather(block_ids[num_moved:], host_rows[num_moved:])
 
     def scatter(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        for stripe in self.stripes:
-            stripe.blocks[block_ids] = stripe.of_host(host_rows)
+        self.rows.scatter(block_ids, host_rows)
 
 
 def row_mover(regions: tuple[KVRegion, ...]) -> RowMover:
     """The fastest way to move the blocks of `regions`."""
-    pieces = list(_joined(_pieces(regions)))
-    unit = math.gcd(*_grid(pieces))
-    # With different strides a block is no fixed pattern of rows.
-    has_one_stride = len({piece.stride_bytes for piece in pieces}) == 1
-    if has_one_stride and unit >= min(MIN_PIECE_BYTES, min(piece.num_bytes for piece in pieces)):
-        return _flat_rows(pieces, unit)
-    element = _element_type(unit)
-    return Stripes(tuple(_stripe(alike, element) for alike in _evenly_spaced(pieces)))
+    pieces = pieces_of(regions)
+    unit, shortest = common_unit(pieces), min(piece.num_bytes for piece in pieces)
+    if unit < min(LEAST_ROW_BYTES, shortest):
+        return Stripes.of(pieces)
+    rows = FlatRows.of(pieces)
+    return rows if unit >= min(LONG_ROW_BYTES, shortest) else PatientRows(rows, Stripes.of(pieces))
 
 
 def stretches(ids: NDArray[np.int64]) -> Iterator[slice]:
@@ -121,83 +139,3 @@ def stretches(ids: NDArray[np.int64]) -> Iterator[slice]:
     for start, stop in itertools.pairwise(bounds):
         if start < stop:
             yield slice(start, stop)
-
-
-def _pieces(regions: tuple[KVRegion, ...]) -> Iterator[Piece]:
-    host_offset = 0
-    for region in regions:
-        rows = byte_rows(region).numpy()
-        yield Piece(rows, region.address, region.block_stride_bytes, region.block_bytes, host_offset)
-        host_offset += region.block_bytes
-
-
-def _joined(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Neighbours on both sides are one piece: keys and values that follow each other inside a block."""
-    current = next(pieces)
-    for piece in pieces:
-        adjacent = piece.address == current.address + current.num_bytes
-        if adjacent and piece.stride_bytes == current.stride_bytes:
-            num_bytes = current.num_bytes + piece.num_bytes
-            rows = _strided(current.rows, (len(current.rows), num_bytes), (current.stride_bytes, 1))
-            current = attrs.evolve(current, rows=rows, num_bytes=num_bytes)
-        else:
-            yield current
-            current = piece
-    yield current
-
-
-def _grid(pieces: list[Piece]) -> Iterator[int]:
-    """Numbers of bytes of which the length of a common row has to be a divisor."""
-    for piece in pieces:
-        yield piece.num_bytes
-        yield piece.address - pieces[0].address
-        yield piece.stride_bytes
-
-
-def _flat_rows(pieces: list[Piece], unit: int) -> FlatRows:
-    lowest = min(pieces, key=lambda piece: piece.address)
-    end = max(piece.address + (len(piece.rows) - 1) * piece.stride_bytes + piece.num_bytes for piece in pieces)
-    num_rows = (end - lowest.address) // unit
-    element = _element_type(math.gcd(unit, lowest.address))
-    flat = _strided(lowest.rows, (num_rows * unit,), (1,)).view(element).reshape(num_rows, -1)
-    offsets = [
-        (piece.address - lowest.address) // unit + row for piece in pieces for row in range(piece.num_bytes // unit)
-    ]
-    return FlatRows(flat, lowest.stride_bytes // unit, np.array(offsets, dtype=np.int64))
-
-
-def _evenly_spaced(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Longest runs of pieces of one size and stride at equal distances: the layers, if allocated one by one."""
-    alike: list[Piece] = []
-    for piece in pieces:
-        if alike and not _continues(alike, piece):
-            yield alike
-            alike = []
-        alike.append(piece)
-    yield alike
-
-
-def _continues(alike: list[Piece], piece: Piece) -> bool:
-    last = alike[-1]
-    if (piece.stride_bytes, piece.num_bytes) != (last.stride_bytes, last.num_bytes):
-        return False
-    return len(alike) == 1 or piece.address - last.address == last.address - alike[-2].address
-
-
-def _stripe(alike: list[Piece], element: np.dtype[Any]) -> Stripe:
-    first = alike[0]
-    if any(piece.address % element.itemsize for piece in alike):
-        element = np.dtype(np.uint8)
-    spacing = alike[1].address - first.address if len(alike) > 1 else first.num_bytes
-    shape = (len(first.rows), len(alike), first.num_bytes // element.itemsize)
-    rows = first.rows[:, : element.itemsize].view(element)
-    return Stripe(_strided(rows, shape, (first.stride_bytes, spacing, element.itemsize)), first.host_offset)
-
-
-def _element_type(num_bytes: int) -> np.dtype[Any]:
-    """The widest integer that divides `num_bytes`. Void types of the whole size would hold the GIL."""
-    return np.dtype(f"u{math.gcd(num_bytes, 8)}")
-
-
-def _strided(array: Elements, shape: tuple[int, ...], strides: tuple[int, ...]) -> Elements:
-    return np.lib.stride_tricks.as_strided(array, shape, strides)
