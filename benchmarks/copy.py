@@ -92,7 +92,10 @@ def measure(shape: Shape) -> list[Row]:
             subjects[name] = partial(timed, partial(copies.move, name))
             for turn_s in shape.turns_s:
                 subjects[_busy(name, turn_s)] = partial(copies.move_beside, name, turn_s)
-        measured = interleave({name: Undisturbed(each) for name, each in subjects.items()}, seconds=shape.seconds)
+        sampler = Undisturbed()
+        measured = interleave({name: partial(sampler, each) for name, each in subjects.items()}, seconds=shape.seconds)
+    if sampler.num_disturbed:
+        print(f"{shape.name}: others slowed down {sampler.num_disturbed} of the samples", file=sys.stderr)
     rows: list[Row] = []
     for name in ("store", "load"):
         rows.append(_row(shape, name, "loop idle", measured[name], measured["memmove"], shape.wanted_idle))
@@ -206,16 +209,17 @@ def _aged(pool: DevicePool, num_jobs: int, per_job: int) -> list[array[int]]:
 class Undisturbed:
     """Takes a sample again, a few times at most, where a thread of this process waited for a core."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
+    def __init__(self) -> None:
+        self.num_disturbed = 0
+        """Samples that were, each time, and count all the same."""
 
-    def __call__(self) -> Sample:
+    def __call__(self, subject: Subject) -> Sample:
         for _ in range(NUM_TRIES):
             before = _waited_s()
-            sample = self._subject()
+            sample = subject()
             if _waited_s() - before <= MOST_WAITED * sample.wall_s:
                 return sample
-        print("copy: others are busy on this machine, and slow a sample down", file=sys.stderr)
+        self.num_disturbed += 1
         return sample
 
 

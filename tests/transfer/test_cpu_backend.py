@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 from copies import Copies
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from aoffload.core.plan import Outcome
+from aoffload.core.plan import Direction, Outcome
 from aoffload.errors import ConfigError
 from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.backends.rows import stretches
+from aoffload.transfer.backends.waits import LockWaits
 from aoffload.transfer.region import KVRegion, regions_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool)
@@ -83,7 +85,10 @@ def stacked(rng: random.Random) -> Pool:
 @given(seed=st.integers(0, 2**32), layout=st.sampled_from((separate_sizes, stacked)))
 def test_any_layout_comes_back_byte_for_byte(seed: int, layout: Callable[[random.Random], Pool]) -> None:
     """Store some blocks, overwrite everything, load them elsewhere: they are there, and nothing else changed."""
-    rng = random.Random(seed)
+    stores_and_loads(random.Random(seed), layout)
+
+
+def stores_and_loads(rng: random.Random, layout: Callable[[random.Random], Pool]) -> None:
     pool = layout(rng)
     num_blocks = pool.regions[0].num_blocks
     copies = Copies(pool.regions, num_blocks + 3, verify=True)
@@ -156,3 +161,75 @@ def test_copying_leaves_torch_threads_alone(open_copies: Callable[..., Copies]) 
     copies = open_copies(pool, 4)
     copies.store([1, 2], [0, 1])
     assert torch.get_num_threads() == before
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call has to wait for the GIL, as beside a loop that is never idle."""
+    monkeypatch.setattr(LockWaits, "have_begun", True)
+
+
+@pytest.mark.usefixtures("waiting")
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), layout=st.sampled_from((separate_sizes, stacked)))
+def test_any_layout_comes_back_beside_a_busy_loop(seed: int, layout: Callable[[random.Random], Pool]) -> None:
+    """What is moved in other ways there is moved as exactly."""
+    stores_and_loads(random.Random(seed), layout)
+
+
+@pytest.mark.usefixtures("waiting")
+def test_short_stretches_go_through_a_buffer_beside_a_busy_loop(
+    open_copies: Callable[..., Copies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However scattered a job is on both sides: a few calls, each for as many blocks as fit into the buffer."""
+    monkeypatch.setattr("aoffload.transfer.backends.cpu.STAGE_BYTES", 7 * 32)
+    pool = torch.arange(40 * 8, dtype=torch.int32).reshape(40, 8)
+    wanted = pool.clone()
+    copies = open_copies(pool, 80, verify=True)
+    moved: list[int] = []
+    mover = copies.transport.backend._mover  # type: ignore[attr-defined]
+    for name in ("gather", "scatter"):
+        monkeypatch.setattr(type(mover), name, counted(getattr(type(mover), name), moved))
+    device, host = random.Random(1).sample(range(1, 40), 20), list(range(40, 0, -2))
+    assert copies.store(device, host).outcome is Outcome.LANDED
+    pool[1:] = 0
+    assert copies.load(host, device).outcome is Outcome.LANDED
+    assert torch.equal(pool[device], wanted[device])
+    assert int(pool.sum()) == int(wanted[[0, *device]].sum())
+    assert moved == [7, 7, 6] * 2
+
+
+def test_short_stretches_take_a_call_each_while_nobody_waits(
+    open_copies: Callable[..., Copies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte is copied once."""
+    monkeypatch.setattr(LockWaits, "have_begun", False)
+    copies = open_copies(torch.zeros(40, 8), 80)
+    moved: list[int] = []
+    mover = copies.transport.backend._mover  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(mover), "gather", counted(type(mover).gather, moved))
+    copies.store([5, 3, 9], [1, 2, 40])
+    assert moved == [2, 1]
+
+
+def counted(move: Callable[..., None], moved: list[int]) -> Callable[..., None]:
+    """`move`, which notes how many blocks each call takes."""
+
+    def noting(mover: object, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
+        moved.append(len(block_ids))
+        move(mover, block_ids, host_rows)
+
+    return noting
+
+
+def test_host_memory_lies_outside_of_the_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place between two tensors is not taken while there is another: numpy would copy everything twice."""
+    memory = torch.zeros(3, 4096, dtype=torch.uint8)
+    backend = CpuBackend(regions_of([memory[0].reshape(4, 1024), memory[2].reshape(4, 1024)]))
+    between, outside = memory[1].numpy().reshape(2, 2048), np.zeros((2, 2048), np.uint8)
+    offered = [between, between, outside]
+    monkeypatch.setattr("aoffload.transfer.backends.cpu.anonymous_memory", lambda *size: offered.pop(0))
+    monkeypatch.setattr("aoffload.transfer.backends.cpu.STAGE_BYTES", 0)
+    backend.open(0)
+    assert np.shares_memory(backend._staging[Direction.LOAD].stage, outside)
+    assert not offered

@@ -6,15 +6,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.plan import Direction, TransferPlan
+from ...errors import ConfigError
 from ..fence import PASSED, Fence
 from ..region import KVRegion, byte_rows
-from .base import CopyStopped, RegionBackend, anonymous_memory, device_ids, host_ids
+from .base import CopyStopped, RegionBackend, anonymous_memory, device_ids, host_ids, host_size
 from .rows import row_mover, stretches
+from .staging import STAGE_BYTES, Staging
+from .waits import LockWaits
 
 __all__ = ["CpuBackend"]
 
 BATCH_BYTES = 32 * 2**20
 """Moved by one call: long enough to hide what a call costs, short enough to say how far a copy came."""
+SHORT_CALL_BYTES = 768 * 1024
+"""What a call has to move at least, or waiting for the GIL behind it takes longer than copying everything twice."""
+MOST_TRIES = 8
 
 
 class CpuBackend(RegionBackend):
@@ -25,13 +31,22 @@ class CpuBackend(RegionBackend):
         self._rows = [byte_rows(region).numpy() for region in regions]
         self._mover = row_mover(regions)
         self._blocks_per_batch = max(1, BATCH_BYTES // self.block_bytes)
+        self._waits = {direction: LockWaits() for direction in Direction}
         self._host = anonymous_memory(0, self.block_bytes)
+        self._staging: dict[Direction, Staging] = {}
 
     def open(self, num_host_blocks: int) -> None:
-        self._host = anonymous_memory(num_host_blocks, self.block_bytes)
+        host_size(num_host_blocks, self.block_bytes)
+        num_staged = max(1, STAGE_BYTES // self.block_bytes)
+        memory = self._memory(num_host_blocks + num_staged * len(Direction))
+        self._host = memory[:num_host_blocks]
+        stages = np.split(memory[num_host_blocks:], len(Direction))
+        for direction, stage in zip(Direction, stages, strict=True):
+            self._staging[direction] = Staging(self._mover, self._host, stage)
 
     def close(self) -> None:
         self._host = anonymous_memory(0, self.block_bytes)
+        self._staging = {}
 
     def record_fence(self) -> Fence:
         return PASSED
@@ -51,11 +66,21 @@ class CpuBackend(RegionBackend):
         return PASSED
 
     def copy_batch(self, direction: Direction, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
-        """Copy a few blocks, ids checked, one call per stretch of neighbours in host memory."""
+        """Copy a few blocks, ids checked, one call per stretch of neighbours in host memory.
+
+        While others want the GIL, short stretches are copied together, by way of a buffer.
+        """
         move = self._mover.scatter if direction is Direction.LOAD else self._mover.gather
-        for part in stretches(on_host):
+        waits, parts = self._waits[direction], list(stretches(on_host))
+        are_short = len(on_host) * self.block_bytes < len(parts) * SHORT_CALL_BYTES
+        for part in parts:
+            if are_short and waits.have_begun:
+                with waits.timing():
+                    self._staging[direction].move(direction, on_device[part.start :], on_host[part.start :])
+                return
             first = int(on_host[part.start])
-            move(on_device[part], self._host[first : first + part.stop - part.start])
+            with waits.timing():
+                move(on_device[part], self._host[first : first + part.stop - part.start])
 
     def settle(self, direction: Direction) -> None:
         """Nothing to wait for: calls that copy return when they are done."""
@@ -68,3 +93,21 @@ class CpuBackend(RegionBackend):
         for rows in self._rows:
             rows[block_id] = block[offset : offset + rows.shape[1]]
             offset += rows.shape[1]
+
+    def _memory(self, num_blocks: int) -> NDArray[np.uint8]:
+        """Host memory that lies outside of what the regions span, if it can be had.
+
+        Copying between an array and what could be a part of it, numpy makes another copy first. It would be right, but
+        a third as fast.
+        """
+        held = [anonymous_memory(num_blocks, self.block_bytes)]
+        while self._spans(held[-1]) and len(held) < MOST_TRIES:
+            try:
+                held.append(anonymous_memory(num_blocks, self.block_bytes))  # the others keep it out of their places
+            except ConfigError:
+                break
+        return held[-1]
+
+    def _spans(self, memory: NDArray[np.uint8]) -> bool:
+        lowest, highest = (choose(region.address for region in self.regions) for choose in (min, max))
+        return lowest < memory.ctypes.data < highest
