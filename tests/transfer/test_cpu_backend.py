@@ -215,9 +215,9 @@ def test_short_stretches_take_a_call_each_while_nobody_waits(
 def counted(move: Callable[..., None], moved: list[int]) -> Callable[..., None]:
     """`move`, which notes how many blocks each call takes."""
 
-    def noting(mover: object, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        moved.append(len(block_ids))
-        move(mover, block_ids, host_rows)
+    def noting(mover: object, block_ids: NDArray[np.int64], extents: list[NDArray[np.uint8]]) -> None:
+        moved.extend(map(len, extents))
+        move(mover, block_ids, extents)
 
     return noting
 

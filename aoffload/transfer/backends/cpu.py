@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -70,17 +72,15 @@ class CpuBackend(RegionBackend):
 
         While others want the GIL, short stretches are copied together, by way of a buffer.
         """
-        move = self._mover.scatter if direction is Direction.LOAD else self._mover.gather
-        waits, parts = self._waits[direction], list(stretches(on_host))
-        are_short = len(on_host) * self.block_bytes < len(parts) * SHORT_CALL_BYTES
-        for part in parts:
+        waits, extents = self._waits[direction], [self._host[part] for part in _as_slices(on_host)]
+        are_short = len(on_host) * self.block_bytes < len(extents) * SHORT_CALL_BYTES
+        with waits.timing(max(1, len(extents))):
             if are_short and waits.have_begun:
-                with waits.timing():
-                    self._staging[direction].move(direction, on_device[part.start :], on_host[part.start :])
-                return
-            first = int(on_host[part.start])
-            with waits.timing():
-                move(on_device[part], self._host[first : first + part.stop - part.start])
+                self._staging[direction].move(direction, on_device, on_host)
+            elif direction is Direction.LOAD:
+                self._mover.scatter(on_device, extents)
+            else:
+                self._mover.gather(on_device, extents)
 
     def settle(self, direction: Direction) -> None:
         """Nothing to wait for: calls that copy return when they are done."""
@@ -111,3 +111,10 @@ class CpuBackend(RegionBackend):
     def _spans(self, memory: NDArray[np.uint8]) -> bool:
         lowest, highest = (choose(region.address for region in self.regions) for choose in (min, max))
         return lowest < memory.ctypes.data < highest
+
+
+def _as_slices(on_host: NDArray[np.int64]) -> Iterator[slice]:
+    """The stretches of neighbours, as slices of host memory."""
+    for part in stretches(on_host):
+        first = int(on_host[part.start])
+        yield slice(first, first + part.stop - part.start)

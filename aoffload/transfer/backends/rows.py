@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..region import KVRegion
 from .pieces import Elements, Piece, common_unit, element_type, pieces_of, strided
-from .stripes import Stripes, progressions
+from .stripes import Extents, Stripes, progressions
 from .waits import LockWaits
 
 __all__ = ["FlatRows", "PatientRows", "RowMover", "Rows", "row_mover", "stretches"]
@@ -25,13 +25,14 @@ LEAST_ROW_BYTES = 64
 
 
 class RowMover(Protocol):
-    """Moves blocks between scattered rows of the device and neighbouring rows of host memory.
+    """Moves blocks between scattered rows of the device and stretches of neighbouring rows of host memory.
 
-    `host_rows` is `uint8 [len(block_ids), block_bytes]`, contiguous. Ids are int64, distinct and were checked.
+    Such an extent is `uint8 [num_blocks, block_bytes]`, contiguous; all of them together have as many blocks as there
+    are ids. Ids are int64, distinct and were checked.
     """
 
-    def gather(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None: ...
-    def scatter(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None: ...
+    def gather(self, block_ids: NDArray[np.int64], extents: Extents) -> None: ...
+    def scatter(self, block_ids: NDArray[np.int64], extents: Extents) -> None: ...
 
 
 @attrs.frozen(eq=False)
@@ -63,16 +64,25 @@ class Rows:
     def indices(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return (block_ids[:, None] * self.strides + self.offsets).reshape(-1)
 
+    def paired(self, block_ids: NDArray[np.int64], extents: Extents) -> Iterator[tuple[NDArray[np.int64], Elements]]:
+        """Indices and host rows for each extent. All indices come from one call: it lets go of the GIL, too."""
+        indices, start = self.indices(block_ids), 0
+        for extent in extents:
+            stop = start + len(extent) * len(self.offsets)
+            yield indices[start:stop], self.of_host(extent)
+            start = stop
+
     def of_host(self, host_rows: NDArray[np.uint8]) -> Elements:
         return host_rows.reshape(-1).view(self.array.dtype).reshape(-1, self.array.shape[1])
 
 
 @attrs.frozen(eq=False)
 class FlatRows:
-    """Any number of blocks in one call, where addresses, strides and sizes have a common divisor that is large enough.
+    """One call for each stretch of neighbours in host memory.
 
-    That is always so for one dense region, and for layers or keys and values stacked in one tensor; tensors of their
-    own have at least their alignment in common.
+    Possible where addresses, strides and sizes have a common divisor that is large enough. That is always so for one
+    dense region, and for layers or keys and values stacked in one tensor; tensors of their own have at least their
+    alignment in common.
     """
 
     dense: Rows
@@ -87,14 +97,14 @@ class FlatRows:
         dense = Rows.of(pieces, unit, unit)
         return cls(dense, dense if longest == unit else Rows.of(pieces, unit, longest))
 
-    def gather(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        rows = self.dense
-        # "raise" would buffer the output; the ids were checked when the plan was launched.
-        np.take(rows.array, rows.indices(block_ids), axis=0, out=rows.of_host(host_rows), mode="clip")
+    def gather(self, block_ids: NDArray[np.int64], extents: Extents) -> None:
+        for indices, host_rows in self.dense.paired(block_ids, extents):
+            # "raise" would buffer the output; the ids were checked when the plan was launched.
+            np.take(self.dense.array, indices, axis=0, out=host_rows, mode="clip")
 
-    def scatter(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        rows = self.long
-        rows.array[rows.indices(block_ids)] = rows.of_host(host_rows)
+    def scatter(self, block_ids: NDArray[np.int64], extents: Extents) -> None:
+        for indices, host_rows in self.long.paired(block_ids, extents):
+            self.long.array[indices] = host_rows
 
 
 @attrs.frozen(eq=False)
@@ -108,19 +118,28 @@ class PatientRows:
     stripes: Stripes
     waits: LockWaits = attrs.field(factory=LockWaits)
 
-    def gather(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        num_moved = 0
-        parts = progressions(block_ids)
-        while not self.waits.have_begun and (part := next(parts, None)) is not None:
-            with self.waits.timing():
-                self.stripes.gather_progression(block_ids[part], host_rows[part])
-            num_moved = part.stop
-        if num_moved < len(block_ids):
-            with self.waits.timing():
-                self.rows.gather(block_ids[num_moved:], host_rows[num_moved:])
+    def gather(self, block_ids: NDArray[np.int64], extents: Extents) -> None:
+        start = 0
+        for number, extent in enumerate(extents):
+            num_moved = self._gather_alone(block_ids[start : start + len(extent)], extent)
+            start += num_moved
+            if num_moved < len(extent):
+                rest = [extent[num_moved:], *extents[number + 1 :]]
+                with self.waits.timing(len(rest)):
+                    self.rows.gather(block_ids[start:], rest)
+                return
 
-    def scatter(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        self.rows.scatter(block_ids, host_rows)
+    def _gather_alone(self, block_ids: NDArray[np.int64], extent: NDArray[np.uint8]) -> int:
+        """How many blocks were copied, a few a call, before a call had to wait."""
+        for part in progressions(block_ids):
+            if self.waits.have_begun:
+                return int(part.start)
+            with self.waits.timing(len(self.stripes.stripes)):
+                self.stripes.gather_progression(block_ids[part], extent[part])
+        return len(block_ids)
+
+    def scatter(self, block_ids: NDArray[np.int64], extents: Extents) -> None:
+        self.rows.scatter(block_ids, extents)
 
 
 def row_mover(regions: tuple[KVRegion, ...]) -> RowMover:

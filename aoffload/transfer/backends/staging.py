@@ -33,7 +33,7 @@ class Staging:
             num_blocks = len(on_host[part])
             if direction is Direction.LOAD:
                 np.take(host, on_host[part], axis=0, out=stage[:num_blocks], mode="clip")
-                self.mover.scatter(on_device[part], self.stage[:num_blocks])
+                self.mover.scatter(on_device[part], [self.stage[:num_blocks]])
             else:
-                self.mover.gather(on_device[part], self.stage[:num_blocks])
+                self.mover.gather(on_device[part], [self.stage[:num_blocks]])
                 host[on_host[part]] = stage[:num_blocks]

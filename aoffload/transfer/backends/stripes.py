@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 
 from .pieces import Elements, Piece, common_unit, element_type, strided
 
-__all__ = ["Stripe", "Stripes", "progressions"]
+__all__ = ["Extents", "Stripe", "Stripes", "progressions"]
+
+Extents = Sequence[NDArray[np.uint8]]
+"""Stretches of neighbouring rows of host memory, `uint8 [num_blocks, block_bytes]` each."""
 
 
 @attrs.frozen(eq=False)
@@ -50,19 +53,21 @@ class Stripes:
         unit = common_unit(pieces)
         return cls(tuple(_stripe(alike, unit) for alike in _evenly_spaced(pieces)))
 
-    def gather(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        # `np.take` would first copy a whole strided region, so blocks at equal distances are copied as slices.
-        for part in progressions(block_ids):
-            self.gather_progression(block_ids[part], host_rows[part])
+    def gather(self, block_ids: NDArray[np.int64], extents: Extents) -> None:
+        for ids, extent in _paired(block_ids, extents):
+            # `np.take` would first copy a whole strided region, so blocks at equal distances are copied as slices.
+            for part in progressions(ids):
+                self.gather_progression(ids[part], extent[part])
 
     def gather_progression(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        """`gather` for blocks at equal distances: one call per stripe."""
+        """Copy blocks at equal distances: one call per stripe."""
         for stripe in self.stripes:
             np.copyto(stripe.of_host(host_rows), stripe.at(block_ids))
 
-    def scatter(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        for stripe in self.stripes:
-            stripe.blocks[block_ids] = stripe.of_host(host_rows)
+    def scatter(self, block_ids: NDArray[np.int64], extents: Extents) -> None:
+        for ids, extent in _paired(block_ids, extents):
+            for stripe in self.stripes:
+                stripe.blocks[ids] = stripe.of_host(extent)
 
 
 def progressions(ids: NDArray[np.int64]) -> Iterator[slice]:
@@ -75,6 +80,13 @@ def progressions(ids: NDArray[np.int64]) -> Iterator[slice]:
             stop += 1
         yield slice(start, stop)
         start = stop
+
+
+def _paired(block_ids: NDArray[np.int64], extents: Extents) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+    start = 0
+    for extent in extents:
+        yield block_ids[start : start + len(extent)], extent
+        start += len(extent)
 
 
 def _evenly_spaced(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

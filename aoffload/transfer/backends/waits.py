@@ -15,7 +15,7 @@ __all__ = ["LockWaits"]
 
 @attrs.define(eq=False)
 class LockWaits:
-    """What the last timed call of one thread spent neither copying nor computing, in seconds.
+    """What the last timed calls of one thread spent neither copying nor computing, in seconds each.
 
     That is time without the lock or without a core, and fewer calls help against both. Who waits for the lock waits
     `SWITCH_S` at least; who does not, some hundred nanoseconds.
@@ -28,8 +28,8 @@ class LockWaits:
         return self.last_s > SWITCH_S
 
     @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Around one call, or a few: the thread's own time has to be more than what it measures with."""
+    def timing(self, num_calls: int) -> Iterator[None]:
+        """Around `num_calls` calls."""
         began_s = time.perf_counter() - time.thread_time()
         yield
-        self.last_s = time.perf_counter() - time.thread_time() - began_s
+        self.last_s = (time.perf_counter() - time.thread_time() - began_s) / num_calls
