@@ -18,6 +18,7 @@ from aoffload.core.plan import Direction, Outcome
 from aoffload.errors import ConfigError
 from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.backends.rows import stretches
+from aoffload.transfer.backends.stripes import Stripes
 from aoffload.transfer.backends.waits import LockWaits
 from aoffload.transfer.region import KVRegion, regions_of
 
@@ -233,3 +234,18 @@ def test_host_memory_lies_outside_of_the_regions(monkeypatch: pytest.MonkeyPatch
     backend.open(0)
     assert np.shares_memory(backend._staging[Direction.LOAD].stage, outside)
     assert not offered
+
+
+def test_host_memory_between_the_regions_is_no_part_of_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no other place, no array reaches over it, so numpy copies nothing twice; the bytes are right."""
+    memory = torch.arange(3 * 4096, dtype=torch.int32).view(torch.uint8).reshape(3, -1)
+    backend = CpuBackend(regions_of([memory[0].reshape(4, 4096), memory[2].reshape(4, 4096)]))
+    between = memory[1].numpy()[:16384].reshape(2, 8192)
+    monkeypatch.setattr("aoffload.transfer.backends.cpu.anonymous_memory", lambda *size: between)
+    monkeypatch.setattr("aoffload.transfer.backends.cpu.STAGE_BYTES", 0)
+    backend.open(0)
+    assert isinstance(backend._mover, Stripes)
+    assert len(backend._mover.stripes) == 2
+    expected = memory.reshape(3, 4, 4096)[:, 2].clone()
+    backend._mover.gather(np.array([2]), [between[:1]])
+    assert between[0].tobytes() == expected[0].numpy().tobytes() + expected[2].numpy().tobytes()

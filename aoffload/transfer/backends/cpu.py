@@ -12,8 +12,10 @@ from ...errors import ConfigError
 from ..fence import PASSED, Fence
 from ..region import KVRegion, byte_rows
 from .base import CopyStopped, RegionBackend, anonymous_memory, device_ids, host_ids, host_size
-from .rows import row_mover, stretches
+from .pieces import pieces_of
+from .rows import RowMover, row_mover, stretches
 from .staging import STAGE_BYTES, Staging
+from .stripes import Stripes
 from .waits import LockWaits
 
 __all__ = ["CpuBackend"]
@@ -31,7 +33,7 @@ class CpuBackend(RegionBackend):
     def __init__(self, regions: tuple[KVRegion, ...]) -> None:
         super().__init__(regions)
         self._rows = [byte_rows(region).numpy() for region in regions]
-        self._mover = row_mover(regions)
+        self._mover: RowMover = row_mover(regions)
         self._blocks_per_batch = max(1, BATCH_BYTES // self.block_bytes)
         self._waits = {direction: LockWaits() for direction in Direction}
         self._host = anonymous_memory(0, self.block_bytes)
@@ -41,6 +43,8 @@ class CpuBackend(RegionBackend):
         host_size(num_host_blocks, self.block_bytes)
         num_staged = max(1, STAGE_BYTES // self.block_bytes)
         memory = self._memory(num_host_blocks + num_staged * len(Direction))
+        if self._spans(memory):
+            self._mover = Stripes.of(pieces_of(self.regions), divide=memory.ctypes.data)
         self._host = memory[:num_host_blocks]
         stages = np.split(memory[num_host_blocks:], len(Direction))
         for direction, stage in zip(Direction, stages, strict=True):
@@ -72,15 +76,14 @@ class CpuBackend(RegionBackend):
 
         While others want the GIL, short stretches are copied together, by way of a buffer.
         """
-        waits, extents = self._waits[direction], [self._host[part] for part in _as_slices(on_host)]
-        are_short = len(on_host) * self.block_bytes < len(extents) * SHORT_CALL_BYTES
-        with waits.timing(max(1, len(extents))):
-            if are_short and waits.have_begun:
+        waits, num_calls = self._waits[direction], 1 + np.count_nonzero(np.diff(on_host) != 1)
+        if waits.have_begun and len(on_host) * self.block_bytes < num_calls * SHORT_CALL_BYTES:
+            with waits.timing(1):
                 self._staging[direction].move(direction, on_device, on_host)
-            elif direction is Direction.LOAD:
-                self._mover.scatter(on_device, extents)
-            else:
-                self._mover.gather(on_device, extents)
+            return
+        move = self._mover.scatter if direction is Direction.LOAD else self._mover.gather
+        with waits.timing(int(num_calls)):
+            move(on_device, [self._host[part] for part in _as_slices(on_host)])
 
     def settle(self, direction: Direction) -> None:
         """Nothing to wait for: calls that copy return when they are done."""
@@ -97,8 +100,8 @@ class CpuBackend(RegionBackend):
     def _memory(self, num_blocks: int) -> NDArray[np.uint8]:
         """Host memory that lies outside of what the regions span, if it can be had.
 
-        Copying between an array and what could be a part of it, numpy makes another copy first. It would be right, but
-        a third as fast.
+        Copying between an array and what could be a part of it, numpy makes another copy first: right, but a third as
+        fast. Regions on the heap as well as above it leave no place outside; then no array may span all of them.
         """
         held = [anonymous_memory(num_blocks, self.block_bytes)]
         while self._spans(held[-1]) and len(held) < MOST_TRIES:

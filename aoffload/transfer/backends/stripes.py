@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -49,9 +50,11 @@ class Stripes:
     stripes: tuple[Stripe, ...]
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> Stripes:
+    def of(cls, pieces: Sequence[Piece], divide: int = 0) -> Stripes:
+        """No stripe reaches from one side of the address `divide` to the other."""
         unit = common_unit(pieces)
-        return cls(tuple(_stripe(alike, unit) for alike in _evenly_spaced(pieces)))
+        sides = itertools.groupby(pieces, key=lambda piece: piece.address < divide)
+        return cls(tuple(_stripe(alike, unit) for _, side in sides for alike in _evenly_spaced(side)))
 
     def gather(self, block_ids: NDArray[np.int64], extents: Extents) -> None:
         for ids, extent in _paired(block_ids, extents):
@@ -89,7 +92,7 @@ def _paired(block_ids: NDArray[np.int64], extents: Extents) -> Iterator[tuple[ND
         start += len(extent)
 
 
-def _evenly_spaced(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _evenly_spaced(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Longest runs of pieces of one size and stride at equal distances: the layers, if allocated one by one."""
     alike: list[Piece] = []
     for piece in pieces:
