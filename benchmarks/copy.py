@@ -45,7 +45,7 @@ NUM_CHURNS = 5_000
 MEDIAN_BLOCKS = 16
 """Of what is taken at once while a pool ages; the sizes are log-normal, as those of a trace's prompts."""
 MOST_WAITED = 0.03
-NUM_TRIES = 8
+NUM_TRIES = 4
 
 
 @attrs.frozen

@@ -227,9 +227,11 @@ def test_a_wait_is_time_that_is_not_the_threads_own(monkeypatch: pytest.MonkeyPa
             clocks["thread_time"] += own_s
             clocks["perf_counter"] += own_s + other_s
         assert found.have_begun == has_waited
-    with found.timing(100):
-        clocks["perf_counter"] += 2 * SWITCH_S
-    assert not found.have_begun
+    for own_s, has_waited in ((1.0, False), (SWITCH_S, True)):  # small calls, few of which wait
+        with found.timing(100):
+            clocks["thread_time"] += own_s
+            clocks["perf_counter"] += own_s + 50 * SWITCH_S
+        assert found.have_begun == has_waited
 
 
 def test_rows_name_no_byte_behind_the_last_block() -> None:

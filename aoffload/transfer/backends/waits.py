@@ -12,6 +12,9 @@ from ..turns import SWITCH_S
 
 __all__ = ["LockWaits"]
 
+LARGE_SHARE = 0.2
+"""Of many small calls few have to wait, for as long as all of them take."""
+
 
 @attrs.define(eq=False)
 class LockWaits:
@@ -22,14 +25,18 @@ class LockWaits:
     """
 
     last_s: float = 0.0
+    last_share: float = 0.0
+    """Of the time that those calls took, with what lies between them."""
 
     @property
     def have_begun(self) -> bool:
-        return self.last_s > SWITCH_S
+        return self.last_s > SWITCH_S or self.last_share > LARGE_SHARE
 
     @contextmanager
     def timing(self, num_calls: int) -> Iterator[None]:
         """Around `num_calls` calls."""
-        began_s = time.perf_counter() - time.thread_time()
+        began_s, began_own_s = time.perf_counter(), time.thread_time()
         yield
-        self.last_s = (time.perf_counter() - time.thread_time() - began_s) / num_calls
+        took_s = time.perf_counter() - began_s
+        waited_s = took_s - (time.thread_time() - began_own_s)
+        self.last_s, self.last_share = waited_s / num_calls, waited_s / took_s if took_s else 0.0
