@@ -45,6 +45,7 @@ from .errors import (
     WrongThread,
 )
 from .keeping import PendingDemotion, PendingPrefetch, PinScope
+from .observers import RuntimeObserver
 from .prefix import KeySpan, Prefix, Root
 from .request import PendingLoad, Request
 from .transfer.fence import Fence, PassedFence
@@ -149,6 +150,7 @@ __all__ = [
     "RequestState",
     "Root",
     "RuntimeClosed",
+    "RuntimeObserver",
     "RuntimeStatistics",
     "SelectiveStore",
     "SlidingWindow",

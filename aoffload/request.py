@@ -199,13 +199,16 @@ class Request:
         return await self._wait_in_line(self._runtime.ledger.queue_extension(holding, num_tokens, self._wake))
 
     async def _wait_in_line(self, waiter: Waiter) -> Extension:
+        runtime = self._runtime
+        began_s = runtime.env.now()
         try:
             while not waiter.is_over:  # a grant may be taken back before its task has run
                 await self._wait(anyio.Event())
                 self._live()
-            return self._runtime.ledger.accept(waiter)
+            return runtime.ledger.accept(waiter)
         finally:  # leave the line, or give an unused grant back, however the wait ends
-            self._runtime.ledger.withdraw(waiter)
+            runtime.ledger.withdraw(waiter)
+            runtime.observers.waited_for_room(waiter.holding, runtime.env.now() - began_s)
 
     async def _wait(self, event: anyio.Event) -> None:
         self._waiting.add(event)

@@ -36,6 +36,7 @@ from .errors import (
     WrongThread,
 )
 from .keeping import Identity, PendingDemotion, PendingPrefetch, PinScope, time_to_live
+from .observers import Observers, RuntimeObserver
 from .prefix import KeySpan, Prefix, Roots, TokenIds, prompt_of
 from .request import Request, RequestOptions
 from .telemetry import Telemetry
@@ -70,7 +71,7 @@ class OffloadRuntime:
 
     `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
     row 0 is the null block. `transport` takes their place where the tensors are elsewhere. `device_pool` hands out the
-    block ids; by default a free list of our own.
+    block ids; by default a free list of our own. `observers` are told of what the log is told.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class OffloadRuntime:
         device_pool: DevicePool | None = None,
         env: Env | None = None,
         logger: Any = None,
+        observers: Iterable[RuntimeObserver] = (),
     ) -> None:
         if not isinstance(config, OffloadConfig):
             raise InvalidArgument("config", f"must be an OffloadConfig, got {type(config).__name__}")
@@ -91,13 +93,14 @@ class OffloadRuntime:
         self.transport: Transport = LocalTransport(kv_caches) if transport is None else transport
         self.env = env if env is not None else Env()
         self.telemetry = Telemetry(logger)
+        self.observers = Observers(self.telemetry, tuple(observers))
         block_bytes = self.transport.block_bytes
         self.ledger = Ledger(
             config,
             self.transport.num_device_blocks,
             block_bytes=block_bytes,
             device_pool=device_pool,
-            observer=self.telemetry,
+            observer=self.observers if self.observers.others else self.telemetry,
         )
         self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
         self._roots = Roots(_namespace_of(config))
@@ -124,7 +127,8 @@ class OffloadRuntime:
         self.running_task = self.env.running_task()
         self.worker.start()
         num_host_blocks = self.config.resolve_host_blocks(self.transport.block_bytes)
-        self.transport.open(num_host_blocks, verify=self.config.verify, deliver=self.worker.deliver, env=self.env)
+        deliver = self.observers.hearing(self.worker.deliver)
+        self.transport.open(num_host_blocks, verify=self.config.verify, deliver=deliver, env=self.env)
         try:
             self._group = await self._start_worker()
         except BaseException:
