@@ -1,0 +1,103 @@
+"""The metrics that there are, as a table: name, kind, labels, meaning. docs/metrics.md says what to do about each."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from aoffload import Direction, Outcome, Tier
+
+__all__ = ["FAMILIES", "LABEL_VALUES", "REASONS", "Family", "Kind", "reason_of"]
+
+
+class Kind(enum.Enum):
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+@attrs.frozen
+class Family:
+    name: str
+    """As it is queried: counters end in `_total`."""
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+
+
+_GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
+
+FAMILIES = (
+    Family("aoffload_requests", _GAUGE, ("state",), "Live requests by state."),
+    Family("aoffload_requests_waiting", _GAUGE, (), "Requests in line for device blocks."),
+    Family("aoffload_requests_admitted_total", _COUNTER, (), "Requests that were matched and pinned."),
+    Family("aoffload_requests_finished_total", _COUNTER, ("outcome", "reason"), "Requests that are over."),
+    Family("aoffload_requests_preempted_total", _COUNTER, (), "Preemptions: device blocks given up half-way."),
+    Family("aoffload_tokens_total", _COUNTER, ("source",), "Tokens made ready on the device, by where they came from."),
+    Family("aoffload_blocks", _GAUGE, ("tier", "state"), "Blocks of each tier by what they are. They add up to all."),
+    Family("aoffload_pool_blocks", _GAUGE, ("tier",), "All blocks of each tier."),
+    Family("aoffload_block_bytes", _GAUGE, (), "Bytes of one block over all tensors."),
+    Family("aoffload_evicted_blocks_total", _COUNTER, ("tier",), "Cached blocks whose room was needed."),
+    Family("aoffload_pins", _GAUGE, (), "Prompts that somebody keeps cached by a pin."),
+    Family("aoffload_jobs", _GAUGE, ("state",), "Transfers that are not over, and those in quarantine."),
+    Family("aoffload_jobs_finished_total", _COUNTER, ("direction", "outcome"), "Transfers that are over."),
+    Family("aoffload_copied_bytes_total", _COUNTER, ("direction", "outcome"), "Bytes that finished transfers moved."),
+    Family("aoffload_late_completions_total", _COUNTER, (), "Reports of a transfer that was settled before."),
+    Family("aoffload_verified_blocks_total", _COUNTER, ("result",), "Loaded blocks whose checksum was compared."),
+    Family("aoffload_skipped_store_blocks_total", _COUNTER, ("reason",), "Blocks that were not stored."),
+    Family("aoffload_request_seconds", _HISTOGRAM, ("state",), "Time in each state of a request, once left."),
+    Family("aoffload_room_wait_seconds", _HISTOGRAM, (), "Time in line for device blocks, however it ended."),
+    Family("aoffload_copy_seconds", _HISTOGRAM, ("direction",), "Time of one copy that landed, without its fences."),
+    Family(
+        "aoffload_copy_throughput_bytes_per_second", _HISTOGRAM, ("direction",), "Bytes by time of a copy that landed."
+    ),
+    Family(
+        "aoffload_fence_latency_seconds", _HISTOGRAM, ("direction",),
+        "Time from the report of the copy thread to the settlement in the event loop.",
+    ),
+    Family("aoffload_lost_log_events_total", _COUNTER, (), "Log events that the logger raised at."),
+    Family("aoffload_observer_failures_total", _COUNTER, (), "Calls that an observer raised at."),
+    Family("aoffload_snapshot_age_seconds", _GAUGE, (), "Age of what this scrape shows: the loop may not answer."),
+)  # fmt: skip
+
+REASONS = (
+    "closed_early", "cancelled", "deadline", "abandoned", "runtime_closed", "prefix_invalidated", "error", "other",
+)  # fmt: skip
+"""Why a request was aborted. Programs may give any reason, so all that are not ours count as `other`."""
+
+
+def reason_of(reason: str) -> str:
+    """`reason` as one of `REASONS`."""
+    head = reason.partition(":")[0]
+    return head if head in REASONS else "other"
+
+
+_STAYS = ("pinned", "allocated", "loading", "running", "preempted")
+"""The states that a request stays in. Through the others it goes within one call, which no scrape sees."""
+_DIRECTIONS = tuple(direction.value for direction in Direction)
+_TIERS = tuple(tier.name.lower() for tier in Tier)
+_OUTCOMES = tuple(outcome.value for outcome in Outcome)
+
+LABEL_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("aoffload_requests", "state"): _STAYS,
+    ("aoffload_requests_finished_total", "outcome"): ("done", "aborted"),
+    ("aoffload_requests_finished_total", "reason"): ("", *REASONS),
+    ("aoffload_tokens_total", "source"): ("device_hit", "host_hit", "computed"),
+    ("aoffload_blocks", "tier"): _TIERS,
+    ("aoffload_blocks", "state"): ("free", "cached", "pinned", "quarantined"),
+    ("aoffload_pool_blocks", "tier"): _TIERS,
+    ("aoffload_evicted_blocks_total", "tier"): _TIERS,
+    ("aoffload_jobs", "state"): ("queued", "launched", "quarantined"),
+    ("aoffload_jobs_finished_total", "direction"): _DIRECTIONS,
+    ("aoffload_jobs_finished_total", "outcome"): (*_OUTCOMES, "discarded"),
+    ("aoffload_copied_bytes_total", "direction"): _DIRECTIONS,
+    ("aoffload_copied_bytes_total", "outcome"): _OUTCOMES,
+    ("aoffload_verified_blocks_total", "result"): ("right", "corrupt"),
+    ("aoffload_skipped_store_blocks_total", "reason"): ("host_full", "other"),
+    ("aoffload_request_seconds", "state"): _STAYS,
+    ("aoffload_copy_seconds", "direction"): _DIRECTIONS,
+    ("aoffload_copy_throughput_bytes_per_second", "direction"): _DIRECTIONS,
+    ("aoffload_fence_latency_seconds", "direction"): _DIRECTIONS,
+}
+"""Every value that a label can have: no label grows with what is served."""

@@ -1,0 +1,118 @@
+"""What is counted while it happens. Plain numbers, written in the event loop's thread and read there."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from aoffload import Completion, Direction, Env, Holding, JobState, Outcome, RequestState, RuntimeObserver
+from aoffload.core.jobs import Job
+
+from .families import LABEL_VALUES, reason_of
+from .histogram import SECONDS, THROUGHPUT, Histogram
+
+__all__ = ["Metrics"]
+
+_S = RequestState
+_OVER = (_S.DONE, _S.ABORTED)
+MAX_REPORTS = 1024
+"""Reports that no settlement is known for. A job that was given up and reports all the same leaves one behind."""
+
+
+class Metrics(RuntimeObserver):
+    """One of the `observers` of one runtime. `env` is its clock: the runtime's own, if that is not the default one."""
+
+    def __init__(self, env: Env | None = None) -> None:
+        self._now = (Env() if env is None else env).now
+        self.num_admitted = 0
+        self.num_preempted = 0
+        self.finished: Counter[tuple[str, str]] = Counter()
+        """By outcome and reason."""
+        self.tokens: Counter[str] = Counter()
+        self.jobs: Counter[tuple[str, str]] = Counter()
+        """By direction and outcome."""
+        self.copied_bytes: Counter[tuple[str, str]] = Counter()
+        self.skipped_blocks: Counter[str] = Counter()
+        stays = LABEL_VALUES["aoffload_request_seconds", "state"]
+        self.state_seconds = {state: Histogram(SECONDS) for state in stays}
+        self.room_wait = Histogram(SECONDS)
+        self.copy_seconds = {direction.value: Histogram(SECONDS) for direction in Direction}
+        self.throughput = {direction.value: Histogram(THROUGHPUT) for direction in Direction}
+        self.fence_latency = {direction.value: Histogram(SECONDS) for direction in Direction}
+        self._since: dict[Holding, float] = {}
+        """When each live request came into its state."""
+        self._ready: dict[Holding, int] = {}
+        """Tokens that were ready when it began to run."""
+        self._reports: deque[tuple[int, float]] = deque()
+        """Job and time of each report, as the copy threads append them."""
+        self._reported: dict[int, float] = {}
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
+        now, state = self._now(), holding.state
+        since = self._since.get(holding)
+        if old is _S.QUEUED:
+            self.num_admitted += 1
+        if since is not None and old.value in self.state_seconds:
+            self.state_seconds[old.value].add(now - since)
+        if old is _S.RUNNING:
+            self._count_computed(holding)
+        if state in _OVER:
+            self._since.pop(holding, None)
+            self.finished["done" if state is _S.DONE else "aborted", reason_of(reason) if reason else ""] += 1
+            return
+        self._since[holding] = now
+        if state is _S.RUNNING:
+            self._count_ready(holding)
+        elif state is _S.PREEMPTED:
+            self.num_preempted += 1
+
+    def _count_ready(self, holding: Holding) -> None:
+        """What it need not compute: hits, as far as they were there after the load. The rest is a fork's own copy."""
+        ready, match = holding.num_computed_tokens, holding.match
+        on_device = min(ready, match.num_device_tokens)
+        self.tokens["device_hit"] += on_device
+        self.tokens["host_hit"] += min(ready - on_device, match.num_host_tokens)
+        self._ready[holding] = ready
+
+    def _count_computed(self, holding: Holding) -> None:
+        ready = self._ready.pop(holding, holding.num_computed_tokens)
+        self.tokens["computed"] += max(0, holding.num_computed_tokens - ready)  # a fork may be taken back further
+
+    def waited_for_room(self, holding: Holding, seconds: float) -> None:
+        self.room_wait.add(seconds)
+
+    # -- transfers ------------------------------------------------------------------------------------------------
+
+    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
+        direction, completion = job.plan.direction.value, job.completion
+        if job.state is JobState.DISCARDED:
+            self.jobs[direction, "discarded"] += 1
+        elif completion is not None:
+            self._count_completion(direction, completion)
+            self._count_latency(direction, completion.job_id)
+
+    def _count_completion(self, direction: str, completion: Completion) -> None:
+        outcome = completion.outcome.value
+        self.jobs[direction, outcome] += 1
+        self.copied_bytes[direction, outcome] += completion.num_bytes
+        if completion.outcome is Outcome.LANDED and completion.duration_s > 0:
+            self.copy_seconds[direction].add(completion.duration_s)
+            self.throughput[direction].add(completion.num_bytes / completion.duration_s)
+
+    def completion_delivered(self, completion: Completion) -> None:
+        """In the copy thread."""
+        self._reports.append((completion.job_id, self._now()))
+
+    def _count_latency(self, direction: str, job_id: int) -> None:
+        while self._reports:
+            reported_id, at = self._reports.popleft()
+            self._reported.setdefault(reported_id, at)
+        reported_s = self._reported.pop(job_id, None)
+        if reported_s is not None:
+            self.fence_latency[direction].add(self._now() - reported_s)
+        while len(self._reported) > MAX_REPORTS:
+            del self._reported[next(iter(self._reported))]
+
+    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
+        self.skipped_blocks[reason if reason == "host_full" else "other"] += num_blocks

@@ -1,0 +1,115 @@
+"""Observers beside the telemetry: told of everything, able to harm nothing, and free where there are none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import anyio
+import pytest
+from scraping import BACKENDS, measured, prompt, serve
+
+from aoffload import Completion, Holding, InvalidArgument, JobState, RequestState, RuntimeObserver
+from aoffload.core.jobs import Job
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=BACKENDS)
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+class Recorder(RuntimeObserver):
+    def __init__(self) -> None:
+        self.moves: list[str] = []
+        self.jobs: list[JobState] = []
+        self.threads: set[int] = set()
+        self.waits: list[float] = []
+
+    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
+        self.moves.append(holding.state.value)
+
+    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
+        self.jobs.append(job.state)
+
+    def completion_delivered(self, completion: Completion) -> None:
+        self.threads.add(threading.get_ident())
+
+    def waited_for_room(self, holding: Holding, seconds: float) -> None:
+        self.waits.append(seconds)
+
+
+class Broken(RuntimeObserver):
+    """Raises at everything that it is told."""
+
+    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
+        raise OSError("a full disk")
+
+    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
+        raise OSError("a full disk")
+
+    def completion_delivered(self, completion: Completion) -> None:
+        raise OSError("a full disk")
+
+
+async def test_an_observer_is_told_of_moves_reports_and_waits() -> None:
+    """Moves in the loop's thread, reports where they are made, waits when they are over."""
+    recorder = Recorder()
+    async with measured(4, others=(recorder,)) as found, anyio.create_task_group() as group:
+        async with found.runtime.request(prompt(1, 16)) as request:
+            await request.allocate()
+            group.start_soon(serve, found.runtime, prompt(2, 8))
+            await anyio.wait_all_tasks_blocked()
+            request.commit(16)
+        await anyio.wait_all_tasks_blocked()
+        await found.runtime.flush()
+    assert recorder.moves[:4] == ["matched", "pinned", "allocated", "matched"]
+    assert recorder.moves.count("done") == 2
+    assert recorder.jobs.count(JobState.COMPLETED) == 2
+    assert threading.get_ident() not in recorder.threads and recorder.threads
+    assert len(recorder.waits) == 1
+
+
+async def test_an_observer_that_raises_breaks_nothing() -> None:
+    """The ledger is in the middle of a change when it reports: what is raised there is counted, and whoever comes
+    behind is told all the same."""
+    recorder = Recorder()
+    async with measured(4, others=(Broken(), recorder)) as found:
+        await serve(found.runtime, prompt(1, 16))
+        await found.runtime.flush()
+        await serve(found.runtime, prompt(2, 16))
+        await found.runtime.flush()
+        assert await serve(found.runtime, prompt(1, 16)) == 12
+        await found.runtime.flush()
+        found.runtime.check_integrity()
+        assert found.scrape().sum("aoffload_observer_failures_total") == found.runtime.observers.num_failures > 0
+    assert recorder.moves.count("done") == 3
+
+
+async def test_without_observers_nothing_stands_between() -> None:
+    """The ledger tells the telemetry itself, and the transport reports to the worker itself."""
+    async with measured() as found:
+        assert found.runtime.ledger._moves.observer is found.runtime.observers
+    plain = type(found.runtime)(found.runtime.config, found.runtime.transport.backend.regions[0].tensor)
+    assert plain.ledger._moves.observer is plain.telemetry
+    assert plain.observers.hearing(plain.worker.deliver) == plain.worker.deliver
+
+
+async def test_what_is_no_observer_is_refused_by_name() -> None:
+    """A half observer would be noticed in the middle of a change: it is refused before there is anything."""
+    with pytest.raises(InvalidArgument, match="observers"):
+        async with measured(others=(object(),)):  # type: ignore[arg-type]
+            pass
+
+
+def test_without_metrics_nothing_of_them_is_imported() -> None:
+    """The extra is for those who ask for it: the package and its runtime don't import it."""
+    program = (
+        "import sys; from aoffload import OffloadRuntime;"
+        "extras = {'prometheus_client', 'aoffload.metrics', 'zmq', 'msgspec', 'aoffload.kv_events'};"
+        "assert not extras & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
