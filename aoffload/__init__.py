@@ -22,7 +22,7 @@ from .core.matching import Answer, PrefixMatch
 from .core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from .core.policy import EagerStore, LazyStore, NoStore, SelectiveStore, StorePolicy, StoreScope
 from .core.preemption import Preemption
-from .core.tiers import TierStatistics
+from .core.tiers import BlockWatcher, TierStatistics
 from .core.waiting import Waiter
 from .env import Env
 from .errors import (
@@ -90,6 +90,7 @@ __all__ = [
     "Answer",
     "AoffloadError",
     "AttentionKind",
+    "BlockWatcher",
     "ChunkedLocal",
     "CommitError",
     "Completion",

@@ -24,7 +24,7 @@ from .groups import Band, Layout
 from .index import NUM_TIERS, Part, Run, RunIndex
 from .lease import Lease
 from .plan import Tier
-from .tiers import TierBlocks
+from .tiers import BlockWatcher, TierBlocks
 
 if TYPE_CHECKING:
     pass
@@ -45,6 +45,11 @@ class PrefixCache(Borders):
         self._new_order = new_order
         self.epoch = self.index.epoch
         """Counts resets: what is of another one is not findable."""
+
+    def watch(self, watcher: BlockWatcher | None) -> None:
+        """Tell `watcher` what is cached from now on and is no more; not of lent blocks, which their engine knows."""
+        for tier in self.tiers:
+            tier.watcher = None if tier.is_lent else watcher
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -191,7 +196,10 @@ class PrefixCache(Borders):
         run, number = part.run, part.run.parts.index(part)
         if position + 1 < run.stop and part.stop > position + 1:
             part = self.split(run, position + 1).parts[number]
+        first, stop = part.first, part.stop
         part.condemn(position, part.drop_behind(position))
+        if (watcher := self.tiers[number % NUM_TIERS].watcher) is not None:
+            watcher.part_changed(part, first, stop)
 
     def reset(self) -> None:
         """Swap the index: nothing cached so far is findable any more; what is pinned stays until it is let go of."""
@@ -202,6 +210,8 @@ class PrefixCache(Borders):
                 tier.pool.give(part.clear())
             tier.order = self._new_order()
             tier.num_cached = 0
+        if (watcher := self.tiers[Tier.HOST].watcher) is not None:
+            watcher.all_cleared(self.epoch)
 
     def reset_tier(self, tier: Tier) -> None:
         """Make what one tier holds unfindable: free what no reference protects, the rest when it is let go of."""
@@ -225,11 +235,14 @@ class PrefixCache(Borders):
             job.epoch = UNPUBLISHABLE
             job = job.predecessor
         part.incoming = None  # nobody waits for what it brings
+        first, stop = part.first, part.stop
         if part.blocks and not part.num_references:
             tier.make_pinned(part)
             tier.pool.give(part.clear())
         elif part.blocks:
-            part.condemn(part.first, part.clear())
+            part.condemn(first, part.clear())
+        if tier.watcher is not None and first < stop:
+            tier.watcher.part_changed(part, first, stop)
 
     def withdraw_behind(self, wrong: set[Run]) -> None:
         """Withdraw what hangs on `wrong` runs, whoever computed it: once they are right again it could be reached."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
 
-from ..prefix import TOKEN_BYTES, Hasher, KeySpan
+from ..prefix import TOKEN_BYTES, Hasher, KeySpan, Root
 from .groups import Layout
 from .plan import Tier
 from .tokens import TokenSequence, hash_run
@@ -150,6 +150,7 @@ class Run:
     spans: tuple[KeySpan, ...]
     hash_before: Hasher
     epoch: int
+    root: Root
     parts: tuple[Part, ...] = ()
     """Band by band, in each the tiers: `parts[tier]` is the spine's."""
     offered_stop: int = 0
@@ -261,7 +262,8 @@ class RunIndex:
         """A new run behind `before`; the caller has looked that there is none."""
         hasher = sequence.root.hasher if before is None else before.hash_after
         key = sequence.key_at(hasher, start)
-        run = Run(key, before, start, stop, sequence.stretch(start, stop), sequence.spans_at(start), hasher, self.epoch)
+        tokens, spans, root = sequence.stretch(start, stop), sequence.spans_at(start), sequence.root
+        run = Run(key, before, start, stop, tokens, spans, hasher, self.epoch, root)
         run._hash_after = sequence.hasher_at(stop)
         run.parts = tuple([Part(run, width, start, start) for width in self._widths])
         if before is not None:
@@ -282,7 +284,8 @@ class RunIndex:
         Tokens and place only; the parts are the cache's to divide.
         """
         cut = (at - run.start) * self._unit_bytes
-        head = Run(run.key, run.before, run.start, at, run.tokens[:cut], run.spans, run.hash_before, run.epoch)
+        front = run.tokens[:cut]
+        head = Run(run.key, run.before, run.start, at, front, run.spans, run.hash_before, run.epoch, run.root)
         head.num_after, head.offered_stop = 1, min(at, run.offered_stop)
         run.before = head
         self._begin_at(run, head, at)

@@ -262,8 +262,10 @@ class JobBook:
             first, last = stretch.start, min(stretch.stop, proven_stop)
             brought = ids[(first - job.start) * width : (stretch.stop - job.start) * width]
             if first < last and (part.num_references or not self.cache.tiers[tier].is_lent):
-                enter = _enter_window if job.band else _enter_spine
+                enter, held = _enter_window if job.band else _enter_spine, (part.first, part.stop)
                 brought = enter(tier, part, first, last, brought)
+                if (watcher := self.cache.tiers[tier].watcher) is not None:
+                    watcher.part_changed(part, *held)
             if brought and not keep_ids:
                 self.cache.give(tier, brought)
             self._end_incoming(job, stretch.run, part)

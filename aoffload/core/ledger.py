@@ -40,7 +40,7 @@ from .plan import Completion, Outcome, Tier, TransferPlan
 from .policy import StoreScope, store_limit, store_policy_of
 from .preemption import Preemption, Preemptions
 from .stores import Stores
-from .tiers import TierBlocks, TierStatistics
+from .tiers import BlockWatcher, TierBlocks, TierStatistics
 from .tokens import TokenSequence
 from .waiting import Waiter, nobody
 from .windows import slide
@@ -533,6 +533,11 @@ class Ledger:
         """Raise `IntegrityError` unless every block is in exactly one hand and every reference is a lease's."""
         owners = (*self.holdings.values(), *self._closing, *self._errands.under_way)
         check_integrity(self.cache, self.jobs, self.admission.line, owners, self._keeping.pins)
+
+    def watch(self, watcher: BlockWatcher | None) -> None:
+        """Tell `watcher` (nobody, if None) of every block that is cached from now on, and of every one that is no
+        more; of device blocks only where they are our own."""
+        self.cache.watch(watcher)
 
     def block_ids(self, holding: Holding) -> list[list[int]]:
         """The block table, one list per group."""

@@ -68,7 +68,10 @@ def _fill(cache: PrefixCache, holding: Holding, run: Run, stop: int) -> None:
         if present > position:
             table.duplicates.append(range(position, present))
         if present < stop:
+            before = part.stop
             part.append(table.at(present, stop), stop)
+            if (watcher := cache.tiers[Tier.DEVICE].watcher) is not None:
+                watcher.part_changed(part, part.first, before)
     for band in cache.layout.windows:
         _fill_window(cache, holding, band, run, position, stop)
     holding.published = stop
@@ -88,6 +91,7 @@ def _fill_window(cache: PrefixCache, holding: Holding, band: Band, run: Run, sta
             cache.split(current, first)
         if not part.blocks:
             part.first = part.stop = first
+        held = part.first, part.stop
         if first < part.first:
             part.blocks = table.at(first, part.first) + part.blocks
             known, part.first = range(part.first, min(last, part.stop)), first
@@ -98,6 +102,8 @@ def _fill_window(cache: PrefixCache, holding: Holding, band: Band, run: Run, sta
         if last > part.stop:
             part.blocks.extend(table.at(part.stop, last))
             part.stop = last
+        if (watcher := cache.tiers[Tier.DEVICE].watcher) is not None:
+            watcher.part_changed(part, *held)
 
 
 def _divided(cache: PrefixCache, run: Run, at: int, band: Band) -> tuple[Run, Part]:
@@ -164,8 +170,12 @@ def _take_back(cache: PrefixCache, table: BlockTable, run: Run, band: int) -> No
     """Make what `run` holds of a band unfindable; what is in `table` stays there. What has left a window may have been
     replaced by somebody else meanwhile: nobody can tell, so it goes, too."""
     if run.start >= table.start:  # pinned by the holding's own lease, all the time
+        part = run.part(Tier.DEVICE, band)
+        first, stop = part.first, part.stop
         # Condemned, if somebody has taken it back already. After a reset others may have published there again.
-        run.part(Tier.DEVICE, band).disown(table.at(run.start, run.stop))
+        part.disown(table.at(run.start, run.stop))
+        if (watcher := cache.tiers[Tier.DEVICE].watcher) is not None:
+            watcher.part_changed(part, first, stop)
     for tier in cache.tiers:
         cache.withdraw_part(tier, run.part(tier.tier, band))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import attrs
 
@@ -15,7 +15,18 @@ from .plan import Tier
 if TYPE_CHECKING:
     from .holding import Holding
 
-__all__ = ["TierBlocks", "TierStatistics"]
+__all__ = ["BlockWatcher", "TierBlocks", "TierStatistics"]
+
+
+class BlockWatcher(Protocol):
+    """Who wants to know which blocks are cached. Told right after the change, in the middle of a call: it must neither
+    raise nor call back. Blocks that go from one run to another stay cached, so nothing is said of them."""
+
+    def part_changed(self, part: Part, first: int, stop: int) -> None:
+        """`part` held units `[first, stop)` of its run, and holds `[part.first, part.stop)` now."""
+
+    def all_cleared(self, epoch: int) -> None:
+        """Nothing is cached any more; what is from now on is of `epoch`."""
 
 
 @attrs.frozen
@@ -45,6 +56,7 @@ class TierBlocks:
     """Blocks in the order: what can be evicted, so that all-or-nothing is one comparison."""
     num_quarantined: int = 0
     num_evicted: int = 0
+    watcher: BlockWatcher | None = None
 
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
@@ -96,7 +108,10 @@ class TierBlocks:
 
     def trim(self, part: Part, num_units: int) -> None:
         """Free the last `num_units` of an unpinned part: the tail first, so a prefix loses its tail before its head."""
+        first, stop = part.first, part.stop
         freed = part.drop_behind(part.stop - num_units)
+        if self.watcher is not None:
+            self.watcher.part_changed(part, first, stop)
         self.num_cached -= len(freed)
         if not part.blocks:
             self.order.remove(part)

@@ -50,7 +50,7 @@ LENT_CALLS = {"lend", "lend_more"}
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
     "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel", "cancel_errands",
-    "plan_frontier",
+    "plan_frontier", "watch",
 }  # fmt: skip
 
 ALWAYS = "release block_ids"
