@@ -1,0 +1,135 @@
+"""The wire format: batches of events in msgpack, as vLLM publishes them and cache-aware routers read them.
+
+A batch is an array: time, events, rank. An event is a map with its kind under `type`, as vLLM has it since 0.23, or
+an array that begins with its kind, as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import attrs
+import msgspec
+import numpy as np
+
+from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
+from aoffload.core.groups import Layout
+from aoffload.prefix import TOKEN_BYTES
+
+from .changes import Change, Cleared, Kind, Told
+from .digests import Digests
+
+__all__ = ["MEDIA", "EventEncoder", "EventFormat"]
+
+MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
+"""The names that the field has for the tiers, whatever the device is."""
+OPTIONAL = ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+"""Fields that may be left out of a map where they say nothing."""
+
+Event: TypeAlias = dict[str, Any]
+
+
+@attrs.frozen
+class EventFormat:
+    """What differs between the consumers of one format."""
+
+    shape: Literal["map", "array"] = attrs.field(default="map")
+    """Of an event: `map` for vLLM 0.23 and later, `array` for what was written for earlier ones."""
+    hash_bits: Literal[64, 256] = attrs.field(default=64)
+    """64: the last bits of a digest as an integer, as vLLM does by default. 256: all of it, as bytes."""
+
+    @shape.validator
+    def _check_shape(self, _: object, value: object) -> None:
+        if value not in ("map", "array"):
+            raise ConfigError("shape", f"must be 'map' or 'array', got {value!r:.80}")
+
+    @hash_bits.validator
+    def _check_hash_bits(self, _: object, value: object) -> None:
+        if value not in (64, 256):
+            raise ConfigError("hash_bits", f"must be 64 or 256, got {value!r:.80}")
+
+
+class EventEncoder:
+    """Makes events of changes, and bytes of events. For one thread."""
+
+    def __init__(self, layout: Layout, form: EventFormat, rank: int) -> None:
+        self._layout = layout
+        self._form = form
+        self._rank = rank
+        self._digests = Digests(layout.unit_tokens)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def batch(self, told: Iterable[Told], at: float) -> bytes:
+        """One batch; `at` is in seconds since 1970."""
+        events = [event for one in told for event in self._events(one)]
+        shaped = events if self._form.shape == "map" else [list(event.values()) for event in events]
+        return self._encode([at, shaped, self._rank])
+
+    def _events(self, told: Told) -> list[Event]:
+        if isinstance(told, Cleared):
+            return [{"type": "AllBlocksCleared"}]
+        groups = zip(self._layout.groups, self._layout.places, strict=True)
+        make = self._stored if told.kind is Kind.STORED else self._removed
+        return [make(told, number, group) for number, (group, (band, _)) in enumerate(groups) if band == told.band]
+
+    def _stored(self, change: Change, number: int, group: KVCacheGroup) -> Event:
+        found, root, unit_tokens = self._digests.of(change), change.root, self._layout.unit_tokens
+        extra_keys = _extra_keys(change, unit_tokens)
+        event: Event = {
+            "type": "BlockStored",
+            "block_hashes": self._hashes(found.digests),
+            "parent_block_hash": None if found.parent is None else self._hashes([found.parent])[0],
+            "token_ids": _token_ids(change, unit_tokens),
+            "block_size": unit_tokens,
+            "lora_id": None,
+            "medium": MEDIA[change.tier],
+            "lora_name": _text(root.adapter_key),
+            "extra_keys": extra_keys if any(extra_keys) else None,
+            "group_idx": number,
+            "kv_cache_spec_kind": _kind_of(group),
+            "kv_cache_spec_sliding_window": getattr(group.attention, "window", None),
+        }
+        return self._trimmed(event)
+
+    def _removed(self, change: Change, number: int, group: KVCacheGroup) -> Event:
+        hashes = self._hashes(self._digests.of(change).digests)
+        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIA[change.tier], "group_idx": number}
+
+    def _trimmed(self, event: Event) -> Event:
+        if self._form.shape == "array":
+            return event
+        return {name: value for name, value in event.items() if value is not None or name not in OPTIONAL}
+
+    def _hashes(self, digests: Sequence[bytes]) -> list[int] | list[bytes]:
+        if self._form.hash_bits == 256:
+            return list(digests)
+        return [int.from_bytes(digest[-8:], "big") for digest in digests]
+
+
+def _token_ids(change: Change, unit_tokens: int) -> list[int]:
+    first, last = ((at - change.run_start) * unit_tokens for at in (change.start, change.stop))
+    found: list[int] = np.frombuffer(change.tokens, np.int32, last - first, first * TOKEN_BYTES).tolist()
+    return found
+
+
+def _extra_keys(change: Change, unit_tokens: int) -> list[list[Any] | None]:
+    """What identifies each block beside its tokens, in the order that vLLM has them: the adapter, what stands for
+    something else (its digest, and where it begins as seen from the block), and the salt with the first block."""
+    root, found = change.root, list[list[Any] | None]()
+    for start in range(change.start * unit_tokens, change.stop * unit_tokens, unit_tokens):
+        keys: list[Any] = [] if root.adapter_key is None else [_text(root.adapter_key)]
+        touching = [span for span in change.spans if span.start < start + unit_tokens and span.stop > start]
+        keys += [[span.digest.hex(), span.start - start] for span in touching]
+        keys += [_text(root.cache_salt)] if root.cache_salt is not None and not start else []
+        found.append(keys or None)
+    return found
+
+
+def _text(key: str | bytes | None) -> str | None:
+    return key.hex() if isinstance(key, bytes) else key
+
+
+def _kind_of(group: KVCacheGroup) -> str:
+    names = {FullAttention: "full_attention", SlidingWindow: "sliding_window", ChunkedLocal: "chunked_local_attention"}
+    return names.get(type(group.attention), "unknown")

@@ -1,0 +1,199 @@
+"""The publisher: a thread that hashes, encodes and sends what the ledger tells, over ZeroMQ."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import attrs
+import zmq
+
+from aoffload import ConfigError, Ledger, RuntimeClosed
+
+from .changes import Changes
+from .format import EventEncoder, EventFormat
+
+__all__ = ["KVEventPublisher"]
+
+LOOPBACK = "tcp://127.0.0.1:5557"
+END = (-1).to_bytes(8, "big", signed=True)
+"""In place of a sequence number: a replay is over."""
+CHANGES_PER_BATCH = 1024
+_STOP = b"stop"
+
+
+@attrs.frozen
+class Sent:
+    number: int
+    payload: bytes
+
+
+@attrs.define
+class ReplayBuffer:
+    """The last batches, bounded in number and bytes."""
+
+    max_batches: int
+    max_bytes: int
+    num_bytes: int = 0
+    _sent: deque[Sent] = attrs.field(factory=deque)
+
+    def keep(self, sent: Sent) -> None:
+        self._sent.append(sent)
+        self.num_bytes += len(sent.payload)
+        while len(self._sent) > self.max_batches or (self.num_bytes > self.max_bytes and len(self._sent) > 1):
+            self.num_bytes -= len(self._sent.popleft().payload)
+
+    def has_all_from(self, number: int) -> bool:
+        return not self._sent or self._sent[0].number <= number
+
+    def from_number(self, number: int) -> list[Sent]:
+        return [sent for sent in self._sent if sent.number >= number]
+
+
+class KVEventPublisher:
+    """A `with` block in which what `ledger` (`runtime.ledger`) caches is published. Made and left in the thread that
+    calls the ledger.
+
+    `bind` is the address that subscribers connect to; `connect`, in its place, that of a router that listens itself.
+    `replay` is where missed batches can be asked for. A port listens only where it is asked for; the default is on
+    loopback. The first batch says that nothing is cached, then all that is; so does the last, which leaves it at that.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        bind: str | None = None,
+        connect: str | None = None,
+        replay: str | None = None,
+        topic: str = "",
+        form: EventFormat | None = None,
+        data_parallel_rank: int = 0,
+        max_changes: int = 100_000,
+        max_unsent: int = 100_000,
+        replay_batches: int = 10_000,
+        replay_bytes: int = 2**26,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if bind is not None and connect is not None:
+            raise ConfigError("connect", "give either bind or connect")
+        self._connect, self._bind = connect, LOOPBACK if bind is None and connect is None else bind
+        self._replay_address = replay
+        self._topic = topic.encode()
+        self._max_unsent = max_unsent
+        self._clock = clock
+        self._encoder = EventEncoder(ledger.layout, form or EventFormat(), data_parallel_rank)
+        self._changes = Changes(ledger, max_changes, self._wake)
+        self._buffer = ReplayBuffer(replay_batches, replay_bytes)
+        self._thread: threading.Thread | None = None
+        self.num_batches = 0
+        """Sent so far; the next one has this number."""
+        self.endpoint = connect or ""
+        """Where it can be subscribed to, once it is open. A port that was left to the system stands here."""
+        self.replay_endpoint = ""
+
+    # -- its life -------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._thread is not None:
+            raise RuntimeClosed("a publisher is opened once: make another one")
+        self._changes.check_alone()
+        self._context = zmq.Context()
+        try:
+            self._open_sockets()
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError("bind", f"{self._bind or self._connect}, {self._replay_address}: {error}") from error
+        self._thread = threading.Thread(target=self._work, name="aoffload KV events", daemon=True)
+        self._thread.start()
+        self._changes.begin()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._thread is not None
+        self._changes.end()
+        self._waker.send(_STOP)
+        self._thread.join()
+        self._waker.close(linger=0)
+        self._context.term()
+
+    def tell_anew(self) -> None:
+        """Publish that nothing is cached, then all that is: for a subscriber that can't know better."""
+        self._changes.tell_anew()
+
+    def _open_sockets(self) -> None:
+        self._socket = self._context.socket(zmq.PUB)
+        self._socket.sndhwm = self._max_unsent
+        if self._bind is not None:
+            self.endpoint = _bound(self._socket, self._bind)
+        else:
+            self._socket.connect(self._connect or "")
+        self._replay = self._context.socket(zmq.ROUTER)
+        self._replay.sndhwm = 2 * (self._buffer.max_batches + 1)  # one answer is never cut short
+        if self._replay_address is not None:
+            self.replay_endpoint = _bound(self._replay, self._replay_address)
+        self._waker, self._awake = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._awake.bind("inproc://wake")
+        self._waker.connect("inproc://wake")
+
+    def _wake(self) -> None:
+        """In the ledger's thread. Never blocks: there is one at a time."""
+        self._waker.send(b"")
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            self._serve()
+        finally:
+            for socket in (self._socket, self._replay, self._awake):
+                socket.close(linger=500)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._awake, zmq.POLLIN)
+        poller.register(self._replay, zmq.POLLIN)
+        is_over = False
+        while not is_over:
+            ready = dict(poller.poll())
+            if self._replay in ready:
+                self._answer()
+            if self._awake in ready:
+                is_over = self._awake.recv() == _STOP
+                self._publish()
+
+    def _publish(self) -> None:
+        """Everything that was told by now."""
+        self._changes.expect()
+        while told := self._changes.take(CHANGES_PER_BATCH):
+            sent = Sent(self.num_batches, self._encoder.batch(told, self._clock()))
+            self._buffer.keep(sent)
+            self._socket.send_multipart([self._topic, _number(sent.number), sent.payload])
+            self.num_batches += 1
+
+    def _answer(self) -> None:
+        """Send what was missed, as far as it is kept. What is no request is not answered."""
+        frames = self._replay.recv_multipart()
+        if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+            return
+        client, start = frames[0], int.from_bytes(frames[2], "big")
+        if not self._buffer.has_all_from(start):
+            self._changes.fall_behind()
+        for sent in self._buffer.from_number(start):
+            self._replay.send_multipart([client, b"", self._topic, _number(sent.number), sent.payload])
+        self._replay.send_multipart([client, b"", b"", END, b""])
+
+
+def _number(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+def _bound(socket: zmq.Socket[bytes], address: str) -> str:
+    socket.bind(address)
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
