@@ -205,9 +205,9 @@ class Request:
             while not waiter.is_over:  # a grant may be taken back before its task has run
                 await self._wait(anyio.Event())
                 self._live()
-            return runtime.ledger.accept(waiter)
+            return self._runtime.ledger.accept(waiter)
         finally:  # leave the line, or give an unused grant back, however the wait ends
-            runtime.ledger.withdraw(waiter)
+            self._runtime.ledger.withdraw(waiter)
             runtime.observers.waited_for_room(waiter.holding, runtime.env.now() - began_s)
 
     async def _wait(self, event: anyio.Event) -> None:
