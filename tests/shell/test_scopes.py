@@ -141,7 +141,7 @@ async def test_an_abandoned_request_that_another_thread_collects() -> None:
             """Entered without a scope, so that nothing of its task refers to it."""
 
         request = Entered(engine.runtime, *_parts_of(engine.runtime.request(A, "lost")))
-        request._holding = engine.runtime._admit(request, request._prefix, request._options)
+        request._holding = engine.runtime._admit(request, request._prompt, request._options)
         request.allocate_nowait()
         holder.append(request)
         del request
@@ -160,7 +160,7 @@ async def test_an_abandoned_request_that_another_thread_collects() -> None:
 
 
 def _parts_of(request: Request) -> tuple[Any, Any]:
-    return request._prefix, request._options
+    return request._prompt, request._options
 
 
 @natively
