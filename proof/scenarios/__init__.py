@@ -11,6 +11,7 @@ from . import (
     ends,
     incidents,
     keeping,
+    long,
     policies,
     preemption,
     ranks,
@@ -25,8 +26,8 @@ from .paged import paged_engine, paged_windows
 from .table import SCENARIOS, ScenarioRow, scenario
 
 __all__ = [
-    "SCENARIOS", "ScenarioRow", "copies", "ends", "incidents", "keeping", "policies", "preemption", "ranks", "room",
-    "sharing", "taken_back", "tasks", "windows", "worlds",
+    "SCENARIOS", "ScenarioRow", "copies", "ends", "incidents", "keeping", "long", "policies", "preemption", "ranks",
+    "room", "sharing", "taken_back", "tasks", "windows", "worlds",
 ]  # fmt: skip
 
 scenario("request_done")(paged_engine)
