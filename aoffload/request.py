@@ -323,15 +323,13 @@ class PendingLoad:
     async def _wait(self, bound_s: float | None) -> bool:
         """Wait to be woken, or until `bound_s` is over; whether it is."""
         event, worker = anyio.Event(), self._request._runtime.worker
-        if bound_s is None:
-            await self._request._wait(event)
-            return False
-        worker.set_alarm(event, bound_s)
+        if bound_s is not None:
+            worker.set_alarm(event, bound_s)
         try:
             await self._request._wait(event)
         finally:
             was_pending = worker.clear_alarm(event)
-        return not was_pending
+        return bound_s is not None and not was_pending
 
 
 async def _read(prompt: LongList) -> Prefix:
