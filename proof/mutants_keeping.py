@@ -13,6 +13,14 @@ ERRANDS_AMONG_REQUESTS = ("keeping", "pinned_full", "kept_windows")
 
 KEEPING_MUTANTS = (
     Mutant(
+        "demotion evicts what is hit in the host",
+        "aoffload.core.errands",
+        "kept = self._keep_hit(sequence)",
+        "kept = None",
+        "a demotion loses nothing that could hit",
+        test="tests/core/test_keeping.py::test_a_demotion_does_not_evict_what_is_hit_in_the_host",
+    ),
+    Mutant(
         "pins in the way of the line",
         ADMISSION,
         "        return not self.others_hold_room() and self.yield_pin()\n",

@@ -186,6 +186,15 @@ _WAKING = (
         "everything that changes room serves the line",
     ),
     Mutant(
+        "head keeps what nobody finds any more",
+        ADMISSION,
+        "return self._forget_condemned(self.line.allocating[0].holding) or self.yield_pin()",
+        "return self.yield_pin()",
+        "who is first is never kept waiting by its own pins",
+        scenarios=("failed_in_turmoil",),
+        test="tests/core/test_line.py::test_who_is_first_lets_go_of_what_nobody_finds_any_more",
+    ),
+    Mutant(
         "no pump after the head is cancelled",
         ADMISSION,
         "        if holding.state is _S.PINNED:\n            self.pins.match_again(holding)\n        self.pump()\n",

@@ -244,8 +244,21 @@ class Admission:
                 return
 
     def _make_pins_yield(self) -> bool:
-        """Whether a pin has ended for who is first in line: pins promise nothing to whom nobody else can make room."""
-        return not self.others_hold_room() and self.yield_pin()
+        """Whether a pin has ended for who is first in line: pins promise nothing to whom nobody else can make room.
+
+        Its own pins least of all: they may be what protects blocks that nobody finds any more, which go once it has let
+        go of what lies over them for a moment."""
+        if self.others_hold_room():
+            return False
+        return self._forget_condemned(self.line.allocating[0].holding) or self.yield_pin()
+
+    def _forget_condemned(self, first: Holding) -> bool:
+        pool = self.cache.tiers[Tier.DEVICE].pool
+        if not self.pins.protects_condemned(first):
+            return False
+        before = pool.num_free
+        self.pins.forget_match(first)
+        return pool.num_free > before  # else somebody else protects them, too: it is matched again at the next pump
 
     def _serve_extension(self, waiter: Waiter) -> bool:
         """Whether the head of the extensions is over, one way or the other."""

@@ -110,6 +110,12 @@ class Pins:
         self.forget_match(holding)
         self.pin(holding, islands=islands)
 
+    @staticmethod
+    def protects_condemned(holding: Holding) -> bool:
+        """Whether blocks that nobody finds any more lie on a path that it leases: they are free when nobody does."""
+        parts = (part for lease in holding.all_leases() for run in lease.run.path() for part in run.parts)
+        return any(part.condemned for part in parts)
+
     def keep_match(self, holding: Holding) -> None:
         """Match again, unless that would pin what is pinned already: who is first in line is asked over and over."""
         if self.cache.layout.windows or not self._pins_just(holding, self._find(holding, islands=True)):

@@ -304,3 +304,21 @@ def test_leaving_while_granted_returns_the_grant() -> None:
     line.release(holding, "cancelled")
     assert line.num_pinned() == (0, 0)
     assert line.ledger.cache.tiers[Tier.DEVICE].room == 4
+
+
+def test_who_is_first_lets_go_of_what_nobody_finds_any_more() -> None:
+    """A reset of the device leaves blocks to those who read them; who has matched what was computed there again keeps
+    them from being freed, and must not wait for them when it is the last one to do so."""
+    line = Line(8, 0)
+    reader = line.running(prompt(1, 16))
+    line.commit(reader)
+    line.ledger.reset(Tier.DEVICE)
+    again = line.running(prompt(1, 9))
+    line.commit(again, 8)
+    first = line.wait(line.admit(prompt(1, 32), request_id="first"))
+    for holding in (reader, again):
+        assert not first.is_over
+        line.release(holding)
+    assert first.granted is not None and len(first.granted) == 6
+    line.ledger.accept(first)
+    line.ledger.check_integrity()
