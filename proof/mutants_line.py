@@ -188,10 +188,9 @@ _WAKING = (
     Mutant(
         "head keeps what nobody finds any more",
         ADMISSION,
-        "return self._forget_condemned(self.line.allocating[0].holding) or self.yield_pin()",
-        "return self.yield_pin()",
+        "(self._forget_condemned(first) or self.yield_pin())",
+        "self.yield_pin()",
         "who is first is never kept waiting by its own pins",
-        scenarios=("failed_in_turmoil",),
         test="tests/core/test_line.py::test_who_is_first_lets_go_of_what_nobody_finds_any_more",
     ),
     Mutant(

@@ -248,11 +248,11 @@ class Admission:
 
         Its own pins least of all: they may be what protects blocks that nobody finds any more, which go once it has let
         go of what lies over them for a moment."""
-        if self.others_hold_room():
-            return False
-        return self._forget_condemned(self.line.allocating[0].holding) or self.yield_pin()
+        first = self.line.allocating[0].holding
+        return not self.others_hold_room() and (self._forget_condemned(first) or self.yield_pin())
 
     def _forget_condemned(self, first: Holding) -> bool:
+        """Whether there is more room, now that `first` is not matched any more."""
         pool = self.cache.tiers[Tier.DEVICE].pool
         if not self.pins.protects_condemned(first):
             return False
