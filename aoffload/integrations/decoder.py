@@ -51,6 +51,8 @@ class Decoder:
     def __init__(self, config: DecoderConfig, *, seed: int, device: torch.device | str = "cpu") -> None:
         self.config = config
         self.vocab_size = config.vocab_size
+        self.max_positions = config.max_positions
+        self.end_token_ids: frozenset[int] = frozenset()
         self.groups: tuple[LayerGroup, ...] = (LayerGroup("full", tuple(range(config.num_layers))),)
         self.device = torch.device(device)
         # Drawn on the CPU, so that a seed means the same weights on every device.

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from ..core.groups import FullAttention
+from ..core.policy import StoreScope
 from ..env import Env
 from ..errors import InvalidArgument, OutOfBlocks, RequestAborted
 from ..prefix import TokenIds, encode_tokens
@@ -55,6 +56,10 @@ MAX_ALONE = 3
 
 def _ignore(_: int) -> None:
     return None
+
+
+def _never(_: int) -> bool:
+    return False
 
 
 class PagedEngine:
@@ -150,14 +155,17 @@ class PagedEngine:
         request_id: str | None = None,
         cache_salt: str | bytes | None = None,
         adapter_key: str | bytes | None = None,
+        reads_cache: bool = True,
+        store: StoreScope | str = StoreScope.ALL,
         deadline_s: float | None = None,
         on_token: Callable[[int], None] = _ignore,
+        until: Callable[[int], bool] = _never,
     ) -> Generation:
         """The next `max_new_tokens` tokens after `token_ids`, greedily. `deadline_s` counts from the grant of a place.
 
         Raises `RequestAborted` when the runtime cancelled the request or its deadline passed, `StepFailed` when its
-        forward failed, and what `OffloadRuntime.request` and `allocate` raise. `on_token` is called with each token;
-        what it raises comes out here.
+        forward failed, and what `OffloadRuntime.request` and `allocate` raise. `on_token` is called with each token,
+        then `until`: where it says True, that token was the last one. What they raise comes out here.
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise InvalidArgument("max_new_tokens", f"must be a positive integer, got {max_new_tokens!r}")
@@ -166,9 +174,11 @@ class PagedEngine:
         if tokens.max(initial=0) >= self.model.vocab_size:
             raise InvalidArgument("token_ids", f"holds {tokens.max()}; the model has {self.model.vocab_size} tokens")
         arrived = self._env.now()
-        options = {"cache_salt": cache_salt, "adapter_key": adapter_key}
+        options = {"cache_salt": cache_salt, "adapter_key": adapter_key, "reads_cache": reads_cache, "store": store}
         self._num_asks += 1
-        ask = Ask(self._num_asks, tokens, tokens.tolist(), max_new_tokens, request_id, options, deadline_s, on_token)
+        ask = Ask(
+            self._num_asks, tokens, tokens.tolist(), max_new_tokens, request_id, options, deadline_s, on_token, until
+        )
         async with self._places:
             while True:
                 async with PromptPlace(self._prompt_places) as place:
@@ -333,9 +343,8 @@ class PagedEngine:
         if was_prefilling and not sequence.is_prefilling:
             sequence.on_prompt_done()
         self._line_up.has_moved_on(sequence)
-        if has_token:
-            sequence.on_token(output.token_id)
-        if sequence.is_complete:
+        is_last = has_token and sequence.tell(output.token_id)
+        if is_last or sequence.is_complete:
             sequence.end()
 
     def _make_room(self, sequence: RunningSequence) -> None:

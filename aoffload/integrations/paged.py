@@ -159,6 +159,10 @@ class PagedModel(Protocol):
     vocab_size: int
     groups: tuple[LayerGroup, ...]
     """Its layers by attention kind; slices have a block table for each group, in this order."""
+    max_positions: int
+    """The most tokens of a sequence that it was made for, prompt and answer."""
+    end_token_ids: frozenset[int]
+    """Tokens that say that the answer is complete; empty if it has none."""
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
         """Zeros [num_blocks, layers of a group, 2, block_size, num_kv_heads, head_dim], the model's dtype and device.

@@ -120,7 +120,8 @@ class RunningSequence:
     prompt: Sequence[int]
     max_new_tokens: int
     table: PromptTable
-    on_token: Callable[[int], None]
+    tell: Callable[[int], bool]
+    """Tells the client of a token; whether that was the last one that it wants."""
     num_computed: int
     on_prompt_done: Callable[[], None] = _ignore
     token_ids: list[int] = attrs.field(factory=list)

@@ -50,6 +50,8 @@ _SEEDED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MAX_POSITIONS = 2**31 - 1
+"""Of models that name no limit."""
 # What a layer may ask of its attention that paged_attention doesn't do: silence would mean wrong tokens.
 _UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias")
 # Their frequencies depend on the longest position seen so far, so a cached key is not a function of its prefix.
@@ -73,6 +75,8 @@ class TransformersModel:
         self.model = model.eval()
         self._has_row_experts = False
         self.vocab_size: int = text.vocab_size
+        self.max_positions: int = getattr(text, "max_position_embeddings", None) or MAX_POSITIONS
+        self.end_token_ids = _end_token_ids(model)
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         self._block_shape = (len(self.groups[0].layers), 2, num_kv_heads, head_dim)
@@ -227,6 +231,12 @@ def _attention_kinds(text: Any) -> list[AttentionKind]:
     if window is None:
         raise ConfigError("model", "has sliding layers and no sliding_window")
     return [FullAttention() if kind == "full_attention" else SlidingWindow(window) for kind in layer_types]
+
+
+def _end_token_ids(model: Any) -> frozenset[int]:
+    """What `generation_config` names, which is where the tokens that end an answer are kept: one id, several or none."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
 
 def _check_supported(model: Any, text: Any) -> None:

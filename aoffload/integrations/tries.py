@@ -28,6 +28,10 @@ MADE_WAY = "made way for an older request"
 _HOLDS_ROOM = (RequestState.ALLOCATED, RequestState.LOADING, RequestState.RUNNING)
 
 
+def _never(_: int) -> bool:
+    return False
+
+
 @attrs.define(eq=False)
 class Ask:
     """What one client wants, through all its tries."""
@@ -42,6 +46,7 @@ class Ask:
     """For `OffloadRuntime.request`."""
     deadline_s: float | None
     on_token: Callable[[int], None]
+    until: Callable[[int], bool] = _never
     max_hit_tokens: int | None = None
     num_alone: int = 0
     """Tries that had no room though nobody else held any."""
@@ -60,16 +65,19 @@ class Ask:
             return self.deadline_s
         return self._expires_at - anyio.current_time()
 
-    def listener(self) -> Callable[[int], None]:
-        """`on_token` for one try: silent about what an earlier one has told."""
+    def listener(self) -> Callable[[int], bool]:
+        """`on_token` and `until` for one try: silent about what an earlier one has told."""
         count = 0
 
-        def tell(token_id: int) -> None:
+        def tell(token_id: int) -> bool:
             nonlocal count
             count += 1
             if count > self._num_told:
                 self._num_told = count
                 self.on_token(token_id)
+                if self.until(token_id):
+                    self.max_new_tokens = count  # for another try, too: it may have to make way before it has left
+            return count == self.max_new_tokens
 
         return tell
 

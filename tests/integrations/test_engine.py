@@ -305,6 +305,31 @@ async def test_tokens_come_one_by_one() -> None:
     assert tuple(seen) == generation.token_ids
 
 
+async def test_an_answer_ends_where_its_client_has_enough() -> None:
+    """`until` ends the answer with the token it says True to, as a request that is done: its prompt was committed."""
+    prompt = prompt_of(1)
+    third = answer(prompt, 3)[-1]
+    async with serving() as bench:
+        generation = await bench.engine.generate(prompt, 9, until=lambda token: token == third)
+        assert generation.token_ids == answer(prompt, 3)
+        again = await bench.ask(prompt)
+        assert again.num_device_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "found"), [({"reads_cache": False}, (0, 0)), ({"store": "none"}, (0, 0)), ({}, (0, 32))]
+)
+async def test_a_request_says_what_it_reads_and_what_is_stored_of_it(options: Any, found: tuple[int, int]) -> None:
+    """`reads_cache=False` computes what is cached; what `store="none"` has computed is not in host memory."""
+    reads = {name: value for name, value in options.items() if name == "reads_cache"}
+    async with serving(num_blocks=16) as bench:
+        await bench.ask(prompt_of(1, 40), **{name: options[name] for name in options if name not in reads})
+        for number in (2, 3):
+            await bench.ask(prompt_of(number, 40))
+        again = await bench.ask(prompt_of(1, 40), **reads)
+    assert (again.num_device_tokens, again.num_host_tokens) == found
+
+
 async def test_the_runtime_may_cancel_a_request() -> None:
     """`runtime.cancel` reaches a client that waits for the engine: `RequestAborted` with the reason."""
     async with serving() as bench:

@@ -117,6 +117,24 @@ async def test_a_later_try_tells_only_what_is_new() -> None:
     assert ask.remaining_s() is None
 
 
+async def test_the_last_token_stays_the_last_one_in_a_later_try() -> None:
+    """Who has to make way right after its last token, and begins again, is not asked for more."""
+    asked: list[int] = []
+
+    def until(token: int) -> bool:
+        asked.append(token)
+        return token == 1
+
+    ask = Ask(1, np.array([1]), [1], 5, None, {}, None, lambda _: None, until)
+    told = []
+    for _ in range(2):
+        tell = ask.listener()
+        told.append([tell(token) for token in range(2)])
+    assert told == [[False, True], [False, True]]
+    assert asked == [0, 1]
+    assert ask.max_new_tokens == 2
+
+
 @each_kind
 async def test_a_deadline_ends_a_request(kind: str) -> None:
     """A deadline that is over is an abort; the engine goes on."""
