@@ -234,7 +234,7 @@ def _attention_kinds(text: Any) -> list[AttentionKind]:
 
 
 def _end_token_ids(model: Any) -> frozenset[int]:
-    """What `generation_config` names, which is where the tokens that end an answer are kept: one id, several or none."""
+    """What `generation_config` names, where the tokens that end an answer are kept: one id, several or none."""
     found = getattr(model.generation_config, "eos_token_id", None)
     return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 

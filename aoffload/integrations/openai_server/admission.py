@@ -1,0 +1,71 @@
+"""How many requests the server takes in, and until when."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+import attrs
+
+from .errors import too_many, unavailable
+
+__all__ = ["Admission", "ServerState"]
+
+
+class ServerState(enum.Enum):
+    OPEN = "ok"
+    DRAINING = "draining"
+    """Those inside get their answers, nobody else comes in."""
+    ENDING = "ending"
+    """Those inside are told to go."""
+
+
+@attrs.define(eq=False)
+class Admission:
+    """Counts those inside: running, waiting for the engine, or being sent their answer."""
+
+    max_inside: int
+    num_inside: int = attrs.field(default=0, init=False)
+    num_refused: int = attrs.field(default=0, init=False)
+    """Sent away because there were too many."""
+    state: ServerState = attrs.field(default=ServerState.OPEN, init=False)
+    _ending: anyio.Event = attrs.field(factory=anyio.Event, init=False)
+    _empty: anyio.Event = attrs.field(factory=anyio.Event, init=False)
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place inside, for as long as the block; `ApiError` with 429 or 503 if there is none."""
+        if self.state is not ServerState.OPEN:
+            raise unavailable("the server is being shut down")
+        if self.num_inside >= self.max_inside:
+            self.num_refused += 1
+            raise too_many(self.num_inside)
+        self.num_inside += 1
+        try:
+            yield
+        finally:
+            self.num_inside -= 1
+            if not self.num_inside:
+                self._empty.set()
+
+    def drain(self) -> None:
+        """From now on nobody is taken in."""
+        if self.state is ServerState.OPEN:
+            self.state = ServerState.DRAINING
+
+    def end(self) -> None:
+        """Tell those inside to go."""
+        self.state = ServerState.ENDING
+        self._ending.set()
+
+    async def wait_ending(self) -> None:
+        """Until those inside have to go."""
+        await self._ending.wait()
+
+    async def wait_empty(self) -> None:
+        """Until nobody is inside. Only after `drain`, or somebody may come in again."""
+        while self.num_inside:
+            self._empty = anyio.Event()
+            await self._empty.wait()

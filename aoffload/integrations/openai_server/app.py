@@ -1,0 +1,93 @@
+"""The application: which path leads where, and an error of one shape wherever there is none."""
+
+from __future__ import annotations
+
+import time
+
+import attrs
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from .admission import ServerState
+from .answering import Answering, Service
+from .bodies import no_model, read_chat, read_completion
+from .errors import ApiError
+from .metrics import metrics_page
+from .wire import ChatWire, CompletionWire, model_object
+
+__all__ = ["make_app"]
+
+
+def make_app(service: Service) -> Starlette:
+    """An ASGI application around an engine that is open, and stays so for as long as the application is used.
+
+    It has no state besides `service`, and starts nothing by itself. It runs in the event loop of the engine, whichever
+    of asyncio and trio that is.
+    """
+    pages = _Pages(service, int(time.time()))
+    completions = Answering(service=service, read=read_completion, new_wire=CompletionWire.new, prompt_field="prompt")
+    chat = Answering(service=service, read=read_chat, new_wire=ChatWire.new, prompt_field="messages")
+    return Starlette(
+        routes=[
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/models", pages.models),
+            Route("/v1/models/{model:path}", pages.model),
+            Route("/health", pages.health),
+            Route("/metrics", pages.metrics),
+        ],
+        exception_handlers={ApiError: _say, HTTPException: _say_http, Exception: _say_internal},
+    )
+
+
+@attrs.frozen
+class _Pages:
+    """What is only looked at."""
+
+    service: Service
+    created: int
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self.service.limits.model_name:
+            raise no_model(name, self.service.limits.model_name)
+        return JSONResponse(self._model())
+
+    async def health(self, _: Request) -> Response:
+        """200 while requests are taken in, 503 once they are not."""
+        admission = self.service.admission
+        status = 200 if admission.state is ServerState.OPEN else 503
+        return JSONResponse({"status": admission.state.value, "num_requests": admission.num_inside}, status)
+
+    async def metrics(self, _: Request) -> Response:
+        content, content_type = metrics_page(self.service.engine.runtime)
+        return Response(content, headers={"content-type": content_type})
+
+    def _model(self) -> dict[str, object]:
+        limits = self.service.limits
+        return model_object(limits.model_name, self.created, limits.num_tokens)
+
+
+async def _say(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.as_dict(), error.status, error.headers)
+
+
+async def _say_http(request: Request, error: Exception) -> Response:
+    """Of the routes: 404 and 405."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path:.200}: {error.detail}"
+    found = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None)
+    return JSONResponse(found.as_dict(), error.status_code, dict(error.headers or {}))
+
+
+async def _say_internal(_: Request, error: Exception) -> Response:
+    """A mistake of ours. Who runs the server reads the traceback in its log."""
+    found = ApiError(500, f"internal error: {type(error).__name__}", kind="server_error", code="internal_error")
+    return JSONResponse(found.as_dict(), 500)

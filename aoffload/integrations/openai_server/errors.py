@@ -1,0 +1,82 @@
+"""What a client is told when it gets no answer: a status, and an error of OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import AoffloadError, InvalidArgument, OutOfBlocks, RequestAborted, RuntimeClosed
+from ..failures import EngineClosed
+
+__all__ = ["ApiError", "HungUp", "bad_field", "error_of", "too_long"]
+
+RETRY_AFTER_S = 1
+"""What a client that was sent away is told to wait. Answers take about as long, so there is room again by then."""
+
+
+class HungUp(Exception):  # noqa: N818 - reads as what it is at the call
+    """The client has closed its connection: there is nobody to tell."""
+
+
+class ApiError(Exception):
+    """`param` names the field it is about; None: no field is to blame. `retry_after_s` becomes a header."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+
+
+def bad_field(param: str, problem: str, code: str | None = None) -> ApiError:
+    """400: the value of a field. `param` is where it is in the body, as in `messages[0].role`."""
+    return ApiError(400, f"{param}: {problem}", param=param, code=code)
+
+
+def too_long(param: str, problem: str) -> ApiError:
+    """400: more than the model or the server can take."""
+    return bad_field(param, problem, "context_length_exceeded")
+
+
+def unavailable(message: str) -> ApiError:
+    """503: it would do at another time, or at another server."""
+    return ApiError(503, message, kind="server_error", code="unavailable", retry_after_s=RETRY_AFTER_S)
+
+
+def too_many(num_inside: int) -> ApiError:
+    """429: the bound of admission."""
+    message = f"{num_inside} requests are in the server already, which is all it takes"
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+
+
+def error_of(error: AoffloadError, prompt_field: str) -> ApiError:
+    """What the engine raised, to the client that asked. `prompt_field` holds its prompt."""
+    if isinstance(error, InvalidArgument):
+        return bad_field(prompt_field if error.argument == "token_ids" else error.argument, error.problem)
+    if isinstance(error, OutOfBlocks):
+        if error.retryable:
+            return unavailable("there is no room on the device")
+        return too_long(prompt_field, f"never fits on the device: {error}")
+    if isinstance(error, (EngineClosed, RuntimeClosed)):
+        return unavailable("the engine is closed")
+    if isinstance(error, RequestAborted):
+        return ApiError(503, str(error), kind="server_error", code="aborted")
+    return ApiError(500, str(error), kind="server_error", code="internal_error")

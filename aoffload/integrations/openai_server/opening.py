@@ -1,0 +1,94 @@
+"""From options to a service: the model, its tokenizer, the runtime and the engine, open for as long as a block."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from ... import OffloadConfig, OffloadRuntime
+from ...errors import InvalidArgument
+from ..batching import EngineOptions
+from ..engine import PagedEngine
+from ..layers import kv_cache_groups
+from ..models import MODEL_NAMES
+from ..paged import PagedModel
+from .admission import Admission
+from .answering import Service
+from .bodies import Limits
+from .options import ServerOptions
+from .pretrained import PretrainedTokenizer
+from .tokenizer import ByteTokenizer, Tokenizer
+
+__all__ = ["limits_of", "open_service", "tokenizer_of"]
+
+BLOCK_SIZE = 16
+DEVICE_TOKENS = 8192
+HOST_TOKENS = 32_768
+
+
+@asynccontextmanager
+async def open_service(options: ServerOptions, model: PagedModel, logger: Any = None) -> AsyncIterator[Service]:
+    """A service on an engine with `model`. Raises `ConfigError` or `InvalidArgument` for what can't work."""
+    engine_options = EngineOptions(block_size=BLOCK_SIZE, max_running=options.max_running)
+    limits = limits_of(options, model)
+    tokenizer = tokenizer_of(options, model)
+    num_rows = _num_device_blocks(options, model) + 1  # the null block
+    kv_cache = model.new_kv_cache(num_rows + engine_options.num_scratch_blocks, BLOCK_SIZE)
+    async with (
+        OffloadRuntime(_config_of(options, model), kv_cache[:num_rows], logger=logger) as runtime,
+        PagedEngine(model, runtime, kv_cache, engine_options) as engine,
+    ):
+        yield Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            admission=Admission(options.max_requests),
+            limits=limits,
+            max_body_bytes=options.max_body_bytes,
+            answer_timeout_s=options.answer_timeout_s,
+        )
+
+
+def limits_of(options: ServerOptions, model: PagedModel) -> Limits:
+    """What one request may have: no more than the model was made for, nor than fits on the device.
+
+    A request of a model with several groups takes a block of each, where a window has not passed by.
+    """
+    room = _num_device_blocks(options, model) // len(model.groups) * BLOCK_SIZE
+    most = min(model.max_positions, room)
+    if most < 2:
+        raise InvalidArgument("device_blocks", "is too few: no prompt and answer fit")
+    if options.max_tokens is not None and options.max_tokens > most:
+        raise InvalidArgument("max_tokens", f"{options.max_tokens} is more than the {most} that there is room for")
+    return Limits(_served_name(options), model.vocab_size, options.max_tokens or most)
+
+
+def tokenizer_of(options: ServerOptions, model: PagedModel) -> Tokenizer:
+    """That of the model's directory if it has one, else the byte-level one."""
+    if options.model not in MODEL_NAMES:
+        found = PretrainedTokenizer.of_directory(options.model, model.end_token_ids)
+        if found is not None:
+            return found
+    return ByteTokenizer(model.vocab_size)
+
+
+def _served_name(options: ServerOptions) -> str:
+    return options.served_name or (
+        options.model if options.model in MODEL_NAMES else Path(options.model).resolve().name
+    )
+
+
+def _num_device_blocks(options: ServerOptions, model: PagedModel) -> int:
+    return options.num_device_blocks or DEVICE_TOKENS // BLOCK_SIZE * len(model.groups)
+
+
+def _config_of(options: ServerOptions, model: PagedModel) -> OffloadConfig:
+    default = HOST_TOKENS // BLOCK_SIZE * len(model.groups)
+    num_host = default if options.num_host_blocks is None else options.num_host_blocks
+    return OffloadConfig(
+        groups=kv_cache_groups(model.groups, BLOCK_SIZE),
+        num_host_blocks=num_host,
+        namespace=f"{_served_name(options)}@{options.seed}",
+        store_policy=options.store if num_host else "off",
+    )

@@ -1,0 +1,120 @@
+"""What the server is told once, and the command line that says it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import attrs
+
+from ...demo.options import STORE_POLICIES
+from ..models import MODEL_NAMES
+
+__all__ = ["ServerOptions", "make_parser", "parse_options"]
+
+MAX_BLOCKS = 10_000_000
+
+
+@attrs.frozen(kw_only=True)
+class ServerOptions:
+    """Times are seconds."""
+
+    model: str = "llama"
+    """A name of `MODEL_NAMES`, or a local directory."""
+    served_name: str | None = None
+    """What clients call the model; None: its name, or that of its directory."""
+    seed: int = 0
+    device: str = "cpu"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: a free one."""
+    num_device_blocks: int | None = None
+    """None: 8,192 tokens for each group of layers."""
+    num_host_blocks: int | None = None
+    """None: 32,768 tokens for each group of layers. 0: no offload."""
+    store: str = "eager"
+    max_running: int = 16
+    """Requests in the engine at a time."""
+    max_requests: int = 256
+    """Requests in the server at a time; who comes on top is sent away with 429."""
+    max_tokens: int | None = None
+    """Prompt and answer of one request; None: what the model and the device have room for."""
+    max_body_bytes: int = 2**20
+    answer_timeout_s: float = 600.0
+    """From the end of the body to the last byte read by the client."""
+    drain_timeout_s: float = 30.0
+    """What those inside get after SIGTERM to be done."""
+    num_threads: int = 1
+    """Of torch, for the arithmetic."""
+    log: Path | None = None
+    """One JSON line for each event of the runtime."""
+    write_tokenizer: Path | None = None
+    """Write the byte-level tokenizer there, and serve nothing."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    default = ServerOptions()
+    parser = argparse.ArgumentParser(
+        prog="python -m aoffload.integrations.openai_server",
+        description="Serve a model to clients of OpenAI's API, with KV cache offload. On loopback, unless told otherwise.",
+        epilog="SIGTERM and Ctrl-C drain: those inside get their answers, up to --drain-timeout; a second one ends them "
+        "at once. Exit status: 0 after that, 2 for bad options or an address that can't be had.",
+    )
+    add = parser.add_argument
+    add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")), help="(default: %(default)s)")
+    add("--served-name", metavar="NAME", help="what clients call the model")
+    add("--seed", type=_count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights of the named models")
+    add("--device", choices=("cpu", "cuda"), default=default.device, help="where the model runs (default: %(default)s)")
+    add("--host", default=default.host, metavar="ADDRESS", help="where to listen (default: %(default)s)")
+    add("--port", type=_count(0, 65535), default=default.port, metavar="N", help="0: a free one (default: %(default)s)")
+    add("--device-blocks", dest="num_device_blocks", type=_count(1, MAX_BLOCKS), metavar="N",
+        help="blocks of 16 tokens on the device (default: 512 for each group of layers)")  # fmt: skip
+    add("--host-blocks", dest="num_host_blocks", type=_count(0, MAX_BLOCKS), metavar="N",
+        help="blocks in host memory, 0 for no offload (default: 2048 for each group of layers)")  # fmt: skip
+    add("--store", choices=STORE_POLICIES, default=default.store, help="what is copied to host memory")
+    add("--max-running", type=_count(1, 4096), default=default.max_running, metavar="N",
+        help="requests in the engine at a time (default: %(default)s)")  # fmt: skip
+    add("--max-requests", type=_count(1, 1_000_000), default=default.max_requests, metavar="N",
+        help="requests in the server at a time; others get 429 (default: %(default)s)")  # fmt: skip
+    add("--max-tokens", type=_count(2, 2**31 - 1), metavar="N", help="prompt and answer of one request together")
+    add("--max-body-bytes", type=_count(1024, 2**30), default=default.max_body_bytes, metavar="N",
+        help="of one request (default: %(default)s)")  # fmt: skip
+    add("--answer-timeout", dest="answer_timeout_s", type=_seconds, default=default.answer_timeout_s, metavar="S",
+        help="what one answer may take, its reader included (default: %(default)s)")  # fmt: skip
+    add("--drain-timeout", dest="drain_timeout_s", type=_seconds, default=default.drain_timeout_s, metavar="S",
+        help="what those inside get after SIGTERM (default: %(default)s)")  # fmt: skip
+    add("--threads", dest="num_threads", type=_count(1, 1024), default=default.num_threads, metavar="N",
+        help="threads of torch (default: %(default)s)")  # fmt: skip
+    add("--log", type=Path, metavar="FILE", help="one JSON line for each event of the runtime")
+    add("--write-tokenizer", type=Path, metavar="DIR",
+        help="write the byte-level tokenizer there, for load generators, and leave")  # fmt: skip
+    return parser
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
+    """The options, or a message and exit status 2."""
+    return ServerOptions(**vars(make_parser().parse_args(arguments)))
+
+
+def _count(minimum: int, maximum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"must be an integer in [{minimum}, {maximum}], got {text!r}")
+        return value
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value <= 1e6:  # also refuses nan
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds up to 1e6, got {text!r}")
+    return value

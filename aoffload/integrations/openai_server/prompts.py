@@ -1,0 +1,65 @@
+"""What a prompt may be: a text, token ids, or a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+__all__ = ["ChatPrompt", "Message", "Prompt", "TextPrompt", "TokenPrompt"]
+
+
+class Prompt(Protocol):
+    @property
+    def num_characters(self) -> int:
+        """How much work it is to turn it into tokens."""
+        ...
+
+    def encode(self, tokenizer: Tokenizer) -> Sequence[int]: ...
+
+
+@attrs.frozen
+class TextPrompt:
+    text: str
+
+    @property
+    def num_characters(self) -> int:
+        return len(self.text)
+
+    def encode(self, tokenizer: Tokenizer) -> Sequence[int]:
+        return tokenizer.encode(self.text)
+
+
+@attrs.frozen
+class TokenPrompt:
+    token_ids: Sequence[int]
+
+    @property
+    def num_characters(self) -> int:
+        return 0
+
+    def encode(self, tokenizer: Tokenizer) -> Sequence[int]:
+        return self.token_ids
+
+
+@attrs.frozen
+class Message:
+    role: str
+    """`system`, `user` or `assistant`."""
+    content: str
+
+
+@attrs.frozen
+class ChatPrompt:
+    messages: Sequence[Message]
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(message.content) for message in self.messages)
+
+    def encode(self, tokenizer: Tokenizer) -> Sequence[int]:
+        return tokenizer.render(self.messages)
