@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -53,6 +54,7 @@ async def _serve(options: ServerOptions, sock: socket.socket) -> None:
         log = files.enter_context(options.log.open("w", encoding="utf-8")) if options.log is not None else None
         model = load_model(options.model, seed=options.seed, device=options.device)
         async with open_service(options, model, make_logger(log)) as service:
+            gc.freeze()  # what is there stays: going through it over and over holds up the loop for 200 ms at a time
             listener = Listener(make_app(service), service.admission, sock)
             async with anyio.create_task_group() as group:
                 await group.start(listener.run)
