@@ -32,7 +32,7 @@ from aoffload.integrations.paged import PagedModel
 from .harness import Row
 from .peer import Peer
 
-__all__ = ["Served", "Watch", "run", "serve_swarm", "swarm_of"]
+__all__ = ["Served", "Server", "Watch", "leaving_swarm", "listening", "run", "serve_swarm", "swarm_of"]
 
 NUM_CLIENTS = 200
 NUM_TURNS = 2
@@ -61,7 +61,8 @@ class Served:
     """From the moment a client closes its socket to the moment when nothing of its request is pinned."""
     wall_s: float
     num_pinned: int
-    num_inside: int
+    num_live: int
+    """Requests that are not over, when nobody is inside any more."""
 
     def first_s(self, turn: int) -> list[float]:
         """Times to first token of those who stayed."""
@@ -115,44 +116,56 @@ class Watch:
         runtime.step = watched
 
 
+@attrs.frozen
+class Server:
+    """A server that listens, and who watches it."""
+
+    service: Service
+    port: int
+    watch: Watch
+
+    async def face(self, swarm: dict[str, Any]) -> Served:
+        """Let a swarm at it, wait until nobody is inside any more, and look at what is left."""
+        lags: list[float] = []
+        began = time.monotonic()
+        async with anyio.create_task_group() as group:
+            group.start_soon(beat, lags)
+            about = json.dumps({"port": self.port, **swarm}).encode()
+            done = await anyio.run_process(CLIENTS, input=about, stderr=subprocess.PIPE, check=False)
+            group.cancel_scope.cancel()
+        wall_s = time.monotonic() - began
+        if done.returncode:
+            raise RuntimeError(done.stderr.decode())
+        with anyio.fail_after(5):  # whoever left last may not have been noticed yet
+            await self.service.admission.wait_empty()
+        runtime = self.service.engine.runtime
+        await runtime.flush()
+        found = runtime.statistics()
+        clients = json.loads(done.stdout)
+        left = {client["port"]: client["left_at"] for client in clients if client["left_at"] is not None}
+        pinned = [self.watch.released[port] - at for port, at in left.items() if port in self.watch.released]
+        num_pinned = found.device.num_pinned + found.host.num_pinned
+        return Served(clients, lags, pinned, wall_s, num_pinned, found.num_requests)
+
+
 @asynccontextmanager
-async def listening(options: ServerOptions, model: PagedModel, watch: Watch) -> AsyncIterator[tuple[Service, int]]:
+async def listening(options: ServerOptions, model: PagedModel) -> AsyncIterator[Server]:
     """A server on a free port of loopback."""
+    watch = Watch()
     with bind("127.0.0.1", 0) as sock:
         async with open_service(options, model, watch.logger()) as service:
             watch.watch_steps(service)
             listener = Listener(watch.watching(make_app(service)), service.admission, sock)
             async with anyio.create_task_group() as group:
                 await group.start(listener.run)
-                yield service, sock.getsockname()[1]
+                yield Server(service, sock.getsockname()[1], watch)
                 await listener.drain(1.0)
 
 
 async def serve_swarm(options: ServerOptions, model: PagedModel, swarm: dict[str, Any]) -> Served:
-    """Start a server, let the swarm at it, and look at what is left."""
-    watch = Watch()
-    lags: list[float] = []
-    async with listening(options, model, watch) as (service, port):
-        began = time.monotonic()
-        async with anyio.create_task_group() as group:
-            group.start_soon(beat, lags)
-            done = await anyio.run_process(
-                CLIENTS, input=json.dumps({"port": port, **swarm}).encode(), stderr=subprocess.PIPE, check=False
-            )
-            group.cancel_scope.cancel()
-        wall_s = time.monotonic() - began
-        if done.returncode:
-            raise RuntimeError(done.stderr.decode())
-        clients = json.loads(done.stdout)
-        with anyio.fail_after(5):  # a client that left last may not have been noticed yet
-            service.admission.drain()
-            await service.admission.wait_empty()
-        await service.engine.runtime.flush()
-        found = service.engine.runtime.statistics()
-        left = {client["port"]: client["left_at"] for client in clients if client["left_at"] is not None}
-        pinned = [watch.released[port] - at for port, at in left.items() if port in watch.released]
-        num_pinned = found.device.num_pinned + found.host.num_pinned
-        return Served(clients, lags, pinned, wall_s, num_pinned, service.admission.num_inside)
+    """A server of its own for one swarm."""
+    async with listening(options, model) as server:
+        return await server.face(swarm)
 
 
 async def beat(lags: list[float]) -> None:
@@ -223,7 +236,7 @@ def _check(without: Served, with_offload: Served) -> None:
         both = min(len(ours["answers"]), len(theirs["answers"]))
         if ours["answers"][:both] != theirs["answers"][:both]:
             raise RuntimeError(f"answers differ: {ours['answers']} and {theirs['answers']}")
-    if any(each.num_pinned or each.num_inside for each in (without, with_offload)):
+    if any(each.num_pinned or each.num_live for each in (without, with_offload)):
         raise RuntimeError("something is left")
 
 
