@@ -77,6 +77,7 @@ class Watch:
         """By the port of the client: when its last pin went."""
         self._port: ContextVar[int] = ContextVar("port")
         self._in_step = False
+        self._step_over = anyio.Event()
         self._waiting: list[int] = []
 
     def logger(self) -> Any:
@@ -105,15 +106,23 @@ class Watch:
 
         @contextmanager
         def watched(requests: Any) -> Iterator[None]:
-            with step(requests):
-                self._in_step = True
-                yield
-            self._in_step = False
+            self._in_step = True
+            try:
+                with step(requests):
+                    yield
+            finally:
+                self._in_step = False
             now = time.monotonic()
             self.released |= dict.fromkeys(self._waiting, now)
             self._waiting.clear()
+            self._step_over.set()
 
         runtime.step = watched
+
+    async def wait_no_step(self) -> None:
+        while self._in_step:
+            self._step_over = anyio.Event()
+            await self._step_over.wait()
 
 
 @attrs.frozen
@@ -136,16 +145,21 @@ class Server:
         wall_s = time.monotonic() - began
         if done.returncode:
             raise RuntimeError(done.stderr.decode())
-        with anyio.fail_after(5):  # whoever left last may not have been noticed yet
-            await self.service.admission.wait_empty()
-        runtime = self.service.engine.runtime
-        await runtime.flush()
-        found = runtime.statistics()
+        await self.wait_rest()
+        found = self.service.engine.runtime.statistics()
         clients = json.loads(done.stdout)
         left = {client["port"]: client["left_at"] for client in clients if client["left_at"] is not None}
         pinned = [self.watch.released[port] - at for port, at in left.items() if port in self.watch.released]
         num_pinned = found.device.num_pinned + found.host.num_pinned
         return Served(clients, lags, pinned, wall_s, num_pinned, found.num_requests)
+
+    async def wait_rest(self) -> None:
+        """Until nobody is inside, and no step and no copy runs; `TimeoutError` if that does not come."""
+        runtime = self.service.engine.runtime
+        with anyio.fail_after(10):
+            await self.service.admission.wait_empty()
+            await runtime.flush()
+            await self.watch.wait_no_step()  # one that nobody waits for any more
 
 
 @asynccontextmanager

@@ -95,7 +95,7 @@ async def serving(options: ServerOptions = OPTIONS) -> AsyncIterator[Bench]:
             await bench.assert_at_rest()
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, slots=False)
 class Caller:
     """One request by hand: its client reads what it wants to, and hangs up when it wants to."""
 

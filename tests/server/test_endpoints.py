@@ -40,7 +40,7 @@ async def test_an_answer_says_where_its_prompt_came_from() -> None:
 
 
 async def test_a_stream_says_the_same_as_a_whole_answer() -> None:
-    """Pieces put together are the text, the last of them says why it ended, and an event about tokens comes if asked."""
+    """Pieces put together are the text, the last of them says why it ended, and one about tokens comes if asked."""
     async with serving() as bench:
         whole = await bench.complete(LONG, max_tokens=12)
         body = {"model": "tiny", "prompt": LONG, "max_tokens": 12, "stream": True}
