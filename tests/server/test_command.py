@@ -74,6 +74,7 @@ class Reader:
     content: bytes = b""
     status: int = 0
     has_begun: anyio.Event = attrs.field(factory=anyio.Event)
+    is_half_through: anyio.Event = attrs.field(factory=anyio.Event)
 
     async def read(self, client: httpx.AsyncClient, number: int) -> None:
         body = {"model": "tiny", "prompt": f"{number} " * 20, "max_tokens": self.num_tokens, "stream": True}
@@ -83,6 +84,8 @@ class Reader:
             async for part in response.aiter_bytes():
                 self.content += part
                 self.has_begun.set()
+                if self.content.count(b"data: ") > self.num_tokens / 2:
+                    self.is_half_through.set()
 
 
 @contextlib.asynccontextmanager
@@ -102,19 +105,22 @@ async def reading(server: Program, num_readers: int, num_tokens: int) -> AsyncIt
 async def test_sigterm_lets_those_inside_finish() -> None:
     """Under load: every answer is complete, nobody new is taken in, and the exit status is 0."""
     async with program("--drain-timeout", "20") as server:
-        async with reading(server, 8, 64) as readers:
+        async with reading(server, 4, 400) as readers:
             server.signal()
             async with httpx.AsyncClient(base_url=server.url) as client:
                 while (health := await client.get("/health")).status_code == 200:
                     pass  # the signal has not arrived yet
                 refused = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+                for reader in readers:
+                    await reader.is_half_through.wait()
+                assert (await client.get("/health")).status_code == 503
         assert health.json()["status"] == "draining"
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert await server.wait() == (0, "")
     for reader in readers:
         events = events_of(reader.content)
         assert (reader.status, events[-1]) == (200, "[DONE]")
-        assert events[-2]["usage"]["completion_tokens"] == 64
+        assert events[-2]["usage"]["completion_tokens"] == 400
 
 
 @marked

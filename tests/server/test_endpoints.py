@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import anyio
@@ -187,8 +188,18 @@ async def test_an_answer_that_takes_too_long_is_ended() -> None:
 
 async def test_metrics_that_are_not_there_are_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """501 and a clear text where the module can't be imported."""
-    monkeypatch.setitem(__import__("sys").modules, "aoffload.metrics", None)
+    monkeypatch.setitem(sys.modules, "aoffload.metrics", None)
     async with serving() as bench:
         response = await bench.client.get("/metrics")
     assert response.status_code == 501
     assert "no metrics" in response.json()["error"]["message"]
+
+
+async def test_metrics_that_are_there_are_those_of_this_server() -> None:
+    """Two servers in one process count for themselves, and the page is one that Prometheus reads."""
+    pytest.importorskip("aoffload.metrics", reason="there is no aoffload.metrics in this installation")
+    async with serving() as bench, serving() as other:
+        await bench.complete()
+        pages = [await each.client.get("/metrics") for each in (bench, other)]
+    assert all(page.headers["content-type"].startswith("text/plain") for page in pages)
+    assert [page.text.count("aoffload_requests_admitted_total 1.0") for page in pages] == [1, 0]

@@ -18,6 +18,7 @@ from .bodies import Limits, Wish
 from .errors import ApiError, HungUp, error_of, too_long
 from .fields import Fields
 from .flow import Flow
+from .metrics import Metrics
 from .prompts import Prompt
 from .reply import Reply
 from .stops import Stops
@@ -41,6 +42,7 @@ class Service:
     engine: PagedEngine
     tokenizer: Tokenizer
     admission: Admission
+    metrics: Metrics
     limits: Limits
     max_body_bytes: int
     answer_timeout_s: float

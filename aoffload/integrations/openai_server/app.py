@@ -15,7 +15,6 @@ from .admission import ServerState
 from .answering import Answering, Service
 from .bodies import no_model, read_chat, read_completion
 from .errors import ApiError
-from .metrics import metrics_page
 from .wire import ChatWire, CompletionWire, model_object
 
 __all__ = ["make_app"]
@@ -66,7 +65,7 @@ class _Pages:
         return JSONResponse({"status": admission.state.value, "num_requests": admission.num_inside}, status)
 
     async def metrics(self, _: Request) -> Response:
-        content, content_type = metrics_page(self.service.engine.runtime)
+        content, content_type = self.service.metrics.page()
         return Response(content, headers={"content-type": content_type})
 
     def _model(self) -> dict[str, object]:

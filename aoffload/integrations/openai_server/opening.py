@@ -17,6 +17,7 @@ from ..paged import PagedModel
 from .admission import Admission
 from .answering import Service
 from .bodies import Limits
+from .metrics import find_metrics
 from .options import ServerOptions
 from .pretrained import PretrainedTokenizer
 from .tokenizer import ByteTokenizer, Tokenizer
@@ -34,16 +35,21 @@ async def open_service(options: ServerOptions, model: PagedModel, logger: Any = 
     engine_options = EngineOptions(block_size=BLOCK_SIZE, max_running=options.max_running)
     limits = limits_of(options, model)
     tokenizer = tokenizer_of(options, model)
+    metrics = find_metrics()
     num_rows = _num_device_blocks(options, model) + 1  # the null block
     kv_cache = model.new_kv_cache(num_rows + engine_options.num_scratch_blocks, BLOCK_SIZE)
     async with (
-        OffloadRuntime(_config_of(options, model), kv_cache[:num_rows], logger=logger) as runtime,
+        OffloadRuntime(
+            _config_of(options, model), kv_cache[:num_rows], logger=logger, **metrics.runtime_options
+        ) as runtime,
         PagedEngine(model, runtime, kv_cache, engine_options) as engine,
     ):
+        metrics.watch(runtime)
         yield Service(
             engine=engine,
             tokenizer=tokenizer,
             admission=Admission(options.max_requests),
+            metrics=metrics,
             limits=limits,
             max_body_bytes=options.max_body_bytes,
             answer_timeout_s=options.answer_timeout_s,
