@@ -37,13 +37,15 @@ __all__ = ["Served", "Server", "Watch", "leaving_swarm", "listening", "run", "se
 NUM_CLIENTS = 200
 NUM_TURNS = 2
 NUM_PREFIXES = 8
-PREFIX_BYTES = 512
+PREFIX_BYTES = 256
+OPENING_BYTES = (128, 256)
+"""Of a client's own: what it says first, after the prefix."""
 MESSAGE_BYTES = (32, 96)
-ANSWER_TOKENS = 8
+ANSWER_TOKENS = 6
 LEAVERS = 0.3
 NUM_LEAVERS = 96
 LONG_ANSWER_TOKENS = 64
-DEVICE_BLOCKS = 512
+DEVICE_BLOCKS = 384
 HOST_BLOCKS = 8192
 BEAT_S = 0.001
 MOST_LAG_MS = 20.0
@@ -192,7 +194,8 @@ async def beat(lags: list[float]) -> None:
 
 def swarm_of(
     model_name: str, *, num_clients: int = NUM_CLIENTS, num_turns: int = NUM_TURNS, leavers: float = LEAVERS,
-    prefix_bytes: int = PREFIX_BYTES, answer_tokens: int = ANSWER_TOKENS, seed: int = 0,
+    prefix_bytes: int = PREFIX_BYTES, opening_bytes: tuple[int, int] = OPENING_BYTES,
+    answer_tokens: int = ANSWER_TOKENS, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Conversations that share their beginnings, and a random point for each of those who hang up."""
     draw = random.Random(seed)
@@ -201,7 +204,7 @@ def swarm_of(
     clients = []
     for number in range(num_clients):
         messages = [_text(draw, draw.randint(*MESSAGE_BYTES)) for _ in range(num_turns)]
-        messages[0] = prefixes[number % NUM_PREFIXES] + messages[0]
+        messages[0] = prefixes[number % NUM_PREFIXES] + _text(draw, draw.randint(*opening_bytes))
         client: dict[str, Any] = {"messages": messages}
         if draw.random() < leavers:
             client |= {"leaves_after": draw.randrange(num_events), "how": draw.choice(["close", "reset", "half"])}
@@ -212,7 +215,12 @@ def swarm_of(
 
 def leaving_swarm(model_name: str, *, num_clients: int = NUM_LEAVERS, seed: int = 0) -> dict[str, Any]:
     """Clients that all hang up in the middle of a long answer."""
-    about: dict[str, Any] = {"num_turns": 1, "prefix_bytes": 64, "answer_tokens": LONG_ANSWER_TOKENS}
+    about: dict[str, Any] = {
+        "num_turns": 1,
+        "prefix_bytes": 64,
+        "opening_bytes": MESSAGE_BYTES,
+        "answer_tokens": LONG_ANSWER_TOKENS,
+    }
     swarm = swarm_of(model_name, num_clients=num_clients, leavers=0.0, **about)
     draw = random.Random(seed)
     for client in swarm["clients"]:

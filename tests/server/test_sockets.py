@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import openai
 import pytest
 from http_bench import OPTIONS, SmallModel
 
+from aoffload.integrations.openai_server.errors import ApiError
 from benchmarks.serving import Served, Server, listening, serve_swarm, swarm_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
@@ -79,6 +81,19 @@ async def test_the_official_client_hangs_up_in_a_stream() -> None:
         assert (await client.completions.create(**about)).choices
 
 
+def metrics_of(server: Server) -> list[str]:
+    """The lines of /metrics about what is held, where there are metrics."""
+    try:
+        page, _ = server.service.metrics.page()
+    except ApiError:
+        return []
+    return [
+        line
+        for line in page.decode().splitlines()
+        if re.match(r'aoffload_(requests|blocks){.*state="(pinned|running)"', line)
+    ]
+
+
 def texts(served: Served) -> list[list[str]]:
     return [client["answers"] for client in served.clients]
 
@@ -87,7 +102,7 @@ def texts(served: Served) -> list[list[str]]:
 async def test_two_hundred_clients_of_whom_some_hang_up() -> None:
     """Who stays is told what an idle server says, in every turn; afterwards nothing runs, nothing is pinned, no file is
     open that was not before, and the loop was never late for long."""
-    swarm = swarm_of("tiny", num_clients=NUM_CLIENTS, prefix_bytes=192, answer_tokens=6)
+    swarm = swarm_of("tiny", num_clients=NUM_CLIENTS, prefix_bytes=192, opening_bytes=(32, 96), answer_tokens=6)
     alone = {**swarm, "one_at_a_time": True, "clients": [{"messages": each["messages"]} for each in swarm["clients"]]}
     model = SmallModel()
     idle = await serve_swarm(attrs.evolve(POOL, num_host_blocks=0), model, alone)
@@ -99,10 +114,12 @@ async def test_two_hundred_clients_of_whom_some_hang_up() -> None:
             served = await server.face(swarm)
             assert len(os.listdir("/proc/self/fd")) == num_files
             server.service.engine.runtime.check_integrity()
+            held = metrics_of(server)
     finally:
         gc.unfreeze()
     assert [client["error"] for client in served.clients] == [None] * NUM_CLIENTS
     assert (served.num_pinned, served.num_live, server.service.admission.num_refused) == (0, 0, 0)
+    assert all(line.endswith(" 0.0") for line in held), held
     num_left = 0
     for told, wanted, client in zip(texts(served), texts(idle), swarm["clients"], strict=True):
         assert told == wanted[: len(told)]
