@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from http_bench import BACKENDS, serving
+
+from aoffload.integrations.openai_server.bodies import Limits, read_chat, read_completion
+from aoffload.integrations.openai_server.fields import Fields
 
 pytestmark = [pytest.mark.anyio, BACKENDS]
 
@@ -165,3 +169,35 @@ async def test_a_mistake_of_ours_is_a_500_and_no_more(monkeypatch: pytest.Monkey
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error"
         assert (await bench.complete())["choices"]
+
+
+class Recorded(Fields):
+    """Takes note of every field that somebody looks for."""
+
+    names: ClassVar[set[str]] = set()
+
+    def required(self, name: str, read: Any) -> Any:
+        self.names.add(name)
+        return super().required(name, read)
+
+    def optional(self, name: str, read: Any, default: Any) -> Any:
+        self.names.add(name)
+        return super().optional(name, read, default)
+
+    def neutral(self, name: str, *values: object) -> None:
+        self.names.add(name)
+        super().neutral(name, *values)
+
+    def ignored(self, *names: str) -> None:
+        self.names.update(names)
+        super().ignored(*names)
+
+
+async def test_every_field_is_documented() -> None:
+    """Whatever is looked for in a body stands in docs/server.md."""
+    limits = Limits("tiny", 512, 1024)
+    read_completion(Recorded({"model": "tiny", "prompt": "x"}), limits)
+    read_chat(Recorded({"model": "tiny", "messages": [{"role": "user", "content": "x"}]}), limits)
+    page = (Path(__file__).parents[2] / "docs/server.md").read_text()
+    assert len(Recorded.names) > 30
+    assert {name for name in Recorded.names if f"`{name}`" not in page} == set()

@@ -20,8 +20,9 @@ import httpx
 import pytest
 from http_bench import GUARD_S, events_of
 
+from aoffload.integrations import openai_server
 from aoffload.integrations.openai_server.command import main
-from aoffload.integrations.openai_server.options import ServerOptions, parse_options
+from aoffload.integrations.openai_server.options import ServerOptions, make_parser, parse_options
 
 COMMAND = [sys.executable, "-W", "error", "-m", "aoffload.integrations.openai_server"]
 asynchronous = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
@@ -196,3 +197,11 @@ def test_the_tokenizer_is_written_for_load_generators(tmp_path: Path) -> None:
     """A directory that `AutoTokenizer` loads, of the size of the model's vocabulary; nothing is served."""
     assert main(["--model", "tiny", "--write-tokenizer", str(tmp_path / "there")]) == 0
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_every_option_and_public_name_is_documented() -> None:
+    """docs/server.md lists the options of the command, docs/api.md the names of the package."""
+    docs = Path(__file__).parents[2] / "docs"
+    options = {name for action in make_parser()._actions for name in action.option_strings} - {"-h", "--help"}
+    assert options - set(re.findall(r"--[a-z-]+", (docs / "server.md").read_text())) == set()
+    assert set(openai_server.__all__) - set(re.findall(r"\w+", (docs / "api.md").read_text())) == set()

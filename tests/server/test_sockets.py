@@ -84,7 +84,7 @@ async def test_the_official_client_hangs_up_in_a_stream() -> None:
 def metrics_of(server: Server) -> list[str]:
     """The lines of /metrics about what is held, where there are metrics."""
     try:
-        page, _ = server.service.metrics.page()
+        page, _ = server.service.metrics.scrape()
     except ApiError:
         return []
     return [

@@ -26,24 +26,24 @@ def make_app(service: Service) -> Starlette:
     It has no state besides `service`, and starts nothing by itself. It runs in the event loop of the engine, whichever
     of asyncio and trio that is.
     """
-    pages = _Pages(service, int(time.time()))
+    views = _Views(service, int(time.time()))
     completions = Answering(service=service, read=read_completion, new_wire=CompletionWire.new, prompt_field="prompt")
     chat = Answering(service=service, read=read_chat, new_wire=ChatWire.new, prompt_field="messages")
     return Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/models", pages.models),
-            Route("/v1/models/{model:path}", pages.model),
-            Route("/health", pages.health),
-            Route("/metrics", pages.metrics),
+            Route("/v1/models", views.models),
+            Route("/v1/models/{model:path}", views.model),
+            Route("/health", views.health),
+            Route("/metrics", views.metrics),
         ],
         exception_handlers={ApiError: _say, HTTPException: _say_http, Exception: _say_internal},
     )
 
 
 @attrs.frozen
-class _Pages:
+class _Views:
     """What is only looked at."""
 
     service: Service
@@ -65,7 +65,7 @@ class _Pages:
         return JSONResponse({"status": admission.state.value, "num_requests": admission.num_inside}, status)
 
     async def metrics(self, _: Request) -> Response:
-        content, content_type = self.service.metrics.page()
+        content, content_type = self.service.metrics.scrape()
         return Response(content, headers={"content-type": content_type})
 
     def _model(self) -> dict[str, object]:

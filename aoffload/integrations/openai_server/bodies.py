@@ -148,6 +148,8 @@ def _prompt_reader(limits: Limits) -> Reader[Prompt]:
                 raise bad_field(param, "must be a string, or an array of token ids: one prompt a request")
             if len(value) >= limits.num_tokens:
                 raise too_long(param, f"has {len(value)} tokens; with one of the answer, {limits.num_tokens} fit")
+            if set(map(type, value)) == {int} and 0 <= min(value) <= max(value) < limits.vocab_size:
+                return TokenPrompt(value)  # without a call for each of them
             return TokenPrompt(items(read_id, most=limits.num_tokens)(param, value))
         return _text_prompt(param, value)
 

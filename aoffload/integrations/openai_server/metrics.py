@@ -15,7 +15,7 @@ __all__ = ["Metrics", "NoMetrics", "PrometheusMetrics", "find_metrics"]
 
 
 class Metrics(Protocol):
-    """What counts the events of a runtime, and the page that says how many there were."""
+    """What counts the events of a runtime, and says how many there were."""
 
     @property
     def runtime_options(self) -> Mapping[str, Any]:
@@ -24,8 +24,8 @@ class Metrics(Protocol):
 
     def watch(self, runtime: OffloadRuntime) -> None: ...
 
-    def page(self) -> tuple[bytes, str]:
-        """The page and its content type; `ApiError` with 501 if there are no metrics. For the event loop's thread."""
+    def scrape(self) -> tuple[bytes, str]:
+        """The text for Prometheus and its content type; `ApiError` with 501 if there are no metrics. For the event loop's thread."""
         ...
 
 
@@ -47,7 +47,7 @@ class NoMetrics:
     def watch(self, runtime: OffloadRuntime) -> None:
         """Nothing to watch it with."""
 
-    def page(self) -> tuple[bytes, str]:
+    def scrape(self) -> tuple[bytes, str]:
         message = f"there are no metrics in this installation: {self.reason}"
         raise ApiError(501, message, kind="server_error", code="no_metrics")
 
@@ -67,5 +67,5 @@ class PrometheusMetrics:
     def watch(self, runtime: OffloadRuntime) -> None:
         self._registry.register(self._module.MetricsCollector(runtime, self._observer))
 
-    def page(self) -> tuple[bytes, str]:
+    def scrape(self) -> tuple[bytes, str]:
         return self._client.generate_latest(self._registry), self._client.CONTENT_TYPE_LATEST
