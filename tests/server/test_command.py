@@ -205,3 +205,16 @@ def test_every_option_and_public_name_is_documented() -> None:
     options = {name for action in make_parser()._actions for name in action.option_strings} - {"-h", "--help"}
     assert options - set(re.findall(r"--[a-z-]+", (docs / "server.md").read_text())) == set()
     assert set(openai_server.__all__) - set(re.findall(r"\w+", (docs / "api.md").read_text())) == set()
+
+
+def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+    """Without starlette and uvicorn: one line that says how to get them, and no traceback."""
+    for name in ("starlette", "uvicorn"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')\n")
+    program = (
+        f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['server', '--model', 'tiny'];"
+        "runpy.run_module('aoffload.integrations.openai_server', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(r"\w+ is not installed: pip install aoffload\[server\]\n", done.stderr)

@@ -7,14 +7,18 @@ in order. Who hangs up has that task cancelled, and with it goes every pin.
         engine.generate -> tokens -> `Flow` -> text -> `Stream` or one object -> `Reply`
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .admission import Admission, ServerState
 from .answering import Service
-from .app import make_app
 from .bodies import Limits
 from .opening import open_service
 from .options import ServerOptions
 from .tokenizer import ByteTokenizer, Speller, Tokenizer
 from .tokenizer_directory import write_tokenizer
+
+if TYPE_CHECKING:
+    from .app import make_app
 
 __all__ = [
     "Admission",
@@ -29,3 +33,12 @@ __all__ = [
     "open_service",
     "write_tokenizer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`make_app` needs starlette; everything else here doesn't."""
+    if name == "make_app":
+        from .app import make_app
+
+        return make_app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

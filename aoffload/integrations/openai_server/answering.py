@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 import attrs
-from starlette.types import Receive, Scope, Send
 
 from ...core.policy import StoreScope
 from ...errors import AoffloadError
@@ -26,6 +26,9 @@ from .streaming import Stream
 from .tokenizer import Tokenizer
 from .visit import Visit, read_body
 from .wire import Wire, usage_of
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 __all__ = ["Answering", "Service"]
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from typing import TYPE_CHECKING
 
 import anyio
 import uvicorn
 from anyio.abc import TaskStatus
-from starlette.types import ASGIApp
 
 from ...errors import InvalidArgument
 from .admission import Admission
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 __all__ = ["Listener", "bind"]
 

@@ -25,7 +25,7 @@ class Metrics(Protocol):
     def watch(self, runtime: OffloadRuntime) -> None: ...
 
     def scrape(self) -> tuple[bytes, str]:
-        """The text for Prometheus and its content type; `ApiError` with 501 if there are no metrics. For the event loop's thread."""
+        """Text for Prometheus and its content type; `ApiError` with 501 if there is none. In the loop's thread."""
         ...
 
 

@@ -6,12 +6,13 @@ import enum
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
-
-from starlette.types import Send
+from typing import TYPE_CHECKING, Any
 
 from . import sse
 from .errors import ApiError
+
+if TYPE_CHECKING:
+    from starlette.types import Send
 
 __all__ = ["Reply"]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import anyio
-from starlette.types import Receive
 
 from ...errors import AoffloadError
 from .admission import Admission
 from .errors import ApiError, HungUp, unavailable
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
 
 __all__ = ["Visit", "read_body"]
 
