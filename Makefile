@@ -8,7 +8,7 @@ BENCH_ARGS ?=
 
 PEERS := build/peers
 
-.PHONY: demo test check prove prove-long bench bench-peers clean
+.PHONY: demo test check docs prove prove-long bench bench-peers clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -28,6 +28,10 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(MAKE) test
+
+# The pages of docs/ and the reference as a site, in build/site. A test builds it, too.
+docs: $(VENV)/.installed
+	$(BIN)/python -m mkdocs build
 
 # Every schedule, cancellation and fault that fits into a few minutes on two cores; the report is in build/proof/.
 prove: $(VENV)/.installed

@@ -22,10 +22,12 @@ from aoffload.core.lifecycle import ERRAND_MOVES, JOB_MOVES, PIN_MOVES, REQUEST_
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aoffload"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-README, API, TRACING = ROOT / "README.md", ROOT / "docs/api.md", ROOT / "docs/tracing.md"
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+README, API, TRACING = ROOT / "README.md", DOCS / "api.md", DOCS / "tracing.md"
+TUTORIAL, OWN_ENGINE = DOCS / "tutorial.md", ROOT / "examples/own_engine.py"
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def code_blocks(page: Path, language: str) -> list[str]:
@@ -83,6 +85,21 @@ def test_relative_links_resolve(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def heading_anchors(page: Path) -> set[str]:
+    """What a repository's viewer, and the site, call the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_into_a_page_resolve(page: Path) -> None:
+    """A link to a heading has that heading."""
+    links = re.findall(r"\]\((?!https?://)([^)#]*)#([^)]+)\)", page.read_text())
+    lost = [link for link in links if link[1] not in heading_anchors(page.parent / link[0] if link[0] else page)]
+    assert lost == []
+
+
 @each_page
 def test_files_that_a_page_names_exist(page: Path) -> None:
     """A file named in the text is where the text says, from the root or inside the package."""
@@ -98,6 +115,32 @@ def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "keeping.md", "exec"), {"__name__": "keeping_page"})
     assert printed.getvalue() == shown
+
+
+def test_the_tutorial_shows_the_example_line_by_line() -> None:
+    """The blocks of docs/tutorial.md one behind the other are examples/own_engine.py, and nothing is left out."""
+    program = OWN_ENGINE.read_text().partition('"""\n\n')[2]
+    shown = [line for block in code_blocks(TUTORIAL, "python") for line in block.splitlines() if line]
+    assert shown == [line for line in program.splitlines() if line]
+
+
+def test_the_tutorial_shows_what_the_example_prints() -> None:
+    """Its output is the one in the docstring of the example, which is what the example prints."""
+    docstring = ast.get_docstring(ast.parse(OWN_ENGINE.read_text())) or ""
+    promised = [line.removeprefix("    ") for line in docstring.partition("Prints:\n")[2].splitlines()]
+    (shown,) = code_blocks(TUTORIAL, "text")
+    assert shown.splitlines() == promised
+
+
+def test_numbers_about_tuning_are_measured_ones() -> None:
+    """What docs/howto/tuning-pools.md quotes stands in one of the pages that say how it was measured."""
+    page, measured = (
+        DOCS / "howto/tuning-pools.md",
+        (DOCS / "policies.md").read_text() + (DOCS / "performance.md").read_text(),
+    )
+    quoted = set(re.findall(r"\d{1,3}(?:,\d{3})+|\d+ (?:%|µs)", page.read_text()))
+    assert len(quoted) > 10
+    assert sorted(number for number in quoted if number not in measured) == []
 
 
 def test_readme_code_runs_and_prints_what_it_says() -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import ast
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import anyio
 import pytest
+import torch
+
+from aoffload import Request
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_LINES = 60
-MAX_SCHEDULER_LINES = 225
-"""A whole scheduler in miniature, for who writes one."""
+MAX_LINES_OF = {"own_engine": 80, "step_scheduler": 225}
+"""A whole engine, and a whole scheduler in miniature, for who writes one."""
 
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 
@@ -33,8 +39,27 @@ def test_prints_what_its_docstring_says(example: Path) -> None:
 @each_example
 def test_fits_on_a_screen(example: Path) -> None:
     """An example that takes longer than a look is documentation in the wrong place."""
-    most = MAX_SCHEDULER_LINES if example.stem == "step_scheduler" else MAX_LINES
-    assert len(example.read_text().splitlines()) <= most
+    assert len(example.read_text().splitlines()) <= MAX_LINES_OF.get(example.stem, MAX_LINES)
+
+
+def test_the_proof_of_the_own_engine_notices_a_wrong_byte(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One wrong number in one block that came from the cache, and not all tokens are called right any more."""
+    num_threads, load = torch.get_num_threads(), Request.load
+    engine = runpy.run_path(str(ROOT / "examples/own_engine.py"))
+    torch.set_num_threads(num_threads)
+
+    async def load_and_spoil(request: Request) -> int:
+        num_ready = await load(request)
+        if num_ready:
+            engine["kv_cache"][request.block_ids[0][0], 3, 0, 5] += 1.0
+        return num_ready
+
+    monkeypatch.setattr(Request, "load", load_and_spoil)
+    anyio.run(engine["main"])
+    right = re.search(r"right, bit for bit: (\d+) of (\d+)", capsys.readouterr().out)
+    assert right and 0 < int(right[1]) < int(right[2])
 
 
 @each_example

@@ -1,0 +1,75 @@
+"""The reference: a page for each section of api.md, where each name of it has its signature and its docstring.
+
+api.md is the list. On the site its rows lead to the entries.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+MODULES = ("aoffload.integrations", "aoffload.testing")
+BEGIN = re.compile(r"^(?P<before>(?:\| )?)`(?P<code>(?P<name>\w+)[^`]*)`")
+"""What a row or a paragraph begins with."""
+OF = re.compile(r"^\| Of `(\w+)` \|")
+"""The head of a table of somebody's members."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    root = Path(config.config_file_path).parent
+    names_by_title = sections((root / "docs/api.md").read_text(), public_names(root, "aoffload"))
+    for title, names in names_by_title.items():
+        files.append(page_about(config, title, "aoffload", names))
+    for module in MODULES:
+        files.append(page_about(config, module, module, public_names(root, module)))
+    return files
+
+
+def public_names(root: Path, module: str) -> list[str]:
+    """`__all__`, read and not run: that would import torch."""
+    tree = ast.parse((root / module.replace(".", "/") / "__init__.py").read_text())
+    (names,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node))
+    return list(ast.literal_eval(names))
+
+
+def sections(api: str, public: list[str]) -> dict[str, list[str]]:
+    """The public names by the heading that they stand under."""
+    names_by_title: dict[str, list[str]] = {}
+    for section in api.split("\n## ")[1:]:
+        title, *lines = section.splitlines()
+        begins = [found["name"] for line in lines if (found := BEGIN.match(line))]
+        if names := [name for name in dict.fromkeys(begins) if name in public]:
+            names_by_title[title] = names
+    return names_by_title
+
+
+def page_about(config: Any, title: str, module: str, names: list[str]) -> File:
+    path = f"reference/{re.sub(r'[^a-z]+', '-', title.lower())}.md"
+    entries = "\n".join(f"::: {module}.{name}" for name in names)
+    content = f"# {title}\n\nFrom the docstrings. [Public names](../api.md) has a line on each.\n\n{entries}\n"
+    return File.generated(config, path, content=content)
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    if page.file.src_uri != "api.md":
+        return markdown
+    public = set(public_names(Path(config.config_file_path).parent, "aoffload"))
+    owner, lines = "", list[str]()
+    for line in markdown.splitlines():
+        head = OF.match(line)
+        owner = head[1] if head else owner if line.startswith("|") else ""
+        lines.append(linked(line, owner, public))
+    return "\n".join(lines)
+
+
+def linked(line: str, owner: str, public: set[str]) -> str:
+    """The line with its first word as a link to the entry, if it has one."""
+    found = BEGIN.match(line)
+    if not found or not (owner or found["name"] in public):
+        return line
+    entry = ".".join(filter(None, ("aoffload", owner, found["name"])))
+    return f"{found['before']}[`{found['code']}`][{entry}]{line[found.end() :]}"

@@ -1,0 +1,108 @@
+"""The site that `make docs` builds from docs/ and the docstrings."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import yaml
+
+import aoffload
+import aoffload.integrations
+import aoffload.testing
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+def navigated(entries: list[dict[str, object]]) -> Iterator[str]:
+    """The files that the navigation leads to."""
+    for entry in entries:
+        for target in entry.values():
+            yield from navigated(target) if isinstance(target, list) else [str(target)]
+
+
+class Elements(HTMLParser):
+    """What a page names: its ids, its links, and what a browser fetches to show it."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.ids, self.links, self.fetched = set[str](), list[str](), list[str]()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = {name: value or "" for name, value in attrs}
+        self.ids.add(named.get("id", ""))
+        if tag == "a":
+            self.links.append(named.get("href", ""))
+        elif target := named.get("src") or (tag == "link" and named.get("href")):
+            self.fetched.append(str(target))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built with every warning as an error."""
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    pytest.importorskip("mkdocstrings_handlers.python", reason="the extra `docs` is not installed")
+    at = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(at)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    return at
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Whoever looks at the navigation sees every page, and nothing there leads nowhere but what is said to come."""
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    listed = {name for name in navigated(CONFIG["nav"]) if not name.startswith("reference/")}
+    assert pages - listed == set()
+    assert listed - pages - set(CONFIG["extra"]["coming"]) == set()
+
+
+def test_pages_fetch_nothing_from_another_host(site: Path) -> None:
+    """Scripts, styles, fonts and pictures of every page are files of the site; reading it tells nobody."""
+    outside = re.compile(r"(https?:)?//")
+    fetched = {(page.name, name) for page in site.rglob("*.html") for name in Elements(page).fetched}
+    styles = {(style.name, url) for style in site.rglob("*.css") for url in named_in(style)}
+    assert len(fetched) > 10 and styles
+    assert {each for each in fetched | styles if outside.match(each[1])} == set()
+
+
+def named_in(style: Path) -> list[str]:
+    return re.findall(r"(?:url\(|@import )[\"']?([^\"')]+)", style.read_text())
+
+
+def test_links_of_the_site_resolve(site: Path) -> None:
+    """Every link of every page has its page and its place in it, the reference and the sources included."""
+    pages = {page: Elements(page) for page in site.rglob("*.html") if page.name != "404.html"}
+    lost = []
+    for page, elements in pages.items():
+        for link in elements.links:
+            path, _, anchor = unquote(link).partition("#")
+            at = (page.parent / path).resolve() if path else page
+            if not re.match(r"\w+:", link) and not (at in pages and (not anchor or anchor in pages[at].ids)):
+                lost.append((page.name, link))
+    assert lost == []
+
+
+@pytest.mark.parametrize(
+    "module", [aoffload, aoffload.integrations, aoffload.testing], ids=lambda module: module.__name__
+)
+def test_every_public_name_has_an_entry(site: Path, module: object) -> None:
+    """The reference has a signature and the docstring of each name in `__all__`."""
+    entries = {name for page in (site / "reference").glob("*.html") for name in Elements(page).ids}
+    name: str = module.__name__  # type: ignore[attr-defined]
+    assert {f"{name}.{public}" for public in module.__all__} - entries == set()  # type: ignore[attr-defined]
+
+
+def test_states_are_drawn(site: Path) -> None:
+    """The four diagrams of the lifecycle are pictures on the site: Mermaid would have to be loaded from elsewhere."""
+    text = (site / "lifecycle.html").read_text()
+    assert text.count("<svg") == 4 and "stateDiagram" not in text
