@@ -31,7 +31,7 @@ check: $(VENV)/.installed
 
 # The pages of docs/ and the reference as a site, in build/site. A test builds it, too.
 docs: $(VENV)/.installed
-	$(BIN)/python -m mkdocs build
+	$(BIN)/python -m mkdocs build --strict
 
 # Every schedule, cancellation and fault that fits into a few minutes on two cores; the report is in build/proof/.
 prove: $(VENV)/.installed

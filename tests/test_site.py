@@ -7,7 +7,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote
 
 import pytest
@@ -92,14 +94,11 @@ def test_links_of_the_site_resolve(site: Path) -> None:
     assert lost == []
 
 
-@pytest.mark.parametrize(
-    "module", [aoffload, aoffload.integrations, aoffload.testing], ids=lambda module: module.__name__
-)
-def test_every_public_name_has_an_entry(site: Path, module: object) -> None:
-    """The reference has a signature and the docstring of each name in `__all__`."""
+@pytest.mark.parametrize("module", [aoffload, aoffload.integrations, aoffload.testing], ids=attrgetter("__name__"))
+def test_every_public_name_has_an_entry(site: Path, module: ModuleType) -> None:
+    """The reference has the signature and the docstring of each name in `__all__`."""
     entries = {name for page in (site / "reference").glob("*.html") for name in Elements(page).ids}
-    name: str = module.__name__  # type: ignore[attr-defined]
-    assert {f"{name}.{public}" for public in module.__all__} - entries == set()  # type: ignore[attr-defined]
+    assert {f"{module.__name__}.{name}" for name in module.__all__} - entries == set()
 
 
 def test_states_are_drawn(site: Path) -> None:
