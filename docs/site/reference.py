@@ -12,7 +12,13 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-MODULES = ("aoffload.integrations", "aoffload.testing")
+MODULES = (
+    "aoffload.integrations",
+    "aoffload.integrations.openai_server",
+    "aoffload.kv_events",
+    "aoffload.metrics",
+    "aoffload.testing",
+)
 BEGIN = re.compile(r"^(?P<before>(?:\| )?)`(?P<code>(?P<name>\w+)[^`]*)`")
 """What a row or a paragraph begins with."""
 OF = re.compile(r"^\| Of `(\w+)` \|")
