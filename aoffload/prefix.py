@@ -36,6 +36,7 @@ FEW = 16
 # No token id encodes to this, so a span record can never be mistaken for tokens.
 _SPAN_MARK = b"\xff\xff\xff\xff"
 _KEY_TYPES = (str, bytes)
+_KEY_OR_NONE = (*_KEY_TYPES, type(None))
 
 
 @attrs.frozen(order=True)
@@ -97,7 +98,7 @@ class Roots:
 
     def of(self, cache_salt: Any, adapter_key: Any) -> Root:
         """The root of these keys; `InvalidArgument` naming the one that is none."""
-        is_known_type = all(key is None or isinstance(key, _KEY_TYPES) for key in (cache_salt, adapter_key))
+        is_known_type = isinstance(cache_salt, _KEY_OR_NONE) and isinstance(adapter_key, _KEY_OR_NONE)
         root = self._kept.get((cache_salt, adapter_key)) if is_known_type else None
         if root is None:
             root = Root(self._namespace, cache_salt, adapter_key)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["DevicePool", "ExtentPool", "FreeList"]
+__all__ = ["DevicePool", "ExtentPool", "FreeList", "are_neighbours"]
 
 
 FEW = 100
@@ -145,13 +145,18 @@ def id_range(start: int, stop: int) -> array[int]:
     return array("i", np.arange(start, stop, dtype=np.int32).tobytes())
 
 
+def are_neighbours(block_ids: array[int]) -> bool:
+    """Whether each id is the one before and one more."""
+    start, stop = block_ids[0], block_ids[-1] + 1
+    return stop - start == len(block_ids) and block_ids == id_range(start, stop)
+
+
 def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:
     """`block_ids` as half-open ranges of neighbours, in their order."""
     if not block_ids:
         return ()
-    start, stop = block_ids[0], block_ids[-1] + 1
-    if stop - start == len(block_ids) < FEW and block_ids == array("i", range(start, stop)):
-        return ((start, stop),)
+    if len(block_ids) < FEW and are_neighbours(block_ids):
+        return ((block_ids[0], block_ids[-1] + 1),)
     seen = np.frombuffer(block_ids, np.int32)
     found: list[tuple[int, int]] = []
     first = 0

@@ -107,7 +107,7 @@ class Commits:
 
     def plan_frontier(self) -> tuple[TransferPlan, ...]:
         """Stores of what is about to be evicted; none unless the policy has a frontier."""
-        return tuple(job.plan for job in self.frontier.plan())
+        return tuple([job.plan for job in self.frontier.plan()]) if self.frontier.num_blocks else ()
 
     @staticmethod
     def _is_at_end(holding: Holding) -> bool:

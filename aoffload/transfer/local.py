@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..core.blocks import are_neighbours
 from ..core.plan import Completion, Direction, Tier, TransferPlan
 from ..env import Env
 from ..errors import TransferRefused, WrongState
@@ -135,7 +136,10 @@ class LocalTransport:
         """Before anything is copied: the calls that copy would clip a bad id instead of refusing it."""
         if not ids:
             return
-        lowest, stop, seen = _LOWEST_ID[tier], self._num_blocks[tier], np.frombuffer(ids, np.int32)
+        lowest, stop = _LOWEST_ID[tier], self._num_blocks[tier]
+        if lowest <= ids[0] <= ids[-1] < stop and are_neighbours(ids):  # as most: distinct, and none beyond these two
+            return
+        seen = np.frombuffer(ids, np.int32)
         first, last = int(seen.min()), int(seen.max())
         if not lowest <= first <= last < stop:
             raise TransferRefused(f"job {plan.job_id}: {name} must be in [{lowest}, {stop}), got {first} to {last}")
