@@ -13,7 +13,7 @@ from ..fence import PASSED, Fence
 from ..region import KVRegion, byte_rows
 from .base import CopyStopped, RegionBackend, anonymous_memory, device_ids, host_ids, host_size
 from .pieces import pieces_of
-from .rows import RowMover, row_mover, stretches
+from .rows import RowMover, gaps, row_mover, stretches
 from .staging import STAGE_BYTES, Staging
 from .stripes import Stripes
 from .waits import LockWaits
@@ -76,7 +76,7 @@ class CpuBackend(RegionBackend):
 
         While others want the GIL, short stretches are copied together, by way of a buffer.
         """
-        waits, num_calls = self._waits[direction], 1 + np.count_nonzero(np.diff(on_host) != 1)
+        waits, num_calls = self._waits[direction], 1 + np.count_nonzero(gaps(on_host))
         if waits.have_begun and len(on_host) * self.block_bytes < num_calls * SHORT_CALL_BYTES:
             with waits.timing(1):
                 self._staging[direction].move(direction, on_device, on_host)

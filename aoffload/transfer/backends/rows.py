@@ -16,7 +16,7 @@ from .pieces import Elements, Piece, common_unit, element_type, pieces_of, strid
 from .stripes import Extents, Stripes, progressions
 from .waits import LockWaits
 
-__all__ = ["FlatRows", "PatientRows", "RowMover", "Rows", "row_mover", "stretches"]
+__all__ = ["FlatRows", "PatientRows", "RowMover", "Rows", "gaps", "row_mover", "stretches"]
 
 LONG_ROW_BYTES = 16 * 1024
 """From here on, rows cost no more than their bytes: 4 KiB took a tenth longer."""
@@ -152,9 +152,14 @@ def row_mover(regions: tuple[KVRegion, ...]) -> RowMover:
     return rows if unit >= min(LONG_ROW_BYTES, shortest) else PatientRows(rows, Stripes.of(pieces))
 
 
+def gaps(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """For each id but the last, whether the next one does not follow it."""
+    return ids[1:] - ids[:-1] != 1
+
+
 def stretches(ids: NDArray[np.int64]) -> Iterator[slice]:
     """The maximal slices in which each id follows the one before."""
-    bounds = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
+    bounds = [0, *(np.flatnonzero(gaps(ids)) + 1).tolist(), len(ids)]
     for start, stop in itertools.pairwise(bounds):
         if start < stop:
             yield slice(start, stop)
