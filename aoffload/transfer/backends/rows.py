@@ -154,7 +154,7 @@ def row_mover(regions: tuple[KVRegion, ...]) -> RowMover:
 
 def gaps(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     """For each id but the last, whether the next one does not follow it."""
-    return ids[1:] - ids[:-1] != 1
+    return np.not_equal(ids[1:] - ids[:-1], 1)
 
 
 def stretches(ids: NDArray[np.int64]) -> Iterator[slice]:
