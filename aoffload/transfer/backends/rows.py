@@ -154,7 +154,8 @@ def row_mover(regions: tuple[KVRegion, ...]) -> RowMover:
 
 def gaps(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     """For each id but the last, whether the next one does not follow it."""
-    return np.not_equal(ids[1:] - ids[:-1], 1)
+    found: NDArray[np.bool_] = ids[1:] - ids[:-1] != 1
+    return found
 
 
 def stretches(ids: NDArray[np.int64]) -> Iterator[slice]:
