@@ -283,6 +283,7 @@ _PUBLISHING = (
         "                    other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds\n",
         "",
         "whoever matched wrong bytes publishes nothing more",
+        scenarios=("failed_forwards",),
     ),
 )
 

@@ -30,7 +30,7 @@ async def about_to_be_evicted(sim: Simulation) -> None:
 
 @scenario("request_loading")
 async def stored_in_time(sim: Simulation) -> None:
-    """Undisturbed and one after the other, nothing that the frontier has room for is lost."""
+    """Undisturbed and one after the other, nothing that the frontier has room for is lost; then all want it at once."""
     engine = sim.runtime(num_device_blocks=9, num_host_blocks=30, store_policy=LazyStore(6))
     async with engine.runtime:
         for family in range(3):
@@ -40,8 +40,8 @@ async def stored_in_time(sim: Simulation) -> None:
             expect(sim, found == family * 3, f"{family} prompts had to be stored, not {found} blocks")
         hits = [engine.runtime.lookup(tokens(family, 7)).num_tokens for family in range(3)]
         expect(sim, hits == [6, 6, 6], f"all three are somewhere, not {hits}")
-        for family in range(3):
-            await engine.serve(f"again{family}", ask(sim, engine, tokens(family, 7)))
+        for turn in range(6):
+            serve(sim, engine, f"again{turn}", tokens(turn % 3, 7))
         await after(sim, engine)
 
 
