@@ -41,7 +41,7 @@ class Borders:
 
     def _divide(self, head: Run, start: int, number: int, part: Part, at: int) -> Part:
         """The part of the head that is cut off at `at`; `part` keeps what lies behind."""
-        front = Part(head, part.width, start, start)
+        front = type(part)(head, start, start)
         if number < NUM_TIERS:
             # The leases stay with the tail, which now counts once on the head.
             front.num_references = 1 if part.num_references else 0

@@ -36,7 +36,7 @@ class LeastRecentlyUsed:
     """Oldest release first, as a ring through the parts themselves, in the order of their `last_use`."""
 
     def __init__(self) -> None:
-        self._ring = Part(None, 0, 0, 0)  # type: ignore[arg-type]
+        self._ring = Part(None, 0, 0)  # type: ignore[arg-type]
         self._ring.older = self._ring.newer = self._ring
         self._num_uses = 0
 

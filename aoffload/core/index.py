@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import attrs
 
@@ -49,8 +49,10 @@ class Part:
     """What one run holds of one band in one tier: the blocks of `[first, stop)`. The spine's begin at the run's start;
     a part without blocks is at the run's start, too."""
 
+    width: ClassVar[int] = 0
+    """Ids for each unit. The parts of one band have a class of their own that says so: there are many parts."""
+
     run: Run
-    width: int
     first: int
     stop: int
     blocks: array[int] = attrs.field(factory=lambda: array("i"))
@@ -231,7 +233,8 @@ class RunIndex:
     def __init__(self, layout: Layout, epoch: int) -> None:
         self.epoch = epoch
         self.runs: dict[bytes, Run] = {}
-        self._widths = tuple(band.width for band in layout.bands for _ in Tier)
+        kinds = [type("Part", (Part,), {"__slots__": (), "width": band.width}) for band in layout.bands]
+        self._part_kinds: tuple[type[Part], ...] = tuple(kind for kind in kinds for _ in Tier)
         self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
 
     def __repr__(self) -> str:
@@ -265,7 +268,7 @@ class RunIndex:
         tokens, spans, root = sequence.stretch(start, stop), sequence.spans_at(start), sequence.root
         run = Run(key, before, start, stop, tokens, spans, hasher, self.epoch, root)
         run._hash_after = sequence.hasher_at(stop)
-        run.parts = tuple([Part(run, width, start, start) for width in self._widths])
+        run.parts = tuple([kind(run, start, start) for kind in self._part_kinds])
         if before is not None:
             before.num_after += 1
         self.runs[key] = run

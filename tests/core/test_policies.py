@@ -235,7 +235,7 @@ def test_what_goes_back_gets_its_place(seed: int) -> None:
             order.remove(part)
             away.append(part)
         else:
-            part = Part(None, 1, 0, 0)  # type: ignore[arg-type]
+            part = Part(None, 0, 0)  # type: ignore[arg-type]
             order.add(part)
             places.put(part)
         assert [id(part) for part in order] == [id(part) for part in places.parts]
