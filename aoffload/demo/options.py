@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 
+from ..integrations.arguments import count
 from ..integrations.models import MODEL_NAMES
 
 __all__ = ["STORE_POLICIES", "Corrupt", "DemoOptions", "make_parser", "parse_options"]
@@ -55,11 +56,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--backend", choices=("asyncio", "trio"), default=default.backend, help="event loop (default: %(default)s)")
-    add("--requests", dest="num_requests", type=_count(1, 100_000), default=default.num_requests, metavar="N",
+    add("--requests", dest="num_requests", type=count(1, 100_000), default=default.num_requests, metavar="N",
         help="turns in all conversations together (default: %(default)s)")  # fmt: skip
-    add("--device-blocks", dest="num_device_blocks", type=_count(1, MAX_BLOCKS), metavar="N",
+    add("--device-blocks", dest="num_device_blocks", type=count(1, MAX_BLOCKS), metavar="N",
         help="blocks of the small device pool (default: 128, for models with windows what they need)")  # fmt: skip
-    add("--host-blocks", dest="num_host_blocks", type=_count(1, MAX_BLOCKS), metavar="N",
+    add("--host-blocks", dest="num_host_blocks", type=count(1, MAX_BLOCKS), metavar="N",
         help="blocks in host memory (default: 2048 for each group of layers)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default=default.device, help="where the model runs (default: %(default)s)")
     add("--cancel-rate", type=_rate, default=default.cancel_rate, metavar="P",
@@ -67,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")), help="(default: %(default)s)")
     add("--store", choices=STORE_POLICIES, default=default.store,
         help="what is copied to host memory, in the run with offload (default: %(default)s)")  # fmt: skip
-    add("--seed", type=_count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights and workload")
+    add("--seed", type=count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights and workload")
     add("--log", type=Path, metavar="FILE", help="one JSON line per event")
     add("--json", type=Path, metavar="FILE", help="the result")
     add("--corrupt", type=_corrupt, nargs="?", const=Corrupt.BOTH, metavar="both|checksum|logits",
@@ -78,19 +79,6 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_options(arguments: Sequence[str] | None = None) -> DemoOptions:
     """The options, or a message and exit status 2."""
     return DemoOptions(**vars(make_parser().parse_args(arguments)))
-
-
-def _count(minimum: int, maximum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if not minimum <= value <= maximum:
-            raise argparse.ArgumentTypeError(f"must be an integer in [{minimum}, {maximum}], got {text!r}")
-        return value
-
-    return parse
 
 
 def _rate(text: str) -> float:

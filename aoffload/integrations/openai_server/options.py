@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 
 from ...demo.options import STORE_POLICIES
+from ..arguments import count
 from ..models import MODEL_NAMES
 
 __all__ = ["ServerOptions", "make_parser", "parse_options"]
@@ -64,27 +65,27 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")), help="(default: %(default)s)")
     add("--served-name", metavar="NAME", help="what clients call the model")
-    add("--seed", type=_count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights of the named models")
+    add("--seed", type=count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights of the named models")
     add("--device", choices=("cpu", "cuda"), default=default.device, help="where the model runs (default: %(default)s)")
     add("--host", default=default.host, metavar="ADDRESS", help="where to listen (default: %(default)s)")
-    add("--port", type=_count(0, 65535), default=default.port, metavar="N", help="0: a free one (default: %(default)s)")
-    add("--device-blocks", dest="num_device_blocks", type=_count(1, MAX_BLOCKS), metavar="N",
+    add("--port", type=count(0, 65535), default=default.port, metavar="N", help="0: a free one (default: %(default)s)")
+    add("--device-blocks", dest="num_device_blocks", type=count(1, MAX_BLOCKS), metavar="N",
         help="blocks of 16 tokens on the device (default: 512 for each group of layers)")  # fmt: skip
-    add("--host-blocks", dest="num_host_blocks", type=_count(0, MAX_BLOCKS), metavar="N",
+    add("--host-blocks", dest="num_host_blocks", type=count(0, MAX_BLOCKS), metavar="N",
         help="blocks in host memory, 0 for no offload (default: 2048 for each group of layers)")  # fmt: skip
     add("--store", choices=STORE_POLICIES, default=default.store, help="what is copied to host memory")
-    add("--max-running", type=_count(1, 4096), default=default.max_running, metavar="N",
+    add("--max-running", type=count(1, 4096), default=default.max_running, metavar="N",
         help="requests in the engine at a time (default: %(default)s)")  # fmt: skip
-    add("--max-requests", type=_count(1, 1_000_000), default=default.max_requests, metavar="N",
+    add("--max-requests", type=count(1, 1_000_000), default=default.max_requests, metavar="N",
         help="requests in the server at a time; others get 429 (default: %(default)s)")  # fmt: skip
-    add("--max-tokens", type=_count(2, 2**31 - 1), metavar="N", help="prompt and answer of one request together")
-    add("--max-body-bytes", type=_count(1024, 2**30), default=default.max_body_bytes, metavar="N",
+    add("--max-tokens", type=count(2, 2**31 - 1), metavar="N", help="prompt and answer of one request together")
+    add("--max-body-bytes", type=count(1024, 2**30), default=default.max_body_bytes, metavar="N",
         help="of one request (default: %(default)s)")  # fmt: skip
     add("--answer-timeout", dest="answer_timeout_s", type=_seconds, default=default.answer_timeout_s, metavar="S",
         help="what one answer may take, its reader included (default: %(default)s)")  # fmt: skip
     add("--drain-timeout", dest="drain_timeout_s", type=_seconds, default=default.drain_timeout_s, metavar="S",
         help="what those inside get after SIGTERM (default: %(default)s)")  # fmt: skip
-    add("--threads", dest="num_threads", type=_count(1, 1024), default=default.num_threads, metavar="N",
+    add("--threads", dest="num_threads", type=count(1, 1024), default=default.num_threads, metavar="N",
         help="threads of torch (default: %(default)s)")  # fmt: skip
     add("--log", type=Path, metavar="FILE", help="one JSON line for each event of the runtime")
     add("--write-tokenizer", type=Path, metavar="DIR",
@@ -95,19 +96,6 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
     """The options, or a message and exit status 2."""
     return ServerOptions(**vars(make_parser().parse_args(arguments)))
-
-
-def _count(minimum: int, maximum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if not minimum <= value <= maximum:
-            raise argparse.ArgumentTypeError(f"must be an integer in [{minimum}, {maximum}], got {text!r}")
-        return value
-
-    return parse
 
 
 def _seconds(text: str) -> float:
