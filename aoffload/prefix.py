@@ -133,7 +133,7 @@ class Prefix:
     def _checked(cls, root: Root, tokens: bytes, key_spans: Iterable[KeySpan]) -> Prefix:
         if not tokens:
             raise InvalidArgument("token_ids", "is empty: at least one token has to be computed")
-        spans = () if key_spans == () else _as_spans(key_spans)
+        spans = () if isinstance(key_spans, tuple) and not key_spans else _as_spans(key_spans)
         if spans:
             _check_spans(spans, len(tokens) // TOKEN_BYTES)
         return cls(root, tokens, spans)

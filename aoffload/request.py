@@ -62,13 +62,15 @@ class Request:
     # -- its life -------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
+        bound_s = self._options.deadline_s
+        deadline = None if bound_s is None else anyio.current_time() + bound_s
         prefix = self._prompt if isinstance(self._prompt, Prefix) else await _read(self._prompt)
         if self._holding is not None:
             raise WrongState(f"request {self.request_id} was entered before: open another one")
         self._holding = self._runtime._admit(self, prefix, self._options)
         self._task_id = id(self._runtime.running_task())
-        if self._options.deadline_s is not None:
-            self._scope.deadline = anyio.current_time() + self._options.deadline_s
+        if deadline is not None:
+            self._scope.deadline = deadline
         self._scope.__enter__()
         return self
 
@@ -107,8 +109,9 @@ class Request:
             self._runtime._release(self._holding, reason)
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Cancel the block this request runs in; it is over (and this swallowed) when that block has unwound."""
-        if self._holding is not None and not self._holding.is_over:
+        """Cancel the block this request runs in; it is over (and this swallowed) when that block has unwound. Who is
+        not in it yet is cancelled at the first wait there."""
+        if self._holding is None or not self._holding.is_over:
             self._cancel_reason = self._cancel_reason or reason
             self._scope.cancel()
 
@@ -266,7 +269,9 @@ class Request:
         holding, load = self._live(), PendingLoad(self, max_tokens)
         load._start(holding)
         if holding.sequence.has_much_to_hash(holding.hit_stop):
-            await self._runtime.env.run_in_thread(partial(holding.sequence.hash_ahead, holding.hit_stop))
+            await self._runtime.env.run_in_thread(
+                partial(holding.sequence.hash_ahead, holding.hit_stop), self._runtime.hashing
+            )
             self._live()
         return await load._until_over(holding) if holding.state is RequestState.LOADING else holding.num_computed_tokens
 

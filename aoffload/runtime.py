@@ -114,6 +114,8 @@ class OffloadRuntime:
         self._is_open = False
         self.running_task: Callable[[], object] = object
         """Set on entering: which task runs."""
+        self.hashing: anyio.CapacityLimiter | None = None
+        """Set on entering. Not the pool that a program's own threads fill: they may be waiting for us."""
 
     def __repr__(self) -> str:
         return f"<OffloadRuntime {'open' if self._is_open else 'closed'} {self.ledger!r}>"
@@ -125,6 +127,7 @@ class OffloadRuntime:
             raise RuntimeClosed("a runtime is entered once: make another one")
         self._thread_id, self._process_id = threading.get_ident(), os.getpid()
         self.running_task = self.env.running_task()
+        self.hashing = anyio.CapacityLimiter(1)
         self.worker.start()
         num_host_blocks = self.config.resolve_host_blocks(self.transport.block_bytes)
         deliver = self.observers.hearing(self.worker.deliver)
@@ -226,7 +229,7 @@ class OffloadRuntime:
         prompt or nothing, and how many of its first tokens.
 
         An array is read here, however long it is. A list or tuple of more than 8,192 ids is read on entering, with
-        turns for others in between, and has to stay as it is until then.
+        turns for others in between, and has to stay as it is until then; `cancel(request_id)` finds it after that.
         """
         self._check_usable()
         seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)

@@ -55,7 +55,7 @@ _REQUEST = (
     Mutant(
         "deadline never set",
         REQUEST,
-        "            self._scope.deadline = anyio.current_time() + self._options.deadline_s\n",
+        "            self._scope.deadline = deadline\n",
         "            self._scope.deadline = float('inf')\n",
         "no hang past a deadline",
     ),

@@ -176,3 +176,10 @@ def test_what_is_hashed_ahead_is_what_publishing_hashes(ids: list[int], more: li
             is_end = (position + 1) % most == 0 and start < position + 1 <= len(ids) // unit
             assert (ahead is not None) == is_end
             assert ahead is None or ahead.digest() == whole.digest()
+
+
+def test_spans_that_are_an_array_are_refused_by_name() -> None:
+    """What is no `KeySpan` is named, whatever it says when it is compared with something; an empty array is none."""
+    assert Prefix.of(ROOT, [1, 2], np.array([])).spans == ()  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=r"key_spans\[0\]"):
+        Prefix.of(ROOT, [1, 2], np.array([1, 2]))  # type: ignore[arg-type]

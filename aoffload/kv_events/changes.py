@@ -75,6 +75,7 @@ class Changes:
 
     def begin(self) -> None:
         """Tell of what is cached now, and of each change from now on."""
+        self._epoch = self._ledger.cache.epoch
         self._ledger.watch(self)
         self.tell_anew()
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -13,6 +14,7 @@ import attrs
 import zmq
 
 from aoffload import ConfigError, Ledger, RuntimeClosed
+from aoffload.core.arguments import check_int
 
 from .changes import Changes
 from .format import EventEncoder, EventFormat
@@ -24,6 +26,9 @@ END = (-1).to_bytes(8, "big", signed=True)
 """In place of a sequence number: a replay is over."""
 CHANGES_PER_BATCH = 1024
 _STOP = b"stop"
+MAX_COUNT = 2**31 - 1
+LEAST_BETWEEN_S = 1.0
+"""Between two times that all is told anew for who asks for what is no longer kept: the loop walks the whole index."""
 
 
 @attrs.frozen
@@ -81,6 +86,11 @@ class KVEventPublisher:
     ) -> None:
         if bind is not None and connect is not None:
             raise ConfigError("connect", "give either bind or connect")
+        check_int("data_parallel_rank", data_parallel_rank, 0, MAX_COUNT)
+        check_int("max_changes", max_changes, 1, MAX_COUNT)
+        check_int("max_unsent", max_unsent, 1, MAX_COUNT)
+        check_int("replay_batches", replay_batches, 1, MAX_COUNT // 4)
+        check_int("replay_bytes", replay_bytes, 0)
         self._connect, self._bind = connect, LOOPBACK if bind is None and connect is None else bind
         self._replay_address = replay
         self._topic = topic.encode()
@@ -90,6 +100,9 @@ class KVEventPublisher:
         self._changes = Changes(ledger, max_changes, self._wake)
         self._buffer = ReplayBuffer(replay_batches, replay_bytes)
         self._thread: threading.Thread | None = None
+        self._may_tell_anew_s = 0.0
+        self.failure: Exception | None = None
+        """What has ended the publishing, if anything has: nothing is sent any more, and the ledger goes on."""
         self.num_batches = 0
         """Sent so far; the next one has this number."""
         self.endpoint = connect or ""
@@ -118,7 +131,7 @@ class KVEventPublisher:
     ) -> None:
         assert self._thread is not None
         self._changes.end()
-        self._waker.send(_STOP)
+        self._signal(_STOP)
         self._thread.join()
         self._waker.close(linger=0)
         self._context.term()
@@ -143,14 +156,21 @@ class KVEventPublisher:
         self._waker.connect("inproc://wake")
 
     def _wake(self) -> None:
-        """In the ledger's thread. Never blocks: there is one at a time."""
-        self._waker.send(b"")
+        """In the ledger's thread, in the middle of a change."""
+        self._signal(b"")
+
+    def _signal(self, what: bytes) -> None:
+        """Never blocks: there is one wake-up at a time, and where the thread is gone nobody takes it."""
+        with suppress(zmq.Again):
+            self._waker.send(what, zmq.NOBLOCK)
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
             self._serve()
+        except Exception as error:  # noqa: BLE001 - a clock, say, or a token that can't be encoded: the ledger goes on
+            self.failure = error
         finally:
             for socket in (self._socket, self._replay, self._awake):
                 socket.close(linger=500)
@@ -183,7 +203,8 @@ class KVEventPublisher:
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             return
         client, start = frames[0], int.from_bytes(frames[2], "big")
-        if not self._buffer.has_all_from(start):
+        if not self._buffer.has_all_from(start) and time.monotonic() >= self._may_tell_anew_s:
+            self._may_tell_anew_s = time.monotonic() + LEAST_BETWEEN_S
             self._changes.fall_behind()
         for sent in self._buffer.from_number(start):
             self._replay.send_multipart([client, b"", self._topic, _number(sent.number), sent.payload])

@@ -20,6 +20,7 @@ from walk import Walk
 
 from aoffload import (
     ConfigError,
+    InvalidArgument,
     KVCacheGroup,
     Ledger,
     OffloadConfig,
@@ -336,3 +337,48 @@ def test_the_thread_of_the_ledger_only_hands_over(monkeypatch: pytest.MonkeyPatc
         serve(ledger, Prefix.of(Root("m"), range(40)))
         wait_until_idle(publisher)
     assert threads and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"data_parallel_rank": -1},
+        {"data_parallel_rank": "x"},
+        {"data_parallel_rank": 2**64},
+        {"max_changes": 0},
+        {"max_unsent": 2**40},
+        {"replay_batches": -1},
+        {"replay_bytes": -1},
+    ],
+    ids=str,
+)
+def test_a_number_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    """Before a thread is there that could end of it."""
+    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+        KVEventPublisher(ledger_of(), **wrong)
+
+
+def test_a_thread_that_has_ended_holds_nobody_up() -> None:
+    """Whatever goes wrong while publishing, the ledger goes on, and leaving waits for nobody."""
+
+    def broken() -> float:
+        raise RuntimeError("no clock")
+
+    ledger = ledger_of()
+    with KVEventPublisher(ledger, bind=ANY_PORT, clock=broken) as publisher:
+        assert publisher._thread is not None
+        publisher._thread.join(GUARD_MS / 1000)
+        for name in range(5):
+            serve(ledger, Prefix.of(Root(str(name)), range(8)))
+    assert isinstance(publisher.failure, RuntimeError)
+    ledger.check_integrity()
+
+
+def test_who_is_opened_after_a_reset_hears_of_what_comes() -> None:
+    """Made before a reset or after it: what is cached from then on is told."""
+    ledger = ledger_of()
+    publisher = KVEventPublisher(ledger, bind=ANY_PORT, replay=ANY_PORT)
+    ledger.reset()
+    with publisher, subscribed(publisher) as subscriber:
+        serve(ledger, Prefix.of(Root("m"), range(8)))
+        subscriber.catch_up(publisher, ledger)

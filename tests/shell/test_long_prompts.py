@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import anyio
+import anyio.from_thread
+import anyio.to_thread
 import pytest
 from serving import BACKENDS, assert_at_rest, prompt, with_bytes
 
@@ -114,4 +116,36 @@ async def test_what_is_long_is_hashed_by_a_thread(hashed_in: list[int]) -> None:
         hashed_in.clear()
         assert await engine.serve(A) == 40
         assert not [thread for thread in hashed_in if thread != threading.get_ident()], "a hit was hashed once more"
+        await assert_at_rest(engine.runtime)
+
+
+async def test_who_is_cancelled_or_late_while_reading_does_not_go_on() -> None:
+    """A cancellation that comes before the block is entered is met at its first wait, and a deadline counts from the
+    beginning of the reading."""
+    async with with_bytes(24) as engine:
+        for options in ({}, {"deadline_s": 0.0}):
+            request = engine.runtime.request(A, **options)
+            if not options:
+                request.cancel("client_gone")
+            went_on = False
+            async with request:
+                await anyio.lowlevel.checkpoint()
+                await anyio.lowlevel.checkpoint()
+                went_on = True
+            assert not went_on
+            assert (request.state, request.reason) == (RequestState.ABORTED, "deadline" if options else "client_gone")
+        await assert_at_rest(engine.runtime)
+
+
+async def test_hashing_waits_for_no_thread_of_the_programs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every thread of the default pool waits for a request, the request still gets one to hash in."""
+    async with with_bytes(24) as engine:
+        limiter = anyio.to_thread.current_default_thread_limiter()
+        monkeypatch.setattr(limiter, "total_tokens", 1)
+
+        def endpoint() -> int:
+            return anyio.from_thread.run(engine.serve, A)
+
+        with anyio.fail_after(20):
+            assert await anyio.to_thread.run_sync(endpoint) == 0
         await assert_at_rest(engine.runtime)
