@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.abc
 import anyio.lowlevel
-import structlog
 import torch
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request
+from aoffload.demo.logs import make_logger
 
 BLOCK = 16
-
-
-def json_logger(file: Any) -> Any:
-    """That of docs/tracing.md."""
-    return structlog.wrap_logger(
-        structlog.WriteLogger(file),
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
-    )
 
 
 def write_real(path: Path) -> list[dict[str, Any]]:
     """Two runtimes, one after the other; the events as they were written."""
     with path.open("w") as file:
         for run in ("first", "second"):
-            anyio.run(_live, json_logger(file).bind(run=run))
+            anyio.run(_live, make_logger(file).bind(run=run))
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 

@@ -14,20 +14,19 @@ from typing import Any
 import pytest
 import torch
 from copies import GUARD_S, Copies
+from cuda_mutants import OneEvent, Unfenced, Unproven
 
-from aoffload.core.plan import Direction, Outcome, TransferPlan
+from aoffload.core.plan import Outcome
 from aoffload.transfer.backends.cuda import (
     AdaptivePolling,
     BlockingWait,
     BreakEven,
     CudaBackend,
-    CudaFence,
     CudaOptions,
 )
-from aoffload.transfer.backends.cuda.events import EventPool
 from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver
 from aoffload.transfer.backends.cuda.plain import TorchDriver
-from aoffload.transfer.fence import PASSED, Fence
+from aoffload.transfer.fence import PASSED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,36 +84,6 @@ def test_gpu_round_trip(open_copies: Callable[..., Copies], driver: Any, break_e
 
 
 # -- the rules, each with its mutant ----------------------------------------------------------------------------------
-
-
-class Unfenced(CudaBackend):
-    """Copies start whenever the device likes."""
-
-    def wait_for(self, direction: Direction, fences: tuple[Fence, ...]) -> None:
-        return None
-
-
-class Unproven(CudaBackend):
-    """A copy is said to be over when it was given to the device."""
-
-    def copy(self, plan: TransferPlan) -> Fence:
-        super().copy(plan)
-        return PASSED
-
-
-class OneEvent(CudaBackend):
-    """The same event is recorded over and over."""
-
-    def open(self, num_host_blocks: int) -> None:
-        super().open(num_host_blocks)
-        self._events = Recycled(self.driver, self.options.waiting)
-
-
-class Recycled(EventPool):
-    def record(self, stream: object) -> CudaFence:
-        fence = super().record(stream)
-        self._idle.append(fence.event)
-        return fence
 
 
 def store_after_its_compute(copies: Copies, pool: torch.Tensor) -> bool:

@@ -14,54 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 from copies import Copies
+from cuda_mutants import OneEvent, Unfenced, Unordered, Unproven
 from simulated_cuda import SimulatedCuda, Stream, on
 
-from aoffload.core.plan import Direction, Outcome, TransferPlan
-from aoffload.transfer.backends.cuda import CudaBackend, CudaFence, SourceOrder
-from aoffload.transfer.backends.cuda.events import EventPool
-from aoffload.transfer.fence import PASSED, Fence
+from aoffload.core.plan import Outcome
+from aoffload.transfer.backends.cuda import CudaBackend, SourceOrder
+from aoffload.transfer.fence import PASSED
 
 NUM_ROUNDS = 30
 
 Round = Callable[[type[CudaBackend], int], bool]
 """Whether the bytes were right with this backend and seed."""
-
-
-class Unfenced(CudaBackend):
-    """Copies start whenever the device likes."""
-
-    def wait_for(self, direction: Direction, fences: tuple[Fence, ...]) -> None:
-        return None
-
-
-class Unordered(CudaBackend):
-    """Stores read their source as early as loads may."""
-
-    def copy_by_engine(self, pieces: object, direction: Direction) -> None:
-        self.driver.copy_batch(pieces, SourceOrder.ANY, self._lanes[direction].stream)  # type: ignore[arg-type]
-
-
-class Unproven(CudaBackend):
-    """A copy is said to be over when it was given to the device."""
-
-    def copy(self, plan: TransferPlan) -> Fence:
-        super().copy(plan)
-        return PASSED
-
-
-class OneEvent(CudaBackend):
-    """The same event is recorded over and over."""
-
-    def open(self, num_host_blocks: int) -> None:
-        super().open(num_host_blocks)
-        self._events = Recycled(self.driver, self.options.waiting)
-
-
-class Recycled(EventPool):
-    def record(self, stream: object) -> CudaFence:
-        fence = super().record(stream)
-        self._idle.append(fence.event)  # while somebody holds the fence
-        return fence
 
 
 def opened(backend: type[CudaBackend], cuda: SimulatedCuda, num_host_blocks: int = 8) -> tuple[torch.Tensor, Copies]:
@@ -269,4 +232,5 @@ def test_the_table_of_rules_names_tests_that_there_are() -> None:
             name, *tests = re.findall(r"`(tests/\S+\.py|[a-z_]{8,})`", part)
             text = (root / name).read_text()
             assert [test for test in tests if f"def {test}(" not in text] == []
-        assert all(f"class {mutant}(" in Path(__file__).read_text() for mutant in re.findall(r"`([A-Z]\w+)`", row))
+        mutants = Path(__file__).with_name("cuda_mutants.py").read_text()
+        assert all(f"class {mutant}(" in mutants for mutant in re.findall(r"`([A-Z]\w+)`", row))

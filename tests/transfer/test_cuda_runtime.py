@@ -10,8 +10,8 @@ from functools import partial
 import anyio
 import pytest
 import torch
+from cuda_mutants import Unfenced, Unproven
 from simulated_cuda import SimulatedCuda, on
-from test_cuda_rules import Unfenced, Unproven
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload.transfer.backends.cuda import AdaptivePolling, CudaBackend

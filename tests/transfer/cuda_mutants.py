@@ -1,0 +1,45 @@
+"""CUDA backends with one rule of order taken out each: shown on a simulated device, and on a real one."""
+
+from __future__ import annotations
+
+from aoffload.core.plan import Direction, TransferPlan
+from aoffload.transfer.backends.cuda import CudaBackend, CudaFence, SourceOrder
+from aoffload.transfer.backends.cuda.events import EventPool
+from aoffload.transfer.fence import PASSED, Fence
+
+
+class Unfenced(CudaBackend):
+    """Copies start whenever the device likes."""
+
+    def wait_for(self, direction: Direction, fences: tuple[Fence, ...]) -> None:
+        return None
+
+
+class Unordered(CudaBackend):
+    """Stores read their source as early as loads may."""
+
+    def copy_by_engine(self, pieces: object, direction: Direction) -> None:
+        self.driver.copy_batch(pieces, SourceOrder.ANY, self._lanes[direction].stream)  # type: ignore[arg-type]
+
+
+class Unproven(CudaBackend):
+    """A copy is said to be over when it was given to the device."""
+
+    def copy(self, plan: TransferPlan) -> Fence:
+        super().copy(plan)
+        return PASSED
+
+
+class OneEvent(CudaBackend):
+    """The same event is recorded over and over."""
+
+    def open(self, num_host_blocks: int) -> None:
+        super().open(num_host_blocks)
+        self._events = Recycled(self.driver, self.options.waiting)
+
+
+class Recycled(EventPool):
+    def record(self, stream: object) -> CudaFence:
+        fence = super().record(stream)
+        self._idle.append(fence.event)  # while somebody holds the fence
+        return fence
