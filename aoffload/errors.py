@@ -13,6 +13,7 @@ __all__ = [
     "LeaseError",
     "OutOfBlocks",
     "RegionError",
+    "RegionNotLoaded",
     "RequestAborted",
     "RuntimeClosed",
     "TransferRefused",
@@ -104,6 +105,10 @@ class WrongProcess(AoffloadError):  # noqa: N818
 
 class TransferRefused(AoffloadError):  # noqa: N818
     """A transport could not start a transfer. Nothing was started, so nothing has to be waited for."""
+
+
+class RegionNotLoaded(AoffloadError):  # noqa: N818
+    """A load ended before this region was copied: what its destination holds is anybody's guess."""
 
 
 class WireError(AoffloadError):
