@@ -46,11 +46,13 @@ from .errors import (
     WrongThread,
 )
 from .keeping import PendingDemotion, PendingPrefetch, PinScope
+from .loading import PendingLoad
 from .observers import RuntimeObserver
 from .prefix import KeySpan, Prefix, Root
-from .request import PendingLoad, Request
+from .request import Request
 from .transfer.fence import Fence, PassedFence
 from .transfer.ranks.rank import LocalRank, Rank
+from .transfer.region_fences import LoadedRegion
 from .transfer.transport import TransferStatistics, Transport
 
 if TYPE_CHECKING:
@@ -123,6 +125,7 @@ __all__ = [
     "Ledger",
     "LedgerStatistics",
     "LentBlocks",
+    "LoadedRegion",
     "LocalRank",
     "LocalTransport",
     "NoStore",

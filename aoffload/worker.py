@@ -104,7 +104,7 @@ class CopyWorker:
 
     def _discard(self, plan: TransferPlan) -> None:
         self._tell(self.ledger.discard, plan.job_id)
-        self.regions.end([plan.job_id], "never started")
+        self.regions.end(plan.job_id, "never started")
 
     def _dispatch(self) -> None:
         for queue in (self._loads, self._stores):
@@ -117,7 +117,7 @@ class CopyWorker:
                 if self._tell(self.ledger.launch, plan.job_id):
                     self._launch(plan, after, num_bytes)
                 else:
-                    self.regions.end([plan.job_id], "nobody waits for it any more")
+                    self.regions.end(plan.job_id, "nobody waits for it any more")
 
     def _may_launch(self, num_bytes: int) -> bool:
         if not self._in_flight:

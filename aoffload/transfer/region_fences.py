@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import attrs
@@ -151,9 +150,13 @@ class RegionWatch:
         """None: the transport does not tell them apart."""
         return None if self._transport is None else self._transport.num_regions
 
-    def begin(self, job_id: int) -> RegionFences:
-        """The fences of a job that is not settled. What is launched already is watched as a whole. Whoever shares the
-        load later gets the same fences."""
+    def fences_of(self, job_id: int, completion: Completion | None = None) -> RegionFences:
+        """The fences of a job that is not settled: a `completion` of it has come, or will. What is launched already is
+        watched as a whole. Whoever shares the load later gets the same fences."""
+        if completion is not None:
+            over = RegionFences(1)
+            over.end(_error_of(completion))
+            return over
         if job_id not in self._fences:
             self._fences[job_id] = RegionFences(self.num_regions or 1)
         return self._fences[job_id]
@@ -165,14 +168,17 @@ class RegionWatch:
 
     def settle(self, completion: Completion) -> None:
         """However it ended, nobody waits for it any more. Of jobs that nobody watches, too."""
-        has_landed = completion.outcome is Outcome.LANDED
-        self.end([completion.job_id], "" if has_landed else f"{completion.outcome.value}: {completion.error}")
+        self.end(completion.job_id, _error_of(completion))
 
-    def end(self, job_ids: Iterable[int], error: str) -> None:
-        for job_id in job_ids:
-            fences = self._fences.pop(job_id, None)
-            if fences is None:
-                continue
-            if self._transport is not None:
-                self._transport.forget(job_id)
-            fences.end(error)
+    def end(self, job_id: int, error: str) -> None:
+        fences = self._fences.pop(job_id, None)
+        if fences is None:
+            return
+        if self._transport is not None:
+            self._transport.forget(job_id)
+        fences.end(error)
+
+
+def _error_of(completion: Completion) -> str:
+    """Empty: all of it is there."""
+    return "" if completion.outcome is Outcome.LANDED else f"{completion.outcome.value}: {completion.error}"

@@ -251,9 +251,9 @@ def test_fences_of_a_load_that_never_started_end_with_it() -> None:
 def test_a_transport_without_regions_gives_all_fences_at_the_end() -> None:
     """Where nobody tells regions apart, each is there when the whole load is."""
     watch = RegionWatch(object())
-    fences = watch.begin(7)
+    fences = watch.fences_of(7)
     watch.launch(7)
-    assert watch.begin(7) is fences and not fences[0].is_given and watch.num_regions is None
+    assert watch.fences_of(7) is fences and not fences[0].is_given and watch.num_regions is None
     watch.settle(Completion(8, Outcome.LANDED, 1))
     watch.settle(Completion(7, Outcome.LANDED, 1))
     for fence in fences.fences:
@@ -266,7 +266,7 @@ def test_a_load_that_did_not_land_ends_the_wait_for_its_regions(outcome: Outcome
     """Refused, discarded, lost: the reason is in the error, and the backend keeps nothing of it."""
     backend = CudaBackend(regions_of(torch.zeros(4, 2)), options=on(SimulatedCuda()))
     watch = RegionWatch(backend)
-    fences = watch.begin(7)
+    fences = watch.fences_of(7)
     watch.launch(7)
     watch.settle(Completion(7, outcome, error="the cable fell out"))
     with pytest.raises(RegionNotLoaded, match=f"{outcome.value}: the cable fell out"):
