@@ -46,7 +46,11 @@ class EarlyStart:
 def can_start(holding: Holding) -> bool:
     """Whether a step may take its load for landed: all of it is under way, and there is room behind it."""
     load, early = holding.load, holding.early
-    if holding.state is not RequestState.LOADING or load is None or not load.jobs:
+    if holding.state is not RequestState.LOADING or load is None:
+        return False
+    if holding.num_steps:
+        return True  # it keeps its blocks anyway, also when the load is over by now
+    if not load.jobs:
         return False
     if early is not None and early.state is _S.REFUTED:
         return False  # of a load before this one, and its engine does not know yet

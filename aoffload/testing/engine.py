@@ -15,6 +15,7 @@ from ..errors import OutOfBlocks
 from ..prefix import KeySpan
 from ..request import Request
 from ..runtime import OffloadRuntime
+from .early import EarlyForward
 from .memory import Memory, Tags
 from .transport import SimulatedTransport
 from .violations import Violation
@@ -58,6 +59,8 @@ class Ask:
     """Whether it waits for its load or polls it with `load_nowait` and `wait`."""
     num_preemptions: int = 0
     """How often it is preempted on its way, and resumed."""
+    starts_early: bool = False
+    """Whether its first forward begins while its load is under way. Not for those that take room slice by slice."""
     in_slices: bool = False
     """Whether it takes room for one slice after the other: what has left a window makes room for the next."""
 
@@ -129,7 +132,10 @@ class SimulatedEngine:
         await self._allocate(request, ask)
         if born == self.num_resets:
             self.check_match(request, ask)  # it may have been matched again
-        if ask.waits:
+        early = EarlyForward(self, request, ask)
+        if ask.starts_early:
+            num_ready = await early.load()
+        elif ask.waits:
             num_ready = await request.load(ask.max_load_tokens)
         else:
             pending = request.load_nowait(ask.max_load_tokens)
@@ -139,7 +145,7 @@ class SimulatedEngine:
         is_whole = ask.max_load_tokens is None and not ask.in_slices  # else it may have taken less room than it matched
         if is_whole and num_ready < request.match.num_tokens:
             self.recomputed.add(request.request_id)
-        await self.prefill(request, ask, num_ready)
+        await self.prefill(request, ask, early.commit(num_ready))
         await self.decode(request, ask)
 
     @staticmethod
@@ -223,7 +229,7 @@ class SimulatedEngine:
 
     async def _forward(self, request: Request, ask: Ask, tokens: tuple[int, ...], start: int, stop: int) -> None:
         table, name = request.block_ids, request.request_id
-        touched = self._touched(table, start, stop)
+        touched = self.touched(table, start, stop)
         if ask.style == "stream":
             assert self.transport.stream is not None, "this device computes at once"
             with self.runtime.step([request]):
@@ -234,12 +240,12 @@ class SimulatedEngine:
             return
 
         def compute() -> None:
-            self._check_owners(name, touched)
+            self.check_owners(name, touched)
             if self.transport.faults.fire("compute"):
                 raise ForwardFailed("the kernel failed")
             if ask.style != "inline":
                 self.env.meanwhile()
-                self._check_owners(name, touched)
+                self.check_owners(name, touched)
             self._compute(request, ask, table, tokens, start, stop)
 
         if ask.style == "inline":
@@ -251,11 +257,11 @@ class SimulatedEngine:
         else:
             await self.runtime.run_step([request], compute)
 
-    def _check_owners(self, name: str, touched: list[tuple[int, int]]) -> None:
+    def check_owners(self, name: str, touched: list[tuple[int, int]]) -> None:
         for block_id, generation in touched:
             self.device.check_owner(f"the forward of {name}", block_id, generation)
 
-    def _touched(self, table: list[list[int]], start: int, stop: int) -> list[tuple[int, int]]:
+    def touched(self, table: list[list[int]], start: int, stop: int) -> list[tuple[int, int]]:
         """The blocks that tokens `[start, stop)` are written to, with their generation now."""
         found: list[tuple[int, int]] = []
         for group, config in enumerate(self.runtime.config.groups):
@@ -268,13 +274,27 @@ class SimulatedEngine:
     ) -> None:
         """Attention reads everything before `start`; then `[start, stop)` is written."""
         is_spoiled = self.check_blocks(request, ask, table, tokens, start)
+        self.write(ask, table, tokens, start, stop, is_spoiled=is_spoiled)
+
+    def write(
+        self, ask: Ask, table: list[list[int]], tokens: tuple[int, ...], start: int, stop: int, *, is_spoiled: bool
+    ) -> None:
+        """What a forward leaves behind that has read the right bytes, or spoiled ones."""
+        if is_spoiled:
+            self.fill(table, start, stop, SPOILED)
+            return
         for group, config in enumerate(self.runtime.config.groups):
             size = config.block_size
             for index in range(start // size, -(-stop // size)):
-                end = min(stop, (index + 1) * size)
-                right = self.tags.of(self.identity(ask, group, tokens[:end]))
+                right = self.tags.of(self.identity(ask, group, tokens[: min(stop, (index + 1) * size)]))
                 for rank in self.ranks:
-                    rank.device.content[table[group][index]] = SPOILED if is_spoiled else right
+                    rank.device.content[table[group][index]] = right
+
+    def fill(self, table: list[list[int]], start: int, stop: int, tag: int) -> None:
+        """Write `tag` into every block of tokens `[start, stop)`."""
+        for block_id, _ in self.touched(table, start, stop):
+            for rank in self.ranks:
+                rank.device.content[block_id] = tag
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from ..env import Env
 from ..errors import TransferRefused
 from ..transfer.fence import PASSED, Fence
+from ..transfer.region_fences import RegionFences
 from ..transfer.transport import TransferStatistics
 from .device import SimulatedFence, Stream
 from .faults import Faults
@@ -87,6 +88,7 @@ class SimulatedTransport:
         """Host blocks, and their generation, that a load was told to hold other bytes than were stored; by job id."""
         self._scheduler = scheduler
         self.random = rng
+        self._watched: dict[int, RegionFences] = {}
         self._sums: list[int] = []
         self._dead: set[Direction] = set()
         self._is_lost = self._is_closed = self._verify = False
@@ -120,6 +122,14 @@ class SimulatedTransport:
                 self._begin(self._copy_of(plan), after, late=True)
             raise RuntimeError("the driver does not know")
         self._begin(self._copy_of(plan), after)
+
+    num_regions = 2
+
+    def watch(self, job_id: int, fences: RegionFences) -> None:
+        self._watched[job_id] = fences
+
+    def forget(self, job_id: int) -> None:
+        self._watched.pop(job_id, None)
 
     def close(self, timeout_s: float) -> bool:
         self._is_closed = True
@@ -185,7 +195,21 @@ class SimulatedTransport:
             self._scheduler.act(f"{copy.name} is proven late", lambda: self._land(copy), LATE_S)
         elif copy.plan.direction is Direction.STORE and self._verify and self.faults.fire("early"):
             self._land_early(copy)
+        elif copy.plan.job_id in self._watched:
+            self._give_regions(copy)
         else:
+            self._land_all(copy)
+
+    def _give_regions(self, copy: Copy) -> None:
+        """Everything is there, and the end is told later: a forward that waits for its first layer goes on now."""
+        copy.move(copy.plan.num_blocks)
+        fences = self._watched.pop(copy.plan.job_id)
+        for index in range(self.num_regions):
+            fences.give(index, PASSED)
+        self._scheduler.act(f"{copy.name} lands", lambda: self._land_given(copy), self.random.choice((0.0, 0.001)))
+
+    def _land_given(self, copy: Copy) -> None:
+        if not copy.is_told and copy.plan.direction not in self._dead:
             self._land_all(copy)
 
     def _land_all(self, copy: Copy) -> None:

@@ -150,6 +150,10 @@ class RegionWatch:
         """None: the transport does not tell them apart."""
         return None if self._transport is None else self._transport.num_regions
 
+    @property
+    def num_watched(self) -> int:
+        return len(self._fences)
+
     def fences_of(self, job_id: int, completion: Completion | None = None) -> RegionFences:
         """The fences of a job that is not settled: a `completion` of it has come, or will. What is launched already is
         watched as a whole. Whoever shares the load later gets the same fences."""

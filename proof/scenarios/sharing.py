@@ -143,3 +143,28 @@ async def evicted_otherwise(sim: Simulation) -> None:
             prompt = tokens(index % 2, sim.random.randint(4, 11), branch=index % 3, shared=4)
             serve(sim, engine, f"r{index}", prompt, num_new_tokens=index % 2)
         await after(sim, engine)
+
+
+@scenario(
+    "early_start_confirmed",
+    "early_start_refuted",
+    "request_loading",
+    faults=("fail", "vanish", "refuse", "hang", "die"),
+)
+async def early_starts(sim: Simulation) -> None:
+    """Forwards that begin while their load is under way, next to others that compute the same, with hardly any room."""
+    engine = sim.runtime(
+        num_device_blocks=sim.random.choice((10, 14)), num_host_blocks=sim.random.choice((6, 12)),
+        max_job_bytes=sim.random.choice((1, 2, 100)), max_jobs_in_flight=sim.random.choice((1, 4)),
+    )  # fmt: skip
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        await evict_device(engine)
+        for index in range(4):
+            prompt = tokens(1, sim.random.randint(6, 9), branch=index % 2, shared=6)
+            serve(sim, engine, f"r{index}", prompt, starts_early=index != 2, num_new_tokens=index % 2)
+        serve(sim, engine, "again", tokens(1, 8), reads_cache=False)
+        bystanders(sim, engine, 2)
+        if sim.random.random() < 0.5:
+            canceller(sim, engine, "r0", "r1")
+        await after(sim, engine)

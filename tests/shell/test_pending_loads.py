@@ -218,7 +218,7 @@ async def test_a_queued_load_that_nobody_wants_any_more_ends_its_regions() -> No
         transport.auto = True
         transport.land_all()
         await assert_at_rest(engine.runtime)
-        assert engine.runtime.worker.regions._fences == {}
+        assert engine.runtime.worker.regions.num_watched == 0
 
 
 async def test_who_shares_a_load_waits_for_its_regions_too() -> None:

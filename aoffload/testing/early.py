@@ -1,0 +1,107 @@
+"""A forward that starts on a load that is under way, as an engine would have it, and what must not come of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+import attrs
+
+from ..errors import CommitError, RegionNotLoaded
+from ..loading import PendingLoad
+from ..request import Request
+from .memory import POISON
+from .violations import Violation
+
+if TYPE_CHECKING:
+    from .engine import Ask, SimulatedEngine
+
+__all__ = ["EarlyForward"]
+
+LOOKS_EVERY_S = 0.001
+
+
+@attrs.define(eq=False)
+class EarlyForward:
+    """Computes `[start, stop)` on what a load still brings. Wrong bytes are no violation before they count."""
+
+    engine: SimulatedEngine
+    request: Request
+    ask: Ask
+    start: int = 0
+    stop: int = 0
+    """Up to where it has computed what counts."""
+    misread: Violation | None = None
+
+    async def load(self) -> int:
+        """Load, and compute meanwhile; how many tokens are ready."""
+        pending = self.request.load_nowait(self.ask.max_load_tokens)
+        if not pending.is_over and pending.can_start:
+            await self._run(pending)
+        num_ready = await pending.wait()
+        self._check_end(pending, num_ready)
+        return num_ready
+
+    def commit(self, num_ready: int) -> int:
+        """Commit what was computed, if it counts; from where on to compute."""
+        if self.stop <= num_ready:
+            return num_ready
+        self.engine.commit(self.request, self.ask, self.ask.tokens, self.stop)
+        return self.stop
+
+    async def _run(self, pending: PendingLoad) -> None:
+        runtime, ask = self.engine.runtime, self.ask
+        with runtime.step([pending]):
+            self.start = pending.num_expected_tokens
+            stop = min(len(ask.tokens), self.start + ask.slice_tokens)
+            table, regions = pending.block_ids, pending.regions
+            while not all(region.is_given for region in regions):  # noqa: ASYNC110
+                await anyio.sleep(LOOKS_EVERY_S)  # of virtual time: a simulated thread must not block
+
+            def compute() -> None:
+                try:
+                    for region in regions:
+                        region.synchronize()
+                except RegionNotLoaded:
+                    return
+                self._compute(table, stop)
+
+            if ask.style == "inline":
+                compute()
+            elif ask.style == "step":
+                await self.engine.env.run_in_thread(compute)
+            else:
+                await runtime.run_step([pending], compute)
+
+    def _compute(self, table: list[list[int]], stop: int) -> None:
+        engine, name = self.engine, self.request.request_id
+        touched = engine.touched(table, self.start, stop)
+        try:
+            is_spoiled = engine.check_blocks(self.request, self.ask, table, self.ask.tokens, self.start)
+        except Violation as violation:
+            self.misread, is_spoiled = violation, False
+        if self.ask.style != "inline":
+            engine.env.meanwhile()
+        engine.check_owners(name, touched)
+        engine.write(self.ask, table, self.ask.tokens, self.start, stop, is_spoiled=is_spoiled)
+        if self.misread is not None:
+            engine.fill(table, self.start, stop, POISON)
+        self.stop = stop
+
+    def _check_end(self, pending: PendingLoad, num_ready: int) -> None:
+        """Bytes that were wrong must not count, and what does not count can not be committed."""
+        first = pending.first_invalid_token
+        if first is None:
+            if self.misread is not None:
+                raise self.misread
+            return
+        if first != num_ready:
+            raise Violation("early start", f"invalid from token {first} on, but {num_ready} are ready")
+        if self.stop > num_ready:
+            try:
+                self.request.commit(self.stop)
+            except CommitError:
+                pass
+            else:
+                raise Violation("early start", f"{self.request.request_id} committed what stood on a load that failed")
+        self.stop = 0
