@@ -9,7 +9,7 @@ import attrs
 
 from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from ..env import Env
-from ..errors import TransferRefused
+from ..errors import DeviceGone, TransferRefused
 from ..transfer.fence import PASSED, Fence
 from ..transfer.transport import TransferStatistics
 from .device import SimulatedFence, Stream
@@ -102,7 +102,8 @@ class SimulatedTransport:
         self._deliver = deliver
 
     def record_fence(self) -> Fence:
-        if self._is_lost or self.faults.fire("no_fence"):
+        self._check_device()
+        if self.faults.fire("no_fence"):
             raise TransferRefused("no fence can be recorded")
         return PASSED if self.stream is None else self.stream.fence()
 
@@ -112,14 +113,20 @@ class SimulatedTransport:
         without = after is None and plan.direction is Direction.STORE and self.faults.fire("no_fence")
         if self._is_closed or plan.direction in self._dead or without or self.faults.fire("refuse"):
             raise TransferRefused(f"job {plan.job_id} is refused")
-        if self._is_lost or self.faults.fire("device_lost"):
+        if not self._is_lost and self.faults.fire("device_lost"):
             self._is_lost = True
-            raise RuntimeError("the device is lost")
+            for direction in Direction:
+                self._die(direction)
+        self._check_device()
         if self.faults.fire("raise"):
             if self.random.random() < 0.5:
                 self._begin(self._copy_of(plan), after, late=True)
             raise RuntimeError("the driver does not know")
         self._begin(self._copy_of(plan), after)
+
+    def _check_device(self) -> None:
+        if self._is_lost:
+            raise DeviceGone("the device is lost")
 
     def close(self, timeout_s: float) -> bool:
         self._is_closed = True
