@@ -155,6 +155,20 @@ async def test_a_copy_that_a_lost_device_has_ended_turns_the_cache_off(end: str,
 
 
 @pytest.mark.usefixtures("lossy")
+async def test_the_cache_is_off_as_soon_as_a_copy_is_in_doubt(events: list[Any]) -> None:
+    """Nobody has to try and be refused first."""
+    async with scripted() as (engine, transport):
+        transport.auto = False
+        await engine.serve(A)
+        lost = lose(transport)
+        transport.lose(next(iter(transport.in_flight)))
+        await turns()
+        assert engine.runtime.statistics().off_reason == "device lost: planted"
+        assert lost.num_asked_in_vain == 1
+    assert reasons(events) == ["device lost: planted"]
+
+
+@pytest.mark.usefixtures("lossy")
 async def test_what_is_in_flight_at_the_loss_may_still_end_well(events: list[Any]) -> None:
     """The one direction finds out while the other has just landed: what is proven is used."""
     async with scripted() as (engine, transport):
@@ -211,6 +225,7 @@ async def test_one_rank_that_is_lost_takes_the_others_with_it(number: int, find_
         await turns()
         with pytest.raises(DeviceGone, match=f"rank {number}: device lost"):
             transport.record_fence()
+        assert ranks[number].num_asked_in_vain == 1
         assert await engine.serve(B) == 0
         found = runtime.statistics()
         assert found.off_reason == f"rank {number}: device lost: planted"

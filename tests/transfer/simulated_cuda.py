@@ -64,6 +64,7 @@ class SimulatedCuda:
         self.registered: dict[int, int] = {}
         self.num_events = 0
         self.is_lost = False
+        self.num_asked_in_vain = 0
         self.maps_host_memory = True
         self._pinnable_bytes = pinnable_bytes
         self._lock = threading.Condition()  # told of whatever is given, by those who wait
@@ -84,6 +85,7 @@ class SimulatedCuda:
         assert getattr(self._local, "depth", 0), f"{call} in a thread in which no device is current"
         with self._lock:
             if self.is_lost:
+                self.num_asked_in_vain += 1
                 raise DeviceLost(call, "CUDA_ERROR_ILLEGAL_ADDRESS")
             yield
 

@@ -241,13 +241,26 @@ def test_a_device_that_is_lost_under_a_copy_leaves_it_unproven(open_copies: Call
     cuda.lose()
     lost = copies.next()
     assert lost.outcome is Outcome.UNPROVEN and "ILLEGAL_ADDRESS" in lost.error
-    asked = len(cuda.log)
+    num_asked = cuda.num_asked_in_vain
     for launch in (copies.launch_load, copies.launch_store, partial(copies.launch_store, after=after)):
         with pytest.raises(DeviceGone, match=r"device lost: .*ILLEGAL_ADDRESS"):
             launch([1], [1])
     with pytest.raises(DeviceGone):
         copies.transport.record_fence()
-    assert len(cuda.log) == asked
+    assert cuda.num_asked_in_vain == num_asked
+
+
+def test_a_fence_that_a_lost_device_does_not_record_is_the_last_one_asked_for(
+    open_copies: Callable[..., Copies],
+) -> None:
+    """The loop may be the first to notice. One question, and a refusal that is final."""
+    cuda = SimulatedCuda()
+    copies = open_copies(torch.zeros(8, 4), 4, partial(CudaBackend, options=on(cuda)))
+    cuda.lose()
+    for _ in range(3):
+        with pytest.raises(DeviceGone, match="ILLEGAL_ADDRESS"):
+            copies.transport.record_fence()
+    assert cuda.num_asked_in_vain == 1
 
 
 def test_a_store_behind_a_fence_from_before_the_loss_is_not_begun(open_copies: Callable[..., Copies]) -> None:
@@ -266,17 +279,18 @@ def test_a_store_behind_a_fence_from_before_the_loss_is_not_begun(open_copies: C
 
 def test_what_is_queued_when_the_device_is_lost_is_not_begun(open_copies: Callable[..., Copies]) -> None:
     """Only the copy that was under way is in doubt; those behind it ask the device nothing any more."""
-    may_copy = threading.Event()
+    has_begun, may_copy = threading.Event(), threading.Event()
 
     class Waits(CudaBackend):
         def copy(self, plan: TransferPlan) -> Fence:
+            has_begun.set()
             assert may_copy.wait(GUARD_S)
             return super().copy(plan)
 
     cuda = SimulatedCuda()
     copies = open_copies(torch.zeros(8, 4), 4, partial(Waits, options=on(cuda)))
-    first, *others = (copies.launch_store([block], [block]) for block in range(1, 4))
-    cuda.wait_given("waits for")
+    first, *others = (copies.launch_store([block], [block], after=PASSED) for block in range(1, 4))
+    assert has_begun.wait(GUARD_S)
     cuda.lose()
     may_copy.set()
     told = [copies.next() for _ in range(3)]
