@@ -27,6 +27,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 def events() -> Iterator[list[Any]]:
     with structlog.testing.capture_logs() as logs:
         yield logs
+    structlog.reset_defaults()
 
 
 class LossyTransport(ScriptedTransport):

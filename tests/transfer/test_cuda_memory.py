@@ -215,23 +215,23 @@ async def test_a_runtime_that_pins_holds_up_nobody_and_leaves_nothing_pinned(lea
     pool = torch.zeros(9, MIB, dtype=torch.uint8)
     transport = LocalTransport(pool, partial(CudaBackend, options=on(cuda, max_piece_bytes=2 * MIB)))
     config = OffloadConfig(groups=[KVCacheGroup("full")], num_host_blocks=9)
-    entered: list[int] = []
+    log, entered = structlog.testing.CapturingLogger(), list[int]()
+    logger = structlog.wrap_logger(log, processors=[])
 
     async def live() -> None:
         with scope:
-            async with OffloadRuntime(config, transport=transport):
+            async with OffloadRuntime(config, transport=transport, logger=logger):
                 entered.append(sum(cuda.registered.values()))
 
-    with structlog.testing.capture_logs() as logs:
-        async with anyio.create_task_group() as group:
-            group.start_soon(live)
-            assert await anyio.to_thread.run_sync(cuda.has_begun.wait, GUARD_S)
-            if leaves:
-                scope.cancel()
-            for _ in range(10):
-                await anyio.lowlevel.checkpoint()
-            cuda.may_pin.set()
-    pieces = [event for event in logs if event["event"] == "host_memory_pinned"]
+    async with anyio.create_task_group() as group:
+        group.start_soon(live)
+        assert await anyio.to_thread.run_sync(cuda.has_begun.wait, GUARD_S)
+        if leaves:
+            scope.cancel()
+        for _ in range(10):
+            await anyio.lowlevel.checkpoint()
+        cuda.may_pin.set()
+    pieces = [call.kwargs for call in log.calls if call.kwargs["event"] == "host_memory_pinned"]
     assert entered == ([] if leaves else [9 * MIB])
     assert cuda.registered == {}
     assert all(not lane._thread.is_alive() for lane in transport._lanes.values())
