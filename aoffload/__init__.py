@@ -37,6 +37,7 @@ from .errors import (
     LeaseError,
     OutOfBlocks,
     RegionError,
+    RegionNotLoaded,
     RequestAborted,
     RuntimeClosed,
     TransferRefused,
@@ -46,11 +47,13 @@ from .errors import (
     WrongThread,
 )
 from .keeping import PendingDemotion, PendingPrefetch, PinScope
+from .loading import PendingLoad
 from .observers import RuntimeObserver
 from .prefix import KeySpan, Prefix, Root
-from .request import PendingLoad, Request
+from .request import Request
 from .transfer.fence import Fence, PassedFence
 from .transfer.ranks.rank import LocalRank, Rank
+from .transfer.region_fences import LoadedRegion
 from .transfer.transport import TransferStatistics, Transport
 
 if TYPE_CHECKING:
@@ -135,6 +138,7 @@ __all__ = [
     "Ledger",
     "LedgerStatistics",
     "LentBlocks",
+    "LoadedRegion",
     "LocalRank",
     "LocalTransport",
     "NoStore",
@@ -159,6 +163,7 @@ __all__ = [
     "RankFence",
     "RankTransport",
     "RegionError",
+    "RegionNotLoaded",
     "Request",
     "RequestAborted",
     "RequestState",

@@ -14,6 +14,7 @@ __all__ = [
     "LeaseError",
     "OutOfBlocks",
     "RegionError",
+    "RegionNotLoaded",
     "RequestAborted",
     "RuntimeClosed",
     "TransferRefused",
@@ -109,6 +110,10 @@ class TransferRefused(AoffloadError):  # noqa: N818
 
 class DeviceGone(TransferRefused):
     """A refusal that is final: the device, or one of several ranks, is lost, and nothing will ever be started on it."""
+
+
+class RegionNotLoaded(AoffloadError):  # noqa: N818
+    """A load ended before this region was copied: what its destination holds is anybody's guess."""
 
 
 class WireError(AoffloadError):

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import attrs
 
+from .core.early import EarlyStart
 from .core.errands import Errand
 from .core.holding import Holding
 from .core.jobs import Job
 from .core.keeping import Pin
-from .core.lifecycle import ErrandState, JobState, NullObserver, PinState, RequestState
+from .core.lifecycle import EarlyState, ErrandState, JobState, NullObserver, PinState, RequestState
 from .core.plan import Completion
 from .errors import InvalidArgument
 from .telemetry import Telemetry
@@ -72,6 +73,10 @@ class Observers:
     def errand_moved(self, errand: Errand, old: ErrandState) -> None:
         self.telemetry.errand_moved(errand, old)
         self._tell(lambda observer: observer.errand_moved(errand, old))
+
+    def early_moved(self, early: EarlyStart, old: EarlyState) -> None:
+        self.telemetry.early_moved(early, old)
+        self._tell(lambda observer: observer.early_moved(early, old))
 
     def waited_for_room(self, holding: Holding, seconds: float) -> None:
         self._tell(lambda observer: observer.waited_for_room(holding, seconds))

@@ -17,13 +17,14 @@ from .core.policy import StoreScope
 from .core.preemption import Preemption
 from .core.waiting import Waiter
 from .errors import OutOfBlocks, RuntimeClosed, WrongState
+from .loading import AwaitedLoad, PendingLoad
 from .prefix import LongList, Prefix, TokenIds
 from .transfer.fence import Fence
 
 if TYPE_CHECKING:
     from .runtime import OffloadRuntime
 
-__all__ = ["PendingLoad", "Request", "RequestOptions"]
+__all__ = ["Request", "RequestOptions"]
 
 
 @attrs.frozen
@@ -255,7 +256,7 @@ class Request:
     # -- loading --------------------------------------------------------------------------------------------------
 
     def load_nowait(self, max_tokens: int | None = None) -> PendingLoad:
-        """Start bringing the host hit onto the device, and go on without waiting for it."""
+        """Start bringing the host hit onto the device, region after region, and go on without waiting for it."""
         load = PendingLoad(self, max_tokens)
         load._start(self._live())
         return load
@@ -266,7 +267,7 @@ class Request:
         `max_tokens` takes fewer: rounded down to a block, never below the device hit. `block_ids` is final afterwards.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        holding, load = self._live(), PendingLoad(self, max_tokens)
+        holding, load = self._live(), AwaitedLoad(self, max_tokens)
         load._start(holding)
         if holding.sequence.has_much_to_hash(holding.hit_stop):
             await self._runtime.env.run_in_thread(
@@ -289,52 +290,6 @@ class Request:
     def invalidate(self, from_token: int) -> None:
         """Take back what a failed forward committed from `from_token` on. Who may have read it meanwhile is aborted."""
         self._runtime._invalidate(self._live(), from_token)
-
-
-class PendingLoad:
-    """A load on its way. `wait` may be cancelled and called again."""
-
-    def __init__(self, request: Request, max_tokens: int | None) -> None:
-        self._request = request
-        self._max_tokens = max_tokens
-
-    @property
-    def is_over(self) -> bool:
-        return self._request.state is not RequestState.LOADING
-
-    def _start(self, holding: Holding) -> None:
-        runtime = self._request._runtime
-        runtime.worker.submit(runtime.ledger.plan_load(holding, self._max_tokens, self._request._wake))
-
-    async def wait(self) -> int:
-        """Wait until the load is over, however it ends; the number of tokens that are ready."""
-        return await self._until_over(self._request._live())
-
-    async def _until_over(self, holding: Holding) -> int:
-        request, runtime = self._request, self._request._runtime
-        while holding.state is RequestState.LOADING:
-            if holding.waiter is not None and holding.waiter.is_over:
-                runtime.ledger.accept(holding.waiter)
-                self._start(holding)
-                continue
-            is_late = await self._wait(runtime.config.load_timeout_s if holding.load is not None else None)
-            if is_late and holding.state is RequestState.LOADING and holding.load is not None:
-                self._max_tokens = 0  # should it have to queue for room now, it doesn't wait for this load again
-                runtime.ledger.abandon_load(holding)
-        if holding.state is not RequestState.RUNNING:
-            request._live()  # it is over by now, or the runtime was closed
-        return holding.num_computed_tokens
-
-    async def _wait(self, bound_s: float | None) -> bool:
-        """Wait to be woken, or until `bound_s` is over; whether it is."""
-        event, worker = anyio.Event(), self._request._runtime.worker
-        if bound_s is not None:
-            worker.set_alarm(event, bound_s)
-        try:
-            await self._request._wait(event)
-        finally:
-            was_pending = worker.clear_alarm(event)
-        return bound_s is not None and not was_pending
 
 
 async def _read(prompt: LongList) -> Prefix:

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -37,6 +37,7 @@ from .errors import (
     WrongThread,
 )
 from .keeping import Identity, PendingDemotion, PendingPrefetch, PinScope, time_to_live
+from .loading import PendingLoad
 from .observers import Observers, RuntimeObserver
 from .prefix import KeySpan, Prefix, Roots, TokenIds, prompt_of
 from .request import Request, RequestOptions
@@ -400,21 +401,30 @@ class OffloadRuntime:
     # -- computing ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, requests: Iterable[Request]) -> Iterator[None]:
-        """Hold the blocks of `requests` while a forward touches them, wherever it runs and whatever becomes of them."""
-        self._check_usable()
-        with self.ledger.step([request._live() for request in requests]):
+    def step(self, requests: Iterable[Request | PendingLoad]) -> Iterator[None]:
+        """Hold the blocks of `requests` while a forward touches them, wherever it runs and whatever becomes of them.
+
+        A pending load in place of its request: the forward starts on what is still on its way (see `PendingLoad`).
+        """
+        with self._hold(requests):
             yield
 
-    async def run_step(self, requests: Iterable[Request], function: Callable[[], Result]) -> Result:
+    def _hold(self, requests: Iterable[Request | PendingLoad]) -> AbstractContextManager[None]:
+        self._check_usable()
+        held: list[Holding] = []
+        arriving: list[Holding] = []
+        for one in requests:
+            (arriving if isinstance(one, PendingLoad) else held).append(one._live())
+        return self.ledger.step(held, arriving)
+
+    async def run_step(self, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]) -> Result:
         """Run `function()` in a worker thread with the blocks of `requests` held until the *thread* is through.
 
         A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
         the step belongs to the thread, whatever becomes of the task that waits for it.
         """
-        self._check_usable()
         with ExitStack() as stack:
-            stack.enter_context(self.ledger.step([request._live() for request in requests]))
+            stack.enter_context(self._hold(requests))
             held = stack.pop_all()
         begun = threading.Lock()  # taken by the thread, or by whoever gives up before the thread has begun
 

@@ -10,11 +10,12 @@ from typing import Any, Concatenate, ParamSpec
 import attrs
 import structlog
 
+from .core.early import EarlyStart
 from .core.errands import Demotion, Errand, Prefetch
 from .core.holding import Holding
 from .core.jobs import Job
 from .core.keeping import Pin
-from .core.lifecycle import ErrandState, JobState, PinState, RequestState
+from .core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
 from .transfer.transport import PinProgress
 
 __all__ = ["Telemetry", "default_logger"]
@@ -24,6 +25,7 @@ _JOB_EVENTS = {state: f"job_{state.value}" for state in JobState}
 _PIN_EVENTS = {state: f"pin_{state.value}" for state in PinState}
 _PREFETCH_EVENTS = {state: f"prefetch_{state.value}" for state in ErrandState}
 _DEMOTION_EVENTS = {state: f"demotion_{state.value}" for state in ErrandState}
+_EARLY_EVENTS = {state: f"early_start_{state.value}" for state in EarlyState}
 _DEBUG, _INFO, _WARNING = 10, 20, 30
 _REQUEST_LEVELS = {**dict.fromkeys(RequestState, _DEBUG), RequestState.DONE: _INFO, RequestState.ABORTED: _INFO}
 _JOB_LEVELS = {**dict.fromkeys(JobState, _DEBUG), JobState.FAILED: _WARNING}
@@ -161,6 +163,11 @@ class Telemetry:
             self.logger.debug(event, request_id=name, num_blocks=errand.num_blocks, num_tokens=num_tokens)
         elif isinstance(errand, Demotion):
             self.logger.debug(_DEMOTION_EVENTS[errand.state], request_id=name, num_blocks=errand.num_blocks)
+
+    @_harmless
+    def early_moved(self, early: EarlyStart, old: EarlyState) -> None:
+        log = self.logger.info if early.state is EarlyState.REFUTED else self.logger.debug
+        log(_EARLY_EVENTS[early.state], request_id=early.holding.request_id, num_tokens=early.num_tokens)
 
     @_harmless
     def transport_stalled(self, num_jobs: int) -> None:

@@ -19,6 +19,7 @@ from .env import Env
 from .errors import DeviceGone, TransferRefused
 from .telemetry import Telemetry
 from .transfer.fence import Fence
+from .transfer.region_fences import RegionWatch
 from .transfer.transport import Transport
 
 __all__ = ["CopyWorker"]
@@ -50,6 +51,9 @@ class CopyWorker:
     config: OffloadConfig
     env: Env
     telemetry: Telemetry
+    regions: RegionWatch = attrs.field(
+        init=False, default=attrs.Factory(lambda self: RegionWatch(self.transport), takes_self=True)
+    )
     _loads: Queue = attrs.field(factory=deque)
     _stores: Queue = attrs.field(factory=deque)
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
@@ -98,7 +102,11 @@ class CopyWorker:
     def refuse(self, plans: Iterable[TransferPlan]) -> None:
         """Give up jobs that were planned and never queued."""
         for plan in plans:
-            self._tell(self.ledger.discard, plan.job_id)
+            self._discard(plan)
+
+    def _discard(self, plan: TransferPlan) -> None:
+        self._tell(self.ledger.discard, plan.job_id)
+        self.regions.end(plan.job_id, "never started")
 
     def _dispatch(self) -> None:
         for queue in (self._loads, self._stores):
@@ -110,6 +118,8 @@ class CopyWorker:
                 queue.popleft()
                 if self._tell(self.ledger.launch, plan.job_id):
                     self._launch(plan, after, num_bytes)
+                else:
+                    self.regions.end(plan.job_id, "nobody waits for it any more")
 
     def _may_launch(self, num_bytes: int) -> bool:
         if not self._in_flight:
@@ -124,6 +134,7 @@ class CopyWorker:
         if len(self._in_flight) == 1:
             self._wake_by(deadline)  # it may have had none while nothing was in flight
         try:
+            self.regions.launch(plan.job_id)
             self.transport.launch(plan, after)
         except TransferRefused as error:
             self.deliver(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
@@ -189,6 +200,7 @@ class CopyWorker:
                 if not self._overdue:
                     self.telemetry.transport_recovered()
             self._tell(self.ledger.settle, completion)
+            self.regions.settle(completion)
             if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
                 self._ask_device()
         self._dispatch()
@@ -235,7 +247,9 @@ class CopyWorker:
         for job_id in tuple(job_ids):
             self._forget(job_id)
             self._overdue.add(job_id)
-            self._tell(self.ledger.settle, Completion(job_id, Outcome.UNPROVEN, error=error))
+            given_up = Completion(job_id, Outcome.UNPROVEN, error=error)
+            self._tell(self.ledger.settle, given_up)
+            self.regions.settle(given_up)
         self.discard_queued()
 
     def discard_queued(self) -> None:
@@ -244,7 +258,7 @@ class CopyWorker:
         self._loads.clear()
         self._stores.clear()
         for plan, _ in queued:
-            self._tell(self.ledger.discard, plan.job_id)
+            self._discard(plan)
         self._notify_settled()
 
     # -- the task -------------------------------------------------------------------------------------------------

@@ -221,8 +221,8 @@ _WAKING = (
     Mutant(
         "no pump after a step",
         LEDGER,
-        "                    slide(self.cache, holding)\n            self.admission.pump()\n",
-        "                    slide(self.cache, holding)\n",
+        "                    wakes += self._end_steps(holding)\n            self.admission.pump()\n",
+        "                    wakes += self._end_steps(holding)\n",
         "the end of a step serves the line",
         scenarios=("overlapping_steps",),
     ),
@@ -272,16 +272,16 @@ _STEPS = (
     Mutant(
         "first of two steps lets go",
         LEDGER,
-        "                if holding.num_steps:\n                    continue\n",
-        "",
+        "                if not holding.num_steps:\n                    wakes",
+        "                if True:\n                    wakes",
         "a block is free when request, jobs and every step have let go",
         scenarios=("overlapping_steps",),
     ),
     Mutant(
         "step keeps the blocks",
         LEDGER,
-        "                    self._closing.discard(holding)\n                    self._pins.let_go(holding)\n",
-        "                    self._closing.discard(holding)\n",
+        "            self._closing.discard(holding)\n            self._pins.let_go(holding)\n",
+        "            self._closing.discard(holding)\n",
         "nothing leaks behind a step",
     ),
     Mutant(

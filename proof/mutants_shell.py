@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["SHELL_MUTANTS"]
 
-REQUEST, WORKER, RUNTIME = "aoffload.request", "aoffload.worker", "aoffload.runtime"
+REQUEST, LOADING, WORKER, RUNTIME = "aoffload.request", "aoffload.loading", "aoffload.worker", "aoffload.runtime"
 
 _REQUEST = (
     Mutant(
@@ -78,7 +78,7 @@ _REQUEST = (
     ),
     Mutant(
         "load timeout never fires",
-        REQUEST,
+        LOADING,
         "self._wait(runtime.config.load_timeout_s if holding.load is not None else None)",
         "self._wait(None)",
         "no hang: a load that takes too long is given up",
@@ -86,7 +86,7 @@ _REQUEST = (
     ),
     Mutant(
         "grant for a load not taken",
-        REQUEST,
+        LOADING,
         "                self._start(holding)\n                continue\n",
         "                continue\n",
         "after queueing again the load is planned again",
@@ -310,8 +310,8 @@ _WORKER = (
     Mutant(
         "queued jobs kept behind a stalled transport",
         WORKER,
-        "error=error))\n        self.discard_queued()\n",
-        "error=error))\n",
+        "            self.regions.settle(given_up)\n        self.discard_queued()\n",
+        "            self.regions.settle(given_up)\n",
         "a stalled transport makes misses, not queues",
     ),
     Mutant(

@@ -18,7 +18,7 @@ import torch
 import aoffload
 import aoffload.testing
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Request, telemetry
-from aoffload.core.lifecycle import ERRAND_MOVES, JOB_MOVES, PIN_MOVES, REQUEST_MOVES
+from aoffload.core.lifecycle import EARLY_MOVES, ERRAND_MOVES, JOB_MOVES, PIN_MOVES, REQUEST_MOVES
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aoffload"
@@ -171,6 +171,8 @@ def test_every_event_has_a_row() -> None:
     written |= {f"pin_{state.value}" for targets in PIN_MOVES.values() for state in targets}  # type: ignore[union-attr]
     errands = {state.value for targets in ERRAND_MOVES.values() for state in targets}  # type: ignore[union-attr]
     written |= {f"{kind}_{state}" for kind in ("prefetch", "demotion") for state in errands}
+    early = {state.value for targets in EARLY_MOVES.values() for state in targets}  # type: ignore[union-attr]
+    written |= {f"early_start_{state}" for state in early}
     for call in ast.walk(ast.parse(inspect.getsource(telemetry))):
         if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
             name = call.args[0].value

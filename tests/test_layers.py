@@ -13,7 +13,7 @@ ROOMS = {
     "errors": 0, "prefix": 0, "config": 0, "env": 0,
     "core": 1,
     "transfer": 2,
-    "request": 3, "keeping": 3, "worker": 3, "telemetry": 3, "observers": 3,
+    "request": 3, "loading": 3, "keeping": 3, "worker": 3, "telemetry": 3, "observers": 3,
     "runtime": 4,
     "demo": 5, "integrations": 5, "testing": 5, "trace": 5, "metrics": 5, "kv_events": 5,
 }  # fmt: skip

@@ -115,6 +115,6 @@ def test_every_public_name_has_an_entry(site: Path, module: ModuleType) -> None:
 
 
 def test_states_are_drawn(site: Path) -> None:
-    """The four diagrams of the lifecycle are pictures on the site: Mermaid would have to be loaded from elsewhere."""
+    """The five diagrams of the lifecycle are pictures on the site: Mermaid would have to be loaded from elsewhere."""
     text = (site / "lifecycle.html").read_text()
-    assert text.count("<svg") == 4 and "stateDiagram" not in text
+    assert text.count("<svg") == 5 and "stateDiagram" not in text

@@ -11,6 +11,7 @@ from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .admission import Admission
 from .arguments import check_int
 from .cache import UNPUBLISHABLE, PrefixCache
+from .early import check_valid
 from .forks import taken_from
 from .frontier import Frontier
 from .holding import Holding
@@ -80,6 +81,7 @@ class Commits:
             raise CommitError(name, f"must be an integer, got {num_computed_tokens!r}")
         if num_computed_tokens < holding.num_computed_tokens:
             raise CommitError(name, f"goes back from {holding.num_computed_tokens} to {num_computed_tokens}")
+        check_valid(holding, num_computed_tokens)
         allocated = holding.num_units * self.cache.layout.unit_tokens
         if num_computed_tokens > allocated:
             raise CommitError(name, f"is {num_computed_tokens}, beyond the {allocated} tokens that were allocated")

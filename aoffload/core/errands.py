@@ -14,11 +14,11 @@ from .admission import Admission
 from .cache import PrefixCache
 from .holding import Holding, Load
 from .index import NUM_TIERS, Run
-from .jobs import Job
+from .jobs import Job, coming
 from .keeping import held_alone
 from .lease import Lease
 from .lifecycle import ErrandState, Moves
-from .loads import Loads, coming
+from .loads import Loads
 from .matching import find_hit
 from .pins import Pins
 from .plan import Tier, TransferPlan

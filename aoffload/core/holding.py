@@ -17,6 +17,7 @@ from .table import BlockTable, not_null
 from .tokens import TokenSequence
 
 if TYPE_CHECKING:
+    from .early import EarlyStart
     from .jobs import Job
     from .waiting import Waiter
 
@@ -103,6 +104,8 @@ class Holding:
     read_before: int = 0
     """Units that were findable when it was preempted last: it may have read what others had computed of them."""
     load: Load | None = None
+    early: EarlyStart | None = None
+    """A step has begun on what a load was still bringing."""
     has_lost_load: bool = False
     """A load failed and there was no room to compute instead, so it began again: this time it computes."""
     waiter: Waiter | None = None

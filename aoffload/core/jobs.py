@@ -7,7 +7,7 @@ source that stays and a destination that nobody else is given. The ids of an unf
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -19,7 +19,7 @@ from .lease import Lease
 from .lifecycle import JobState, Moves, require
 from .plan import Completion, Direction, Outcome, Tier, TransferPlan
 
-__all__ = ["Job", "JobBook"]
+__all__ = ["Job", "JobBook", "coming"]
 
 
 @attrs.define(eq=False, repr=False)
@@ -334,3 +334,11 @@ def _brings(job: Job, run: Run, part: Part) -> bool:
     """Whether `job` still adds to `part`: its stretch may go on in another branch than `run`."""
     start = job.start if job.band else part.stop
     return not job.is_settled and any(over.run is run for over in stretches(job.run, start, job.stop))
+
+
+def coming(part: Part) -> Iterator[Job]:
+    """The unsettled jobs that bring something to a part."""
+    job = part.incoming
+    while job is not None and not job.is_settled and job.stop > part.run.start:
+        yield job
+        job = job.predecessor

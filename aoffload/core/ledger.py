@@ -21,6 +21,7 @@ from .arguments import check_bool, check_completion, check_int, check_tier
 from .blocks import DevicePool, ExtentPool, FreeList
 from .cache import ORPHANED, PrefixCache
 from .commits import Commits
+from .early import begin_step, can_start, expected_ids, expected_stop, tell
 from .errands import Demotion, Errand, Errands, Prefetch
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .forks import Fork, Forks
@@ -372,28 +373,70 @@ class Ledger:
         return tuple(reader for reader in tainted if not reader.is_over)
 
     @contextmanager
-    def step(self, holdings: Iterable[Holding]) -> Iterator[None]:
-        """Hold the blocks of `holdings` while a forward touches them, whatever becomes of their requests."""
-        held = tuple(holdings)
+    def step(self, holdings: Iterable[Holding], arriving: Iterable[Holding] = ()) -> Iterator[None]:
+        """Hold the blocks of `holdings` while a forward touches them, whatever becomes of their requests.
+
+        Of `arriving`, the forward starts on what a load still brings: see `expected_block_ids`. Should the load end
+        otherwise, what it has computed cannot be committed. Whose load is over by now is held like the others.
+        """
+        held, early = tuple(holdings), tuple(arriving)
+        self._check_step(held, early)
+        held += early
         for holding in held:
-            require(self._own(holding), "step", _S.ALLOCATED, _S.RUNNING)
-            require_no_holes(holding, "step")
-        for holding in held:
+            begin_step(self.cache, self._moves, holding)
             holding.num_steps += 1
         try:
             yield
         finally:
+            wakes: list[Callable[[], object]] = []
             for holding in held:
                 holding.num_steps -= 1
-                if holding.num_steps:
-                    continue
-                holding.when_idle()
-                if holding in self._closing:
-                    self._closing.discard(holding)
-                    self._pins.let_go(holding)
-                else:
-                    slide(self.cache, holding)
+                if not holding.num_steps:
+                    wakes += self._end_steps(holding)
             self.admission.pump()
+            for wake in wakes:
+                wake()
+
+    def _check_step(self, holdings: Iterable[Holding], arriving: Iterable[Holding]) -> None:
+        for holding in holdings:
+            require(self._own(holding), "step", _S.ALLOCATED, _S.RUNNING)
+            require_no_holes(holding, "step")
+        for holding in arriving:
+            require(self._own(holding), "step", _S.LOADING, _S.RUNNING)
+            if holding.state is _S.LOADING and not can_start(holding):
+                raise WrongState(f"step: the load of {holding} is not under way: wait until it is over")
+
+    def _end_steps(self, holding: Holding) -> list[Callable[[], object]]:
+        """The last forward that touched its blocks is over. Whom to wake once the line was served."""
+        holding.when_idle()
+        if holding in self._closing:
+            self._closing.discard(holding)
+            self._pins.let_go(holding)
+        elif holding.load is not None and not holding.load.jobs:  # it was over, and there was no room to go on
+            return self._loads.conclude_all([holding])
+        else:
+            slide(self.cache, holding)
+        return []
+
+    def can_start_early(self, holding: Holding) -> bool:
+        """Whether `step` takes it as `arriving` while it is LOADING."""
+        return can_start(self._own(holding))
+
+    def num_expected_tokens(self, holding: Holding) -> int:
+        """Tokens whose KV is on the device when its load has landed: where an early step starts to compute."""
+        return expected_stop(self._own(holding)) * self.layout.unit_tokens
+
+    def expected_block_ids(self, holding: Holding) -> list[list[int]]:
+        """Its block table when its load has landed, one list per group, for a step that has it as `arriving`. Until
+        then nothing is there but what the jobs' own fences have passed for. `WrongState` where no step holds them."""
+        ids = expected_ids(self._own(holding))
+        return self.layout.by_group(ids) if ids else self._no_tables()
+
+    def begin_again(self, holding: Holding) -> int | None:
+        """From which token on an early step's work has to be done again, in a new step, since the load fell short of
+        what it took for loaded. None: nothing that was computed is in doubt. Only who has asked may commit again."""
+        require(self._own(holding), "begin_again", _S.RUNNING)
+        return tell(self._moves, holding)
 
     def release(self, holding: Holding, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
         """End the request: DONE if it has committed and no other `reason` is given, else ABORTED. Every pin goes.

@@ -14,16 +14,19 @@ import attrs
 from ..errors import IllegalTransition, WrongState
 
 if TYPE_CHECKING:
+    from .early import EarlyStart
     from .errands import Errand
     from .holding import Holding
     from .jobs import Job
     from .keeping import Pin
 
 __all__ = [
+    "EARLY_MOVES",
     "ERRAND_MOVES",
     "JOB_MOVES",
     "PIN_MOVES",
     "REQUEST_MOVES",
+    "EarlyState",
     "ErrandState",
     "JobState",
     "Moves",
@@ -77,11 +80,20 @@ class ErrandState(_State):
     CANCELLED = "cancelled"
 
 
+class EarlyState(_State):
+    NEW = "new"
+    TRUSTING = "trusting"
+    CONFIRMED = "confirmed"
+    REFUTED = "refuted"
+    TOLD = "told"
+
+
 _R = RequestState
 _J = JobState
 _P = PinState
 _E = ErrandState
-State: TypeAlias = RequestState | JobState | PinState | ErrandState
+_S = EarlyState
+State: TypeAlias = RequestState | JobState | PinState | ErrandState | EarlyState
 
 REQUEST_MOVES: Mapping[State, frozenset[State]] = {
     _R.QUEUED: frozenset({_R.MATCHED, _R.ABORTED}),
@@ -115,14 +127,21 @@ ERRAND_MOVES: Mapping[State, frozenset[State]] = {
     _E.DONE: frozenset(),
     _E.CANCELLED: frozenset(),
 }
-_MOVES: Mapping[State, frozenset[State]] = {**REQUEST_MOVES, **JOB_MOVES, **PIN_MOVES, **ERRAND_MOVES}
+EARLY_MOVES: Mapping[State, frozenset[State]] = {
+    _S.NEW: frozenset({_S.TRUSTING}),
+    _S.TRUSTING: frozenset({_S.CONFIRMED, _S.REFUTED}),
+    _S.CONFIRMED: frozenset(),
+    _S.REFUTED: frozenset({_S.TOLD}),
+    _S.TOLD: frozenset(),
+}
+_MOVES: Mapping[State, frozenset[State]] = {**REQUEST_MOVES, **JOB_MOVES, **PIN_MOVES, **ERRAND_MOVES, **EARLY_MOVES}
 
 
 class Stateful(Protocol):
     state: State
 
 
-def move(entity: Holding | Job | Pin | Errand, new: State) -> State:
+def move(entity: Holding | Job | Pin | Errand | EarlyStart, new: State) -> State:
     """Move `entity` to `new` and return the state it left; an illegal move raises and changes nothing."""
     old = entity.state
     if new not in _MOVES[old]:
@@ -148,6 +167,7 @@ class Observer(Protocol):
 
     def pin_moved(self, pin: Pin, old: PinState) -> None: ...
     def errand_moved(self, errand: Errand, old: ErrandState) -> None: ...
+    def early_moved(self, early: EarlyStart, old: EarlyState) -> None: ...
 
 
 class NullObserver:
@@ -158,6 +178,7 @@ class NullObserver:
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None: ...
     def pin_moved(self, pin: Pin, old: PinState) -> None: ...
     def errand_moved(self, errand: Errand, old: ErrandState) -> None: ...
+    def early_moved(self, early: EarlyStart, old: EarlyState) -> None: ...
 
 
 @attrs.frozen
@@ -180,6 +201,9 @@ class Moves:
     def errand(self, errand: Errand, state: ErrandState) -> None:
         self.observer.errand_moved(errand, move(errand, state))  # type: ignore[arg-type]
 
+    def early(self, early: EarlyStart, state: EarlyState) -> None:
+        self.observer.early_moved(early, move(early, state))  # type: ignore[arg-type]
+
 
 def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
     """A table as a Mermaid state diagram."""
@@ -192,4 +216,4 @@ def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
 
 
 if __name__ == "__main__":
-    print(*map(mermaid, (REQUEST_MOVES, JOB_MOVES, PIN_MOVES, ERRAND_MOVES)), sep="\n\n")
+    print(*map(mermaid, (REQUEST_MOVES, JOB_MOVES, PIN_MOVES, ERRAND_MOVES, EARLY_MOVES)), sep="\n\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import attrs
 
@@ -11,10 +11,11 @@ from ..errors import WrongState
 from .admission import Admission
 from .arguments import check_int
 from .cache import PrefixCache
+from .early import compare
 from .groups import Band
 from .holding import Holding, Load
-from .index import Part, Run, Stretch, stretches
-from .jobs import Job, JobBook
+from .index import Run, Stretch, stretches
+from .jobs import Job, JobBook, coming
 from .lifecycle import Moves, RequestState, require
 from .matching import accepted, present_stop
 from .pins import Pins
@@ -22,9 +23,9 @@ from .plan import EVERY_TIER, Direction, Tier, TransferPlan
 from .publish import step_back
 from .table import BlockTable, without
 from .waiting import Waiter, nobody, require_idle
-from .windows import slide
+from .windows import slide_off
 
-__all__ = ["Loads", "coming", "has_holes", "require_no_holes"]
+__all__ = ["Loads", "has_holes", "require_no_holes"]
 
 _S = RequestState
 
@@ -198,6 +199,7 @@ class Loads:
                 ids = self.pins.ready_ids(holding, band.number, first, ready)
                 self.cache.give(Tier.DEVICE, table.exchange(first, ids))
         holding.published = holding.ready_stop = ready
+        compare(self.moves, holding, layout.bands, ready)
         if ready < load.stop:
             step_back(self.cache, holding, ready)
         if load.spares:
@@ -205,6 +207,9 @@ class Loads:
         self.pins.end_host_lease(holding)
         missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
         if any(missing) and sum(missing) > self.admission.room:
+            if holding.num_steps:
+                load.stop = ready  # a forward writes into what it would have to give back: tried again when that ends
+                return False
             num_units = holding.num_units
             self.pins.let_go(holding)
             holding.has_lost_load, holding.lent_stop = True, 0
@@ -246,7 +251,7 @@ class Loads:
             wake = holding.load.wake
             if self._conclude(holding):
                 self.ready(holding)
-                slide(self.cache, holding)
+                slide_off(self.cache, holding)
                 wakes.append(wake)
             elif holding.lacks_blocks:
                 wakes.append(wake)
@@ -320,11 +325,3 @@ def require_no_holes(holding: Holding, call: str) -> None:
     """Refuse `call` while a host hit is neither loaded nor declined whose place the tables have left null."""
     if holding.state is _S.ALLOCATED and has_holes(holding):
         raise WrongState(f"{call}: load the host hit of {holding} first, or decline it: load(max_tokens=0)")
-
-
-def coming(part: Part) -> Iterator[Job]:
-    """The unsettled jobs that bring something to a part."""
-    job = part.incoming
-    while job is not None and not job.is_settled and job.stop > part.run.start:
-        yield job
-        job = job.predecessor

@@ -6,7 +6,7 @@ from .cache import PrefixCache
 from .holding import Holding
 from .plan import Tier
 
-__all__ = ["slide"]
+__all__ = ["slide", "slide_off"]
 
 
 def slide(cache: PrefixCache, holding: Holding) -> bool:
@@ -15,8 +15,11 @@ def slide(cache: PrefixCache, holding: Holding) -> bool:
     Its own are free, what is cached stays cached as long as there is room. Their positions are null from now on. A
     step that runs may still read them: it slides when it ends.
     """
-    if holding.num_steps or not holding.tables:
-        return False
+    return not holding.num_steps and bool(holding.tables) and slide_off(cache, holding)
+
+
+def slide_off(cache: PrefixCache, holding: Holding) -> bool:
+    """The same at the end of a load: a step that runs has begun early, and reads nothing before where the load ends."""
     before = len(holding.nulled)
     for band in cache.layout.windows:
         table = holding.tables[band.number]

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from ..core.lifecycle import ErrandState, JobState, PinState, RequestState
+from ..core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
 from .lines import LogLines
 from .oddities import Oddities, Oddity
 
@@ -28,6 +28,7 @@ class Kind(enum.Enum):
     DEMOTION = "demotion"
     PIN = "pin"
     JOB = "job"
+    EARLY_START = "early_start"
     SKIPPED_STORE = "store"
     RUNTIME = "runtime"
     OPENING = "opening"
@@ -57,6 +58,7 @@ def _meanings() -> dict[str, Meaning]:
     found = {f"request_{state.value}": Meaning(Kind.REQUEST, state.value) for state in RequestState}
     found |= {f"job_{state.value}": Meaning(Kind.JOB, state.value) for state in JobState}
     found |= {f"pin_{state.value}": Meaning(Kind.PIN, state.value) for state in PinState}
+    found |= {f"early_start_{state.value}": Meaning(Kind.EARLY_START, state.value) for state in EarlyState}
     for kind in (Kind.PREFETCH, Kind.DEMOTION):
         found |= {f"{kind.value}_{state.value}": Meaning(kind, state.value) for state in ErrandState}
     found |= {f"runtime_{state}": Meaning(Kind.RUNTIME, state) for state in ("opened", "closed")}

@@ -107,6 +107,8 @@ class Scan:
             self.book.job_moved(event, runtime)
         elif kind is Kind.SKIPPED_STORE:
             self.listener.store_skipped(event, runtime)
+        elif kind is Kind.EARLY_START:
+            event.count("num_tokens")  # it belongs to its request's story, of which it changes no state
         elif kind is Kind.ALARM:
             self.listener.alarm(event, runtime)
         else:

@@ -97,6 +97,16 @@ def _demotion(event: Event) -> str:
     return f"{words[event.meaning.state]} {counted(event.count('num_blocks'), 'device block')} given back"
 
 
+def _early(event: Event) -> str:
+    words = {
+        "trusting": "starts to compute while {} are still being loaded",
+        "confirmed": "{} that it had started on were loaded as expected",
+        "refuted": "fewer than the {} that it had started on were loaded: it has to compute again",
+        "told": "knows that the {} were not all loaded",
+    }
+    return words[event.meaning.state].format(counted(event.count("num_tokens"), "token"))
+
+
 def _note(event: Event) -> str:
     about = ", ".join(f"{name}={value}" for name, value in event.fields.items() if name not in _UNSAID)
     return plain(f"your program: {event.name} {about}".rstrip())
@@ -116,6 +126,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "job_failed": _failed,
     "job_discarded": _discarded,
     "store_skipped": _skipped,
+    "early_start_trusting": _early,
+    "early_start_confirmed": _early,
+    "early_start_refuted": _early,
+    "early_start_told": _early,
     "prefetch_moving": _prefetch,
     "prefetch_done": _prefetch,
     "prefetch_cancelled": _prefetch,

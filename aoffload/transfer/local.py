@@ -20,6 +20,7 @@ from .fence import Fence
 from .lane import CopyLane, LaneCounts
 from .loss import DeviceLoss
 from .region import KVRegion, regions_of
+from .region_fences import RegionFences, WatchesRegions
 from .transport import PinProgress, ReportsPinning, TransferStatistics
 from .turns import Turns
 
@@ -40,6 +41,8 @@ class LocalTransport:
     def __init__(self, kv_caches: object, backend: Callable[[tuple[KVRegion, ...]], CopyBackend] | None = None) -> None:
         regions = regions_of(kv_caches)
         self.backend: CopyBackend = (backend or _backend_for(regions[0].device.type))(regions)
+        self._watcher = self.backend if isinstance(self.backend, WatchesRegions) else None
+        self._num_regions = len(regions)
         self._lanes: dict[Direction, CopyLane] = {}
         self._num_blocks: dict[Tier, int] = {}
         self._turns = Turns()
@@ -52,6 +55,10 @@ class LocalTransport:
     @property
     def block_bytes(self) -> int:
         return self.backend.block_bytes
+
+    @property
+    def num_regions(self) -> int:
+        return self._num_regions
 
     @property
     def opens_slowly(self) -> bool:
@@ -111,6 +118,15 @@ class LocalTransport:
         except TransferRefused:
             self._turns.end()
             raise
+
+    def watch(self, job_id: int, fences: RegionFences) -> None:
+        """Copy the load `job_id`, which is launched next, region after region, if the backend can."""
+        if self._watcher is not None:
+            self._watcher.watch(job_id, fences)
+
+    def forget(self, job_id: int) -> None:
+        if self._watcher is not None:
+            self._watcher.forget(job_id)
 
     def close(self, timeout_s: float) -> bool:
         """Refuse what comes, wait for what was launched. A copy that hangs keeps the memory of both sides."""

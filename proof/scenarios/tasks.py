@@ -8,7 +8,8 @@ import anyio
 
 from aoffload import RequestState, RuntimeClosed
 from aoffload.errors import AoffloadError, WrongState
-from aoffload.request import PendingLoad, Request
+from aoffload.loading import PendingLoad
+from aoffload.request import Request
 from aoffload.testing import Ask, Client, ForwardFailed, SimulatedEngine, Simulation
 from aoffload.testing.device import SimulatedFence
 

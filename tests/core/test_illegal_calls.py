@@ -41,6 +41,10 @@ CALLS: dict[str, tuple[str, Call]] = {
     "resume": ("resume", lambda ledger, holding: ledger.resume(holding)),
     "release": ("release", lambda ledger, holding: ledger.release(holding)),
     "block_ids": ("block_ids", lambda ledger, holding: ledger.block_ids(holding)),
+    "can_start_early": ("block_ids", lambda ledger, holding: ledger.can_start_early(holding)),
+    "num_expected_tokens": ("block_ids", lambda ledger, holding: ledger.num_expected_tokens(holding)),
+    "expected_block_ids": ("block_ids", lambda ledger, holding: ledger.expected_block_ids(holding)),
+    "begin_again": ("begin_again", lambda ledger, holding: ledger.begin_again(holding)),
     "num_shared_tokens": ("fork", lambda ledger, holding: ledger.num_shared_tokens(holding)),
     "fork": ("fork", lambda ledger, holding: ledger.fork(holding)),
 }
@@ -53,8 +57,9 @@ OTHER_CALLS = {
     "plan_frontier", "watch",
 }  # fmt: skip
 
-ALWAYS = "release block_ids"
-COMPUTED = f"{ALWAYS} plan_load commit check_commit invalidate step num_shared_tokens"
+LOOKING = "block_ids can_start_early num_expected_tokens expected_block_ids"
+ALWAYS = f"release {LOOKING}"
+COMPUTED = f"{ALWAYS} plan_load commit check_commit invalidate step num_shared_tokens begin_again"
 LEGAL: dict[tuple[str, str], str] = {
     ("QUEUED", ""): ALWAYS,
     ("MATCHED", ""): ALWAYS,
@@ -63,23 +68,20 @@ LEGAL: dict[tuple[str, str], str] = {
     ("ALLOCATED", ""): f"{ALWAYS} extend_nowait queue_extension plan_load commit check_commit step preempt_nowait",
     ("ALLOCATED", "waiting"): f"{ALWAYS} commit check_commit step",
     ("ALLOCATED", "stepping"): f"{ALWAYS} extend_nowait queue_extension commit check_commit step",
-    ("LOADING", ""): f"{ALWAYS} plan_load abandon_load preempt_nowait",
+    ("LOADING", ""): f"{ALWAYS} plan_load abandon_load preempt_nowait".replace(" expected_block_ids", ""),
     ("LOADING", "waiting"): f"{ALWAYS} plan_load abandon_load preempt_nowait",
     ("LOADING", "hopeless"): f"{ALWAYS} abandon_load preempt_nowait",
     (
         "RUNNING",
         "",
     ): f"{COMPUTED} extend_nowait queue_extension preempt_nowait fork",
-    ("RUNNING", "waiting"): f"{ALWAYS} plan_load commit check_commit invalidate step num_shared_tokens",
-    (
-        "RUNNING",
-        "stepping",
-    ): f"{ALWAYS} extend_nowait queue_extension plan_load commit check_commit invalidate step num_shared_tokens",
+    ("RUNNING", "waiting"): COMPUTED,
+    ("RUNNING", "stepping"): f"{COMPUTED} extend_nowait queue_extension",
     ("PREEMPTED", ""): f"{ALWAYS} resume",
-    ("DONE", ""): "block_ids",
-    ("DONE", "stepping"): "block_ids",
-    ("ABORTED", ""): "block_ids",
-    ("ABORTED", "stepping"): "block_ids",
+    ("DONE", ""): LOOKING,
+    ("DONE", "stepping"): LOOKING,
+    ("ABORTED", ""): LOOKING,
+    ("ABORTED", "stepping"): LOOKING,
 }
 """What may be called when; everything else is refused."""
 

@@ -15,10 +15,12 @@ import pytest
 from driving import Driven, prompt
 
 from aoffload.core.lifecycle import (
+    EARLY_MOVES,
     ERRAND_MOVES,
     JOB_MOVES,
     PIN_MOVES,
     REQUEST_MOVES,
+    EarlyState,
     ErrandState,
     JobState,
     PinState,
@@ -30,7 +32,7 @@ from aoffload.core.lifecycle import (
 from aoffload.errors import IllegalTransition, WrongState
 
 PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
-TABLES = {"request": REQUEST_MOVES, "job": JOB_MOVES, "pin": PIN_MOVES, "errand": ERRAND_MOVES}
+TABLES = {"request": REQUEST_MOVES, "job": JOB_MOVES, "pin": PIN_MOVES, "errand": ERRAND_MOVES, "early": EARLY_MOVES}
 
 
 class Entity(SimpleNamespace):
@@ -155,5 +157,5 @@ def test_the_diagrams_in_the_documentation_are_the_tables() -> None:
     shown = re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL)
     assert "\n".join(shown).strip() == printed.strip()
     assert shown == [mermaid(moves) + "\n" for moves in TABLES.values()]
-    for state in (*RequestState, *JobState, *PinState, *ErrandState):
+    for state in (*RequestState, *JobState, *PinState, *ErrandState, *EarlyState):
         assert f"| `{state.name}` |" in text, f"docs/lifecycle.md says nothing about {state.name}"

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from simulated_cuda import SimulatedCuda, Stream, on
 
 from aoffload.core.plan import Completion, Direction, Outcome
+from aoffload.errors import RegionNotLoaded
 from aoffload.transfer.backends.cuda import AdaptivePolling, BlockingWait, CudaBackend, CudaFence, Pieces
 from aoffload.transfer.backends.cuda.events import EventPool
-from aoffload.transfer.backends.region_fences import RegionFences, RegionNotLoaded, RegionWatch
 from aoffload.transfer.fence import PASSED
 from aoffload.transfer.region import regions_of
+from aoffload.transfer.region_fences import RegionFences, RegionWatch
 
 
 @settings(max_examples=100, deadline=None)
@@ -156,7 +157,8 @@ class Watched:
     backend_type: type[CudaBackend] = CudaBackend
 
     def load(self) -> RegionFences:
-        fences = self.backend.watch(2)
+        fences = RegionFences(len(self.layers))
+        self.copies.transport.watch(2, fences)
         assert self.copies.launch_load([4, 0], [5, 6]) == 2
         return fences
 
@@ -246,13 +248,14 @@ def test_fences_of_a_load_that_never_started_end_with_it() -> None:
     assert told == ["so"] and len(fences) == 2
 
 
-def test_a_backend_without_regions_gives_all_fences_at_the_end() -> None:
-    """On a CPU a load is over when its call returns: so are its regions."""
-    watch = RegionWatch(object(), 3)
-    fences = watch.begin(7)
-    assert watch.begin(7) is fences and not fences[0].is_given
-    watch.end(Completion(8, Outcome.LANDED, 1))
-    watch.end(Completion(7, Outcome.LANDED, 1))
+def test_a_transport_without_regions_gives_all_fences_at_the_end() -> None:
+    """Where nobody tells regions apart, each is there when the whole load is."""
+    watch = RegionWatch(object())
+    fences = watch.fences_of(7)
+    watch.launch(7)
+    assert watch.fences_of(7) is fences and not fences[0].is_given and watch.num_regions is None
+    watch.settle(Completion(8, Outcome.LANDED, 1))
+    watch.settle(Completion(7, Outcome.LANDED, 1))
     for fence in fences.fences:
         assert fence.query()
         fence.wait()
@@ -262,19 +265,20 @@ def test_a_backend_without_regions_gives_all_fences_at_the_end() -> None:
 def test_a_load_that_did_not_land_ends_the_wait_for_its_regions(outcome: Outcome) -> None:
     """Refused, discarded, lost: the reason is in the error, and the backend keeps nothing of it."""
     backend = CudaBackend(regions_of(torch.zeros(4, 2)), options=on(SimulatedCuda()))
-    watch = RegionWatch(backend, 1)
-    fences = watch.begin(7)
-    watch.end(Completion(7, outcome, error="the cable fell out"))
+    watch = RegionWatch(backend)
+    fences = watch.fences_of(7)
+    watch.launch(7)
+    watch.settle(Completion(7, outcome, error="the cable fell out"))
     with pytest.raises(RegionNotLoaded, match=f"{outcome.value}: the cable fell out"):
         fences[0].synchronize()
-    assert backend._watched == {}
+    assert backend._watched == {} and watch.num_regions == 1
 
 
 def test_a_load_that_nobody_watches_is_one_batch(open_copies: Callable[..., Copies]) -> None:
     """Fences for each region cost batches; only who asks for them pays."""
     cuda = SimulatedCuda()
     watched = Watched(open_copies, cuda)
-    watched.backend.watch(2)
-    watched.backend.forget(2)
+    watched.copies.transport.watch(2, RegionFences(3))
+    watched.copies.transport.forget(2)
     assert watched.copies.load([4, 0], [5, 6]).outcome is Outcome.LANDED
     assert len([entry for entry in cuda.log if entry[1] == "copies"]) == 2

@@ -27,6 +27,7 @@ from aoffload.transfer.backends.cuda import (
 from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver
 from aoffload.transfer.backends.cuda.plain import TorchDriver
 from aoffload.transfer.fence import PASSED
+from aoffload.transfer.region_fences import RegionFences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -212,7 +213,8 @@ def test_gpu_layers_start_while_later_ones_are_loading(open_copies: Callable[...
     for number in range(2, 2 + NUM_ROUNDS):
         for layer in layers:
             layer[10:13] = 0
-        fences = backend.watch(number)
+        fences = RegionFences(len(layers))
+        backend.watch(number, fences)
         assert copies.launch_load([4, 0, 7], [10, 11, 12]) == number
         seen = []
         with torch.cuda.stream(forward):

@@ -110,6 +110,10 @@ class RegionBackend:
         self.num_device_blocks = regions[0].num_blocks
         self.block_bytes = sum(region.block_bytes for region in regions)
 
+    @property
+    def num_regions(self) -> int:
+        return len(self.regions)
+
     def thread_scope(self, direction: Direction) -> AbstractContextManager[object]:
         return nullcontext()
 

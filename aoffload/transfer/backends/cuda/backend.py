@@ -14,9 +14,9 @@ from ....core.plan import Direction, TransferPlan
 from ....errors import TransferRefused
 from ...fence import Fence
 from ...region import KVRegion, byte_rows
+from ...region_fences import RegionFences
 from ...transport import PinProgress
 from ..base import RegionBackend, anonymous_memory, device_ids, host_ids
-from ..region_fences import RegionFences
 from .driver import CudaDriver, CudaError, Handle, Pieces, SourceOrder
 from .events import EventPool
 from .kernel import CopyKernel, triton_kernel
@@ -168,10 +168,10 @@ class CudaBackend(RegionBackend):
             else:
                 self.driver.wait_event(self._lanes[direction].stream, event)
 
-    def watch(self, job_id: int) -> RegionFences:
+    def watch(self, job_id: int, fences: RegionFences) -> None:
         """Have the load `job_id` copied region after region, each with a fence of its own. To be called before it is
-        launched; whoever learns of its end calls `end` of what this returns, and `forget`."""
-        return self._watched.setdefault(job_id, RegionFences(len(self.regions)))
+        launched; whoever learns of its end calls `end` of `fences`, and `forget`."""
+        self._watched[job_id] = fences
 
     def forget(self, job_id: int) -> None:
         """A watched job is over, or was never launched."""

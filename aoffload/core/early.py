@@ -1,0 +1,155 @@
+"""Early starts: a forward that begins on what a load is still bringing.
+
+Its step takes the load for landed: it reads blocks that are the jobs' until then, and writes behind them, into blocks
+of its request's own. Nobody promises that the load will end that way. So what was taken for granted is kept, and
+compared when the load is over. Where it was wrong, nothing that was computed on it can be committed before the engine
+was told, and has begun another step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import attrs
+
+from ..errors import CommitError, WrongState
+from .cache import PrefixCache
+from .groups import Band
+from .holding import Holding, Load
+from .index import Part, Stretch, stretches
+from .jobs import Job, coming
+from .lifecycle import EarlyState, Moves, RequestState
+from .plan import Tier
+from .table import BlockTable
+
+__all__ = ["EarlyStart", "begin_step", "can_start", "check_valid", "compare", "expected_ids", "expected_stop", "tell"]
+
+_S = EarlyState
+
+
+@attrs.define(eq=False)
+class EarlyStart:
+    holding: Holding
+    stop: int
+    """The unit up to which it takes its load for landed."""
+    num_tokens: int
+    """The same in tokens."""
+    tables: tuple[array[int], ...]
+    """What it takes the block tables for up to there, one for each band."""
+    state: EarlyState = EarlyState.NEW
+
+    def __str__(self) -> str:
+        return f"early start of {self.holding}"
+
+
+def can_start(holding: Holding) -> bool:
+    """Whether a step may take its load for landed: all of it is under way, and there is room behind it."""
+    load, early = holding.load, holding.early
+    if holding.state is not RequestState.LOADING or load is None or not load.jobs:
+        return False
+    if early is not None and early.state is _S.REFUTED:
+        return False  # of a load before this one, and its engine does not know yet
+    return not any(table.num_null(load.stop, holding.num_units) for table in holding.tables)
+
+
+def begin_step(cache: PrefixCache, moves: Moves, holding: Holding) -> None:
+    """What the first early step of a load takes for granted counts: those behind it go on with what it computes."""
+    if holding.early is not None and holding.early.state is _S.TOLD:
+        holding.early = None
+    if holding.early is None and holding.load is not None:
+        tables = tuple(_once_landed(cache, holding, holding.load, band) for band in cache.layout.bands)
+        stop = holding.load.stop
+        holding.early = EarlyStart(holding, stop, stop * cache.layout.unit_tokens, tables)
+        moves.early(holding.early, _S.TRUSTING)
+
+
+def expected_stop(holding: Holding) -> int:
+    """Units that are there once its load has landed."""
+    return holding.published if holding.load is None else holding.load.stop
+
+
+def expected_ids(holding: Holding) -> list[array[int]]:
+    """Its block tables once its load has landed, as an early step takes them."""
+    early = holding.early
+    if holding.load is None or not holding.load.jobs:
+        return [table.ids for table in holding.tables]
+    if early is None or early.state is not _S.TRUSTING:
+        raise WrongState(f"block_ids: no step of {holding} has begun: a load may end otherwise until one has")
+    return [
+        ids + table.ids[table.width * early.stop :] for ids, table in zip(early.tables, holding.tables, strict=True)
+    ]
+
+
+def compare(moves: Moves, holding: Holding, bands: Sequence[Band], ready: int) -> None:
+    """Its load is over: is everything as an early step has taken it? Another's copy of the same bytes is another block:
+    the one that the step may still read is anybody's by now."""
+    early = holding.early
+    if early is None or early.state is not _S.TRUSTING:
+        return
+    if ready == early.stop and all(_is_as_taken(early, holding.tables[band.number], band) for band in bands):
+        moves.early(early, _S.CONFIRMED)
+        holding.early = None
+    else:
+        moves.early(early, _S.REFUTED)
+
+
+def _is_as_taken(early: EarlyStart, table: BlockTable, band: Band) -> bool:
+    first = _first_read(band, early.stop)
+    return table.at(first, early.stop) == early.tables[band.number][first * band.width :]
+
+
+def _first_read(band: Band, stop: int) -> int:
+    """The first unit that a forward reads of a band which begins to compute at unit `stop`."""
+    return band.first_needed(stop * band.unit_tokens)
+
+
+def check_valid(holding: Holding, num_computed_tokens: int) -> None:
+    """Refuse to commit what was computed on a load that fell short."""
+    ready = holding.num_computed_tokens
+    if holding.early is not None and num_computed_tokens > ready:
+        problem = f"is {num_computed_tokens}, but the load of {holding} fell short of what its step took for loaded"
+        raise CommitError("num_computed_tokens", f"{problem}: compute again from token {ready} on, in a new step")
+
+
+def tell(moves: Moves, holding: Holding) -> int | None:
+    """The engine hears from which token on it has to compute again; None: nothing that it has computed is in doubt."""
+    early = holding.early
+    if early is None or early.state is _S.TRUSTING:
+        return None
+    if early.state is _S.REFUTED:
+        moves.early(early, _S.TOLD)
+    return holding.num_computed_tokens
+
+
+def _once_landed(cache: PrefixCache, holding: Holding, load: Load, band: Band) -> array[int]:
+    """The table of a band up to the end of the load: what is there, and where the jobs put the rest."""
+    expected = BlockTable(band.width, holding.tables[band.number].at(0, load.stop))
+    if not band.width:
+        return expected.ids
+    first = _first_read(band, load.stop)
+    expected.null(0, first)
+    for stretch in stretches(holding.device_run, max(first, holding.published), load.stop):
+        part = stretch.run.part(Tier.DEVICE, band.number)
+        _enter_held(expected, part, stretch)
+        for job in coming(part):
+            if job in load.jobs:
+                _enter_coming(expected, job, stretch)
+    return expected.ids
+
+
+def _enter_held(expected: BlockTable, part: Part, stretch: Stretch) -> None:
+    start, stop = max(part.first, stretch.start), min(part.stop, stretch.stop)
+    if start < stop:
+        expected.put(start, part.ids(start, stop))
+
+
+def _enter_coming(expected: BlockTable, job: Job, stretch: Stretch) -> None:
+    """What `job` brings of this run: it may go on in another branch."""
+    width, ids = expected.width, job.plan.destination_ids
+    for over in stretches(job.run, job.start, job.stop):
+        start, stop = max(over.start, stretch.start), min(over.stop, stretch.stop)
+        if over.run is stretch.run and start < stop:
+            brought = ids[(start - job.start) * width : (stop - job.start) * width]
+            there = expected.at(start, stop)
+            expected.put(start, array("i", [held or block_id for held, block_id in zip(there, brought, strict=True)]))

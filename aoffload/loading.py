@@ -1,0 +1,155 @@
+"""A load that a request waits for, or starts on before it is over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+
+from .core.holding import Holding
+from .core.lifecycle import RequestState
+from .errors import InvalidArgument
+from .transfer.region_fences import LoadedRegion, RegionFences
+
+if TYPE_CHECKING:
+    from .request import Request
+
+__all__ = ["AwaitedLoad", "PendingLoad"]
+
+
+class AwaitedLoad:
+    """How a request's task waits for what is brought onto the device."""
+
+    def __init__(self, request: Request, max_tokens: int | None) -> None:
+        self._request = request
+        self._max_tokens = max_tokens
+
+    def _start(self, holding: Holding) -> None:
+        runtime = self._request._runtime
+        plans = runtime.ledger.plan_load(holding, self._max_tokens, self._request._wake)
+        self._watch(holding)
+        runtime.worker.submit(plans)
+
+    def _watch(self, holding: Holding) -> None:
+        """The jobs are planned, and none of ours is launched."""
+
+    async def _until_over(self, holding: Holding) -> int:
+        request, runtime = self._request, self._request._runtime
+        while holding.state is RequestState.LOADING:
+            if holding.waiter is not None and holding.waiter.is_over:
+                runtime.ledger.accept(holding.waiter)
+                self._start(holding)
+                continue
+            is_late = await self._wait(runtime.config.load_timeout_s if holding.load is not None else None)
+            if is_late and holding.state is RequestState.LOADING and holding.load is not None:
+                self._max_tokens = 0  # should it have to queue for room now, it doesn't wait for this load again
+                runtime.ledger.abandon_load(holding)
+        if holding.state is not RequestState.RUNNING:
+            request._live()  # it is over by now, or the runtime was closed
+        return holding.num_computed_tokens
+
+    async def _wait(self, bound_s: float | None) -> bool:
+        """Wait to be woken, or until `bound_s` is over; whether it is."""
+        event, worker = anyio.Event(), self._request._runtime.worker
+        if bound_s is not None:
+            worker.set_alarm(event, bound_s)
+        try:
+            await self._request._wait(event)
+        finally:
+            was_pending = worker.clear_alarm(event)
+        return bound_s is not None and not was_pending
+
+
+class PendingLoad(AwaitedLoad):
+    """A load on its way, as `Request.load_nowait` returns it. `wait` may be cancelled and called again.
+
+    A forward may start on it, in a step that names the pending load in place of its request:
+
+        pending = request.load_nowait()
+        with runtime.step([pending]):
+            start, tables = pending.num_expected_tokens, pending.block_ids
+            ...                               # in the forward's thread, before layer i reads: pending.region(i).wait()
+        await pending.wait()
+        if pending.first_invalid_token is None:
+            request.commit(...)               # refused before the load is over, and if it fell short
+    """
+
+    def __init__(self, request: Request, max_tokens: int | None) -> None:
+        super().__init__(request, max_tokens)
+        self._jobs: tuple[RegionFences, ...] = ()
+        self._first_invalid_token: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<PendingLoad of {self._request!r}>"
+
+    @property
+    def is_over(self) -> bool:
+        return self._request.state is not RequestState.LOADING
+
+    async def wait(self) -> int:
+        """Wait until the load is over, however it ends; the number of tokens that are ready.
+
+        Outside of the request's own steps: what a load that failed has to give back, a step may hold.
+        """
+        num_ready = await self._until_over(self._live())
+        self._learn_end()
+        return num_ready
+
+    # -- starting before it is over -------------------------------------------------------------------------------
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a step may name it now: all of the load is under way, or it is over and the request runs."""
+        holding = self._live()
+        return holding.state is RequestState.RUNNING or self._request._runtime.ledger.can_start_early(holding)
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens whose KV is on the device once the fences of all regions have passed: where to compute from."""
+        holding, ledger = self._live(), self._request._runtime.ledger
+        return ledger.num_expected_tokens(holding) if not self.is_over else holding.num_computed_tokens
+
+    @property
+    def block_ids(self) -> list[list[int]]:
+        """The block table as it will be then, one list per group. To be read inside of a step of this load, which
+        holds those blocks; `WrongState` without one while it is under way."""
+        return self._request._runtime.ledger.expected_block_ids(self._live())
+
+    @property
+    def regions(self) -> tuple[LoadedRegion, ...]:
+        """A fence for each region, in the order of `kv_caches`; one for all, where the transport cannot tell."""
+        return tuple(self.region(index) for index in range(self._num_regions or 1))
+
+    def region(self, index: int) -> LoadedRegion:
+        """The fence of region `index`: passes when the loaded blocks of that region are there. In any thread."""
+        num_regions = self._num_regions
+        is_one = isinstance(index, int) and not isinstance(index, bool) and index >= 0
+        if not is_one or (num_regions is not None and index >= num_regions):
+            regions = "a region" if num_regions is None else f"one of {num_regions} regions"
+            raise InvalidArgument("index", f"must be the number of {regions}, got {index!r:.80}")
+        return LoadedRegion(tuple(fences[min(index, len(fences) - 1)] for fences in self._jobs))
+
+    @property
+    def first_invalid_token(self) -> int | None:
+        """From which token on what was computed before the load was over is wrong, and has to be computed again, in a
+        new step. None: nothing is, or the load is not over. Only who has looked, or waited, may commit then."""
+        self._learn_end()
+        return self._first_invalid_token
+
+    def _learn_end(self) -> None:
+        holding = self._request._holding
+        if self._first_invalid_token is None and holding is not None and holding.state is RequestState.RUNNING:
+            self._first_invalid_token = self._request._runtime.ledger.begin_again(holding)
+
+    @property
+    def _num_regions(self) -> int | None:
+        return self._request._runtime.worker.regions.num_regions
+
+    def _live(self) -> Holding:
+        return self._request._live()
+
+    def _watch(self, holding: Holding) -> None:
+        """Others' jobs, too: what they bring is waited for like what our own do."""
+        fences_of = self._request._runtime.worker.regions.fences_of
+        jobs = () if holding.load is None else sorted(holding.load.jobs, key=lambda job: job.job_id)
+        self._jobs = tuple(fences_of(job.job_id, job.parked) for job in jobs)

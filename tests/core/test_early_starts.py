@@ -1,0 +1,370 @@
+"""Steps that begin while their load is under way: what they may read, and what becomes of it when the load ends
+otherwise."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+from driving import BLOCK, Driven, prompt
+
+from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from aoffload.core.holding import Holding
+from aoffload.core.lifecycle import EarlyState, RequestState
+from aoffload.core.plan import Outcome, TransferPlan
+from aoffload.errors import CommitError, InvalidArgument, WrongState
+
+A = prompt(1, 17)
+"""Four full blocks and a token to compute."""
+
+
+def on_host(num_device: int = 16, tokens: list[int] = A, **config: Any) -> Driven:
+    driven = Driven(num_device, 32, **config)
+    driven.on_host_only(tokens)
+    return driven
+
+
+def start(driven: Driven, tokens: list[int] = A, **options: Any) -> tuple[Holding, list[TransferPlan]]:
+    holding = driven.allocated(tokens, **options)
+    return holding, driven.launch(driven.ledger.plan_load(holding))
+
+
+def begin(driven: Driven, *arriving: Holding) -> AbstractContextManager[None]:
+    step = driven.ledger.step([], arriving)
+    step.__enter__()
+    driven.ledger.check_integrity()
+    return step
+
+
+def end(driven: Driven, step: AbstractContextManager[None]) -> None:
+    step.__exit__(None, None, None)
+    driven.ledger.check_integrity()
+
+
+# -- a load that lands ------------------------------------------------------------------------------------------------
+
+
+def test_what_an_early_step_reads_is_what_the_load_brings() -> None:
+    """The table that it is given is the one that the request has afterwards, and its work can be committed then."""
+    driven = on_host()
+    holding, plans = start(driven)
+    step = begin(driven, holding)
+    assert driven.ledger.num_expected_tokens(holding) == 16
+    expected = driven.ledger.expected_block_ids(holding)
+    assert 0 not in expected[0] and 0 in driven.ledger.block_ids(holding)[0]
+    driven.end(plans[0])
+    assert driven.ledger.block_ids(holding) == expected == driven.ledger.expected_block_ids(holding)
+    end(driven, step)
+    assert driven.ledger.begin_again(holding) is None
+    driven.commit(holding)
+    assert holding.num_computed_tokens == 17
+
+
+def test_nothing_can_be_committed_before_the_load_is_over() -> None:
+    """However ready the forward is: what it has read is proven when the load is settled."""
+    driven = on_host()
+    holding, plans = start(driven)
+    end(driven, begin(driven, holding))
+    with pytest.raises(WrongState, match=r"commit: .* is LOADING"):
+        driven.ledger.commit(holding, 17)
+    driven.end(plans[0])
+    driven.commit(holding)
+
+
+def test_a_request_as_such_takes_no_step_while_it_loads() -> None:
+    """Only who says that it starts on what is coming is given the table of what is coming."""
+    driven = on_host()
+    holding, _ = start(driven)
+    with pytest.raises(WrongState, match=r"step: .* is LOADING"):
+        begin_ordinary(driven, holding)
+    with pytest.raises(WrongState, match="no step of"):
+        driven.ledger.expected_block_ids(holding)
+    assert holding.num_steps == 0 and holding.early is None
+
+
+def begin_ordinary(driven: Driven, holding: Holding) -> None:
+    with driven.ledger.step([holding]):
+        pass
+
+
+def test_a_load_that_is_over_makes_it_an_ordinary_step() -> None:
+    """An engine need not look whether the load was faster."""
+    driven = on_host()
+    holding, plans = start(driven)
+    driven.end(plans[0])
+    step = begin(driven, holding)
+    assert driven.ledger.expected_block_ids(holding) == driven.ledger.block_ids(holding)
+    assert driven.ledger.num_expected_tokens(holding) == 16
+    driven.commit(holding)
+    end(driven, step)
+
+
+def test_a_shared_load_may_be_started_on_by_everybody() -> None:
+    """Blocks that another request's job brings are expected where that job puts them."""
+    driven = on_host()
+    first, plans = start(driven)
+    second, none = start(driven)
+    assert none == []
+    step = begin(driven, second)
+    expected = driven.ledger.expected_block_ids(second)
+    assert expected[0][:4] == list(plans[0].destination_ids)
+    driven.end(plans[0])
+    assert driven.ledger.block_ids(second) == expected
+    end(driven, step)
+    driven.commit(second)
+    driven.commit(first)
+
+
+def test_a_shared_job_of_another_branch_brings_only_what_both_have() -> None:
+    """A job that goes on along another prompt says nothing about where ours goes on."""
+    driven = Driven(32, 32)
+    b = [*A[:8], *prompt(2, 13)]
+    driven.on_host_only(A)
+    driven.on_host_only(b)
+    first, of_first = start(driven)
+    second, of_second = start(driven, b)
+    step = begin(driven, second)
+    expected = driven.ledger.expected_block_ids(second)
+    ids = [*of_first[0].destination_ids[:2], *of_second[0].destination_ids]
+    assert expected[0][: len(ids)] == ids
+    for plan in (*of_first, *of_second):
+        driven.end(plan)
+    assert driven.ledger.block_ids(second) == expected
+    end(driven, step)
+    driven.commit(second)
+    driven.release(first)
+
+
+# -- a load that ends otherwise ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT, Outcome.UNPROVEN])
+def test_work_on_a_load_that_fell_short_can_not_be_committed(outcome: Outcome) -> None:
+    """The first invalid token is named; it counts again what a step computes that begins after that was heard."""
+    driven = on_host()
+    holding, plans = start(driven)
+    step = begin(driven, holding)
+    corrupt = (2,) if outcome is Outcome.CORRUPT else ()
+    num_landed = 0 if outcome is Outcome.UNPROVEN else 2
+    driven.end(plans[0], outcome, num_landed, corrupt)
+    end(driven, step)
+    ready = num_landed * BLOCK
+    assert holding.state is RequestState.RUNNING and holding.num_computed_tokens == ready
+    for told in (False, True):
+        with pytest.raises(CommitError, match=rf"fell short .* from token {ready} on") as refusal:
+            driven.ledger.commit(holding, 17)
+        assert refusal.value.argument == "num_computed_tokens"
+        if not told:
+            assert driven.ledger.begin_again(holding) == ready
+    with driven.ledger.step([holding]):
+        pass
+    assert driven.ledger.begin_again(holding) is None
+    driven.land([*driven.commit(holding), *driven.release(holding)])
+    assert driven.num_pinned() == (0, 0)
+
+
+def test_steps_that_go_on_without_having_heard_are_refused_as_well() -> None:
+    """Chunk after chunk, each on what the one before has computed: all of them are wrong."""
+    driven = on_host(tokens=[*A, *prompt(3, 16)])
+    holding, plans = start(driven, [*A, *prompt(3, 16)])
+    first = begin(driven, holding)
+    driven.end(plans[0], Outcome.FAILED, 1)
+    end(driven, first)
+    end(driven, begin(driven, holding))
+    begin_ordinary(driven, holding)
+    with pytest.raises(CommitError, match="from token 4 on"):
+        driven.ledger.commit(holding, 32)
+
+
+def test_a_copy_of_somebody_else_that_stays_refutes() -> None:
+    """Another request computes the same while it is loaded: its blocks stay, and those that the step reads are free, so
+    what it has read may be anybody's bytes."""
+    driven = on_host()
+    holding, plans = start(driven)
+    step = begin(driven, holding)
+    taken = driven.ledger.expected_block_ids(holding)[0][:4]
+    other = driven.running(A, reads_cache=False)
+    driven.commit(other)
+    driven.end(plans[0])
+    assert driven.ledger.block_ids(holding)[0][:4] == driven.ledger.block_ids(other)[0][:4] != taken
+    writer = driven.allocated(prompt(5, 28))
+    assert set(taken) & set(writer.table), "or this shows nothing"
+    end(driven, step)
+    with pytest.raises(CommitError, match="from token 16 on"):
+        driven.ledger.commit(holding, 17)
+    assert driven.ledger.begin_again(holding) == 16
+
+
+def test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on() -> None:
+    """A load whose destinations are in doubt leaves no room: its request has to let go of everything, but not of what
+    the forward of its step still writes to."""
+    driven = on_host(10)
+    holding, plans = start(driven)
+    crowd = driven.running(prompt(2, 20))
+    step = begin(driven, holding)
+    written = driven.ledger.expected_block_ids(holding)[0][4:]
+    driven.end(plans[0], Outcome.UNPROVEN)
+    assert holding.state is RequestState.LOADING and holding.load is not None
+    assert set(written) <= set(holding.private_blocks())
+    end(driven, step)
+    assert holding.waiter is not None and not holding.tables, "it waits in the line, with nothing in its hands"
+    driven.release(crowd)
+    assert holding.waiter.granted
+
+
+def test_room_that_came_meanwhile_ends_the_wait_with_the_step() -> None:
+    """It goes on where it is, if somebody left before its forward was through."""
+    woken: list[str] = []
+    driven = on_host(10)
+    holding = driven.allocated(A)
+    plans = driven.launch(driven.ledger.plan_load(holding, None, lambda: woken.append("holding")))
+    crowd = driven.running(prompt(2, 20))
+    step = begin(driven, holding)
+    driven.end(plans[0], Outcome.UNPROVEN)
+    driven.release(crowd)
+    assert holding.state is RequestState.LOADING and not woken
+    end(driven, step)
+    assert holding.state is RequestState.RUNNING and woken == ["holding"]
+    assert driven.ledger.begin_again(holding) == 0
+    assert 0 not in driven.ledger.block_ids(holding)[0]
+
+
+def test_who_has_lost_its_load_starts_on_nothing_before_it_has_heard() -> None:
+    """The next load is another one: its engine still has the blocks of the first in its hands."""
+    driven = on_host(8)
+    holding, plans = start(driven)
+    crowd = driven.running(prompt(2, 12))
+    step = begin(driven, holding)
+    driven.end(plans[0], Outcome.UNPROVEN)
+    end(driven, step)
+    assert not driven.ledger.can_start_early(holding)
+    with pytest.raises(WrongState, match=r"step: the load of .* is not under way"):
+        begin(driven, holding)
+    driven.release(crowd)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "deadline"])
+def test_leaving_in_the_middle_gives_everything_back_with_the_step(reason: str) -> None:
+    """Its blocks go when its forward is through, and the copy when it lands."""
+    driven = on_host(8)
+    holding, plans = start(driven)
+    step = begin(driven, holding)
+    driven.release(holding, reason)
+    assert driven.num_pinned()[0] == 5
+    end(driven, step)
+    driven.end(plans[0])
+    assert driven.num_pinned() == (0, 0)
+
+
+def test_preempted_and_resumed_it_may_start_early_again() -> None:
+    """A refuted start belongs to its load: after the engine has heard, the next load is as good as any."""
+    driven = on_host()
+    holding, plans = start(driven)
+    end(driven, begin(driven, holding))
+    driven.end(plans[0], Outcome.FAILED, 2)
+    assert driven.ledger.begin_again(holding) == 8
+    driven.ledger.preempt_nowait(holding)
+    driven.evict_device()
+    driven.ledger.resume(holding)
+    driven.ledger.allocate_nowait(holding)
+    (plan,) = driven.launch(driven.ledger.plan_load(holding))
+    step = begin(driven, holding)
+    expected = driven.ledger.expected_block_ids(holding)
+    driven.end(plan)
+    assert driven.ledger.block_ids(holding) == expected
+    end(driven, step)
+    driven.commit(holding)
+
+
+def test_every_turn_of_an_early_start_is_told() -> None:
+    """The trace says when a forward began early, and how that ended."""
+    told: list[str] = []
+
+    class Witness:
+        def early_moved(self, early: Any, old: EarlyState) -> None:
+            told.append(f"{old.name}>{early.state.name} {early.num_tokens}")
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: None
+
+    driven = on_host(observer=Witness())
+    for outcome in (Outcome.LANDED, Outcome.FAILED):
+        holding, plans = start(driven)
+        end(driven, begin(driven, holding))
+        driven.end(plans[0], outcome)
+        driven.ledger.begin_again(holding)
+        driven.release(holding)
+        driven.evict_device()
+    assert told == ["NEW>TRUSTING 16", "TRUSTING>CONFIRMED 16", "NEW>TRUSTING 16", "TRUSTING>REFUTED 16",
+                    "REFUTED>TOLD 16"]  # fmt: skip
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+KINDS = [FullAttention(), SlidingWindow(6), SlidingWindow(13), ChunkedLocal(8)]
+
+
+def test_in_any_layout_the_expected_table_is_the_one_that_comes() -> None:
+    """Groups of every kind, hits that the device has in part, loads that others share: where everything lands, and
+    nobody else computed the same, what an early step took for its table is the table."""
+    assert sum(num_early_starts(random.Random(seed)) for seed in range(150)) > 300
+
+
+def num_early_starts(rng: random.Random) -> int:
+    groups = [
+        KVCacheGroup(f"g{number}", attention=kind, block_size=BLOCK)
+        for number, kind in enumerate(rng.sample(KINDS, rng.randint(1, 3)))
+    ]
+    driven = Driven(400, 400, groups=groups)
+    base = prompt(1, 60)
+    prompts = [[*base[: rng.randint(0, 50)], *prompt(name, rng.randint(9, 50))] for name in range(2, 6)]
+    for tokens in prompts:
+        driven.serve(tokens)
+    driven.evict_device()
+    for tokens in rng.sample(prompts, rng.randint(0, 2)):  # some of it is on the device again
+        driven.land(driven.release(driven.running(tokens[: rng.randint(9, len(tokens))])))
+    under_way = [start(driven, tokens) for tokens in rng.choices(prompts, k=3)]
+    early = [holding for holding, _ in under_way if driven.ledger.can_start_early(holding)]
+    step = begin(driven, *early)
+    expected = [driven.ledger.expected_block_ids(holding) for holding in early]
+    stops = [driven.ledger.num_expected_tokens(holding) for holding in early]
+    plans = [plan for _, plans in under_way for plan in plans]
+    rng.shuffle(plans)
+    for plan in plans:
+        driven.end(plan)
+    for holding, tables, stop in zip(early, expected, stops, strict=True):
+        assert holding.early is None and holding.num_computed_tokens == stop
+        assert driven.ledger.block_ids(holding) == tables
+    end(driven, step)
+    for holding, _ in under_way:
+        driven.commit(holding)
+        driven.release(holding)
+    return len(early)
+
+
+def test_a_load_that_takes_less_than_its_windows_were_made_for_is_waited_for() -> None:
+    """Blocks behind it are missing until it is over, so nobody could write there."""
+    groups = [KVCacheGroup("full", block_size=BLOCK), KVCacheGroup("w", attention=SlidingWindow(5), block_size=BLOCK)]
+    tokens = prompt(1, 33)
+    driven = Driven(64, 64, groups=groups)
+    driven.on_host_only(tokens[:17])
+    driven.on_host_only(tokens)
+    holding = driven.allocated(tokens)
+    assert holding.match.num_host_tokens == 32
+    driven.launch(driven.ledger.plan_load(holding, 16))
+    assert holding.state is RequestState.LOADING and driven.ledger.num_expected_tokens(holding) == 16
+    assert not driven.ledger.can_start_early(holding)
+    with pytest.raises(WrongState, match="not under way"):
+        begin(driven, holding)
+
+
+def test_what_is_no_holding_of_this_ledger_is_refused() -> None:
+    """By name, like everywhere."""
+    driven, other = on_host(), on_host()
+    holding, _ = start(other)
+    with pytest.raises(InvalidArgument, match="holding"):
+        begin(driven, holding)
+    with pytest.raises(InvalidArgument, match="holding"):
+        driven.ledger.begin_again(holding)
