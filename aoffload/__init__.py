@@ -29,6 +29,7 @@ from .errors import (
     AoffloadError,
     CommitError,
     ConfigError,
+    DeviceGone,
     DuplicateRequest,
     IllegalTransition,
     IntegrityError,
@@ -57,6 +58,7 @@ from .transfer.transport import TransferStatistics, Transport
 
 if TYPE_CHECKING:
     from .runtime import Computed, OffloadRuntime, RuntimeStatistics
+    from .transfer.backends.cuda import AdaptivePolling, BlockingWait, BreakEven, CudaBackend, CudaOptions
     from .transfer.local import LocalTransport
     from .transfer.ranks.process import ProcessRank
     from .transfer.ranks.transport import RankFence, RankTransport
@@ -69,6 +71,11 @@ _NEEDS_TORCH = {
     "Computed": ".runtime",
     "OffloadRuntime": ".runtime",
     "RuntimeStatistics": ".runtime",
+    "AdaptivePolling": ".transfer.backends.cuda",
+    "BlockingWait": ".transfer.backends.cuda",
+    "BreakEven": ".transfer.backends.cuda",
+    "CudaBackend": ".transfer.backends.cuda",
+    "CudaOptions": ".transfer.backends.cuda",
     "LocalTransport": ".transfer.local",
     "ProcessRank": ".transfer.ranks.process",
     "RankFence": ".transfer.ranks.transport",
@@ -90,16 +97,22 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AdaptivePolling",
     "Answer",
     "AoffloadError",
     "AttentionKind",
     "BlockWatcher",
+    "BlockingWait",
+    "BreakEven",
     "ChunkedLocal",
     "CommitError",
     "Completion",
     "Computed",
     "ConfigError",
+    "CudaBackend",
+    "CudaOptions",
     "Demotion",
+    "DeviceGone",
     "DevicePool",
     "Direction",
     "DuplicateRequest",

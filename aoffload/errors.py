@@ -6,6 +6,7 @@ __all__ = [
     "AoffloadError",
     "CommitError",
     "ConfigError",
+    "DeviceGone",
     "DuplicateRequest",
     "IllegalTransition",
     "IntegrityError",
@@ -105,6 +106,10 @@ class WrongProcess(AoffloadError):  # noqa: N818
 
 class TransferRefused(AoffloadError):  # noqa: N818
     """A transport could not start a transfer. Nothing was started, so nothing has to be waited for."""
+
+
+class DeviceGone(TransferRefused):
+    """A refusal that is final: the device, or one of several ranks, is lost, and nothing will ever be started on it."""
 
 
 class RegionNotLoaded(AoffloadError):  # noqa: N818

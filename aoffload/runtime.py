@@ -27,6 +27,7 @@ from .core.policy import StoreScope
 from .env import Env
 from .errors import (
     AoffloadError,
+    DeviceGone,
     InvalidArgument,
     RequestAborted,
     RuntimeClosed,
@@ -43,7 +44,7 @@ from .request import Request, RequestOptions
 from .telemetry import Telemetry
 from .transfer.fence import Fence
 from .transfer.local import LocalTransport
-from .transfer.transport import TransferStatistics, Transport
+from .transfer.transport import PinProgress, ReportsPinning, SlowToOpen, TransferStatistics, Transport
 from .worker import CopyWorker
 
 __all__ = ["Computed", "OffloadRuntime", "RuntimeStatistics"]
@@ -65,6 +66,8 @@ class RuntimeStatistics(LedgerStatistics):
     """A snapshot. `device` and `host` hold num_blocks, num_free, num_cached, num_pinned, num_quarantined."""
 
     transfers: TransferStatistics
+    off_reason: str = ""
+    """Why the cache has turned itself off: nothing is loaded or stored any more. Empty while it is on."""
 
 
 class OffloadRuntime:
@@ -131,16 +134,47 @@ class OffloadRuntime:
         self.hashing = anyio.CapacityLimiter(1)
         self.worker.start()
         num_host_blocks = self.config.resolve_host_blocks(self.transport.block_bytes)
-        deliver = self.observers.hearing(self.worker.deliver)
-        self.transport.open(num_host_blocks, verify=self.config.verify, deliver=deliver, env=self.env)
+        if isinstance(self.transport, ReportsPinning):
+            self.transport.report_pinning(self._hear_pinning)
+        if isinstance(self.transport, SlowToOpen) and self.transport.opens_slowly:
+            await self._open_in_thread(num_host_blocks)
+        else:
+            self._open_transport(num_host_blocks)
         try:
             self._group = await self._start_worker()
         except BaseException:
-            self._close_transport(0.0)
+            self._close_transport(self.config.close_timeout_s)  # nothing was launched: its threads end at once
             raise
         self._is_open = True
         self.telemetry.runtime_opened(self.transport.num_device_blocks - 1, num_host_blocks)
         return self
+
+    def _open_transport(self, num_host_blocks: int) -> None:
+        deliver = self.observers.hearing(self.worker.deliver)
+        self.transport.open(num_host_blocks, verify=self.config.verify, deliver=deliver, env=self.env)
+
+    async def _open_in_thread(self, num_host_blocks: int) -> None:
+        """The loop goes on meanwhile. A thread can't be recalled: natively cancelled, the task leaves it behind, and
+        whoever of the two comes last closes what was opened."""
+        is_over = threading.Lock()  # taken by the thread when it has opened, or by the task when it has given up
+
+        def open_or_close() -> None:
+            if is_over.locked():
+                return  # given up before it began
+            self._open_transport(num_host_blocks)
+            if not is_over.acquire(blocking=False):
+                self._close_transport(self.config.close_timeout_s)
+
+        try:
+            await self.env.run_in_thread(open_or_close, anyio.CapacityLimiter(1))
+        except BaseException:
+            if not is_over.acquire(blocking=False):
+                self._close_transport(self.config.close_timeout_s)
+            raise
+
+    def _hear_pinning(self, progress: PinProgress) -> None:
+        """In the thread that opens; told in the loop, which is not held up by it."""
+        self.worker.call_soon(partial(self.telemetry.host_memory_pinned, progress))
 
     async def _start_worker(self) -> TaskGroup:
         """The worker is under way when this returns: a task that was cancelled before its first step would take the
@@ -440,8 +474,13 @@ class OffloadRuntime:
 
     def _fence(self) -> Fence | None:
         """None: the device records none. What is committed can be used on the device, but not stored."""
+        if not self.worker.is_accepting:
+            return None
         try:
             return self.transport.record_fence()
+        except DeviceGone as error:
+            self.worker.turn_off(str(error))
+            return None
         except TransferRefused as error:
             self.telemetry.transport_failed(error)
             return None
@@ -476,7 +515,8 @@ class OffloadRuntime:
 
     def statistics(self) -> RuntimeStatistics:
         found = self.ledger.statistics()
-        return RuntimeStatistics(**attrs.asdict(found, recurse=False), transfers=self.transport.statistics())
+        transfers, off_reason = self.transport.statistics(), self.worker.off_reason
+        return RuntimeStatistics(**attrs.asdict(found, recurse=False), transfers=transfers, off_reason=off_reason)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block is in exactly one hand. Costs a look at every block."""

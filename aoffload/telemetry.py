@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
+import attrs
 import structlog
 
 from .core.early import EarlyStart
@@ -15,6 +16,7 @@ from .core.holding import Holding
 from .core.jobs import Job
 from .core.keeping import Pin
 from .core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
+from .transfer.transport import PinProgress
 
 __all__ = ["Telemetry", "default_logger"]
 
@@ -182,6 +184,14 @@ class Telemetry:
     @_harmless
     def worker_failed(self, error: BaseException) -> None:
         self.logger.error("worker_failed", error=repr(error))
+
+    @_harmless
+    def cache_turned_off(self, reason: str) -> None:
+        self.logger.error("cache_turned_off", reason=reason)
+
+    @_harmless
+    def host_memory_pinned(self, progress: PinProgress) -> None:
+        self.logger.info("host_memory_pinned", **attrs.asdict(progress))
 
     @_harmless
     def runtime_opened(self, num_device_blocks: int, num_host_blocks: int) -> None:

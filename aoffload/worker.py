@@ -16,7 +16,7 @@ from .config import OffloadConfig
 from .core.ledger import Ledger
 from .core.plan import Completion, Direction, Outcome, TransferPlan
 from .env import Env
-from .errors import TransferRefused
+from .errors import DeviceGone, TransferRefused
 from .telemetry import Telemetry
 from .transfer.fence import Fence
 from .transfer.region_fences import RegionWatch
@@ -42,8 +42,8 @@ class CopyWorker:
     `submit` launches at once where the bounds allow. Completions arrive from any thread through a deque and one
     coalesced wake-up, and are settled where that arrives: the task here only watches deadlines. A launched job without
     an end is given up (its destination is quarantined) and nothing more is launched until it reports: a stalled
-    transport makes misses, not queues. Should the ledger itself fail, the cache turns itself off: nothing is launched
-    any more, and no request hears of it but as a miss.
+    transport makes misses, not queues. Should the ledger itself fail, or the device be lost for good, the cache turns
+    itself off: nothing is launched any more, and no request hears of it but as a miss.
     """
 
     ledger: Ledger
@@ -81,6 +81,8 @@ class CopyWorker:
     has_begun: anyio.Event = attrs.field(init=False)
     """From here on, what cancels the task natively is survived."""
     is_accepting: bool = True
+    off_reason: str = ""
+    """Why the cache has turned itself off."""
     _has_ended: bool = False
 
     # -- launching ------------------------------------------------------------------------------------------------
@@ -136,6 +138,8 @@ class CopyWorker:
             self.transport.launch(plan, after)
         except TransferRefused as error:
             self.deliver(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
+            if isinstance(error, DeviceGone):
+                self.turn_off(str(error))
         except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what was started, the engine goes on
             self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
 
@@ -197,6 +201,8 @@ class CopyWorker:
                     self.telemetry.transport_recovered()
             self._tell(self.ledger.settle, completion)
             self.regions.settle(completion)
+            if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
+                self._ask_device()
         self._dispatch()
         self._notify_settled()
 
@@ -216,10 +222,25 @@ class CopyWorker:
             return function(*args)
         except Exception as error:  # noqa: BLE001 - see above
             self.telemetry.worker_failed(error)
-            if self.is_accepting:
-                self.is_accepting = False
-                self.discard_queued()
+            self.turn_off("the ledger failed")
             return None
+
+    def turn_off(self, reason: str) -> None:
+        """Launch nothing any more, for good. What is in flight reports as always, or is given up in its time."""
+        if self.is_accepting:
+            self.is_accepting, self.off_reason = False, reason
+            self.telemetry.cache_turned_off(reason)
+            self.discard_queued()
+
+    def _ask_device(self) -> None:
+        """Whether it still answers. A completion does not say why a copy has failed; who refuses a fence does."""
+        if self.is_accepting:
+            try:
+                self.transport.record_fence()
+            except DeviceGone as error:
+                self.turn_off(str(error))
+            except TransferRefused:
+                return  # it may again
 
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
         """Stop expecting launched jobs: their destinations are quarantined until somebody proves them over."""
@@ -286,6 +307,7 @@ class CopyWorker:
 
     def _fail(self, error: BaseException) -> None:
         self.telemetry.worker_failed(error)
+        self.turn_off("the worker failed")
         self.stop("the worker failed")
 
     def _next_deadline(self) -> float:

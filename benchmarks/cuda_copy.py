@@ -20,20 +20,25 @@ import attrs
 import numpy as np
 import torch
 
-from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
-from aoffload.core.plan import Completion, Direction, Outcome, Tier, TransferPlan
-from aoffload.env import Env
-from aoffload.transfer.backends.cuda import (
+from aoffload import (
     AdaptivePolling,
     BlockingWait,
     BreakEven,
+    Completion,
     CudaBackend,
     CudaOptions,
-    Pieces,
-    WaitPolicy,
+    Direction,
+    Env,
+    KVCacheGroup,
+    LocalTransport,
+    OffloadConfig,
+    OffloadRuntime,
+    Outcome,
+    Tier,
+    TransferPlan,
 )
+from aoffload.transfer.backends.cuda import Pieces, WaitPolicy
 from aoffload.transfer.backends.cuda.trials import scattered
-from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.region import regions_of
 from aoffload.transfer.turns import Turns
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .mutants_cache import CACHE_MUTANTS
 from .mutants_keeping import KEEPING_MUTANTS
 from .mutants_line import LINE_MUTANTS
+from .mutants_loss import LOSS_MUTANTS
 from .mutants_policies import POLICY_MUTANTS
 from .mutants_shell import SHELL_MUTANTS
 from .mutants_transfers import TRANSFER_MUTANTS
@@ -17,5 +18,6 @@ from .planting import Mutant
 __all__ = ["MUTANTS"]
 
 MUTANTS: tuple[Mutant, ...] = (
-    CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS
-)
+    CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS + LOSS_MUTANTS
+    + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS
+)  # fmt: skip

@@ -279,8 +279,8 @@ _WORKER = (
     Mutant(
         "bug in the ledger reaches a request",
         WORKER,
-        "                self.discard_queued()\n            return None\n",
-        "                self.discard_queued()\n            raise\n",
+        '            self.turn_off("the ledger failed")\n            return None\n',
+        '            self.turn_off("the ledger failed")\n            raise\n',
         "a cache never takes the engine down",
         scenarios=("conversations", "growing"),
     ),

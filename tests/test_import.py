@@ -11,3 +11,16 @@ def test_the_ledger_needs_no_torch() -> None:
         "from aoffload import OffloadRuntime; assert 'torch' in sys.modules; assert 'KVRegion' in dir(aoffload)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+def test_the_cuda_backend_is_there_without_a_gpu() -> None:
+    """Its names can be imported, and options made, without NVIDIA's bindings or Triton: they are asked for later."""
+    program = (
+        "import sys, aoffload;"
+        "sys.modules |= dict.fromkeys(('cuda', 'cuda.bindings', 'triton'));"  # as if they were not installed
+        "from aoffload import AdaptivePolling, BlockingWait, BreakEven, CudaBackend, CudaOptions, LocalTransport;"
+        "from aoffload.transfer.backends import cuda;"
+        "assert cuda.CudaBackend is CudaBackend;"
+        "CudaOptions(break_even=BreakEven(1, 2), waiting=AdaptivePolling())"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

@@ -39,7 +39,7 @@ _KINDS = (
     FaultKind("flip", "bytes change on their way to the device", needs_verify=True),
     FaultKind("rot", "bytes change in host memory", needs_verify=True),
     FaultKind("die", "a copy thread dies with everything it had begun", may_take_room=True),
-    FaultKind("device_lost", "every launch from now on fails, and so does recording a fence", may_take_room=True),
+    FaultKind("device_lost", "the device is lost: what runs is in doubt, and nothing begins", may_take_room=True),
     FaultKind("no_fence", "recording a fence fails"),
     FaultKind("leap", "the clock leaps by minutes", may_time_out=True, may_take_room=True),
     FaultKind("block", "the event loop is blocked for a second"),

@@ -9,7 +9,7 @@ import attrs
 
 from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from ..env import Env
-from ..errors import TransferRefused
+from ..errors import DeviceGone, TransferRefused
 from ..transfer.fence import PASSED, Fence
 from ..transfer.region_fences import RegionFences
 from ..transfer.transport import TransferStatistics
@@ -60,6 +60,8 @@ class SimulatedTransport:
     With a `stream`, compute runs later and fences matter; without one, as on a CPU, it is over when it returns.
     """
 
+    num_regions = 2
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -104,7 +106,8 @@ class SimulatedTransport:
         self._deliver = deliver
 
     def record_fence(self) -> Fence:
-        if self._is_lost or self.faults.fire("no_fence"):
+        self._check_device()
+        if self.faults.fire("no_fence"):
             raise TransferRefused("no fence can be recorded")
         return PASSED if self.stream is None else self.stream.fence()
 
@@ -114,22 +117,26 @@ class SimulatedTransport:
         without = after is None and plan.direction is Direction.STORE and self.faults.fire("no_fence")
         if self._is_closed or plan.direction in self._dead or without or self.faults.fire("refuse"):
             raise TransferRefused(f"job {plan.job_id} is refused")
-        if self._is_lost or self.faults.fire("device_lost"):
+        if not self._is_lost and self.faults.fire("device_lost"):
             self._is_lost = True
-            raise RuntimeError("the device is lost")
+            for direction in Direction:
+                self._die(direction)
+        self._check_device()
         if self.faults.fire("raise"):
             if self.random.random() < 0.5:
                 self._begin(self._copy_of(plan), after, late=True)
             raise RuntimeError("the driver does not know")
         self._begin(self._copy_of(plan), after)
 
-    num_regions = 2
-
     def watch(self, job_id: int, fences: RegionFences) -> None:
         self._watched[job_id] = fences
 
     def forget(self, job_id: int) -> None:
         self._watched.pop(job_id, None)
+
+    def _check_device(self) -> None:
+        if self._is_lost:
+            raise DeviceGone("the device is lost")
 
     def close(self, timeout_s: float) -> bool:
         self._is_closed = True

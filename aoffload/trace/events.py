@@ -31,6 +31,8 @@ class Kind(enum.Enum):
     EARLY_START = "early_start"
     SKIPPED_STORE = "store"
     RUNTIME = "runtime"
+    OPENING = "opening"
+    """How far a runtime is that is not open yet."""
     ALARM = "alarm"
     NOTE = "note"
     """Not ours: what the program said about a request of ours."""
@@ -60,9 +62,9 @@ def _meanings() -> dict[str, Meaning]:
     for kind in (Kind.PREFETCH, Kind.DEMOTION):
         found |= {f"{kind.value}_{state.value}": Meaning(kind, state.value) for state in ErrandState}
     found |= {f"runtime_{state}": Meaning(Kind.RUNTIME, state) for state in ("opened", "closed")}
-    alarms = ("transport_stalled", "transport_recovered", "transport_failed", "worker_failed")
+    alarms = ("transport_stalled", "transport_recovered", "transport_failed", "worker_failed", "cache_turned_off")
     return found | {name: Meaning(Kind.ALARM, name) for name in alarms} | {
-        "store_skipped": Meaning(Kind.SKIPPED_STORE, "skipped")
+        "store_skipped": Meaning(Kind.SKIPPED_STORE, "skipped"), "host_memory_pinned": Meaning(Kind.OPENING, "pinned")
     }  # fmt: skip
 
 

@@ -90,7 +90,7 @@ class Figures(Listener):
     def alarm(self, event: Event, runtime: RuntimeLife) -> None:
         if not self._is_wanted(runtime):
             return
-        error = event.fields.get("error")
+        error = event.fields.get("error") or event.fields.get("reason")
         self.alarms.add(f"{event.name}: {error}" if error else event.name)
 
     def _is_wanted(self, runtime: RuntimeLife) -> bool:

@@ -87,8 +87,9 @@ class PerfettoTrace(Listener):
             self._counts(runtime, at_s, "host blocks", {"filled at most": usage.stored, "storing": usage.storing})
 
     def alarm(self, event: Event, runtime: RuntimeLife) -> None:
+        error = event.fields.get("error") or event.fields.get("reason", "")
         mark = {"ph": "i", "s": "g", "name": event.name, "cat": "alarm", "ts": _micros(runtime.last_s)}
-        self._write({**mark, "pid": runtime.number, "tid": 0, "args": {"error": str(event.fields.get("error", ""))}})
+        self._write({**mark, "pid": runtime.number, "tid": 0, "args": {"error": str(error)}})
 
     def _counts(self, runtime: RuntimeLife, at_s: float, name: str, counts: dict[str, int]) -> None:
         self._write({"ph": "C", "name": name, "ts": _micros(at_s), "pid": runtime.number, "tid": 0, "args": counts})

@@ -97,6 +97,8 @@ class Scan:
         if kind is Kind.RUNTIME:
             self._take_runtime(event)
             return
+        if kind is Kind.OPENING:
+            return  # of a runtime that the log knows nothing of yet
         runtime = self.runtimes.of(event)
         if len(self.runtimes.lives) == 1 and not runtime.was_opened and runtime is not self._headless:
             self._headless = runtime

@@ -14,9 +14,10 @@ import attrs
 from ..core.plan import Completion, Direction, Outcome, TransferPlan
 from ..env import Env
 from ..errors import TransferRefused
-from .backends.base import CopyBackend, CopyStopped
+from .backends.base import CopyBackend, CopyStopped, LostDevice
 from .checksums import BlockChecksums
 from .fence import Fence
+from .loss import DeviceLoss
 from .turns import wait_precisely
 
 __all__ = ["CopyLane", "LaneCounts"]
@@ -65,6 +66,7 @@ class CopyLane:
         checksums: BlockChecksums | None,
         deliver: Callable[[Completion], None],
         env: Env,
+        loss: DeviceLoss,
     ) -> None:
         self.direction = direction
         self.counts = LaneCounts()
@@ -72,6 +74,7 @@ class CopyLane:
         self._checksums = checksums
         self._deliver = deliver
         self._env = env
+        self._loss = loss
         self._queue: SimpleQueue[_Job | _Stop] = SimpleQueue()
         self._running: deque[_Running] = deque()
         self._starting: _Job | None = None
@@ -109,6 +112,8 @@ class CopyLane:
                 while (job := self._next_job()) is not _Stop.STOP:
                     self._start(job)
                     self._finish_passed()
+        except LostDevice as error:  # which can neither be begun with nor left
+            self._loss.notice(error)
         finally:
             self._give_up()
 
@@ -124,16 +129,22 @@ class CopyLane:
             return job
 
     def _start(self, job: _Job) -> None:
-        if self._abandoned:
-            self._deliver(_never_started(job.plan, "the transport was closed before the copy started"))
+        refusal = "the transport was closed before the copy started" if self._abandoned else self._loss.reason
+        if refusal:
+            self._deliver(_never_started(job.plan, refusal))
             return
         self._starting = job
-        began_s = self._env.now()
         try:
             self._backend.wait_for(self.direction, job.before)
-            began_s = self._env.now()
+        except Exception as error:  # noqa: BLE001 - becomes the outcome of this job, of which nothing was started
+            self._loss.notice(error)
+            self._finish_unstarted(job.plan, error)
+            return
+        began_s = self._env.now()
+        try:
             fence = self._backend.copy(job.plan)
         except Exception as error:  # noqa: BLE001 - becomes the outcome of this job; the next one may fare better
+            self._loss.notice(error)
             self._finish_failed(job.plan, began_s, error)
         else:
             self._starting = None
@@ -148,11 +159,18 @@ class CopyLane:
         try:
             running.fence.synchronize()
         except Exception as error:  # noqa: BLE001 - a lost device, say: whether the copy still writes nobody knows
+            self._loss.notice(error)
             completion = Completion(running.plan.job_id, Outcome.UNPROVEN, error=repr(error))
         else:
             completion = self._proven(running.plan, running.plan.num_blocks, running.began_s)
         self._running.popleft()
         self._deliver(completion)
+
+    def _finish_unstarted(self, plan: TransferPlan, error: Exception) -> None:
+        while self._running:
+            self._finish_oldest()
+        self._starting = None
+        self._deliver(_never_started(plan, repr(error)))
 
     def _finish_failed(self, plan: TransferPlan, began_s: float, error: Exception) -> None:
         while self._running:
@@ -162,6 +180,7 @@ class CopyLane:
         try:
             self._backend.settle(self.direction)
         except Exception as doubt:  # noqa: BLE001 - nobody can say whether what the copy had started is over
+            self._loss.notice(doubt)
             completion = Completion(plan.job_id, Outcome.UNPROVEN, error=f"{reason}, then {doubt!r}")
         else:
             proven = self._proven(plan, num_copied, began_s)
@@ -179,6 +198,7 @@ class CopyLane:
             corrupt = self._verify(plan, num_copied)
             self._backend.after_verify(plan)
         except Exception as error:  # noqa: BLE001 - it could not be read back: over for certain, and nothing proven
+            self._loss.notice(error)
             return attrs.evolve(landed, outcome=Outcome.FAILED, num_landed=0, error=repr(error))
         if corrupt:
             problem = f"{len(corrupt)} of {num_copied} blocks hold other bytes than were stored"
@@ -219,7 +239,7 @@ class CopyLane:
     def _give_up(self) -> None:
         """The thread ends, in order or not: nobody waits for a job that it will not finish."""
         with self._gate:
-            self._refusal = self._refusal or f"the {self.direction.value} thread died"
+            self._refusal = self._refusal or self._loss.reason or f"the {self.direction.value} thread died"
         reason = f"the {self.direction.value} thread ended"
         plans_in_doubt = [running.plan for running in self._running]
         plans_in_doubt += [self._starting.plan] if self._starting is not None else []

@@ -18,13 +18,16 @@ from .backends.cuda import CudaBackend
 from .checksums import BlockChecksums
 from .fence import Fence
 from .lane import CopyLane, LaneCounts
+from .loss import DeviceLoss
 from .region import KVRegion, regions_of
 from .region_fences import RegionFences, WatchesRegions
-from .transport import TransferStatistics
+from .transport import PinProgress, ReportsPinning, TransferStatistics
 from .turns import Turns
 
 __all__ = ["LocalTransport"]
 
+_IDLE_S = 10.0
+"""How long threads that were given nothing may take to end."""
 _LOWEST_ID = {Tier.DEVICE: 1, Tier.HOST: 0}  # device block 0 is the null block
 
 
@@ -43,6 +46,7 @@ class LocalTransport:
         self._lanes: dict[Direction, CopyLane] = {}
         self._num_blocks: dict[Tier, int] = {}
         self._turns = Turns()
+        self._loss = DeviceLoss()
 
     @property
     def num_device_blocks(self) -> int:
@@ -56,10 +60,29 @@ class LocalTransport:
     def num_regions(self) -> int:
         return self._num_regions
 
+    @property
+    def opens_slowly(self) -> bool:
+        """Pinning takes seconds for each 10 GiB, and then some to find out how copies are fastest."""
+        return isinstance(self.backend, ReportsPinning)
+
+    def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
+        if isinstance(self.backend, ReportsPinning):
+            self.backend.report_pinning(hear)
+
     def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
-        """Allocate and start the threads. `WrongState` the second time; `ConfigError` without enough memory."""
+        """Allocate and start the threads. `WrongState` the second time; `ConfigError` without enough memory.
+
+        Whatever it raises, nothing is left open.
+        """
         if self._lanes:
             raise WrongState("this transport was opened before; make another one")
+        try:
+            self._open(num_host_blocks, verify, deliver, env)
+        except BaseException:
+            self.close(_IDLE_S)
+            raise
+
+    def _open(self, num_host_blocks: int, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
         self.backend.open(num_host_blocks)
         self._num_blocks = {Tier.DEVICE: self.num_device_blocks, Tier.HOST: num_host_blocks}
         checksums = BlockChecksums(num_host_blocks) if verify else None
@@ -69,18 +92,24 @@ class LocalTransport:
             deliver(completion)
 
         for direction in Direction:
-            self._lanes[direction] = CopyLane(direction, self.backend, checksums, over, env)
+            self._lanes[direction] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
 
     def record_fence(self) -> Fence:
+        """`TransferRefused` if the device records none; `DeviceGone` if it never will again."""
+        self._loss.check()
         try:
             return self.backend.record_fence()
         except Exception as error:  # whatever the driver says: nothing was started
+            self._loss.notice(error)
+            self._loss.check()
             raise TransferRefused(f"no fence could be recorded: {error!r}") from error
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
-        """Hand the plan to its thread. `TransferRefused` for ids that are no blocks, and after closing."""
+        """Hand the plan to its thread. `TransferRefused` for ids that are no blocks, and after closing; `DeviceGone`
+        once the device is lost."""
         if not self._lanes:
             raise TransferRefused("the transport is not open")
+        self._loss.check()
         self._check(plan)
         fences = self._fences(plan.direction, after)
         self._turns.begin()

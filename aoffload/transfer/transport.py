@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import attrs
 
@@ -11,7 +11,7 @@ from ..core.plan import Completion, TransferPlan
 from ..env import Env
 from .fence import Fence
 
-__all__ = ["TransferStatistics", "Transport"]
+__all__ = ["PinProgress", "ReportsPinning", "SlowToOpen", "TransferStatistics", "Transport"]
 
 
 @attrs.frozen
@@ -32,11 +32,43 @@ class TransferStatistics:
     store_seconds: float = 0.0
 
 
+@attrs.frozen
+class PinProgress:
+    """Host memory is pinned in pieces, several at a time; this is told after each of them."""
+
+    num_bytes: int
+    """Pinned so far."""
+    total_bytes: int
+    piece_bytes: int
+    """Of the piece that has just been pinned."""
+    num_pieces: int
+    """How many there are in all."""
+
+
+@runtime_checkable
+class ReportsPinning(Protocol):
+    """A transport, or a part of one, that says how far it is while it opens."""
+
+    def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
+        """Have `open` call `hear` after each piece of host memory, in whatever thread it runs."""
+        ...
+
+
+@runtime_checkable
+class SlowToOpen(Protocol):
+    """A transport that says whether `open` may take minutes: the runtime calls it in a worker thread then. Whatever it
+    raises, nothing may be left open."""
+
+    @property
+    def opens_slowly(self) -> bool: ...
+
+
 class Transport(Protocol):
     """One side of the seam between plans and tensors.
 
     `launch` and `record_fence` are called in the event loop's thread and never block. Every launched plan is delivered
-    exactly once, from any thread, unless the transport dies or hangs; the ledger survives both.
+    exactly once, from any thread, unless the transport dies or hangs; the ledger survives both. Once one of the two has
+    raised `DeviceGone`, nothing is asked of the transport any more but to close.
     """
 
     @property
@@ -50,7 +82,11 @@ class Transport(Protocol):
         ...
 
     def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
-        """Allocate `num_host_blocks` of host memory and be ready to launch; host block ids start at 0."""
+        """Allocate `num_host_blocks` of host memory and be ready to launch; host block ids start at 0.
+
+        In the event loop's thread, unless the transport is one of `SlowToOpen`. Whatever it raises, nothing is left
+        open.
+        """
         ...
 
     def record_fence(self) -> Fence:

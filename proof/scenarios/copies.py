@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aoffload.testing import SimulatedEngine, Simulation
+from aoffload.testing import SimulatedEngine, Simulation, Violation
 from aoffload.testing.memory import TORN
 
 from .common import after, ask, canceller, evict_device, expect, serve, store, tokens
@@ -73,6 +73,24 @@ async def stalled(sim: Simulation) -> None:
             await sim.sleep(sim.random.choice((0.0, 5.0, 10.0)))
             await evict_device(engine)
         await after(sim, engine)
+
+
+@scenario("cache_turned_off", faults=("device_lost",))
+async def lost_device(sim: Simulation) -> None:
+    """A device that is lost, before a copy or under it: the cache is off, which is told once, and requests go on."""
+    engine = sim.runtime(
+        num_device_blocks=14, num_host_blocks=14, max_jobs_in_flight=sim.random.choice((1, 4)), max_job_bytes=1,
+        num_ranks=sim.random.choice((1, 2)), stream=sim.random.random() < 0.3,
+    )  # fmt: skip
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        await evict_device(engine)
+        for index in range(5):
+            serve(sim, engine, f"r{index}", tokens(1 + index % 2, sim.random.randint(5, 9)), num_new_tokens=index % 2)
+        await after(sim, engine)
+        found = engine.runtime.statistics()
+        if sim.faults.fired["device_lost"] and not (found.off_reason and sim.log.counts["cache_turned_off"] == 1):
+            raise Violation("a loss was ignored", f"{found.off_reason!r}, {sim.log.counts['cache_turned_off']} events")
 
 
 @scenario("request_loading", faults=("fail",))

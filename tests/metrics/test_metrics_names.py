@@ -30,6 +30,8 @@ NOT_BASE_UNITS = (
 )  # fmt: skip
 COUNTED = ("requests", "blocks", "pins", "jobs", "tokens", "completions", "events", "failures", "preempted")
 """What has no unit, but is counted."""
+SWITCHES = ("off",)
+"""What is 0 or 1."""
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
@@ -49,7 +51,7 @@ def test_names_follow_the_rules(family: Family) -> None:
     assert not set(words) & set(NOT_BASE_UNITS)
     unit = words[-2] if family.kind is Kind.COUNTER else words[-1]
     has_unit = unit in ("seconds", "bytes", "blocks") or family.name.endswith("_bytes_per_second")
-    assert has_unit or set(words) & set(COUNTED), "what is it in?"
+    assert has_unit or set(words) & {*COUNTED, *SWITCHES}, "what is it in?"
     assert family.kind is not Kind.HISTOGRAM or has_unit
     for kind in Kind:
         assert kind.value not in words, "its type is not part of a name"

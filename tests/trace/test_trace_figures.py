@@ -18,6 +18,7 @@ from aoffload.trace.series import MAX_BUCKETS, Series
 from aoffload.trace.summary import summary
 from aoffload.trace.tally import MAX_NAMES, OTHERS, Tally
 from aoffload.trace.wording import duration, size
+from aoffload.transfer.transport import PinProgress
 
 
 @pytest.mark.parametrize(("num", "tolerance"), [(1, 0.0), (7, 0.0), (4_096, 0.0), (50_000, 0.006)])
@@ -104,12 +105,14 @@ def test_skipped_stores_alarms_and_failures_are_named(tmp_path: Path) -> None:
         info = warning = error = debug
 
     telemetry = Telemetry(Logger())
+    telemetry.host_memory_pinned(PinProgress(8, 8, 8, 1))
     telemetry.runtime_opened(4, 4)
     for num_blocks in (3, 4):
         telemetry.store_skipped(None, num_blocks, "host_full")
     telemetry.transport_stalled(2)
     telemetry.transport_recovered()
     telemetry.worker_failed(ValueError("no"))
+    telemetry.cache_turned_off("device lost: no answer")
     telemetry.runtime_closed(1)
     about = {"job_id": 1, "direction": "store", "num_blocks": 4, "request_id": ""}
     lines.append(line(1100.0, "job_launched", **about))
@@ -119,6 +122,7 @@ def test_skipped_stores_alarms_and_failures_are_named(tmp_path: Path) -> None:
     figures = Figures()
     scan = Scan.of(path, figures, io.StringIO())
     scan.run()
+    assert len(scan.runtimes.lives) == 1, "what comes before it is opened is another's, or nobody's"
     text = "\n".join(summary(scan, figures))
     for expected in (
         "2  host_full  7 blocks",
@@ -126,6 +130,7 @@ def test_skipped_stores_alarms_and_failures_are_named(tmp_path: Path) -> None:
         "1  transport_stalled",
         "1  transport_recovered",
         "1  worker_failed: ValueError('no')",
+        "1  cache_turned_off: device lost: no answer",
         "1  runtime_closed",
     ):
         assert expected in text

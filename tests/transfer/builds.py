@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from aoffload.core.plan import Direction
+from aoffload.transfer.backends.base import LostDevice
 from aoffload.transfer.backends.cpu import CpuBackend
+from aoffload.transfer.fence import Fence
 from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.ranks import serving
 from aoffload.transfer.ranks.frames import Open
@@ -86,3 +88,35 @@ def held(pools: list[Any], gate: Connection, rank: int, num_ranks: int) -> Any:
         return made
 
     return LocalTransport(pools[rank], backend)
+
+
+class Lost(LostDevice):
+    """What a device of some make raises."""
+
+
+class MortalBackend(CpuBackend):
+    """Its device is lost under the first load: that copy is in doubt, and every other call fails."""
+
+    is_lost = False
+
+    def copy_batch(self, direction: Direction, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
+        self.is_lost = self.is_lost or direction is Direction.LOAD
+        self._check()
+        super().copy_batch(direction, on_device, on_host)
+
+    def settle(self, direction: Direction) -> None:
+        self._check()
+
+    def record_fence(self) -> Fence:
+        self._check()
+        return super().record_fence()
+
+    def _check(self) -> None:
+        if self.is_lost:
+            raise Lost("planted")
+
+
+def mortal(rank: int, num_ranks: int) -> Any:
+    """The last rank loses its device."""
+    pool = plain(rank, num_ranks)
+    return LocalTransport(pool, MortalBackend) if rank == num_ranks - 1 else pool

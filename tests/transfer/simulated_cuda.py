@@ -64,6 +64,7 @@ class SimulatedCuda:
         self.registered: dict[int, int] = {}
         self.num_events = 0
         self.is_lost = False
+        self.num_asked_in_vain = 0
         self.maps_host_memory = True
         self._pinnable_bytes = pinnable_bytes
         self._lock = threading.Condition()  # told of whatever is given, by those who wait
@@ -84,6 +85,7 @@ class SimulatedCuda:
         assert getattr(self._local, "depth", 0), f"{call} in a thread in which no device is current"
         with self._lock:
             if self.is_lost:
+                self.num_asked_in_vain += 1
                 raise DeviceLost(call, "CUDA_ERROR_ILLEGAL_ADDRESS")
             yield
 
@@ -92,6 +94,12 @@ class SimulatedCuda:
         with self._lock:
             self.is_lost = True
             self._lock.notify_all()
+
+    def wait_given(self, what: str, number: int = 1) -> None:
+        """Block until as many calls of that kind were made, by the words of the log."""
+        with self._lock:
+            told = self._lock.wait_for(lambda: sum(entry[1] == what for entry in self.log) >= number, GUARD_S)
+            assert told, f"nobody {what}"
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

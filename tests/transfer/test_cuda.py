@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from copies import Copies
+from copies import GUARD_S, Copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cuda import SimulatedCuda, SimulatedKernel, on
 from test_cpu_backend import Pool, separate_sizes, stacked
 
-from aoffload.core.plan import Direction, Outcome
-from aoffload.errors import TransferRefused
-from aoffload.transfer.backends.cuda import BreakEven, CudaBackend, CudaError, CudaOptions, Pieces, backend
+from aoffload.core.plan import Direction, Outcome, TransferPlan
+from aoffload.errors import DeviceGone
+from aoffload.transfer.backends.cuda import BreakEven, CudaBackend, CudaError, CudaOptions, DeviceLost, Pieces, backend
 from aoffload.transfer.backends.cuda.backend import best_driver
 from aoffload.transfer.backends.cuda.method import SIZES, measure_break_even
 from aoffload.transfer.backends.cuda.plain import TorchDriver
 from aoffload.transfer.backends.cuda.trials import measured_on, scattered
-from aoffload.transfer.fence import PASSED
+from aoffload.transfer.fence import PASSED, Fence
 from aoffload.transfer.region import regions_of
 
 MIB = 2**20
@@ -229,31 +231,93 @@ def test_two_devices_in_one_process_keep_apart() -> None:
 
 
 def test_a_device_that_is_lost_under_a_copy_leaves_it_unproven(open_copies: Callable[..., Copies]) -> None:
-    """Nobody knows whether it still writes. What comes after it is refused, since no fence can be recorded."""
+    """Nobody knows whether it still writes. What comes after it is refused for good, behind whatever fence."""
     cuda = SimulatedCuda()
-    pool = torch.zeros(8, 4)
-    copies = open_copies(pool, 4, partial(CudaBackend, options=on(cuda)))
-    release = cuda.hold(cuda.compute)
+    copies = open_copies(torch.zeros(8, 4), 4, partial(CudaBackend, options=on(cuda)))
+    after = copies.transport.record_fence()
+    cuda.hold(cuda.compute)
     copies.launch_store([1], [0])
+    cuda.wait_given("copies")
     cuda.lose()
     lost = copies.next()
     assert lost.outcome is Outcome.UNPROVEN and "ILLEGAL_ADDRESS" in lost.error
-    for launch in (copies.launch_load, copies.launch_store):
-        with pytest.raises(TransferRefused, match="no fence could be recorded"):
+    num_asked = cuda.num_asked_in_vain
+    for launch in (copies.launch_load, copies.launch_store, partial(copies.launch_store, after=after)):
+        with pytest.raises(DeviceGone, match=r"device lost: .*ILLEGAL_ADDRESS"):
             launch([1], [1])
-    release()
+    with pytest.raises(DeviceGone):
+        copies.transport.record_fence()
+    assert cuda.num_asked_in_vain == num_asked
 
 
-def test_a_store_behind_a_fence_from_before_the_loss_is_unproven(open_copies: Callable[..., Copies]) -> None:
-    """It has its fence already, so it is given to the device, which answers nothing."""
+def test_a_fence_that_a_lost_device_does_not_record_is_the_last_one_asked_for(
+    open_copies: Callable[..., Copies],
+) -> None:
+    """The loop may be the first to notice. One question, and a refusal that is final."""
+    cuda = SimulatedCuda()
+    copies = open_copies(torch.zeros(8, 4), 4, partial(CudaBackend, options=on(cuda)))
+    cuda.lose()
+    for _ in range(3):
+        with pytest.raises(DeviceGone, match="ILLEGAL_ADDRESS"):
+            copies.transport.record_fence()
+    assert cuda.num_asked_in_vain == 1
+
+
+def test_a_store_behind_a_fence_from_before_the_loss_is_not_begun(open_copies: Callable[..., Copies]) -> None:
+    """It has its fence already, so it is given to the device, which does not take it: over, with nothing in doubt."""
     cuda = SimulatedCuda()
     copies = open_copies(torch.zeros(8, 4), 4, partial(CudaBackend, options=on(cuda)))
     after = copies.transport.record_fence()
     cuda.lose()
     copies.launch_store([1], [0], after=after)
     lost = copies.next()
-    assert (lost.outcome, lost.num_landed) == (Outcome.UNPROVEN, 0)
+    assert (lost.outcome, lost.num_landed) == (Outcome.FAILED, 0)
     assert "DeviceLost" in lost.error
+    with pytest.raises(DeviceGone):
+        copies.launch_store([1], [0], after=after)
+
+
+def test_what_is_queued_when_the_device_is_lost_is_not_begun(open_copies: Callable[..., Copies]) -> None:
+    """Only the copy that was under way is in doubt; those behind it ask the device nothing any more."""
+    has_begun, may_copy = threading.Event(), threading.Event()
+
+    class Waits(CudaBackend):
+        def copy(self, plan: TransferPlan) -> Fence:
+            has_begun.set()
+            assert may_copy.wait(GUARD_S)
+            return super().copy(plan)
+
+    cuda = SimulatedCuda()
+    copies = open_copies(torch.zeros(8, 4), 4, partial(Waits, options=on(cuda)))
+    first, *others = (copies.launch_store([block], [block], after=PASSED) for block in range(1, 4))
+    assert has_begun.wait(GUARD_S)
+    cuda.lose()
+    may_copy.set()
+    told = [copies.next() for _ in range(3)]
+    assert [found.job_id for found in told] == [first, *others]
+    assert [found.outcome for found in told] == [Outcome.UNPROVEN, Outcome.FAILED, Outcome.FAILED]
+
+
+def test_threads_that_a_lost_device_does_not_let_go_of_end_in_silence(open_copies: Callable[..., Copies]) -> None:
+    """A context that is gone can't be left either. Nothing is printed, and closing is quick."""
+
+    class Unleavable(SimulatedCuda):
+        @contextmanager
+        def bound(self) -> Iterator[None]:
+            with super().bound():
+                yield
+            if self.is_lost:
+                raise DeviceLost("cuCtxPopCurrent", "CUDA_ERROR_CONTEXT_IS_DESTROYED")
+
+    raised: list[object] = []
+    cuda = Unleavable()
+    copies = open_copies(torch.zeros(8, 4), 4, partial(CudaBackend, options=on(cuda)))
+    assert copies.store([1], [0]).outcome is Outcome.LANDED
+    cuda.lose()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", raised.append)
+        assert copies.transport.close(GUARD_S)
+    assert raised == []
 
 
 def test_closing_after_a_loss_raises_nothing() -> None:

@@ -244,27 +244,31 @@ LOSS = """
 import torch
 from copies import Copies
 from aoffload.core.plan import Outcome
-from aoffload.errors import TransferRefused
-pool = torch.zeros(8, 1 << 16, device="cuda")
+from aoffload.errors import DeviceGone
+pool, four = torch.zeros(8, 1 << 16, device="cuda"), torch.zeros(4, device="cuda")
+beyond = torch.tensor([1 << 30], device="cuda")
 copies = Copies(pool, 4)
 assert copies.store([1], [0]).outcome is Outcome.LANDED
+after = copies.transport.record_fence()
 torch.cuda._sleep(200_000_000)
-torch.zeros(4, device="cuda")[torch.tensor([1 << 30], device="cuda")]  # an assertion fails on the device
+four[beyond]  # an assertion fails on the device, when it has slept
 copies.launch_store([1], [1])
 assert copies.next().outcome is Outcome.UNPROVEN
-for launch in (copies.launch_load, copies.launch_store):
+for direction, fence in (("load", None), ("store", None), ("store", after)):
     try:
-        launch([1], [1])
-    except TransferRefused:
-        continue
-    assert copies.next().outcome is Outcome.UNPROVEN
+        copies.launch_load([1], [1]) if direction == "load" else copies.launch_store([1], [1], after=fence)
+    except DeviceGone as error:
+        print(direction, "refused for good:", error)
 copies.transport.close(5)
 print("went on")
 """
 
 
 def test_gpu_a_lost_device_is_an_outcome() -> None:
-    """In a process of its own, since its context is gone afterwards: typed outcomes, and the program goes on."""
+    """In a process of its own, since its context is gone afterwards: only what was under way is in doubt, everything
+    else is refused for good, and the program goes on."""
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{LOSS}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=6 * GUARD_S, check=False)
     assert "went on" in done.stdout, done.stderr
+    assert done.stdout.count("refused for good: device lost") == 3, done.stdout
+    assert "Exception in thread" not in done.stderr

@@ -8,12 +8,17 @@ import subprocess
 import sys
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 
+import anyio
 import pytest
+import structlog
 import torch
+from copies import GUARD_S
 from simulated_cuda import SimulatedCuda, on
 
+from aoffload import Env, KVCacheGroup, LocalTransport, OffloadConfig, OffloadRuntime
 from aoffload.transfer.backends.base import anonymous_memory
 from aoffload.transfer.backends.cuda import CudaBackend, CudaError, HostMemoryError, PinProgress
 from aoffload.transfer.backends.cuda.pinned import (
@@ -173,3 +178,63 @@ def test_a_killed_process_leaves_nothing() -> None:
         process.send_signal(signal.SIGKILL)
     assert "rw-p" in mapping and "'0']" in mapping  # private, and of no file
     assert not [name for name in open_files if "shm" in name or "memfd" in name]
+
+
+def test_a_backend_that_cannot_open_lets_go_of_what_it_has_pinned() -> None:
+    """What goes wrong after the pinning, too, leaves nothing registered."""
+    cuda = SimulatedCuda()
+
+    def no_kernel(device: torch.device) -> None:
+        assert cuda.registered
+        raise OSError("no compiler")
+
+    transport = LocalTransport(torch.zeros(4, 8), partial(CudaBackend, options=on(cuda, kernel=no_kernel)))
+    with pytest.raises(OSError, match="no compiler"):
+        transport.open(4, verify=False, deliver=lambda completion: None, env=Env())
+    assert cuda.registered == {}
+
+
+class PinsWhenTold(SimulatedCuda):
+    """Registers memory when a test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.may_pin = threading.Event(), threading.Event()
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self.has_begun.set()
+        assert self.may_pin.wait(GUARD_S)
+        super().register(address, num_bytes)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+async def test_a_runtime_that_pins_holds_up_nobody_and_leaves_nothing_pinned(leaves: bool) -> None:
+    """The loop goes on meanwhile, the log has a line for each piece, and who is cancelled lets go of every page."""
+    cuda, scope = PinsWhenTold(), anyio.CancelScope()
+    pool = torch.zeros(9, MIB, dtype=torch.uint8)
+    transport = LocalTransport(pool, partial(CudaBackend, options=on(cuda, max_piece_bytes=2 * MIB)))
+    config = OffloadConfig(groups=[KVCacheGroup("full")], num_host_blocks=9)
+    log, entered = structlog.testing.CapturingLogger(), list[int]()
+    logger = structlog.wrap_logger(log, processors=[])
+
+    async def live() -> None:
+        with scope:
+            async with OffloadRuntime(config, transport=transport, logger=logger):
+                entered.append(sum(cuda.registered.values()))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(live)
+        assert await anyio.to_thread.run_sync(cuda.has_begun.wait, GUARD_S)
+        if leaves:
+            scope.cancel()
+        for _ in range(10):
+            await anyio.lowlevel.checkpoint()
+        cuda.may_pin.set()
+    pieces = [call.kwargs for call in log.calls if call.kwargs["event"] == "host_memory_pinned"]
+    assert entered == ([] if leaves else [9 * MIB])
+    assert cuda.registered == {}
+    assert all(not lane._thread.is_alive() for lane in transport._lanes.values())
+    if not leaves:
+        assert len(pieces) == pieces[0]["num_pieces"] >= 5
+        assert sum(event["piece_bytes"] for event in pieces) == 9 * MIB == pieces[-1]["num_bytes"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 import zlib
 from array import array
 from functools import partial
 
 import anyio
 import pytest
+import structlog
 import torch
 from cuda_mutants import Unfenced, Unproven
 from simulated_cuda import SimulatedCuda, on
@@ -130,22 +132,27 @@ async def test_the_event_loop_goes_on_while_the_device_works() -> None:
 
 async def test_an_engine_survives_the_loss_of_its_device() -> None:
     """Who waits for a load computes instead; later requests are served without a copy, and nothing more is
-    quarantined than what was under way."""
-    cuda = SimulatedCuda()
+    quarantined than what was under way. The cache turns itself off once, and says so once; closing raises nothing."""
+    cuda, log = SimulatedCuda(), structlog.testing.CapturingLogger()
     transport = LocalTransport(torch.zeros(NUM_DEVICE, 3), partial(CudaBackend, options=on(cuda)))
-    async with OffloadRuntime(CONFIG, transport=transport) as runtime:
+    logger, threads = structlog.wrap_logger(log, processors=[]), _copy_threads()
+    async with OffloadRuntime(CONFIG, transport=transport, logger=logger) as runtime:
         await stored_and_pushed_out(runtime)
+        assert runtime.statistics().off_reason == ""
         cuda.hold(cuda.compute)
+        num_copies = sum(entry[1] == "copies" for entry in cuda.log)
         async with runtime.request(TOKENS) as request:
             await request.allocate()
             pending = request.load_nowait()
-            for _ in range(100):
-                await anyio.lowlevel.checkpoint()
+            await anyio.to_thread.run_sync(cuda.wait_given, "copies", num_copies + 1)
+            after = transport.record_fence()
             cuda.lose()
             assert await pending.wait() == 0
-            request.commit(17)
-        in_doubt = runtime.statistics().device.num_quarantined
+            request.commit(17, after=after)
+        found = runtime.statistics()
+        in_doubt = found.device.num_quarantined
         assert 0 < in_doubt <= 4
+        assert "ILLEGAL_ADDRESS" in found.off_reason
         for number in range(20):
             async with runtime.request([200 + number % 5] * 30) as request:
                 await request.allocate()
@@ -156,3 +163,12 @@ async def test_an_engine_survives_the_loss_of_its_device() -> None:
         assert (found.device.num_quarantined, found.host.num_quarantined) == (in_doubt, 0)
         assert found.device.num_pinned == 0
         runtime.check_integrity()
+    events = [call.kwargs["event"] for call in log.calls]
+    assert events.count("cache_turned_off") == 1
+    assert events.count("job_failed") == 1
+    assert "transport_failed" not in events
+    assert _copy_threads() == threads
+
+
+def _copy_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("aoffload-")}

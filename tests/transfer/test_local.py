@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable
 
@@ -163,3 +164,28 @@ def test_a_device_that_records_no_fence_refuses() -> None:
     with pytest.raises(TransferRefused, match="device lost"):
         copies.launch_load([0], [1])
     assert copies.transport.close(GUARD_S)
+
+
+def test_what_cannot_be_opened_leaves_nothing_open() -> None:
+    """The first thread runs already when the second one cannot be started: it ends, and the memory goes."""
+
+    class OneThread(Env):
+        def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
+            if threads:
+                raise RuntimeError("can't start new thread")
+            threads.append(super().start_thread(target, name))
+            return threads[0]
+
+    class Remembers(CpuBackend):
+        is_closed = False
+
+        def close(self) -> None:
+            super().close()
+            self.is_closed = True
+
+    threads: list[threading.Thread] = []
+    transport = LocalTransport(torch.zeros(4, 8), Remembers)
+    with pytest.raises(RuntimeError, match="can't start"):
+        transport.open(4, verify=False, deliver=lambda completion: None, env=OneThread())
+    assert not threads[0].is_alive()
+    assert isinstance(transport.backend, Remembers) and transport.backend.is_closed

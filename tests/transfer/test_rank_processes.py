@@ -25,7 +25,7 @@ from copies import GUARD_S
 
 from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
 from aoffload.env import Env
-from aoffload.errors import ConfigError, TransferRefused, WrongState
+from aoffload.errors import ConfigError, DeviceGone, TransferRefused, WrongState
 from aoffload.transfer.backends.base import anonymous_memory
 from aoffload.transfer.ranks.process import ProcessRank, spawn_ranks
 from aoffload.transfer.ranks.transport import RankTransport
@@ -153,6 +153,21 @@ def test_a_rank_that_ends_or_hangs_while_it_builds_is_noticed(gates: tuple[Conne
         rank.wait_ready(0)
     with pytest.raises(ConfigError, match="num_ranks: must be at least 1, got 0"):
         RankTransport.spawn(builds.plain, 0)
+
+
+def test_a_rank_whose_device_is_lost_says_that_it_is_for_good(start: Callable[..., Processes]) -> None:
+    """What it had begun is in doubt. Asked for anything more it says so, and no rank is told anything from then on."""
+    found = start(builds.mortal, num_ranks=2)
+    found.store(1, [1], [0])
+    assert found.next().outcome is Outcome.LANDED
+    found.load(2, [0], [2])
+    assert found.next().outcome is Outcome.UNPROVEN
+    found.load(3, [0], [3])
+    assert found.next().outcome is Outcome.FAILED
+    with pytest.raises(DeviceGone, match="rank 1: device lost: planted"):
+        found.transport.record_fence()
+    with pytest.raises(DeviceGone, match="rank 1: device lost: planted"):
+        found.load(4, [0], [3])
 
 
 def test_a_transport_that_was_never_opened_can_be_closed() -> None:

@@ -45,6 +45,7 @@ FRAMES = st.one_of(
     st.builds(frames.Refused, TEXTS, TEXTS),
     st.builds(frames.Completed, COMPLETIONS, STATISTICS),
     st.builds(frames.Closed, st.booleans()),
+    st.builds(frames.Lost, TEXTS),
 )
 
 PLAN = TransferPlan(7, Tier.HOST, Tier.DEVICE, array("i", [5, 6]), array("i", [1, 2]))

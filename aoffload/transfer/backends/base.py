@@ -10,11 +10,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.plan import Direction, Tier, TransferPlan
-from ...errors import ConfigError
+from ...errors import AoffloadError, ConfigError
 from ..fence import Fence
 from ..region import KVRegion
 
-__all__ = ["CopyBackend", "CopyStopped", "RegionBackend", "anonymous_memory", "device_ids", "host_ids", "host_size"]
+__all__ = [
+    "CopyBackend",
+    "CopyStopped",
+    "LostDevice",
+    "RegionBackend",
+    "anonymous_memory",
+    "device_ids",
+    "host_ids",
+    "host_size",
+]
+
+
+class LostDevice(AoffloadError):  # noqa: N818
+    """What an error of a backend is besides, if every other call will fail as well from now on."""
 
 
 class CopyStopped(Exception):  # noqa: N818 - a result that has to leave several calls, not an error of the caller
@@ -28,8 +41,9 @@ class CopyStopped(Exception):  # noqa: N818 - a result that has to leave several
 class CopyBackend(Protocol):
     """Moves bytes between the regions of one device and host memory that it owns.
 
-    `open`, `record_fence` and `close` are called by the event loop's thread. Everything else is called by the copy
-    threads, one per direction, which may run at the same time.
+    `record_fence` is called by the event loop's thread, `open` and `close` by that or another one, before and after
+    everything else. The rest is called by the copy threads, one per direction, which may run at the same time. Any call
+    may raise a `LostDevice`: nothing is asked of the device any more then.
     """
 
     @property

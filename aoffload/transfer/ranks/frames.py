@@ -15,6 +15,7 @@ __all__ = [
     "Completed",
     "Frame",
     "Launch",
+    "Lost",
     "Open",
     "Opened",
     "Ready",
@@ -103,6 +104,13 @@ class Closed:
     has_ended: bool
 
 
+@attrs.frozen
+class Lost:
+    """The rank's device answers no call any more: nothing will be started from now on."""
+
+    reason: str
+
+
 Frame: TypeAlias = (
-    Open | RecordFence | ReleaseFence | Launch | Close | Ready | Opened | Refused | Completed | Closed
+    Open | RecordFence | ReleaseFence | Launch | Close | Ready | Opened | Refused | Completed | Closed | Lost
 )  # fmt: skip

@@ -13,10 +13,23 @@ import torch.multiprocessing
 
 from ...core.plan import Completion, TransferPlan
 from ...env import Env
-from ...errors import ConfigError, TransferRefused, WireError, WrongState
+from ...errors import ConfigError, DeviceGone, TransferRefused, WireError, WrongState
 from ..transport import TransferStatistics
 from .channel import Channel
-from .frames import Close, Closed, Completed, Frame, Launch, Open, Opened, Ready, RecordFence, Refused, ReleaseFence
+from .frames import (
+    Close,
+    Closed,
+    Completed,
+    Frame,
+    Launch,
+    Lost,
+    Open,
+    Opened,
+    Ready,
+    RecordFence,
+    Refused,
+    ReleaseFence,
+)
 from .serving import Build, rank_main
 from .wire import encode
 
@@ -47,6 +60,8 @@ class ProcessRank:
         self._writer: threading.Thread | None = None
         self._refusal = ""
         """Why nothing is launched any more."""
+        self._loss = ""
+        """Why its device can do nothing any more, though its process lives."""
         self._has_ended = False
         """It said itself that every copy has ended."""
         self._error: Refused | None = None
@@ -137,6 +152,8 @@ class ProcessRank:
     def _post(self, frame: Frame) -> None:
         if self._refusal:
             raise TransferRefused(f"rank {self.rank}: {self._refusal}")
+        if self._loss:
+            raise DeviceGone(self._loss)
         if self._outbox.qsize() >= _MAX_UNSENT:
             raise TransferRefused(f"rank {self.rank} has not read its last {_MAX_UNSENT} commands")
         try:
@@ -183,6 +200,8 @@ class ProcessRank:
         if isinstance(frame, Completed):
             self._statistics = frame.statistics
             self._deliver(frame.completion)
+        elif isinstance(frame, Lost):
+            self._loss = frame.reason
         elif isinstance(frame, Closed):
             self._has_ended = frame.has_ended
         elif isinstance(frame, (Opened, Refused)):

@@ -9,7 +9,7 @@ from ...core.plan import Completion, TransferPlan
 from ...env import Env
 from ...errors import ConfigError, TransferRefused
 from ..fence import Fence
-from ..transport import TransferStatistics, Transport
+from ..transport import PinProgress, ReportsPinning, TransferStatistics, Transport
 
 __all__ = ["LocalRank", "Rank"]
 
@@ -17,8 +17,8 @@ __all__ = ["LocalRank", "Rank"]
 class Rank(Protocol):
     """One device of several that hold a part of every block each.
 
-    Everything but `wait_open` and `join` is called in the event loop's thread (`release_fence` in any) and never
-    blocks. Commands take effect in the order they are given.
+    Everything but `open`, `wait_open` and `join` is called in the event loop's thread (`release_fence` in any) and
+    never blocks. Commands take effect in the order they are given. A rank whose device is lost says so by `DeviceGone`.
     """
 
     @property
@@ -40,7 +40,7 @@ class Rank(Protocol):
         lost: Callable[[str], None],
         env: Env,
     ) -> None:
-        """Start allocating `num_host_blocks` of this rank's host memory.
+        """Start allocating `num_host_blocks` of this rank's host memory. Called in the thread that opens the transport.
 
         From then on `deliver` is called, in any thread, with what becomes of a plan, and `lost` with a reason once the
         rank has ended, for good and for certain: nothing of it copies any more.
@@ -115,6 +115,10 @@ class LocalRank:
         except (MemoryError, RuntimeError, OSError) as error:  # what allocators raise beside our own
             size = num_host_blocks * self.block_bytes / 2**30
             raise ConfigError("num_host_blocks", f"{size:.1f} GiB of host memory: {error!r}") from error
+
+    def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
+        if isinstance(self.transport, ReportsPinning):
+            self.transport.report_pinning(hear)
 
     def wait_open(self, timeout_s: float) -> None:
         """Nothing to wait for: `open` has allocated."""

@@ -14,10 +14,10 @@ import attrs
 
 from ...core.plan import Completion, Outcome
 from ...env import Env
-from ...errors import ConfigError, TransferRefused, WireError
+from ...errors import ConfigError, DeviceGone, TransferRefused, WireError
 from ..local import LocalTransport
 from .channel import Channel
-from .frames import Close, Closed, Completed, Launch, Open, Opened, Ready, RecordFence, Refused, ReleaseFence
+from .frames import Close, Closed, Completed, Launch, Lost, Open, Opened, Ready, RecordFence, Refused, ReleaseFence
 from .rank import LocalRank
 
 __all__ = ["Build", "rank_main"]
@@ -59,6 +59,7 @@ class _Server:
         self._channel = channel
         self._local = local
         self._rank = rank
+        self._is_lost = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             Open: self._open,
             RecordFence: self._record_fence,
@@ -93,17 +94,24 @@ class _Server:
     def _record_fence(self, frame: RecordFence) -> None:
         try:
             self._local.record_fence(frame.number)
-        except TransferRefused:
-            return  # the launch that names it is refused: nothing is ever copied without its fence
+        except TransferRefused as error:  # the launch that names it is refused: nothing is copied without its fence
+            self._look_at(error)
 
     def _launch(self, frame: Launch) -> None:
         end = partial(Completion, frame.plan.job_id)
         try:
             self._local.launch(frame.plan, frame.after or None)
         except TransferRefused as error:
+            self._look_at(error)
             self._deliver(end(Outcome.FAILED, error=str(error)))
         except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what was started, the rank goes on
             self._deliver(end(Outcome.UNPROVEN, error=repr(error)))
+
+    def _look_at(self, error: TransferRefused) -> None:
+        """Whether it is the last word, which is said once."""
+        if isinstance(error, DeviceGone) and not self._is_lost:
+            self._is_lost = True
+            self._channel.send(Lost(str(error)[:_MAX_ERROR]))
 
     def _deliver(self, completion: Completion) -> None:
         """From any thread of the transport; blocks only while the deciding process does not read."""

@@ -12,9 +12,9 @@ import attrs
 
 from ...core.plan import Completion, Outcome, TransferPlan
 from ...env import Env
-from ...errors import ConfigError, TransferRefused, WrongState
+from ...errors import ConfigError, DeviceGone, TransferRefused, WrongState
 from ..fence import Fence, PassedFence
-from ..transport import TransferStatistics
+from ..transport import PinProgress, ReportsPinning, TransferStatistics
 from .process import spawn_ranks
 from .rank import Rank
 from .serving import Build
@@ -22,6 +22,8 @@ from .tally import JobTally
 
 __all__ = ["MAX_FENCES", "RankFence", "RankTransport"]
 
+_IDLE_S = 1.0
+"""How long ranks that were given nothing may take to end."""
 MAX_FENCES = 4096
 """Fences that are kept at a time. A device that is so far behind is not asked for more: what is committed meanwhile is
 not stored."""
@@ -71,7 +73,7 @@ class RankTransport:
         # Reentrant: whoever is told of an end may launch the next job at once.
         self._lock = threading.RLock()
         self._tally = JobTally(len(self.ranks))
-        self._refusal = "the transport is not open"
+        self._refusal: TransferRefused | None = TransferRefused("the transport is not open")
         self._is_opened = False
         self._deliver: Callable[[Completion], None] = lambda completion: None
         self._last_fence = 0
@@ -92,6 +94,17 @@ class RankTransport:
 
     # -- opening and closing --------------------------------------------------------------------------------------
 
+    @property
+    def opens_slowly(self) -> bool:
+        """It waits for all ranks to allocate."""
+        return True
+
+    def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
+        """Of ranks in this process. Others have a log of their own."""
+        for rank in self.ranks:
+            if isinstance(rank, ReportsPinning):
+                rank.report_pinning(hear)
+
     def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
         """Have every rank allocate. `ConfigError` naming the rank and the size it cannot have; all are closed then.
 
@@ -101,11 +114,11 @@ class RankTransport:
             raise WrongState("this transport was opened before; make another one")
         self._is_opened = True
         self._deliver = deliver
-        self._refusal = ""
+        self._refusal = None
         try:
             self._open_ranks(num_host_blocks, verify, env)
         except BaseException:
-            self.close(0.0)
+            self.close(_IDLE_S)
             raise
 
     def _open_ranks(self, num_host_blocks: int, verify: bool, env: Env) -> None:
@@ -122,15 +135,17 @@ class RankTransport:
     def close(self, timeout_s: float) -> bool:
         """Have every rank end within `timeout_s`; a process that does not is killed. Whether no copy is in doubt."""
         deadline_s = time.monotonic() + timeout_s
-        self._refuse("the transport is closed")
+        self._refuse(TransferRefused("the transport is closed"))
         for rank in self.ranks:
             rank.stop(timeout_s)
         ended = [rank.join(max(0.0, deadline_s - time.monotonic())) for rank in self.ranks]
         return all(ended)
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, error: TransferRefused) -> None:
+        """Everything from now on, as `error` says. A rank that is gone for good takes all others with it: a part of
+        every block is there."""
         with self._lock:
-            self._refusal = self._refusal or reason
+            self._refusal = self._refusal or error
 
     # -- launching ------------------------------------------------------------------------------------------------
 
@@ -149,13 +164,16 @@ class RankTransport:
             for rank in self.ranks:
                 rank.record_fence(fence.number)
                 told.append(rank)
+        except DeviceGone as error:
+            raise self._gone(len(told), error) from error
         finally:  # also of a fence that a later rank could not record: nobody will ever name it
             weakref.finalize(fence, _release, told, fence.number).atexit = False
         self._fences.add(fence)
         return fence
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
-        """Tell every rank. `TransferRefused` when one is dead, and for a fence that is not of `record_fence`."""
+        """Tell every rank. `DeviceGone` when one is dead or its device lost, `TransferRefused` for a fence that is not
+        of `record_fence`."""
         number = self._number(after)
         with self._lock:
             self._check_usable()
@@ -164,7 +182,8 @@ class RankTransport:
             try:
                 rank.launch(plan, number)
             except TransferRefused as error:
-                self._not_started(index, plan, error)
+                refusal = self._gone(index, error) if isinstance(error, DeviceGone) else error
+                self._not_started(index, plan, refusal)
                 return
             except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what this rank has started
                 self._report(index, Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
@@ -180,6 +199,11 @@ class RankTransport:
                 raise error
         self._skip(index, plan, str(error))
 
+    def _gone(self, index: int, error: DeviceGone) -> DeviceGone:
+        found = DeviceGone(f"rank {index}: {error}")
+        self._refuse(found)
+        return found
+
     def _skip(self, first: int, plan: TransferPlan, reason: str) -> None:
         for index in range(first, len(self.ranks)):
             self._report(index, Completion(plan.job_id, Outcome.FAILED, error=reason))
@@ -192,8 +216,8 @@ class RankTransport:
         raise TransferRefused(f"after: ranks know only the fences of their own record_fence(), got {after!r:.80}")
 
     def _check_usable(self) -> None:
-        if self._refusal:
-            raise TransferRefused(self._refusal)
+        if self._refusal is not None:
+            raise type(self._refusal)(*self._refusal.args)
 
     # -- reports, from any thread ---------------------------------------------------------------------------------
 
@@ -212,7 +236,7 @@ class RankTransport:
 
     def _lose(self, index: int, reason: str) -> None:
         with self._lock:
-            self._refusal = self._refusal or f"rank {index} is gone: {reason}"
+            self._refuse(DeviceGone(f"rank {index} is gone: {reason}"))
             for told in self._tally.lose(index, reason):
                 self._deliver(told)
 

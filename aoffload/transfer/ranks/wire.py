@@ -23,6 +23,7 @@ from .frames import (
     Completed,
     Frame,
     Launch,
+    Lost,
     Open,
     Opened,
     Ready,
@@ -196,6 +197,7 @@ _KINDS = {
     ),
     68: _Kind(Completed, _write_completed, _read_completed),
     69: _Kind(Closed, lambda frame: _BYTE.pack(frame.has_ended), lambda reader: Closed(reader.flag())),
+    70: _Kind(Lost, lambda frame: _text(frame.reason), lambda reader: Lost(reader.text())),
 }  # fmt: skip
 _NUMBERS = {kind.frame: number for number, kind in _KINDS.items()}
 

@@ -1,10 +1,11 @@
 """Copies between GPU tensors and pinned host memory."""
 
+from ...transport import PinProgress
 from .backend import CudaBackend, CudaOptions
 from .driver import CudaDriver, CudaError, DeviceLost, Pieces, SourceOrder
 from .events import CudaFence
 from .method import BreakEven
-from .pinned import HostMemoryError, PinProgress
+from .pinned import HostMemoryError
 from .waiting import AdaptivePolling, BlockingWait, WaitPolicy
 
 __all__ = [

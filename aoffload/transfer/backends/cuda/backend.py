@@ -15,6 +15,7 @@ from ....errors import TransferRefused
 from ...fence import Fence
 from ...region import KVRegion, byte_rows
 from ...region_fences import RegionFences
+from ...transport import PinProgress
 from ..base import RegionBackend, anonymous_memory, device_ids, host_ids
 from .driver import CudaDriver, CudaError, Handle, Pieces, SourceOrder
 from .events import EventPool
@@ -22,7 +23,7 @@ from .kernel import CopyKernel, triton_kernel
 from .layout import Layout, Scratch
 from .method import BreakEven
 from .nvidia import NvidiaDriver
-from .pinned import MAX_PIECE_BYTES, HostMemory, PinProgress, pinned_memory
+from .pinned import MAX_PIECE_BYTES, HostMemory, pinned_memory
 from .plain import TorchDriver
 from .trials import measured_on
 from .waiting import BlockingWait, WaitPolicy
@@ -57,7 +58,7 @@ class CudaOptions:
     waiting: WaitPolicy = attrs.field(factory=BlockingWait)
     """How the copy threads wait for the device."""
     progress: Callable[[PinProgress], None] = lambda _: None
-    """Hears of each piece of host memory that was pinned, in the thread that opens the backend."""
+    """Hears of each piece of host memory that was pinned, in the thread that opens the backend. The log does anyway."""
     max_piece_bytes: int = MAX_PIECE_BYTES
     """Host memory is pinned in pieces of this size at most."""
 
@@ -98,6 +99,7 @@ class CudaBackend(RegionBackend):
         self._kernel: CopyKernel | None = None
         self._lanes: dict[Direction, Lane] = {}
         self._watched: dict[int, RegionFences] = {}
+        self._listeners = [self.options.progress]
 
     def __repr__(self) -> str:
         memory = "pinned" if self.host.is_pinned else "pageable"
@@ -105,12 +107,18 @@ class CudaBackend(RegionBackend):
 
     # -- opening and closing --------------------------------------------------------------------------------------
 
+    def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
+        self._listeners.append(hear)
+
+    def _hear(self, progress: PinProgress) -> None:
+        for hear in self._listeners:
+            hear(progress)
+
     def open(self, num_host_blocks: int) -> None:
-        options = self.options
         with self.driver.bound():
             self._lanes = {direction: Lane(self.driver.create_stream()) for direction in Direction}
         self.host = pinned_memory(
-            self.driver, num_host_blocks, self.block_bytes, options.progress, options.max_piece_bytes
+            self.driver, num_host_blocks, self.block_bytes, self._hear, self.options.max_piece_bytes
         )
         self.driver.learn(self.host.rows)
         self._blocks = Layout.of_block(self.regions, self.host.address, self.host.borders)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ....errors import AoffloadError
 from ...fence import Fence
+from ..base import LostDevice
 
 __all__ = ["LOST_CODES", "CudaDriver", "CudaError", "DeviceLost", "Handle", "Pieces", "SourceOrder"]
 
@@ -56,7 +57,7 @@ class CudaError(AoffloadError):
         self.name = name
 
 
-class DeviceLost(CudaError):  # noqa: N818
+class DeviceLost(CudaError, LostDevice):  # noqa: N818
     """The device, or its context, answers no call any more: an illegal access, an uncorrectable error, a removal.
 
     What had been started on it may still write, as far as anybody knows.

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import ConfigError
+from ...transport import PinProgress
 from ..base import anonymous_memory
 from .driver import CudaDriver, CudaError
 
-__all__ = ["MAX_PIECE_BYTES", "HostMemory", "HostMemoryError", "PinProgress", "pinned_memory"]
+__all__ = ["MAX_PIECE_BYTES", "HostMemory", "HostMemoryError", "pinned_memory"]
 
 MAX_PIECE_BYTES = 64 * 2**30
 """Drivers refuse, or take minutes for, much larger registrations."""
@@ -59,15 +60,6 @@ class _PieceError(Exception):
         super().__init__(piece, cause)
         self.piece = piece
         self.cause = cause
-
-
-@attrs.frozen
-class PinProgress:
-    """Told after each piece, in the thread that asked for the memory."""
-
-    num_bytes: int
-    """Pinned so far."""
-    total_bytes: int
 
 
 @attrs.frozen(eq=False)
@@ -150,8 +142,9 @@ def _register_all(
         num_bytes = 0
         try:
             for future in as_completed(pending):
-                num_bytes += future.result()
-                progress(PinProgress(num_bytes, total_bytes))
+                piece_bytes = future.result()
+                num_bytes += piece_bytes
+                progress(PinProgress(num_bytes, total_bytes, piece_bytes, len(pieces)))
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -40,8 +40,12 @@ class TorchDriver:
     def maps_host_memory(self) -> bool:
         return False  # torch does not say, and a kernel that guesses wrong takes the device with it
 
-    def bound(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self._device)
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            with _asking("cudaSetDevice"):
+                stack.enter_context(torch.cuda.device(self._device))
+            yield
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -113,7 +117,7 @@ class TorchDriver:
 
     def copy_each(self, pieces: Pieces, stream: Handle) -> None:
         columns = (pieces.destinations.tolist(), pieces.sources.tolist(), pieces.sizes.tolist())
-        with self.on_stream(stream), _asking("cudaMemcpyAsync"):
+        with _asking("cudaMemcpyAsync"), self.on_stream(stream):
             for destination, source, num_bytes in zip(*columns, strict=True):
                 # Contiguous on both sides, or torch would copy by way of a temporary of its own and wait for it.
                 self._at(destination, num_bytes).copy_(self._at(source, num_bytes), non_blocking=True)

@@ -1,0 +1,60 @@
+"""Planted defects of what becomes of a lost device, and of an opening that is given up."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["LOSS_MUTANTS"]
+
+WORKER, RUNTIME = "aoffload.worker", "aoffload.runtime"
+
+LOSS_MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "device not asked when a copy is in doubt",
+        WORKER,
+        "                self._ask_device()\n",
+        "                pass\n",
+        "a lost device turns the cache off",
+        test="tests/shell/test_device_loss.py::test_the_cache_is_off_as_soon_as_a_copy_is_in_doubt",
+    ),
+    Mutant(
+        "final refusal taken for any other",
+        WORKER,
+        "            if isinstance(error, DeviceGone):\n                self.turn_off(str(error))\n",
+        "",
+        "a lost device is asked nothing any more",
+        test="tests/shell/test_device_loss.py::test_a_load_that_is_refused_for_good_turns_the_cache_off",
+    ),
+    Mutant(
+        "cache turned off in silence",
+        WORKER,
+        "            self.telemetry.cache_turned_off(reason)\n",
+        "",
+        "a lost device turns the cache off, which is told once",
+        scenarios=("lost_device",),
+    ),
+    Mutant(
+        "cache that is off asks for fences",
+        RUNTIME,
+        "        if not self.worker.is_accepting:\n            return None\n        try:\n",
+        "        try:\n",
+        "a lost device is asked nothing any more",
+        test="tests/shell/test_device_loss.py::test_a_load_that_is_refused_for_good_turns_the_cache_off",
+    ),
+    Mutant(
+        "abandoned thread leaves its transport open",
+        RUNTIME,
+        "                self._close_transport(self.config.close_timeout_s)\n\n        try:\n",
+        "                pass\n\n        try:\n",
+        "who gives up opening leaves nothing open",
+        test="tests/shell/test_opening.py::test_a_task_that_is_cancelled_natively_while_it_opens",
+    ),
+    Mutant(
+        "transport opened in vain stays open",
+        RUNTIME,
+        "                self._close_transport(self.config.close_timeout_s)\n            raise\n",
+        "                pass\n            raise\n",
+        "who gives up opening leaves nothing open",
+        test="tests/shell/test_opening.py::test_a_task_that_is_cancelled_natively_when_its_thread_is_through",
+    ),
+)
