@@ -11,6 +11,8 @@ synchronously and leaves its `async with`. The engine loop is one task: it picks
 With windowed groups a request gets its room slice by slice, since blocks that leave a window come back meanwhile, and
 few prompts are computed at a time (see `tries` for what happens when all of them wait). Otherwise it gets all at once.
 
+With `PrefillStart.BY_LAYER` a prompt's first slice is computed while its prefix is being loaded (see `head_start`).
+
 What makes results comparable bit for bit: prompts are computed one slice per forward on a fixed grid, only whole
 slices are committed and hits end on the grid, and decoding always computes the same number of rows.
 """
@@ -32,19 +34,20 @@ from ..core.policy import StoreScope
 from ..env import Env
 from ..errors import InvalidArgument, OutOfBlocks, RequestAborted
 from ..prefix import TokenIds, encode_tokens
-from .batching import EngineOptions, LineUp, Step
+from .batching import EngineOptions, LineUp, PrefillStart, Step
 from .failures import EngineClosed, StepFailed
 from .forward import Forward
+from .head_start import HeadStart
 from .layers import check_groups
 from .paged import PagedModel, SequenceSlice
-from .sequence import Generation, PromptTable, RowOutput, RunningSequence
+from .sequence import Generation, PromptTable, RowOutput, RunningSequence, SliceResult
 from .statistics import EngineStatistics, Peaks
 from .tries import Ask, PromptPlace, Rivals, Try
 
 if TYPE_CHECKING:
     from ..runtime import OffloadRuntime
 
-__all__ = ["EngineClosed", "EngineOptions", "EngineStatistics", "PagedEngine", "StepFailed"]
+__all__ = ["EngineClosed", "EngineOptions", "EngineStatistics", "PagedEngine", "PrefillStart", "StepFailed"]
 
 
 MAX_PREFILLING = 2
@@ -68,7 +71,7 @@ class PagedEngine:
     `kv_cache` has `options.num_scratch_blocks` rows more than the runtime was given:
 
         kv_cache = model.new_kv_cache(num_blocks + options.num_scratch_blocks, options.block_size)
-        OffloadRuntime(config, kv_cache[:num_blocks])
+        OffloadRuntime(config, kv_cache[:num_blocks])                   # or layer_regions(kv_cache[:num_blocks])
 
     `on_step` is called after each step with the number of steps so far.
     """
@@ -108,6 +111,7 @@ class PagedEngine:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._closed = True
         self._num_asks = self._num_steps = self._num_prefilled = self._num_decoded = 0
+        self._num_head_starts = self._num_head_starts_used = 0
         self._peaks = Peaks()
 
     def __repr__(self) -> str:
@@ -121,6 +125,8 @@ class PagedEngine:
             num_waiting=sum(each.statistics().tasks_waiting for each in (self._places, self._prompt_places)),
             num_prefilling=len(self._line_up.prefilling),
             num_decoding=len(self._line_up.decoding),
+            num_head_starts=self._num_head_starts,
+            num_head_starts_used=self._num_head_starts_used,
             num_made_way=self._rivals.num_made_way,
             peak_pinned_blocks=self._peaks.num_pinned,
             peak_null_blocks=self._peaks.num_nulls,
@@ -142,6 +148,8 @@ class PagedEngine:
         """Wait for the forward that runs; whoever still generates gets `EngineClosed`."""
         assert self._tasks is not None
         self._closed = True
+        for head in self._line_up.head_starts:
+            head.give_up("the engine is closed")
         self._tasks.cancel_scope.cancel()
         return await self._tasks.__aexit__(kind, error, trace)
 
@@ -228,10 +236,13 @@ class PagedEngine:
 
     async def _load(self, one: Try, place: PromptPlace) -> RunningSequence | None:
         """Load what is cached. None: that ended off the grid, and the next try has to take less."""
-        request, options = one.request, self.options
-        num_ready = await request.load()
+        request = one.request
+        if self.options.prefill_start is PrefillStart.BY_LAYER:
+            num_ready, head_start = await self._load_by_layer(one)
+        else:
+            num_ready, head_start = await request.load(), None
         # Final only now: a load that failed may have taken other blocks.
-        table = PromptTable(request.block_ids, num_ready, options.prefill_tokens, options.block_size, self._scratch_ids)
+        table = self._table(request.block_ids, num_ready)
         if table.start != num_ready and len(table.block_ids) > 1:
             # A window that is whole at `num_ready` may not be whole at the grid point before it.
             one.ask.max_hit_tokens = table.start
@@ -244,12 +255,38 @@ class PagedEngine:
             one.ask.listener(),
             num_computed=table.start,
             on_prompt_done=place.give_back,
+            head_start=head_start,
+        )
+
+    async def _load_by_layer(self, one: Try) -> tuple[int, SliceResult | None]:
+        """As `Request.load`; and what the first slice gave, if the engine loop found the time for it meanwhile."""
+        pending = one.request.load_nowait()
+        if pending.is_over:
+            return await pending.wait(), None
+        head = HeadStart(one.request, pending, one.ask.prompt, self._table, num_slots=self.kv_cache.shape[1])
+        with self._line_up.entered(head):
+            self._work.set()
+            num_ready = await pending.wait()
+            fell_short = pending.first_invalid_token is not None
+            if fell_short:
+                head.give_up("the load fell short")
+            await head.wait_until_over()
+        if head.error is not None:
+            raise StepFailed([one.request.request_id], head.error)
+        return num_ready, None if fell_short else head.result
+
+    def _table(self, block_ids: Sequence[Sequence[int]], num_ready: int) -> PromptTable:
+        return PromptTable(
+            block_ids, num_ready, self.options.prefill_tokens, self.options.block_size, self._scratch_ids
         )
 
     async def _finish(self, sequence: RunningSequence, one: Try) -> None:
         """Hand the sequence to the engine loop and wait for its end; wherever this is cut short, take it back."""
         self._check_open()
         self._line_up.put_in(sequence)
+        if sequence.head_start is not None:
+            self._num_head_starts_used += 1
+            self._take_in(Step([sequence], [sequence.head_start.part]), [sequence.head_start.output])
         self._work.set()
         try:
             while not sequence.is_over:
@@ -292,6 +329,8 @@ class PagedEngine:
                 if step is None:
                     self._work = anyio.Event()
                     await self._work.wait()
+                elif isinstance(step, HeadStart):
+                    await self._run_ahead(step)
                 else:
                     await self._run(step)
         finally:
@@ -305,17 +344,34 @@ class PagedEngine:
         with self.runtime.step([sequence.request for sequence in step.sequences]):
             tables = [sequence.table for sequence in self._line_up] if self._is_windowed else []
             self._peaks.observe(self.runtime.statistics().device.num_pinned, tables)
-            try:
-                await self._env.run_in_thread(forward.run, self._worker)
-            finally:
-                forward.finish()
-        self._num_steps += 1
+            await self._compute(forward)
         if forward.error is not None:
             for sequence in step.sequences:
                 sequence.end(StepFailed(step.request_ids, forward.error))
         else:
             self._take_in(step, forward.outputs)
         self._on_step(self._num_steps)
+
+    async def _run_ahead(self, head: HeadStart) -> None:
+        """The forward takes the load for landed, and each of its layers waits for its part of it."""
+        with self.runtime.step([head.pending]):
+            part = head.begin()
+            if part is None:
+                return
+            self._num_head_starts += 1
+            forward = Forward(self.model, self.kv_cache, self.options.block_size, [part], 1, head.fences)
+            try:
+                await self._compute(forward)
+            finally:
+                head.computed(part, forward.outputs, forward.error)
+        self._on_step(self._num_steps)
+
+    async def _compute(self, forward: Forward) -> None:
+        try:
+            await self._env.run_in_thread(forward.run, self._worker)
+        finally:
+            forward.finish()
+        self._num_steps += 1
 
     def _take_in(self, step: Step, outputs: Sequence[RowOutput]) -> None:
         now = self._env.now()
