@@ -33,6 +33,9 @@ class AwaitedLoad:
     def _watch(self, holding: Holding) -> None:
         """The jobs are planned, and none of ours is launched."""
 
+    def _give_up(self) -> None:
+        """The load takes too long; nobody waits for it any more."""
+
     async def _until_over(self, holding: Holding) -> int:
         request, runtime = self._request, self._request._runtime
         while holding.state is RequestState.LOADING:
@@ -43,6 +46,7 @@ class AwaitedLoad:
             is_late = await self._wait(runtime.config.load_timeout_s if holding.load is not None else None)
             if is_late and holding.state is RequestState.LOADING and holding.load is not None:
                 self._max_tokens = 0  # should it have to queue for room now, it doesn't wait for this load again
+                self._give_up()
                 runtime.ledger.abandon_load(holding)
         if holding.state is not RequestState.RUNNING:
             request._live()  # it is over by now, or the runtime was closed
@@ -153,3 +157,8 @@ class PendingLoad(AwaitedLoad):
         fences_of = self._request._runtime.worker.regions.fences_of
         jobs = () if holding.load is None else sorted(holding.load.jobs, key=lambda job: job.job_id)
         self._jobs = tuple(fences_of(job.job_id, job.parked) for job in jobs)
+
+    def _give_up(self) -> None:
+        # A forward that waits for its regions holds a step, and that may hold the room that is needed to go on.
+        for fences in self._jobs:
+            fences.end("not there within load_timeout_s")

@@ -29,6 +29,7 @@ from aoffload.core.blocks import DevicePool, ExtentPool, FreeList
 from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
 from aoffload.env import Env
 from aoffload.transfer.local import LocalTransport
+from aoffload.transfer.region_fences import RegionFences
 
 from .harness import Measured, Row, Sample, Subject, interleave, timed
 from .peer import Peer
@@ -76,11 +77,12 @@ SHAPES = (
     *(Shape(32, piece * KIB) for piece in (256, 16, 4)),
     Shape(8, 2 * MIB),
 )
+LAYERS = SHAPES[1]
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """One row per shape, direction and loop: GB/s of payload beside one plain memmove."""
-    return [row for shape in SHAPES for row in measure(shape)]
+    """One row per shape, direction and loop: GB/s of payload beside one plain memmove; two of loads by region."""
+    return [row for shape in SHAPES for row in measure(shape)] + measure_regions(LAYERS)
 
 
 def measure(shape: Shape) -> list[Row]:
@@ -105,6 +107,23 @@ def measure(shape: Shape) -> list[Row]:
     return rows
 
 
+def measure_regions(shape: Shape) -> list[Row]:
+    """Load the same blocks region after region and block after block, and see when the first region is there."""
+    with _opened(shape) as copies:
+        subjects: dict[str, Subject] = {
+            "by block": partial(timed, partial(copies.move, "load")),
+            "by region": partial(timed, copies.load_by_region),
+            "first region": copies.load_first_region,
+            "one load": partial(timed, partial(copies.move, "load", num_jobs=1)),
+        }
+        found = interleave({name: partial(Undisturbed(), each) for name, each in subjects.items()}, seconds=2.0)
+    name, first = f"load by region, {shape.name}", f"first of {shape.num_regions} regions of a load"
+    return [
+        Row.faster(name, found["by region"], "by block", found["by block"], None),
+        Row.faster(first, found["first region"], "all of it, by block", found["one load"], None),
+    ]
+
+
 def _busy(name: str, turn_s: float) -> str:
     return f"{name} beside {turn_s}"
 
@@ -126,9 +145,27 @@ class Copies:
     completions: SimpleQueue[Completion]
     jobs: tuple[tuple[array[int], array[int]], ...]
 
-    def move(self, name: str) -> None:
-        self._launch(name)
-        for _ in self.jobs:
+    def move(self, name: str, num_jobs: int | None = None) -> None:
+        self._launch(name, num_jobs)
+        self._finish(len(self.jobs) if num_jobs is None else num_jobs)
+
+    def load_by_region(self) -> None:
+        for number in range(len(self.jobs)):
+            self.transport.watch(number, RegionFences(self.transport.num_regions))
+        self.move("load")
+
+    def load_first_region(self) -> Sample:
+        """From the launch of one load until the first region of its blocks is there."""
+        fences, cpu, wall = RegionFences(self.transport.num_regions), time.thread_time(), time.perf_counter()
+        self.transport.watch(0, fences)
+        self._launch("load", 1)
+        fences[0].synchronize()
+        sample = Sample(time.perf_counter() - wall, time.thread_time() - cpu)
+        self._finish(1)
+        return sample
+
+    def _finish(self, num_jobs: int) -> None:
+        for _ in range(num_jobs):
             assert self.completions.get(timeout=60).outcome is Outcome.LANDED
 
     def move_beside(self, name: str, turn_s: float) -> Sample:
@@ -149,8 +186,8 @@ class Copies:
                 missing -= 1
         return Sample(time.perf_counter() - wall, time.thread_time() - cpu)
 
-    def _launch(self, name: str) -> None:
-        for number, (device_ids, host_ids) in enumerate(self.jobs):
+    def _launch(self, name: str, num_jobs: int | None = None) -> None:
+        for number, (device_ids, host_ids) in enumerate(self.jobs[:num_jobs]):
             if name == "store":
                 plan = TransferPlan(number, Tier.DEVICE, Tier.HOST, device_ids, host_ids)
             else:

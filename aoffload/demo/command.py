@@ -34,7 +34,7 @@ _OPTIONS = {"store_policy": "store"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Three runs, a table, perhaps a file; the exit status says whether all was well."""
+    """The runs, a table, perhaps a file; the exit status says whether all was well."""
     options = parse_options(arguments)
     outcome = DemoOutcome(options, tampering=Tampering.of(options.corrupt) if options.corrupt else None)
     progress = Progress(sys.stderr)
@@ -86,7 +86,7 @@ def _prepare(options: DemoOptions, outcome: DemoOutcome, progress: Progress, log
     outcome.first_turn_ids = workload.first_turn_ids()
     outcome.num_conversations = len(workload.conversations)
     runner = Runner(model, workload, outcome, progress, make_logger(log))
-    for kind in run_kinds(outcome.pools, options.store):
+    for kind in run_kinds(outcome.pools, options):
         runner.make_config(kind)  # so that what the configuration refuses is said before the work
     return runner
 
@@ -104,7 +104,7 @@ async def _run_all(runner: Runner, interrupt: Interrupt) -> None:
     with anyio.CancelScope() as scope:
         interrupt.stop_with(Env().loop_waker(scope.cancel))
         try:
-            for kind in run_kinds(outcome.pools, outcome.options.store):
+            for kind in run_kinds(outcome.pools, outcome.options):
                 await runner.run(kind, outcome.options.cancel_rate if kind.has_offload else 0.0)
         finally:
             interrupt.stop_with(None)

@@ -44,6 +44,7 @@ class DemoOptions:
     log: Path | None = None
     json: Path | None = None
     corrupt: Corrupt | None = None
+    layered: bool = False
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -73,6 +74,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="the result")
     add("--corrupt", type=_corrupt, nargs="?", const=Corrupt.BOTH, metavar="both|checksum|logits",
         help="exchange two loaded blocks on purpose, before and after they are verified")  # fmt: skip
+    add("--layered", action="store_true",
+        help="a fourth run, with offload: prompts are begun while their prefix is loading, layer by layer")  # fmt: skip
     return parser
 
 

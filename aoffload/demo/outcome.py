@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from ..integrations.batching import PrefillStart
 from ..integrations.sequence import Generation
 from ..integrations.statistics import EngineStatistics
 from .comparison import Difference, find_differences
@@ -19,12 +20,13 @@ __all__ = ["DemoOutcome", "RunKind", "RunOutcome"]
 
 @attrs.frozen
 class RunKind:
-    """One of the three runs: the same requests on another pool."""
+    """One of the runs: the same requests on another pool."""
 
     name: str
     num_device_blocks: int
     num_host_blocks: int
     store: str
+    prefill_start: PrefillStart = PrefillStart.LOADED
 
     @property
     def has_offload(self) -> bool:
@@ -104,6 +106,11 @@ class DemoOutcome:
     def with_offload(self) -> RunOutcome | None:
         return self.run(2)
 
+    @property
+    def by_layer(self) -> RunOutcome | None:
+        """Of `--layered` alone."""
+        return self.run(3)
+
     def differences(self, run: RunOutcome) -> tuple[Difference, ...]:
         assert self.reference is not None
         return find_differences(self.reference.generations, run.generations)
@@ -116,7 +123,14 @@ class DemoOutcome:
     def outputs_identical(self) -> bool | None:
         """Whether every completed request of the run with offload gave the reference's tokens and logits, bit for bit,
         and every loaded block the bytes that were stored. None: that run has not completed a request."""
-        run = self.with_offload
+        return self._is_identical(self.with_offload)
+
+    @property
+    def by_layer_identical(self) -> bool | None:
+        """The same of the run that is begun layer by layer."""
+        return self._is_identical(self.by_layer)
+
+    def _is_identical(self, run: RunOutcome | None) -> bool | None:
         if run is None or not run.generations:
             return None
         return not self.differences(run) and not self.num_corrupt
@@ -130,4 +144,5 @@ class DemoOutcome:
         if self.was_interrupted:
             return 130
         untouched = self.without_offload is not None and not self.differences(self.without_offload)
+        untouched = untouched and (not self.options.layered or bool(self.by_layer_identical))
         return 0 if self.outputs_identical and untouched and self.nothing_is_left and not self.tampering else 1

@@ -18,11 +18,12 @@ COLUMN_WIDTH = 20
 
 
 def as_json(outcome: DemoOutcome) -> dict[str, Any]:
-    """Counts and times of the run with offload, `…_without_offload` of the one without. Token counts are sums over
-    completed requests; null is what never happened."""
+    """Counts and times of the run with offload, `…_without_offload` of the one without, `…_by_layer` of the one that
+    `--layered` adds. Token counts are sums over completed requests; null is what never happened."""
     options, first_turns = outcome.options, outcome.first_turn_ids
     run = outcome.with_offload or RunOutcome.nothing()
     without = outcome.without_offload or RunOutcome.nothing()
+    by_layer = outcome.by_layer or RunOutcome.nothing()
     return {
         "version": __version__,
         "model": options.model,
@@ -58,6 +59,11 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
         "ttft_s_without_offload": _percentiles(without.times("arrived_s", first_turns)),
         "service_ttft_s": _percentiles(run.times("admitted_s", first_turns)),
         "service_ttft_s_without_offload": _percentiles(without.times("admitted_s", first_turns)),
+        "ttft_s_by_layer": _percentiles(by_layer.times("arrived_s", first_turns)),
+        "service_ttft_s_by_layer": _percentiles(by_layer.times("admitted_s", first_turns)),
+        "head_starts_by_layer": by_layer.engine.num_head_starts if by_layer.engine else None,
+        "head_starts_used_by_layer": by_layer.engine.num_head_starts_used if by_layer.engine else None,
+        "outputs_identical_by_layer": outcome.by_layer_identical,
         "load_gb_per_s": run.rate("load"),
         "store_gb_per_s": run.rate("store"),
         "wall_s": outcome.wall_s,
@@ -112,6 +118,8 @@ def _rows(outcome: DemoOutcome) -> Iterator[str]:
     yield _row("time to first token, later turns", ["p50 / p99 s" for _ in outcome.runs])
     yield row("  from arrival", times("arrived_s"))
     yield row("  from admission", times("admitted_s"))
+    if outcome.by_layer is not None:
+        yield row("prompts begun while loading", lambda run: f"{run.engine.num_head_starts if run.engine else 0}")
     yield row("wall time, s", lambda run: f"{run.wall_s:.1f}")
     yield row("pins left / quarantined", lambda run: f"{run.num_pinned} / {run.num_quarantined}")
 

@@ -11,12 +11,15 @@ import attrs
 
 from .. import OffloadConfig, OffloadRuntime
 from ..errors import IntegrityError
+from ..integrations.batching import PrefillStart
 from ..integrations.engine import PagedEngine
+from ..integrations.layer_fences import layer_regions
 from ..integrations.layers import kv_cache_groups
 from ..integrations.paged import PagedModel
 from ..integrations.sequence import Generation
 from ..transfer.local import LocalTransport
 from .departures import Departures
+from .options import DemoOptions
 from .outcome import DemoOutcome, RunKind, RunOutcome
 from .pools import ENGINE, Pools
 from .progress import Progress
@@ -30,13 +33,16 @@ CLOSE_TIMEOUT_S = 0.5
 """The last two: Ctrl-C is over within two seconds. A copy takes milliseconds."""
 
 
-def run_kinds(pools: Pools, store: str) -> tuple[RunKind, RunKind, RunKind]:
-    """The three runs, in their order."""
-    return (
+def run_kinds(pools: Pools, options: DemoOptions) -> tuple[RunKind, ...]:
+    """The runs, in their order."""
+    offload = RunKind("with offload", pools.num_device_blocks, pools.num_host_blocks, options.store)
+    kinds = (
         RunKind("reference", pools.num_reference_blocks, 0, "off"),
         RunKind("without offload", pools.num_device_blocks, 0, "off"),
-        RunKind("with offload", pools.num_device_blocks, pools.num_host_blocks, store),
+        offload,
     )
+    layered = attrs.evolve(offload, name="layer by layer", prefill_start=PrefillStart.BY_LAYER)
+    return (*kinds, layered) if options.layered else kinds
 
 
 @attrs.define(eq=False)
@@ -72,7 +78,8 @@ class Runner:
 
     def _transport(self, kind: RunKind, kv_cache: Any) -> LocalTransport:
         tampering = self.outcome.tampering if kind.has_offload else None
-        return LocalTransport([kv_cache], backend=tampering.make_backend if tampering is not None else None)
+        regions = layer_regions(kv_cache) if kind.prefill_start is PrefillStart.BY_LAYER else kv_cache
+        return LocalTransport(regions, backend=tampering.make_backend if tampering is not None else None)
 
     def make_config(self, kind: RunKind) -> OffloadConfig:
         """Raises `ConfigError` for groups or a store policy that there are not."""
@@ -95,7 +102,8 @@ class Runner:
                 self.progress.update(done, f"{engine.statistics().num_prefilled_tokens:,} prompt tokens computed")
 
             answers = self.outcome.runs[0].generations  # the reference's; in the reference run its own, as they come
-            async with PagedEngine(self.model, runtime, kv_cache, ENGINE, on_step=on_step) as engine:
+            engine_options = attrs.evolve(ENGINE, prefill_start=result.kind.prefill_start)
+            async with PagedEngine(self.model, runtime, kv_cache, engine_options, on_step=on_step) as engine:
                 try:
                     async with anyio.create_task_group() as clients:
                         for conversation in self.workload.conversations:

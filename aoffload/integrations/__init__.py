@@ -6,6 +6,7 @@ only when a model of it is asked for.
 
 from .attention import paged_attention
 from .decoder import Decoder, DecoderConfig
+from .layer_fences import LayerFences, layer_regions
 from .layers import LayerGroup, LayerPlace, group_layers, kv_cache_groups
 from .models import MODEL_NAMES, load_model
 from .paged import PagedBatch, PagedModel, SequenceSlice
@@ -14,6 +15,7 @@ __all__ = [
     "MODEL_NAMES",
     "Decoder",
     "DecoderConfig",
+    "LayerFences",
     "LayerGroup",
     "LayerPlace",
     "PagedBatch",
@@ -21,6 +23,7 @@ __all__ = [
     "SequenceSlice",
     "group_layers",
     "kv_cache_groups",
+    "layer_regions",
     "load_model",
     "paged_attention",
 ]

@@ -32,12 +32,14 @@ def paged_attention(
     [num_blocks, layers of a group, 2, block_size, num_kv_heads, head_dim]. `sinks` [num_heads] is, for each head, the
     score of a key that has no value: it takes weight from all others. Returns [T, num_heads, head_dim].
 
-    Only blocks with a token that a query of the batch may look at are read. With a window that is its last part, so
-    the blocks before it may be null, or somebody else's by now.
+    Waits for what a load still brings of this layer, see `PagedBatch.fences`. Only blocks with a token that a query of
+    the batch may look at are read. With a window that is its last part, so the blocks before it may be null, or
+    somebody else's by now.
     """
     layer_cache = kv_cache[:, place.slot]
     slots = layer_cache.transpose(1, 2)
     slots[batch.slot_blocks[place.group], batch.slot_offsets] = torch.stack((key, value), dim=1)
+    batch.fences.wait_for(place)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for span in batch.spans:
         keys, values = _gather(layer_cache, span, place)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import attrs
 
 from ..errors import ConfigError
+from .head_start import HeadStart
 from .paged import SequenceSlice
 from .sequence import RunningSequence
 
-__all__ = ["EngineOptions", "LineUp", "Step"]
+__all__ = ["EngineOptions", "LineUp", "PrefillStart", "Step"]
+
+
+class PrefillStart(enum.Enum):
+    """When the first slice of a prompt is computed whose prefix has to be loaded."""
+
+    LOADED = "loaded"
+    """When all of the prefix is there."""
+    BY_LAYER = "by layer"
+    """While it is coming: each layer waits for its own part. The runtime needs `layer_regions` for it, and the model
+    has to wait as `PagedModel.forward` says."""
 
 
 @attrs.frozen(kw_only=True)
@@ -24,6 +37,7 @@ class EngineOptions:
     """Rows of a decode step, filled up with dummies."""
     max_running: int = 8
     """Requests in the engine at a time; further ones queue, first come, first served."""
+    prefill_start: PrefillStart = PrefillStart.LOADED
     reuse_decoded: bool = False
     """Commit everything that was computed: also the last, shorter slice of a prompt, and what decoding wrote. Their
     bits differ a little from those that the same tokens would give in a whole slice."""
@@ -62,13 +76,15 @@ class Step:
 class LineUp:
     """The sequences the engine works on, in the order they came. Touched by the event loop's thread only.
 
-    A sequence is in exactly one of the two lists from when its client puts it in until its client takes it out.
+    A sequence is in exactly one of the two lists from when its client puts it in until its client takes it out. Before
+    that, while its load is under way, there may be a head start of it.
     """
 
     options: EngineOptions
     dummy: SequenceSlice
     prefilling: list[RunningSequence] = attrs.field(factory=list)
     decoding: list[RunningSequence] = attrs.field(factory=list)
+    head_starts: list[HeadStart] = attrs.field(factory=list)
 
     def __contains__(self, sequence: RunningSequence) -> bool:
         return sequence in self.prefilling or sequence in self.decoding
@@ -85,14 +101,33 @@ class LineUp:
             if sequence in sequences:
                 sequences.remove(sequence)
 
-    def next_step(self) -> Step | None:
+    @contextmanager
+    def entered(self, head: HeadStart) -> Iterator[None]:
+        """`head` may be begun in this block, and not when it has been left, however that happens."""
+        self.head_starts.append(head)
+        try:
+            yield
+        finally:
+            self.head_starts.remove(head)
+            head.give_up("its client has left")
+
+    def next_step(self) -> Step | HeadStart | None:
         """A slice of the oldest prompt that has room for it, else a decode step, else nothing.
 
-        Prompts go first: that is what clients wait for. It can't starve decoding, since the places are bounded.
+        Prompts go first: that is what clients wait for. It can't starve decoding, since the places are bounded. Whose
+        prefix is still being loaded comes after those whose is there: after all others, while it is not known how long
+        the copies before it take, and before the decode step when its own copy has begun.
         """
         for sequence in self.prefilling:
             if sequence.is_ready:
                 return Step([sequence], [sequence.next_slice()])
+        head_starts = [head for head in self.head_starts if head.can_begin]
+        for head in head_starts:
+            if head.is_arriving:
+                return head
+        return self._decode_step() or next(iter(head_starts), None)
+
+    def _decode_step(self) -> Step | None:
         sequences = [sequence for sequence in self.decoding if sequence.is_ready][: self.options.decode_rows]
         if not sequences:
             return None

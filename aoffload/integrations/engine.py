@@ -11,6 +11,8 @@ synchronously and leaves its `async with`. The engine loop is one task: it picks
 With windowed groups a request gets its room slice by slice, since blocks that leave a window come back meanwhile, and
 few prompts are computed at a time (see `tries` for what happens when all of them wait). Otherwise it gets all at once.
 
+With `PrefillStart.BY_LAYER` a prompt's first slice is computed while its prefix is being loaded (see `head_start`).
+
 What makes results comparable bit for bit: prompts are computed one slice per forward on a fixed grid, only whole
 slices are committed and hits end on the grid, and decoding always computes the same number of rows.
 """
@@ -32,19 +34,20 @@ from ..core.policy import StoreScope
 from ..env import Env
 from ..errors import InvalidArgument, OutOfBlocks, RequestAborted
 from ..prefix import TokenIds, encode_tokens
-from .batching import EngineOptions, LineUp, Step
+from .batching import EngineOptions, LineUp, PrefillStart, Step
 from .failures import EngineClosed, StepFailed
-from .forward import Forward
+from .head_start import HeadStart
 from .layers import check_groups
+from .loop import EngineLoop
 from .paged import PagedModel, SequenceSlice
-from .sequence import Generation, PromptTable, RowOutput, RunningSequence
-from .statistics import EngineStatistics, Peaks
+from .sequence import Generation, PromptTable, RunningSequence, SliceResult
+from .statistics import EngineStatistics
 from .tries import Ask, PromptPlace, Rivals, Try
 
 if TYPE_CHECKING:
     from ..runtime import OffloadRuntime
 
-__all__ = ["EngineClosed", "EngineOptions", "EngineStatistics", "PagedEngine", "StepFailed"]
+__all__ = ["EngineClosed", "EngineOptions", "EngineStatistics", "PagedEngine", "PrefillStart", "StepFailed"]
 
 
 MAX_PREFILLING = 2
@@ -68,7 +71,7 @@ class PagedEngine:
     `kv_cache` has `options.num_scratch_blocks` rows more than the runtime was given:
 
         kv_cache = model.new_kv_cache(num_blocks + options.num_scratch_blocks, options.block_size)
-        OffloadRuntime(config, kv_cache[:num_blocks])
+        OffloadRuntime(config, kv_cache[:num_blocks])                   # or layer_regions(kv_cache[:num_blocks])
 
     `on_step` is called after each step with the number of steps so far.
     """
@@ -88,7 +91,6 @@ class PagedEngine:
         self.kv_cache = kv_cache
         self.options = options if options is not None else EngineOptions()
         self._env = env if env is not None else Env()
-        self._on_step = on_step
         num_owned = runtime.transport.num_device_blocks
         self._scratch_ids = range(num_owned, len(kv_cache))
         if len(self._scratch_ids) < self.options.num_scratch_blocks:
@@ -102,29 +104,30 @@ class PagedEngine:
         self._places = anyio.Semaphore(self.options.max_running, fast_acquire=True)
         self._prompt_places = anyio.Semaphore(max_prefilling, fast_acquire=True)
         self._rivals = Rivals()
-        self._worker = anyio.CapacityLimiter(1)
         self._line_up = LineUp(self.options, SequenceSlice([0], 0, [self._scratch_ids[-1:]] * len(model.groups)))
-        self._work = anyio.Event()
+        self._loop = EngineLoop(
+            model, runtime, kv_cache, self.options, self._env, on_step, self._line_up, self._is_windowed
+        )
         self._tasks: anyio.abc.TaskGroup | None = None
-        self._closed = True
-        self._num_asks = self._num_steps = self._num_prefilled = self._num_decoded = 0
-        self._peaks = Peaks()
+        self._num_asks = self._num_head_starts_used = 0
 
     def __repr__(self) -> str:
-        return f"<PagedEngine {'closed' if self._closed else 'open'} {self.statistics()}>"
+        return f"<PagedEngine {'closed' if self._loop.is_closed else 'open'} {self.statistics()}>"
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(
-            num_steps=self._num_steps,
-            num_prefilled_tokens=self._num_prefilled,
-            num_decoded_tokens=self._num_decoded,
+            num_steps=self._loop.num_steps,
+            num_prefilled_tokens=self._loop.num_prefilled,
+            num_decoded_tokens=self._loop.num_decoded,
             num_waiting=sum(each.statistics().tasks_waiting for each in (self._places, self._prompt_places)),
             num_prefilling=len(self._line_up.prefilling),
             num_decoding=len(self._line_up.decoding),
+            num_head_starts=self._loop.num_head_starts,
+            num_head_starts_used=self._num_head_starts_used,
             num_made_way=self._rivals.num_made_way,
-            peak_pinned_blocks=self._peaks.num_pinned,
-            peak_null_blocks=self._peaks.num_nulls,
-            num_blocks_at_peak=self._peaks.num_positions,
+            peak_pinned_blocks=self._loop.peaks.num_pinned,
+            peak_null_blocks=self._loop.peaks.num_nulls,
+            num_blocks_at_peak=self._loop.peaks.num_positions,
         )
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -132,8 +135,8 @@ class PagedEngine:
     async def __aenter__(self) -> PagedEngine:
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._closed = False
-        self._tasks.start_soon(self._serve, name="aoffload engine")
+        self._loop.is_closed = False
+        self._tasks.start_soon(self._loop.serve, name="aoffload engine")
         return self
 
     async def __aexit__(
@@ -141,7 +144,7 @@ class PagedEngine:
     ) -> bool | None:
         """Wait for the forward that runs; whoever still generates gets `EngineClosed`."""
         assert self._tasks is not None
-        self._closed = True
+        self._loop.close()
         self._tasks.cancel_scope.cancel()
         return await self._tasks.__aexit__(kind, error, trace)
 
@@ -228,10 +231,13 @@ class PagedEngine:
 
     async def _load(self, one: Try, place: PromptPlace) -> RunningSequence | None:
         """Load what is cached. None: that ended off the grid, and the next try has to take less."""
-        request, options = one.request, self.options
-        num_ready = await request.load()
+        request = one.request
+        if self.options.prefill_start is PrefillStart.BY_LAYER:
+            num_ready, head_start = await self._load_by_layer(one)
+        else:
+            num_ready, head_start = await request.load(), None
         # Final only now: a load that failed may have taken other blocks.
-        table = PromptTable(request.block_ids, num_ready, options.prefill_tokens, options.block_size, self._scratch_ids)
+        table = self._table(request.block_ids, num_ready)
         if table.start != num_ready and len(table.block_ids) > 1:
             # A window that is whole at `num_ready` may not be whole at the grid point before it.
             one.ask.max_hit_tokens = table.start
@@ -244,18 +250,44 @@ class PagedEngine:
             one.ask.listener(),
             num_computed=table.start,
             on_prompt_done=place.give_back,
+            head_start=head_start,
+        )
+
+    async def _load_by_layer(self, one: Try) -> tuple[int, SliceResult | None]:
+        """As `Request.load`; and what the first slice gave, if the engine loop found the time for it meanwhile."""
+        pending = one.request.load_nowait()
+        if pending.is_over:
+            return await pending.wait(), None
+        head = HeadStart(one.request, pending, one.ask.prompt, self._table, num_slots=self.kv_cache.shape[1])
+        with self._line_up.entered(head):
+            self._loop.wake()
+            num_ready = await pending.wait()
+            fell_short = pending.first_invalid_token is not None
+            if fell_short:
+                head.give_up("the load fell short")
+            await head.wait_until_over()
+        if head.error is not None:
+            raise StepFailed([one.request.request_id], head.error)
+        return num_ready, None if fell_short else head.result
+
+    def _table(self, block_ids: Sequence[Sequence[int]], num_ready: int) -> PromptTable:
+        return PromptTable(
+            block_ids, num_ready, self.options.prefill_tokens, self.options.block_size, self._scratch_ids
         )
 
     async def _finish(self, sequence: RunningSequence, one: Try) -> None:
         """Hand the sequence to the engine loop and wait for its end; wherever this is cut short, take it back."""
         self._check_open()
         self._line_up.put_in(sequence)
-        self._work.set()
+        if sequence.head_start is not None:
+            self._num_head_starts_used += 1
+            self._loop.take_in(Step([sequence], [sequence.head_start.part]), [sequence.head_start.output])
+        self._loop.wake()
         try:
             while not sequence.is_over:
                 if sequence.needs_room:
                     await self._wait_for_room(sequence, one)
-                    self._work.set()
+                    self._loop.wake()
                 await sequence.wait_for_attention()
         finally:
             self._line_up.take_out(sequence)
@@ -280,80 +312,5 @@ class PagedEngine:
             sequence.take_tables()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._loop.is_closed:
             raise EngineClosed("the engine is closed")
-
-    # -- the engine loop ------------------------------------------------------------------------------------------
-
-    async def _serve(self) -> None:
-        try:
-            while True:
-                step = self._line_up.next_step()
-                if step is None:
-                    self._work = anyio.Event()
-                    await self._work.wait()
-                else:
-                    await self._run(step)
-        finally:
-            self._closed = True
-            for sequence in list(self._line_up):
-                sequence.end(EngineClosed("the engine was closed before the request was done"))
-
-    async def _run(self, step: Step) -> None:
-        forward = Forward(self.model, self.kv_cache, self.options.block_size, step.slices, len(step.sequences))
-        # A client may leave at any time; its blocks stay until the thread is through with them.
-        with self.runtime.step([sequence.request for sequence in step.sequences]):
-            tables = [sequence.table for sequence in self._line_up] if self._is_windowed else []
-            self._peaks.observe(self.runtime.statistics().device.num_pinned, tables)
-            try:
-                await self._env.run_in_thread(forward.run, self._worker)
-            finally:
-                forward.finish()
-        self._num_steps += 1
-        if forward.error is not None:
-            for sequence in step.sequences:
-                sequence.end(StepFailed(step.request_ids, forward.error))
-        else:
-            self._take_in(step, forward.outputs)
-        self._on_step(self._num_steps)
-
-    def _take_in(self, step: Step, outputs: Sequence[RowOutput]) -> None:
-        now = self._env.now()
-        for sequence, part, output in zip(step.sequences, step.slices, outputs, strict=False):
-            if sequence.is_prefilling:
-                self._num_prefilled += len(part.token_ids)
-            else:
-                self._num_decoded += len(part.token_ids)
-            # Whoever has left or was cancelled meanwhile gets nothing: its blocks may be somebody else's by now.
-            if sequence in self._line_up and sequence.is_live:
-                try:
-                    self._advance(sequence, len(part.token_ids), output, now)
-                except Exception as error:  # noqa: BLE001 - the client's own callback, or a commit refused: its error alone
-                    sequence.end(error)
-
-    def _advance(self, sequence: RunningSequence, num_tokens: int, output: RowOutput, now: float) -> None:
-        was_prefilling = sequence.is_prefilling
-        has_token = sequence.advance(num_tokens, output, now)
-        if self.options.reuse_decoded:
-            sequence.request.commit(sequence.num_computed, [output.token_id] if has_token else ())
-        elif was_prefilling:
-            sequence.request.commit(sequence.num_reusable)
-        if self._is_windowed:
-            self._make_room(sequence)
-        if was_prefilling and not sequence.is_prefilling:
-            sequence.on_prompt_done()
-        self._line_up.has_moved_on(sequence)
-        is_last = has_token and sequence.tell(output.token_id)
-        if is_last or sequence.is_complete:
-            sequence.end()
-
-    def _make_room(self, sequence: RunningSequence) -> None:
-        """Room for its next slice if there is some, or the client wakes and queues for it."""
-        if sequence.needs_room:
-            try:
-                sequence.request.extend_nowait(sequence.wanted_room)
-            except OutOfBlocks as error:
-                if not error.retryable:
-                    raise
-                sequence.attention.set()
-        sequence.take_tables()

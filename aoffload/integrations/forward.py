@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import attrs
 import torch
 
+from .layer_fences import NOTHING_TO_WAIT_FOR, LayerFences
 from .paged import PagedBatch, PagedModel, SequenceSlice
 from .sequence import RowOutput
 
@@ -25,6 +26,8 @@ class Forward:
     slices: Sequence[SequenceSlice]
     num_rows: int
     """Rows whose token is wanted; those behind are padding."""
+    fences: LayerFences = NOTHING_TO_WAIT_FOR
+    """What its layers wait for."""
     outputs: list[RowOutput] = attrs.field(factory=list)
     error: Exception | None = None
     _finished: bool = False
@@ -44,13 +47,17 @@ class Forward:
         """After this no thread computes any more. Blocks only if the wait for the thread was cut short.
 
         Awaiting the thread is shielded, but a natively cancelled asyncio task goes through every shield; a step must
-        not let go of its blocks while a forward still writes into them.
+        not let go of its blocks while a forward still writes into them. It must not wait for a load then, either: that
+        may need this thread to end.
         """
-        with self._running:
-            self._finished = True
+        if not self._running.acquire(blocking=False):
+            self.fences.give_up("nobody waits for the forward any more")
+            self._running.acquire()
+        self._finished = True
+        self._running.release()
 
     def _compute(self) -> list[RowOutput]:
-        batch = PagedBatch.of(self.slices, self.block_size, self.kv_cache.device)
+        batch = PagedBatch.of(self.slices, self.block_size, self.kv_cache.device, self.fences)
         logits = self.model.forward(batch, self.kv_cache)[: self.num_rows].cpu().contiguous()
         token_ids = logits.argmax(dim=-1).tolist()
         return [RowOutput(token, _digest(row)) for token, row in zip(token_ids, logits, strict=True)]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidArgument
+from .layer_fences import NOTHING_TO_WAIT_FOR, LayerFences
 from .layers import LayerGroup
 
 __all__ = ["PagedBatch", "PagedModel", "SequenceSlice", "Span"]
@@ -90,6 +91,8 @@ class PagedBatch:
     """int64 [num_sequences], the packed row of each slice's last token."""
     block_size: int
     spans: tuple[Span, ...]
+    fences: LayerFences = NOTHING_TO_WAIT_FOR
+    """What each layer has to wait for before it reads."""
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +103,13 @@ class PagedBatch:
         return len(self.spans)
 
     @classmethod
-    def of(cls, slices: Sequence[SequenceSlice], block_size: int, device: torch.device | str = "cpu") -> PagedBatch:
+    def of(
+        cls,
+        slices: Sequence[SequenceSlice],
+        block_size: int,
+        device: torch.device | str = "cpu",
+        fences: LayerFences = NOTHING_TO_WAIT_FOR,
+    ) -> PagedBatch:
         """Pack `slices` (at least one, none empty) for tensors on `device`.
 
         Raises `InvalidArgument` for a slice without tokens, a negative position or id, a table that is too short, or
@@ -128,7 +137,7 @@ class PagedBatch:
             Span(int(stop) - len(each.ids), int(stop), int(each.positions[-1]) + 1, views[at : at + num_groups])
             for stop, each, at in zip(stops, packed, range(4 + num_groups, len(views), num_groups), strict=True)
         )
-        return cls(views[0], views[1], views[4 : 4 + num_groups], views[2], views[3], block_size, spans)
+        return cls(views[0], views[1], views[4 : 4 + num_groups], views[2], views[3], block_size, spans, fences)
 
 
 @attrs.frozen(eq=False)
@@ -175,8 +184,9 @@ class PagedModel(Protocol):
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
         """Write the batch's keys and values into `kv_cache`; return logits [num_sequences, vocab_size], float32.
 
-        Logits are those after each slice's last token. Enters `torch.inference_mode` itself, because that is local to a
-        thread and a forward belongs in a worker thread.
+        Logits are those after each slice's last token. Before a layer reads, it calls `batch.fences.wait_for` with its
+        place, as `paged_attention` does: what lies before a slice may still be on its way. Enters
+        `torch.inference_mode` itself, because that is local to a thread and a forward belongs in a worker thread.
         """
         ...
 

@@ -14,7 +14,7 @@ from .paged import SequenceSlice
 if TYPE_CHECKING:
     from ..request import Request
 
-__all__ = ["Generation", "PromptTable", "RowOutput", "RunningSequence"]
+__all__ = ["Generation", "PromptTable", "RowOutput", "RunningSequence", "SliceResult"]
 
 NULL_BLOCK = 0
 
@@ -29,6 +29,14 @@ class RowOutput:
 
     token_id: int
     logits_digest: bytes
+
+
+@attrs.frozen
+class SliceResult:
+    """What a slice gave that was computed before its sequence was in the line-up."""
+
+    part: SequenceSlice
+    output: RowOutput
 
 
 @attrs.frozen(kw_only=True)
@@ -124,6 +132,8 @@ class RunningSequence:
     """Tells the client of a token; whether that was the last one that it wants."""
     num_computed: int
     on_prompt_done: Callable[[], None] = _ignore
+    head_start: SliceResult | None = None
+    """Its first slice, if that was computed while its load was under way."""
     token_ids: list[int] = attrs.field(factory=list)
     logits_digests: list[bytes] = attrs.field(factory=list)
     first_token_s: float = 0.0

@@ -22,6 +22,10 @@ class EngineStatistics:
     """Requests that wait for a place."""
     num_prefilling: int
     num_decoding: int
+    num_head_starts: int
+    """Prompts whose first slice was computed while what lies before it was still being loaded…"""
+    num_head_starts_used: int
+    """…and those of them that were good for something: the load landed, and the client was still there."""
     num_made_way: int
     """Tries that gave up their room to an older request and began again."""
     peak_pinned_blocks: int

@@ -51,6 +51,10 @@ class RegionFence:
         else:
             on_device(stream)
 
+    def give_up(self, error: str) -> None:
+        """See `LoadedRegion.give_up`."""
+        self._end(None, error)
+
     def _inner(self) -> Fence:
         if self._fence is None:
             raise RegionNotLoaded(self._error)
@@ -119,6 +123,12 @@ class LoadedRegion:
         """
         for fence in self.jobs:
             fence.wait(stream)
+
+    def give_up(self, error: str) -> None:
+        """Have whoever waits for the copy thread, here or for another load of the same jobs, raise `RegionNotLoaded`
+        now. What was given to the device already is unharmed; so is the load. In any thread."""
+        for fence in self.jobs:
+            fence.give_up(error)
 
 
 @runtime_checkable

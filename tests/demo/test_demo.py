@@ -105,6 +105,19 @@ def test_evicted_prefixes_come_back_and_nothing_changes(demo: Demo, backend: str
     assert "equal to the reference bit for bit" in demo.table
 
 
+def test_prompts_that_are_begun_layer_by_layer_change_nothing(demo: Demo) -> None:
+    """A fourth run: the same tokens and logits, what was begun early is counted, and times stand beside the others'."""
+    demo.run("--layered")
+    found = demo.json
+    assert demo.status == 0
+    assert found["outputs_identical"] is found["outputs_identical_by_layer"] is True
+    assert 0 <= found["head_starts_used_by_layer"] <= found["head_starts_by_layer"]
+    for times in ("ttft_s_by_layer", "service_ttft_s_by_layer"):
+        assert 0 < found[times]["p50"] <= found[times]["p99"]
+    assert "outputs layer by layer: 10 requests, tokens and logits equal" in demo.table
+    assert "prompts begun while loading" in demo.table
+
+
 def small_gemma() -> TransformersModel:
     from transformers import AutoModelForCausalLM, Gemma3TextConfig
 

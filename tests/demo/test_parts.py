@@ -12,6 +12,8 @@ import pytest
 from aoffload.demo.comparison import find_differences
 from aoffload.demo.departures import MAX_STEPS, Departures
 from aoffload.demo.logs import make_logger
+from aoffload.demo.options import DemoOptions
+from aoffload.demo.outcome import DemoOutcome, RunKind, RunOutcome
 from aoffload.demo.progress import Progress
 from aoffload.integrations.sequence import Generation
 
@@ -35,6 +37,23 @@ GENERATION = Generation(
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def test_the_layered_run_counts_as_the_others_do() -> None:
+    """A wrong answer there is a failure, and so is a run that never came; where nobody asked for it, neither."""
+
+    def outcome(*answers: tuple[int, ...], layered: bool = True) -> DemoOutcome:
+        runs = [
+            RunOutcome(RunKind("run", 1, 0, "off"), {"t": attrs.evolve(GENERATION, token_ids=answer)})
+            for answer in answers
+        ]
+        return DemoOutcome(DemoOptions(layered=layered), runs=runs)
+
+    right = [(1, 2)] * 3
+    assert outcome(*right, (1, 2)).exit_status == 0
+    assert outcome(*right, (1, 9)).exit_status == 1
+    assert outcome(*right).exit_status == 1
+    assert outcome(*right, layered=False).exit_status == 0
 
 
 def test_equal_runs_do_not_differ() -> None:

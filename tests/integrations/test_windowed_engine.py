@@ -10,18 +10,20 @@ import anyio.lowlevel
 import attrs
 import numpy as np
 import pytest
-from windowed import KINDS, OPTIONS, Bench, answer, prompt_of, serving
+from windowed import BY_LAYER, KINDS, OPTIONS, Bench, answer, prompt_of, serving
 
 from aoffload.core.lifecycle import RequestState
 from aoffload.demo.options import Corrupt
 from aoffload.demo.tampering import Tampering
 from aoffload.errors import OutOfBlocks, RequestAborted
+from aoffload.integrations.batching import EngineOptions
 from aoffload.integrations.engine import EngineClosed
 from aoffload.integrations.tries import Ask, Rivals, Try
 
 pytestmark = pytest.mark.anyio
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
+each_start = pytest.mark.parametrize("start", [OPTIONS, BY_LAYER], ids=["loaded", "by layer"])
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -30,10 +32,11 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 
 @each_kind
+@each_start
 @pytest.mark.parametrize("reuse_decoded", [False, True])
-async def test_many_at_once_on_few_blocks(kind: str, reuse_decoded: bool) -> None:
+async def test_many_at_once_on_few_blocks(kind: str, start: EngineOptions, reuse_decoded: bool) -> None:
     """More requests than places, and more tokens than blocks: each gets its own answer, and nothing is left."""
-    options = attrs.evolve(OPTIONS, reuse_decoded=reuse_decoded)
+    options = attrs.evolve(start, reuse_decoded=reuse_decoded)
     async with serving(kind, 34, options=options) as bench, anyio.create_task_group() as clients:
         for number in range(24):
             clients.start_soon(bench.ask, prompt_of(number, 9 + 2 * number), 1 + number % 7)
@@ -50,9 +53,10 @@ async def test_a_shared_prefix_is_computed_once(kind: str) -> None:
 
 
 @each_kind
-async def test_an_evicted_prefix_comes_back_from_host_memory(kind: str) -> None:
+@each_start
+async def test_an_evicted_prefix_comes_back_from_host_memory(kind: str, start: EngineOptions) -> None:
     """What others pushed off the device is loaded, not computed again, and gives the same logits."""
-    async with serving(kind, 32) as bench:
+    async with serving(kind, 32, options=start) as bench:
         first = await bench.ask(prompt_of(1, 46))
         for number in range(2, 6):
             await bench.ask(prompt_of(number, 46))
@@ -81,13 +85,14 @@ async def test_who_came_last_makes_way(kind: str) -> None:
 
 
 @each_kind
+@each_start
 @pytest.mark.parametrize("seed", [*range(8), 30, 42, 75])
-async def test_hardly_more_room_than_the_largest_needs(kind: str, seed: int) -> None:
+async def test_hardly_more_room_than_the_largest_needs(kind: str, start: EngineOptions, seed: int) -> None:
     """Whoever has to make way, however often, gets its answer: nobody is refused, nobody waits for ever."""
     draw = random.Random(seed)
     asks = [(draw.randint(1, 60), draw.randint(1, 30)) for _ in range(draw.randint(3, 9))]
     num_blocks = max(2 * OPTIONS.num_blocks(sum(ask)) for ask in asks) + draw.randint(0, 12)
-    options = attrs.evolve(OPTIONS, reuse_decoded=draw.random() < 0.5, decode_rows=draw.choice([1, 2, 4]))
+    options = attrs.evolve(start, reuse_decoded=draw.random() < 0.5, decode_rows=draw.choice([1, 2, 4]))
     async with serving(kind, num_blocks, options=options) as bench:
         with anyio.fail_after(60):
             async with anyio.create_task_group() as clients:

@@ -16,15 +16,17 @@ import torch
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload.core.groups import FullAttention, SlidingWindow
 from aoffload.demo.tampering import Tampering
-from aoffload.integrations.batching import EngineOptions
+from aoffload.integrations.batching import EngineOptions, PrefillStart
 from aoffload.integrations.engine import PagedEngine
-from aoffload.integrations.layers import LayerGroup
+from aoffload.integrations.layer_fences import layer_regions
+from aoffload.integrations.layers import LayerGroup, places_of
 from aoffload.integrations.paged import PagedBatch, Span
 from aoffload.transfer.local import LocalTransport
 
 VOCABULARY = 997
 WINDOW = 10
 OPTIONS = EngineOptions(block_size=4, prefill_tokens=8, decode_rows=4, max_running=8)
+BY_LAYER = attrs.evolve(OPTIONS, prefill_start=PrefillStart.BY_LAYER)
 KINDS = ["stand-in", "windows"]
 
 
@@ -59,6 +61,8 @@ class WindowedModel:
             assert blocks.all(), "the null block is written to"
             flat[blocks, 0, batch.slot_offsets] = batch.input_ids.float()
             flat[blocks, 1, batch.slot_offsets] = batch.positions.float()
+        for place in places_of(self.groups).values():
+            batch.fences.wait_for(place)
         logits = torch.zeros(batch.num_sequences, VOCABULARY)
         for row, span in enumerate(batch.spans):
             everything = self._read(flat, span, 0, None)
@@ -122,7 +126,7 @@ async def serving(
         verify=True,
     )
     backend = tampering.make_backend if tampering is not None else None
-    transport = LocalTransport([kv_cache[: num_blocks + 1]], backend=backend)
+    transport = LocalTransport(layer_regions(kv_cache[: num_blocks + 1]), backend=backend)
     async with OffloadRuntime(config, transport=transport) as runtime:
         async with PagedEngine(model, runtime, kv_cache, options, on_step=on_step) as engine:
             bench = Bench(runtime, engine)

@@ -13,6 +13,7 @@ from aoffload.transfer.backends.base import CopyBackend
 from aoffload.transfer.fence import Fence
 from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.region import KVRegion
+from aoffload.transfer.region_fences import RegionFences
 
 GUARD_S = 20.0
 """Never waited for in full unless something hangs that must not."""
@@ -39,6 +40,12 @@ class Copies:
     def launch_load(self, host: list[int], device: list[int], after: Fence | None = None) -> int:
         return self._launch(Tier.HOST, Tier.DEVICE, host, device, after)
 
+    def launch_watched(self, host: list[int], device: list[int]) -> RegionFences:
+        """A load region after region."""
+        fences = RegionFences(self.transport.num_regions)
+        self._launch(Tier.HOST, Tier.DEVICE, host, device, None, fences)
+        return fences
+
     def store(self, device: list[int], host: list[int]) -> Completion:
         self.launch_store(device, host)
         return self.next()
@@ -50,7 +57,17 @@ class Copies:
     def next(self) -> Completion:
         return self.completions.get(timeout=GUARD_S)
 
-    def _launch(self, source: Tier, destination: Tier, froms: list[int], tos: list[int], after: Fence | None) -> int:
+    def _launch(
+        self,
+        source: Tier,
+        destination: Tier,
+        froms: list[int],
+        tos: list[int],
+        after: Fence | None,
+        watched: RegionFences | None = None,
+    ) -> int:
         job_id = next(self._job_ids)
+        if watched is not None:
+            self.transport.watch(job_id, watched)
         self.transport.launch(TransferPlan(job_id, source, destination, array("i", froms), array("i", tos)), after)
         return job_id

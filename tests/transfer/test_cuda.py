@@ -15,8 +15,8 @@ import torch
 from copies import GUARD_S, Copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import Pool, separate_sizes, stacked
 from simulated_cuda import SimulatedCuda, SimulatedKernel, on
-from test_cpu_backend import Pool, separate_sizes, stacked
 
 from aoffload.core.plan import Direction, Outcome, TransferPlan
 from aoffload.errors import DeviceGone

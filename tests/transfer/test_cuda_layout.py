@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cpu_backend import Pool, separate_sizes, stacked
+from layouts import Pool, separate_sizes, stacked
 
 from aoffload.core.plan import Direction
 from aoffload.transfer.backends.cuda.driver import Pieces

@@ -11,7 +11,9 @@ from ...core.plan import Direction, TransferPlan
 from ...errors import ConfigError
 from ..fence import PASSED, Fence
 from ..region import KVRegion, byte_rows
+from ..region_fences import RegionFences
 from .base import CopyStopped, RegionBackend, anonymous_memory, device_ids, host_ids, host_size
+from .columns import RegionColumns, columns_of
 from .pieces import pieces_of
 from .rows import RowMover, gaps, row_mover, stretches
 from .staging import STAGE_BYTES, Staging
@@ -38,6 +40,8 @@ class CpuBackend(RegionBackend):
         self._waits = {direction: LockWaits() for direction in Direction}
         self._host = anonymous_memory(0, self.block_bytes)
         self._staging: dict[Direction, Staging] = {}
+        self._columns: tuple[RegionColumns, ...] = ()
+        self._watched: dict[int, RegionFences] = {}
 
     def open(self, num_host_blocks: int) -> None:
         host_size(num_host_blocks, self.block_bytes)
@@ -46,13 +50,14 @@ class CpuBackend(RegionBackend):
         if self._spans(memory):
             self._mover = Stripes.of(pieces_of(self.regions), divide=memory.ctypes.data)
         self._host = memory[:num_host_blocks]
+        self._columns = columns_of(self.regions, self._host)
         stages = np.split(memory[num_host_blocks:], len(Direction))
         for direction, stage in zip(Direction, stages, strict=True):
             self._staging[direction] = Staging(self._mover, self._host, stage)
 
     def close(self) -> None:
         self._host = anonymous_memory(0, self.block_bytes)
-        self._staging = {}
+        self._staging, self._columns = {}, ()
 
     def record_fence(self) -> Fence:
         return PASSED
@@ -61,7 +66,19 @@ class CpuBackend(RegionBackend):
         for fence in fences:
             fence.synchronize()
 
+    def watch(self, job_id: int, fences: RegionFences) -> None:
+        """Have the load `job_id` copied region after region, each with a fence of its own. To be called before it is
+        launched; whoever learns of its end calls `end` of `fences`, and `forget`."""
+        self._watched[job_id] = fences
+
+    def forget(self, job_id: int) -> None:
+        """A watched job is over, or was never launched."""
+        self._watched.pop(job_id, None)
+
     def copy(self, plan: TransferPlan) -> Fence:
+        watched = self._watched.pop(plan.job_id, None)
+        if watched is not None:
+            return self._copy_by_region(plan, watched)
         on_device, on_host = device_ids(plan), host_ids(plan)
         for start in range(0, plan.num_blocks, self._blocks_per_batch):
             batch = slice(start, start + self._blocks_per_batch)
@@ -84,6 +101,29 @@ class CpuBackend(RegionBackend):
         move = self._mover.scatter if direction is Direction.LOAD else self._mover.gather
         with waits.timing(int(num_calls)):
             move(on_device, [self._host[part] for part in _as_slices(on_host)])
+
+    def _copy_by_region(self, plan: TransferPlan, watched: RegionFences) -> Fence:
+        """In the order in which a forward needs them."""
+        on_device, on_host = device_ids(plan), host_ids(plan)
+        try:
+            for index in range(self.num_regions):
+                self.copy_region(index, on_device, on_host)
+                watched.give(index, PASSED)
+        except Exception as error:
+            watched.end(repr(error))
+            raise CopyStopped(0) from error  # no block has all of its regions
+        return PASSED
+
+    def copy_region(self, index: int, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
+        """Load one region of blocks, ids checked, as `copy_batch` does: by stretches, or few calls for all of them."""
+        columns, waits = self._columns[index], self._waits[Direction.LOAD]
+        num_calls = 1 + np.count_nonzero(gaps(on_host))
+        if waits.have_begun and num_calls > 2 and len(on_host) * columns.block_bytes < num_calls * SHORT_CALL_BYTES:
+            with waits.timing(2):
+                columns.scatter_twice(on_device, on_host)
+            return
+        with waits.timing(int(num_calls)):
+            columns.scatter(on_device, on_host)
 
     def settle(self, direction: Direction) -> None:
         """Nothing to wait for: calls that copy return when they are done."""
