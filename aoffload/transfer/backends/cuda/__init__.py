@@ -1,7 +1,7 @@
 """Copies between GPU tensors and pinned host memory."""
 
 from .backend import CudaBackend, CudaOptions
-from .driver import CudaDriver, CudaError, DeviceLost, Pieces, SourceOrder
+from .driver import CudaDriver, CudaError, DeviceLost, Pieces, SourceOrder, StreamCaptured
 from .events import CudaFence
 from .method import BreakEven
 from .pinned import HostMemoryError, PinProgress
@@ -21,5 +21,6 @@ __all__ = [
     "PinProgress",
     "Pieces",
     "SourceOrder",
+    "StreamCaptured",
     "WaitPolicy",
 ]
