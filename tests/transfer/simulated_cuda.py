@@ -15,7 +15,15 @@ import numpy as np
 from copies import GUARD_S
 from numpy.typing import NDArray
 
-from aoffload.transfer.backends.cuda import CudaError, CudaFence, CudaOptions, DeviceLost, Pieces, SourceOrder
+from aoffload.transfer.backends.cuda import (
+    CudaError,
+    CudaFence,
+    CudaOptions,
+    DeviceLost,
+    Pieces,
+    SourceOrder,
+    StreamCaptured,
+)
 from aoffload.transfer.backends.cuda.driver import Handle
 from aoffload.transfer.fence import Fence
 
@@ -42,6 +50,8 @@ class Event:
 class Stream:
     name: str
     steps: deque[Step] = attrs.field(factory=deque)
+    is_captured: bool = False
+    """A graph is being made of what it is given."""
 
     @property
     def cuda_stream(self) -> int:
@@ -121,10 +131,12 @@ class SimulatedCuda:
             self.streams.remove(stream)
 
     def current_stream(self) -> Stream:
-        return self.current
+        return self.stream_of(self.current)
 
     def stream_of(self, stream: Any) -> Stream:
         assert isinstance(stream, Stream)
+        if stream.is_captured:
+            raise StreamCaptured("cuStreamIsCapturing")
         return stream
 
     @contextmanager
@@ -141,6 +153,7 @@ class SimulatedCuda:
     def record_event(self, event: Event, stream: Stream) -> None:
         with self._asked("cuEventRecord"):
             assert not event.is_destroyed
+            assert not stream.is_captured, "an event in a graph"
             recorded = Recorded(stream.name)
             event.recorded = recorded
             self.log.append((stream.name, "records", event.number))

@@ -12,12 +12,16 @@ from numpy.typing import NDArray
 
 from ...fence import Fence
 from ...region import KVRegion
-from .driver import LOST_CODES, CudaError, DeviceLost, Handle, Pieces, SourceOrder
+from .driver import LOST_CODES, CudaError, DeviceLost, Handle, Pieces, SourceOrder, StreamCaptured
 from .events import CudaFence
 
 __all__ = ["TorchDriver"]
 
-LOST_WORDS = ("illegal", "unspecified launch failure", "uncorrectable", "assert", "misaligned", "hardware stack")
+LOST_WORDS = (
+    *("illegal", "unspecified launch failure", "uncorrectable", "assert", "misaligned", "hardware stack", "timed out"),
+    *("invalid program counter", "address space", "context is destroyed", "invalid device context", "unknown error"),
+    *("busy or unavailable", "MPS", "driver shutting down"),
+)
 """What a lost device is called by a torch before 2.8, which does not tell the code."""
 
 
@@ -40,8 +44,16 @@ class TorchDriver:
     def maps_host_memory(self) -> bool:
         return False  # torch does not say, and a kernel that guesses wrong takes the device with it
 
-    def bound(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self._device)
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        device = torch.cuda.device(self._device)
+        with _asking("cudaSetDevice"):  # may be the first to hear that the device is lost
+            device.__enter__()
+        try:
+            yield
+        finally:
+            with _asking("cudaSetDevice"):
+                device.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -71,9 +83,13 @@ class TorchDriver:
         """Torch keeps its streams."""
 
     def current_stream(self) -> Handle:
-        return torch.cuda.current_stream(self._device)
+        return self.stream_of(torch.cuda.current_stream(self._device))
 
     def stream_of(self, stream: torch.cuda.Stream) -> Handle:
+        with torch.cuda.stream(stream), _asking("cudaStreamIsCapturing"):
+            is_captured = torch.cuda.is_current_stream_capturing()
+        if is_captured:
+            raise StreamCaptured("cudaStreamIsCapturing")
         return stream
 
     def on_stream(self, stream: Handle) -> AbstractContextManager[object]:
