@@ -76,7 +76,7 @@ def batches() -> None:
     with driver.bound():
         stream = driver.create_stream()
         for order in SourceOrder:
-            given, source, destination = pieces(1000)
+            given, source, destination = pieces(10_000)
             driver.copy_batch(given, order, stream)
             assert (source == destination).all()
         empty = Pieces(*(np.zeros(0, dtype=np.uint64) for _ in range(3)))

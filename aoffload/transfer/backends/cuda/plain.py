@@ -48,12 +48,12 @@ class TorchDriver:
     def bound(self) -> Iterator[None]:
         device = torch.cuda.device(self._device)
         with _asking("cudaSetDevice"):  # may be the first to hear that the device is lost
-            device.__enter__()
+            device.__enter__()  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             with _asking("cudaSetDevice"):
-                device.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                device.__exit__(None, None, None)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
