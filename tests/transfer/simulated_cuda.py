@@ -27,6 +27,8 @@ from aoffload.transfer.backends.cuda import (
 from aoffload.transfer.backends.cuda.driver import Handle
 from aoffload.transfer.fence import Fence
 
+PAUSE_STEPS = 12
+
 Step = Callable[[], bool]
 """Work at the head of a stream: does it, or says that it cannot yet."""
 
@@ -192,6 +194,11 @@ class SimulatedCuda:
         """What a forward gives to a stream."""
         with self._lock:
             self._give(stream, lambda: (work(), True)[1])
+
+    def pause(self, stream: Stream) -> None:
+        """A forward on `stream` that takes a while: others have done a lot before its turn is over."""
+        with self._lock:
+            stream.steps.extend([lambda: True] * PAUSE_STEPS)
 
     def hold(self, stream: Stream) -> Callable[[], None]:
         """A forward on `stream` that goes on until the function that this returns is called."""

@@ -1,0 +1,84 @@
+"""Who owns which block while a soak runs: told by the pools, asked by forwards and copies.
+
+A block that changes hands is spoiled, as far as forwards are concerned: a hit on it would be wrong bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from aoffload import OffloadRuntime
+from aoffload.core.plan import Completion, Tier, TransferPlan
+from aoffload.testing import Memory, Violation
+from aoffload.testing.memory import OwnedPool
+from aoffload.transfer.fence import Fence
+from aoffload.transfer.local import LocalTransport
+
+__all__ = ["Held", "OwnedTransport", "Owners"]
+
+
+@attrs.frozen
+class Held:
+    """Blocks of a tier in the hands that they were in at some moment."""
+
+    memory: Memory
+    block_ids: Sequence[int]
+    generations: tuple[int, ...]
+
+    def problem(self, who: str) -> str:
+        """Nothing, or what of it is in other hands by now."""
+        try:
+            for block_id, generation in zip(self.block_ids, self.generations, strict=True):
+                self.memory.check_owner(who, block_id, generation)
+        except Violation as violation:
+            return str(violation)
+        return ""
+
+
+class Owners:
+    """Of all blocks of a runtime, both tiers. To be made before it is entered."""
+
+    def __init__(self, runtime: OffloadRuntime, spoil: Callable[[Sequence[int]], None]) -> None:
+        self._memories: dict[Tier, Memory] = {}
+        for tier in runtime.ledger.cache.tiers:
+            first = 1 if tier.tier is Tier.DEVICE else 0  # the null block is nobody's
+            memory = self._memories[tier.tier] = Memory(tier.tier, tier.pool.num_blocks + first)
+            tier.pool = OwnedPool(tier.pool, memory, spoil if tier.tier is Tier.DEVICE else _nothing)
+
+    def held(self, tier: Tier, block_ids: Sequence[int]) -> Held:
+        """By whoever holds them now."""
+        memory = self._memories[tier]
+        return Held(memory, list(block_ids), memory.generations(block_ids))
+
+
+def _nothing(block_ids: array[int]) -> None:
+    """Host memory is the transport's own."""
+
+
+class OwnedTransport(LocalTransport):
+    """Says at the end of each copy whether both its sides have been in the same hands since its launch."""
+
+    def __init__(self, kv_caches: object, backend: Any, report: Callable[[str], None]) -> None:
+        super().__init__(kv_caches, backend)
+        self.owners: Owners | None = None
+        self._report = report
+        self._held: dict[int, tuple[Held, ...]] = {}
+
+    def open(self, num_host_blocks: int, *, deliver: Callable[[Completion], None], **options: Any) -> None:
+        def over(completion: Completion) -> None:
+            for held in self._held.pop(completion.job_id, ()):
+                if problem := held.problem(f"job {completion.job_id}"):
+                    self._report(problem)
+            deliver(completion)
+
+        super().open(num_host_blocks, deliver=over, **options)
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        if self.owners is not None:
+            sides = ((plan.source, plan.source_ids), (plan.destination, plan.destination_ids))
+            self._held[plan.job_id] = tuple(self.owners.held(tier, block_ids) for tier, block_ids in sides)
+        super().launch(plan, after)
