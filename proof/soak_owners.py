@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from aoffload import OffloadRuntime
+from aoffload.core.cache import UNPUBLISHABLE
 from aoffload.core.plan import Completion, Tier, TransferPlan
 from aoffload.testing import Memory, Violation
 from aoffload.testing.memory import OwnedPool
@@ -43,6 +44,7 @@ class Owners:
     """Of all blocks of a runtime, both tiers. To be made before it is entered."""
 
     def __init__(self, runtime: OffloadRuntime, spoil: Callable[[Sequence[int]], None]) -> None:
+        self._unsettled = runtime.ledger.jobs.unsettled
         self._memories: dict[Tier, Memory] = {}
         for tier in runtime.ledger.cache.tiers:
             first = 1 if tier.tier is Tier.DEVICE else 0  # the null block is nobody's
@@ -53,6 +55,11 @@ class Owners:
         """By whoever holds them now."""
         memory = self._memories[tier]
         return Held(memory, list(block_ids), memory.generations(block_ids))
+
+    def is_doomed(self, job_id: int) -> bool:
+        """Whether the job will publish nothing, since it was given up: its source may be anybody's."""
+        job = self._unsettled.get(job_id)
+        return job is None or job.epoch == UNPUBLISHABLE
 
 
 def _nothing(block_ids: array[int]) -> None:
@@ -66,19 +73,26 @@ class OwnedTransport(LocalTransport):
         super().__init__(kv_caches, backend)
         self.owners: Owners | None = None
         self._report = report
-        self._held: dict[int, tuple[Held, ...]] = {}
+        self._held: dict[int, tuple[Held, Held]] = {}
 
     def open(self, num_host_blocks: int, *, deliver: Callable[[Completion], None], **options: Any) -> None:
         def over(completion: Completion) -> None:
-            for held in self._held.pop(completion.job_id, ()):
-                if problem := held.problem(f"job {completion.job_id}"):
-                    self._report(problem)
+            if sides := self._held.pop(completion.job_id, None):
+                self._check(completion.job_id, *sides)
             deliver(completion)
 
         super().open(num_host_blocks, deliver=over, **options)
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         if self.owners is not None:
-            sides = ((plan.source, plan.source_ids), (plan.destination, plan.destination_ids))
-            self._held[plan.job_id] = tuple(self.owners.held(tier, block_ids) for tier, block_ids in sides)
+            source = self.owners.held(plan.source, plan.source_ids)
+            self._held[plan.job_id] = source, self.owners.held(plan.destination, plan.destination_ids)
         super().launch(plan, after)
+
+    def _check(self, job_id: int, source: Held, destination: Held) -> None:
+        """A job is doomed before its source is let go of, so that is asked last."""
+        assert self.owners is not None
+        if problem := destination.problem(f"job {job_id}"):
+            self._report(problem)
+        if (problem := source.problem(f"job {job_id}")) and not self.owners.is_doomed(job_id):
+            self._report(problem)

@@ -27,10 +27,13 @@ from aoffload.transfer.fence import PASSED, Fence
 from proof.soak import soak
 from proof.soak_memory import Compute, DeviceMemory
 from proof.soak_owners import OwnedTransport, Owners
+from proof.soak_result import SoakResult
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
 
 SECONDS = 3.0
+NUM_TRIES = 12
+"""Most mutants are caught by the first; where one event is used over and over, most often it waits for too much."""
 CONFIG = OffloadConfig(groups=[KVCacheGroup("full", block_size=4)], num_host_blocks=8)
 
 
@@ -54,13 +57,19 @@ def simulated(
     return memory
 
 
+def check(result: SoakResult) -> None:
+    """Nothing was found; on a busy machine, something may not have happened at all."""
+    assert result.found == [], result.table()
+    assert result.max_pinned_at_rest == 0
+    assert result.blocks_checked and result.blocks_loaded and result.blocks_stored and result.num_rests
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "num_clients"), [("asyncio", 40), ("trio", 40)])
 def test_a_short_soak_on_streams_passes(backend: str, num_clients: int) -> None:
     """Every byte is right and in the right hands, though nobody waits for a forward; nothing is pinned at rest."""
     result = soak(SECONDS, backend, 1, num_clients, simulated(CudaBackend, 1))
-    assert result.has_passed, result.table()
-    assert result.max_pinned_at_rest == 0
+    check(result)
     assert result.num_done > 0.8 * result.num_requests
 
 
@@ -68,18 +77,18 @@ def test_a_short_soak_on_streams_passes(backend: str, num_clients: int) -> None:
 def test_a_short_soak_with_the_kernel_passes() -> None:
     """The same where small pieces are copied by the kernel, and none is large."""
     result = soak(SECONDS, "asyncio", 2, memory=simulated(CudaBackend, 2, break_even=BreakEven(2**40, 2**40)))
-    assert result.has_passed, result.table()
+    check(result)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", [Unfenced, Unordered, Unproven, OneEvent])
 def test_a_rule_that_is_taken_out_fails_it(mutant: type[CudaBackend]) -> None:
-    """Whichever rule of order is missing, some forward reads other bytes than belong there."""
-    for seed in range(5):
-        result = soak(SECONDS, "asyncio", seed, memory=simulated(mutant, seed))
-        if any("wrong bytes" in problem for problem in result.problems):
+    """Whichever rule of order is missing, some forward reads other bytes than belong there, or a checksum says so."""
+    for seed in range(NUM_TRIES):
+        found = soak(SECONDS, "asyncio", seed, memory=simulated(mutant, seed)).found
+        if any("wrong bytes" in problem or "other bytes than were stored" in problem for problem in found):
             return
-    pytest.fail(f"five soaks without a wrong byte: {result.table()}")
+    pytest.fail("no soak found a wrong byte")
 
 
 class Gated(CpuBackend):
@@ -108,15 +117,15 @@ def test_a_forward_in_somebody_elses_block_is_noticed() -> None:
     assert [len(block_ids) for block_ids in spoiled] == [3, 3, 7]
 
 
-@pytest.mark.parametrize("tier", [None, Tier.DEVICE, Tier.HOST])
-def test_a_copy_in_somebody_elses_block_is_noticed(tier: Tier | None) -> None:
-    """Blocks of either side that go back while a copy is under way; none, if none does."""
+def held_copy(tier: Tier | None, is_doomed: bool) -> list[str]:
+    """What is found when the blocks of a tier go back while a copy of them is under way."""
     found: list[str] = []
     ends: queue.SimpleQueue[Completion] = queue.SimpleQueue()
     Gated.gate = threading.Event()
     transport = OwnedTransport(torch.zeros(8, 3), Gated, found.append)
     runtime = OffloadRuntime(CONFIG, transport=transport)
-    transport.owners = Owners(runtime, lambda block_ids: None)
+    owners = transport.owners = Owners(runtime, lambda block_ids: None)
+    owners.is_doomed = lambda job_id: is_doomed  # type: ignore[method-assign]
     pools = {each: runtime.ledger.cache.tiers[each].pool for each in (Tier.DEVICE, Tier.HOST)}
     taken = {each: pool.take(2) for each, pool in pools.items()}
     transport.open(8, verify=False, deliver=ends.put, env=Env())
@@ -126,5 +135,19 @@ def test_a_copy_in_somebody_elses_block_is_noticed(tier: Tier | None) -> None:
     Gated.gate.set()
     assert ends.get(timeout=GUARD_S).outcome is Outcome.LANDED
     assert transport.close(GUARD_S)
-    assert len(found) == (tier is not None)
-    assert all(f"job 1 touches {tier.name}" in problem for problem in found if tier is not None)
+    return found
+
+
+@pytest.mark.parametrize("is_doomed", [False, True])
+def test_a_copy_into_somebody_elses_block_is_noticed(is_doomed: bool) -> None:
+    """Also of a job that was given up: it still writes."""
+    (problem,) = held_copy(Tier.HOST, is_doomed)
+    assert "job 1 touches HOST block" in problem
+
+
+def test_a_copy_from_somebody_elses_block_is_noticed() -> None:
+    """A store whose source went back would store what somebody else writes there; if anybody were told of it."""
+    (problem,) = held_copy(Tier.DEVICE, is_doomed=False)
+    assert "job 1 touches DEVICE block" in problem
+    assert held_copy(Tier.DEVICE, is_doomed=True) == []
+    assert held_copy(None, is_doomed=False) == []
