@@ -78,7 +78,7 @@ class OwnedTransport(LocalTransport):
     def open(self, num_host_blocks: int, *, deliver: Callable[[Completion], None], **options: Any) -> None:
         def over(completion: Completion) -> None:
             if sides := self._held.pop(completion.job_id, None):
-                self._check(completion.job_id, *sides)
+                self._check_hands(completion.job_id, *sides)
             deliver(completion)
 
         super().open(num_host_blocks, deliver=over, **options)
@@ -89,7 +89,7 @@ class OwnedTransport(LocalTransport):
             self._held[plan.job_id] = source, self.owners.held(plan.destination, plan.destination_ids)
         super().launch(plan, after)
 
-    def _check(self, job_id: int, source: Held, destination: Held) -> None:
+    def _check_hands(self, job_id: int, source: Held, destination: Held) -> None:
         """A job is doomed before its source is let go of, so that is asked last."""
         assert self.owners is not None
         if problem := destination.problem(f"job {job_id}"):
