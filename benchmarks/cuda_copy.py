@@ -71,7 +71,7 @@ def run(vllm: Peer | None = None) -> list[Row]:
         *copy_rows(device, CudaOptions(), piece_bytes=64 * 1024, wanted=0.9),
         *copy_rows(device, CudaOptions(), piece_bytes=16 * 1024, wanted=0.7),
         *choice_rows(device, CudaOptions()),
-        overlap_row(device),
+        *overlap_rows(device),
         fitting_row(device),
         *latency_rows(device),
     ]
@@ -225,8 +225,8 @@ def _choice_row(copying: Copying, direction: Direction, size: int, seconds: floa
 # -- beside compute ---------------------------------------------------------------------------------------------------
 
 
-def overlap_row(device: torch.device) -> Row:
-    """Large matrix products with copies at full rate both ways, beside the same alone."""
+def overlap_rows(device: torch.device) -> list[Row]:
+    """Large matrix products with copies at full rate both ways, beside the same alone; and the rate of those copies."""
     left, right = (torch.randn(PRODUCT_SIDE, PRODUCT_SIDE, dtype=torch.bfloat16, device=device) for _ in range(2))
 
     def multiply() -> None:
@@ -234,14 +234,21 @@ def overlap_row(device: torch.device) -> Row:
             torch.mm(left, right)
 
     copying = Copying(device, CudaOptions(), piece_bytes=64 * 1024)
+    moved: list[Sample] = []
 
     def beside() -> Sample:
-        with traffic(copying):
+        with traffic(copying, moved):
             return _on_stream_alone(multiply)
 
     found = interleave({"alone": lambda: _on_stream_alone(multiply), "beside": beside}, seconds=2 * SECONDS)
+    copies = {"beside": Measured.of(moved)}
+    copies |= interleave({"alone": lambda: timed(lambda: copying.move(*Direction))}, seconds=SECONDS)
     copying.close()
-    return _share_row("matrix products beside copies both ways", NUM_PRODUCTS, "1/s", found, "alone", "beside", 0.97)
+    gigabytes = 2 * copying.gigabytes
+    return [
+        _share_row("matrix products beside copies both ways", NUM_PRODUCTS, "1/s", found, "alone", "beside", 0.97),
+        _share_row("the copies beside those products", gigabytes, "GB/s", copies, "alone", "beside", 0.9),
+    ]
 
 
 def _on_stream_alone(work: Callable[[], None]) -> Sample:
@@ -255,16 +262,21 @@ def _on_stream_alone(work: Callable[[], None]) -> Sample:
 
 
 @contextmanager
-def traffic(copying: Copying) -> Iterator[None]:
-    """Jobs both ways, each replaced when it ends."""
-    is_over = threading.Event()
+def traffic(copying: Copying, moved: list[Sample]) -> Iterator[None]:
+    """All blocks both ways, over and over, from before this is entered; what each time took goes to `moved`."""
+    has_begun, is_over = threading.Event(), threading.Event()
 
     def feed() -> None:
-        while not is_over.is_set():
-            copying.move(*Direction)
+        try:
+            while not is_over.is_set():
+                moved.append(timed(lambda: copying.move(*Direction)))
+                has_begun.set()
+        finally:
+            has_begun.set()
 
     feeder = threading.Thread(target=feed)
     feeder.start()
+    has_begun.wait()
     try:
         yield
     finally:

@@ -1,7 +1,9 @@
 """A soak with real threads and real bytes: `python -m proof.soak --seconds 60 --backend asyncio`.
 
 Conversations of which the host remembers a quarter and the device less; a tenth of the requests is cut short natively,
-by scopes, by name, by deadlines. Every block that a request is told is ready is compared with what belongs there.
+by scopes, by name, by deadlines. Every block that a request is told is ready is compared with what belongs there; every
+forward and every copy is asked whether its blocks are still its own. With `--device cuda`, forwards are given to a
+stream, and nobody waits for them.
 At rest nothing may be pinned; resident memory and file descriptors must be flat.
 """
 
@@ -23,10 +25,12 @@ from typing import Any
 
 import anyio
 import attrs
+import torch
 
 from aoffload import OutOfBlocks, Request, RequestState
 from aoffload.errors import AoffloadError, RequestAborted
 
+from .soak_memory import DeviceMemory, HostMemory, KVMemory, cuda_compute
 from .soak_result import Sample, SoakResult
 from .soak_workload import Server, Ticket, Workload, WrongBytes, turns
 
@@ -132,7 +136,14 @@ class Attempt:
 class Soak:
     """One run of `seconds`; ends early at the first problem."""
 
-    def __init__(self, seconds: float, backend: str, seed: int, num_clients: int) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        backend: str,
+        seed: int,
+        num_clients: int,
+        memory: Callable[[tuple[int, int], int], KVMemory] = HostMemory,
+    ) -> None:
         self._seconds, self._backend, self._seed, self._num_clients = seconds, backend, seed, num_clients
         self._workload = Workload(seed)
         self._numbers = itertools.count()
@@ -142,7 +153,7 @@ class Soak:
         self._num_resets = self._num_rests = self._max_waiting = self._max_pinned = 0
         alarms = Alarms(self._found.append)
         self._servers = {
-            name: Server(verify=name == "verified", report=self._found.append, logger=alarms)
+            name: Server(verify=name == "verified", report=self._found.append, logger=alarms, memory=memory)
             for name in ("plain", "verified")
         }
 
@@ -235,6 +246,7 @@ class Soak:
             with anyio.move_on_after(PATIENCE_S):
                 while _held(server):  # noqa: ASYNC110 - a forgotten thread sets no event
                     await anyio.sleep(0.01)
+            server.settle()
             self._max_pinned = max(self._max_pinned, _pinned(server))
             if held := _held(server):
                 self._found.append(f"at rest, {name}: {held}")
@@ -275,6 +287,7 @@ class Soak:
             max_pinned_at_rest=self._max_pinned,
             samples=self._samples,
             found=self._found,
+            memory=self._servers["plain"].memory.name,
         )
 
 
@@ -300,21 +313,38 @@ def _copies(thread: threading.Thread) -> bool:
     return thread.name.startswith("aoffload-")
 
 
-def soak(seconds: float, backend: str, seed: int = 0, num_clients: int = DEFAULT_CLIENTS) -> SoakResult:
-    """Run it in an event loop of that kind."""
+def soak(
+    seconds: float,
+    backend: str,
+    seed: int = 0,
+    num_clients: int = DEFAULT_CLIENTS,
+    memory: Callable[[tuple[int, int], int], KVMemory] = HostMemory,
+) -> SoakResult:
+    """Run it in an event loop of that kind, on that memory."""
     name, options = BACKENDS[backend]
-    return anyio.run(Soak(seconds, backend, seed, num_clients).run, backend=name, backend_options=options)
+    return anyio.run(Soak(seconds, backend, seed, num_clients, memory).run, backend=name, backend_options=options)
+
+
+def cuda_memory(shape: tuple[int, int], num_tensors: int) -> DeviceMemory:
+    """On the current CUDA device, with a compute stream of its own."""
+    return DeviceMemory(shape, num_tensors, cuda_compute())
+
+
+MEMORIES: dict[str, Callable[[tuple[int, int], int], KVMemory]] = {"cpu": HostMemory, "cuda": cuda_memory}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m proof.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="asyncio")
+    parser.add_argument("--device", choices=tuple(MEMORIES), default="cpu", help="where the KV is (default: cpu)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=DEFAULT_CLIENTS, help="requests at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and all samples there")
     options = parser.parse_args()
-    result = soak(options.seconds, options.backend, options.seed, options.clients)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: not run, since torch sees no CUDA device")
+    result = soak(options.seconds, options.backend, options.seed, options.clients, MEMORIES[options.device])
     print(result.table())
     if options.json is not None:
         options.json.write_text(result.as_json() + "\n")

@@ -56,6 +56,8 @@ class SoakResult:
     samples: list[Sample] = attrs.field(repr=False)
     found: list[str]
     """What went wrong while it ran."""
+    memory: str = "cpu"
+    """Where the KV was."""
 
     @property
     def judged(self) -> list[Sample]:
@@ -103,7 +105,7 @@ class SoakResult:
         judged = "" if self.wall_s >= SHORTEST_JUDGED_S else " (not judged: too short a run)"
         rss = [sample.rss_bytes / 1e6 for sample in (self.judged[0], self.judged[-1])]
         return [
-            ("backend, seed, seconds", f"{self.backend}, {self.seed}, {self.wall_s:.1f}"),
+            ("backend, memory, seed, seconds", f"{self.backend}, {self.memory}, {self.seed}, {self.wall_s:.1f}"),
             ("requests", f"{self.num_requests:,}"),
             ("  done", f"{self.num_done:,}"),
             *early,

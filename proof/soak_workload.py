@@ -7,16 +7,18 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import anyio
 import attrs
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request
 from aoffload.core.plan import Tier
+
+from .soak_memory import HostMemory, KVMemory
+from .soak_owners import Held, OwnedTransport, Owners
 
 __all__ = ["Conversation", "Interruption", "Server", "Ticket", "Workload", "WrongBytes"]
 
@@ -176,16 +178,28 @@ class Server:
     A thread that nobody waits for any more finds wrong bytes as well: hence `report`, good from any thread.
     """
 
-    def __init__(self, *, verify: bool, report: Callable[[str], None], logger: Any) -> None:
-        shape = NUM_DEVICE_BLOCKS + 1, VALUES_PER_BLOCK
-        tensors = [torch.zeros(shape, dtype=torch.int64) for _ in range(NUM_TENSORS)]
-        self._rows = [tensor.numpy() for tensor in tensors]
+    def __init__(
+        self,
+        *,
+        verify: bool,
+        report: Callable[[str], None],
+        logger: Any,
+        memory: Callable[[tuple[int, int], int], KVMemory] = HostMemory,
+    ) -> None:
+        self.memory = memory((NUM_DEVICE_BLOCKS + 1, VALUES_PER_BLOCK), NUM_TENSORS)
         self._report = report
         group = KVCacheGroup("full", block_size=BLOCK_SIZE)
         config = OffloadConfig(groups=[group], num_host_blocks=NUM_HOST_BLOCKS, namespace="soak", verify=verify)
-        self.runtime = OffloadRuntime(config, tensors, logger=logger)
+        transport = OwnedTransport(self.memory.tensors, self.memory.backend, report)
+        self.runtime = OffloadRuntime(config, transport=transport, logger=logger)
+        self._owners = transport.owners = Owners(self.runtime, self.memory.spoil)
         self.num_checked = self.num_failed_forwards = 0
         self._counting = threading.Lock()
+
+    def settle(self) -> None:
+        """Hear of what forwards on a device have found by now."""
+        for about in self.memory.settle():
+            self._report(f"wrong bytes: {about}")
 
     @property
     def num_evicted(self) -> int:
@@ -212,8 +226,9 @@ class Server:
 
     async def _forward(self, request: Request, ticket: Ticket, start: int, stop: int) -> None:
         ids, first, last = request.block_ids[0], start // BLOCK_SIZE, stop // BLOCK_SIZE
+        held = self._owners.held(Tier.DEVICE, ids[:last])
         if ticket.forward == "thread":
-            await self.runtime.run_step([request], lambda: self._compute(ids, ticket, first, last))
+            await self.runtime.run_step([request], lambda: self._compute(ids, ticket, first, last, held))
             return
         with self.runtime.step([request]):
             middle = (first + last) // 2
@@ -221,21 +236,22 @@ class Server:
             await anyio.lowlevel.checkpoint()
             self._write(ids, ticket, middle, last)
             self._compare(ids, ticket, last)
+            self._check_hands(ticket, held)
 
-    def _compute(self, ids: list[int], ticket: Ticket, first: int, last: int) -> None:
+    def _compute(self, ids: list[int], ticket: Ticket, first: int, last: int, held: Held) -> None:
         """A forward in a thread of its own. Its blocks are its own for as long as it runs."""
         self._compare(ids, ticket, first)
         self._write(ids, ticket, first, last)
         time.sleep(ticket.forward_s)
         self._compare(ids, ticket, last)
+        self._check_hands(ticket, held)
 
     async def _fail(self, request: Request, ticket: Ticket, num_ready: int) -> None:
         """A forward is committed and taken back; at once: it left garbage, of which nobody may ever hear."""
         ids, first, last = request.block_ids[0], num_ready // BLOCK_SIZE, ticket.num_prompt_tokens // BLOCK_SIZE
         self._write(ids, ticket, first, last)
         if ticket.fails == "at once":
-            for rows in self._rows:
-                rows[ids[first:last]] ^= -1
+            self.memory.spoil(ids[first:last])
         request.commit(ticket.num_prompt_tokens)
         if ticket.fails == "later":
             await turns(4)
@@ -243,8 +259,8 @@ class Server:
         self.num_failed_forwards += 1
 
     def _write(self, ids: list[int], ticket: Ticket, first: int, last: int) -> None:
-        for rows, blocks in zip(self._rows, ticket.conversation.blocks, strict=True):
-            rows[ids[first:last]] = blocks[first:last]
+        if first < last:
+            self.memory.write(ids[first:last], ticket.conversation.blocks[:, first:last])
 
     async def _check(self, request: Request, ticket: Ticket, num_ready: int) -> None:
         """Who is cancelled already, because what it read was invalidated, say, is told nothing any more."""
@@ -252,18 +268,17 @@ class Server:
         self._compare(request.block_ids[0], ticket, num_ready // BLOCK_SIZE)
 
     def _compare(self, ids: list[int], ticket: Ticket, num_blocks: int) -> None:
-        for rows, blocks in zip(self._rows, ticket.conversation.blocks, strict=True):
-            # One by one: a copy of them all, in threads that come and go, would be most of what memory there is.
-            for index in range(num_blocks):
-                if not np.array_equal(rows[ids[index]], blocks[index]):
-                    self._tell(ticket, f"block {index} of {num_blocks} (id {ids[index]})")
+        about = f"{ticket.name} of {ticket.conversation.name}"
+        blocks = ticket.conversation.blocks[:, :num_blocks]
+        if num_blocks and (wrong := self.memory.compare(about, ids[:num_blocks], blocks)):
+            self._report(f"wrong bytes: {wrong}")
+            raise WrongBytes(wrong)
         with self._counting:
             self.num_checked += num_blocks
 
-    def _tell(self, ticket: Ticket, which: str) -> NoReturn:
-        about = f"{ticket.name} of {ticket.conversation.name}, {which}"
-        self._report(f"wrong bytes: {about}")
-        raise WrongBytes(about)
+    def _check_hands(self, ticket: Ticket, held: Held) -> None:
+        if problem := held.problem(f"the forward of {ticket.name}"):
+            self._report(problem)
 
 
 async def turns(count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 import attrs
@@ -134,6 +135,12 @@ class DemoOutcome:
         if run is None or not run.generations:
             return None
         return not self.differences(run) and not self.num_corrupt
+
+    def ttft_share(self, since: str) -> float | None:
+        """Median time to the first token with offload over that without, of the turns that have something to hit."""
+        runs = (self.with_offload, self.without_offload)
+        found = [median(times) for run in runs if run and (times := run.times(since, self.first_turn_ids))]
+        return found[0] / found[1] if len(found) == 2 else None
 
     @property
     def nothing_is_left(self) -> bool:

@@ -64,6 +64,8 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
         "head_starts_by_layer": by_layer.engine.num_head_starts if by_layer.engine else None,
         "head_starts_used_by_layer": by_layer.engine.num_head_starts_used if by_layer.engine else None,
         "outputs_identical_by_layer": outcome.by_layer_identical,
+        "ttft_share": outcome.ttft_share("arrived_s"),
+        "service_ttft_share": outcome.ttft_share("admitted_s"),
         "load_gb_per_s": run.rate("load"),
         "store_gb_per_s": run.rate("store"),
         "wall_s": outcome.wall_s,
@@ -76,7 +78,7 @@ def as_table(outcome: DemoOutcome) -> str:
     lines = ["", *_heading(outcome), ""]
     if outcome.runs:
         lines += [_row("", [run.kind.name for run in outcome.runs]), *_rows(outcome), ""]
-        lines += _transfers(outcome)
+        lines += [*_shares(outcome), *_transfers(outcome)]
     lines += [f"  {text}" for text in _verdict(outcome)]
     return "\n".join([*lines, f"  {outcome.wall_s:.1f} s in all", ""])
 
@@ -122,6 +124,14 @@ def _rows(outcome: DemoOutcome) -> Iterator[str]:
         yield row("prompts begun while loading", lambda run: f"{run.engine.num_head_starts if run.engine else 0}")
     yield row("wall time, s", lambda run: f"{run.wall_s:.1f}")
     yield row("pins left / quarantined", lambda run: f"{run.num_pinned} / {run.num_quarantined}")
+
+
+def _shares(outcome: DemoOutcome) -> Iterator[str]:
+    shares = {since: outcome.ttft_share(f"{since}_s") for since in ("arrived", "admitted")}
+    if all(share is not None for share in shares.values()):
+        arrived, admitted = shares.values()
+        aim = " (aim: at most 0.33)" if outcome.options.device == "cuda" else ""
+        yield f"  p50 with offload over p50 without: {arrived:.2f} from arrival{aim}, {admitted:.2f} from admission"
 
 
 def _transfers(outcome: DemoOutcome) -> Iterator[str]:

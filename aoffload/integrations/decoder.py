@@ -10,7 +10,7 @@ from .attention import paged_attention
 from .layers import LayerGroup, LayerPlace
 from .paged import PagedBatch
 
-__all__ = ["Decoder", "DecoderConfig"]
+__all__ = ["ONE_BILLION", "Decoder", "DecoderConfig"]
 
 
 @attrs.frozen(kw_only=True)
@@ -31,6 +31,21 @@ class DecoderConfig:
     """Standard deviation of the weights. With the usual 0.02 random models degenerate to a few tokens."""
     logit_std: float = 0.4
     """About the standard deviation of the logits (the output layer sees vectors of unit mean square)."""
+    dtype: torch.dtype = torch.float32
+    """Of weights, activations and KV; logits are float32 in any case."""
+
+    @property
+    def num_weights(self) -> int:
+        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
+        return self.num_layers * layer + self.hidden_size * (2 * self.vocab_size + 1)
+
+
+ONE_BILLION = DecoderConfig(
+    vocab_size=32_768, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, num_kv_heads=8,
+    head_dim=64, rope_theta=500_000.0, initializer_range=0.02, dtype=torch.bfloat16,
+)  # fmt: skip
+"""1.1 billion weights, 2.2 GB, and 32 KiB of KV per token: the shape of small models that people serve, for a GPU."""
 
 
 @attrs.frozen(eq=False)
@@ -46,7 +61,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A `PagedModel`. Float32, without dropout or biases, input and output embeddings untied."""
+    """A `PagedModel`. Without dropout or biases, input and output embeddings untied.
+
+    On the device `meta`, weights have shapes and no values.
+    """
 
     def __init__(self, config: DecoderConfig, *, seed: int, device: torch.device | str = "cpu") -> None:
         self.config = config
@@ -59,10 +77,12 @@ class Decoder:
         generator = torch.Generator().manual_seed(seed)
 
         def draw(num_out: int, num_in: int, std: float = config.initializer_range) -> torch.Tensor:
-            return (torch.randn(num_out, num_in, generator=generator) * std).to(self.device)
+            if self.device.type == "meta":
+                return torch.empty(num_out, num_in, dtype=config.dtype, device=self.device)
+            return (torch.randn(num_out, num_in, generator=generator) * std).to(self.device, config.dtype)
 
         def ones() -> torch.Tensor:
-            return torch.ones(config.hidden_size, device=self.device)
+            return torch.ones(config.hidden_size, dtype=config.dtype, device=self.device)
 
         num_queries, num_keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.embedding = draw(config.vocab_size, config.hidden_size)
@@ -79,13 +99,13 @@ class Decoder:
         ]
         self.norm = ones()
         self.head = draw(config.vocab_size, config.hidden_size, config.logit_std / config.hidden_size**0.5)
-        self.cos, self.sin = (table.to(self.device) for table in _rotary_tables(config))
+        self.cos, self.sin = (table.to(self.device, config.dtype) for table in _rotary_tables(config))
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
         """See `PagedModel.new_kv_cache`."""
         config = self.config
         shape = (num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
-        return torch.zeros(shape, device=self.device)
+        return torch.zeros(shape, dtype=config.dtype, device=self.device)
 
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
         """See `PagedModel.forward`. Positions go up to `max_positions`; beyond, torch raises `IndexError`."""
@@ -97,7 +117,7 @@ class Decoder:
                 both = F.linear(self._normalise(hidden, layer.mlp_norm), layer.gate_up)
                 gate, up = torch.split(both, self.config.intermediate_size, dim=-1)
                 hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
-            return F.linear(self._normalise(hidden[batch.last_rows], self.norm), self.head)
+            return F.linear(self._normalise(hidden[batch.last_rows], self.norm), self.head).float()
 
     def _attention(
         self,

@@ -7,16 +7,17 @@ from pathlib import Path
 import torch
 
 from ..errors import InvalidArgument
-from .decoder import Decoder, DecoderConfig
+from .decoder import ONE_BILLION, Decoder, DecoderConfig
 from .paged import PagedModel
 
 __all__ = ["MODEL_NAMES", "load_model"]
 
-MODEL_NAMES = ("tiny", "llama", "qwen3", "gemma3", "gpt-oss")
+MODEL_NAMES = ("tiny", "1b", "llama", "qwen3", "gemma3", "gpt-oss")
 
 
 def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") -> PagedModel:
-    """Make `"tiny"` (plain torch) or another of `MODEL_NAMES` (transformers), or load a local directory.
+    """Make `"tiny"` or `"1b"` (plain torch; `1b` in bfloat16, for a GPU), another of `MODEL_NAMES` (transformers),
+    or load a local directory.
 
     The named ones have weights drawn from `seed`, the same on every device and torch's own generator untouched.
     A directory is what `save_pretrained` writes, a config and safetensors; nothing is ever downloaded. Raises
@@ -25,6 +26,8 @@ def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") 
     """
     if name == "tiny":
         return Decoder(DecoderConfig(), seed=seed, device=device)
+    if name == "1b":
+        return Decoder(ONE_BILLION, seed=seed, device=device)
     if name in MODEL_NAMES:
         from .transformers import TransformersModel
 

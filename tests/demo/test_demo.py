@@ -40,6 +40,8 @@ KEYS = {
     "ttft_s_without_offload",
     "service_ttft_s",
     "service_ttft_s_without_offload",
+    "ttft_share",
+    "service_ttft_share",
     "load_gb_per_s",
     "store_gb_per_s",
     "wall_s",

@@ -3,10 +3,13 @@ driver layer and the whole backend above it, on ordinary memory."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,16 @@ import torch
 from copies import Copies
 
 from aoffload.core.plan import Outcome
-from aoffload.transfer.backends.cuda import CudaBackend, CudaOptions, DeviceLost, Pieces, SourceOrder
+from aoffload.transfer.backends.cuda import (
+    CudaBackend,
+    CudaError,
+    CudaOptions,
+    DeviceLost,
+    Pieces,
+    SourceOrder,
+    StreamCaptured,
+)
+from aoffload.transfer.backends.cuda.driver import LOST_CODES
 from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver
 from aoffload.transfer.fence import PASSED
 from aoffload.transfer.region import regions_of
@@ -64,7 +76,7 @@ def batches() -> None:
     with driver.bound():
         stream = driver.create_stream()
         for order in SourceOrder:
-            given, source, destination = pieces(1000)
+            given, source, destination = pieces(10_000)
             driver.copy_batch(given, order, stream)
             assert (source == destination).all()
         empty = Pieces(*(np.zeros(0, dtype=np.uint64) for _ in range(3)))
@@ -93,13 +105,63 @@ def waits() -> None:
     assert turns > 20, turns
 
 
-def lost() -> None:
-    """A sticky error is a device that is lost; a query that is not ready is none."""
+def refused(call: Callable[[StubDriver, Any, Any], object]) -> CudaError:
+    """What a call on an event and a stream of a driver raises."""
     driver = StubDriver(0)
     with driver.bound():
-        event = driver.create_event()
-        with pytest.raises(DeviceLost, match="cuEventRecord: CUDA_ERROR_ILLEGAL_ADDRESS"):
-            driver.record_event(event, driver.create_stream())
+        with pytest.raises(CudaError) as raised:
+            call(driver, driver.create_event(), driver.create_stream())
+    return raised.value
+
+
+def lost() -> None:
+    """A sticky error is a device that is lost, whichever call it is that hears of it."""
+    code = int(os.environ["STUB_LOST"])
+    assert code in LOST_CODES
+    found = [
+        refused(lambda driver, event, stream: driver.record_event(event, stream)),
+        refused(lambda driver, event, stream: driver.wait_event(stream, event)),
+        refused(lambda driver, event, stream: driver.query_event(event)),
+        refused(lambda driver, event, stream: driver.synchronize_event(event)),
+        refused(lambda driver, event, stream: driver.copy_batch(pieces(3)[0], SourceOrder.ANY, stream)),
+        refused(lambda driver, event, stream: driver.copy_each(pieces(3)[0], stream)),
+    ]
+    assert {type(error) for error in found} == {DeviceLost}
+    print(*{str(error).rpartition(": ")[2] for error in found})
+
+
+def refuses() -> None:
+    """An error that is no loss, and one that the bindings have no name for, since the driver is newer."""
+    found = [
+        refused(lambda driver, event, stream: driver.query_event(event)),
+        refused(lambda driver, event, stream: driver.wait_event(stream, event)),
+        refused(lambda driver, event, stream: driver.copy_batch(pieces(3)[0], SourceOrder.ANY, stream)),
+    ]
+    assert {type(error) for error in found} == {CudaError}
+    assert [error.call for error in found] == ["cuEventQuery", "cuStreamWaitEvent", "cuMemcpyBatchAsync"]
+    print(found[2])
+
+
+def default_stream() -> None:
+    """Torch calls it 0, and means the one that all threads share."""
+    assert int(StubDriver(0).stream_of(SimpleNamespace(cuda_stream=0))) == 1  # type: ignore[arg-type]
+    assert int(StubDriver(0).stream_of(SimpleNamespace(cuda_stream=32))) == 32  # type: ignore[arg-type]
+
+
+def captured() -> None:
+    """A stream that a graph is made of takes no fence, and waits for none; others do."""
+    driver = StubDriver(0)
+    forward, other = SimpleNamespace(cuda_stream=int(os.environ["STUB_CAPTURED"])), SimpleNamespace(cuda_stream=32)
+    backend = CudaBackend(
+        regions_of(torch.zeros(4, 4)), compute_stream=forward, options=CudaOptions(driver=lambda regions: driver)  # type: ignore[arg-type]
+    )  # fmt: skip
+    with pytest.raises(StreamCaptured, match="commit and load outside of the capture"):
+        backend.record_fence()
+    with driver.bound():
+        fence = backend._events.record(driver.create_stream())
+    with pytest.raises(StreamCaptured):
+        fence.wait(forward)  # type: ignore[arg-type]
+    fence.wait(other)  # type: ignore[arg-type]
 
 
 def maps() -> None:
@@ -138,6 +200,10 @@ if __name__ == "__main__":
         "batches": batches,
         "waits": waits,
         "lost": lost,
+        "refuses": refuses,
+        "default_stream": default_stream,
+        "captured": captured,
+        "beside_a_capture": round_trip,
         "busy": busy,
         "maps": maps,
         "maps_not": maps_not,

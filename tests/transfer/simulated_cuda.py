@@ -15,9 +15,19 @@ import numpy as np
 from copies import GUARD_S
 from numpy.typing import NDArray
 
-from aoffload.transfer.backends.cuda import CudaError, CudaFence, CudaOptions, DeviceLost, Pieces, SourceOrder
+from aoffload.transfer.backends.cuda import (
+    CudaError,
+    CudaFence,
+    CudaOptions,
+    DeviceLost,
+    Pieces,
+    SourceOrder,
+    StreamCaptured,
+)
 from aoffload.transfer.backends.cuda.driver import Handle
 from aoffload.transfer.fence import Fence
+
+PAUSE_STEPS = 12
 
 Step = Callable[[], bool]
 """Work at the head of a stream: does it, or says that it cannot yet."""
@@ -42,6 +52,8 @@ class Event:
 class Stream:
     name: str
     steps: deque[Step] = attrs.field(factory=deque)
+    is_captured: bool = False
+    """A graph is being made of what it is given."""
 
     @property
     def cuda_stream(self) -> int:
@@ -129,10 +141,12 @@ class SimulatedCuda:
             self.streams.remove(stream)
 
     def current_stream(self) -> Stream:
-        return self.current
+        return self.stream_of(self.current)
 
     def stream_of(self, stream: Any) -> Stream:
         assert isinstance(stream, Stream)
+        if stream.is_captured:
+            raise StreamCaptured("cuStreamIsCapturing")
         return stream
 
     @contextmanager
@@ -149,6 +163,7 @@ class SimulatedCuda:
     def record_event(self, event: Event, stream: Stream) -> None:
         with self._asked("cuEventRecord"):
             assert not event.is_destroyed
+            assert not stream.is_captured, "an event in a graph"
             recorded = Recorded(stream.name)
             event.recorded = recorded
             self.log.append((stream.name, "records", event.number))
@@ -187,6 +202,11 @@ class SimulatedCuda:
         """What a forward gives to a stream."""
         with self._lock:
             self._give(stream, lambda: (work(), True)[1])
+
+    def pause(self, stream: Stream) -> None:
+        """A forward on `stream` that takes a while: others have done a lot before its turn is over."""
+        with self._lock:
+            stream.steps.extend([lambda: True] * PAUSE_STEPS)
 
     def hold(self, stream: Stream) -> Callable[[], None]:
         """A forward on `stream` that goes on until the function that this returns is called."""

@@ -10,10 +10,11 @@
 #include <unistd.h>
 
 typedef int CUresult;
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_READY = 600, ILLEGAL_ADDRESS = 700, NOT_FOUND = 500 };
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_READY = 600, STREAM_CAPTURE_UNSUPPORTED = 900 };
 
 static __thread void *current[64];
 static __thread int depth = 0;
+static __thread int capture_mode = 0; /* global, as in every thread that nobody asked otherwise */
 static uintptr_t last_handle = 0x1000;
 
 static void say(const char *format, ...) {
@@ -33,8 +34,9 @@ static int version(void) {
     return given ? atoi(given) : 13000;
 }
 
-static CUresult answer(void) {
-    return getenv("STUB_LOST") ? ILLEGAL_ADDRESS : OK;
+static CUresult answer(void) { /* STUB_LOST: the code that a lost device answers with */
+    const char *code = getenv("STUB_LOST");
+    return code ? atoi(code) : OK;
 }
 
 CUresult cuInit(unsigned flags) { say("init %u", flags); return OK; }
@@ -49,10 +51,26 @@ CUresult cuCtxPushCurrent(void *context) { current[depth++] = context; return OK
 CUresult cuCtxPopCurrent(void **context) { void *was = current[--depth]; if (context) *context = was; return OK; }
 CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return OK; }
 
+/* What a graph that is captured in another thread makes of a call like these. */
+static CUresult unsafe(CUresult otherwise) {
+    return getenv("STUB_CAPTURE_ELSEWHERE") && capture_mode != 2 ? STREAM_CAPTURE_UNSUPPORTED : otherwise;
+}
+CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
+    int was = capture_mode;
+    capture_mode = *mode;
+    *mode = was;
+    return OK;
+}
+CUresult cuStreamIsCapturing(void *stream, int *status) {
+    const char *captured = getenv("STUB_CAPTURED");
+    *status = captured && stream == (void *)(uintptr_t)atoi(captured);
+    return OK;
+}
+
 CUresult cuMemHostRegister(void *address, size_t size, unsigned flags) {
     const char *limit = getenv("STUB_PINNABLE");
     say("register %zx %zu flags %u depth %d", (size_t)address, size, flags, depth);
-    return limit && size > (size_t)atoll(limit) ? OUT_OF_MEMORY : OK;
+    return limit && size > (size_t)atoll(limit) ? OUT_OF_MEMORY : unsafe(OK);
 }
 CUresult cuMemHostUnregister(void *address) { say("unregister %zx", (size_t)address); return OK; }
 
@@ -73,12 +91,12 @@ CUresult cuEventCreate(void **event, unsigned flags) {
     return OK;
 }
 CUresult cuEventRecord(void *event, void *stream) { say("record %zx on %zx", (size_t)event, (size_t)stream); return answer(); }
-CUresult cuEventQuery(void *event) { say("query %zx", (size_t)event); return getenv("STUB_BUSY") ? NOT_READY : answer(); }
+CUresult cuEventQuery(void *event) { say("query %zx", (size_t)event); return getenv("STUB_BUSY") ? NOT_READY : unsafe(answer()); }
 CUresult cuEventSynchronize(void *event) {
     const char *wait = getenv("STUB_WAIT_MS");
     say("synchronize %zx", (size_t)event);
     if (wait) usleep(1000 * atoi(wait));
-    return answer();
+    return unsafe(answer());
 }
 CUresult cuEventDestroy(void *event) { say("destroy event %zx", (size_t)event); return OK; }
 
@@ -107,7 +125,7 @@ CUresult cuMemcpyBatchAsync(uint64_t *destinations, uint64_t *sources, size_t *s
 
 static const char *const names[] = {
     "cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuDeviceGetAttribute", "cuCtxPushCurrent", "cuCtxPopCurrent",
-    "cuCtxGetStreamPriorityRange", "cuMemHostRegister", "cuMemHostUnregister", "cuStreamCreateWithPriority",
+    "cuCtxGetStreamPriorityRange", "cuThreadExchangeStreamCaptureMode", "cuStreamIsCapturing", "cuMemHostRegister", "cuMemHostUnregister", "cuStreamCreateWithPriority",
     "cuStreamDestroy", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventSynchronize",
     "cuEventDestroy", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuGetProcAddress", NULL};
 

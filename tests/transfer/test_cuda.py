@@ -366,6 +366,22 @@ def test_without_bindings_or_driver_torch_alone_does_it(monkeypatch: pytest.Monk
         assert isinstance(best_driver(regions), TorchDriver)
 
 
+def test_a_full_device_copies_small_pieces_without_the_kernel(open_copies: Callable[..., Copies]) -> None:
+    """It needs some memory of its own; engines leave little."""
+
+    class Full:
+        def copy(self, pieces: Pieces) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    cuda, pool = SimulatedCuda(), torch.arange(8)[:, None].repeat(1, 4)
+    options = on(cuda, kernel=lambda device: Full(), break_even=EVERYTHING_SMALL)
+    copies = open_copies(pool, 4, partial(CudaBackend, options=options))
+    assert copies.store([3, 5], [0, 1]).outcome is Outcome.LANDED
+    assert copies.load([0, 1], [6, 7]).outcome is Outcome.LANDED
+    cuda.finish()
+    assert pool[6:, 0].tolist() == [3, 5]
+
+
 SIMULATED = (
     *("bound", "register", "unregister", "event_of", "current_stream", "stream_of", "on_stream"),
     *("create_stream", "destroy_stream", "create_event", "record_event", "query_event", "synchronize_event"),

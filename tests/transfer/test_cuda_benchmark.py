@@ -42,3 +42,13 @@ def test_the_choice_is_looked_at_on_both_sides() -> None:
         "store in pieces of 32 KiB, by the engine",
     ]
     assert cuda_copy.choice_rows(CPU, on(SimulatedCuda()), seconds=0.0) == []
+
+
+def test_copies_beside_compute_are_measured_themselves() -> None:
+    """They have begun before the compute does, and what they took is there to be compared with what they take alone."""
+    copying = cuda_copy.Copying(CPU, on(SimulatedCuda()), piece_bytes=64 * 1024, num_moved=1)
+    moved: list[cuda_copy.Sample] = []
+    with cuda_copy.traffic(copying, moved):
+        assert moved
+    copying.close()
+    assert all(sample.wall_s > 0 for sample in moved)

@@ -5,6 +5,7 @@ Skipped, with the reason, where torch sees none.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from copies import GUARD_S, Copies
 from cuda_mutants import OneEvent, Unfenced, Unproven
 
 from aoffload.core.plan import Outcome
+from aoffload.errors import TransferRefused
 from aoffload.transfer.backends.cuda import (
     AdaptivePolling,
     BlockingWait,
@@ -28,6 +30,8 @@ from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver
 from aoffload.transfer.backends.cuda.plain import TorchDriver
 from aoffload.transfer.fence import PASSED
 from aoffload.transfer.region_fences import RegionFences
+from proof.soak import soak
+from proof.soak_memory import DeviceMemory, cuda_compute
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +40,7 @@ pytestmark = [
 SLEEP_CYCLES = 20_000_000
 """About 10 ms of a busy compute stream: long enough for an unfenced copy to overtake what follows."""
 NUM_ROUNDS = 30
+SOAK_S = 5.0
 
 
 def nvidia(regions: Any) -> NvidiaDriver:
@@ -71,7 +76,7 @@ def test_gpu_round_trip(open_copies: Callable[..., Copies], driver: Any, break_e
     backend = copies.transport.backend
     assert isinstance(backend, CudaBackend)
     if break_even == KERNEL and backend._kernel is None:
-        pytest.skip("Triton is not installed")
+        pytest.skip(f"no kernel here: {backend.driver!r}, Triton")
     assert copies.store([3, 4, 9, 31], [7, 8, 0, 39]).outcome is Outcome.LANDED
     pool[3:].zero_()
     landed = copies.load([7, 8, 0, 39], [3, 4, 9, 31])
@@ -127,6 +132,7 @@ def told_when_it_is_there(copies: Copies, pool: torch.Tensor) -> bool:
     copies.launch_store(list(range(1, 31)), list(range(30)), after=PASSED)
     assert copies.next().outcome is Outcome.LANDED
     torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)  # which the load waits for: whoever says that it is over now is wrong
     copies.launch_load(list(range(30)), list(range(33, 63)))
     assert copies.next().outcome is Outcome.LANDED
     other = torch.cuda.Stream()
@@ -224,6 +230,80 @@ def test_gpu_layers_start_while_later_ones_are_loading(open_copies: Callable[...
         assert copies.next().outcome is Outcome.LANDED
         forward.synchronize()
         assert [copied[:, 0].tolist() for copied in seen] == [[100 * r + 1, 100 * r + 2, 100 * r + 3] for r in range(8)]
+
+
+def soaked(driver: Any, backend: type[CudaBackend], event_loop: str) -> Any:
+    """On real streams: forwards that are given to one, copies beside them, in as many threads as under a runtime."""
+
+    def memory(shape: tuple[int, int], num_tensors: int) -> DeviceMemory:
+        return DeviceMemory(shape, num_tensors, cuda_compute(backend, CudaOptions(driver=driver)))
+
+    return soak(SOAK_S, event_loop, seed=1, memory=memory)
+
+
+@each_driver
+@pytest.mark.parametrize("event_loop", ["asyncio", "trio"])
+def test_gpu_soak(driver: Any, event_loop: str) -> None:
+    """Every byte is right and in the right hands, and nothing is pinned at rest: `test_cuda_soak`, on real streams."""
+    result = soaked(driver, CudaBackend, event_loop)
+    print(result.table())
+    assert result.has_passed, result.table()
+
+
+@each_driver
+@pytest.mark.parametrize("mutant", [Unfenced, Unproven])
+def test_gpu_soak_without_a_rule(driver: Any, mutant: type[CudaBackend]) -> None:
+    """The same notices that a rule is missing."""
+    result = soaked(driver, mutant, "asyncio")
+    assert any("wrong bytes" in problem for problem in result.problems), result.table()
+
+
+def test_gpu_a_graph_captured_beside_copies_is_not_harmed(open_copies: Callable[..., Copies]) -> None:
+    """Torch's default way to capture, which ends at a careless call of any other thread; and a captured stream takes no
+    fence."""
+    (pool,) = device_pool()
+    options = CudaOptions(driver=nvidia, break_even=ENGINE, waiting=AdaptivePolling())
+    copies = open_copies(pool, 32, partial(CudaBackend, options=options))
+    after, number = copies.transport.record_fence(), torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        number += 1
+        with pytest.raises(TransferRefused, match="captured into a graph"):
+            copies.transport.record_fence()
+        for block_id in range(1, 9):
+            copies.launch_store([block_id], [block_id], after=after)
+            assert copies.next().outcome is Outcome.LANDED
+        number += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert number.item() == 2
+    assert copies.load([8], [20]).outcome is Outcome.LANDED
+    assert bool((pool[20] == 8).all())
+
+
+def test_gpu_memory_that_grows_in_place_is_copied(open_copies: Callable[..., Copies]) -> None:
+    """Torch's expandable segments: one tensor over several physical allocations, in a process that is told to."""
+    program = """
+import torch
+from functools import partial
+from copies import Copies
+from aoffload.core.plan import Outcome
+pool = torch.arange(64, dtype=torch.int32, device="cuda")[:, None].repeat(1, 1 << 19)  # 2 MiB a block
+copies = Copies(pool, 64)
+assert copies.store(list(range(1, 63)), list(range(62))).outcome is Outcome.LANDED
+pool.zero_()
+assert copies.load(list(range(62)), list(range(1, 63))).outcome is Outcome.LANDED
+assert pool[1:63, 0].tolist() == pool[1:63, -1].tolist() == list(range(1, 63))
+assert copies.transport.close(5)
+print("went on")
+"""
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}"]
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=6 * GUARD_S, check=False, env=environment
+    )  # fmt: skip
+    assert "went on" in done.stdout, done.stderr
 
 
 def test_gpu_every_device_of_the_process(open_copies: Callable[..., Copies]) -> None:

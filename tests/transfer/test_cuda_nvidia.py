@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from aoffload.transfer.backends.cuda.driver import LOST_CODES
+
 HERE = Path(__file__).parent
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 Run = Callable[..., list[str]]
@@ -123,9 +125,10 @@ def test_a_driver_without_batches_copies_one_by_one(run: Run, version: int) -> N
 
 
 def test_arrays_are_handed_over_as_they_are(run: Run) -> None:
-    """A thousand pieces in one call, of arrays that are not contiguous, too; none for no pieces."""
+    """Thousands of pieces in a call, of arrays that are not contiguous, too; no more than drivers are known to bear;
+    no call for no pieces."""
     log = run("batches")
-    assert [line.split()[1] for line in calls(log, "batch")] == ["1000", "1000", "334"]
+    assert [line.split()[1] for line in calls(log, "batch")] == [*["4096", "4096", "1808"] * 2, "3334"]
     assert log[-1] == "<NvidiaDriver device=0 batches>"
     assert calls(log, "asked for batches of 12080")
 
@@ -135,10 +138,68 @@ def test_waiting_lets_other_threads_run(run: Run) -> None:
     run("waits", wait_ms=300)
 
 
-def test_errors_have_types(run: Run) -> None:
-    """A context that answers nothing any more is a lost device; not ready is an answer."""
-    run("lost", lost=1)
+LOST = {
+    46: "DEVICE_UNAVAILABLE",
+    201: "INVALID_CONTEXT",
+    214: "ECC_UNCORRECTABLE",
+    220: "NVLINK_UNCORRECTABLE",
+    226: "CONTAINED",
+    700: "ILLEGAL_ADDRESS",
+    702: "LAUNCH_TIMEOUT",
+    709: "CONTEXT_IS_DESTROYED",
+    710: "ASSERT",
+    714: "HARDWARE_STACK_ERROR",
+    715: "ILLEGAL_INSTRUCTION",
+    716: "MISALIGNED_ADDRESS",
+    717: "INVALID_ADDRESS_SPACE",
+    718: "INVALID_PC",
+    719: "LAUNCH_FAILED",
+    806: "MPS_RPC_FAILURE",
+    810: "MPS_CLIENT_TERMINATED",
+    911: "EXTERNAL_DEVICE",
+    999: "UNKNOWN",
+}
+
+
+@pytest.mark.parametrize("code", [46, 201, 214, 700, 719, 810, 999])
+def test_a_lost_device_has_a_type(run: Run, code: int) -> None:
+    """A context that answers nothing any more, whatever it says of itself and whoever asks."""
+    assert run("lost", lost=code)[-1] == f"CUDA_ERROR_{LOST[code]}"
+
+
+def test_codes_are_those_of_the_driver() -> None:
+    """The numbers that stand for a loss have the names that NVIDIA's documentation gives them."""
+    from cuda.bindings.driver import CUresult
+
+    assert {code: CUresult(code).name for code in LOST} == {code: f"CUDA_ERROR_{name}" for code, name in LOST.items()}
+    assert set(LOST) <= LOST_CODES
+
+
+@pytest.mark.parametrize(("code", "said"), [(1, "CUDA_ERROR_INVALID_VALUE"), (12345, "error 12345")])
+def test_an_error_that_is_no_loss_has_a_type(run: Run, code: int, said: str) -> None:
+    """Also one that a newer driver has and the bindings do not know."""
+    assert run("refuses", lost=code)[-1] == f"cuMemcpyBatchAsync: {said}"
+
+
+def test_not_ready_is_an_answer(run: Run) -> None:
     run("busy", busy=1)
+
+
+def test_a_graph_captured_in_another_thread_is_left_alone(run: Run) -> None:
+    """Torch captures so that pinning, or asking after an event, in any thread would end it: not in ours."""
+    log = run("beside_a_capture", capture_elsewhere=1)
+    assert calls(log, "batch") and calls(log, "register")
+
+
+def test_a_stream_that_is_being_captured_takes_no_fence(run: Run) -> None:
+    """It says what to do instead; nothing is recorded on it, nor made to wait."""
+    log = run("captured", captured=48)
+    assert not [line for line in log if re.search(r"on 30$|stream 30 ", line)]
+
+
+def test_the_default_stream_is_torchs(run: Run) -> None:
+    """Whatever the bindings make of a stream that is called 0."""
+    run("default_stream")
 
 
 def test_the_device_is_asked_whether_a_kernel_may_use_host_addresses(run: Run) -> None:

@@ -130,6 +130,32 @@ async def test_the_event_loop_goes_on_while_the_device_works() -> None:
             request.commit(17)
 
 
+async def test_a_capture_in_progress_costs_a_hit_and_no_more() -> None:
+    """What is committed or loaded while a graph is made of the caller's stream is not stored, or computed anew; nothing
+    is recorded in the graph, and afterwards everything is as before."""
+    cuda = SimulatedCuda()
+    transport = LocalTransport(torch.zeros(NUM_DEVICE, 3), partial(CudaBackend, options=on(cuda)))
+    async with OffloadRuntime(CONFIG, transport=transport) as runtime:
+        await stored_and_pushed_out(runtime)
+        cuda.compute.is_captured = True
+        async with runtime.request(TOKENS) as request:
+            await request.allocate()
+            assert await request.load() == 0
+            request.commit(17)
+        async with runtime.request([200] * 30) as request:
+            await request.allocate()
+            request.commit(30)
+        cuda.compute.is_captured = False
+        await stored_and_pushed_out(runtime)
+        async with runtime.request(TOKENS) as request:
+            await request.allocate()
+            assert await request.load() == 16
+            request.commit(17)
+        await runtime.flush()
+        found = runtime.statistics()
+        assert found.device.num_quarantined == found.host.num_quarantined == found.device.num_pinned == 0
+
+
 async def test_an_engine_survives_the_loss_of_its_device() -> None:
     """Who waits for a load computes instead; later requests are served without a copy, and nothing more is
     quarantined than what was under way. The cache turns itself off once, and says so once; closing raises nothing."""

@@ -2,7 +2,7 @@
 
 from ...transport import PinProgress
 from .backend import CudaBackend, CudaOptions
-from .driver import CudaDriver, CudaError, DeviceLost, Pieces, SourceOrder
+from .driver import CudaDriver, CudaError, DeviceLost, Pieces, SourceOrder, StreamCaptured
 from .events import CudaFence
 from .method import BreakEven
 from .pinned import HostMemoryError
@@ -22,5 +22,6 @@ __all__ = [
     "PinProgress",
     "Pieces",
     "SourceOrder",
+    "StreamCaptured",
     "WaitPolicy",
 ]

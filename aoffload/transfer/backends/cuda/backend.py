@@ -226,8 +226,11 @@ class CudaBackend(RegionBackend):
     def copy_by_kernel(self, pieces: Pieces, direction: Direction) -> None:
         if self._kernel is None:
             raise TransferRefused("no kernel copies small pieces here")
-        with self.driver.on_stream(self._lanes[direction].stream):
-            self._kernel.copy(pieces)
+        try:
+            with self.driver.on_stream(self._lanes[direction].stream):
+                self._kernel.copy(pieces)
+        except torch.OutOfMemoryError:  # no room on a full device for its table of addresses; nothing was started
+            self.copy_by_engine(pieces, direction)
 
     # -- single blocks --------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from ....errors import AoffloadError
 from ...fence import Fence
 from ..base import LostDevice
 
-__all__ = ["LOST_CODES", "CudaDriver", "CudaError", "DeviceLost", "Handle", "Pieces", "SourceOrder"]
+__all__ = ["LOST_CODES", "CudaDriver", "CudaError", "DeviceLost", "Handle", "Pieces", "SourceOrder", "StreamCaptured"]
 
 Handle: TypeAlias = Any
 """What a driver calls a stream or an event. Only the driver that made it looks inside."""
@@ -27,6 +27,7 @@ LOST_CODES = frozenset(
         46,  # device unavailable
         100,  # no device
         101,  # invalid device
+        201,  # invalid context: somebody has reset the device
         214,  # uncorrectable memory error
         220,  # uncorrectable NVLink error
         226,  # an error that was contained in this context
@@ -41,6 +42,8 @@ LOST_CODES = frozenset(
         718,  # invalid program counter
         719,  # launch failed
         721,  # tensor memory leak
+        806,  # the server that shares the device (MPS) answers no more
+        810,  # that server has ended this process's use of the device
         911,  # external device
         999,  # unknown
     }
@@ -62,6 +65,16 @@ class DeviceLost(CudaError, LostDevice):  # noqa: N818
 
     What had been started on it may still write, as far as anybody knows.
     """
+
+
+class StreamCaptured(CudaError):  # noqa: N818
+    """The caller's stream is being captured into a graph, where a fence would mean a point in the graph, not in time.
+
+    Nothing was recorded, and the capture goes on. Commit, load and wait for fences before or after it.
+    """
+
+    def __init__(self, call: str) -> None:
+        super().__init__(call, "the stream is being captured into a graph; commit and load outside of the capture")
 
 
 class SourceOrder(enum.Enum):
@@ -108,7 +121,10 @@ class CudaDriver(Protocol):
         ...
 
     def bound(self) -> AbstractContextManager[object]:
-        """The device is current in this thread until it is left; the one before is then current again."""
+        """The device is current in this thread until it is left; the one before is then current again.
+
+        A graph that the engine captures meanwhile, in whatever thread, is not harmed by what is called inside.
+        """
         ...
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -130,11 +146,11 @@ class CudaDriver(Protocol):
     def destroy_stream(self, stream: Handle) -> None: ...
 
     def current_stream(self) -> Handle:
-        """The stream that the caller's compute goes to."""
+        """The stream that the caller's compute goes to. `StreamCaptured` while a graph is made of it."""
         ...
 
     def stream_of(self, stream: torch.cuda.Stream) -> Handle:
-        """What this driver calls a stream of torch's."""
+        """What this driver calls a stream of torch's. `StreamCaptured` while a graph is made of it."""
         ...
 
     def on_stream(self, stream: Handle) -> AbstractContextManager[object]:

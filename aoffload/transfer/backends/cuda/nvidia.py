@@ -14,13 +14,20 @@ import torch
 from numpy.typing import NDArray
 
 from ...fence import Fence
-from .driver import LOST_CODES, CudaError, DeviceLost, Handle, Pieces, SourceOrder
+from .driver import LOST_CODES, CudaError, DeviceLost, Handle, Pieces, SourceOrder, StreamCaptured
 from .events import CudaFence
 
 __all__ = ["NvidiaDriver"]
 
 BATCH_VERSION = 12080
 """The driver that brought `cuMemcpyBatchAsync`. Its form of then is asked for by this number and never changes."""
+MAX_BATCH = 4096
+"""Pieces in one call. Drivers take more, but some are reported to end the process on fifty thousand (580.159, on
+Blackwell); a call more is nothing beside the half microsecond that each piece costs a driver."""
+
+LEGACY_STREAM = 1
+"""Torch's default stream, which torch calls 0. To bindings that were told to have a default stream per thread
+(`CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM`), 0 is another one, in which the compute is not."""
 
 _BATCH = ctypes.CFUNCTYPE(  # lets go of the interpreter's lock, and takes arrays as they are
     ctypes.c_int,
@@ -72,9 +79,21 @@ class NvidiaDriver:
     def bound(self) -> Iterator[None]:
         self._ask("cuCtxPushCurrent", self._context)
         try:
-            yield
+            with self._beside_captures():
+                yield
         finally:
             self._ask("cuCtxPopCurrent")
+
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Asking after an event, or pinning memory, would end the capture of a graph in another thread, as torch begins
+        them by default; nothing that is asked for here can be part of one."""
+        relaxed = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        mode = self._ask("cuThreadExchangeStreamCaptureMode", relaxed)
+        try:
+            yield
+        finally:
+            self._ask("cuThreadExchangeStreamCaptureMode", mode)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -101,7 +120,11 @@ class NvidiaDriver:
         return self.stream_of(torch.cuda.current_stream(self._ordinal))
 
     def stream_of(self, stream: torch.cuda.Stream) -> Handle:
-        return self._cuda.CUstream(stream.cuda_stream)
+        found = self._cuda.CUstream(stream.cuda_stream or LEGACY_STREAM)
+        # An event recorded there would pull the copy streams into the graph, and neither would ever be over.
+        if int(self._ask("cuStreamIsCapturing", found)):
+            raise StreamCaptured("cuStreamIsCapturing")
+        return found
 
     def on_stream(self, stream: Handle) -> AbstractContextManager[object]:
         known = torch.cuda.ExternalStream(int(stream), device=self._ordinal)  # type: ignore[no-untyped-call]
@@ -115,10 +138,10 @@ class NvidiaDriver:
         self._ask("cuEventRecord", event, stream)
 
     def query_event(self, event: Handle) -> bool:
-        (status,) = self._cuda.cuEventQuery(event)
+        (status,) = self._call("cuEventQuery", event)
         if status == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
             return False
-        self._check("cuEventQuery", status)
+        self._check("cuEventQuery", int(status))
         return True
 
     def synchronize_event(self, event: Handle) -> None:
@@ -154,11 +177,12 @@ class NvidiaDriver:
     def _copy_batch(self, call: Callable[..., int], pieces: Pieces, order: SourceOrder, stream: Handle) -> None:
         columns = [np.ascontiguousarray(part) for part in (pieces.destinations, pieces.sources, pieces.sizes)]
         holds_from, refused = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        status = call(
-            *(_pointer(column) for column in columns), len(pieces), self._attributes[order].getPtr(),
-            ctypes.byref(holds_from), 1, ctypes.byref(refused), int(stream),
-        )  # fmt: skip
-        self._check("cuMemcpyBatchAsync", self._cuda.CUresult(status))
+        for start in range(0, len(pieces), MAX_BATCH):
+            status = call(
+                *(_pointer(column[start:]) for column in columns), min(MAX_BATCH, len(pieces) - start),
+                self._attributes[order].getPtr(), ctypes.byref(holds_from), 1, ctypes.byref(refused), int(stream),
+            )  # fmt: skip
+            self._check("cuMemcpyBatchAsync", status)
 
     def _batch_call(self) -> Callable[..., int] | None:
         """The function, as drivers since 12.8 have it; None where there is none."""
@@ -186,14 +210,25 @@ class NvidiaDriver:
 
     def _ask(self, call: str, *arguments: object) -> Any:
         """Make a call; its result: nothing, one value, or a tuple of them."""
-        status, *results = getattr(self._cuda, call)(*arguments)
-        self._check(call, status)
+        status, *results = self._call(call, *arguments)
+        self._check(call, int(status))
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _check(self, call: str, status: Any) -> None:
-        if status == self._cuda.CUresult.CUDA_SUCCESS:
-            return
-        raise (DeviceLost if int(status) in LOST_CODES else CudaError)(call, status.name)
+    def _call(self, call: str, *arguments: object) -> Any:
+        try:
+            return getattr(self._cuda, call)(*arguments)
+        except ValueError as error:  # an answer of a driver that is newer than the bindings, which have no name for it
+            raise CudaError(call, str(error)) from error
+
+    def _check(self, call: str, status: int) -> None:
+        if status:
+            raise (DeviceLost if status in LOST_CODES else CudaError)(call, self._name_of(status))
+
+    def _name_of(self, status: int) -> str:
+        try:
+            return str(self._cuda.CUresult(status).name)
+        except ValueError:
+            return f"error {status}"
 
 
 def _pointer(array: NDArray[np.uint64]) -> int:

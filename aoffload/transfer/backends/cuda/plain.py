@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -12,12 +12,16 @@ from numpy.typing import NDArray
 
 from ...fence import Fence
 from ...region import KVRegion
-from .driver import LOST_CODES, CudaError, DeviceLost, Handle, Pieces, SourceOrder
+from .driver import LOST_CODES, CudaError, DeviceLost, Handle, Pieces, SourceOrder, StreamCaptured
 from .events import CudaFence
 
 __all__ = ["TorchDriver"]
 
-LOST_WORDS = ("illegal", "unspecified launch failure", "uncorrectable", "assert", "misaligned", "hardware stack")
+LOST_WORDS = (
+    *("illegal", "unspecified launch failure", "uncorrectable", "assert", "misaligned", "hardware stack", "timed out"),
+    *("invalid program counter", "address space", "context is destroyed", "invalid device context", "unknown error"),
+    *("busy or unavailable", "MPS", "driver shutting down"),
+)
 """What a lost device is called by a torch before 2.8, which does not tell the code."""
 
 
@@ -42,10 +46,14 @@ class TorchDriver:
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            with _asking("cudaSetDevice"):
-                stack.enter_context(torch.cuda.device(self._device))
+        device = torch.cuda.device(self._device)
+        with _asking("cudaSetDevice"):  # may be the first to hear that the device is lost
+            device.__enter__()  # type: ignore[no-untyped-call]
+        try:
             yield
+        finally:
+            with _asking("cudaSetDevice"):
+                device.__exit__(None, None, None)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -75,9 +83,13 @@ class TorchDriver:
         """Torch keeps its streams."""
 
     def current_stream(self) -> Handle:
-        return torch.cuda.current_stream(self._device)
+        return self.stream_of(torch.cuda.current_stream(self._device))
 
     def stream_of(self, stream: torch.cuda.Stream) -> Handle:
+        with torch.cuda.stream(stream), _asking("cudaStreamIsCapturing"):
+            is_captured = torch.cuda.is_current_stream_capturing()
+        if is_captured:
+            raise StreamCaptured("cudaStreamIsCapturing")
         return stream
 
     def on_stream(self, stream: Handle) -> AbstractContextManager[object]:

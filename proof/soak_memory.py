@@ -1,0 +1,179 @@
+"""Where a soak has its KV: in host memory, where a forward is over when it returns, or on a device, where it is given
+to a stream and nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from aoffload.transfer.backends.base import CopyBackend
+from aoffload.transfer.backends.cuda import CudaBackend, CudaOptions
+from aoffload.transfer.region import KVRegion
+
+__all__ = ["Compute", "DeviceMemory", "HostMemory", "KVMemory", "cuda_compute"]
+
+GARBAGE = -1
+"""What no block ever holds."""
+SLEEP_CYCLES = 200_000
+"""A tenth of a millisecond on a real device, in the middle of each write: copies that do not wait find the garbage."""
+
+
+class KVMemory(Protocol):
+    """`tensors`: int64 `[num_blocks, values]` each. Contents are int64 `[num_tensors, number of ids, values]`."""
+
+    name: str
+    tensors: list[torch.Tensor]
+    backend: Callable[[tuple[KVRegion, ...]], CopyBackend] | None
+    """What copies; None: the default for such tensors."""
+
+    def write(self, ids: Sequence[int], blocks: NDArray[np.int64]) -> None:
+        """What a forward writes."""
+        ...
+
+    def spoil(self, ids: Sequence[int]) -> None:
+        """Whoever reads them from here on reads garbage."""
+        ...
+
+    def compare(self, about: str, ids: Sequence[int], blocks: NDArray[np.int64]) -> str:
+        """Look whether they hold that. What was found at once to be wrong, or nothing; the rest is told by `settle`."""
+        ...
+
+    def settle(self) -> list[str]:
+        """Wait for all that was given; what was found to be wrong since the last time."""
+        ...
+
+
+class HostMemory:
+    """Tensors that the thread of a forward reads and writes itself."""
+
+    name = "cpu"
+    backend = None
+
+    def __init__(self, shape: tuple[int, int], num_tensors: int) -> None:
+        self.tensors = [torch.zeros(shape, dtype=torch.int64) for _ in range(num_tensors)]
+        self._rows = [tensor.numpy() for tensor in self.tensors]
+
+    def write(self, ids: Sequence[int], blocks: NDArray[np.int64]) -> None:
+        for rows, wanted in zip(self._rows, blocks, strict=True):
+            rows[ids] = wanted
+
+    def spoil(self, ids: Sequence[int]) -> None:
+        for rows in self._rows:
+            rows[ids] = GARBAGE
+
+    def compare(self, about: str, ids: Sequence[int], blocks: NDArray[np.int64]) -> str:
+        for rows, wanted in zip(self._rows, blocks, strict=True):
+            # One by one: a copy of them all, in threads that come and go, would be most of what memory there is.
+            for index, block_id in enumerate(ids):
+                if not np.array_equal(rows[block_id], wanted[index]):
+                    return f"{about}, block {index} of {len(ids)} (id {block_id})"
+        return ""
+
+    def settle(self) -> list[str]:
+        return []
+
+
+@attrs.frozen
+class Compute:
+    """The stream of the forwards, and the backend that is told of it."""
+
+    device: torch.device
+    backend: Callable[[tuple[KVRegion, ...]], CopyBackend]
+    give: Callable[[Callable[[], object]], object]
+    """Do this in torch on that stream, behind what it was given before. From any thread."""
+    pause: Callable[[], object]
+    """Give it something that takes a while."""
+    finish: Callable[[], object]
+    """Wait until all of it is done."""
+
+
+def cuda_compute(backend: type[CudaBackend] = CudaBackend, options: CudaOptions | None = None) -> Compute:
+    """A stream of the current CUDA device. The event loop's thread has another one as its current stream."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def give(work: Callable[[], object]) -> None:
+        with torch.cuda.stream(stream):
+            work()
+
+    def pause() -> None:
+        give(lambda: torch.cuda._sleep(SLEEP_CYCLES))  # type: ignore[no-untyped-call]
+
+    made = partial(backend, compute_stream=stream, options=options)
+    return Compute(torch.device("cuda"), made, give, pause, stream.synchronize)
+
+
+@attrs.frozen
+class Look:
+    """What a forward read, and has not told yet: which of `ids` held something else."""
+
+    about: str
+    ids: Sequence[int]
+    is_wrong: torch.Tensor
+
+    def verdict(self) -> str:
+        wrong = self.is_wrong.nonzero().flatten().tolist()
+        return f"{self.about}, block {wrong[0]} of {len(self.ids)} (id {self.ids[wrong[0]]})" if wrong else ""
+
+
+class DeviceMemory:
+    """Forwards are given to the compute stream, and looked at when they are done: the host runs ahead of the device.
+
+    Each write leaves garbage first and takes its time, so that whoever does not wait for its end reads the garbage.
+    """
+
+    def __init__(self, shape: tuple[int, int], num_tensors: int, compute: Compute) -> None:
+        self.name = str(compute.device)
+        self.backend = compute.backend
+        # Copied there, which is over when it returns: no stream that a forward uses would wait for a kernel.
+        self.tensors = [torch.zeros(shape, dtype=torch.int64).to(compute.device) for _ in range(num_tensors)]
+        self._compute = compute
+        self._looks: list[Look] = []
+        self._order = threading.Lock()  # what one forward gives stays together
+
+    def write(self, ids: Sequence[int], blocks: NDArray[np.int64]) -> None:
+        index, wanted = self._on_device(np.array(ids, dtype=np.int64)), self._on_device(np.ascontiguousarray(blocks))
+        with self._order:
+            self._fill(index)
+            self._compute.pause()
+            for which, tensor in enumerate(self.tensors):
+                self._compute.give(partial(tensor.index_copy_, 0, index, wanted[which]))
+
+    def spoil(self, ids: Sequence[int]) -> None:
+        index = self._on_device(np.array(ids, dtype=np.int64))
+        with self._order:
+            self._fill(index)
+
+    def compare(self, about: str, ids: Sequence[int], blocks: NDArray[np.int64]) -> str:
+        index, wanted = self._on_device(np.array(ids, dtype=np.int64)), self._on_device(np.ascontiguousarray(blocks))
+
+        def look() -> None:
+            wrong = [(tensor[index] != wanted[which]).any(1) for which, tensor in enumerate(self.tensors)]
+            self._looks.append(Look(about, list(ids), torch.stack(wrong).any(0)))
+
+        self._compute.give(look)
+        return ""
+
+    def settle(self) -> list[str]:
+        self._compute.finish()
+        looks, self._looks = self._looks, []
+        return [verdict for look in looks if (verdict := look.verdict())]
+
+    def _fill(self, index: torch.Tensor) -> None:
+        for tensor in self.tensors:
+            self._compute.give(partial(tensor.index_fill_, 0, index, GARBAGE))
+
+    def _on_device(self, array: NDArray[np.int64]) -> torch.Tensor:
+        """Without waiting for the device: from pinned memory, on the stream that will read it."""
+        given = torch.from_numpy(array)
+        if self._compute.device.type == "cpu":
+            return given
+        arrived: list[torch.Tensor] = []
+        self._compute.give(lambda: arrived.append(given.pin_memory().to(self._compute.device, non_blocking=True)))
+        return arrived[0]

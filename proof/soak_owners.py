@@ -1,0 +1,98 @@
+"""Who owns which block while a soak runs: told by the pools, asked by forwards and copies.
+
+A block that changes hands is spoiled, as far as forwards are concerned: a hit on it would be wrong bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from aoffload import OffloadRuntime
+from aoffload.core.cache import UNPUBLISHABLE
+from aoffload.core.plan import Completion, Tier, TransferPlan
+from aoffload.testing import Memory, Violation
+from aoffload.testing.memory import OwnedPool
+from aoffload.transfer.fence import Fence
+from aoffload.transfer.local import LocalTransport
+
+__all__ = ["Held", "OwnedTransport", "Owners"]
+
+
+@attrs.frozen
+class Held:
+    """Blocks of a tier in the hands that they were in at some moment."""
+
+    memory: Memory
+    block_ids: Sequence[int]
+    generations: tuple[int, ...]
+
+    def problem(self, who: str) -> str:
+        """Nothing, or what of it is in other hands by now."""
+        try:
+            for block_id, generation in zip(self.block_ids, self.generations, strict=True):
+                self.memory.check_owner(who, block_id, generation)
+        except Violation as violation:
+            return str(violation)
+        return ""
+
+
+class Owners:
+    """Of all blocks of a runtime, both tiers. To be made before it is entered."""
+
+    def __init__(self, runtime: OffloadRuntime, spoil: Callable[[Sequence[int]], None]) -> None:
+        self._unsettled = runtime.ledger.jobs.unsettled
+        self._memories: dict[Tier, Memory] = {}
+        for tier in runtime.ledger.cache.tiers:
+            first = 1 if tier.tier is Tier.DEVICE else 0  # the null block is nobody's
+            memory = self._memories[tier.tier] = Memory(tier.tier, tier.pool.num_blocks + first)
+            tier.pool = OwnedPool(tier.pool, memory, spoil if tier.tier is Tier.DEVICE else _nothing)
+
+    def held(self, tier: Tier, block_ids: Sequence[int]) -> Held:
+        """By whoever holds them now."""
+        memory = self._memories[tier]
+        return Held(memory, list(block_ids), memory.generations(block_ids))
+
+    def is_doomed(self, job_id: int) -> bool:
+        """Whether the job will publish nothing, since it was given up: its source may be anybody's."""
+        job = self._unsettled.get(job_id)
+        return job is None or job.epoch == UNPUBLISHABLE
+
+
+def _nothing(block_ids: array[int]) -> None:
+    """Host memory is the transport's own."""
+
+
+class OwnedTransport(LocalTransport):
+    """Says at the end of each copy whether both its sides have been in the same hands since its launch."""
+
+    def __init__(self, kv_caches: object, backend: Any, report: Callable[[str], None]) -> None:
+        super().__init__(kv_caches, backend)
+        self.owners: Owners | None = None
+        self._report = report
+        self._held: dict[int, tuple[Held, Held]] = {}
+
+    def open(self, num_host_blocks: int, *, deliver: Callable[[Completion], None], **options: Any) -> None:
+        def over(completion: Completion) -> None:
+            if sides := self._held.pop(completion.job_id, None):
+                self._check_hands(completion.job_id, *sides)
+            deliver(completion)
+
+        super().open(num_host_blocks, deliver=over, **options)
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        if self.owners is not None:
+            source = self.owners.held(plan.source, plan.source_ids)
+            self._held[plan.job_id] = source, self.owners.held(plan.destination, plan.destination_ids)
+        super().launch(plan, after)
+
+    def _check_hands(self, job_id: int, source: Held, destination: Held) -> None:
+        """A job is doomed before its source is let go of, so that is asked last."""
+        assert self.owners is not None
+        if problem := destination.problem(f"job {job_id}"):
+            self._report(problem)
+        if (problem := source.problem(f"job {job_id}")) and not self.owners.is_doomed(job_id):
+            self._report(problem)
