@@ -26,9 +26,16 @@ class AwaitedLoad:
 
     def _start(self, holding: Holding) -> None:
         runtime = self._request._runtime
-        plans = runtime.ledger.plan_load(holding, self._max_tokens, self._request._wake)
+        plans = runtime.ledger.plan_load(
+            holding, self._max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes
+        )
         self._watch(holding)
         runtime.worker.submit(plans)
+
+    @property
+    def _max_job_bytes(self) -> int | None:
+        """None: as configured."""
+        return None
 
     def _watch(self, holding: Holding) -> None:
         """The jobs are planned, and none of ours is launched."""
@@ -151,6 +158,11 @@ class PendingLoad(AwaitedLoad):
 
     def _live(self) -> Holding:
         return self._request._live()
+
+    @property
+    def _max_job_bytes(self) -> int:
+        """A region is there when the last job has brought it, so there is one job, if it may be in flight."""
+        return self._request._runtime.config.bytes_in_flight
 
     def _watch(self, holding: Holding) -> None:
         """Others' jobs, too: what they bring is waited for like what our own do."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -56,6 +56,8 @@ class Load:
     """Jobs not settled yet, its own and shared ones."""
     spares: list[Spare] = attrs.field(factory=list)
     """What an engine has lent for it stays at hand while it runs, for nobody else could give it anew."""
+    units_per_job: Sequence[int] = ()
+    """What one job carries at most, for each band; empty: as much as any."""
 
     def set_aside(self, band: int, start: int, ids: array[int]) -> None:
         if ids:

@@ -96,13 +96,16 @@ class JobBook:
         start: int,
         stop: int,
         blocks: array[int],
+        units_per_job: Sequence[int] = (),
     ) -> list[Job]:
-        """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of the other tier."""
+        """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of the other tier.
+
+        `units_per_job`: what one of them carries at most, for each band, if not as much as any."""
         jobs: list[Job] = []
         source, destination = (Tier.HOST, Tier.DEVICE) if direction is Direction.LOAD else (Tier.DEVICE, Tier.HOST)
         if band.number:
             self._make_adjoin(run, band, destination, start, stop)
-        most = self.units_per_job[band.number]
+        most = (units_per_job or self.units_per_job)[band.number]
         for first in range(start, stop, most):
             last = min(first + most, stop)
             into = blocks[(first - start) * band.width : (last - start) * band.width]

@@ -93,7 +93,8 @@ class Ledger:
         device = device_tier(device_pool or FreeList(num_device_blocks), self._new_order())
         tiers = (device, TierBlocks(Tier.HOST, host, self._new_order()))
         self.cache = PrefixCache(self.layout, tiers, self._new_order)
-        units_per_job = [max(1, config.blocks_per_job(block_bytes) // max(1, b.width)) for b in self.layout.bands]
+        self._block_bytes = block_bytes
+        units_per_job = self._units_per_job(config.blocks_per_job(block_bytes))
         self._moves = Moves(observer if observer is not None else NullObserver())
         self._pins = Pins(self.cache)
         self.jobs = JobBook(self.cache, self._moves, units_per_job)
@@ -287,14 +288,26 @@ class Ledger:
     # -- loading --------------------------------------------------------------------------------------------------
 
     def plan_load(
-        self, holding: Holding, max_tokens: int | None = None, wake: Callable[[], object] = nobody
+        self,
+        holding: Holding,
+        max_tokens: int | None = None,
+        wake: Callable[[], object] = nobody,
+        *,
+        max_job_bytes: int | None = None,
     ) -> tuple[TransferPlan, ...]:
         """Start bringing the host hit onto the device; the plans that have to be launched for it.
 
         RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or when room
-        was granted after it had to let go of everything (`holding.waiter`: accept it and plan again).
+        was granted after it had to let go of everything (`holding.waiter`: accept it and plan again). `max_job_bytes`
+        replaces that of the configuration: who starts on a region wants it from as few jobs as possible.
         """
-        return self._loads.plan(self._own(holding), max_tokens, wake)
+        units_per_job: Sequence[int] = ()
+        if max_job_bytes is not None:
+            units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self._block_bytes)
+        return self._loads.plan(self._own(holding), max_tokens, wake, units_per_job)
+
+    def _units_per_job(self, num_blocks: int) -> Sequence[int]:
+        return [max(1, num_blocks // max(1, band.width)) for band in self.layout.bands]
 
     def abandon_load(self, holding: Holding) -> None:
         """Stop waiting for a load: what has landed counts, the rest is computed. Launched copies go on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
@@ -39,7 +39,11 @@ class Loads:
     admission: Admission
 
     def plan(
-        self, holding: Holding, max_tokens: int | None = None, wake: Callable[[], object] = nobody
+        self,
+        holding: Holding,
+        max_tokens: int | None = None,
+        wake: Callable[[], object] = nobody,
+        units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
         """Start bringing the host hit onto the device; the plans that have to be launched for it.
 
@@ -62,7 +66,7 @@ class Loads:
         if not holding.num_units:
             raise WrongState(f"load: {holding} had to let go of its blocks: leave it (or lend again)")
         stop = self._load_stop(holding, limit)
-        jobs = self.start(holding, stop, wake) if stop > holding.published else []
+        jobs = self.start(holding, stop, wake, units_per_job) if stop > holding.published else []
         if holding.load is None and has_holes(holding):
             holding.load = Load(holding.published, wake)
         if holding.load is None:
@@ -82,7 +86,9 @@ class Loads:
         stop = min(holding.hit_stop, holding.num_units)
         return stop if max_tokens is None else min(stop, max_tokens // self.cache.layout.unit_tokens)
 
-    def start(self, holding: Holding, stop: int, wake: Callable[[], object]) -> list[Job]:
+    def start(
+        self, holding: Holding, stop: int, wake: Callable[[], object], units_per_job: Sequence[int] = ()
+    ) -> list[Job]:
         """Bring units `[published, stop)` onto the device: adopt what is there by now, wait for what is on its way,
         launch the rest. Only what nobody brings takes blocks of the holding's own; the others are given back.
 
@@ -94,7 +100,7 @@ class Loads:
         if stop <= start or (layout.windows and not self._fill_windows(holding, stop)):
             return []
         self._lease_path(holding, stop)
-        holding.load = load = Load(stop, wake)
+        holding.load = load = Load(stop, wake, units_per_job=units_per_job)
         on_its_way = min(on_its_way, stop)
         new = self._launch(holding, layout.spine, on_its_way, stop)
         self._give_up(holding, layout.spine, start, on_its_way)
@@ -152,7 +158,8 @@ class Loads:
         blocks = table.null(start, stop)
         if self.cache.tiers[Tier.DEVICE].is_lent:
             self._load_of(holding).set_aside(band.number, start, self.cache.tiers[Tier.DEVICE].share(blocks))
-        return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, blocks)
+        most = self._load_of(holding).units_per_job
+        return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, blocks, most)
 
     def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
         """Others bring or have brought units `[start, stop)`: they need no blocks of ours."""

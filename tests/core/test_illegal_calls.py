@@ -315,6 +315,7 @@ BAD: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {
     ("extend_nowait", "num_tokens"): ("running", (*NO_COUNT, 0, None, HUGE, 33)),
     ("queue_extension", "num_tokens"): ("running", (*NO_COUNT, 0, None, HUGE, 33)),
     ("plan_load", "max_tokens"): ("allocated", NO_COUNT),
+    ("plan_load", "max_job_bytes"): ("allocated", (*NO_COUNT, 0)),
     ("commit", "num_computed_tokens"): ("running", (*NO_COUNT, None, HUGE, 8, 11, 13)),
     ("check_commit", "num_computed_tokens"): ("running", (*NO_COUNT, None, HUGE, 8, 11, 13)),
     ("resume", "num_tokens"): ("preempted", (*NO_COUNT, 0, HUGE, 33)),

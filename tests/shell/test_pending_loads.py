@@ -246,18 +246,36 @@ async def test_a_job_that_ended_before_the_one_it_follows_is_no_reason_to_wait()
         tokens = prompt(3, 65)
         await on_the_host_only(engine, tokens)
         async with engine.runtime.request(tokens) as first, engine.runtime.request(tokens) as second:
+            await first.allocate()
             await second.allocate()
-            pending = await loading(first, transport)
-            job_ids = list(transport.in_flight)
-            assert len(job_ids) > 1
-            transport.land(job_ids[1])
-            await turns()
-            other = second.load_nowait()
-            while transport.in_flight:
-                transport.land(next(iter(transport.in_flight)))
+            transport.auto = False
+            async with anyio.create_task_group() as group:
+                group.start_soon(first.load)
                 await turns()
-            assert await pending.wait() == await other.wait() == 64
-            assert all(fence.query() for fence in (*pending.regions, *other.regions))
+                job_ids = list(transport.in_flight)
+                assert len(job_ids) == 2
+                transport.land(job_ids[1])
+                await turns()
+                pending = second.load_nowait()
+                transport.land(job_ids[0])
+                assert await pending.wait() == 64
+            assert all(fence.query() for fence in pending.regions)
+
+
+async def test_who_starts_on_a_region_has_it_from_one_job() -> None:
+    """Split by blocks, the first region would be there when the last job has begun. What may not be in flight at once
+    is split all the same."""
+    for bound, num_jobs in (("1MiB", 1), (8, 2)):
+        async with watching(64, num_host_blocks=64, max_job_bytes=4, max_bytes_in_flight=bound) as (engine, transport):
+            tokens = prompt(3, 65)
+            await on_the_host_only(engine, tokens)
+            async with engine.runtime.request(tokens) as request:
+                pending = await loading(request, transport)
+                assert len(transport.watched) <= num_jobs == len(pending._jobs)
+                while transport.in_flight:
+                    transport.land(next(iter(transport.in_flight)))
+                    await turns()
+                assert await pending.wait() == 64
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
