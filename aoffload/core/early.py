@@ -85,13 +85,13 @@ def expected_ids(holding: Holding) -> list[array[int]]:
     ]
 
 
-def compare(moves: Moves, holding: Holding, bands: Sequence[Band], ready: int) -> None:
-    """Its load is over: is everything as an early step has taken it? Another's copy of the same bytes is another block:
-    the one that the step may still read is anybody's by now."""
+def compare(moves: Moves, holding: Holding, bands: Sequence[Band]) -> None:
+    """Its load is over, and what it has not brought is null: is everything as an early step has taken it? Another's
+    copy of the same bytes is another block: the one that the step may still read is anybody's by now."""
     early = holding.early
     if early is None or early.state is not _S.TRUSTING:
         return
-    if ready == early.stop and all(_is_as_taken(early, holding.tables[band.number], band) for band in bands):
+    if all(_is_as_taken(early, holding.tables[band.number], band) for band in bands):
         moves.early(early, _S.CONFIRMED)
         holding.early = None
     else:
@@ -149,11 +149,9 @@ def _enter_held(expected: BlockTable, part: Part, stretch: Stretch) -> None:
 
 
 def _enter_coming(expected: BlockTable, job: Job, stretch: Stretch) -> None:
-    """What `job` brings of this run: it may go on in another branch."""
-    width, ids = expected.width, job.plan.destination_ids
-    for over in stretches(job.run, job.start, job.stop):
-        start, stop = max(over.start, stretch.start), min(over.stop, stretch.stop)
-        if over.run is stretch.run and start < stop:
-            brought = ids[(start - job.start) * width : (stop - job.start) * width]
-            there = expected.at(start, stop)
-            expected.put(start, array("i", [held or block_id for held, block_id in zip(there, brought, strict=True)]))
+    """What `job` brings of this run. Those before it may go on in another branch, where it begins: it comes first."""
+    start, stop = max(job.start, stretch.start), min(job.stop, stretch.stop)
+    if start < stop:
+        width, there = expected.width, expected.at(start, stop)
+        brought = job.plan.destination_ids[(start - job.start) * width : (stop - job.start) * width]
+        expected.put(start, array("i", [held or block_id for held, block_id in zip(there, brought, strict=True)]))

@@ -206,7 +206,7 @@ class Loads:
                 ids = self.pins.ready_ids(holding, band.number, first, ready)
                 self.cache.give(Tier.DEVICE, table.exchange(first, ids))
         holding.published = holding.ready_stop = ready
-        compare(self.moves, holding, layout.bands, ready)
+        compare(self.moves, holding, layout.bands)
         if ready < load.stop:
             step_back(self.cache, holding, ready)
         if load.spares:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import anyio
@@ -10,6 +11,7 @@ import attrs
 from ..errors import CommitError, RegionNotLoaded
 from ..loading import PendingLoad
 from ..request import Request
+from ..transfer.region_fences import LoadedRegion
 from .memory import POISON
 from .violations import Violation
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EarlyForward"]
 
-LOOKS_EVERY_S = 0.001
+FIRST_LOOK_S = 0.001
 
 
 @attrs.define(eq=False)
@@ -55,8 +57,7 @@ class EarlyForward:
             self.start = pending.num_expected_tokens
             stop = min(len(ask.tokens), self.start + ask.slice_tokens)
             table, regions = pending.block_ids, pending.regions
-            while not all(region.is_given for region in regions):  # noqa: ASYNC110
-                await anyio.sleep(LOOKS_EVERY_S)  # of virtual time: a simulated thread must not block
+            await _until_given(regions)
 
             def compute() -> None:
                 try:
@@ -105,3 +106,11 @@ class EarlyForward:
             else:
                 raise Violation("early start", f"{self.request.request_id} committed what stood on a load that failed")
         self.stop = 0
+
+
+async def _until_given(regions: Sequence[LoadedRegion]) -> None:
+    """A simulated thread must not block. In virtual time, which passes at once, it is looked after now and then."""
+    delay_s = FIRST_LOOK_S
+    while not all(region.is_given for region in regions):
+        await anyio.sleep(delay_s)
+        delay_s *= 2

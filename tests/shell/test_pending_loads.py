@@ -213,6 +213,7 @@ async def test_a_queued_load_that_nobody_wants_any_more_ends_its_regions() -> No
             transport.land_all()
             await blocking.wait()
             await turns()
+            assert fence.is_given, "or the next line would wait for ever"
             with pytest.raises(RegionNotLoaded, match="nobody waits"):
                 fence.wait()
         transport.auto = True

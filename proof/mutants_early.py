@@ -1,0 +1,93 @@
+"""Defects of early starts: what a forward may read before its load is over, and what must not come of it."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["EARLY_MUTANTS"]
+
+EARLY, WORKER = "aoffload.core.early", "aoffload.worker"
+TEST = "tests/core/test_early_starts.py::"
+
+EARLY_MUTANTS = (
+    Mutant(
+        "a load taken for landed, however it ended",
+        EARLY,
+        "    if all(_is_as_taken(early, holding.tables[band.number], band) for band in bands):",
+        "    if holding.tables:",
+        "what was computed on bytes that never came is never committed",
+        scenarios=("early_starts",),
+    ),
+    Mutant(
+        "only the first block compared",
+        EARLY,
+        "    return table.at(first, early.stop) == early.tables[band.number][first * band.width :]",
+        "    return table.at(first, first + 1)[:1] == early.tables[band.number][first * band.width :][:1]",
+        "what was read of blocks that were somebody else's by then is never committed",
+        scenarios=("early_starts",),
+    ),
+    Mutant(
+        "committed on a load that fell short",
+        EARLY,
+        "    if holding.early is not None and num_computed_tokens > ready:\n",
+        "    if holding.early is not None and num_computed_tokens < ready:\n",
+        "commit refuses what stood on a load that failed",
+        scenarios=("early_starts",),
+    ),
+    Mutant(
+        "counted again before anybody has heard",
+        EARLY,
+        "    if holding.early is not None and holding.early.state is _S.TOLD:",
+        "    if holding.early is not None and holding.early.state is not _S.TRUSTING:",
+        "chunk after chunk on a load that failed: none of them counts",
+        scenarios=("early_starts",),
+    ),
+    Mutant(
+        "room given back under an early forward",
+        "aoffload.core.loads",
+        "            if holding.num_steps:\n                load.stop",
+        "            if not holding.tables:\n                load.stop",
+        "a step holds what it touches, also when the load of its request fails",
+        scenarios=("early_starts",),
+    ),
+    Mutant(
+        "a failed load kept when its step is over",
+        "aoffload.core.ledger",
+        "        elif holding.load is not None and not holding.load.jobs:",
+        "        elif holding.load is not None and not holding.load.stop:",
+        "no hang: who had to wait for its own forward goes on when that ends",
+        scenarios=("early_starts",),
+    ),
+    Mutant(
+        "expected where another branch goes on",
+        EARLY,
+        'array("i", [held or block_id for held, block_id in zip(there, brought, strict=True)])',
+        "brought",
+        "a forward reads the blocks of its own prefix",
+        test=f"{TEST}test_a_shared_job_of_another_branch_brings_only_what_both_have",
+    ),
+    Mutant(
+        "regions of a settled load left open",
+        WORKER,
+        "            self.regions.settle(completion)\n",
+        "",
+        "whoever waits for a region hears how the load ended",
+        scenarios=("early_starts",),
+    ),
+    Mutant(
+        "regions of an unwanted load left open",
+        WORKER,
+        "                else:\n                    self.regions.end(plan.job_id",
+        "                elif after is not None:\n                    self.regions.end(plan.job_id",
+        "whoever waits for a region hears that nobody brings it any more",
+        test="tests/shell/test_pending_loads.py::test_a_queued_load_that_nobody_wants_any_more_ends_its_regions",
+    ),
+    Mutant(
+        "regions of a load given up left open",
+        WORKER,
+        "            self.regions.settle(given_up)\n",
+        "",
+        "a forward that waits for a copy that hangs goes on",
+        scenarios=("early_starts",),
+    ),
+)
