@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import attrs
 import pytest
-from http_bench import BACKENDS, OPTIONS, Caller, events_of, reached, serving, text_of
+from http_bench import BACKENDS, OPTIONS, Caller, events_of, let_threads_run, reached, serving, text_of
 
 pytestmark = [pytest.mark.anyio, BACKENDS]
 
@@ -126,7 +126,7 @@ async def test_who_is_one_too_many_is_told_when_to_come_back() -> None:
                 inside.start_soon(bench.complete)
             await reached(bench.model.began)
             while bench.service.admission.num_inside < 2:
-                await anyio.lowlevel.checkpoint()
+                await let_threads_run()
             refused = await bench.post("/v1/completions", {"model": "tiny", "prompt": "x"})
             bench.model.may_end.set()
         assert (await bench.complete())["choices"]
@@ -147,11 +147,11 @@ async def test_a_server_that_drains_says_so() -> None:
             await reached(bench.model.began)
             bench.model.may_end.set()
             while not streaming.messages:
-                await anyio.lowlevel.checkpoint()
+                await let_threads_run()
             bench.model.may_end.clear()
             inside.start_soon(whole.call)
             while bench.service.admission.num_inside < 2:
-                await anyio.lowlevel.checkpoint()
+                await let_threads_run()
             bench.service.admission.drain()
             health = await bench.client.get("/health")
             refused = await bench.post("/v1/completions", {"model": "tiny", "prompt": "x"})

@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
-from http_bench import BACKENDS, GUARD_S, Bench, Caller, reached, serving
+from http_bench import BACKENDS, GUARD_S, Bench, Caller, let_threads_run, reached, serving
 
 pytestmark = [pytest.mark.anyio, BACKENDS]
 
@@ -16,7 +16,7 @@ each_form = pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", 
 
 async def wait_released(bench: Bench) -> None:
     while bench.service.engine.runtime.statistics().num_requests:
-        await anyio.lowlevel.checkpoint()
+        await let_threads_run()
 
 
 @each_form
@@ -55,7 +55,7 @@ async def test_a_request_ends_while_it_waits_for_the_engine(is_streamed: bool) -
                     for caller in waiting:
                         leavers.start_soon(caller.call)
                     while bench.service.engine.statistics().num_waiting < 4:
-                        await anyio.lowlevel.checkpoint()
+                        await let_threads_run()
                     for caller in waiting:
                         caller.has_hung_up.set()
                 assert bench.service.engine.statistics().num_waiting == 0
