@@ -77,12 +77,17 @@ class PendingLoad(AwaitedLoad):
     A forward may start on it, in a step that names the pending load in place of its request:
 
         pending = request.load_nowait()
+        if not pending.can_start:
+            await pending.wait()
         with runtime.step([pending]):
             start, tables = pending.num_expected_tokens, pending.block_ids
             ...                               # in the forward's thread, before layer i reads: pending.region(i).wait()
         await pending.wait()
         if pending.first_invalid_token is None:
             request.commit(...)               # refused before the load is over, and if it fell short
+
+    A forward in which a region has raised `RegionNotLoaded` has computed nothing that may be committed, however the
+    load ends. `load_timeout_s` is counted by `wait`: awaited in another task meanwhile, it ends the forward's wait.
     """
 
     def __init__(self, request: Request, max_tokens: int | None) -> None:
@@ -100,7 +105,7 @@ class PendingLoad(AwaitedLoad):
     async def wait(self) -> int:
         """Wait until the load is over, however it ends; the number of tokens that are ready.
 
-        Outside of the request's own steps: what a load that failed has to give back, a step may hold.
+        Not in the task that holds a step of the request: what a load that failed has to give back, a step may hold.
         """
         num_ready = await self._until_over(self._live())
         self._learn_end()
