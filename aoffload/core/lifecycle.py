@@ -1,4 +1,4 @@
-"""The states of requests and jobs, as tables; one function moves them.
+"""The states of requests, jobs, pins, errands and early starts, as tables; one function moves them.
 
 `python -m aoffload.core.lifecycle` prints the diagrams that docs/lifecycle.md shows.
 """
