@@ -109,7 +109,7 @@ class CpuBackend(RegionBackend):
             for index in range(self.num_regions):
                 self.copy_region(index, on_device, on_host)
                 watched.give(index, PASSED)
-        except Exception as error:
+        except Exception as error:  # whatever it was: a forward that sleeps for a region has to hear of it
             watched.end(repr(error))
             raise CopyStopped(0) from error  # no block has all of its regions
         return PASSED

@@ -195,7 +195,7 @@ class CudaBackend(RegionBackend):
             for index, layout in enumerate(self._each_region):
                 fence = self._copy_blocks(plan, layout)
                 watched.give(index, fence)
-        except Exception as error:
+        except Exception as error:  # whatever it was: a forward that sleeps for a region has to hear of it
             watched.end(repr(error))
             raise
         return fence
