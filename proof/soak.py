@@ -30,7 +30,7 @@ import torch
 from aoffload import OutOfBlocks, Request, RequestState
 from aoffload.errors import AoffloadError, RequestAborted
 
-from .soak_memory import DeviceMemory, HostMemory, KVMemory, cuda_compute
+from .soak_memory import DeviceMemory, HostMemory, MakeMemory, cuda_compute
 from .soak_result import Sample, SoakResult
 from .soak_workload import Server, Ticket, Workload, WrongBytes, turns
 
@@ -142,7 +142,7 @@ class Soak:
         backend: str,
         seed: int,
         num_clients: int,
-        memory: Callable[[tuple[int, int], int], KVMemory] = HostMemory,
+        memory: MakeMemory = HostMemory,
     ) -> None:
         self._seconds, self._backend, self._seed, self._num_clients = seconds, backend, seed, num_clients
         self._workload = Workload(seed)
@@ -318,7 +318,7 @@ def soak(
     backend: str,
     seed: int = 0,
     num_clients: int = DEFAULT_CLIENTS,
-    memory: Callable[[tuple[int, int], int], KVMemory] = HostMemory,
+    memory: MakeMemory = HostMemory,
 ) -> SoakResult:
     """Run it in an event loop of that kind, on that memory."""
     name, options = BACKENDS[backend]
@@ -330,7 +330,7 @@ def cuda_memory(shape: tuple[int, int], num_tensors: int) -> DeviceMemory:
     return DeviceMemory(shape, num_tensors, cuda_compute())
 
 
-MEMORIES: dict[str, Callable[[tuple[int, int], int], KVMemory]] = {"cpu": HostMemory, "cuda": cuda_memory}
+MEMORIES: dict[str, MakeMemory] = {"cpu": HostMemory, "cuda": cuda_memory}
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import attrs
 import numpy as np
@@ -17,7 +17,7 @@ from aoffload.transfer.backends.base import CopyBackend
 from aoffload.transfer.backends.cuda import CudaBackend, CudaOptions
 from aoffload.transfer.region import KVRegion
 
-__all__ = ["Compute", "DeviceMemory", "HostMemory", "KVMemory", "cuda_compute"]
+__all__ = ["Compute", "DeviceMemory", "HostMemory", "KVMemory", "MakeMemory", "cuda_compute"]
 
 GARBAGE = -1
 """What no block ever holds."""
@@ -48,6 +48,10 @@ class KVMemory(Protocol):
     def settle(self) -> list[str]:
         """Wait for all that was given; what was found to be wrong since the last time."""
         ...
+
+
+MakeMemory: TypeAlias = Callable[[tuple[int, int], int], KVMemory]
+"""From the shape of a tensor, and how many there are."""
 
 
 class HostMemory:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request
 from aoffload.core.plan import Tier
 
-from .soak_memory import HostMemory, KVMemory
+from .soak_memory import HostMemory, MakeMemory
 from .soak_owners import Held, OwnedTransport, Owners
 
 __all__ = ["Conversation", "Interruption", "Server", "Ticket", "Workload", "WrongBytes"]
@@ -184,7 +184,7 @@ class Server:
         verify: bool,
         report: Callable[[str], None],
         logger: Any,
-        memory: Callable[[tuple[int, int], int], KVMemory] = HostMemory,
+        memory: MakeMemory = HostMemory,
     ) -> None:
         self.memory = memory((NUM_DEVICE_BLOCKS + 1, VALUES_PER_BLOCK), NUM_TENSORS)
         self._report = report

@@ -9,7 +9,6 @@ import itertools
 import queue
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -25,7 +24,7 @@ from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.backends.cuda import AdaptivePolling, BreakEven, CudaBackend
 from aoffload.transfer.fence import PASSED, Fence
 from proof.soak import soak
-from proof.soak_memory import Compute, DeviceMemory
+from proof.soak_memory import Compute, DeviceMemory, MakeMemory
 from proof.soak_owners import OwnedTransport, Owners
 from proof.soak_result import SoakResult
 
@@ -37,9 +36,7 @@ NUM_TRIES = 12
 CONFIG = OffloadConfig(groups=[KVCacheGroup("full", block_size=4)], num_host_blocks=8)
 
 
-def simulated(
-    backend: type[CudaBackend], seed: int, break_even: BreakEven | None = None
-) -> Callable[[tuple[int, int], int], DeviceMemory]:
+def simulated(backend: type[CudaBackend], seed: int, break_even: BreakEven | None = None) -> MakeMemory:
     """Memories on devices of their own, whose streams run in an order of chance."""
     seeds = itertools.count(seed)
 
