@@ -39,7 +39,7 @@ EARLY_MUTANTS = (
         EARLY,
         "    if holding.early is not None and holding.early.state is _S.TOLD:",
         "    if holding.early is not None and holding.early.state is not _S.TRUSTING:",
-        "chunk after chunk on a load that failed: none of them counts",
+        "slice after slice on a load that failed: none of them counts",
         scenarios=("early_starts",),
     ),
     Mutant(

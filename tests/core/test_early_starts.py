@@ -166,7 +166,7 @@ def test_work_on_a_load_that_fell_short_can_not_be_committed(outcome: Outcome) -
 
 
 def test_steps_that_go_on_without_having_heard_are_refused_as_well() -> None:
-    """Chunk after chunk, each on what the one before has computed: all of them are wrong."""
+    """Slice after slice, each on what the one before has computed: all of them are wrong."""
     driven = on_host(tokens=[*A, *prompt(3, 16)])
     holding, plans = start(driven, [*A, *prompt(3, 16)])
     first = begin(driven, holding)

@@ -31,6 +31,7 @@ def test_it_has_a_billion_weights_in_bfloat16() -> None:
 
 
 def test_weights_are_counted_right_for_any_size() -> None:
+    """What a configuration says of its size is what its tensors hold."""
     config = DecoderConfig(num_layers=2, vocab_size=100)
     assert sum(tensor.numel() for tensor in weights(Decoder(config, seed=0))) == config.num_weights
 

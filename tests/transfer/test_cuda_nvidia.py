@@ -182,6 +182,7 @@ def test_an_error_that_is_no_loss_has_a_type(run: Run, code: int, said: str) -> 
 
 
 def test_not_ready_is_an_answer(run: Run) -> None:
+    """An event that has not passed is no error of the driver."""
     run("busy", busy=1)
 
 

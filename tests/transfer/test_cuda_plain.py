@@ -79,6 +79,7 @@ def test_a_lost_device_has_a_type(driver: TorchDriver, error: Exception) -> None
 
 @pytest.mark.parametrize("error", REFUSALS, ids=repr)
 def test_an_error_that_is_no_loss_is_none(driver: TorchDriver, error: Exception) -> None:
+    """A refusal must not turn the cache off: only what says that the device is gone is `DeviceLost`."""
     with pytest.raises(CudaError) as raised:
         driver.query_event(Failing(error))
     assert type(raised.value) is CudaError
