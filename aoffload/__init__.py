@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import OffloadConfig
 from .core.blocks import DevicePool
+from .core.early import EarlyStart
 from .core.errands import Demotion, Errand, Prefetch
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
@@ -17,7 +18,7 @@ from .core.holding import Extension, Holding
 from .core.keeping import Pin
 from .core.ledger import Ledger, LedgerStatistics
 from .core.lent import LentBlocks
-from .core.lifecycle import ErrandState, JobState, Observer, PinState, RequestState
+from .core.lifecycle import EarlyState, ErrandState, JobState, Observer, PinState, RequestState
 from .core.matching import Answer, PrefixMatch
 from .core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from .core.policy import EagerStore, LazyStore, NoStore, SelectiveStore, StorePolicy, StoreScope
@@ -117,6 +118,8 @@ __all__ = [
     "Direction",
     "DuplicateRequest",
     "EagerStore",
+    "EarlyStart",
+    "EarlyState",
     "Env",
     "Errand",
     "ErrandState",
