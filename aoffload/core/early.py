@@ -32,6 +32,7 @@ __all__ = [
     "compare_job",
     "expected_ids",
     "expected_stop",
+    "forget",
     "tell",
 ]
 
@@ -148,6 +149,12 @@ def tell(moves: Moves, holding: Holding) -> int | None:
     if early.state is _S.REFUTED:
         moves.early(early, _S.TOLD)
     return holding.num_computed_tokens
+
+
+def forget(moves: Moves, holding: Holding) -> None:
+    """It has given up its blocks, and what was computed in them with these: there is nothing left to hear of."""
+    if holding.early is not None and holding.early.state is _S.REFUTED:
+        moves.early(holding.early, _S.TOLD)
 
 
 def _once_landed(cache: PrefixCache, holding: Holding, load: Load, band: Band) -> array[int]:

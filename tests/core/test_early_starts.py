@@ -299,6 +299,23 @@ def test_preempted_and_resumed_it_may_start_early_again() -> None:
     driven.commit(holding)
 
 
+def test_who_was_preempted_needs_not_hear_of_what_it_has_lost_anyway() -> None:
+    """Resumed by an engine that knows of no early start, it computes in a step of its own, and that counts; what it
+    had computed before still does not."""
+    driven = on_host()
+    holding, plans = start(driven)
+    end(driven, begin(driven, holding))
+    driven.end(plans[0], Outcome.FAILED, 2)
+    driven.land(driven.ledger.preempt_nowait(holding).plans)
+    driven.ledger.resume(holding)
+    driven.ledger.allocate_nowait(holding)
+    driven.land(driven.ledger.plan_load(holding))
+    with pytest.raises(CommitError, match="in a new step"):
+        driven.ledger.commit(holding, 17)
+    begin_ordinary(driven, holding)
+    driven.commit(holding)
+
+
 def test_every_turn_of_an_early_start_is_told() -> None:
     """The trace says when a forward began early, and how that ended."""
     told: list[str] = []
