@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from .core.holding import Holding
+from .core.holding import Holding, Load
 from .core.lifecycle import RequestState
-from .errors import InvalidArgument
+from .errors import InvalidArgument, WrongState
 from .transfer.region_fences import LoadedRegion, RegionFences
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class PendingLoad(AwaitedLoad):
 
     def __init__(self, request: Request, max_tokens: int | None) -> None:
         super().__init__(request, max_tokens)
+        self._load: Load | None = None
         self._jobs: tuple[RegionFences, ...] = ()
         self._first_invalid_token: int | None = None
 
@@ -117,6 +118,8 @@ class PendingLoad(AwaitedLoad):
     def can_start(self) -> bool:
         """Whether a step may name it now: all of the load is under way, or it is over and the request runs."""
         holding = self._live()
+        if self._is_of_before(holding):
+            return False
         return holding.state is RequestState.RUNNING or self._request._runtime.ledger.can_start_early(holding)
 
     @property
@@ -164,6 +167,16 @@ class PendingLoad(AwaitedLoad):
     def _live(self) -> Holding:
         return self._request._live()
 
+    def _arriving(self) -> Holding:
+        """For a step. Its fences have to be those of the load that is under way."""
+        holding = self._live()
+        if self._is_of_before(holding):
+            raise WrongState(f"step: {self!r} is over, and another load is under way: take what began that one")
+        return holding
+
+    def _is_of_before(self, holding: Holding) -> bool:
+        return holding.load is not None and holding.load is not self._load
+
     @property
     def _max_job_bytes(self) -> int:
         """A region is there when the last job has brought it, so there is one job, if it may be in flight."""
@@ -172,6 +185,7 @@ class PendingLoad(AwaitedLoad):
     def _watch(self, holding: Holding) -> None:
         """Others' jobs, too: what they bring is waited for like what our own do."""
         fences_of = self._request._runtime.worker.regions.fences_of
+        self._load = holding.load
         jobs = () if holding.load is None else sorted(holding.load.jobs, key=lambda job: job.job_id)
         self._jobs = tuple(fences_of(job.job_id, job.parked) for job in jobs)
 

@@ -414,7 +414,10 @@ class OffloadRuntime:
         held: list[Holding] = []
         arriving: list[Holding] = []
         for one in requests:
-            (arriving if isinstance(one, PendingLoad) else held).append(one._live())
+            if isinstance(one, PendingLoad):
+                arriving.append(one._arriving())
+            else:
+                held.append(one._live())
         return self.ledger.step(held, arriving)
 
     async def run_step(self, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]) -> Result:

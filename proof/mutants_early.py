@@ -27,6 +27,14 @@ EARLY_MUTANTS = (
         scenarios=("early_starts",),
     ),
     Mutant(
+        "compared only when all of the load is over",
+        EARLY,
+        "    if lacking:\n        moves.early",
+        "    if not early.tables:\n        moves.early",
+        "what was read of a block that came back with other bytes is never committed",
+        test=f"{TEST}test_a_block_that_comes_back_to_its_place_refutes",
+    ),
+    Mutant(
         "committed on a load that fell short",
         EARLY,
         "    if holding.early is not None and num_computed_tokens > ready:\n",

@@ -23,7 +23,18 @@ from .lifecycle import EarlyState, Moves, RequestState
 from .plan import Tier
 from .table import BlockTable
 
-__all__ = ["EarlyStart", "begin_step", "can_start", "check_valid", "compare", "expected_ids", "expected_stop", "tell"]
+__all__ = [
+    "EarlyStart",
+    "begin_step",
+    "can_start",
+    "check_valid",
+    "compare",
+    "compare_job",
+    "expected_ids",
+    "expected_stop",
+    "forget",
+    "tell",
+]
 
 _S = EarlyState
 
@@ -78,7 +89,7 @@ def expected_ids(holding: Holding) -> list[array[int]]:
     early = holding.early
     if holding.load is None or not holding.load.jobs:
         return [table.ids for table in holding.tables]
-    if early is None or early.state is not _S.TRUSTING:
+    if early is None or (early.state is not _S.TRUSTING and not holding.num_steps):  # it may be of a load before
         raise WrongState(f"block_ids: no step of {holding} has begun: a load may end otherwise until one has")
     return [
         ids + table.ids[table.width * early.stop :] for ids, table in zip(early.tables, holding.tables, strict=True)
@@ -95,6 +106,20 @@ def compare(moves: Moves, holding: Holding, bands: Sequence[Band]) -> None:
         moves.early(early, _S.CONFIRMED)
         holding.early = None
     else:
+        moves.early(early, _S.REFUTED)
+
+
+def compare_job(moves: Moves, holding: Holding, job: Job, band: Band) -> None:
+    """A job of its load is over: is what it was to bring to where an early step reads there? Asked now, while the load
+    still goes on: what it has not brought is anybody's, and may come back to the same place with other bytes."""
+    early = holding.early
+    if early is None or early.state is not _S.TRUSTING:
+        return
+    first = _first_read(band, early.stop)
+    lacking = set(early.tables[band.number][first * band.width :]) & set(job.plan.destination_ids)
+    for stretch in stretches(holding.device_run, first, early.stop) if lacking else ():
+        lacking.difference_update(stretch.run.part(Tier.DEVICE, band.number).blocks)
+    if lacking:
         moves.early(early, _S.REFUTED)
 
 
@@ -124,6 +149,12 @@ def tell(moves: Moves, holding: Holding) -> int | None:
     if early.state is _S.REFUTED:
         moves.early(early, _S.TOLD)
     return holding.num_computed_tokens
+
+
+def forget(moves: Moves, holding: Holding) -> None:
+    """It has given up its blocks, and what was computed in them with these: there is nothing left to hear of."""
+    if holding.early is not None and holding.early.state is _S.REFUTED:
+        moves.early(holding.early, _S.TOLD)
 
 
 def _once_landed(cache: PrefixCache, holding: Holding, load: Load, band: Band) -> array[int]:

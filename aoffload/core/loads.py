@@ -11,7 +11,7 @@ from ..errors import WrongState
 from .admission import Admission
 from .arguments import check_int
 from .cache import PrefixCache
-from .early import compare
+from .early import compare, compare_job
 from .groups import Band
 from .holding import Holding, Load
 from .index import Run, Stretch, stretches
@@ -286,6 +286,7 @@ class Loads:
         over: set[Holding] = set()
         for job in jobs:
             for holding in job.claims:
+                compare_job(self.moves, holding, job, self.cache.layout.bands[job.band])
                 if holding.load is not None:
                     holding.load.jobs.discard(job)
                     if not holding.load.jobs:

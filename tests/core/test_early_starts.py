@@ -197,6 +197,27 @@ def test_a_copy_of_somebody_else_that_stays_refutes() -> None:
     assert driven.ledger.begin_again(holding) == 16
 
 
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.FAILED])
+def test_a_block_that_comes_back_to_its_place_refutes(outcome: Outcome) -> None:
+    """One of two jobs brings nothing; another request is given its blocks, computes the same tokens in them, and has
+    them cached where the load was to bring them. The table is as it was taken for, but what was read was not there."""
+    driven = on_host()
+    holding = driven.allocated(A)
+    of_both = driven.launch(driven.ledger.plan_load(holding, max_job_bytes=2))
+    step = begin(driven, holding)
+    expected = driven.ledger.expected_block_ids(holding)
+    driven.end(of_both[0], outcome, 0, (0,) if outcome is Outcome.CORRUPT else ())
+    assert driven.ledger.expected_block_ids(holding) == expected, "it is asked for in the middle of a step"
+    other = driven.allocated(A[:8], reads_cache=False)
+    driven.commit(other)
+    driven.end(of_both[1])
+    assert driven.ledger.block_ids(holding) == expected, "or this shows nothing"
+    end(driven, step)
+    with pytest.raises(CommitError, match="from token 16 on"):
+        driven.ledger.commit(holding, 17)
+    assert driven.ledger.begin_again(holding) == 16
+
+
 def test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on() -> None:
     """A load whose destinations are in doubt leaves no room: its request has to let go of everything, but not of what
     the forward of its step still writes to."""
@@ -275,6 +296,23 @@ def test_preempted_and_resumed_it_may_start_early_again() -> None:
     driven.end(plan)
     assert driven.ledger.block_ids(holding) == expected
     end(driven, step)
+    driven.commit(holding)
+
+
+def test_who_was_preempted_needs_not_hear_of_what_it_has_lost_anyway() -> None:
+    """Resumed by an engine that knows of no early start, it computes in a step of its own, and that counts; what it
+    had computed before still does not."""
+    driven = on_host()
+    holding, plans = start(driven)
+    end(driven, begin(driven, holding))
+    driven.end(plans[0], Outcome.FAILED, 2)
+    driven.land(driven.ledger.preempt_nowait(holding).plans)
+    driven.ledger.resume(holding)
+    driven.ledger.allocate_nowait(holding)
+    driven.land(driven.ledger.plan_load(holding))
+    with pytest.raises(CommitError, match="in a new step"):
+        driven.ledger.commit(holding, 17)
+    begin_ordinary(driven, holding)
     driven.commit(holding)
 
 

@@ -378,6 +378,31 @@ async def test_blocks_of_a_load_are_named_only_inside_of_a_step() -> None:
             pass
 
 
+async def test_a_pending_load_of_before_starts_nothing_on_another_load() -> None:
+    """Its fences have passed long ago: they say nothing of what is loaded again after a preemption."""
+    async with watching() as (engine, transport):
+        await on_the_host_only(engine, A)
+        async with engine.runtime.request(A) as request:
+            before = await loading(request, transport)
+            transport.land_all()
+            await before.wait()
+            await request.preempt()
+            await engine.evict_device()
+            engine.runtime.ledger.resume(request._live())
+            pending = await loading(request, transport)
+            assert before.region(0).query() and not pending.region(0).query()
+            assert pending.can_start and not before.can_start
+            with pytest.raises(WrongState, match="another load is under way"), engine.runtime.step([before]):
+                pass
+            with engine.runtime.step([pending]):
+                transport.land_all()
+                await turns()
+            assert before.can_start, "there is nothing left to wait for"
+        transport.auto = True
+        transport.land_all()
+        await assert_at_rest(engine.runtime)
+
+
 async def test_a_step_that_owns_its_thread_takes_pending_loads_too() -> None:
     """`run_step` and natively cancelled tasks: the blocks stay until the thread is through."""
     async with watching() as (engine, transport):
