@@ -108,8 +108,11 @@ class PendingLoad(AwaitedLoad):
 
         Not in the task that holds a step of the request: what a load that failed has to give back, a step may hold.
         """
-        num_ready = await self._until_over(self._live())
-        self._learn_end()
+        holding = self._live()
+        num_ready = await self._until_over(holding)
+        found = self._request._runtime.ledger.begin_again(holding)
+        if found is not None and self._first_invalid_token is None:
+            self._first_invalid_token = found  # it goes on saying so when the next step has begun
         return num_ready
 
     # -- starting before it is over -------------------------------------------------------------------------------
@@ -151,14 +154,11 @@ class PendingLoad(AwaitedLoad):
     @property
     def first_invalid_token(self) -> int | None:
         """From which token on what was computed before the load was over is wrong, and has to be computed again, in a
-        new step. None: nothing is, or the load is not over. Only who has looked, or waited, may commit then."""
-        self._learn_end()
-        return self._first_invalid_token
-
-    def _learn_end(self) -> None:
+        new step. None: nothing is, or the load is not over. Looking changes nothing: only who has waited may commit."""
         holding = self._request._holding
-        if self._first_invalid_token is None and holding is not None and holding.state is RequestState.RUNNING:
-            self._first_invalid_token = self._request._runtime.ledger.begin_again(holding)
+        if self._first_invalid_token is None and holding is not None and not self._is_of_before(holding):
+            return self._request._runtime.ledger.first_invalid_token(holding)
+        return self._first_invalid_token
 
     @property
     def _num_regions(self) -> int | None:
@@ -187,7 +187,7 @@ class PendingLoad(AwaitedLoad):
         fences_of = self._request._runtime.worker.regions.fences_of
         self._load = holding.load
         jobs = () if holding.load is None else sorted(holding.load.jobs, key=lambda job: job.job_id)
-        self._jobs = tuple(fences_of(job.job_id, job.parked) for job in jobs)
+        self._jobs = tuple(fences_of(job.job_id, job.parked).fork() for job in jobs)
 
     def _give_up(self) -> None:
         # A forward that waits for its regions holds a step, and that may hold the room that is needed to go on.

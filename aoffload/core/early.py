@@ -32,7 +32,7 @@ __all__ = [
     "compare_job",
     "expected_ids",
     "expected_stop",
-    "forget",
+    "first_invalid_token",
     "tell",
 ]
 
@@ -141,18 +141,15 @@ def check_valid(holding: Holding, num_computed_tokens: int) -> None:
         raise CommitError("num_computed_tokens", f"{problem}: compute again from token {ready} on, in a new step")
 
 
-def tell(moves: Moves, holding: Holding) -> int | None:
-    """The engine hears from which token on it has to compute again; None: nothing that it has computed is in doubt."""
+def first_invalid_token(holding: Holding) -> int | None:
+    """From where on to compute again, now that the load is over; None: nothing that was computed is in doubt."""
     early = holding.early
-    if early is None or early.state is _S.TRUSTING:
-        return None
-    if early.state is _S.REFUTED:
-        moves.early(early, _S.TOLD)
-    return holding.num_computed_tokens
+    is_wrong = early is not None and early.state is not _S.TRUSTING and holding.state is RequestState.RUNNING
+    return holding.num_computed_tokens if is_wrong else None
 
 
-def forget(moves: Moves, holding: Holding) -> None:
-    """It has given up its blocks, and what was computed in them with these: there is nothing left to hear of."""
+def tell(moves: Moves, holding: Holding) -> None:
+    """Its engine has heard of it, or has given up what was computed: there is nothing left to hear."""
     if holding.early is not None and holding.early.state is _S.REFUTED:
         moves.early(holding.early, _S.TOLD)
 

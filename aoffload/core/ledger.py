@@ -21,7 +21,7 @@ from .arguments import check_bool, check_completion, check_int, check_tier
 from .blocks import DevicePool, ExtentPool, FreeList
 from .cache import ORPHANED, PrefixCache
 from .commits import Commits
-from .early import begin_step, can_start, expected_ids, expected_stop, tell
+from .early import begin_step, can_start, expected_ids, expected_stop, first_invalid_token, tell
 from .errands import Demotion, Errand, Errands, Prefetch
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .forks import Fork, Forks
@@ -449,7 +449,12 @@ class Ledger:
         """From which token on an early step's work has to be done again, in a new step, since the load fell short of
         what it took for loaded. None: nothing that was computed is in doubt. Only who has asked may commit again."""
         require(self._own(holding), "begin_again", _S.RUNNING)
-        return tell(self._moves, holding)
+        tell(self._moves, holding)
+        return first_invalid_token(holding)
+
+    def first_invalid_token(self, holding: Holding) -> int | None:
+        """The same for who only looks: nothing can be committed for that."""
+        return first_invalid_token(self._own(holding))
 
     def release(self, holding: Holding, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
         """End the request: DONE if it has committed and no other `reason` is given, else ABORTED. Every pin goes.

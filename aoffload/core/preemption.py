@@ -7,7 +7,7 @@ import attrs
 from ..errors import WrongState
 from .admission import Admission
 from .cache import PrefixCache
-from .early import forget
+from .early import tell
 from .holding import Holding
 from .jobs import JobBook
 from .lifecycle import Moves, RequestState, require
@@ -79,7 +79,7 @@ class Preemptions:
         holding.read_before = max(holding.read_before, holding.published)
         holding.published = holding.ready_stop = 0
         self.moves.request(holding, _S.PREEMPTED)
-        forget(self.moves, holding)
+        tell(self.moves, holding)
         read = {job.job_id: held & _read_by(job.plan) for job in self.jobs.unsettled.values()}
         job_ids = tuple(job_id for job_id, blocks in read.items() if blocks)
         num_freed = max(0, self.admission.room - before)  # a store may read the margin before a window, too

@@ -26,6 +26,7 @@ class RegionFence:
 
     def __init__(self) -> None:
         self._is_given = threading.Event()
+        self._ending = threading.Lock()
         self._fence: Fence | None = None
         self._error = ""
 
@@ -61,9 +62,10 @@ class RegionFence:
         return self._fence
 
     def _end(self, fence: Fence | None, error: str) -> None:
-        if not self._is_given.is_set():
-            self._fence, self._error = fence, error
-            self._is_given.set()
+        with self._ending:  # the copy thread gives, while somebody gives up
+            if not self._is_given.is_set():
+                self._fence, self._error = fence, error
+                self._is_given.set()
 
 
 class RegionFences:
@@ -74,6 +76,7 @@ class RegionFences:
 
     def __init__(self, num_regions: int) -> None:
         self.fences = tuple(RegionFence() for _ in range(num_regions))
+        self._forks: list[RegionFences] = []
 
     def __len__(self) -> int:
         return len(self.fences)
@@ -81,14 +84,28 @@ class RegionFences:
     def __getitem__(self, index: int) -> RegionFence:
         return self.fences[index]
 
+    def fork(self) -> RegionFences:
+        """Fences of the same regions for one of those who wait: whoever gives them up does so for nobody else."""
+        forked = RegionFences(len(self))
+        self._forks.append(forked)  # first: what is given from here on is given to it, too
+        for fence, own in zip(self.fences, forked.fences, strict=True):
+            if fence.is_given:
+                own._end(fence._fence, fence._error)
+        return forked
+
     def give(self, index: int, fence: Fence) -> None:
         """Region `index` was given to the device; `fence` is behind it."""
-        self.fences[index]._end(fence, "")
+        self._end(index, fence, "")
 
     def end(self, error: str = "") -> None:
         """The job is over: without an `error` every region is there, with one none that was not given before."""
-        for fence in self.fences:
-            fence._end(None if error else PASSED, error)
+        for index in range(len(self)):
+            self._end(index, None if error else PASSED, error)
+
+    def _end(self, index: int, fence: Fence | None, error: str) -> None:
+        self.fences[index]._end(fence, error)
+        for forked in tuple(self._forks):
+            forked.fences[index]._end(fence, error)
 
 
 @attrs.frozen
@@ -125,8 +142,8 @@ class LoadedRegion:
             fence.wait(stream)
 
     def give_up(self, error: str) -> None:
-        """Have whoever waits for the copy thread, here or for another load of the same jobs, raise `RegionNotLoaded`
-        now. What was given to the device already is unharmed; so is the load. In any thread."""
+        """Have whoever waits here for the copy thread raise `RegionNotLoaded` now. What was given to the device already
+        is unharmed; so are the load, and others who wait for the same jobs. In any thread."""
         for fence in self.jobs:
             fence.give_up(error)
 

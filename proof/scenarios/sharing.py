@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from aoffload import KeySpan
+from typing import Any
+
+from aoffload import FullAttention, KeySpan, SlidingWindow
 from aoffload.core.eviction import LeastRecentlyUsed
 from aoffload.core.index import Part
 from aoffload.testing import Client, Simulation
@@ -153,9 +155,12 @@ async def evicted_otherwise(sim: Simulation) -> None:
 )
 async def early_starts(sim: Simulation) -> None:
     """Forwards that begin while their load is under way, next to others that compute the same, with hardly any room."""
+    windows: dict[str, Any] = {"block_sizes": (2, 2), "attention": (FullAttention(), SlidingWindow(4))}
+    is_windowed = sim.random.random() < 0.3
     engine = sim.runtime(
-        num_device_blocks=sim.random.choice((10, 14)), num_host_blocks=sim.random.choice((6, 12)),
+        num_device_blocks=sim.random.choice((10, 14)) + 10 * is_windowed, num_host_blocks=sim.random.choice((6, 12)),
         max_job_bytes=sim.random.choice((1, 2, 100)), max_jobs_in_flight=sim.random.choice((1, 4)),
+        **(windows if is_windowed else {}),
     )  # fmt: skip
     async with engine.runtime:
         await store(sim, engine, "first", tokens(1, 8))

@@ -44,6 +44,7 @@ CALLS: dict[str, tuple[str, Call]] = {
     "can_start_early": ("block_ids", lambda ledger, holding: ledger.can_start_early(holding)),
     "num_expected_tokens": ("block_ids", lambda ledger, holding: ledger.num_expected_tokens(holding)),
     "expected_block_ids": ("block_ids", lambda ledger, holding: ledger.expected_block_ids(holding)),
+    "first_invalid_token": ("block_ids", lambda ledger, holding: ledger.first_invalid_token(holding)),
     "begin_again": ("begin_again", lambda ledger, holding: ledger.begin_again(holding)),
     "num_shared_tokens": ("fork", lambda ledger, holding: ledger.num_shared_tokens(holding)),
     "fork": ("fork", lambda ledger, holding: ledger.fork(holding)),
@@ -57,7 +58,7 @@ OTHER_CALLS = {
     "plan_frontier", "watch",
 }  # fmt: skip
 
-LOOKING = "block_ids can_start_early num_expected_tokens expected_block_ids"
+LOOKING = "block_ids can_start_early num_expected_tokens first_invalid_token expected_block_ids"
 ALWAYS = f"release {LOOKING}"
 COMPUTED = f"{ALWAYS} plan_load commit check_commit invalidate step num_shared_tokens begin_again"
 LEGAL: dict[tuple[str, str], str] = {

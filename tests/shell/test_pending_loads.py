@@ -241,6 +241,24 @@ async def test_who_shares_a_load_waits_for_its_regions_too() -> None:
             assert pending.region(2).query()
 
 
+async def test_who_gives_up_a_shared_load_gives_it_up_for_nobody_else() -> None:
+    """Its own forward is sent on; another one that waits for the same job goes on waiting, and gets its bytes."""
+    async with watching(32) as (engine, transport):
+        await on_the_host_only(engine, A)
+        async with engine.runtime.request(A) as first, engine.runtime.request(A) as second:
+            await second.allocate()
+            impatient = await loading(first, transport)
+            patient = second.load_nowait()
+            for region in impatient.regions:
+                region.give_up("its client has left")
+            with pytest.raises(RegionNotLoaded, match="has left"):
+                impatient.region(0).wait()
+            assert not any(region.is_given for region in patient.regions)
+            transport.land_all()
+            assert await patient.wait() == await impatient.wait() == 16
+            assert all(region.query() for region in patient.regions)
+
+
 async def test_a_job_that_ended_before_the_one_it_follows_is_no_reason_to_wait() -> None:
     """Its end is parked: no other completion of it will come."""
     async with watching(64, num_host_blocks=64, max_job_bytes=8) as (engine, transport):
@@ -347,7 +365,8 @@ async def test_a_load_that_fell_short_names_the_first_invalid_token() -> None:
 
 
 async def test_who_polls_hears_of_it_as_well() -> None:
-    """`is_over` and `first_invalid_token` are enough: nobody has to wait."""
+    """`is_over` and `first_invalid_token` say it at once. Looking alone lets nothing be committed: a debugger, or a
+    line in a log, is not the engine."""
     async with scripted() as (engine, transport):
         await on_the_host_only(engine, A)
         async with engine.runtime.request(A) as request:
@@ -358,6 +377,14 @@ async def test_who_polls_hears_of_it_as_well() -> None:
             transport.fail(next(iter(transport.in_flight)))
             await turns()
             assert pending.is_over and pending.first_invalid_token == 0
+            with engine.runtime.step([request]):
+                engine.compute(request, A, 0)
+            with pytest.raises(CommitError, match="from token 0 on"):
+                request.commit(len(A))
+            assert await pending.wait() == 0
+            with engine.runtime.step([request]):
+                engine.compute(request, A, 0)
+            request.commit(len(A))
 
 
 async def test_blocks_of_a_load_are_named_only_inside_of_a_step() -> None:
