@@ -50,7 +50,8 @@ class AwaitedLoad:
                 runtime.ledger.accept(holding.waiter)
                 self._start(holding)
                 continue
-            is_late = await self._wait(runtime.config.load_timeout_s if holding.load is not None else None)
+            is_under_way = holding.load is not None and bool(holding.load.jobs)  # else a step or a grant ends the wait
+            is_late = await self._wait(runtime.config.load_timeout_s if is_under_way else None)
             if is_late and holding.state is RequestState.LOADING and holding.load is not None:
                 self._max_tokens = 0  # should it have to queue for room now, it doesn't wait for this load again
                 self._give_up()

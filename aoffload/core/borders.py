@@ -8,7 +8,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from .groups import Band, Layout
-from .index import NUM_TIERS, Part, Run, RunIndex
+from .index import NUM_TIERS, Part, Run, RunIndex, stretches
 from .plan import Tier
 from .tiers import TierBlocks
 from .tokens import max_run_units
@@ -227,6 +227,6 @@ class Borders:
 
 def _adds_before(job: Job, front: Part, back: Part, at: int) -> bool:
     """Whether `job` still brings something of what lies before `at` in a part that is divided there."""
-    if job.band:
-        return job.stop > front.run.start
-    return back.stop < at and job.stop > back.stop
+    adds = job.stop > front.run.start if job.band else back.stop < at and job.stop > back.stop
+    # What it brings there may lie in another branch: it would never clear what it is not on the path of.
+    return adds and any(over.run is front.run for over in stretches(job.run, job.start, job.stop))

@@ -54,8 +54,9 @@ class EarlyStart:
         return f"early start of {self.holding}"
 
 
-def can_start(holding: Holding) -> bool:
-    """Whether a step may take its load for landed: all of it is under way, and there is room behind it."""
+def can_start(cache: PrefixCache, holding: Holding) -> bool:
+    """Whether a step may take its load for landed: all of it is under way, and there is room behind it. After a reset
+    it is not: what the jobs bring is entered nowhere."""
     load, early = holding.load, holding.early
     if holding.state is not RequestState.LOADING or load is None:
         return False
@@ -65,7 +66,12 @@ def can_start(holding: Holding) -> bool:
         return False
     if early is not None and early.state is _S.REFUTED:
         return False  # of a load before this one, and its engine does not know yet
-    return not any(table.num_null(load.stop, holding.num_units) for table in holding.tables)
+    if any(table.num_null(load.stop, holding.num_units) for table in holding.tables):
+        return False
+    return all(
+        0 not in _once_landed(cache, holding, load, band)[_first_read(band, load.stop) * band.width :]
+        for band in cache.layout.bands
+    )
 
 
 def begin_step(cache: PrefixCache, moves: Moves, holding: Holding) -> None:

@@ -416,7 +416,7 @@ class Ledger:
             require_no_holes(holding, "step")
         for holding in arriving:
             require(self._own(holding), "step", _S.LOADING, _S.RUNNING)
-            if holding.state is _S.LOADING and not can_start(holding):
+            if holding.state is _S.LOADING and not can_start(self.cache, holding):
                 raise WrongState(f"step: the load of {holding} is not under way: wait until it is over")
 
     def _end_steps(self, holding: Holding) -> list[Callable[[], object]]:
@@ -433,7 +433,7 @@ class Ledger:
 
     def can_start_early(self, holding: Holding) -> bool:
         """Whether `step` takes it as `arriving` while it is LOADING."""
-        return can_start(self._own(holding))
+        return can_start(self.cache, self._own(holding))
 
     def num_expected_tokens(self, holding: Holding) -> int:
         """Tokens whose KV is on the device when its load has landed: where an early step starts to compute."""

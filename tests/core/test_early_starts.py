@@ -13,7 +13,7 @@ from driving import BLOCK, Driven, prompt
 from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from aoffload.core.holding import Holding
 from aoffload.core.lifecycle import EarlyState, RequestState
-from aoffload.core.plan import Outcome, TransferPlan
+from aoffload.core.plan import Outcome, Tier, TransferPlan
 from aoffload.errors import CommitError, InvalidArgument, WrongState
 
 A = prompt(1, 17)
@@ -216,6 +216,25 @@ def test_a_block_that_comes_back_to_its_place_refutes(outcome: Outcome) -> None:
     with pytest.raises(CommitError, match="from token 16 on"):
         driven.ledger.commit(holding, 17)
     assert driven.ledger.begin_again(holding) == 16
+
+
+@pytest.mark.parametrize("tier", [None, Tier.DEVICE, Tier.HOST])
+def test_a_reset_before_the_step_leaves_nothing_to_start_on(tier: Tier | None) -> None:
+    """What the job brings is entered nowhere any more: a table with holes is nothing to compute on, and must not be
+    found to have come true when the load has brought nothing."""
+    driven = on_host()
+    holding, plans = start(driven)
+    driven.ledger.reset(tier)
+    began = driven.ledger.can_start_early(holding)
+    if began:
+        with driven.ledger.step([], [holding]):
+            assert 0 not in driven.ledger.expected_block_ids(holding)[0]
+    else:
+        with pytest.raises(WrongState, match="not under way"):
+            begin(driven, holding)
+    driven.end(plans[0])
+    fell_short = began and holding.num_computed_tokens < 16
+    assert driven.ledger.begin_again(holding) == (0 if fell_short else None)
 
 
 def test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on() -> None:

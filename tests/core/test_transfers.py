@@ -813,3 +813,19 @@ def test_a_split_under_transfers_loses_nothing(at: int) -> None:
     driven.evict_device()
     assert driven.hit(A) == (0, 16)
     assert driven.hit([*A[:at], *prompt(2, 9)]) == (0, at + 8)
+
+
+def test_a_run_that_is_divided_awaits_no_job_of_another_branch() -> None:
+    """A job that brings what two branches begin with goes on along one of them. The other one is divided after the job
+    that followed there has failed: it is not told to wait for what the first brings elsewhere."""
+    driven = Driven(32, 32)
+    a = prompt(1, 17)
+    b = [*a[:8], *prompt(2, 13)]
+    driven.on_host_only(a)
+    driven.on_host_only(b)
+    shared = driven.launch(driven.ledger.plan_load(driven.allocated(a)))
+    own = driven.launch(driven.ledger.plan_load(driven.allocated(b), max_job_bytes=1))
+    driven.end(own[0], Outcome.UNPROVEN)
+    driven.admit(b[:13])
+    for plan in (*shared, *own[1:]):
+        driven.end(plan)

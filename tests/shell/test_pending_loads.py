@@ -493,3 +493,21 @@ async def test_two_tensors_are_two_regions() -> None:
             assert len(pending.regions) == 2
             await pending.wait()
         assert pinned(runtime) == (0, 0)
+
+
+async def test_a_load_that_only_waits_for_its_step_sets_no_alarm() -> None:
+    """Nothing is under way that could be late. Where the worker has ended an alarm rings at once, and who sets another
+    one each time never sleeps beside the forward's thread."""
+    async with watching(10) as (engine, transport):
+        await on_the_host_only(engine, A)
+        async with engine.runtime.request(A) as request, engine.runtime.request([*B, *B[:3]]) as crowd:
+            pending = await loading(request, transport)
+            await crowd.allocate()
+            with engine.runtime.step([pending]):
+                transport.lose(next(iter(transport.in_flight)))
+                await turns()
+                async with anyio.create_task_group() as group:
+                    group.start_soon(pending.wait)
+                    await turns()
+                    assert not pending.is_over and not engine.runtime.worker._alarms
+                    group.cancel_scope.cancel()
