@@ -16,7 +16,7 @@ EARLY_MUTANTS = (
         "    if all(_is_as_taken(early, holding.tables[band.number], band) for band in bands):",
         "    if holding.tables:",
         "what was computed on bytes that never came is never committed",
-        scenarios=("early_starts",),
+        test=f"{TEST}test_a_load_that_is_waited_for_no_longer_refutes",
     ),
     Mutant(
         "only the first block compared",
@@ -24,7 +24,7 @@ EARLY_MUTANTS = (
         "    return table.at(first, early.stop) == early.tables[band.number][first * band.width :]",
         "    return table.at(first, first + 1)[:1] == early.tables[band.number][first * band.width :][:1]",
         "what was read of blocks that were somebody else's by then is never committed",
-        scenarios=("early_starts",),
+        test=f"{TEST}test_a_load_that_is_waited_for_no_longer_refutes",
     ),
     Mutant(
         "compared only when all of the load is over",

@@ -165,6 +165,22 @@ def test_work_on_a_load_that_fell_short_can_not_be_committed(outcome: Outcome) -
     assert driven.num_pinned() == (0, 0)
 
 
+def test_a_load_that_is_waited_for_no_longer_refutes() -> None:
+    """What has landed counts; what is still under way was read too early, however it ends."""
+    driven = on_host(max_job_bytes=2)
+    holding, plans = start(driven)
+    assert len(plans) == 2
+    step = begin(driven, holding)
+    driven.end(plans[0])
+    driven.ledger.abandon_load(holding)
+    end(driven, step)
+    assert holding.state is RequestState.RUNNING and holding.num_computed_tokens == 8
+    with pytest.raises(CommitError, match="from token 8 on"):
+        driven.ledger.commit(holding, 17)
+    driven.end(plans[1])
+    assert driven.ledger.begin_again(holding) == 8
+
+
 def test_steps_that_go_on_without_having_heard_are_refused_as_well() -> None:
     """Slice after slice, each on what the one before has computed: all of them are wrong."""
     driven = on_host(tokens=[*A, *prompt(3, 16)])
