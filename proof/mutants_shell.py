@@ -79,7 +79,7 @@ _REQUEST = (
     Mutant(
         "load timeout never fires",
         LOADING,
-        "self._wait(runtime.config.load_timeout_s if holding.load is not None else None)",
+        "self._wait(runtime.config.load_timeout_s if is_under_way else None)",
         "self._wait(None)",
         "no hang: a load that takes too long is given up",
         scenarios=("stalled",),
