@@ -129,8 +129,7 @@ class PendingLoad(AwaitedLoad):
     @property
     def num_expected_tokens(self) -> int:
         """Tokens whose KV is on the device once the fences of all regions have passed: where to compute from."""
-        holding, ledger = self._live(), self._request._runtime.ledger
-        return ledger.num_expected_tokens(holding) if not self.is_over else holding.num_computed_tokens
+        return self._request._runtime.ledger.num_expected_tokens(self._live())
 
     @property
     def block_ids(self) -> list[list[int]]:

@@ -31,7 +31,6 @@ __all__ = [
     "compare",
     "compare_job",
     "expected_ids",
-    "expected_stop",
     "first_invalid_token",
     "tell",
 ]
@@ -83,11 +82,6 @@ def begin_step(cache: PrefixCache, moves: Moves, holding: Holding) -> None:
         stop = holding.load.stop
         holding.early = EarlyStart(holding, stop, stop * cache.layout.unit_tokens, tables)
         moves.early(holding.early, _S.TRUSTING)
-
-
-def expected_stop(holding: Holding) -> int:
-    """Units that are there once its load has landed."""
-    return holding.published if holding.load is None else holding.load.stop
 
 
 def expected_ids(holding: Holding) -> list[array[int]]:

@@ -21,7 +21,7 @@ from .arguments import check_bool, check_completion, check_int, check_tier
 from .blocks import DevicePool, ExtentPool, FreeList
 from .cache import ORPHANED, PrefixCache
 from .commits import Commits
-from .early import begin_step, can_start, expected_ids, expected_stop, first_invalid_token, tell
+from .early import begin_step, can_start, expected_ids, first_invalid_token, tell
 from .errands import Demotion, Errand, Errands, Prefetch
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .forks import Fork, Forks
@@ -437,7 +437,8 @@ class Ledger:
 
     def num_expected_tokens(self, holding: Holding) -> int:
         """Tokens whose KV is on the device when its load has landed: where an early step starts to compute."""
-        return expected_stop(self._own(holding)) * self.layout.unit_tokens
+        load = self._own(holding).load
+        return holding.num_computed_tokens if load is None else load.stop * self.layout.unit_tokens
 
     def expected_block_ids(self, holding: Holding) -> list[list[int]]:
         """Its block table when its load has landed, one list per group, for a step that has it as `arriving`. Until

@@ -181,7 +181,8 @@ async def tier_resets(sim: Simulation) -> None:
     async with engine.runtime:
         await store(sim, engine, "first", tokens(1, 6))
         for index in range(4):
-            serve(sim, engine, f"r{index}", tokens(1, 7, branch=index % 2), num_new_tokens=index % 3)
+            prompt = tokens(1, 7, branch=index % 2)
+            serve(sim, engine, f"r{index}", prompt, num_new_tokens=index % 3, starts_early=index == 1)
 
         async def reset(client: Client) -> None:
             for tier in sim.random.sample([Tier.DEVICE, Tier.HOST], 2):
