@@ -59,7 +59,14 @@ from .transfer.transport import TransferStatistics, Transport
 
 if TYPE_CHECKING:
     from .runtime import Computed, OffloadRuntime, RuntimeStatistics
-    from .transfer.backends.cuda import AdaptivePolling, BlockingWait, BreakEven, CudaBackend, CudaOptions
+    from .transfer.backends.cuda import (
+        AdaptivePolling,
+        BlockingWait,
+        BreakEven,
+        CudaBackend,
+        CudaOptions,
+        StreamCaptured,
+    )
     from .transfer.local import LocalTransport
     from .transfer.ranks.process import ProcessRank
     from .transfer.ranks.transport import RankFence, RankTransport
@@ -77,6 +84,7 @@ _NEEDS_TORCH = {
     "BreakEven": ".transfer.backends.cuda",
     "CudaBackend": ".transfer.backends.cuda",
     "CudaOptions": ".transfer.backends.cuda",
+    "StreamCaptured": ".transfer.backends.cuda",
     "LocalTransport": ".transfer.local",
     "ProcessRank": ".transfer.ranks.process",
     "RankFence": ".transfer.ranks.transport",
@@ -178,6 +186,7 @@ __all__ = [
     "SlidingWindow",
     "StorePolicy",
     "StoreScope",
+    "StreamCaptured",
     "Tier",
     "TierStatistics",
     "TransferPlan",
