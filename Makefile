@@ -8,7 +8,7 @@ BENCH_ARGS ?=
 
 PEERS := build/peers
 
-.PHONY: demo test check docs prove prove-long bench bench-peers clean
+.PHONY: demo test test-serving test-rest check docs prove prove-long bench bench-peers clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -20,8 +20,21 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/python -m aoffload.demo $(DEMO_ARGS)
 
+# All of them in two halves, a core for each; or those that TEST_ARGS names.
 test: $(VENV)/.installed
+ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
+else
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-serving test-rest
+endif
+
+SERVING := tests/demo tests/events tests/integrations tests/metrics tests/proof tests/server tests/shell
+
+test-serving: $(VENV)/.installed
+	$(BIN)/python -m pytest -p no:cacheprovider $(SERVING)
+
+test-rest: $(VENV)/.installed
+	$(BIN)/python -m pytest $(SERVING:%=--ignore=%)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
