@@ -21,6 +21,17 @@ NEVER_THERE = {
     "self._tasks.__aenter__()": "entering a task group waits for nothing",
     "async with request:": "entering and leaving a request wait for nothing",
     "async with self.runtime.request(": "entering and leaving a request wait for nothing",
+    **dict.fromkeys(
+        (
+            "self._load_by_layer(",
+            "early.wait()",
+            "head.wait_until_over()",
+            "self._is_over.wait()",
+            "self._run_ahead(",
+            "self._compute(ahead)",
+        ),
+        "a start by layer: its forward's thread blocks, as no simulated one may; test_head_starts.py cancels",
+    ),
 }
 """By a piece of the source: where no simulated task is ever suspended, and why."""
 

@@ -255,14 +255,14 @@ class PagedEngine:
 
     async def _load_by_layer(self, one: Try) -> tuple[int, SliceResult | None]:
         """As `Request.load`; and what the first slice gave, if the engine loop found the time for it meanwhile."""
-        pending = one.request.load_nowait()
-        if pending.is_over:
-            return await pending.wait(), None
-        head = HeadStart(one.request, pending, one.ask.prompt, self._table, num_slots=self.kv_cache.shape[1])
+        early = one.request.load_nowait()
+        if early.is_over:
+            return await early.wait(), None
+        head = HeadStart(one.request, early, one.ask.prompt, self._table, num_slots=self.kv_cache.shape[1])
         with self._line_up.entered(head):
             self._loop.wake()
-            num_ready = await pending.wait()
-            fell_short = pending.first_invalid_token is not None
+            num_ready = await early.wait()
+            fell_short = early.first_invalid_token is not None
             if fell_short:
                 head.give_up("the load fell short")
             await head.wait_until_over()

@@ -93,11 +93,11 @@ class EngineLoop:
             if part is None:
                 return
             self.num_head_starts += 1
-            forward = Forward(self.model, self.kv_cache, self.options.block_size, [part], 1, head.fences)
+            ahead = Forward(self.model, self.kv_cache, self.options.block_size, [part], 1, head.fences)
             try:
-                await self._compute(forward)
+                await self._compute(ahead)
             finally:
-                head.computed(part, forward.outputs, forward.error)
+                head.computed(part, ahead.outputs, ahead.error)
         self.on_step(self.num_steps)
 
     async def _compute(self, forward: Forward) -> None:
