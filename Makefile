@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?=
 PROOF_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?=
+# Another Python, that has torch for CUDA: nothing is installed for it then.
+PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest check docs prove prove-long bench bench-peers clean
+.PHONY: demo test test-serving test-rest check docs prove mutants prove-long gpu bench bench-peers clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -28,7 +31,7 @@ else
 	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-serving test-rest
 endif
 
-SERVING := tests/demo tests/events tests/integrations tests/metrics tests/proof tests/server tests/shell
+SERVING := tests/demo tests/events tests/integrations tests/metrics tests/proof tests/server tests/shell tests/trace
 
 test-serving: $(VENV)/.installed
 	$(BIN)/python -m pytest -p no:cacheprovider $(SERVING)
@@ -46,13 +49,23 @@ check: $(VENV)/.installed
 docs: $(VENV)/.installed
 	$(BIN)/python -m mkdocs build --strict
 
-# Every schedule, cancellation and fault that fits into a few minutes on two cores; the report is in build/proof/.
+# Random programs, then schedules, cancellations and faults, then a soak: a few minutes on two cores, and as much on any
+# machine. The report is in build/proof/.
 prove: $(VENV)/.installed
 	$(BIN)/python -m proof $(PROOF_ARGS)
 
-# The same for an hour: new seeds until it is over.
+# Defects are planted, one at a time, and have to be found: all, or THIRD=auto, a third of them, chosen by the commit.
+mutants: $(VENV)/.installed
+	$(BIN)/python -m proof mutants $(if $(THIRD),--third $(THIRD)) $(PROOF_ARGS)
+
+# The same for an hour: all mutants, then programs of new seeds until it is over, deeper schedules, a longer soak.
 prove-long: $(VENV)/.installed
-	$(BIN)/python -m proof --seconds 3000 --soak-seconds 300 $(PROOF_ARGS)
+	$(MAKE) --no-print-directory mutants
+	$(BIN)/python -m proof --seconds 3000 --depth 8 --soak-seconds 300 $(PROOF_ARGS)
+
+# Everything that needs a device, in nine minutes at most; the figures are in build/gpu/report.md.
+gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(VENV)/.installed)
+	@$(PYTHON_GPU) -m proof.gpu $(GPU_ARGS)
 
 # Everything beside its limit or its peer, as one table; BENCH_ARGS="cycle" for one of them.
 bench: $(VENV)/.installed

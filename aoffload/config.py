@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from .arguments import as_tuple, check_has, check_int, number_of, shown
 from .errors import ConfigError
 
 __all__ = ["GroupLike", "OffloadConfig", "parse_bytes"]
@@ -29,46 +30,47 @@ class GroupLike(Protocol):
 
 def parse_bytes(argument: str, value: int | str) -> int:
     """`8589934592`, `"8GiB"`, `"512 MB"` → bytes."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int:
         size: float = value
     elif isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if found is None or found[2].upper() not in _UNITS:
-            raise ConfigError(argument, f"is not a size: {value!r} (examples: 8589934592, '8GiB', '512MB')")
+            raise ConfigError(argument, f"is not a size: {shown(value)} (examples: 8589934592, '8GiB', '512MB')")
         size = float(found[1]) * _UNITS[found[2].upper()]
     else:
-        raise ConfigError(argument, f"must be an int or a string such as '8GiB', got {value!r}")
+        raise ConfigError(argument, f"must be an int or a string such as '8GiB', got {shown(value)}")
     if not 0 < size < 2**60:
-        raise ConfigError(argument, f"must be positive and below 1 EiB, got {value!r:.80}")
+        raise ConfigError(argument, f"must be positive and below 1 EiB, got {shown(value)}")
     return int(size)
 
 
 def _count(minimum: int, maximum: int = MAX_BLOCKS) -> Any:
     def check(_: object, attribute: Any, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            raise ConfigError(attribute.name, f"must be an integer in [{minimum}, {maximum}], got {value!r}")
+        check_int(attribute.name, value, minimum, maximum, ConfigError)
 
     return check
 
 
 def _seconds(_: object, attribute: Any, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
-        raise ConfigError(attribute.name, f"must be a positive number of seconds up to 1e9, got {value!r:.80}")
+    seconds = number_of(value)
+    if seconds is None or not 0 < seconds <= MAX_SECONDS:
+        raise ConfigError(attribute.name, f"must be a positive number of seconds up to 1e9, got {shown(value)}")
 
 
 def _share(_: object, attribute: Any, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ConfigError(attribute.name, f"must be a share in [0, 1], got {value!r:.80}")
+    share = number_of(value)
+    if share is None or not 0 <= share <= 1:
+        raise ConfigError(attribute.name, f"must be a share in [0, 1], got {shown(value)}")
 
 
 def _bool(_: object, attribute: Any, value: object) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(attribute.name, f"must be True or False, got {value!r}")
+        raise ConfigError(attribute.name, f"must be True or False, got {shown(value)}")
 
 
 def _text(_: object, attribute: Any, value: object) -> None:
     if not isinstance(value, str):
-        raise ConfigError(attribute.name, f"must be a string, got {value!r}")
+        raise ConfigError(attribute.name, f"must be a string, got {shown(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -78,18 +80,15 @@ def _text(_: object, attribute: Any, value: object) -> None:
 def _name_or_object(*names: str) -> Any:
     def check(_: object, attribute: Any, value: object) -> None:
         if isinstance(value, str) and value not in names:
-            raise ConfigError(attribute.name, f"must be one of {', '.join(names)}, got {value!r}")
+            raise ConfigError(attribute.name, f"must be one of {', '.join(names)}, got {shown(value)}")
 
     return check
 
 
 def _as_tuple(groups: Iterable[GroupLike]) -> tuple[GroupLike, ...]:
-    if isinstance(groups, (str, bytes)) or not isinstance(groups, Iterable):
-        raise ConfigError("groups", f"must be a sequence of KVCacheGroup, got {groups!r}")
-    found = tuple(groups)
+    found = as_tuple("groups", groups, "KVCacheGroup", ConfigError)
     for group in found:
-        if not hasattr(group, "block_size") or not hasattr(group, "attention"):
-            raise ConfigError("groups", f"must hold KVCacheGroup objects, got {group!r}")
+        check_has("groups", group, "KVCacheGroup", "name block_size attention", ConfigError)
     return found
 
 

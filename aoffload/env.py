@@ -13,6 +13,8 @@ from typing import TypeVar
 import anyio.to_thread
 import attrs
 
+from .arguments import check_type
+
 __all__ = ["Env"]
 
 Result = TypeVar("Result")
@@ -23,6 +25,9 @@ class Env:
     """What the shell and the transports take from outside, and from nowhere else."""
 
     random: random.Random = attrs.field(factory=random.Random)
+
+    def __attrs_post_init__(self) -> None:
+        check_type("random", self.random, random.Random)
 
     def now(self) -> float:
         """Seconds on a monotonic clock."""
@@ -47,6 +52,23 @@ class Env:
 
             return trio.current_time
         return asyncio.get_running_loop().time
+
+    def call_at(self, deadline: float, function: Callable[[], None]) -> Callable[[], object]:
+        """Have the event loop running now call `function`, which must not raise, when `loop_clock` is at `deadline`.
+        The function that is returned calls it off."""
+        if not _in_trio():
+            return asyncio.get_running_loop().call_at(deadline, function).cancel
+        import trio
+
+        scope = trio.CancelScope()
+
+        async def wait() -> None:
+            with scope:
+                await trio.sleep_until(deadline)
+                function()
+
+        trio.lowlevel.spawn_system_task(wait, name="aoffload timer")
+        return scope.cancel
 
     def running_task(self) -> Callable[[], object]:
         """A function that returns the task it is called in, for the event loop running now."""

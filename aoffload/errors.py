@@ -84,7 +84,8 @@ class LeaseError(WrongState):
 
 
 class RequestAborted(AoffloadError):  # noqa: N818
-    """The request of `OffloadRuntime.run` was aborted before its function returned."""
+    """The request of `OffloadRuntime.run` was aborted before its function returned, or that of an async generator
+    before it was used again."""
 
     def __init__(self, request_id: str, reason: str) -> None:
         super().__init__(f"request {request_id} aborted: {reason}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypedDict, TypeVar
 
 import anyio
 
+from .arguments import number_of, shown
 from .config import MAX_SECONDS
 from .core.errands import Demotion, Errand, Prefetch
 from .core.keeping import Pin
@@ -40,9 +41,10 @@ class Identity(TypedDict, total=False):
 
 def time_to_live(value: object) -> float:
     """Seconds that a pin may last."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
-        raise InvalidArgument("ttl_s", f"must be a positive number of seconds up to 1e9, got {value!r:.80}")
-    return float(value)
+    seconds = number_of(value)
+    if seconds is None or not 0 < seconds <= MAX_SECONDS:
+        raise InvalidArgument("ttl_s", f"must be a positive number of seconds up to 1e9, got {shown(value)}")
+    return seconds
 
 
 class PinScope:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from .arguments import shown
 from .core.holding import Holding, Load
 from .core.lifecycle import RequestState
 from .errors import InvalidArgument, WrongState
@@ -46,6 +47,8 @@ class AwaitedLoad:
     async def _until_over(self, holding: Holding) -> int:
         request, runtime = self._request, self._request._runtime
         while holding.state is RequestState.LOADING:
+            if holding.lacks_blocks:  # it was told that it can never fit, perhaps in another task
+                raise WrongState(f"load: {holding} had to let go of its blocks: leave it")
             if holding.waiter is not None and holding.waiter.is_over:
                 runtime.ledger.accept(holding.waiter)
                 self._start(holding)
@@ -145,10 +148,10 @@ class PendingLoad(AwaitedLoad):
     def region(self, index: int) -> LoadedRegion:
         """The fence of region `index`: passes when the loaded blocks of that region are there. In any thread."""
         num_regions = self._num_regions
-        is_one = isinstance(index, int) and not isinstance(index, bool) and index >= 0
+        is_one = type(index) is int and index >= 0
         if not is_one or (num_regions is not None and index >= num_regions):
             regions = "a region" if num_regions is None else f"one of {num_regions} regions"
-            raise InvalidArgument("index", f"must be the number of {regions}, got {index!r:.80}")
+            raise InvalidArgument("index", f"must be the number of {regions}, got {shown(index)}")
         return LoadedRegion(tuple(fences[min(index, len(fences) - 1)] for fences in self._jobs))
 
     @property

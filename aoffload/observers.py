@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import attrs
 
+from .arguments import shown
 from .core.early import EarlyStart
 from .core.errands import Errand
 from .core.holding import Holding
@@ -45,7 +46,7 @@ class Observers:
     def __attrs_post_init__(self) -> None:
         for observer in self.others:
             if not isinstance(observer, RuntimeObserver):
-                raise InvalidArgument("observers", f"must be RuntimeObserver objects, got {observer!r:.80}")
+                raise InvalidArgument("observers", f"must be RuntimeObserver objects, got {shown(observer)}")
 
     def _tell(self, call: Callable[[RuntimeObserver], None]) -> None:
         for observer in self.others:

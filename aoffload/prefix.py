@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import attrs
 import numpy as np
 
+from .arguments import as_tuple, check_type, shown
 from .errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Root:
         parts = [b"aoffload prefix 1"]
         for name in ("namespace", "cache_salt", "adapter_key"):
             value = getattr(self, name)
-            if value is None:
+            if value is None and name != "namespace":
                 parts.append(b"n")
                 continue
             if not isinstance(value, _KEY_TYPES):
@@ -98,10 +99,12 @@ class Roots:
 
     def of(self, cache_salt: Any, adapter_key: Any) -> Root:
         """The root of these keys; `InvalidArgument` naming the one that is none."""
-        is_known_type = isinstance(cache_salt, _KEY_OR_NONE) and isinstance(adapter_key, _KEY_OR_NONE)
-        root = self._kept.get((cache_salt, adapter_key)) if is_known_type else None
+        is_plain = type(cache_salt) in _KEY_OR_NONE and type(adapter_key) in _KEY_OR_NONE  # others may hash otherwise
+        root = self._kept.get((cache_salt, adapter_key)) if is_plain else None
         if root is None:
             root = Root(self._namespace, cache_salt, adapter_key)
+            if not is_plain:
+                return root
             if len(self._kept) >= self.MAX_KEPT:
                 self._kept.clear()
             if len(cache_salt or "") + len(adapter_key or "") <= self.MAX_KEY:
@@ -124,6 +127,13 @@ class Prefix:
     tokens: bytes
     spans: tuple[KeySpan, ...] = ()
 
+    def __attrs_post_init__(self) -> None:
+        check_type("root", self.root, Root)
+        if not isinstance(self.tokens, bytes) or len(self.tokens) % TOKEN_BYTES or not self.tokens:
+            raise InvalidArgument("tokens", f"must be encoded ids in bytes (see Prefix.of), got {shown(self.tokens)}")
+        if not isinstance(self.spans, tuple):
+            raise InvalidArgument("spans", f"must be a tuple of KeySpan, got {shown(self.spans)}")
+
     @classmethod
     def of(cls, root: Root, token_ids: TokenIds, key_spans: Iterable[KeySpan] = ()) -> Prefix:
         """Copy and check `token_ids` (one dimension, at least one id, each in `[0, 2**31)`) and `key_spans`."""
@@ -133,7 +143,7 @@ class Prefix:
     def _checked(cls, root: Root, tokens: bytes, key_spans: Iterable[KeySpan]) -> Prefix:
         if not tokens:
             raise InvalidArgument("token_ids", "is empty: at least one token has to be computed")
-        spans = () if isinstance(key_spans, tuple) and not key_spans else _as_spans(key_spans)
+        spans = () if isinstance(key_spans, tuple) and not key_spans else as_tuple("key_spans", key_spans, "KeySpan")
         if spans:
             _check_spans(spans, len(tokens) // TOKEN_BYTES)
         return cls(root, tokens, spans)
@@ -202,18 +212,11 @@ def _as_array(token_ids: TokenIds, argument: str) -> np.ndarray[Any, Any]:
         raise InvalidArgument(argument, f"must be a sequence of integers, got {type(token_ids).__name__}")
     try:
         found = np.asarray(token_ids)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise InvalidArgument(argument, f"cannot be read as integers: {error}") from error
+    except Exception as error:  # any code may be behind `__array__` and `__len__`
+        raise InvalidArgument(argument, f"cannot be read as integers: {type(error).__name__}: {error}") from error
     if found.dtype.kind == "O" and found.ndim == 1 and all(isinstance(token, int) for token in found):
         raise InvalidArgument(argument, "holds an id outside of [0, 2**31)")
     return found if found.size else found.astype(np.int32)
-
-
-def _as_spans(key_spans: Iterable[KeySpan]) -> tuple[KeySpan, ...]:
-    try:
-        return tuple(key_spans)
-    except TypeError as error:
-        raise InvalidArgument("key_spans", f"must be an iterable of KeySpan, got {type(key_spans).__name__}") from error
 
 
 def _check_spans(spans: tuple[KeySpan, ...], num_tokens: int) -> None:
@@ -234,4 +237,4 @@ def _check_spans(spans: tuple[KeySpan, ...], num_tokens: int) -> None:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int

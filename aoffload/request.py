@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
-from types import TracebackType
+from inspect import CO_ASYNC_GENERATOR
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from weakref import ref
 
 import anyio
 import attrs
 
+from .arguments import check_text
 from .core.holding import Extension, Holding
 from .core.lifecycle import RequestState
 from .core.matching import NO_MATCH, PrefixMatch
 from .core.policy import StoreScope
 from .core.preemption import Preemption
 from .core.waiting import Waiter
-from .errors import OutOfBlocks, RuntimeClosed, WrongState
+from .errors import OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
 from .loading import AwaitedLoad, PendingLoad
 from .prefix import LongList, Prefix, TokenIds
 from .transfer.fence import Fence
@@ -45,6 +51,11 @@ class Request:
 
     Its cancel scope swallows a cancellation that it asked for itself (`cancel`, `deadline_s`); look at `state` and
     `reason` behind the block. Any other cancellation or exception passes through, and the pins go all the same.
+
+    The block of an async generator has no cancel scope: while it is suspended at a `yield`, its task runs somebody
+    else's code, which a scope would cancel in its place. There, `cancel` and `deadline_s` let go of the pins at once,
+    and the next use of the request (or what it waits for in one of its methods) raises `RequestAborted`, which the
+    block swallows.
     """
 
     def __init__(self, runtime: OffloadRuntime, prompt: Prefix | LongList, options: RequestOptions) -> None:
@@ -52,8 +63,12 @@ class Request:
         self._prompt = prompt
         self._options = options
         self._holding: Holding | None = None
-        self._scope = anyio.CancelScope()
+        self._scope: anyio.CancelScope | None = None
+        """Around the block, once it is entered; none around that of an async generator."""
         self._cancel_reason = ""
+        self._aborted: RequestAborted | None = None
+        """What was raised in a block without a scope."""
+        self._stop_timer: Callable[[], object] = _nothing
         self._waiting: set[anyio.Event] = set()
         """One for each task that waits for something here."""
 
@@ -63,6 +78,7 @@ class Request:
     # -- its life -------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
+        is_scoped = not _may_be_suspended(sys._getframe(1))
         bound_s = self._options.deadline_s
         deadline = None if bound_s is None else anyio.current_time() + bound_s
         prefix = self._prompt if isinstance(self._prompt, Prefix) else await _read(self._prompt)
@@ -70,25 +86,47 @@ class Request:
             raise WrongState(f"request {self.request_id} was entered before: open another one")
         self._holding = self._runtime._admit(self, prefix, self._options)
         self._task_id = id(self._runtime.running_task())
-        if deadline is not None:
-            self._scope.deadline = deadline
-        self._scope.__enter__()
+        if is_scoped:
+            self._enter_scope(deadline)
+        else:
+            self._do_without_scope(deadline)
         return self
+
+    def _enter_scope(self, deadline: float | None) -> None:
+        self._scope = scope = anyio.CancelScope()
+        if deadline is not None:
+            scope.deadline = deadline
+        if self._cancel_reason:
+            scope.cancel()
+        scope.__enter__()
+
+    def _do_without_scope(self, deadline: float | None) -> None:
+        if self._cancel_reason:
+            self._close(self._cancel_reason)
+        elif deadline is not None and deadline < math.inf:
+            late = partial(_expire, ref(self))
+            self._stop_timer = self._runtime.env.call_at(deadline, partial(self._runtime.worker.call_soon, late))
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         # First and synchronously: nothing after this can keep a pin, not even a second cancellation.
         self._close(self._why(error))
-        if id(self._runtime.running_task()) != self._task_id:
+        self._stop_timer()
+        scope, is_elsewhere = self._scope, id(self._runtime.running_task()) != self._task_id
+        if is_elsewhere and (scope is not None or isinstance(error, GeneratorExit)):
             warnings.warn(f"{self!r} was left in another task than it was entered in", ResourceWarning, stacklevel=2)
+        if scope is None:
+            return error is not None and error is self._aborted
+        if is_elsewhere:
+            scope.deadline = math.inf  # it stays around a task that has nothing to do with this any more
             return False
-        return bool(self._scope.__exit__(exc_type, error, trace))
+        return bool(scope.__exit__(exc_type, error, trace))
 
     def __del__(self) -> None:
         holding = self._holding
         if holding is not None and not holding.is_over:
-            self._runtime._abandon(holding)  # first: a warning may be an error
+            self._runtime._abandon(holding, self._scope)  # first: a warning may be an error
             warnings.warn(
                 f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
             )
@@ -99,7 +137,7 @@ class Request:
             return self._cancel_reason
         if error is None:
             return "closed_early"
-        if self._scope.cancel_called:
+        if self._scope is not None and self._scope.cancel_called:
             return "deadline"
         if _is_cancellation(error):
             return "cancelled"
@@ -111,10 +149,20 @@ class Request:
 
     def cancel(self, reason: str = "cancelled") -> None:
         """Cancel the block this request runs in; it is over (and this swallowed) when that block has unwound. Who is
-        not in it yet is cancelled at the first wait there."""
-        if self._holding is None or not self._holding.is_over:
-            self._cancel_reason = self._cancel_reason or reason
+        not in it yet is cancelled at the first wait there. In any thread: from another one than the event loop's, it
+        is done at the loop's next turn."""
+        reason = check_text("reason", reason)
+        self._runtime._call_in_loop(partial(self._cancel, reason))
+
+    def _cancel(self, reason: str) -> None:
+        if self._holding is not None and self._holding.is_over:
+            return
+        self._cancel_reason = self._cancel_reason or reason
+        if self._scope is not None:
             self._scope.cancel()
+        elif self._holding is not None:
+            self._close(self._cancel_reason)
+            self._wake()
 
     def _wake(self) -> None:
         """Have whoever waits here look again: a load is over, or the runtime was closed."""
@@ -129,6 +177,9 @@ class Request:
         if holding.is_over:
             if holding.reason == "runtime_closed":
                 raise RuntimeClosed(f"the runtime was closed under {holding}")
+            if self._scope is None and self._cancel_reason:
+                self._aborted = RequestAborted(self.request_id, holding.reason)
+                raise self._aborted
             raise WrongState(f"{holding} is {holding.state.name}")
         return holding
 
@@ -188,7 +239,8 @@ class Request:
         await self._wait_in_line(self._runtime.ledger.queue_allocation(holding, num_tokens, self._wake))
 
     def extend_nowait(self, num_tokens: int) -> Extension:
-        """Blocks for `num_tokens` in all; what was added to the block tables."""
+        """Blocks for `num_tokens` in all; what was added to the block tables. Who is refused has no place in the line:
+        what somebody gives up for it by `preempt` goes to who waits, so wait for it by `extend`."""
         return self._runtime.ledger.extend_nowait(self._live(), num_tokens)
 
     async def extend(self, num_tokens: int) -> Extension:
@@ -231,7 +283,9 @@ class Request:
         return found
 
     async def preempt(self) -> Preemption:
-        """As `preempt_nowait`, but waits: first for steps that touch its blocks, then until every block is free."""
+        """As `preempt_nowait`, but waits: first for steps that touch its blocks, then until every block is free.
+
+        Whoever needs them has to be in line by then (`extend`): a `resume` takes them back if nobody waits."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding = self._live()
         while holding.num_steps:
@@ -284,7 +338,7 @@ class Request:
         `after` is the fence behind the compute that wrote it; None: everything given to the current stream so far.
         """
         holding, runtime = self._live(), self._runtime
-        fence = runtime._fence() if after is None else after
+        fence = runtime._fence_after(after)
         runtime._commit_behind(fence, holding, num_computed_tokens, new_token_ids)
 
     def invalidate(self, from_token: int) -> None:
@@ -299,6 +353,34 @@ async def _read(prompt: LongList) -> Prefix:
         slices.append(encoded)
         await anyio.lowlevel.checkpoint()
     return prompt.prefix(slices)
+
+
+def _nothing() -> None:
+    """There is no timer to stop."""
+
+
+def _expire(reference: ref[Request]) -> None:
+    request = reference()
+    if request is not None:
+        request._cancel("deadline")
+
+
+ENTERS = ("__aenter__", "enter_async_context")
+
+
+def _may_be_suspended(frame: FrameType | None) -> bool:
+    """Whether the block entered in `frame` may be left standing at a `yield`, with its task elsewhere: in the body of
+    an async generator. One that is a context manager (`contextlib.asynccontextmanager`) is entered by somebody's block
+    in turn, and it is that block which counts."""
+    while frame is not None:
+        driver = frame.f_back
+        if frame.f_code.co_name not in ENTERS:
+            if not frame.f_code.co_flags & CO_ASYNC_GENERATOR:
+                return False
+            if driver is None or driver.f_code.co_name not in ENTERS:
+                return True
+        frame = driver
+    return False
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -16,10 +16,12 @@ import anyio
 import attrs
 from anyio.abc import TaskGroup
 
+from .arguments import as_tuple, check_callable, check_has, check_text, check_type, number_of, shown
 from .config import OffloadConfig
 from .core.blocks import DevicePool
 from .core.holding import Holding
 from .core.ledger import Ledger, LedgerStatistics
+from .core.lent import LentBlocks
 from .core.lifecycle import RequestState
 from .core.matching import PrefixMatch
 from .core.plan import Tier
@@ -27,6 +29,7 @@ from .core.policy import StoreScope
 from .env import Env
 from .errors import (
     AoffloadError,
+    ConfigError,
     DeviceGone,
     InvalidArgument,
     RequestAborted,
@@ -44,7 +47,7 @@ from .request import Request, RequestOptions
 from .telemetry import Telemetry
 from .transfer.fence import Fence
 from .transfer.local import LocalTransport
-from .transfer.transport import PinProgress, ReportsPinning, SlowToOpen, TransferStatistics, Transport
+from .transfer.transport import TRANSPORTS, PinProgress, ReportsPinning, SlowToOpen, TransferStatistics, Transport
 from .worker import CopyWorker
 
 __all__ = ["Computed", "OffloadRuntime", "RuntimeStatistics"]
@@ -89,15 +92,23 @@ class OffloadRuntime:
         logger: Any = None,
         observers: Iterable[RuntimeObserver] = (),
     ) -> None:
-        if not isinstance(config, OffloadConfig):
-            raise InvalidArgument("config", f"must be an OffloadConfig, got {type(config).__name__}")
+        check_type("config", config, OffloadConfig)
         if (kv_caches is None) == (transport is None):
             raise InvalidArgument("kv_caches", "give either kv_caches or a transport")
+        if transport is not None:
+            check_has("transport", transport, "Transport", TRANSPORTS)
+        if env is not None:
+            check_type("env", env, Env)
+        if isinstance(device_pool, LentBlocks):
+            problem = "must not be LentBlocks: a runtime has no call to lend by. Use the Ledger (docs/engines.md)"
+            raise ConfigError("device_pool", problem)
+        if logger is not None:
+            check_has("logger", logger, "structlog logger", "bind")
         self.config = config
         self.transport: Transport = LocalTransport(kv_caches) if transport is None else transport
         self.env = env if env is not None else Env()
         self.telemetry = Telemetry(logger)
-        self.observers = Observers(self.telemetry, tuple(observers))
+        self.observers = Observers(self.telemetry, as_tuple("observers", observers, "RuntimeObserver"))
         block_bytes = self.transport.block_bytes
         self.ledger = Ledger(
             config,
@@ -281,6 +292,7 @@ class OffloadRuntime:
 
         Only this form spawns: whoever cancels the calling task, natively too, cancels nothing but this request.
         """
+        check_callable("function", function)
         request = self.request(token_ids, **options)
         results: list[Result] = []
         errors: list[Exception] = []
@@ -303,11 +315,13 @@ class OffloadRuntime:
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
         """Cancel the live request of that id; whether there was one."""
         self._check_usable()
+        reason = check_text("reason", reason)
+        request_id = check_text("request_id", request_id)
         reference = self._entered.get(request_id)
         request = reference() if reference is not None else None
         if request is None:
             return False
-        request.cancel(reason)
+        request._cancel(reason)
         return True
 
     def lookup(
@@ -389,9 +403,25 @@ class OffloadRuntime:
         if self._is_open:  # nobody comes back to a cache that closes
             self.worker.submit(self.ledger.plan_frontier())
 
-    def _abandon(self, holding: Holding) -> None:
+    def _abandon(self, holding: Holding, scope: anyio.CancelScope | None) -> None:
         """Called by a request's finaliser: in any thread, or in this one in the middle of changing the ledger."""
-        self._call_later(lambda: None if holding.is_over else self._release(holding, "abandoned"))
+
+        def let_go() -> None:
+            if scope is not None:
+                scope.deadline = math.inf  # it stays around a task that has nothing to do with this any more
+            if not holding.is_over:
+                self._release(holding, "abandoned")
+
+        self._call_later(let_go)
+
+    def _call_in_loop(self, function: Callable[[], None]) -> None:
+        """Now, if this is the event loop's thread, and soon there if it is not."""
+        if self._process_id and os.getpid() != self._process_id:
+            raise self._why_not()
+        if threading.get_ident() == self._thread_id:
+            function()
+        else:
+            self.worker.call_soon(function)
 
     def _call_later(self, function: Callable[[], None]) -> None:
         """For finalisers: see `_abandon`."""
@@ -413,11 +443,12 @@ class OffloadRuntime:
         self._check_usable()
         held: list[Holding] = []
         arriving: list[Holding] = []
-        for one in requests:
+        for one in as_tuple("requests", requests, "Request or PendingLoad"):
             if isinstance(one, PendingLoad):
+                self._check_own("requests", one._request)
                 arriving.append(one._arriving())
             else:
-                held.append(one._live())
+                held.append(self._check_own("requests", one)._live())
         return self.ledger.step(held, arriving)
 
     async def run_step(self, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]) -> Result:
@@ -426,6 +457,7 @@ class OffloadRuntime:
         A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
         the step belongs to the thread, whatever becomes of the task that waits for it.
         """
+        check_callable("function", function)
         with ExitStack() as stack:
             stack.enter_context(self._hold(requests))
             held = stack.pop_all()
@@ -454,12 +486,15 @@ class OffloadRuntime:
         """
         self._check_usable()
         gone = (RequestState.DONE, RequestState.ABORTED, RequestState.PREEMPTED)
-        there = [(one.request._live(), one) for one in computed if one.request.state not in gone]
+        each = [check_type("computed", one, Computed) for one in as_tuple("computed", computed, "Computed")]
+        for one in each:
+            self._check_own("computed", one.request)
+        there = [(one.request._live(), one) for one in each if one.request.state not in gone]
         if len({holding for holding, _ in there}) < len(there):
             raise InvalidArgument("computed", "names a request twice")
         for holding, one in there:
             self.ledger.check_commit(holding, one.num_computed_tokens, one.new_token_ids)
-        fence = self._fence() if after is None else after
+        fence = self._fence_after(after)
         for holding, one in there:
             self._commit_behind(fence, holding, one.num_computed_tokens, one.new_token_ids)
 
@@ -474,6 +509,18 @@ class OffloadRuntime:
             self.worker.submit(plans, fence)
         # Behind no fence of one request: what is about to be evicted may have been computed by anybody.
         self.worker.submit(self.ledger.plan_frontier())
+
+    def _check_own(self, name: str, request: Request) -> Request:
+        if not isinstance(request, Request) or request._runtime is not self:
+            raise InvalidArgument(name, f"holds what is no request of this runtime: {shown(request)}")
+        return request
+
+    def _fence_after(self, after: Fence | None) -> Fence | None:
+        """The fence given by a caller, or one for what was given to the current stream so far."""
+        if after is not None:
+            check_has("after", after, "Fence", "query synchronize")
+            return after
+        return self._fence()
 
     def _fence(self) -> Fence | None:
         """None: the device records none. What is committed can be used on the device, but not stored."""
@@ -508,7 +555,7 @@ class OffloadRuntime:
         self._check_usable()
         seconds = math.inf if timeout_s is None else _seconds("timeout_s", timeout_s)
         if seconds < 0:
-            raise InvalidArgument("timeout_s", f"must not be negative, got {timeout_s!r:.80}")
+            raise InvalidArgument("timeout_s", f"must not be negative, got {shown(timeout_s)}")
         self.ledger.reset(tier)
         self.worker.discard_queued()
         last_id = self.ledger.jobs.last_id
@@ -533,12 +580,10 @@ def _wake(reference: ref[Request]) -> None:
 
 
 def _seconds(name: str, value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value:
-        try:
-            return float(value)
-        except OverflowError:
-            pass
-    raise InvalidArgument(name, f"must be a number of seconds, got {value!r:.80}")
+    seconds = number_of(value)
+    if seconds is None:
+        raise InvalidArgument(name, f"must be a number of seconds, got {shown(value)}")
+    return seconds
 
 
 def _namespace_of(config: OffloadConfig) -> str:

@@ -18,8 +18,8 @@ from .harness import Row, calibrate
 from .peer import MissingPeerError, Peer
 
 BENCHMARKS = (
-    "cycle", "eager_store", "tokens_in", "api", "replay", "copy", "against_lmcache", "cuda_copy", "lag", "growth",
-    "memory", "serving",
+    "cycle", "eager_store", "tokens_in", "api", "replay", "copy", "against_lmcache", "cuda_copy", "cuda_choice",
+    "cuda_overlap", "cuda_fitting", "cuda_latency", "lag", "growth", "memory", "serving", "trace_page",
 )  # fmt: skip
 """Modules of this package. Each has `run(vllm)`, which returns rows."""
 HEADING = ("what", "value", "unit", "10%-90%", "beside it", "value", "ratio", "wanted")
@@ -29,6 +29,7 @@ OUT = Path("build/bench")
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; all, if none is named")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write the rows there (default: in {OUT})")
     given = parser.parse_args(arguments)
     names = given.names or BENCHMARKS
     before = calibrate()
@@ -37,9 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     after = calibrate()
     print(as_table(rows))
     print("this machine, before and after: " + ", ".join(f"{key} {before[key]:.3g}/{after[key]:.3g}" for key in before))
-    OUT.mkdir(parents=True, exist_ok=True)
     found = {"rows": [row.as_dict() for row in rows], "before": before, "after": after}
-    (OUT / f"{'_'.join(names)}.json").write_text(json.dumps(found, indent=1))
+    file = given.json or OUT / f"{'_'.join(names)}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=1))
 
 
 def _vllm(stack: ExitStack) -> Peer | None:

@@ -59,7 +59,8 @@ async def measure_flights(flights: Sequence[Flight], seconds: float, least: int)
 
 
 async def _sample(flight: Flight) -> Sample:
-    cpu, wall, number = time.thread_time(), time.perf_counter(), 0
+    cpu, wall = time.thread_time(), time.perf_counter()
+    number = await flight.batch()
     while (took := time.perf_counter() - wall) < SAMPLE_S:
         number += await flight.batch()
     return Sample(took / number, (time.thread_time() - cpu) / number)

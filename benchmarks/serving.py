@@ -158,7 +158,7 @@ class Server:
     async def wait_rest(self) -> None:
         """Until nobody is inside, and no step and no copy runs; `TimeoutError` if that does not come."""
         runtime = self.service.engine.runtime
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await self.service.admission.wait_empty()
             await runtime.flush()
             await self.watch.wait_no_step()  # one that nobody waits for any more

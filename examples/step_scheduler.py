@@ -1,8 +1,10 @@
 """A step-based scheduler with blocks of its own: the ledger looks after host memory only, and holds what it is lent.
 
 The engine has a block pool with a prefix cache in it, computes long prompts chunk by chunk, several requests in a
-forward, guesses ahead and rejects most of it, preempts whom it likes, and forks. The "model" reads the KV of every
-token that attention sees, so one wrong byte changes what comes out.
+forward, guesses ahead and rejects most of it, preempts whom it likes, and forks. A copy may fail, bring bytes that
+rotted, or hang: what was not loaded is computed, what hangs is given up in time, and who can never fit any more ends
+with `OutOfBlocks`. The "model" reads the KV of every token that attention sees, so one wrong byte changes what comes
+out.
 
 Prints:
     16 outputs like those of a run without blocks: True
@@ -18,7 +20,9 @@ from itertools import islice
 import numpy as np
 
 import aoffload
-from aoffload import Prefix, RequestState, Tier
+from aoffload import Completion, Outcome, Prefix, RequestState, Tier, TransferPlan
+
+PATIENCE = 8  # steps that a copy may take
 
 BLOCK, CHUNK, NUM_DRAFTS, VOCABULARY, WINDOW = 4, 12, 2, 5, 9
 SLIDING = aoffload.KVCacheGroup("window", aoffload.SlidingWindow(WINDOW), BLOCK)
@@ -80,6 +84,8 @@ class Request:
     def __init__(self, name: str, tokens: list[int], num_tokens: int, taste: int = 0, fork_at: int = 0) -> None:
         self.name, self.tokens, self.num_tokens, self.taste, self.fork_at = name, tokens, num_tokens, taste, fork_at
         self.holding: aoffload.Holding  # while it runs
+        self.reads_cache = True
+        self.error: aoffload.OutOfBlocks | None = None
         self.expected = lambda: plain_run(tokens, num_tokens, taste)
 
 
@@ -90,12 +96,14 @@ class Scheduler:
         config = aoffload.OffloadConfig(groups=GROUPS, num_host_blocks=num_host)
         self.ledger = aoffload.Ledger(config, num_rows, device_pool=aoffload.LentBlocks(self.pool.give))
         self.waiting, self.running, self.done = deque[Request](), list[Request](), list[Request]()
-        self.in_flight: list[aoffload.TransferPlan] = []
+        self.in_flight: dict[int, tuple[TransferPlan, int]] = {}  # and the step in which it was launched
         self.counts: Counter[str] = Counter()
 
     def step(self) -> None:
-        while self.in_flight:  # a copy takes a step here
-            self.ledger.settle(self.copy(self.in_flight.pop(0)))
+        self.end_copies()
+        for request in [request for request in self.running if request.holding.lacks_blocks]:
+            request.reads_cache = False  # its load was lost, with the blocks under it: it computes instead
+            self.preempt(request)
         while self.waiting and self.admit(self.waiting[0]):
             self.running.append(self.waiting.popleft())
         batch = [request for request in tuple(self.running) if self.is_scheduled(request)]
@@ -105,23 +113,44 @@ class Scheduler:
             self.commit(request, *result)
         self.counts["steps"] += 1
 
-    def copy(self, plan: aoffload.TransferPlan) -> aoffload.Completion:
+    def end_copies(self) -> None:
+        """Settle what is over. What hangs is given up: nobody uses what it writes into until it is proven over."""
+        for plan, began in tuple(self.in_flight.values()):
+            completion = self.copy(plan)
+            if completion is None and self.counts["steps"] - began >= PATIENCE:
+                completion = Completion(plan.job_id, Outcome.UNPROVEN)
+            if completion is not None:
+                del self.in_flight[plan.job_id]
+                self.ledger.settle(completion)
+
+    def copy(self, plan: TransferPlan) -> Completion | None:
+        """What became of a copy by now; None: it is under way. Here, it takes a step and lands."""
         self.memory[plan.destination][plan.destination_ids] = self.memory[plan.source][plan.source_ids]
         self.counts[plan.direction.value] += plan.num_blocks
-        return aoffload.Completion(plan.job_id, aoffload.Outcome.LANDED, plan.num_blocks)
+        return Completion(plan.job_id, Outcome.LANDED, plan.num_blocks)
 
-    def launch(self, plans: tuple[aoffload.TransferPlan, ...]) -> None:
-        self.in_flight += [plan for plan in plans if self.ledger.launch(plan.job_id)]
+    def launch(self, plans: tuple[TransferPlan, ...]) -> None:
+        for plan in plans:
+            if self.ledger.launch(plan.job_id):
+                self.in_flight[plan.job_id] = plan, self.counts["steps"]
+
+    def reject(self, request: Request, num_missing: int) -> None:
+        """Nobody else has any of the blocks that it lacks: it can never fit."""
+        request.error = aoffload.OutOfBlocks(num_missing, len(self.pool.free), retryable=False)
+        self.done.append(request)
 
     def admit(self, request: Request) -> bool:
         """Lend it its own hit, and blocks for what the host has and the first chunk behind that."""
         ids = self.pool.hit(request.tokens)
         num_hit, prefix = len(ids[0]) * BLOCK, Prefix.of(aoffload.Root("toy"), request.tokens)
-        holding = self.ledger.admit(prefix, request_id=request.name, num_device_tokens=num_hit)
+        options = {"num_device_tokens": num_hit, "reads_cache": request.reads_cache}
+        holding = self.ledger.admit(prefix, request_id=request.name, **options)
         num_tokens = min(holding.match.num_tokens + CHUNK, len(request.tokens))
         missing = -(-num_tokens // BLOCK) - len(ids[0])
         if len(self.pool.free.keys() - set().union(*ids)) < missing * len(GROUPS):
             self.ledger.release(holding, "no_room")
+            if not self.running and not self.in_flight:
+                self.reject(self.waiting.popleft(), missing * len(GROUPS))
             return False
         for block_id in set().union(*ids):
             self.pool.free.pop(block_id, None)
@@ -140,7 +169,10 @@ class Scheduler:
         while missing > 0 and len(self.pool.free) < missing * len(GROUPS):
             if request is self.running[-1] and self.in_flight:
                 return False  # what was given up comes back when its stores have landed
+            is_alone = len(self.running) == 1
             if self.preempt(self.running[-1]) is request:
+                if is_alone:
+                    self.reject(self.waiting.popleft(), missing * len(GROUPS))
                 return False
         if missing > 0:
             self.ledger.lend_more(request.holding, [self.pool.take(missing) for _ in GROUPS], wanted)

@@ -1,4 +1,6 @@
-"""`python -m proof`: explore, plant, replay and soak; print what was found and keep it in build/proof/."""
+"""`python -m proof`: run programs, explore schedules, replay and soak; `python -m proof mutants`: plant defects.
+
+What was found is printed and kept in build/proof/. Without `--seconds` everything ends by count, on any machine."""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from .report import Report
 
 PROCESSES = 2
+NUM_THIRDS = 3
 OUT = Path("build/proof")
-PARTS = ("campaign", "mutants", "traces", "soak")
+PARTS = ("programs", "campaign", "traces", "soak")
+"""Without the mutants, which are a run of their own."""
 
 
 def launch(name: str, *words: str, hash_seed: str = "random") -> tuple[Path, subprocess.Popen[bytes]]:
@@ -58,10 +60,10 @@ def traces() -> list[dict[str, str]]:
     return found
 
 
-def soaks(seconds: float) -> list[dict[str, Any]]:
+def soaks(num_rests: int, seconds: float) -> list[dict[str, Any]]:
     """One on each backend, side by side."""
     backends = ("asyncio", "trio")
-    words = ("--seconds", str(seconds), "--backend")
+    words = ("--rests", str(num_rests), "--seconds", str(seconds), "--backend")
     found = gather([launch(f"soak_{backend}", "proof.soak", *words, backend) for backend in backends])
     return [_soak(backend, one) for backend, one in zip(backends, found, strict=True)]
 
@@ -69,37 +71,71 @@ def soaks(seconds: float) -> list[dict[str, Any]]:
 def _soak(backend: str, found: dict[str, Any]) -> dict[str, Any]:
     about = (
         f"{found['wall_s']:.0f} s, {found['num_requests']:,} requests, {found['blocks_checked']:,} blocks checked, "
-        f"{found['max_pinned_at_rest']} pinned at rest, {found['slope_mb_per_min']:+.2f} MB/min "
+        f"{found['max_pinned_at_rest']} pinned at rest, {found['slope_mb_per_1000']:+.2f} MB a thousand "
         f"{found['problems'] or ''}"
     )
     return {"backend": backend, "passed": found["has_passed"], "about": about}
 
 
-def main() -> int:
+def third_of(given: str) -> int | None:
+    """Which third of the mutants: as said, or `auto`, by the commit that is checked out; none: all of them."""
+    if given != "auto":
+        return int(given) if given else None
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = found.stdout.strip()
+    third = int(commit, 16) % NUM_THIRDS if commit else 0
+    print(f"mutants: third {third} of {NUM_THIRDS}, by commit {commit or '(none)'}", flush=True)
+    return third
+
+
+def _run(given: argparse.Namespace) -> Report:
+    report = Report()
+    if "programs" in given.parts:
+        report.programs = part("programs", "--programs", str(given.programs), "--seconds", str(given.seconds))
+    if "campaign" in given.parts:
+        report.campaign = part("campaign", "--depth", str(given.depth))
+    if "mutants" in given.parts:
+        third = third_of(given.third)
+        words = ["--third", str(third)] if third is not None else []
+        budget = ("--programs", str(given.programs), "--tried", str(given.tried), "--ranges", str(given.ranges))
+        report.mutants = part("mutants", *words, *budget, "--only", given.only)
+    if "traces" in given.parts:
+        report.traces = traces()
+    if "soak" in given.parts:
+        report.soaks = soaks(given.rests, given.soak_seconds)
+    return report
+
+
+def _given() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all, if none is named")
-    parser.add_argument("--rounds", type=int, default=4, help="seeds sampled for each scenario and backend")
-    parser.add_argument("--seconds", type=float, default=0.0, help="go on exploring new seeds for that long")
-    parser.add_argument("--soak-seconds", type=float, default=60.0)
+    parts = f"{', '.join(PARTS)} (these four, if none is named), mutants"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=parts)
+    parser.add_argument("--programs", type=int, default=20_000, help="how many, and what a mutant is shown at most")
+    parser.add_argument("--seconds", type=float, default=0.0, help="go on with programs of new seeds for that long")
+    parser.add_argument("--depth", type=int, default=1, help="of the campaign: how far each scenario is explored")
+    parser.add_argument("--rests", type=int, default=12, help="of the soaks, each after some 400 requests")
+    parser.add_argument("--soak-seconds", type=float, default=0.0, help="let the soaks go on for that long instead")
+    mutants = parser.add_argument_group("mutants")
+    mutants.add_argument("--third", default="", choices=["auto", "0", "1", "2"], help="auto: by the commit")
+    mutants.add_argument("--only", default="", metavar="TEXT", help="those with it in their name")
+    mutants.add_argument("--tried", type=int, default=300, help="programs for those that name a test")
+    mutants.add_argument("--ranges", type=int, default=1, help="of seeds: in each of them programs have to find it")
     given = parser.parse_args()
-    parts = given.parts or PARTS
-    if unknown := set(parts) - set(PARTS):
+    if unknown := set(given.parts) - {*PARTS, "mutants"}:
         parser.error(f"there is no part called {', '.join(unknown)}")
+    given.parts = given.parts or list(PARTS)
+    return given
+
+
+def main() -> int:
+    given = _given()
     OUT.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
-    report = Report([], [], [], [])
-    if "campaign" in parts:
-        report.campaign = part("campaign", "--rounds", str(given.rounds), "--seconds", str(given.seconds))
-    if "mutants" in parts:
-        report.mutants = part("mutants")
-    if "traces" in parts:
-        report.traces = traces()
-    if "soak" in parts:
-        report.soaks = soaks(given.soak_seconds)
+    report = _run(given)
     report.seconds = time.monotonic() - began_s
-    (OUT / "report.md").write_text(report.markdown())
-    (OUT / "report.json").write_text(json.dumps([attrs.asdict(line) for line in report.lines()], indent=1))
-    print(*report.lines(), f"{report.seconds:.0f} s; the tables are in {OUT / 'report.md'}", sep="\n")
+    path = OUT / ("mutants.md" if given.parts == ["mutants"] else "report.md")
+    path.write_text(report.markdown())
+    print(*report.lines(), f"{report.seconds:.0f} s; the tables are in {path}", sep="\n")
     return 0 if report.is_met else 1
 
 

@@ -25,7 +25,7 @@ MOST_SECONDS = 4.0
 
 def runs(scenarios: Sequence[str] = ()) -> Iterator[Result]:
     """`scenarios` (all, if none is named) in turn, on both backends in turn, undisturbed and injected into."""
-    campaign = Campaign(rounds=0)
+    campaign = Campaign()
     rows = [SCENARIOS[name] for name in scenarios or SCENARIOS]
     for seed in itertools.count(FIRST_SEED):
         for number, row in enumerate(rows):

@@ -1,9 +1,9 @@
-"""The campaign: which runs are made of every scenario, and what they have to add up to.
+"""The campaign: which runs are made of every scenario.
 
-For each scenario and backend: one seed is swept (each client cancelled at its checkpoints and at global steps in turn,
-every fault at every opportunity, once and from then on), the schedules next to the fair one are exhausted, and many
-seeds are sampled with nothing, a cancellation, a fault, or a pair of them injected. Wherever one of these seeds first
-waits at an `await` line of the package at which no cancellation has met anybody yet, one is aimed there.
+For each scenario and backend: one seed is swept (each client cancelled at its checkpoints and at global steps, every
+fault at its opportunities, once and from then on), schedules next to the fair one are tried, and seeds are sampled with
+nothing, a cancellation, a fault, or a pair of them injected. `depth` says how much of each. Wherever one of these seeds
+first waits at an `await` line of the package at which no cancellation has met anybody yet, one is aimed there.
 """
 
 from __future__ import annotations
@@ -24,52 +24,38 @@ __all__ = ["BACKENDS", "Campaign"]
 BACKENDS: tuple[Backend, ...] = ("asyncio", "trio")
 AT_ANY_STEP = ("leap", "block", "worker")
 """Faults with an opportunity at every step: sampled, not swept."""
-FEWEST_TRACES = 255
-"""Distinct ones, of each scenario on each backend: short ones have little to sweep, and are sampled longer."""
-MOST_RUNS = 1500
-"""Of a scenario that has no more traces to give."""
 
 
 @attrs.frozen
 class Campaign:
     """What is run of a scenario on a backend."""
 
-    rounds: int
-    """Seeds that are sampled for each scenario and backend."""
+    depth: int = 1
     first_seed: int = 1000
-    sweeps: bool = True
-    most_swept: int = 80
-    """Checkpoints of one client, or global steps, at which a cancellation is tried; the rest is sampled."""
 
     def run(self, name: str, backend: Backend) -> Tally:
         tally, row = Tally(), SCENARIOS[name]
-        for result in self.swept(row, backend) if self.sweeps else ():
+        for result in self.swept(row, backend):
             tally.add(result)
-        number = 0
-        while number < self.rounds or (self.sweeps and self._has_more(tally)):
-            for result in self.sampled(row, backend, self.first_seed + number):
+        for seed in range(self.first_seed, self.first_seed + 3 * self.depth):
+            for result in self.sampled(row, backend, seed):
                 tally.add(result)
                 for aimed in self.aimed(row, result, tally):
                     tally.add(aimed)
-            number += 1
         return tally
-
-    @staticmethod
-    def _has_more(tally: Tally) -> bool:
-        return tally.num_distinct < FEWEST_TRACES and tally.num_runs < MOST_RUNS
 
     def swept(self, row: ScenarioRow, backend: Backend) -> Iterator[Result]:
         plan = Plan(scenario=row.name, backend=backend, seed=self.first_seed - 1)
         base = simulate(plan, row.run)
         yield base
         for victim in base.suspensions:
-            yield from cancel_sweep(plan, row.run, victim, "native", self.most_swept, shuffled=True)
-        yield from cancel_sweep(plan, row.run, "step", "request*2", self.most_swept, shuffled=True)
+            yield from cancel_sweep(plan, row.run, victim, "native", 4 * self.depth, shuffled=True)
+        yield from cancel_sweep(plan, row.run, "step", "request*2", 10 * self.depth, shuffled=True)
         for kind in FAULTS:
             if kind not in AT_ANY_STEP:
-                yield from fault_sweep(plan, row.run, kind, at_most=7, shuffled=True)
-                yield from fault_sweep(plan, row.run, kind, lasting=True, at_most=3, shuffled=True)
-        yield from exhaust(plan, row.run, num_deviations=2, at_most=10)
+                yield from fault_sweep(plan, row.run, kind, at_most=self.depth, shuffled=True)
+                yield from fault_sweep(plan, row.run, kind, lasting=True, at_most=self.depth, shuffled=True)
+        yield from exhaust(plan, row.run, num_deviations=2, at_most=3 * self.depth)
 
     @staticmethod
     def aimed(row: ScenarioRow, base: Result, tally: Tally) -> Iterator[Result]:

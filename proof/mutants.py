@@ -6,6 +6,7 @@ Many are the incidents that the project was founded on, put back in. A checker i
 from __future__ import annotations
 
 from .mutants_cache import CACHE_MUTANTS
+from .mutants_calls import CALL_MUTANTS
 from .mutants_early import EARLY_MUTANTS
 from .mutants_keeping import KEEPING_MUTANTS
 from .mutants_line import LINE_MUTANTS
@@ -20,5 +21,5 @@ __all__ = ["MUTANTS"]
 
 MUTANTS: tuple[Mutant, ...] = (
     CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS + LOSS_MUTANTS + EARLY_MUTANTS
-    + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS
+    + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS + CALL_MUTANTS
 )  # fmt: skip

@@ -31,7 +31,7 @@ _LINE = (
         "            self.pins.forget_match(self.line.allocating[0].holding)",
         "            pass",
         "who has nothing yet must not block who has",
-        scenarios=("leaps",),
+        programs=True,
     ),
     Mutant(
         "who waits keeps what it matched first",
@@ -86,7 +86,7 @@ _LINE = (
         "behind=bool(self.line.extending))",
         "behind=not self.line.is_empty)",
         "extend goes before allocate",
-        scenarios=("leaps",),
+        programs=True,
     ),
     Mutant(
         "allocation overtakes an extension",
@@ -94,13 +94,13 @@ _LINE = (
         "while self.line.allocating and not self.line.extending:",
         "while self.line.allocating:",
         "extend goes before allocate",
-        scenarios=("leaps",),
+        programs=True,
     ),
     Mutant(
         "only waiters hold room and nobody fails",
         ADMISSION,
-        "        if self.others_hold_room():\n            return False\n",
-        "        if waiter.num_units:\n            return False\n",
+        "        if self.others_hold_room():\n            return False\n        if self.yield_pin",
+        "        if waiter.num_units:\n            return False\n        if self.yield_pin",
         "when only waiters hold room the youngest extend fails",
     ),
     Mutant(
@@ -169,7 +169,7 @@ _WAKING = (
         "        self.granted = blocks\n        self.wake()\n",
         "        self.wake()\n        self.granted = blocks\n",
         "the grant is in the waiter before anybody is woken",
-        scenarios=("device_full",),
+        programs=True,
     ),
     Mutant(
         "no wake-up with a failure",
@@ -188,8 +188,8 @@ _WAKING = (
     Mutant(
         "head keeps what nobody finds any more",
         ADMISSION,
-        "(self._forget_condemned(first) or self.yield_pin())",
-        "self.yield_pin()",
+        "if pool.num_free == before and not self.yield_pin():",
+        "if not self.yield_pin():",
         "who is first is never kept waiting by its own pins",
         test="tests/core/test_line.py::test_who_is_first_lets_go_of_what_nobody_finds_any_more",
     ),
@@ -229,8 +229,8 @@ _WAKING = (
     Mutant(
         "grant kept over an invalidated match",
         COMMITS,
-        "            if other.state is _S.PINNED and (other in tainted or _leases_any(other, wrong)):",
-        "            if other in tainted and other.state is _S.PINNED:",
+        "(other for other in others if other in tainted or _leases_any(other, wrong))",
+        "(other for other in others if other in tainted)",
         "a table names the blocks it was granted for",
         scenarios=("failed_forwards",),
     ),
@@ -240,7 +240,7 @@ _WAKING = (
         "        if holding.has_lost_load:\n",
         "        if holding.has_lost_load and not holding.has_lost_load:\n",
         "a failed load is not retried for ever",
-        scenarios=("crowded_sharing",),
+        programs=True,
     ),
     Mutant(
         "no pump after a commit",
@@ -248,7 +248,7 @@ _WAKING = (
         "        if slid or holding.published > first:\n",
         "        if slid and holding.published < first:\n",
         "who is first in line may need less room after a commit",
-        scenarios=("device_full",),
+        programs=True,
     ),
     Mutant(
         "shared load wakes only the first",

@@ -41,7 +41,7 @@ _OWNERSHIP = (
         "            self.cache.release(job.source_lease)\n"
         "            job.source_lease = self.cache.lease(job.plan.destination, job.run)\n",
         "host pins end when the load settles",
-        scenarios=("hit_that_was_gone",),
+        programs=True,
     ),
     Mutant(
         "published at launch",
@@ -146,7 +146,7 @@ _LANDING = (
     Mutant(
         "corrupt entry not forgotten",
         JOBS,
-        "        if completion.outcome is Outcome.CORRUPT and job.epoch == self.cache.epoch:\n"
+        "        if completion.outcome is Outcome.CORRUPT and job.run.epoch == self.cache.epoch:\n"
         "            self._forget_corrupt(job, completion)\n",
         "",
         "a content failure forgets the bad entry",
@@ -154,7 +154,7 @@ _LANDING = (
     Mutant(
         "failure forgets what is right",
         JOBS,
-        "        if completion.outcome is Outcome.CORRUPT and job.epoch == self.cache.epoch:\n",
+        "        if completion.outcome is Outcome.CORRUPT and job.run.epoch == self.cache.epoch:\n",
         "        if completion.outcome is not Outcome.LANDED and may_publish and job.plan.source is Tier.HOST:\n"
         "            completion = attrs.evolve(completion, corrupt=completion.corrupt or (completion.num_landed,))\n",
         "a transient error forgets nothing",
@@ -179,15 +179,14 @@ _LANDING = (
     Mutant(
         "parked completion forgotten",
         JOBS,
-        "            if follower.parked is not None and follower.job_id in self.unsettled:\n",
-        "            if follower.parked is not None:\n                continue\n"
-        "            if follower.job_id in self.unsettled and follower.is_settled:\n",
+        "            if follower.is_settled:\n                continue\n",
+        "            if follower.is_settled or follower.parked is not None:\n                continue\n",
         "no hang: what waited for a job is settled with it",
     ),
     Mutant(
         "chain of jobs broken by an early end",
         JOBS,
-        "                if before is not None:\n                    before.followers.append(follower)\n",
+        "            elif before is not None:\n                before.followers.append(follower)\n",
         "",
         "what is on its way follows what its predecessor followed",
         scenarios=("stored_twice",),
@@ -242,8 +241,8 @@ _SHARING = (
     Mutant(
         "host lease kept after the load",
         LOADS,
-        "        self.pins.end_host_lease(holding)\n        missing",
-        "        missing",
+        "        self.pins.end_host_lease(holding)\n        slide_off(self.cache, holding)\n        missing",
+        "        slide_off(self.cache, holding)\n        missing",
         "host pins end when the load settles",
     ),
     Mutant(

@@ -158,8 +158,12 @@ def _objection(result: ChildResult) -> str:
 
 def _diff_of(mutant: Mutant) -> list[str]:
     """The lines that were taken out and put in."""
-    lines = difflib.unified_diff(mutant.old.splitlines(), mutant.new.splitlines(), n=0, lineterm="")
-    return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+    return [
+        line
+        for patch in mutant.patches
+        for line in difflib.unified_diff(patch.old.splitlines(), patch.new.splitlines(), n=0, lineterm="")
+        if not line.startswith(("---", "+++", "@@"))
+    ]
 
 
 def _judge(candidate: Candidate, battery: Sequence[Stage]) -> Result:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
@@ -27,8 +27,8 @@ from typing import IO, Any, NoReturn, TypeAlias
 import attrs
 
 __all__ = [
-    "JSON", "AlreadyImported", "ChildResult", "Ending", "HasThreads", "Mutant", "PatchDoesNotApply", "in_child",
-    "patched", "plant", "preload", "source_path",
+    "JSON", "AlreadyImported", "ChildResult", "Ending", "HasThreads", "Mutant", "Patch", "PatchDoesNotApply",
+    "in_child", "patched", "plant", "preload", "source_path",
 ]  # fmt: skip
 
 JSON: TypeAlias = Any
@@ -58,8 +58,17 @@ class HasThreads(Exception):  # noqa: N818 - see above
 
 
 @attrs.frozen
+class Patch:
+    """In `module`, `old` (which occurs there exactly once) is replaced by `new`."""
+
+    module: str
+    old: str
+    new: str
+
+
+@attrs.frozen
 class Mutant:
-    """A defect: in `module`, `old` (which occurs there exactly once) is replaced by `new`."""
+    """A defect: a patch, and sometimes more that belong to it."""
 
     name: str
     module: str
@@ -67,10 +76,18 @@ class Mutant:
     new: str
     promise: str
     """The promise it breaks, in a few words."""
+    also: tuple[Patch, ...] = attrs.field(default=(), kw_only=True)
+    """What else was mended with it, taken out again after the first patch."""
     scenarios: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     """Whose hazard it is: where its simulated runs are spent. All, if none is named."""
     test: str = attrs.field(default="", kw_only=True)
     """The test that meets it, where no simulated run can."""
+    programs: bool = attrs.field(default=False, kw_only=True)
+    """Whether only a sequence of calls that no scenario makes meets it."""
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        return (Patch(self.module, self.old, self.new), *self.also)
 
 
 # -- planting ---------------------------------------------------------------------------------------------------------
@@ -86,13 +103,15 @@ def source_path(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def patched(mutant: Mutant) -> str:
-    """The source of the mutant's module with its defect; `PatchDoesNotApply` unless it applies exactly once."""
-    source = source_path(mutant.module).read_text()
-    count = source.count(mutant.old)
-    if count != 1:
-        raise PatchDoesNotApply(mutant.name, mutant.module, count)
-    return source.replace(mutant.old, mutant.new)
+def patched(mutant: Mutant) -> dict[str, str]:
+    """The sources of its modules with the defect; `PatchDoesNotApply` unless each patch applies exactly once."""
+    sources = {patch.module: source_path(patch.module).read_text() for patch in mutant.patches}
+    for patch in mutant.patches:
+        count = sources[patch.module].count(patch.old)
+        if count != 1:
+            raise PatchDoesNotApply(mutant.name, patch.module, count)
+        sources[patch.module] = sources[patch.module].replace(patch.old, patch.new)
+    return sources
 
 
 def plant(mutant: Mutant) -> None:
@@ -102,7 +121,7 @@ def plant(mutant: Mutant) -> None:
 
 
 def _finder(mutant: Mutant) -> _Finder:
-    return _Finder(mutant.module, source_path(mutant.module), patched(mutant))
+    return _Finder(patched(mutant))
 
 
 def _require_not_imported() -> None:
@@ -131,15 +150,14 @@ class _Loader(SourceFileLoader):
 
 @attrs.frozen
 class _Finder:
-    module: str
-    path: Path
-    source: str
+    sources: Mapping[str, str]
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        if fullname != self.module:
+        if fullname not in self.sources:
             return None
+        found = source_path(fullname)
         # A package knows its submodules by where it lies: `spec_from_file_location` asks the loader for that.
-        return spec_from_file_location(fullname, self.path, loader=_Loader(fullname, self.path, self.source))
+        return spec_from_file_location(fullname, found, loader=_Loader(fullname, found, self.sources[fullname]))
 
 
 # -- children ---------------------------------------------------------------------------------------------------------

@@ -10,28 +10,14 @@ import attrs
 
 from aoffload.testing import FAULTS
 
+from . import report_mutants, report_programs
 from .awaits import NEVER_THERE, missed, waits
+from .lines import Line, at_least, table
 from .scenarios import SCENARIOS
-from .verdicts import TWIN
 
-__all__ = ["Line", "Report"]
+__all__ = ["Report"]
 
 MIN_CHOICES = 20
-
-
-@attrs.frozen
-class Line:
-    what: str
-    target: str
-    found: str
-    is_met: bool
-
-    def __str__(self) -> str:
-        return f"{'ok  ' if self.is_met else 'FAIL'}  {self.what}: {self.found} (wanted: {self.target})"
-
-
-def at_least(what: str, found: int, wanted: int) -> Line:
-    return Line(what, f"at least {wanted:,}", f"{found:,}", found >= wanted)
 
 
 def _total(parts: Iterable[dict[str, Any]], name: str) -> int:
@@ -47,23 +33,27 @@ def _sum(parts: Iterable[dict[str, Any]], name: str) -> Counter[str]:
 
 @attrs.define
 class Report:
-    """`campaign`, `mutants`, `traces` and `soaks` are what the processes wrote; a part that was not run is empty."""
+    """`programs`, `campaign`, `mutants`, `traces` and `soaks` are what the processes wrote; a part that was not run is
+    empty."""
 
-    campaign: list[dict[str, Any]]
-    mutants: list[dict[str, Any]]
-    traces: list[dict[str, str]]
-    soaks: list[dict[str, Any]]
+    programs: list[dict[str, Any]] = attrs.field(factory=list)
+    campaign: list[dict[str, Any]] = attrs.field(factory=list)
+    mutants: list[dict[str, Any]] = attrs.field(factory=list)
+    traces: list[dict[str, str]] = attrs.field(factory=list)
+    soaks: list[dict[str, Any]] = attrs.field(factory=list)
     seconds: float = 0.0
-    min_distinct: int = 30_000
-    min_per_scenario: int = 500
-    min_injected: int = 20_000
+    min_distinct: int = 6_000
+    min_per_scenario: int = 100
+    min_injected: int = 3_000
 
     def lines(self) -> list[Line]:
         found: list[Line] = []
+        if self.programs:
+            found += report_programs.lines(self.programs)
         if self.campaign:
             found += self._campaign_lines()
         if self.mutants:
-            found += self._mutant_lines()
+            found += report_mutants.lines(self.mutants)
         if self.traces:
             same = all(one == self.traces[0] for one in self.traces)
             about = f"{len(self.traces[0])} runs in {len(self.traces)} processes, 2 values of PYTHONHASHSEED"
@@ -117,52 +107,28 @@ class Report:
             f"{row.name}: {event}" for row in SCENARIOS.values() for event in row.events if not events[row.name][event]
         ]
 
-    def _rows(self) -> list[dict[str, Any]]:
-        return self.mutants
-
-    def _mutant_lines(self) -> list[Line]:
-        rows = self._rows()
-        twins = [row for row in rows if row["mutant"] == TWIN]
-        planted = [row for row in rows if row["mutant"] != TWIN]
-        survivors = [row["mutant"] for row in planted if row["oracle"] is None]
-        by_test = [row["mutant"] for row in planted if row["oracle"] == "test"]
-        runs = sorted(row["runs"] for row in planted if row["oracle"] and row["runs"])
-        median, most = (runs[len(runs) // 2], runs[-1]) if runs else (0, 0)
-        about = f"{len(runs)} of {len(planted)}, median {median}, most {most} runs"
-        tests = ", ".join(by_test)
-        return [
-            Line("mutants caught by an oracle within 1,000 simulated runs", "all but those below", about, bool(runs)),
-            Line("mutants that a named test catches, as no oracle does", "listed", f"{len(by_test)}: {tests}", True),
-            Line("mutants that nothing catches", "none", f"{len(survivors)} {survivors or ''}", not survivors),
-            self._twin_line(twins),
-        ]
-
-    def _twin_line(self, twins: Sequence[dict[str, Any]]) -> Line:
-        broken = [row for row in twins if row["oracle"] is not None]
-        about = f"clean in {sum(row['runs'] or 0 for row in twins):,} runs and in the named tests"
-        met = not broken and bool(twins)
-        return Line("the twin without a defect, by whatever judged them", "clean", str(broken or about), met)
-
     # -- for people -----------------------------------------------------------------------------------------------
 
     def markdown(self) -> str:
         parts = ["# The proof\n", f"{self.seconds:.0f} seconds in all.\n"]
         parts += [
-            _table(
+            table(
                 ("", "line", "found", "wanted"),
                 [("ok" if x.is_met else "FAIL", x.what, x.found, x.target) for x in self.lines()],
             )
         ]
+        if self.programs:
+            parts += report_programs.tables(self.programs)
         if self.campaign:
             parts += ["\n## Scenarios\n", self._scenario_table(), "\n## Faults\n", self._fault_table()]
         if self.mutants:
-            parts += ["\n## Mutants\n", self._mutant_table()]
+            parts += ["\n## Mutants\n", report_mutants.mutant_table(self.mutants)]
         return "\n".join(parts) + "\n"
 
     def _scenario_table(self) -> str:
         distinct = self.distinct()
         rows = [(row.name, f"{distinct[row.name]:,}", row.about.splitlines()[0]) for row in SCENARIOS.values()]
-        return _table(("scenario", "distinct traces", "what it is about"), rows)
+        return table(("scenario", "distinct traces", "what it is about"), rows)
 
     def _fault_table(self) -> str:
         fates: dict[str, Counter[str]] = {kind: Counter() for kind in FAULTS}
@@ -174,23 +140,4 @@ class Report:
             (kind.name, kind.about, str(faults[kind.name]), *(str(fates[kind.name][fate]) for fate in "DRAX"))
             for kind in FAULTS.values()
         ]
-        return _table(("fault", "what happens", "runs", "D", "R", "A", "X"), rows)
-
-    def _mutant_table(self) -> str:
-        rows: list[tuple[str, ...]] = []
-        for row in self._rows():
-            if row["mutant"] != TWIN:
-                module = row["module"].removeprefix("aoffload.")
-                where = " ".join(row["scenarios"]) or row["test"] or "all scenarios"
-                about = (row["promise"], row["oracle"] or "SURVIVED", str(row["runs"] or "-"), where)
-                rows.append((row["mutant"], module, *about))
-        return _table(("mutant", "module", "promise it breaks", "caught by", "after runs", "of"), sorted(rows))
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+        return table(("fault", "what happens", "runs", "D", "R", "A", "X"), rows)

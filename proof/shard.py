@@ -1,4 +1,4 @@
-"""One part of the proof in processes of its own: `python -m proof.shard campaign|mutants|traces --of 2` writes JSON."""
+"""One part of the proof in processes of its own: `python -m proof.shard PART --of 2` writes JSON."""
 
 from __future__ import annotations
 
@@ -7,63 +7,63 @@ import hashlib
 import itertools
 import json
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
 from .planting import preload
-from .verdicts import judge
+from .programs import ProgramPiece, digests, pieces
+from .verdicts import Budget, chosen, judge
 from .workers import share_out
 
 if TYPE_CHECKING:
     from aoffload.testing import Tally
 
-__all__ = ["campaign", "traces"]
+__all__ = ["campaign", "programs", "traces"]
 
-LONG_ROUNDS = 4
-"""Seeds of each scenario and backend between two looks at the clock."""
-
-
-ALL_STEPS, FEW_STEPS = 400, 48
-"""How far cancellations are swept: to the end if there is time."""
+LONG_PROGRAMS = 6000
+"""Between two looks at the clock."""
+TRACED_PROGRAMS = 36
+"""Of each face."""
 
 
-def campaign(num_workers: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """The campaign, a part for each scenario and backend; with `seconds`, new seeds until they are over."""
+def programs(num_workers: int, num_programs: int, seconds: float) -> list[dict[str, Any]]:
+    """At least that many programs, in pieces; with `seconds`, new seeds until they are over."""
     preload()
     began_s = time.monotonic()
-    parts = _campaign(num_workers, Piece(rounds, 1000, sweeps=True, most_swept=ALL_STEPS if seconds else FEW_STEPS))
-    first_seed = 1000 + rounds
+    found = _programs(num_workers, pieces(num_programs))
     while time.monotonic() - began_s < seconds:
-        parts += _campaign(num_workers, Piece(LONG_ROUNDS, first_seed, sweeps=False))
-        first_seed += LONG_ROUNDS
-    return parts
+        found += _programs(num_workers, pieces(LONG_PROGRAMS, first_seed=sum(one["programs"] for one in found)))
+    return found
 
 
-@attrs.frozen
-class Piece:
-    """What is run of each scenario on each backend."""
-
-    rounds: int
-    first_seed: int
-    sweeps: bool
-    most_swept: int = 0
-
-    def explore(self, number: int) -> dict[str, Any]:
-        from .campaign import BACKENDS, Campaign
-        from .scenarios import SCENARIOS
-
-        name, backend = list(itertools.product(SCENARIOS, BACKENDS))[number]
-        began_s = time.monotonic()
-        found = _told(Campaign(self.rounds, self.first_seed, self.sweeps, self.most_swept).run(name, backend))
-        print(f"{time.monotonic() - began_s:5.1f} s  {found['runs']} runs of {name} on {backend}", flush=True)
+def _programs(num_workers: int, todo: Sequence[ProgramPiece]) -> list[dict[str, Any]]:
+    def explore(number: int) -> dict[str, Any]:
+        began_s, piece = time.monotonic(), todo[number]
+        found = piece.explore()
+        seconds, broken = time.monotonic() - began_s, len(found["violations"])
+        print(f"{seconds:5.1f} s  {found['calls']} calls from {piece}: {broken} violations", flush=True)
         return found
 
+    return share_out(explore, len(todo), num_workers)
 
-def _campaign(num_workers: int, piece: Piece) -> list[dict[str, Any]]:
+
+def campaign(num_workers: int, depth: int) -> list[dict[str, Any]]:
+    """The campaign, a part for each scenario and backend."""
+    preload()
     (num_worlds,) = share_out(lambda _: _num_worlds(), 1, 1)  # in a fork: this process must not import the package
-    return share_out(piece.explore, num_worlds, num_workers)
+    return share_out(lambda number: _explore(number, depth), num_worlds, num_workers)
+
+
+def _explore(number: int, depth: int) -> dict[str, Any]:
+    from .campaign import BACKENDS, Campaign
+    from .scenarios import SCENARIOS
+
+    name, backend = list(itertools.product(SCENARIOS, BACKENDS))[number]
+    began_s = time.monotonic()
+    found = _told(Campaign(depth).run(name, backend))
+    print(f"{time.monotonic() - began_s:5.1f} s  {found['runs']} runs of {name} on {backend}", flush=True)
+    return found
 
 
 def _num_worlds() -> int:
@@ -92,14 +92,14 @@ def _told(tally: Tally) -> dict[str, Any]:
 
 
 def traces() -> dict[str, Any]:
-    """Every decision of one run of each scenario on each backend, as a digest: equal in every process, or no seed
-    replays anything."""
+    """Every decision of one run of each scenario on each backend, and of some programs, as digests: equal in every
+    process, or no seed replays anything."""
     from aoffload.testing import Cancel, Fault, Plan, simulate
 
     from .campaign import BACKENDS
     from .scenarios import SCENARIOS
 
-    found: dict[str, str] = {}
+    found = digests(TRACED_PROGRAMS)
     for row in SCENARIOS.values():
         for backend in BACKENDS:
             plan = Plan(
@@ -114,20 +114,28 @@ def traces() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m proof.shard", description=__doc__)
-    parser.add_argument("part", choices=["campaign", "mutants", "traces"])
+    parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--of", type=int, default=1, help="worker processes")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--programs", type=int, default=Budget().programs)
     parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--third", type=int)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--tried", type=int, default=Budget().tried_programs)
+    parser.add_argument("--ranges", type=int, default=Budget().num_ranges)
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
-    found: Any
-    if given.part == "campaign":
-        found = campaign(given.of, given.rounds, given.seconds)
-    elif given.part == "mutants":
-        found = judge(given.of)
-    else:
-        found = traces()
-    given.json.write_text(json.dumps(found))
+    given.json.write_text(json.dumps(PARTS[given.part](given)))
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "programs": lambda given: programs(given.of, given.programs, given.seconds),
+    "campaign": lambda given: campaign(given.of, given.depth),
+    "mutants": lambda given: judge(
+        given.of, chosen(given.third, given.only), Budget(given.programs, given.tried, given.ranges)
+    ),
+    "traces": lambda given: traces(),
+}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""A soak with real threads and real bytes: `python -m proof.soak --seconds 60 --backend asyncio`.
+"""A soak with real threads and real bytes: `python -m proof.soak --backend asyncio`.
 
 Conversations of which the host remembers a quarter and the device less; a tenth of the requests is cut short natively,
 by scopes, by name, by deadlines. Every block that a request is told is ready is compared with what belongs there; every
 forward and every copy is asked whether its blocks are still its own. With `--device cuda`, forwards are given to a
 stream, and nobody waits for them.
-At rest nothing may be pinned; resident memory and file descriptors must be flat.
+At rest nothing may be pinned; resident memory and file descriptors must be flat. It ends after so many rests, so that
+a slow machine only makes it slow; or, with `--seconds`, at the first rest after those.
 """
 
 from __future__ import annotations
@@ -34,23 +35,20 @@ from .soak_memory import DeviceMemory, HostMemory, MakeMemory, cuda_compute
 from .soak_result import Sample, SoakResult
 from .soak_workload import Server, Ticket, Workload, WrongBytes, turns
 
-__all__ = ["BACKENDS", "Soak", "soak"]
+__all__ = ["BACKENDS", "Length", "Soak", "soak"]
 
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "asyncio": ("asyncio", {}),
     "trio": ("trio", {}),
     "uvloop": ("asyncio", {"use_uvloop": True}),
 }
-DEFAULT_CLIENTS = 40
 NUM_THREADS = 6
 """For forwards; fewer than there are at times, so some are cancelled before a thread has begun with them."""
-SAMPLE_S = 0.5
-REST_S = 3.0
-"""The clients drain after that long."""
-PATIENCE_S = 5.0
+REQUESTS_PER_SAMPLE = 16
+PATIENCE_S = 60.0
 """Threads that nobody waits for let go of their blocks within that long."""
-HANG_S = 30.0
-"""A request that takes that much longer than the clients hangs."""
+HANG_S = 300.0
+"""If no request has ended for that long, one hangs."""
 CLIENT_GONE = "client gone"
 FROM_OUTSIDE = ("cancelled", "")  # the latter before it was entered
 REASONS = {"native": FROM_OUTSIDE, "scope": FROM_OUTSIDE, "request": (CLIENT_GONE,), "runtime": (CLIENT_GONE,)}
@@ -133,24 +131,33 @@ class Attempt:
         raise AssertionError(f"ended without having been cancelled: {request!r}, {reason!r}, {self.error!r}")
 
 
-class Soak:
-    """One run of `seconds`; ends early at the first problem."""
+@attrs.frozen
+class Length:
+    """How long a soak is: how much is done before each rest, and how often."""
 
-    def __init__(
-        self,
-        seconds: float,
-        backend: str,
-        seed: int,
-        num_clients: int,
-        memory: MakeMemory = HostMemory,
-    ) -> None:
-        self._seconds, self._backend, self._seed, self._num_clients = seconds, backend, seed, num_clients
+    num_clients: int = 40
+    """At a time."""
+    num_sessions: int = 6
+    """Of each client, between two rests; most have two requests."""
+    num_rests: int = 12
+    seconds: float = 0.0
+    """If there are any, that long instead, and up to the next rest."""
+
+
+_LENGTH = Length()
+
+
+class Soak:
+    """One run; ends early at the first problem."""
+
+    def __init__(self, backend: str, seed: int, length: Length, memory: MakeMemory = HostMemory) -> None:
+        self._backend, self._seed, self._length = backend, seed, length
         self._workload = Workload(seed)
         self._numbers = itertools.count()
         self._found: list[str] = []
         self._outcomes: Counter[str] = Counter()
         self._samples: list[Sample] = []
-        self._num_resets = self._num_rests = self._max_waiting = self._max_pinned = 0
+        self._num_resets = self._num_rests = self._num_sessions = self._max_waiting = self._max_pinned = 0
         alarms = Alarms(self._found.append)
         self._servers = {
             name: Server(verify=name == "verified", report=self._found.append, logger=alarms, memory=memory)
@@ -163,40 +170,55 @@ class Soak:
         async with AsyncExitStack() as stack:
             for server in self._servers.values():
                 await stack.enter_async_context(server.runtime)
-            async with anyio.create_task_group() as group:
-                group.start_soon(self._sample)
-                while self._left_s > 0 and not self._found:
-                    await self._work_for(min(REST_S, max(1.0, self._seconds / 4), self._left_s))
-                    await self._rest()
-                group.cancel_scope.cancel()
+            self._sample()
+            while self._is_going_on and not self._found:
+                await self._work()
+                await self._rest()
+                self._sample()
         self._found += [f"left behind: {thread.name}" for thread in threading.enumerate() if _copies(thread)]
         return self._result(time.monotonic() - self._began)
 
     @property
-    def _left_s(self) -> float:
-        return self._began + self._seconds - time.monotonic()
+    def _is_going_on(self) -> bool:
+        if self._length.seconds:
+            return time.monotonic() < self._began + self._length.seconds
+        return self._num_rests < self._length.num_rests
 
-    async def _work_for(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        with anyio.move_on_after(seconds + HANG_S) as patience:
+    async def _work(self) -> None:
+        with anyio.move_on_after(HANG_S) as self._patience:
             async with anyio.create_task_group() as clients:
-                clients.start_soon(self._keeper, seconds)
-                for _ in range(self._num_clients):
-                    clients.start_soon(self._client, until)
-        if patience.cancelled_caught:
+                clients.start_soon(self._keeper)
+                for _ in range(self._length.num_clients):
+                    clients.start_soon(self._client)
+        if self._patience.cancelled_caught:
             self._found.append(f"a request hangs: {[server.runtime for server in self._servers.values()]}")
 
-    async def _keeper(self, seconds: float) -> None:
-        """Forgets what one of the caches holds, some time in every phase."""
+    async def _keeper(self) -> None:
+        """Forgets what one of the caches holds, some time in the first half of every phase."""
         draw = random.Random(f"{self._seed} keeper {self._num_resets}")
-        await anyio.sleep(draw.random() * seconds / 2)
+        num_sessions = self._length.num_clients * self._length.num_sessions
+        self._reset_at, self._resets = self._num_sessions + 1 + draw.randrange(max(1, num_sessions // 2)), anyio.Event()
+        await self._resets.wait()
         await self._servers[draw.choice(("plain", "verified"))].runtime.reset()
         self._num_resets += 1
 
-    async def _client(self, until: float) -> None:
-        while time.monotonic() < until and not self._found:
+    async def _client(self) -> None:
+        for _ in range(self._length.num_sessions):
             for ticket in self._workload.session(next(self._numbers)):
-                await self._attempt(Attempt(ticket, self._servers[ticket.server]))
+                if not self._found:
+                    await self._attempt(Attempt(ticket, self._servers[ticket.server]))
+                    self._look()
+            self._num_sessions += 1
+            if self._num_sessions == self._reset_at:
+                self._resets.set()
+
+    def _look(self) -> None:
+        """At the end of each request: somebody else goes on, and perhaps somebody waits."""
+        self._patience.deadline = anyio.current_time() + HANG_S
+        waiting = [server.runtime.statistics().num_waiting for server in self._servers.values()]
+        self._max_waiting = max(self._max_waiting, *waiting)
+        if self._outcomes.total() % REQUESTS_PER_SAMPLE == 0:
+            self._sample()
 
     async def _attempt(self, attempt: Attempt) -> None:
         async with anyio.create_task_group() as group:
@@ -257,12 +279,8 @@ class Soak:
         gc.collect()  # cycles that wait for the collector are no leak
         self._num_rests += 1
 
-    async def _sample(self) -> None:
-        while True:
-            self._samples.append(Sample.take(self._began))
-            waiting = [server.runtime.statistics().num_waiting for server in self._servers.values()]
-            self._max_waiting = max(self._max_waiting, *waiting)
-            await anyio.sleep(SAMPLE_S)
+    def _sample(self) -> None:
+        self._samples.append(Sample.take(self._outcomes.total()))
 
     def _result(self, wall_s: float) -> SoakResult:
         servers = self._servers.values()
@@ -314,15 +332,11 @@ def _copies(thread: threading.Thread) -> bool:
 
 
 def soak(
-    seconds: float,
-    backend: str,
-    seed: int = 0,
-    num_clients: int = DEFAULT_CLIENTS,
-    memory: MakeMemory = HostMemory,
+    backend: str = "asyncio", seed: int = 0, length: Length = _LENGTH, memory: MakeMemory = HostMemory
 ) -> SoakResult:
     """Run it in an event loop of that kind, on that memory."""
     name, options = BACKENDS[backend]
-    return anyio.run(Soak(seconds, backend, seed, num_clients, memory).run, backend=name, backend_options=options)
+    return anyio.run(Soak(backend, seed, length, memory).run, backend=name, backend_options=options)
 
 
 def cuda_memory(shape: tuple[int, int], num_tensors: int) -> DeviceMemory:
@@ -335,16 +349,18 @@ MEMORIES: dict[str, MakeMemory] = {"cpu": HostMemory, "cuda": cuda_memory}
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m proof.soak", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rests", type=int, default=_LENGTH.num_rests, help="how often all clients come to rest")
+    parser.add_argument("--seconds", type=float, default=0.0, help="that long instead")
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="asyncio")
     parser.add_argument("--device", choices=tuple(MEMORIES), default="cpu", help="where the KV is (default: cpu)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clients", type=int, default=DEFAULT_CLIENTS, help="requests at a time")
+    parser.add_argument("--clients", type=int, default=_LENGTH.num_clients, help="requests at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and all samples there")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: not run, since torch sees no CUDA device")
-    result = soak(options.seconds, options.backend, options.seed, options.clients, MEMORIES[options.device])
+    length = Length(options.clients, num_rests=options.rests, seconds=options.seconds)
+    result = soak(options.backend, options.seed, length, MEMORIES[options.device])
     print(result.table())
     if options.json is not None:
         options.json.write_text(result.as_json() + "\n")

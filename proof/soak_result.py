@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from pathlib import Path
 
 import attrs
@@ -13,23 +12,24 @@ import numpy as np
 
 __all__ = ["Sample", "SoakResult"]
 
-SHORTEST_JUDGED_S = 30.0
-"""Over less than that, the slope of the memory says more about the start of the process than about leaks."""
-MAX_SLOPE = 1.0
-"""MB (10**6 bytes) per minute."""
+FEWEST_JUDGED = 3000
+"""Requests. Over fewer, the slope of the memory says more about the start of the process than about leaks."""
+MAX_SLOPE = 0.2
+"""MB (10**6 bytes) per thousand requests."""
 
 
 @attrs.frozen
 class Sample:
-    at_s: float
+    num_requests: int
+    """That have ended so far."""
     rss_bytes: int
     num_fds: int
     num_threads: int
 
     @classmethod
-    def take(cls, began: float) -> Sample:
+    def take(cls, num_requests: int) -> Sample:
         rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return cls(time.monotonic() - began, rss, len(os.listdir("/proc/self/fd")), threading.active_count())
+        return cls(num_requests, rss, len(os.listdir("/proc/self/fd")), threading.active_count())
 
 
 @attrs.frozen
@@ -61,16 +61,16 @@ class SoakResult:
 
     @property
     def judged(self) -> list[Sample]:
-        """The samples after the first quarter of the run."""
-        return [sample for sample in self.samples if sample.at_s >= self.wall_s / 4] or self.samples[-1:]
+        """The samples after the first quarter of the requests."""
+        return [sample for sample in self.samples if sample.num_requests >= self.num_requests / 4] or self.samples[-1:]
 
     @property
     def slope(self) -> float:
-        """Of the resident memory after the warm-up, by least squares, in MB (10**6 bytes) per minute."""
-        at_s = np.array([sample.at_s for sample in self.judged])
+        """Of the resident memory after the warm-up, by least squares, in MB (10**6 bytes) per thousand requests."""
+        requests = np.array([sample.num_requests for sample in self.judged])
         rss = np.array([sample.rss_bytes for sample in self.judged])
-        spread = at_s - at_s.mean()
-        return float((spread * (rss - rss.mean())).sum() / max((spread**2).sum(), 1e-9)) * 60 / 1e6
+        spread = requests - requests.mean()
+        return float((spread * (rss - rss.mean())).sum() / max((spread**2).sum(), 1e-9)) * 1e3 / 1e6
 
     @property
     def problems(self) -> list[str]:
@@ -83,8 +83,8 @@ class SoakResult:
     def _not_flat(self) -> list[str]:
         fds = [sample.num_fds for sample in self.judged]
         problems = [f"file descriptors: {min(fds)} to {max(fds)}"] if min(fds) != max(fds) else []
-        if self.wall_s >= SHORTEST_JUDGED_S and self.slope >= MAX_SLOPE:
-            problems.append(f"resident memory: {self.slope:.2f} MB per minute")
+        if self.num_requests >= FEWEST_JUDGED and self.slope >= MAX_SLOPE:
+            problems.append(f"resident memory: {self.slope:.2f} MB per thousand requests")
         return problems
 
     def _never_seen(self) -> list[str]:
@@ -102,7 +102,7 @@ class SoakResult:
         early = [(f"  ended early: {name}", f"{number:,}") for name, number in sorted(self.num_ended_early.items())]
         names = ("checked", "loaded", "stored", "verified", "evicted")
         blocks = [(f"blocks {name}", f"{getattr(self, f'blocks_{name}'):,}") for name in names]
-        judged = "" if self.wall_s >= SHORTEST_JUDGED_S else " (not judged: too short a run)"
+        judged = "" if self.num_requests >= FEWEST_JUDGED else " (not judged: too short a run)"
         rss = [sample.rss_bytes / 1e6 for sample in (self.judged[0], self.judged[-1])]
         return [
             ("backend, memory, seed, seconds", f"{self.backend}, {self.memory}, {self.seed}, {self.wall_s:.1f}"),
@@ -114,7 +114,7 @@ class SoakResult:
             ("most waiting for room", f"{self.max_waiting}"),
             ("rests, most pinned at one", f"{self.num_rests}, {self.max_pinned_at_rest}"),
             ("resident MB, warm and last", f"{rss[0]:.1f}, {rss[1]:.1f}"),
-            ("slope, MB per minute", f"{self.slope:+.3f}{judged}"),
+            ("slope, MB per 1,000 requests", f"{self.slope:+.3f}{judged}"),
             ("descriptors, first/last/most", _span([sample.num_fds for sample in self.samples])),
             ("threads, first/last/most", _span([sample.num_threads for sample in self.samples])),
             ("verdict", "passed" if self.has_passed else "FAILED"),
@@ -122,7 +122,7 @@ class SoakResult:
         ]
 
     def as_json(self) -> str:
-        more = {"slope_mb_per_min": self.slope, "problems": self.problems, "has_passed": self.has_passed}
+        more = {"slope_mb_per_1000": self.slope, "problems": self.problems, "has_passed": self.has_passed}
         return json.dumps({**attrs.asdict(self), **more}, indent=1)
 
 

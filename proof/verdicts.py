@@ -1,29 +1,49 @@
 """Every planted defect judged, and the program without one by whatever judged them.
 
-A mutant is shown to a thousand simulated runs (`battery.py`) or, where it names one, to a single test. Only what comes
-back in words is a catch: a violation, or a test that failed. A child that died or ran out of time is none.
+A mutant is shown to a thousand simulated runs of scenarios (`battery.py`) or, where no scenario can meet it, to random
+programs (`programs.py`). Where it names a test, it is shown to some programs first, and to that test if they pass. Only
+what comes back in words is a catch: a violation, or a test that failed. A child that died or ran out of time is none.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import attrs
 
 from .mutants import MUTANTS
 from .planting import PRELOADED, ChildResult, Ending, Mutant, in_child, preload
+from .programs import FACES, RUNTIME_FACES
 from .workers import share_out
 
-__all__ = ["TWIN", "judge"]
+__all__ = ["TWIN", "Budget", "chosen", "judge"]
 
 TWIN = "(none)"
 TEST_RUN = ("pytest", "pytest_asyncio", "hypothesis", "uvloop")
 MOST_RUNS = 1000
-TIMEOUT_S = 300.0
+TWIN_PROGRAMS = 500
+"""Of one face in turn, in one child."""
+SEED_RANGE = 1_000_000
+"""Seeds of a range: another range, other programs."""
+TIMEOUT_S = 3600.0
 """Nothing takes a tenth of it: for a child that waits for what never comes."""
 Row = dict[str, Any]
+
+
+@attrs.frozen
+class Budget:
+    """How many programs a mutant is shown to at most."""
+
+    programs: int = 20_000
+    """If it is only programs that meet it."""
+    tried_programs: int = 300
+    """If a test does: to see whether programs do by now."""
+    num_ranges: int = 1
+    """Ranges of seeds in each of which programs have to meet it."""
 
 
 @attrs.frozen
@@ -31,63 +51,114 @@ class Case:
     """One child: what is planted, and what it is shown to."""
 
     mutant: Mutant | None
-    runs: int = 0
+    judge: str
+    """"scenarios", "programs" or "test"."""
+    most: int = 0
+    """Runs, or programs."""
     scenarios: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
+    faces: tuple[str, ...] = ()
+    first_seed: int = 0
 
     def judged(self) -> Row:
         began_s = time.monotonic()
         row = _row(self, self._run())
         seconds = time.monotonic() - began_s
-        where = " ".join(self.scenarios or self.tests[:1]) or "all scenarios"
-        about = f"{row['oracle']} after {row['runs']} runs of {where}  {row['detail'][:80]}"
-        print(f"{seconds:5.1f} s  {row['mutant']}: {about}", flush=True)
+        print(f"{seconds:5.1f} s  {row['mutant']}: {_about(row)}", flush=True)
         return row
 
     def _run(self) -> ChildResult:
-        if self.tests:
+        if self.judge == "test":
             return in_child("proof.mutation:named_tests", list(self.tests), self.mutant, TIMEOUT_S)
-        argument = {"scenarios": self.scenarios, "runs": self.runs}
+        if self.judge == "programs":
+            argument = {"faces": self.faces, "first_seed": self.first_seed, "programs": self.most}
+            return in_child("proof.programs:detect", argument, self.mutant, TIMEOUT_S)
+        argument = {"scenarios": self.scenarios, "runs": self.most}
         return in_child("proof.battery:detect", argument, self.mutant, TIMEOUT_S)
 
 
 def _row(case: Case, found: ChildResult) -> Row:
     mutant, value = case.mutant, found.value if found.ending is Ending.RETURNED else {}
-    row = {"mutant": TWIN, "module": "", "promise": ""}
+    row = {"mutant": TWIN, "module": "", "promise": "", "named": ""}
     if mutant is not None:
-        row = {"mutant": mutant.name, "module": mutant.module, "promise": mutant.promise}
+        row = {"mutant": mutant.name, "module": mutant.module, "promise": mutant.promise, "named": mutant.test}
     violation = value.get("violation")
     oracle = value.get("oracle", "test") if violation else None
     if found.ending is not Ending.RETURNED and mutant is None:
         oracle = found.ending.value  # the twin has to come through
     return row | {
+        "judge": case.judge,
         "scenarios": case.scenarios,
+        "faces": case.faces,
+        "first_seed": case.first_seed,
         "test": " ".join(case.tests),
         "oracle": oracle,
-        "runs": None if case.tests else value.get("runs"),
+        "runs": value.get("runs") if case.judge != "test" else None,
+        "calls": value.get("calls"),
+        "shortest": value.get("shortest"),
         "detail": str(violation or found.detail)[:300],
         "plan": value.get("plan"),
     }
 
 
-def judge(num_workers: int) -> list[Row]:
-    """A row for each mutant, and one for each of what the twin was shown to."""
+def _about(row: Row) -> str:
+    where = {"scenarios": " ".join(row["scenarios"]) or "all scenarios", "test": row["test"]}
+    after = f"{row['runs'] or ''} {row['judge']} {where.get(row['judge'], '')}".strip()
+    shown = f", {row['calls']} calls, shortened to {row['shortest']}" if row["shortest"] else ""
+    return f"{row['oracle']} after {after[:80]}{shown}  {row['detail'][:80]}"
+
+
+def chosen(third: int | None, only: str = "") -> list[Mutant]:
+    """All mutants, or every third, that have `only` in their name."""
+    found = MUTANTS if third is None else MUTANTS[third::3]
+    return [mutant for mutant in found if only in mutant.name]
+
+
+def judge(num_workers: int, mutants: Sequence[Mutant], budget: Budget) -> list[Row]:
+    """Rows for each mutant, one for each that it was shown to, and rows for what the twin was shown to."""
     preload((*PRELOADED, *TEST_RUN))
-    cases = [Case(one, MOST_RUNS, one.scenarios, (one.test,) if one.test else ()) for one in MUTANTS]
-    rows = _judge(cases, num_workers)
+    rows = _judge([case for mutant in mutants for case in _cases(mutant, budget)], num_workers)
+    tried = {row["mutant"] for row in rows if row["oracle"]}
+    rows += _judge([_tested(one) for one in mutants if one.test and one.name not in tried], num_workers)
     return rows + _judge(list(_twins(rows)), num_workers)
 
 
 def _judge(cases: Sequence[Case], num_workers: int) -> list[Row]:
-    return share_out(lambda number: cases[number].judged(), len(cases), num_workers)
+    longest_first = sorted(cases, key=lambda case: -case.most)
+    return share_out(lambda number: longest_first[number].judged(), len(cases), num_workers)
 
 
-def _twins(rows: Iterable[Row]) -> list[Case]:
-    """The same runs that mutants were judged by, the longest first, and the same tests."""
-    most: dict[tuple[str, ...], int] = {}
-    for row in rows:
-        scenarios = tuple(row["scenarios"])
-        most[scenarios] = max(most.get(scenarios, 0), row["runs"] or 0)
-    cases = [Case(None, runs, scenarios) for scenarios, runs in most.items() if runs]
+def _cases(mutant: Mutant, budget: Budget) -> list[Case]:
+    # The ledger alone never meets a defect outside of the core.
+    faces = FACES if mutant.module.startswith("aoffload.core.") else RUNTIME_FACES
+    if mutant.programs:
+        seeds = range(0, budget.num_ranges * SEED_RANGE, SEED_RANGE)
+        return [Case(mutant, "programs", budget.programs, faces=faces, first_seed=seed) for seed in seeds]
+    if mutant.test:
+        return [Case(mutant, "programs", budget.tried_programs, faces=faces)] if budget.tried_programs else []
+    return [Case(mutant, "scenarios", MOST_RUNS, scenarios=mutant.scenarios)]
+
+
+def _tested(mutant: Mutant) -> Case:
+    return Case(mutant, "test", tests=(mutant.test,))
+
+
+def _twins(rows: Sequence[Row]) -> Iterator[Case]:
+    """The same runs and programs that mutants were judged by, and the same tests."""
     tests = tuple(sorted({row["test"] for row in rows if row["test"]}))
-    return [*([Case(None, tests=tests)] if tests else []), *sorted(cases, key=lambda case: -case.runs)]
+    if tests:
+        yield Case(None, "test", tests=tests)
+    runs: dict[tuple[str, ...], int] = {}
+    programs: dict[tuple[str, int], int] = {}
+    for row in rows:
+        if row["judge"] == "scenarios":
+            scenarios = tuple(row["scenarios"])
+            runs[scenarios] = max(runs.get(scenarios, 0), row["runs"] or 0)
+        elif row["judge"] == "programs":
+            for face, number in Counter(islice(cycle(row["faces"]), row["runs"] or 0)).items():
+                programs[face, row["first_seed"]] = max(programs.get((face, row["first_seed"]), 0), number)
+    yield from (Case(None, "scenarios", most, scenarios) for scenarios, most in runs.items() if most)
+    for (face, first_seed), most in programs.items():
+        for start in range(0, most, TWIN_PROGRAMS):
+            number = min(TWIN_PROGRAMS, most - start)
+            yield Case(None, "programs", number, faces=(face,), first_seed=first_seed + start)

@@ -55,14 +55,14 @@ def test_every_name_for_tests_is_documented() -> None:
     assert set(aoffload.testing.__all__) - names_in(code_spans(API)) == set()
 
 
-def test_the_first_scenario_runs_and_prints_what_it_says() -> None:
-    """The program in docs/testing.md is whole, finds nothing, and the block behind it is its output."""
+def test_what_the_page_of_testing_shows_runs_and_prints_what_it_says() -> None:
+    """Each program in docs/testing.md is whole, finds nothing, and the block behind it is its output."""
     page = ROOT / "docs/testing.md"
-    (code,), (shown,) = code_blocks(page, "python"), code_blocks(page, "text")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, "testing.md", "exec"), {"__name__": "testing_page"})
-    assert printed.getvalue() == shown
+    for code, shown in zip(code_blocks(page, "python"), code_blocks(page, "text"), strict=True):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "testing.md", "exec"), {"__name__": "testing_page"})
+        assert printed.getvalue() == shown
 
 
 @pytest.mark.parametrize("kind", [OffloadRuntime, Request, Ledger, OffloadConfig])

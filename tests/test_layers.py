@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "aoffload"
 ROOMS = {
-    "errors": 0, "prefix": 0, "config": 0, "env": 0,
+    "errors": 0, "arguments": 0, "prefix": 0, "config": 0, "env": 0,
     "core": 1,
     "transfer": 2,
     "request": 3, "loading": 3, "keeping": 3, "worker": 3, "telemetry": 3, "observers": 3,

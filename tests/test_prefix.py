@@ -115,7 +115,7 @@ def test_roots_are_told_apart_by_where_their_text_stands() -> None:
 tokens = st.lists(st.integers(0, 3), min_size=8, max_size=64)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ids=tokens, cuts=st.sets(st.integers(1, 30)), span=st.tuples(st.integers(0, 20), st.integers(1, 20)))
 def test_a_digest_does_not_depend_on_cuts(ids: list[int], cuts: set[int], span: tuple[int, int]) -> None:
     """Hashing in runs, however they were cut, gives the digests that hashing block by block gives."""
@@ -139,7 +139,7 @@ def test_a_digest_does_not_depend_on_cuts(ids: list[int], cuts: set[int], span: 
     assert hasher.digest() == whole.digest()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(one=tokens, two=tokens)
 def test_equal_digests_mean_equal_prefixes(one: list[int], two: list[int]) -> None:
     """Of two prompts, the digests of a position are equal exactly if all tokens before it are."""
@@ -159,7 +159,7 @@ def test_appending_reads_like_a_longer_prompt() -> None:
     assert [grown.stretch(i, i + 1) for i in range(3)] == [whole.stretch(i, i + 1) for i in range(3)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ids=tokens, more=st.lists(st.integers(0, 3), max_size=8), start=st.integers(0, 30))
 def test_what_is_hashed_ahead_is_what_publishing_hashes(ids: list[int], more: list[int], start: int) -> None:
     """Where the longest runs end behind `start`, and nowhere else, the running hash is there before anybody asks."""

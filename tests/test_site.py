@@ -72,6 +72,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Elements]:
+    return {page: Elements(page) for page in site.rglob("*.html")}
+
+
 def test_every_page_is_in_the_navigation() -> None:
     """Whoever looks at the navigation sees every page, and nothing there leads nowhere."""
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
@@ -80,10 +85,10 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed - pages == set()
 
 
-def test_pages_fetch_nothing_from_another_host(site: Path) -> None:
+def test_pages_fetch_nothing_from_another_host(site: Path, pages: dict[Path, Elements]) -> None:
     """Scripts, styles, fonts and pictures of every page are files of the site; reading it tells nobody."""
     outside = re.compile(r"(https?:)?//")
-    fetched = {(page.name, name) for page in site.rglob("*.html") for name in Elements(page).fetched}
+    fetched = {(page.name, name) for page, elements in pages.items() for name in elements.fetched}
     styles = {(style.name, url) for style in site.rglob("*.css") for url in named_in(style)}
     assert len(fetched) > 10 and styles
     assert {each for each in fetched | styles if outside.match(each[1])} == set()
@@ -93,12 +98,11 @@ def named_in(style: Path) -> list[str]:
     return re.findall(r"(?:url\(|@import )[\"']?([^\"')]+)", style.read_text())
 
 
-def test_links_of_the_site_resolve(site: Path) -> None:
+def test_links_of_the_site_resolve(pages: dict[Path, Elements]) -> None:
     """Every link of every page has its page and its place in it, the reference and the sources included."""
-    pages = {page: Elements(page) for page in site.rglob("*.html") if page.name != "404.html"}
     lost = []
     for page, elements in pages.items():
-        for link in elements.links:
+        for link in elements.links if page.name != "404.html" else ():
             path, _, anchor = unquote(link).partition("#")
             at = (page.parent / path).resolve() if path else page
             is_there = anchor in pages[at].ids if anchor and at in pages else at.is_file() and not anchor
@@ -108,9 +112,9 @@ def test_links_of_the_site_resolve(site: Path) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=attrgetter("__name__"))
-def test_every_public_name_has_an_entry(site: Path, module: ModuleType) -> None:
+def test_every_public_name_has_an_entry(pages: dict[Path, Elements], module: ModuleType) -> None:
     """The reference has the signature and the docstring of each name in `__all__`."""
-    entries = {name for page in (site / "reference").glob("*.html") for name in Elements(page).ids}
+    entries = {name for page, elements in pages.items() if page.parent.name == "reference" for name in elements.ids}
     assert {f"{module.__name__}.{name}" for name in module.__all__} - entries == set()
 
 

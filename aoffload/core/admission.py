@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import attrs
 
@@ -116,16 +116,21 @@ class Admission:
             self.pins.match_again(holding)
         self.pump()
 
-    def match_again(self, holding: Holding) -> None:
-        """What `holding` has matched, and not yet read, is gone. The caller pumps."""
-        self.pins.forget_match(holding)
-        waiter = holding.waiter
-        if waiter is None:
-            self.pins.pin(holding)
-        elif waiter.granted is not None:  # it was too little now
-            self.cache.give(Tier.DEVICE, waiter.granted)
-            waiter.granted = None
-            self.wait_for_allocation(waiter)
+    def match_again(self, holdings: Iterable[Holding]) -> None:
+        """What `holdings` have matched, and not yet read, is gone. The caller pumps.
+
+        All of them let go before one is matched again: it would protect what nobody finds any more from being freed."""
+        unread = [holding for holding in holdings if holding.may_match_again]
+        for holding in unread:
+            self.pins.forget_match(holding)
+        for holding in unread:
+            waiter = holding.waiter
+            if waiter is None and holding.state is _S.PINNED:
+                self.pins.pin(holding)
+            elif waiter is not None and waiter.granted is not None:  # it was too little now
+                self.cache.give(Tier.DEVICE, waiter.granted)
+                waiter.granted = None
+                self.wait_for_allocation(waiter)
 
     def _allocated(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
         self.pins.start_tables(holding, num_units, blocks)
@@ -190,16 +195,16 @@ class Admission:
 
     def _has_room(self, holding: Holding, num_units: int) -> bool:
         """Whether a table of `num_units` can be had now; if need be without what `holding` itself pins on the device
-        behind its device hit, so that its own pins never keep it waiting."""
+        behind its device hit, so that its own pins never keep it waiting. Where there is no room, nothing changes."""
         if self.num_missing(holding, num_units) <= self.room:
             return True
-        if holding.reserve is None:
+        if holding.reserve is None or not holding.may_match_again:
+            return False
+        missing, gained = self.pins.without_islands(holding, num_units)
+        if missing > self.room + gained:
             return False
         self.pins.match_again(holding, islands=False)
-        if self.num_missing(holding, num_units) <= self.room:
-            return True
-        self.pins.match_again(holding)
-        return False
+        return self.num_missing(holding, num_units) <= self.room
 
     # -- the line -------------------------------------------------------------------------------------------------
 
@@ -240,25 +245,24 @@ class Admission:
             if not self._serve_extension(self.line.extending[0]):
                 break
         while self.line.allocating and not self.line.extending:
-            if not self._serve_allocation(self.line.allocating[0]) and not self._make_pins_yield():
+            if not self._serve_allocation(self.line.allocating[0]) and not self._serve_alone(self.line.allocating[0]):
                 return
 
-    def _make_pins_yield(self) -> bool:
-        """Whether a pin has ended for who is first in line: pins promise nothing to whom nobody else can make room.
+    def _serve_alone(self, first: Waiter) -> bool:
+        """Whether something has changed for who is first in line where nobody else holds room: a pin yields, since pins
+        promise nothing to whom nobody else can make room. Without one it will never fit, and hears so.
 
-        Its own pins least of all: they may be what protects blocks that nobody finds any more, which go once it has let
-        go of what lies over them for a moment."""
-        first = self.line.allocating[0].holding
-        return not self.others_hold_room() and (self._forget_condemned(first) or self.yield_pin())
-
-    def _forget_condemned(self, first: Holding) -> bool:
-        """Whether there is more room, now that `first` is not matched any more."""
-        pool = self.cache.tiers[Tier.DEVICE].pool
-        if not self.pins.protects_condemned(first):
+        Its own match goes first. That may free blocks that nobody finds any more, and a pin on the same blocks is then
+        their last reference."""
+        if self.others_hold_room():
             return False
+        pool = self.cache.tiers[Tier.DEVICE].pool
         before = pool.num_free
-        self.pins.forget_match(first)
-        return pool.num_free > before  # else somebody else protects them, too: it is matched again at the next pump
+        self.pins.forget_match(first.holding)
+        if pool.num_free == before and not self.yield_pin():
+            self.line.allocating.pop(0)
+            first.fail(OutOfBlocks(self.num_needed(first.holding, first.num_units), self.capacity, retryable=False))
+        return True
 
     def _serve_extension(self, waiter: Waiter) -> bool:
         """Whether the head of the extensions is over, one way or the other."""

@@ -1,30 +1,23 @@
-"""Checks of what callers hand in: a typed error that names the argument, before anything is changed."""
+"""Checks of what callers hand to the ledger. Those that any room needs are in `aoffload/arguments.py`."""
 
 from __future__ import annotations
 
-import math
-
+from ..arguments import check_bool, check_int, check_text, check_type, number_of, shown
 from ..errors import InvalidArgument
+from ..prefix import Prefix
 from .plan import Completion, Outcome, Tier
 
-__all__ = ["check_bool", "check_completion", "check_int", "check_tier"]
-
-
-def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        raise InvalidArgument(name, f"must be an integer in [{minimum}, {maximum}], got {value!r}")
-    return value
+__all__ = ["check_bool", "check_completion", "check_int", "check_prefix", "check_text", "check_tier"]
 
 
 def check_tier(name: str, tier: object) -> Tier:
     if not isinstance(tier, Tier):
-        raise InvalidArgument(name, f"must be a Tier, got {tier!r:.80}")
+        raise InvalidArgument(name, f"must be a Tier, got {shown(tier)}")
     return tier
 
 
-def check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidArgument(name, f"must be True or False, got {value!r:.80}")
+def check_prefix(prefix: object) -> Prefix:
+    return check_type("prefix", prefix, Prefix)
 
 
 def check_completion(completion: Completion) -> None:
@@ -34,8 +27,13 @@ def check_completion(completion: Completion) -> None:
     check_int("completion.job_id", completion.job_id, 0)
     check_int("completion.num_landed", completion.num_landed, 0)
     if not isinstance(completion.outcome, Outcome):
-        raise InvalidArgument("completion.outcome", f"must be an Outcome, got {completion.outcome!r}")
+        raise InvalidArgument("completion.outcome", f"must be an Outcome, got {shown(completion.outcome)}")
     if not isinstance(completion.corrupt, tuple):
-        raise InvalidArgument("completion.corrupt", f"must be a tuple of indices, got {completion.corrupt!r}")
+        raise InvalidArgument("completion.corrupt", f"must be a tuple of indices, got {shown(completion.corrupt)}")
     for index in completion.corrupt:
         check_int("completion.corrupt", index, 0)
+    check_text("completion.error", completion.error)
+    check_int("completion.num_bytes", completion.num_bytes, 0)
+    duration_s = number_of(completion.duration_s)
+    if duration_s is None or duration_s < 0:
+        raise InvalidArgument("completion.duration_s", f"must be seconds, got {shown(completion.duration_s)}")

@@ -15,8 +15,8 @@ there is room, and a prefix that ends there may still hit.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from .borders import Borders
 from .eviction import EvictionOrder
@@ -25,9 +25,6 @@ from .index import NUM_TIERS, Part, Run, RunIndex
 from .lease import Lease
 from .plan import Tier
 from .tiers import BlockWatcher, TierBlocks
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["ORPHANED", "UNPUBLISHABLE", "PrefixCache"]
 
@@ -107,6 +104,22 @@ class PrefixCache(Borders):
             elif not self.move_border(current, start, band):
                 self._dereference_part(self.tiers[lease.tier], self.split(current, start), band.number)
         lease.starts[at] = max(lease.starts[at], start)
+
+    def pinned_by_none_but(self, leases: Iterable[Lease]) -> list[Part]:
+        """The parts that would be unpinned if `leases`, all of one tier, were released."""
+        counts: Counter[Part] = Counter()
+        for lease in leases:
+            current: Run | None = lease.run
+            while current is not None:
+                part = current.parts[lease.tier]
+                counts[part] += 1
+                if counts[part] < part.num_references:
+                    break
+                current = current.before
+            for number, start in enumerate(lease.starts, 1):
+                for run in _between(lease.run, start, lease.run.stop):
+                    counts[run.part(lease.tier, number)] += 1
+        return [part for part, count in counts.items() if count == part.num_references]
 
     def _split_path(self, run: Run, at: int) -> None:
         """Have a run of the path of `run` begin at unit `at`, if it reaches that far."""
@@ -228,8 +241,7 @@ class PrefixCache(Borders):
         for number, part in enumerate(run.parts):
             self.withdraw_part(self.tiers[number % NUM_TIERS], part)
 
-    @staticmethod
-    def withdraw_part(tier: TierBlocks, part: Part) -> None:
+    def withdraw_part(self, tier: TierBlocks, part: Part) -> None:
         job = part.incoming
         while job is not None and job.stop > part.run.start:
             job.epoch = UNPUBLISHABLE
@@ -241,15 +253,15 @@ class PrefixCache(Borders):
             tier.pool.give(part.clear())
         elif part.blocks:
             part.condemn(first, part.clear())
-        if tier.watcher is not None and first < stop:
+        if tier.watcher is not None and first < stop and part.run.epoch == self.epoch:  # else it was told by the reset
             tier.watcher.part_changed(part, first, stop)
 
-    def withdraw_behind(self, wrong: set[Run]) -> None:
-        """Withdraw what hangs on `wrong` runs, whoever computed it: once they are right again it could be reached."""
-        if not wrong:
-            return
-        behind = [run for run in self.index.runs.values() if run not in wrong and not wrong.isdisjoint(run.path())]
-        for run in behind:
+    def withdraw_all(self, wrong: Iterable[Run]) -> None:
+        """Withdraw `wrong` runs, of whatever epoch, and what hangs on them, whoever has computed it: once they are
+        right again it could be reached."""
+        heads = set(wrong)
+        behind = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
+        for run in (*(run for run in wrong if run.epoch != self.epoch), *behind):
             self.withdraw(run)
         for run in behind:
             self.tidy(run)

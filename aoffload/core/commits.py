@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import attrs
 
+from ..arguments import shown
 from ..errors import CommitError
 from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .admission import Admission
@@ -16,12 +17,13 @@ from .forks import taken_from
 from .frontier import Frontier
 from .holding import Holding
 from .index import Run
+from .keeping import Keeping
 from .lifecycle import RequestState, require
 from .loads import Loads, require_no_holes
 from .pins import Pins
-from .plan import TransferPlan
+from .plan import Tier, TransferPlan
 from .policy import StorePolicy
-from .publish import publish, step_back, unpublish
+from .publish import first_published, publish, published_by, read_by, runs_from, step_back, take_private
 from .stores import Stores
 from .windows import slide
 
@@ -39,6 +41,7 @@ class Commits:
     loads: Loads
     policy: StorePolicy
     frontier: Frontier
+    keeping: Keeping
 
     def admitted(self, holding: Holding) -> None:
         """Have the policy know of its prompt."""
@@ -77,8 +80,8 @@ class Commits:
 
     def _check_commit(self, holding: Holding, num_computed_tokens: int, num_added: int) -> None:
         name = "num_computed_tokens"
-        if isinstance(num_computed_tokens, bool) or not isinstance(num_computed_tokens, int):
-            raise CommitError(name, f"must be an integer, got {num_computed_tokens!r}")
+        if type(num_computed_tokens) is not int:
+            raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
         if num_computed_tokens < holding.num_computed_tokens:
             raise CommitError(name, f"goes back from {holding.num_computed_tokens} to {num_computed_tokens}")
         check_valid(holding, num_computed_tokens)
@@ -122,55 +125,87 @@ class Commits:
 
         Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
         Returns the other holdings that may have read it meanwhile; they have to be aborted. So has `holding` itself, if
-        it would have to go back behind its window. Who has only matched it is matched again, and a grant that it has
-        not accepted yet goes back into the line.
+        it would have to go back behind its window, or if others still read blocks that it would compute into and there
+        is no room for others. Who has only matched it is matched again, and a grant that it has not accepted yet goes
+        back into the line.
         """
         require(holding, "invalidate", _S.RUNNING)
         ready = holding.ready_stop * self.cache.layout.unit_tokens
         if not ready <= check_int("from_token", from_token, 0) <= holding.num_computed_tokens:
             raise CommitError("from_token", f"must lie in [{ready}, {holding.num_computed_tokens}], got {from_token}")
         start = from_token // self.cache.layout.unit_tokens
-        wrong = unpublish(self.cache, holding, start)  # after a reset too: its blocks are no less shared for that
         others = [other for other in readers if other is not holding]
-        tainted = self._taint(wrong, [other for other in others if other.has_read], {holding: from_token})
-        self.cache.withdraw_behind(wrong)
-        for other in others:
-            if other.state is _S.PINNED and (other in tainted or _leases_any(other, wrong)):
-                self.admission.match_again(other)
-        step_back(self.cache, holding, start)
+        # After a reset too: its blocks are no less shared for that.
+        wrong = dict.fromkeys(runs_from(self.cache, holding, first_published(self.cache, holding, start), ()))
+        tainted = self._taint(wrong, others, {holding: from_token})
+        self.cache.withdraw_all(wrong)
+        self.keeping.renew()
+        if self.cache.tiers[Tier.DEVICE].is_lent:
+            self._keep_handles(tainted)
+        self.admission.match_again(other for other in others if other in tainted or _leases_any(other, wrong))
+        goes_on = self._compute_again(holding, from_token, tainted)
         holding.sequence.drop_after(from_token + 1)
         holding.num_computed_tokens = from_token
         self.admission.pump()
-        return tainted if self._may_go_on(holding) else (holding, *tainted)
+        if goes_on and self._reaches_back(holding):
+            return (*tainted,)
+        holding.epoch = UNPUBLISHABLE
+        return (holding, *tainted)
 
-    def _may_go_on(self, holding: Holding) -> bool:
+    def _keep_handles(self, tainted: dict[Holding, int]) -> None:
+        """Of lent blocks each table has a handle of its own on what it names."""
+        for other, start in tainted.items():
+            published = published_by(self.cache, other, start) if other.tables else []
+            take_private(self.cache, other, published, [])
+            for band, run in published:
+                other.tables[band.number].duplicates.append(range(run.start, run.stop))
+
+    def _compute_again(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> bool:
+        """Let `holding` compute again from `from_token` on. False: others still read blocks that it would write to, and
+        there is no room for as many; or a step of its own writes there, or half of one is right and has to stay."""
+        start, excess = divmod(from_token, self.cache.layout.unit_tokens)
+        published = published_by(self.cache, holding, start)
+        shared = [] if self.cache.tiers[Tier.DEVICE].is_lent else read_by(readers, published)
+        needed = sum((run.stop - run.start) * band.width for band, run in shared)
+        if shared and (holding.num_steps or needed > self.admission.room or (excess and shared[0][1].start == start)):
+            return False
+        take_private(self.cache, holding, published, shared)
+        step_back(self.cache, holding, start)
+        return True
+
+    def _reaches_back(self, holding: Holding) -> bool:
         """Whether what attention reads before where `holding` has come to is still there, or a window has left it."""
         tables = zip(self.cache.layout.windows, holding.tables[1:], strict=True)
         return all(table.start <= band.first_needed(holding.num_computed_tokens) for band, table in tables)
 
-    def _taint(self, wrong: set[Run], others: list[Holding], sources: dict[Holding, int]) -> tuple[Holding, ...]:
-        """Those of `others` that lease a wrong run, or have something of what `sources` computed from some token on.
-        What they computed on it is wrong as well, and so on."""
-        tainted: list[Holding] = []
+    def _taint(self, wrong: dict[Run, None], others: list[Holding], sources: dict[Holding, int]) -> dict[Holding, int]:
+        """Those of `others` that may have read a wrong run, or have something of what `sources` computed from some
+        token on, each with the first unit that is wrong. What they computed on it is wrong as well, and so on: it joins
+        `sources`."""
+        tainted: dict[Holding, int] = {}
         found = True
         while found:
             found = False
             for other in others:
-                read = [run.start for lease in other.all_leases() for run in lease.run.path() if run in wrong]
+                if other in tainted:
+                    continue
+                read = [run.start for run in _read(other) if run in wrong]
                 read += taken_from(self.cache, other, sources)
                 read += self._read_before(other, sources)
-                if read and other not in tainted:
-                    tainted.append(other)
-                    sources = {**sources, other: min(read) * self.cache.layout.unit_tokens}
-                    other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds
+                if read:
                     # Only behind the first wrong block: what it computed before that is right, and others build on it.
-                    wrong |= unpublish(self.cache, other, min(read))
+                    tainted[other] = min(read)
+                    sources[other] = min(read) * self.cache.layout.unit_tokens
+                    other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds
+                    wrong.update(dict.fromkeys(runs_from(self.cache, other, min(read), wrong)))
                     found = True
-        return tuple(tainted)
+        return tainted
 
     def _read_before(self, other: Holding, sources: dict[Holding, int]) -> list[int]:
         """The first unit of what `sources` computed that `other` may have read before it was preempted. It leases that
         no more, so only its tokens tell; what it has sampled since is wrong as well."""
+        if not other.read_before:
+            return []
         unit = self.cache.layout.unit_tokens
         firsts = {source: at // unit for source, at in sources.items()}
         return [
@@ -180,5 +215,11 @@ class Commits:
         ]
 
 
-def _leases_any(holding: Holding, runs: set[Run]) -> bool:
-    return any(not runs.isdisjoint(lease.run.path()) for lease in holding.all_leases())
+def _read(holding: Holding) -> Iterator[Run]:
+    """What `holding` may have computed with: without tables, its leases are no more than pins."""
+    for lease in holding.all_leases() if holding.tables else ():
+        yield from lease.run.path()
+
+
+def _leases_any(holding: Holding, runs: dict[Run, None]) -> bool:
+    return any(run in runs for lease in holding.all_leases() for run in lease.run.path())

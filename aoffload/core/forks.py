@@ -39,6 +39,26 @@ class Forks:
     cache: PrefixCache
     admission: Admission
     moves: Moves
+    over: dict[Holding, None] = attrs.field(factory=dict)
+    """Forks that are over, as long as somebody they come from is not: what they have published hangs on a block that
+    was copied, and no path says so."""
+    _over_of: dict[Holding, list[Holding]] = attrs.field(factory=dict)
+    """The same by whom they come from, so that the end of a request costs what it has left behind, not all that is."""
+
+    def leaving(self, holding: Holding) -> None:
+        """`holding` is about to let go of everything. A fork that has published nothing leaves nothing to take back."""
+        origins = [origin for origin in holding.origins if not origin.is_over]
+        if origins and (holding.read_before or holding.published > holding.ready_stop):
+            holding.read_before = max(holding.read_before, holding.published)
+            self.over[holding] = None
+            for origin in origins:
+                self._over_of.setdefault(origin, []).append(holding)
+
+    def left(self, holding: Holding) -> None:
+        """`holding` is over: forget the forks that nobody can take anything back from any more."""
+        for fork in self._over_of.pop(holding, ()):
+            if all(origin.is_over for origin in fork.origins):
+                del self.over[fork]
 
     def check(self, parent: Holding) -> None:
         """Refuse to fork what is being written, or waits, or has read what was wrong."""
@@ -138,7 +158,8 @@ class Forks:
 def taken_from(cache: PrefixCache, holding: Holding, sources: Mapping[Holding, int]) -> list[int]:
     """The first unit that `holding` has of what each of `sources` computed from some token on: copied when it was
     forked, or in a block that is lent to both."""
-    found = [at // cache.layout.unit_tokens for source, at in sources.items() if holding.origins.get(source, 0) > at]
+    unit, copied = cache.layout.unit_tokens, holding.origins.items()
+    found = [sources[source] // unit for source, stop in copied if source in sources and stop > sources[source]]
     if not cache.tiers[Tier.DEVICE].is_lent:
         return found
     for source, at in sources.items():

@@ -10,7 +10,9 @@ from typing import Protocol
 
 import attrs
 
+from ..arguments import check_has, check_int, shown
 from ..errors import ConfigError
+from .kinds import check_kind
 
 __all__ = ["AttentionKind", "Band", "ChunkedLocal", "FullAttention", "KVCacheGroup", "Layout", "SlidingWindow"]
 
@@ -22,8 +24,10 @@ MAX_REACH = 2**31 - 1
 class AttentionKind(Protocol):
     """Which of the blocks before a position attention still reads.
 
-    Kinds are compared with `==`: groups of equal kinds form one band. What is needed never begins further back for a
-    later position than it did for an earlier one. A recurrent state would need the one block that ends at `hit_end`.
+    Every token has KV of its own, in the block at its place: a block is needed if one of its tokens is read, and what
+    is read never begins further back for a later token. `KVCacheGroup` refuses kinds that answer otherwise
+    (`core/kinds.py` has the rules), a recurrent state among them. Kinds are compared with `==`: groups of equal kinds
+    form one band.
     """
 
     def required_blocks(self, hit_end: int, block_size: int) -> range:
@@ -37,8 +41,8 @@ class AttentionKind(Protocol):
 
 
 def _reach(_: object, attribute: attrs.Attribute[int], value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_REACH:
-        raise ConfigError(attribute.name, f"must be a positive integer up to {MAX_REACH}, got {value!r:.80}")
+    if type(value) is not int or not 1 <= value <= MAX_REACH:
+        raise ConfigError(attribute.name, f"must be a positive integer up to {MAX_REACH}, got {shown(value)}")
 
 
 @attrs.frozen
@@ -89,19 +93,18 @@ class KVCacheGroup:
     @name.validator
     def _check_name(self, _: object, value: object) -> None:
         if not isinstance(value, str) or not value:
-            raise ConfigError("groups.name", f"must be a non-empty string, got {value!r}")
+            raise ConfigError("groups.name", f"must be a non-empty string, got {shown(value)}")
 
     @attention.validator
     def _check_attention(self, _: object, value: object) -> None:
-        if isinstance(value, type) or not all(
-            callable(getattr(value, name, None)) for name in ("required_blocks", "free_end")
-        ):
-            raise ConfigError("groups.attention", f"must be an attention kind such as FullAttention(), got {value!r}")
+        check_has("groups.attention", value, "kind such as FullAttention()", "required_blocks free_end", ConfigError)
 
     @block_size.validator
     def _check_block_size(self, _: object, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_BLOCK_SIZE:
-            raise ConfigError("groups.block_size", f"must be an integer in [1, {MAX_BLOCK_SIZE}], got {value!r}")
+        check_int("groups.block_size", value, 1, MAX_BLOCK_SIZE, ConfigError)
+
+    def __attrs_post_init__(self) -> None:
+        check_kind(self.name, self.attention, self.block_size)
 
 
 @attrs.frozen

@@ -25,6 +25,7 @@ __all__ = ["NO_LIMIT", "Extension", "Holding", "Load", "Spare"]
 
 NO_LIMIT = 2**62
 """As a number of units: everything."""
+_UNREAD = (RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.LOADING)
 
 
 @attrs.frozen
@@ -138,14 +139,15 @@ class Holding:
         return self.tables[0].ids if self.tables else array("i")
 
     @property
-    def has_read(self) -> bool:
-        """Whether it may have computed with what it has matched, now or before it was preempted."""
-        return self.num_units > 0 or self.has_committed
+    def may_match_again(self) -> bool:
+        """Whether its match is no more than pins: it has no block tables, and has not begun to compute with what it
+        pins. Nobody else is ever matched again."""
+        return not self.tables and self.state in _UNREAD
 
     @property
     def holds_room(self) -> bool:
         granted = self.waiter is not None and bool(self.waiter.granted)
-        return self.num_units > 0 or granted or Tier.DEVICE in self.leases
+        return self.num_units > 0 or granted or Tier.DEVICE in self.leases or self.reserve is not None
 
     def all_leases(self) -> list[Lease]:
         return [*self.leases.values()] if self.reserve is None else [*self.leases.values(), self.reserve]

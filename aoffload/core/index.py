@@ -135,9 +135,7 @@ class Part:
         return tuple([unit for unit in units if unit.start < at])
 
     def disown(self, ids: Container[int]) -> None:
-        """Know nothing more of `ids`, which are another's: held, or condemned."""
-        if self.blocks and self.blocks[0] in ids:  # they were published at once, or not at all
-            self.clear()
+        """Know nothing more of `ids`, which are condemned here and another's from now on."""
         units = [unit for one in self.condemned for unit in one.units(self.width)]
         self.condemned = tuple([unit for unit in units if unit.ids[0] not in ids])
 

@@ -218,18 +218,24 @@ class JobBook:
         return [job, *self._settle_followers(job)]
 
     def _settle_followers(self, job: Job) -> list[Job]:
-        """Settle what waited for `job`; what is still on its way follows what `job` followed, so no chain breaks."""
+        """Settle what waited for `job`; what is still on its way follows what `job` followed, so no chain breaks.
+
+        A loop: where copies end last first, as many wait for one another as were launched."""
         settled: list[Job] = []
-        before = job.predecessor
-        for follower in job.followers:
-            if follower.parked is not None and follower.job_id in self.unsettled:
-                self._close(follower, follower.parked)
-                settled += [follower, *self._settle_followers(follower)]
-            elif not follower.is_settled:
-                follower.predecessor = before
-                if before is not None:
-                    before.followers.append(follower)
+        before, left = job.predecessor, job.followers[::-1]
         job.followers.clear()
+        while left:
+            follower = left.pop()
+            if follower.is_settled:
+                continue
+            follower.predecessor = before
+            if follower.parked is not None:
+                self._close(follower, follower.parked)
+                settled.append(follower)
+                left += follower.followers[::-1]
+                follower.followers.clear()
+            elif before is not None:
+                before.followers.append(follower)
         return settled
 
     def _close(self, job: Job, completion: Completion) -> None:
@@ -242,7 +248,7 @@ class JobBook:
         if unproven:
             self.quarantined[job.job_id] = job
             self.cache.tiers[job.plan.destination].quarantine(job.plan.destination_ids)
-        if completion.outcome is Outcome.CORRUPT and job.epoch == self.cache.epoch:
+        if completion.outcome is Outcome.CORRUPT and job.run.epoch == self.cache.epoch:
             self._forget_corrupt(job, completion)
         done = completion.outcome is Outcome.LANDED
         self.moves.job(job, JobState.COMPLETED if done else JobState.FAILED, completion.outcome.value)

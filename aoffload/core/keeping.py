@@ -9,13 +9,14 @@ Pins end by their deadlines too. The core has no clock: who drives it looks at `
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterator
 
 import attrs
 
+from ..arguments import number_of, shown
 from ..errors import InvalidArgument, OutOfBlocks
 from .cache import PrefixCache
 from .index import NUM_TIERS, Part, stretches
@@ -82,7 +83,7 @@ class Keeping:
 
     def pin(self, sequence: TokenSequence, expires_at: float, ledger: object) -> Pin:
         """Keep what is cached of `sequence`, to its last whole unit; `OutOfBlocks` beyond the share changes nothing."""
-        _check_time("expires_at", expires_at)
+        expires_at = _check_time("expires_at", expires_at)
         limit = sequence.num_tokens // self.cache.layout.unit_tokens
         hit, wishes = self._wishes(sequence, limit)
         self._check_share(hit, wishes)
@@ -110,7 +111,7 @@ class Keeping:
 
     def lapse(self, now: float) -> bool:
         """End every pin whose time is over; whether any."""
-        _check_time("now", now)
+        now = _check_time("now", now)
         before = len(self.pins)
         while self.pins and self.pins[0].expires_at <= now:
             self.end(self.pins[0], _S.LAPSED)
@@ -118,9 +119,11 @@ class Keeping:
 
     def yield_one(self) -> bool:
         """End the first pin to end of those that keep device blocks from others; whether there was one."""
-        kept = Counter(part for pin in self.pins for part in _counted(pin))
+        leases = {pin: [lease for lease in pin.leases if lease.tier is Tier.DEVICE] for pin in self.pins}
+        alone = self.cache.pinned_by_none_but(itertools.chain.from_iterable(leases.values()))
+        kept = {part for part in alone if part.blocks or part.condemned}
         for pin in self.pins:
-            if any(kept[part] == part.num_references for part in _counted(pin)):
+            if any(part in kept for lease in leases[pin] for part in _parts(lease)):
                 self.end(pin, _S.YIELDED)
                 return True
         return False
@@ -149,8 +152,16 @@ class Keeping:
         if hit.device_stop:
             ends.append((Tier.DEVICE, hit.device_stop))
         # The same prompt again has to compute its last token: its windows begin where a shorter hit needs them.
-        again = (sequence.num_tokens - 1) // cache.layout.unit_tokens
-        return hit, [_Wish(tier, stop, self._starts(min(stop, again))) for tier, stop in ends]
+        again = self._hit_again(sequence, hit)
+        device_start = again.device_stop or again.stop
+        starts = {Tier.DEVICE: device_start, Tier.HOST: again.stop}
+        return hit, [_Wish(tier, stop, self._starts(min(stop, starts[tier]))) for tier, stop in ends]
+
+    def _hit_again(self, sequence: TokenSequence, hit: Hit) -> Hit:
+        """What a request for the same prompt would match of `hit`."""
+        layout = self.cache.layout
+        limit = (sequence.num_tokens - 1) // layout.unit_tokens
+        return hit if hit.stop <= limit or not layout.windows else find_hit(self.cache.index, sequence, layout, limit)
 
     def _starts(self, stop: int) -> list[int]:
         return list(self.cache.layout.window_starts(stop))
@@ -212,14 +223,8 @@ def _parts(lease: Lease) -> Iterator[Part]:
                 yield part
 
 
-def _counted(pin: Pin) -> Iterator[Part]:
-    """The parts on whose references its device leases count: what nobody but pins refers to, only they keep."""
-    for lease in pin.leases:
-        if lease.tier is Tier.DEVICE:
-            yield lease.run.parts[Tier.DEVICE]
-            yield from (part for part in _parts(lease) if part is not part.run.parts[Tier.DEVICE])
-
-
-def _check_time(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise InvalidArgument(name, f"must be a number of seconds, got {value!r:.80}")
+def _check_time(name: str, value: object) -> float:
+    seconds = number_of(value)
+    if seconds is None:
+        raise InvalidArgument(name, f"must be a number of seconds, got {shown(value)}")
+    return seconds

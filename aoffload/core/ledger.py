@@ -13,11 +13,12 @@ from contextlib import contextmanager
 
 import attrs
 
+from ..arguments import as_tuple, check_callable, check_has, check_type, shown
 from ..config import MAX_BLOCKS, OffloadConfig
 from ..errors import ConfigError, DuplicateRequest, InvalidArgument, WrongState
 from ..prefix import Prefix, TokenIds
 from .admission import Admission
-from .arguments import check_bool, check_completion, check_int, check_tier
+from .arguments import check_bool, check_completion, check_int, check_prefix, check_text, check_tier
 from .blocks import DevicePool, ExtentPool, FreeList
 from .cache import ORPHANED, PrefixCache
 from .commits import Commits
@@ -49,6 +50,8 @@ from .windows import slide
 __all__ = ["Ledger", "LedgerStatistics"]
 
 _S = RequestState
+OBSERVES = "request_moved job_moved store_skipped pin_moved errand_moved early_moved"
+ORDERS = "add add_newer add_back remove oldest __iter__"
 
 
 @attrs.frozen
@@ -79,18 +82,23 @@ class Ledger:
         device_pool: DevicePool | None = None,
         observer: Observer | None = None,
     ) -> None:
+        check_type("config", config, OffloadConfig)
         check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
         check_int("block_bytes", block_bytes, 1)
         groups = [group for group in config.groups if isinstance(group, KVCacheGroup)]
         if len(groups) != len(config.groups):
             raise ConfigError("groups", "must hold KVCacheGroup objects")
+        if device_pool is not None:
+            check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
+        if observer is not None:
+            check_has("observer", observer, "Observer", OBSERVES)
         self.config = config
         self.layout = Layout.of(groups)
         self.holdings: dict[str, Holding] = {}
         self._closing: set[Holding] = set()
         self._new_order = _eviction_of(config.eviction)
         host = ExtentPool(config.resolve_host_blocks(block_bytes))
-        device = device_tier(device_pool or FreeList(num_device_blocks), self._new_order())
+        device = device_tier(device_pool if device_pool is not None else FreeList(num_device_blocks), self._new_order())
         tiers = (device, TierBlocks(Tier.HOST, host, self._new_order()))
         self.cache = PrefixCache(self.layout, tiers, self._new_order)
         self._block_bytes = block_bytes
@@ -113,7 +121,9 @@ class Ledger:
             raise ConfigError("store_policy", "must not be lazy: blocks that are lent are gone before they are evicted")
         stores = Stores(self.cache, self.jobs, self._moves)
         frontier = Frontier(self.cache, self.jobs, stores, policy.num_frontier_blocks)
-        self._commits = Commits(self.cache, self._pins, stores, self.admission, self._loads, policy, frontier)
+        self._commits = Commits(
+            self.cache, self._pins, stores, self.admission, self._loads, policy, frontier, self._keeping
+        )
         self._preemptions = Preemptions(
             self.cache, self._pins, self._moves, self.jobs, stores, self.admission, self._loads, policy
         )
@@ -130,7 +140,7 @@ class Ledger:
     def lookup(self, prefix: Prefix) -> PrefixMatch:
         """What is cached of `prefix`. Takes nothing, touches nothing."""
         unit = self.layout.unit_tokens
-        limit = (prefix.num_tokens - 1) // unit
+        limit = (check_prefix(prefix).num_tokens - 1) // unit
         sequence, index = TokenSequence(prefix, unit), self.cache.index
         if self.cache.tiers[Tier.DEVICE].is_lent:
             hit = find_hit_behind(index, sequence, self.layout, limit, 0)
@@ -160,7 +170,7 @@ class Ledger:
         """
         unit = self.layout.unit_tokens
         check_bool("reads_cache", reads_cache)
-        num_tokens = prefix.num_tokens
+        num_tokens = check_prefix(prefix).num_tokens
         limit = num_tokens // unit if reads_cache else 0
         if max_hit_tokens is not None:
             limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
@@ -183,9 +193,9 @@ class Ledger:
         return holding
 
     def _checked_name(self, request_id: str | None) -> str:
-        name = self._unused_name(self._num_admitted) if request_id is None else request_id
-        if not isinstance(name, str):
-            raise InvalidArgument("request_id", f"must be a string, got {name!r}")
+        if request_id is None:
+            return self._unused_name(self._num_admitted)
+        name = check_text("request_id", request_id)
         if name in self.holdings:
             raise DuplicateRequest("request_id", f"a live request is called {name!r}")
         return name
@@ -209,6 +219,7 @@ class Ledger:
         self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
         """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it."""
+        check_callable("wake", wake)
         return self.admission.queue_allocation(self._own(holding), num_tokens, wake)
 
     def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
@@ -217,16 +228,17 @@ class Ledger:
 
     def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
         """Join the line for more room, before everybody who has none yet."""
+        check_callable("wake", wake)
         return self.admission.queue_extension(self._own(holding), num_tokens, wake)
 
     def accept(self, waiter: Waiter) -> Extension:
         """Take what `waiter` was granted, or raise what it failed with."""
-        self._own(waiter.holding)
+        self._own(check_type("waiter", waiter, Waiter).holding)
         return self.admission.accept(waiter)
 
     def withdraw(self, waiter: Waiter) -> None:
         """Stop waiting: an unused grant goes back, and whoever waits behind gets its chance."""
-        self._own(waiter.holding)
+        self._own(check_type("waiter", waiter, Waiter).holding)
         self.admission.withdraw(waiter)
 
     # -- blocks that an engine lends ------------------------------------------------------------------------------
@@ -301,6 +313,7 @@ class Ledger:
         was granted after it had to let go of everything (`holding.waiter`: accept it and plan again). `max_job_bytes`
         replaces that of the configuration: who starts on a region wants it from as few jobs as possible.
         """
+        check_callable("wake", wake)
         units_per_job: Sequence[int] = ()
         if max_job_bytes is not None:
             units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self._block_bytes)
@@ -375,14 +388,14 @@ class Ledger:
         """Take back what a failed forward committed: nothing from `from_token` on was ever right.
 
         Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
-        Returns the other holdings that matched it meanwhile; they have to be aborted.
+        Returns the other holdings that may have read it; they have to be aborted. So has `holding` itself where it
+        comes first: it would have to go back behind its window, or others still read blocks that it would compute into
+        and there is no room for others.
         """
         self._own(holding)
         # Who is over but still computes in a step has read them, too; it is only no longer there to be aborted.
-        readers = (*self.holdings.values(), *self._closing)
+        readers = dict.fromkeys((*self.holdings.values(), *self._closing, *self._forks.over))
         tainted = self._commits.invalidate(holding, from_token, readers)
-        self._keeping.renew()
-        self.admission.pump()
         return tuple(reader for reader in tainted if not reader.is_over)
 
     @contextmanager
@@ -392,7 +405,7 @@ class Ledger:
         Of `arriving`, the forward starts on what a load still brings: see `expected_block_ids`. Should the load end
         otherwise, what it has computed cannot be committed. Whose load is over by now is held like the others.
         """
-        held, early = tuple(holdings), tuple(arriving)
+        held, early = as_tuple("holdings", holdings, "Holding"), as_tuple("arriving", arriving, "Holding")
         self._check_step(held, early)
         held += early
         for holding in held:
@@ -462,6 +475,7 @@ class Ledger:
 
         Synchronous and complete. Only blocks that a step or a job still touches stay theirs. Returns stores to launch.
         """
+        reason = check_text("reason", reason)
         if self._own(holding).is_over:
             raise WrongState(f"release: {holding} is {holding.state.name} already")
         plans: tuple[TransferPlan, ...] = ()
@@ -471,6 +485,7 @@ class Ledger:
         if holding.waiter is not None:
             self.admission.leave(holding.waiter)
         settled = self._loads.abandon(holding)
+        self._forks.leaving(holding)
         if holding.num_steps:
             self._closing.add(holding)
         else:
@@ -479,6 +494,7 @@ class Ledger:
         if not done:
             holding.reason = reason
         self._moves.request(holding, _S.DONE if done else _S.ABORTED)
+        self._forks.left(holding)
         if settled:
             self._settled(settled)
         else:
@@ -515,12 +531,12 @@ class Ledger:
         """Keep what is cached of `prefix` where it is, until `unpin`, or until `lapse` is told of a time from
         `expires_at` on. `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
         self.cache.tiers[Tier.DEVICE].require_own("pin")
-        return self._keeping.pin(TokenSequence(prefix, self.layout.unit_tokens), expires_at, self)
+        return self._keeping.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
 
     def unpin(self, pin: Pin) -> None:
         """End a pin. One that has ended by itself is left as it is; ending it twice raises."""
         if not isinstance(pin, Pin) or pin.ledger is not self:
-            raise InvalidArgument("pin", f"was not made by this ledger: {pin!r:.80}")
+            raise InvalidArgument("pin", f"was not made by this ledger: {shown(pin)}")
         if pin.state in (PinState.HELD, PinState.RELEASED):
             self._keeping.end(pin, PinState.RELEASED)
             self.admission.pump()
@@ -543,17 +559,19 @@ class Ledger:
     def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
         """Start bringing onto the device what a request for `prefix` would load: its `plans` have to be launched."""
         self.cache.tiers[Tier.DEVICE].require_own("prefetch")
-        return self._errands.prefetch(TokenSequence(prefix, self.layout.unit_tokens), wake, self)
+        check_callable("wake", wake)
+        return self._errands.prefetch(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
 
     def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
         """Start sending `prefix` from the device to the host: its `plans` have to be launched."""
         self.cache.tiers[Tier.DEVICE].require_own("demote")
-        return self._errands.demote(TokenSequence(prefix, self.layout.unit_tokens), wake, self)
+        check_callable("wake", wake)
+        return self._errands.demote(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
 
     def cancel(self, errand: Errand) -> None:
         """Wait for a prefetch or a demotion no more. One that is over is left as it is."""
         if not isinstance(errand, Errand) or errand.holding.ledger is not self:
-            raise InvalidArgument("errand", f"was not begun by this ledger: {errand!r:.80}")
+            raise InvalidArgument("errand", f"was not begun by this ledger: {shown(errand)}")
         if not errand.is_over:
             self._settled(self._errands.cancel(errand))
             errand.wake()
@@ -578,10 +596,9 @@ class Ledger:
 
     def _reset_tier(self, tier: Tier) -> None:
         self.cache.reset_tier(tier)
+        self.admission.match_again(self.holdings.values())
         for holding in (*self.holdings.values(), *self._closing):
-            if holding.state is _S.PINNED:
-                self.admission.match_again(holding)
-            elif tier is Tier.DEVICE and holding.num_units and holding.epoch == self.cache.epoch:
+            if tier is Tier.DEVICE and holding.num_units and holding.epoch == self.cache.epoch:
                 holding.epoch = ORPHANED
 
     def statistics(self) -> LedgerStatistics:
@@ -599,11 +616,14 @@ class Ledger:
     def watch(self, watcher: BlockWatcher | None) -> None:
         """Tell `watcher` (nobody, if None) of every block that is cached from now on, and of every one that is no
         more; of device blocks only where they are our own."""
+        if watcher is not None:
+            check_has("watcher", watcher, "BlockWatcher", "part_changed all_cleared")
         self.cache.watch(watcher)
 
     def block_ids(self, holding: Holding) -> list[list[int]]:
         """The block table, one list per group."""
-        return self.layout.by_group([table.ids for table in holding.tables]) if holding.tables else self._no_tables()
+        tables = self._own(holding).tables
+        return self.layout.by_group([table.ids for table in tables]) if tables else self._no_tables()
 
     def _no_tables(self) -> list[list[int]]:
         return [[] for _ in self.layout.groups]
@@ -611,7 +631,7 @@ class Ledger:
     def _own(self, holding: Holding) -> Holding:
         """Refuse what another ledger has handed out: its blocks are not ours."""
         if not isinstance(holding, Holding) or holding.ledger is not self:
-            raise InvalidArgument("holding", f"was not admitted by this ledger: {holding!r:.80}")
+            raise InvalidArgument("holding", f"was not admitted by this ledger: {shown(holding)}")
         return holding
 
     def _holders(self) -> Iterable[Holding]:
@@ -624,8 +644,17 @@ class Ledger:
 
 
 def _eviction_of(value: object) -> Callable[[], EvictionOrder]:
-    if value == "lru":
+    if isinstance(value, str) and value == "lru":
         return LeastRecentlyUsed
-    if callable(value):
-        return value
-    raise ConfigError("eviction", f"must be 'lru' or a factory of eviction orders, got {value!r}")
+    if not callable(value):
+        raise ConfigError("eviction", f"must be 'lru' or a factory of eviction orders, got {shown(value)}")
+
+    def make() -> EvictionOrder:
+        try:
+            order = value()
+        except Exception as error:
+            raise ConfigError("eviction", f"made no order: {type(error).__name__}: {error}") from error
+        check_has("eviction", order, "factory of eviction orders", ORDERS, ConfigError)
+        return order  # type: ignore[no-any-return]
+
+    return make

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import attrs
 
+from ..arguments import check_callable
 from ..errors import WrongState
 from .blocks import DevicePool
 from .eviction import EvictionOrder
@@ -45,6 +46,7 @@ class LentBlocks:
     """
 
     def __init__(self, give: Callable[[list[int]], object]) -> None:
+        check_callable("give", give)
         self._give = give
         self._lent: dict[int, Lent] = {}
 

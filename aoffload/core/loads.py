@@ -97,9 +97,13 @@ class Loads:
         path = holding.leases[Tier.HOST].run.whole_path()
         shared, on_its_way = self.on_its_way(path, start, stop)
         stop = accepted(layout, path, self._held_stop(path, on_its_way, stop), EVERY_TIER)
-        if stop <= start or (layout.windows and not self._fill_windows(holding, stop)):
+        if stop <= start:
             return []
-        self._lease_path(holding, stop)
+        before = holding.device_run
+        self._lease_path(holding, stop)  # first: room is not made of what the load would find there
+        if layout.windows and not self._fill_windows(holding, stop):
+            self._lease_path_again(holding, before)
+            return []
         holding.load = load = Load(stop, wake, units_per_job=units_per_job)
         on_its_way = min(on_its_way, stop)
         new = self._launch(holding, layout.spine, on_its_way, stop)
@@ -149,6 +153,13 @@ class Loads:
             holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, last, starts)
         else:
             self.cache.move_lease(device, last)
+
+    def _lease_path_again(self, holding: Holding, before: Run | None) -> None:
+        """Pin, on the device, the path up to the end of `before`, as it was."""
+        if before is None:
+            self.pins.end_device_lease(holding)
+        else:
+            self.cache.move_lease(holding.leases[Tier.DEVICE], before)
 
     def _launch(self, holding: Holding, band: Band, start: int, stop: int) -> list[Job]:
         """Have units `[start, stop)` copied into blocks of the holding's own, which are the jobs' from now on."""
@@ -206,12 +217,14 @@ class Loads:
                 ids = self.pins.ready_ids(holding, band.number, first, ready)
                 self.cache.give(Tier.DEVICE, table.exchange(first, ids))
         holding.published = holding.ready_stop = ready
+        holding.num_computed_tokens = ready * layout.unit_tokens
         compare(self.moves, holding, layout.bands)
         if ready < load.stop:
             step_back(self.cache, holding, ready)
         if load.spares:
             self._put_back(holding, load)
         self.pins.end_host_lease(holding)
+        slide_off(self.cache, holding)
         missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
         if any(missing) and sum(missing) > self.admission.room:
             if holding.num_steps:
@@ -258,7 +271,6 @@ class Loads:
             wake = holding.load.wake
             if self._conclude(holding):
                 self.ready(holding)
-                slide_off(self.cache, holding)
                 wakes.append(wake)
             elif holding.lacks_blocks:
                 wakes.append(wake)

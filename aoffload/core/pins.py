@@ -10,7 +10,7 @@ import attrs
 from .cache import PrefixCache
 from .groups import Band
 from .holding import Holding
-from .index import Run, held_ids, stretches
+from .index import NUM_TIERS, Part, Run, held_ids, stretches
 from .lease import Lease
 from .matching import Hit, PrefixMatch, find_hit, find_hit_behind
 from .plan import Tier
@@ -107,14 +107,9 @@ class Pins:
 
     def match_again(self, holding: Holding, *, islands: bool = True) -> None:
         """What was cached or evicted meanwhile counts."""
+        assert holding.may_match_again, "matched again under its block tables"
         self.forget_match(holding)
         self.pin(holding, islands=islands)
-
-    @staticmethod
-    def protects_condemned(holding: Holding) -> bool:
-        """Whether blocks that nobody finds any more lie on a path that it leases: they are free when nobody does."""
-        parts = (part for lease in holding.all_leases() for run in lease.run.path() for part in run.parts)
-        return any(part.condemned for part in parts)
 
     def keep_match(self, holding: Holding) -> None:
         """Match again, unless that would pin what is pinned already: who is first in line is asked over and over."""
@@ -162,23 +157,37 @@ class Pins:
     def num_fresh(self, holding: Holding, num_units: int) -> int:
         """Blocks that tables of `num_units` units take, besides the device hit: of a window only what will be needed
         once the host hit is loaded."""
+        return self._num_fresh(holding.published, holding.hit_stop, num_units)
+
+    def _num_fresh(self, device_stop: int, hit_stop: int, num_units: int) -> int:
         found = 0
         for band in self.cache.layout.bands:
-            first = self._first_fresh(holding, band)
+            first = _first_fresh(band, device_stop, hit_stop)
             if first < num_units:
                 found += (num_units - first) * band.width
         return found
+
+    def without_islands(self, holding: Holding, num_units: int) -> tuple[int, int]:
+        """What would be if `holding` were matched again without islands: the blocks that tables of `num_units` units
+        would take, and how many more could be had then. Changes nothing."""
+        hit = self._find(holding, islands=False)
+        leases = [lease for lease in holding.all_leases() if lease.tier is Tier.DEVICE]
+        let_go = self.cache.pinned_by_none_but(leases)
+        taken = [part for run in hit.path for part in run.parts[Tier.DEVICE :: NUM_TIERS] if not part.num_references]
+        gained = sum(len(part.blocks) + len(part.condemned_ids()) for part in let_go)
+        gained -= sum(self._num_needed(part, hit.device_stop) for part in (*let_go, *taken))
+        return self._num_fresh(hit.device_stop, hit.stop, num_units), gained
+
+    def _num_needed(self, part: Part, stop: int) -> int:
+        """Blocks of `part` that computing at unit `stop` needs."""
+        band = self.cache.layout.bands[part.run.parts.index(part) // NUM_TIERS]
+        first = band.first_needed(stop * band.unit_tokens)
+        return len(range(max(part.first, first), min(part.stop, stop))) * part.width
 
     def num_kept(self, holding: Holding) -> int:
         """Blocks of the device hit."""
         stop, bands = holding.published, self.cache.layout.bands
         return sum((stop - band.first_needed(stop * band.unit_tokens)) * band.width for band in bands)
-
-    @staticmethod
-    def _first_fresh(holding: Holding, band: Band) -> int:
-        if not band.number:
-            return holding.published
-        return max(holding.published, band.first_needed(holding.hit_stop * band.unit_tokens))
 
     def start_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
         """The block tables: the ids of the device hit, as far as they are needed, then `blocks`. What is before the
@@ -192,7 +201,7 @@ class Pins:
                 table.start = band.first_needed(stop * band.unit_tokens)
                 table.append_null(table.start)
                 table.ids.extend(self.ready_ids(holding, band.number, table.start, stop))
-            fresh = min(num_units, self._first_fresh(holding, band))
+            fresh = min(num_units, _first_fresh(band, holding.published, holding.hit_stop))
             if stop < fresh:
                 table.append_null(fresh - stop)
             count = (num_units - fresh) * band.width
@@ -212,3 +221,10 @@ class Pins:
     def ready_ids(self, holding: Holding, band: int, start: int, stop: int) -> array[int]:
         """The ids of units `[start, stop)` of the path that `holding` leases on the device."""
         return held_ids(stretches(holding.device_run, start, stop), Tier.DEVICE, band)
+
+
+def _first_fresh(band: Band, device_stop: int, hit_stop: int) -> int:
+    """The first unit behind the device hit that needs a block in `band`."""
+    if not band.number:
+        return device_stop
+    return max(device_stop, band.first_needed(hit_stop * band.unit_tokens))

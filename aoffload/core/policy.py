@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 
 import attrs
 
+from ..arguments import check_has, shown
 from ..config import MAX_BLOCKS
 from ..errors import ConfigError, InvalidArgument
 from ..prefix import Prefix
@@ -95,9 +96,7 @@ class NoStore(EagerStore):
 
 def _int_in(minimum: int, maximum: int) -> Any:
     def check(_: object, attribute: Any, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            problem = f"must be an integer in [{minimum}, {maximum}], got {value!r:.80}"
-            raise ConfigError(f"store_policy.{attribute.name}", problem)
+        check_int(f"store_policy.{attribute.name}", value, minimum, maximum, ConfigError)
 
     return check
 
@@ -163,9 +162,8 @@ def store_policy_of(value: Any) -> StorePolicy:
         named: dict[str, Any] = {"eager": EagerStore, "lazy": LazyStore, "selective": SelectiveStore, "off": NoStore}
         policy: StorePolicy = named[value]()
         return policy
-    is_policy = all(callable(getattr(value, name, None)) for name in ("for_ledger", "seen", "wanted_stop"))
-    if isinstance(value, type) or not is_policy or not hasattr(value, "num_frontier_blocks"):
-        raise ConfigError("store_policy", f"must be a name or a policy such as LazyStore(), got {value!r:.80}")
+    kind = "name, or a policy such as LazyStore()"
+    check_has("store_policy", value, kind, "for_ledger seen wanted_stop num_frontier_blocks", ConfigError)
     return value  # type: ignore[no-any-return]
 
 
@@ -182,8 +180,8 @@ def store_limit(prefix: Prefix, unit_tokens: int, store: StoreScope | str, max_s
 def _limit_of_scope(prefix: Prefix, unit_tokens: int, store: StoreScope | str) -> int:
     try:
         scope = StoreScope(store)
-    except ValueError:
+    except Exception:  # noqa: BLE001 - it is compared and hashed
         names = ", ".join(repr(scope.value) for scope in StoreScope)
-        raise InvalidArgument("store", f"must be a StoreScope or one of {names}, got {store!r:.80}") from None
+        raise InvalidArgument("store", f"must be a StoreScope or one of {names}, got {shown(store)}") from None
     by_scope = {StoreScope.ALL: NO_LIMIT, StoreScope.PROMPT: prefix.num_tokens // unit_tokens, StoreScope.NONE: 0}
     return by_scope[scope]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+
 from .cache import PrefixCache
 from .groups import Band
 from .holding import Holding
 from .index import NUM_TIERS, Part, Run, stretches
 from .plan import Tier
-from .table import BlockTable, within, without
+from .table import within, without
 
-__all__ = ["publish", "step_back", "unpublish"]
+__all__ = ["first_published", "publish", "published_by", "read_by", "runs_from", "step_back", "take_private"]
 
 
 MAX_GROWN_BYTES = 2**14
@@ -141,43 +143,71 @@ def _is_ours_alone(cache: PrefixCache, run: Run) -> bool:
     return True
 
 
-def unpublish(cache: PrefixCache, holding: Holding, start: int) -> set[Run]:
-    """Make the units from `start` on that `holding` itself has published unfindable, in every tier.
-
-    Its blocks are private again, like duplicates. Returns the runs taken back: whoever leases one has matched bytes
-    that were never right. What somebody else cached is somebody else's, and stays.
-    """
-    wrong: set[Run] = set()
-    lent, ready = min(holding.lent_stop, holding.published), max(start, holding.ready_stop)
-    own = [
-        without(table.duplicates, start, lent) + without(table.duplicates, ready, holding.published)
-        for table in holding.tables
-    ]
-    for at in {at for found in own for units in found for at in (units.start, units.stop)}:
+def published_by(cache: PrefixCache, holding: Holding, start: int) -> list[tuple[Band, Run]]:
+    """What `holding` has published itself from unit `start` on and reads in its tables: runs, cut where that begins and
+    ends, band by band. What somebody else cached is somebody else's."""
+    own = _own_units(cache, holding, start)
+    for at in {at for _, units in own for at in (units.start, units.stop)}:
         for stretch in stretches(holding.device_run, at, at + 1):
             if stretch.run.start < at:
                 cache.split(stretch.run, at)
-    for number, (table, found) in enumerate(zip(holding.tables, own, strict=True)):
-        for units in found:
-            for stretch in stretches(holding.device_run, units.start, units.stop):
-                _take_back(cache, table, stretch.run, number)
-                wrong.add(stretch.run)
-        table.duplicates += found
-    return wrong
+    return [
+        (band, stretch.run) for band, units in own for stretch in stretches(holding.device_run, units.start, units.stop)
+    ]
 
 
-def _take_back(cache: PrefixCache, table: BlockTable, run: Run, band: int) -> None:
-    """Make what `run` holds of a band unfindable; what is in `table` stays there. What has left a window may have been
-    replaced by somebody else meanwhile: nobody can tell, so it goes, too."""
-    if run.start >= table.start:  # pinned by the holding's own lease, all the time
-        part = run.part(Tier.DEVICE, band)
-        first, stop = part.first, part.stop
-        # Condemned, if somebody has taken it back already. After a reset others may have published there again.
-        part.disown(table.at(run.start, run.stop))
-        if (watcher := cache.tiers[Tier.DEVICE].watcher) is not None:
-            watcher.part_changed(part, first, stop)
-    for tier in cache.tiers:
-        cache.withdraw_part(tier, run.part(tier.tier, band))
+def first_published(cache: PrefixCache, holding: Holding, start: int) -> int:
+    """The first unit from `start` on that `holding` has published itself; `holding.published` if there is none."""
+    return min((units.start for _, units in _own_units(cache, holding, start)), default=holding.published)
+
+
+def _own_units(cache: PrefixCache, holding: Holding, start: int) -> list[tuple[Band, range]]:
+    lent, ready = min(holding.lent_stop, holding.published), max(start, holding.ready_stop)
+    return [
+        (band, units)
+        for band, table in zip(cache.layout.bands, holding.tables, strict=True)
+        for units in without(table.duplicates, start, lent) + without(table.duplicates, ready, holding.published)
+        if band.width
+    ]
+
+
+def runs_from(cache: PrefixCache, holding: Holding, start: int, cut: Container[Run]) -> list[Run]:
+    """What is cached from unit `start` on of the path of `holding`: of its tables, or of the tokens that it had
+    published when it was preempted. A run begins at `start`, unless it is one of those that are `cut` already."""
+    if holding.tables:
+        runs = holding.device_run.whole_path() if holding.device_run is not None else []
+    else:
+        runs = [run for run, _ in cache.index.walk(holding.sequence, holding.read_before)]
+    for run in runs:
+        if run.start < start < run.stop and run not in cut:
+            cache.split(run, start)
+    return [run for run in runs if run.stop > start]
+
+
+def read_by(readers: Iterable[Holding], published: list[tuple[Band, Run]]) -> list[tuple[Band, Run]]:
+    """Those of `published` whose blocks stand in the tables of `readers`."""
+    leases = [reader.leases[Tier.DEVICE] for reader in readers if reader.tables and Tier.DEVICE in reader.leases]
+    paths = [(lease, set(lease.run.path())) for lease in leases]
+    return [
+        (band, run)
+        for band, run in published
+        if any(run in path and (not band.number or run.start >= lease.starts[band.number - 1]) for lease, path in paths)
+    ]
+
+
+def take_private(
+    cache: PrefixCache, holding: Holding, published: list[tuple[Band, Run]], shared: list[tuple[Band, Run]]
+) -> None:
+    """Make the blocks that `holding` has published its own again, like duplicates. The `shared` ones stay with those
+    who read them until they let go: there it gets others, for which there has to be room."""
+    for band, run in published:
+        table = holding.tables[band.number]
+        if run.start < table.start:
+            continue  # it has left the window
+        if (band, run) in shared:
+            table.put(run.start, cache.take(Tier.DEVICE, (run.stop - run.start) * band.width))
+        else:
+            run.part(Tier.DEVICE, band.number).disown(set(table.at(run.start, run.stop)))
 
 
 def step_back(cache: PrefixCache, holding: Holding, start: int) -> None:

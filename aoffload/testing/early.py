@@ -18,7 +18,7 @@ from .violations import Violation
 if TYPE_CHECKING:
     from .engine import Ask, SimulatedEngine
 
-__all__ = ["EarlyForward"]
+__all__ = ["EarlyForward", "until_given"]
 
 FIRST_LOOK_S = 0.001
 
@@ -57,7 +57,7 @@ class EarlyForward:
             self.start = pending.num_expected_tokens
             stop = min(len(ask.tokens), self.start + ask.slice_tokens)
             table, regions = pending.block_ids, pending.regions
-            await _until_given(regions)
+            await until_given(regions)
 
             def compute() -> None:
                 try:
@@ -108,7 +108,7 @@ class EarlyForward:
         self.stop = 0
 
 
-async def _until_given(regions: Sequence[LoadedRegion]) -> None:
+async def until_given(regions: Sequence[LoadedRegion]) -> None:
     """A simulated thread must not block. In virtual time, which passes at once, it is looked after now and then."""
     delay_s = FIRST_LOOK_S
     while not all(region.is_given for region in regions):

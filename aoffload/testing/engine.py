@@ -23,7 +23,7 @@ from .violations import Violation
 if TYPE_CHECKING:
     from .env import SimulatedEnv
 
-__all__ = ["SPOILED", "Ask", "ForwardFailed", "SimulatedEngine"]
+__all__ = ["SPOILED", "Ask", "ForwardFailed", "SimulatedEngine", "first_read"]
 
 SPOILED = -2
 """What a failed forward leaves behind."""
@@ -306,7 +306,7 @@ class SimulatedEngine:
         is_spoiled = False
         for group, config in enumerate(self.runtime.ledger.layout.groups):
             size = config.block_size
-            for index in range(_first_read(config.attention, stop) // size, -(-stop // size)):
+            for index in range(first_read(config.attention, stop) // size, -(-stop // size)):
                 expected = self.tags.of(self.identity(ask, group, tokens[: min(stop, (index + 1) * size)]))
                 held = [rank.device.content[table[group][index]] for rank in self.ranks]
                 found = next((tag for tag in held if tag != expected), expected)
@@ -347,7 +347,7 @@ def _is_doomed(request: Request) -> bool:
     return bool(request._cancel_reason) and holding is not None and holding.epoch == UNPUBLISHABLE
 
 
-def _first_read(kind: AttentionKind, token: int) -> int:
+def first_read(kind: AttentionKind, token: int) -> int:
     """The first token that computing `token` reads, from the definition of the kind alone."""
     if isinstance(kind, SlidingWindow):
         return max(0, token - kind.window + 1)

@@ -7,7 +7,7 @@ import gc
 import random
 import sys
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..config import OffloadConfig
 from ..core.cache import UNPUBLISHABLE
 from ..core.groups import AttentionKind, FullAttention, KVCacheGroup
 from ..core.plan import Tier
+from ..observers import RuntimeObserver
 from ..runtime import OffloadRuntime
 from ..transfer.ranks.rank import LocalRank
 from ..transfer.ranks.transport import RankTransport
@@ -38,7 +39,7 @@ from .trio_run import run_trio
 from .violations import Violation
 from .waits import Waits
 
-__all__ = ["Scenario", "Simulation", "simulate"]
+__all__ = ["Scenario", "Simulation", "simulate", "undisturbed", "violation_of"]
 
 Scenario = Callable[["Simulation"], Awaitable[None]]
 
@@ -94,6 +95,19 @@ class Simulation:
         kinds = (*attention, *[FullAttention()] * len(block_sizes))
         groups = [KVCacheGroup(f"group{i}", kinds[i], size) for i, size in enumerate(block_sizes)]
         config = OffloadConfig(groups=groups, namespace="simulated", **options)
+        return self.engine_of(config, num_device_blocks, stream=stream, num_ranks=num_ranks)
+
+    def engine_of(
+        self,
+        config: OffloadConfig,
+        num_device_blocks: int,
+        *,
+        stream: bool = False,
+        num_ranks: int = 1,
+        observers: Iterable[RuntimeObserver] = (),
+        kind: type[SimulatedEngine] = SimulatedEngine,
+    ) -> SimulatedEngine:
+        """The same for a whole configuration; `num_device_blocks` without the null block."""
         rng = random.Random(f"device {self.plan.seed}")
         device = Stream(self.scheduler, rng) if stream else None
         num_host_blocks = config.resolve_host_blocks(1)
@@ -102,10 +116,10 @@ class Simulation:
             for _ in range(num_ranks)
         ]
         transport = ranks[0] if num_ranks == 1 else RankTransport([LocalRank(rank) for rank in ranks])
-        runtime = OffloadRuntime(config, transport=transport, env=self.env, logger=self.log)
+        runtime = OffloadRuntime(config, transport=transport, env=self.env, logger=self.log, observers=observers)
         for rank in ranks:
             self._own_blocks(runtime, rank)
-        engine = SimulatedEngine(runtime, ranks[0], self.env, tuple(ranks))
+        engine = kind(runtime, ranks[0], self.env, tuple(ranks))
         keeping = KeepingOracle(runtime, engine, self.faults, self.env.now)
         oracles = Oracles(runtime, engine, self.faults, Waits(runtime, self.env.now), keeping)
         oracles.attach()
@@ -210,7 +224,7 @@ def simulate(plan: Plan, scenario: Scenario, *, keep_trace: bool = False, note_w
 
     `note_waits`: say where clients can be cancelled, line by line (`Result.waits`).
     """
-    with _undisturbed():
+    with undisturbed():
         result = _simulate(plan, scenario, keep_trace, note_waits)
         if result.violation is not None:
             gc.collect()  # what a broken-off run leaves behind
@@ -219,13 +233,18 @@ def simulate(plan: Plan, scenario: Scenario, *, keep_trace: bool = False, note_w
 
 def _simulate(plan: Plan, scenario: Scenario, keep_trace: bool, note_waits: bool) -> Result:
     simulation = Simulation(plan, keep_trace=keep_trace, note_waits=note_waits)
+    return simulation.result(violation_of(simulation, scenario))
+
+
+def violation_of(simulation: Simulation, scenario: Scenario) -> Violation | None:
+    """The law that `scenario` breaks there, if any. `undisturbed`, unless nobody asks for the same run again."""
     violation: Violation | None = None
     try:
         _run(simulation, scenario)
     except Exception as error:  # noqa: BLE001 - whatever comes out of a run is its result
         violation = _violation_in(error) or Violation("a crash", repr(error))
         violation.__traceback__ = violation.__context__ = None  # its frames keep the broken-off run alive
-    return simulation.result(violation)
+    return violation
 
 
 def _run(simulation: Simulation, scenario: Scenario) -> None:
@@ -254,7 +273,7 @@ def _violation_in(error: BaseException) -> Violation | None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """The collector would run finalizers at steps that no seed determines; what a broken-off run leaves behind says
     nothing new."""
     was_enabled, hook = gc.isenabled(), sys.unraisablehook

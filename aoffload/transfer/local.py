@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..arguments import check_callable, check_has
 from ..core.blocks import are_neighbours
 from ..core.plan import Completion, Direction, Tier, TransferPlan
 from ..env import Env
@@ -40,7 +41,11 @@ class LocalTransport:
 
     def __init__(self, kv_caches: object, backend: Callable[[tuple[KVRegion, ...]], CopyBackend] | None = None) -> None:
         regions = regions_of(kv_caches)
-        self.backend: CopyBackend = (backend or _backend_for(regions[0].device.type))(regions)
+        if backend is not None:
+            check_callable("backend", backend)
+        make = _backend_for(regions[0].device.type) if backend is None else backend
+        self.backend: CopyBackend = make(regions)
+        check_has("backend", self.backend, "factory of copy backends", "num_device_blocks block_bytes")
         self._watcher = self.backend if isinstance(self.backend, WatchesRegions) else None
         self._num_regions = len(regions)
         self._lanes: dict[Direction, CopyLane] = {}

@@ -10,21 +10,27 @@ import attrs
 import numpy as np
 import torch
 
+from ..arguments import shown
 from ..errors import RegionError
 
 __all__ = ["KVRegion", "byte_rows", "regions_of"]
 
 _DEVICE_TYPES = ("cpu", "cuda")
+MAX_BYTES = 2**60
 
 
 def _plain(tensor: Any) -> torch.Tensor:
     """The tensor without its place in an autograd graph: offloading moves bytes, whatever they mean."""
     if not isinstance(tensor, torch.Tensor):
         raise RegionError("tensor", f"must be a torch tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise RegionError("tensor", "is a nested tensor, which no block id addresses")
     if tensor.layout != torch.strided:
         raise RegionError("tensor", f"has the layout {tensor.layout}, which no block id addresses")
     if tensor.device.type not in _DEVICE_TYPES:
         raise RegionError("tensor", f"is on {tensor.device}, but only {' and '.join(_DEVICE_TYPES)} are supported")
+    if tensor.numel() and tensor.untyped_storage().nbytes() <= tensor.storage_offset() * tensor.element_size():
+        raise RegionError("tensor", "has no memory: its storage was resized")
     return tensor.detach()
 
 
@@ -47,8 +53,8 @@ class KVRegion:
     def __attrs_post_init__(self) -> None:
         for name in ("block_bytes", "block_stride_bytes"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise RegionError(name, f"must be a positive number of bytes, got {value!r}")
+            if type(value) is not int or not 1 <= value <= MAX_BYTES:
+                raise RegionError(name, f"must be a positive number of bytes, got {shown(value)}")
         if self.block_stride_bytes < self.block_bytes:
             problem = f"blocks of {self.block_bytes} bytes overlap at a stride of {self.block_stride_bytes} bytes"
             raise RegionError("block_stride_bytes", problem)

@@ -11,7 +11,11 @@ from ..core.plan import Completion, TransferPlan
 from ..env import Env
 from .fence import Fence
 
-__all__ = ["PinProgress", "ReportsPinning", "SlowToOpen", "TransferStatistics", "Transport"]
+__all__ = ["TRANSPORTS", "PinProgress", "ReportsPinning", "SlowToOpen", "TransferStatistics", "Transport"]
+
+
+TRANSPORTS = "num_device_blocks block_bytes open record_fence launch close statistics"
+"""What a `Transport` has."""
 
 
 @attrs.frozen

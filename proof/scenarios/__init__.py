@@ -9,7 +9,6 @@ from __future__ import annotations
 from . import (
     copies,
     ends,
-    incidents,
     keeping,
     long,
     policies,
@@ -26,7 +25,7 @@ from .paged import paged_engine, paged_windows
 from .table import SCENARIOS, ScenarioRow, scenario
 
 __all__ = [
-    "SCENARIOS", "ScenarioRow", "copies", "ends", "incidents", "keeping", "long", "policies", "preemption", "ranks",
+    "SCENARIOS", "ScenarioRow", "copies", "ends", "keeping", "long", "policies", "preemption", "ranks",
     "room", "sharing", "taken_back", "tasks", "windows", "worlds",
 ]  # fmt: skip
 

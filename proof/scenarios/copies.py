@@ -5,7 +5,7 @@ from __future__ import annotations
 from aoffload.testing import SimulatedEngine, Simulation, Violation
 from aoffload.testing.memory import TORN
 
-from .common import after, ask, canceller, evict_device, expect, serve, store, tokens
+from .common import after, canceller, evict_device, expect, serve, store, tokens
 from .table import scenario
 
 
@@ -39,21 +39,6 @@ async def loads_first(sim: Simulation) -> None:
             canceller(sim, engine, "load0", "load1", "load2")
         await after(sim, engine)
         expect(sim, len(engine.transport.in_flight) == 0, "something is in flight")
-
-
-@scenario("request_loading", faults=("rot", "flip", "early", "fail"))
-async def verified(sim: Simulation) -> None:
-    """With checksums: bytes that rot in host memory or change on their way are a miss, and nobody else's."""
-    engine = sim.runtime(num_device_blocks=12, num_host_blocks=14, verify=True, max_job_bytes=sim.random.choice((1, 3)))
-    async with engine.runtime:
-        await store(sim, engine, "first", tokens(1, 8))
-        await evict_device(engine)
-        for wave in range(2):
-            for index in range(3):
-                serve(sim, engine, f"r{wave}{index}", tokens(1 + index // 2, sim.random.randint(5, 9)))
-            await after(sim, engine)
-            await evict_device(engine)
-        await engine.serve("last", ask(sim, engine, tokens(1, 9)))
 
 
 @scenario("transport_stalled", faults=("hang", "stuck_fence"))

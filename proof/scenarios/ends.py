@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import anyio
 
 from aoffload import Computed, OutOfBlocks, Tier
-from aoffload.testing import Ask, Client, Simulation, Violation
+from aoffload.testing import Client, Simulation, Violation
 
-from .common import after, ask, bystanders, expect, serve, store, tokens
+from .common import after, ask, bystanders, serve, store, tokens
 from .table import scenario
 
 
@@ -47,44 +46,6 @@ async def close_in_flight(sim: Simulation) -> None:
             client.may_abort = ("runtime_closed",)
         for _ in range(sim.random.randint(3, 9)):
             await sim.jitter()
-
-
-@scenario("request_aborted")
-async def deadlines(sim: Simulation) -> None:
-    """Deadlines that are over on entry, while queued, in the middle of a copy, or never."""
-    engine = sim.runtime(num_device_blocks=5, num_host_blocks=8)
-    async with engine.runtime:
-        await store(sim, engine, "first", tokens(1, 8))
-        for index, deadline_s in enumerate((0.0, 0.0005, 0.002, 0.02, -1.0, 100.0)):
-            client = serve(sim, engine, f"r{index}", tokens(index % 2, 8), deadline_s=deadline_s)
-            client.may_abort = ("deadline",)
-        await after(sim, engine)
-        for client in sim.clients:
-            if client.name in ("r0", "r4"):
-                expect(sim, client.outcome == "A", f"{client.name} ended {client.outcome} after its deadline")
-
-
-@scenario("request_done")
-async def run_form(sim: Simulation) -> None:
-    """`runtime.run` spawns: whoever cancels its caller, natively too, cancels nothing but that request."""
-    engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
-    async with engine.runtime:
-        for index in range(4):
-            wanted = ask(sim, engine, tokens(index % 2, 7))
-
-            async def run(client: Client, wanted: Ask = wanted) -> None:
-                sim.asks.append(wanted)
-
-                async def body(request: Any) -> None:
-                    client.request = request
-                    await engine.run(request, wanted)
-
-                await engine.runtime.run(body, wanted.tokens, request_id=client.name)
-                client.ended()
-
-            sim.spawn(f"r{index}", run)
-        bystanders(sim, engine, 2)
-        await after(sim, engine)
 
 
 @scenario("request_aborted")

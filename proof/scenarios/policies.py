@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from aoffload import FullAttention, LazyStore, SelectiveStore, SlidingWindow
+from aoffload import LazyStore, SelectiveStore
 from aoffload.testing import Simulation
 
 from .common import after, ask, evict_device, expect, serve, tokens
 from .table import scenario
-from .worlds import traffic
 
 
 @scenario("request_loading", "job_completed", faults=("fail", "hang", "vanish"))
@@ -45,19 +44,6 @@ async def stored_in_time(sim: Simulation) -> None:
         await after(sim, engine)
 
 
-@scenario("request_loading", "job_completed")
-async def lazy_traffic(sim: Simulation) -> None:
-    """Everything at once under a lazy policy, on a device that computes at once or later."""
-    await traffic(sim, stream=sim.random.random() < 0.5, store_policy=LazyStore(sim.random.randint(1, 12)))
-
-
-@scenario("request_loading", "job_completed")
-async def selective_traffic(sim: Simulation) -> None:
-    """Everything at once under a policy that counts, with room for all counts or for few."""
-    policy = SelectiveStore(sim.random.choice((1, 2)), sim.random.choice((600, 10_000)))
-    await traffic(sim, stream=sim.random.random() < 0.5, store_policy=policy)
-
-
 @scenario("request_loading")
 async def asked_for_twice(sim: Simulation) -> None:
     """A selective policy stores at the second time, also what was evicted everywhere in between, and keeps count for
@@ -76,23 +62,6 @@ async def asked_for_twice(sim: Simulation) -> None:
         await after(sim, engine)
         found = engine.runtime.statistics().transfers.blocks_stored
         expect(sim, found == 3, f"{found - 3} blocks stored that nobody could remember")
-
-
-@scenario("request_done", faults=("fail", "lose", "rot"))
-async def lazy_windows(sim: Simulation) -> None:
-    """Of windows what a hit near an end needs is stored before it is lost."""
-    rng = sim.random
-    engine = sim.runtime(
-        num_device_blocks=24, num_host_blocks=rng.choice((10, 40)), block_sizes=(2, 2),
-        attention=(FullAttention(), SlidingWindow(4)), store_policy=LazyStore(rng.choice((6, 20))),
-        verify=rng.random() < 0.4, max_job_bytes=rng.choice((1, 100)),
-    )  # fmt: skip
-    async with engine.runtime:
-        for wave in range(2):
-            for index in range(4):
-                prompt = tokens(index % 2, rng.choice((6, 9, 11)), shared=6)
-                serve(sim, engine, f"r{wave}{index}", prompt, num_new_tokens=rng.choice((0, 2)))
-            await after(sim, engine)
 
 
 @scenario("request_done")

@@ -7,29 +7,8 @@ import anyio
 from aoffload import OutOfBlocks
 from aoffload.testing import Client, Simulation
 
-from .common import after, ask, canceller, evict_device, serve, store, tokens
+from .common import after, ask, evict_device, serve, store, tokens
 from .table import scenario
-
-
-@scenario("store_skipped")
-async def host_full(sim: Simulation) -> None:
-    """Stores find the host full and pinned; later they are offered again."""
-    engine = sim.runtime(num_device_blocks=10, num_host_blocks=2)
-    async with engine.runtime:
-        for index in range(5):
-            serve(sim, engine, f"r{index}", tokens(index % 4, 6), num_new_tokens=index % 2)
-        await after(sim, engine)
-
-
-@scenario("request_allocated")
-async def device_full(sim: Simulation) -> None:
-    """More prompts than fit: a line. Whoever waits without pins is matched again, and none waits for nothing."""
-    engine = sim.runtime(num_device_blocks=5, num_host_blocks=sim.random.choice((0, 8)))
-    async with engine.runtime:
-        for index in range(6):
-            serve(sim, engine, f"r{index}", tokens(index % 2, sim.random.randint(4, 9)), slice_tokens=2)
-        canceller(sim, engine, "r2", "r4", "r3")
-        await after(sim, engine)
 
 
 @scenario("request_aborted")
@@ -70,33 +49,6 @@ async def retries(sim: Simulation) -> None:
         sim.spawn("patient2", patient)
         for index in range(3):
             serve(sim, engine, f"r{index}", tokens(2 + index, sim.random.choice((2, 5, 8))))
-        await after(sim, engine)
-
-
-@scenario("request_aborted")
-async def leaps(sim: Simulation) -> None:
-    """Growth by several blocks at once, with small prompts behind: who has nothing yet never goes first."""
-    engine = sim.runtime(num_device_blocks=7, num_host_blocks=4)
-    async with engine.runtime:
-
-        async def leap(client: Client) -> None:
-            family = sim.random.randrange(3)
-            wanted = ask(sim, engine, tokens(family, 3), num_new_tokens=sim.random.randint(1, 6))
-            sim.asks.append(wanted)
-            async with engine.open(client.name, wanted) as request:
-                client.request = request
-                await request.allocate()
-                num_ready = await request.load()
-                await engine.prefill(request, wanted, num_ready)
-                await sim.jitter()
-                await request.extend(3 + wanted.num_new_tokens)
-                await engine.decode(request, wanted)
-            client.ended()
-
-        for index in range(3):
-            sim.spawn(f"leap{index}", leap)
-        for index in range(3):
-            serve(sim, engine, f"small{index}", tokens(4 + index % 2, sim.random.randint(2, 6)))
         await after(sim, engine)
 
 

@@ -82,34 +82,6 @@ async def tenants(sim: Simulation) -> None:
         await after(sim, engine)
 
 
-@scenario("request_loading", "request_aborted", faults=("hang", "fail", "vanish"))
-async def host_pressure(sim: Simulation) -> None:
-    """Loads out of a host that stores want to fill, while the loading requests are cancelled: sources stay."""
-    engine = sim.runtime(num_device_blocks=16, num_host_blocks=6)
-    async with engine.runtime:
-        await store(sim, engine, "first", tokens(1, 8))
-        await evict_device(engine)
-        for index in range(4):
-            serve(sim, engine, f"load{index}", tokens(1, 9))
-            serve(sim, engine, f"store{index}", tokens(5 + index, 6))
-        canceller(sim, engine, "load0", "load1", "load2", "load3")
-        await after(sim, engine)
-
-
-@scenario("request_loading", faults=("fail", "vanish"))
-async def crowded_sharing(sim: Simulation) -> None:
-    """Requests adopt what others have loaded and give blocks back, and a line waits for those."""
-    engine = sim.runtime(num_device_blocks=9, num_host_blocks=12)
-    async with engine.runtime:
-        await store(sim, engine, "first", tokens(1, 8))
-        await evict_device(engine)
-        for index in range(4):
-            serve(sim, engine, f"share{index}", tokens(1, 9), num_new_tokens=index % 2)
-        for index in range(3):
-            serve(sim, engine, f"other{index}", tokens(5 + index, sim.random.randint(4, 12)))
-        await after(sim, engine)
-
-
 @scenario("request_done")
 async def least_recently_used(sim: Simulation) -> None:
     """Under pressure, what was touched last survives, in both tiers, and a prefix loses its tail first."""
@@ -173,3 +145,18 @@ async def early_starts(sim: Simulation) -> None:
         if sim.random.random() < 0.5:
             canceller(sim, engine, "r0", "r1")
         await after(sim, engine)
+
+
+@scenario("job_completed", faults=("vanish", "lose", "fail"))
+async def stored_twice(sim: Simulation) -> None:
+    """I3: others hit the same device blocks while they are being stored, and again when that has failed."""
+    engine = sim.runtime(num_device_blocks=14, num_host_blocks=10, max_job_bytes=sim.random.choice((1, 100)))
+    async with engine.runtime:
+        for index in range(4):
+            serve(sim, engine, f"r{index}", tokens(1, 7, branch=index % 2))
+        bystanders(sim, engine, 2)
+        await after(sim, engine)
+        await engine.serve("again", ask(sim, engine, tokens(1, 7)))
+        await engine.runtime.flush()
+        found = engine.runtime.lookup(tokens(1, 7))
+        expect(sim, found.num_tokens == 6, f"6 tokens were stored, {found} are there")

@@ -9,6 +9,8 @@ from .common import after, ask, serve, tokens
 from .table import scenario
 
 PROMPT = tokens(1, 9)
+SHORT_OF_ROOM = ("prefix_invalidated",)
+"""Who takes back what others still read may find no room to compute it elsewhere."""
 
 
 async def fails(sim: Simulation, engine: SimulatedEngine, client: Client) -> None:
@@ -66,7 +68,7 @@ async def failed_forwards(sim: Simulation) -> None:
     from who waits for the rest of its room on a device that is full."""
     engine = sim.runtime(num_device_blocks=sim.random.choice((6, 16)), num_host_blocks=14)
     async with engine.runtime:
-        sim.spawn("fails", lambda client: fails(sim, engine, client))
+        sim.spawn("fails", lambda client: fails(sim, engine, client)).may_abort = SHORT_OF_ROOM
         sim.spawn("stubborn", lambda client: stubborn(sim, engine, client)).may_abort = ("prefix_invalidated",)
         for index in range(4):
             client = serve(sim, engine, f"r{index}", tokens(1, 9, branch=index % 2))
@@ -83,7 +85,7 @@ async def failed_in_turmoil(sim: Simulation) -> None:
     rng = sim.random
     engine = sim.runtime(num_device_blocks=rng.choice((6, 8, 12)), num_host_blocks=rng.choice((0, 4, 14)))
     async with engine.runtime:
-        sim.spawn("fails", lambda client: fails(sim, engine, client))
+        sim.spawn("fails", lambda client: fails(sim, engine, client)).may_abort = SHORT_OF_ROOM
         for index in range(4):
             length, number = rng.randint(8, 9), rng.randint(1, 2)
             client = serve(sim, engine, f"r{index}", PROMPT[:length], num_preemptions=number, num_new_tokens=index % 2)

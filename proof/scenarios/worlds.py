@@ -37,13 +37,6 @@ async def two_groups(sim: Simulation) -> None:
     )  # fmt: skip
 
 
-@scenario("request_done")
-async def nothing_to_offload_to(sim: Simulation) -> None:
-    """No host blocks at all, or a policy that stores nothing: a prefix cache of one tier."""
-    options: dict[str, Any] = sim.random.choice(({"num_host_blocks": 0}, {"store_policy": "off"}))
-    await traffic(sim, stream=False, **options)
-
-
 async def traffic(sim: Simulation, *, stream: bool, shared: int = 2, **options: Any) -> None:
     rng = sim.random
     options.setdefault("num_device_blocks", rng.randint(6, 12))

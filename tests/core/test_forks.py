@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
 from driving import BLOCK, Driven, prompt
 from lent_driving import LentDriven
@@ -178,3 +181,40 @@ def test_who_was_lent_a_wrong_block_is_told(num_lent: int) -> None:
     assert driven.ledger.invalidate(parent, 4) == (other,)
     driven.release(other, "prefix_invalidated")
     assert driven.hit(prompt(1, 12)) == (0, 4)
+
+
+def num_calls(function: Callable[[], object]) -> int:
+    """Calls of Python functions that it takes."""
+    found = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal found
+        found += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+@pytest.mark.parametrize("num_published", [10, 12])
+def test_a_fork_ends_as_soon_whatever_ended_before(num_published: int) -> None:
+    """A parent that lives outlives many forks: what it takes to end one does not grow with how many there have been.
+    Of those that have published nothing, nothing is kept."""
+    driven = Driven(64)
+    parent = driven.running(A)
+    driven.commit(parent, 10)
+
+    def come_and_go(token: int) -> int:
+        fork = driven.ledger.fork(parent, num_tokens=12).holding
+        driven.commit(fork, num_published, [token, token])
+        return num_calls(lambda: driven.release(fork))
+
+    calls = [come_and_go(token) for token in range(100, 400)]
+    assert max(calls[200:]) <= max(calls[:100])
+    assert len(driven.ledger._forks.over) == (300 if num_published == 12 else 0)
+    driven.release(parent)
+    assert not driven.ledger._forks.over and not driven.ledger._forks._over_of

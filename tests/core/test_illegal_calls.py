@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from driving import Driven, prompt
-from fingerprint import changes, fingerprint
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -21,6 +20,7 @@ from aoffload.core.lifecycle import JobState, RequestState
 from aoffload.core.plan import Completion, Outcome
 from aoffload.errors import DuplicateRequest, IllegalTransition, InvalidArgument, OutOfBlocks, WrongState
 from aoffload.prefix import Prefix, Root
+from aoffload.testing.programs.fingerprint import changes, fingerprint
 
 S = RequestState
 A = prompt(1, 9)
@@ -627,4 +627,4 @@ class IllegalMachine(MatchMachine):
 class TestIllegal(IllegalMachine.TestCase):
     """Whatever was called before: an illegal call raises what names it, and the whole ledger is as it was."""
 
-    settings = settings(derandomize=True, deadline=None, max_examples=150, stateful_step_count=50)
+    settings = settings(max_examples=150, stateful_step_count=50)

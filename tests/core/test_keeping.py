@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from driving import ROOT, Driven, prompt
-from fingerprint import changes, fingerprint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from aoffload.core.lifecycle import ErrandState, PinState
 from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.errors import IllegalTransition, InvalidArgument, OutOfBlocks
 from aoffload.prefix import Prefix, Root
+from aoffload.testing.programs.fingerprint import changes, fingerprint
 
 A, B, C, D = (prompt(name, 9) for name in range(1, 5))
 GROUPS = {
@@ -751,7 +751,7 @@ LAYOUTS = st.sampled_from(
 TEXTS = [[*prompt(1, 8), *prompt(branch, 4 * length), 9] for branch in (2, 3) for length in (0, 1, 2)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(LAYOUTS, st.randoms(use_true_random=False), st.integers(12, 40), st.integers(0, 40))
 def test_whatever_is_asked_for_in_whatever_order_nothing_is_lost(
     groups: Any, seed: Any, num_device: int, num_host: int

@@ -23,6 +23,7 @@ from aoffload.core.lifecycle import (
     EarlyState,
     ErrandState,
     JobState,
+    NullObserver,
     PinState,
     RequestState,
     State,
@@ -129,7 +130,7 @@ def test_every_move_is_told_once() -> None:
     """The observer hears of every move, with the state that was left, after it happened."""
     moves: list[str] = []
 
-    class Witness:
+    class Witness(NullObserver):
         def request_moved(self, holding: Any, old: RequestState, reason: str) -> None:
             moves.append(f"{old.name}>{holding.state.name} {reason}".strip())
 

@@ -27,6 +27,7 @@ from aoffload.core.eviction import LeastRecentlyUsed
 from aoffload.core.groups import FullAttention, Layout
 from aoffload.core.holding import Holding
 from aoffload.core.index import Part
+from aoffload.core.lifecycle import NullObserver
 from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.core.seen import RUN_TOKENS, SeenPrefixes
 from aoffload.core.tokens import TokenSequence
@@ -477,9 +478,7 @@ def test_a_refused_store_is_offered_again(policy: Any, again: str) -> None:
     hits the same device blocks."""
     skipped: list[int] = []
 
-    class Watcher:
-        def request_moved(self, *_: Any) -> None: ...
-        def job_moved(self, *_: Any) -> None: ...
+    class Watcher(NullObserver):
         def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
             assert reason == "host_full"
             skipped.append(num_blocks)
@@ -510,9 +509,7 @@ def test_the_frontier_says_what_it_could_not_store() -> None:
     """`store_skipped` without a request: it is on nobody's behalf. With room it is stored."""
     skipped: list[tuple[object, int]] = []
 
-    class Watcher:
-        def request_moved(self, *_: Any) -> None: ...
-        def job_moved(self, *_: Any) -> None: ...
+    class Watcher(NullObserver):
         def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
             skipped.append((holding, num_blocks))
 

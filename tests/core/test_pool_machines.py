@@ -20,7 +20,7 @@ from aoffload.errors import OutOfBlocks
 from aoffload.prefix import Prefix, Root
 
 SIZES = st.one_of(st.integers(1, 12), st.integers(1, 70))
-QUICK = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=40)
+QUICK = settings(max_examples=60, stateful_step_count=40)
 
 
 def sizes_of(ids: Iterable[int]) -> list[int]:

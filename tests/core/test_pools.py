@@ -18,7 +18,7 @@ def longest(pool: ExtentPool) -> int:
     return max((stop - start for start, stop in found), default=0)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(size=st.integers(1, 64), plan=calls)
 def test_an_extent_pool_conserves_blocks_and_keeps_them_together(
     size: int, plan: list[tuple[bool, int, object]]
@@ -44,7 +44,7 @@ def test_an_extent_pool_conserves_blocks_and_keeps_them_together(
         assert len(pool._stop_of) == len(list(extents(array("i", sorted(free)))))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(size=st.integers(1, 64), plan=calls)
 def test_a_free_list_conserves_blocks_and_never_hands_out_the_null_block(
     size: int, plan: list[tuple[bool, int, object]]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from driving import BLOCK, Direction, Driven, Tier, prompt
 
+from aoffload import Ledger, OffloadConfig, Prefix, Root
 from aoffload.core.groups import KVCacheGroup, Layout
 from aoffload.core.holding import Holding
 from aoffload.core.jobs import Job
-from aoffload.core.lifecycle import JobState, RequestState
+from aoffload.core.lifecycle import JobState, NullObserver, RequestState
 from aoffload.core.plan import Completion, Outcome, TransferPlan
 from aoffload.core.policy import EagerStore
 from aoffload.errors import IllegalTransition, OutOfBlocks, WrongState
@@ -676,13 +677,11 @@ def test_whoever_matched_a_rotten_block_may_leave() -> None:
 # -- stores -------------------------------------------------------------------------------------------------------
 
 
-class Refusals:
+class Refusals(NullObserver):
     def __init__(self) -> None:
         self.skipped: list[tuple[int, str]] = []
 
-    def request_moved(self, *_: object) -> None: ...
-    def job_moved(self, *_: object) -> None: ...
-    def store_skipped(self, holding: Holding, num_blocks: int, reason: str) -> None:
+    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
         self.skipped.append((num_blocks, reason))
 
 
@@ -829,3 +828,27 @@ def test_a_run_that_is_divided_awaits_no_job_of_another_branch() -> None:
     driven.admit(b[:13])
     for plan in (*shared, *own[1:]):
         driven.end(plan)
+
+
+@pytest.mark.parametrize("first", [Outcome.LANDED, Outcome.FAILED])
+def test_any_number_of_copies_may_end_last_first(first: Outcome) -> None:
+    """They wait for one another, as deep as were launched: all are settled with the first, and nothing stays pinned."""
+    num_jobs = 1500
+    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=1)], num_host_blocks=num_jobs, max_job_bytes=1)
+    ledger = Ledger(config, num_jobs + 1)
+    prefix = Prefix.of(Root("m"), list(range(num_jobs)))
+    holding = ledger.admit(prefix)
+    ledger.allocate_nowait(holding)
+    ledger.plan_load(holding)
+    plans = ledger.commit(holding, num_jobs)
+    assert len(plans) == num_jobs and all(ledger.launch(plan.job_id) for plan in plans)
+    for plan in plans[:0:-1]:
+        ledger.settle(Completion(plan.job_id, Outcome.LANDED, 1))
+    assert ledger.statistics().num_jobs == num_jobs
+    ledger.settle(Completion(plans[0].job_id, first, int(first is Outcome.LANDED)))
+    ledger.release(holding, "over")
+    ledger.check_integrity()
+    ledger.reset(Tier.DEVICE)
+    found = ledger.statistics()
+    assert (found.num_jobs, found.device.num_pinned, found.host.num_pinned) == (0, 0, 0)
+    assert ledger.lookup(prefix).num_host_tokens == (num_jobs - 1 if first is Outcome.LANDED else 0)

@@ -26,7 +26,7 @@ from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.region import KVRegion
 
-GUARD_S = 20.0
+GUARD_S = 60.0
 SIZES = DecoderConfig(
     vocab_size=997, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16,
     max_positions=256,

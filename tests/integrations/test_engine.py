@@ -64,7 +64,7 @@ class AddingModel:
 
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
         self.began.set()
-        assert self.may_end.wait(10)
+        assert self.may_end.wait(60)
         if self.fails_on is not None and self.fails_on in batch.input_ids:
             raise ArithmeticError("the device is on fire")
         flat = kv_cache[:, 0, :, :, 0, 0]
@@ -131,7 +131,7 @@ def prompt_of(number: int, num_tokens: int = 22) -> list[int]:
 
 async def reached(event: threading.Event) -> None:
     """Wait until another thread has set `event`."""
-    await anyio.to_thread.run_sync(event.wait, 10)
+    await anyio.to_thread.run_sync(event.wait, 60)
     assert event.is_set()
 
 
@@ -277,9 +277,11 @@ async def test_who_has_left_hears_nothing_any_more() -> None:
     """A step that was running when its client left tells nobody."""
     seen: list[int] = []
     async with serving() as bench, anyio.create_task_group() as clients:
+        heard = anyio.Event()
 
         def on_token(token: int) -> None:
             seen.append(token)
+            heard.set()
             bench.model.may_end.clear()
             bench.model.began.clear()
 
@@ -287,10 +289,7 @@ async def test_who_has_left_hears_nothing_any_more() -> None:
             await bench.engine.generate(prompt_of(1), 9, on_token=on_token)
 
         clients.start_soon(ask)
-        await reached(bench.model.began)
-        bench.model.began.clear()
-        while not seen:
-            await anyio.lowlevel.checkpoint()
+        await heard.wait()
         await reached(bench.model.began)  # the second token is being computed
         clients.cancel_scope.cancel()
         bench.model.may_end.set()

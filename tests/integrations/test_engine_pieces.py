@@ -150,7 +150,7 @@ class WaitingModel:
 
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
         self.began.set()
-        assert self.may_end.wait(10)
+        assert self.may_end.wait(60)
         return torch.zeros(batch.num_sequences, self.vocab_size)
 
 
@@ -160,7 +160,7 @@ def test_finish_waits_for_a_forward_that_runs() -> None:
     forward = Forward(model, model.new_kv_cache(2, 4), 4, [SequenceSlice([1], 0, [[1]])], 1)
     thread = threading.Thread(target=forward.run)
     thread.start()
-    assert model.began.wait(10)
+    assert model.began.wait(60)
     threading.Timer(0.0, model.may_end.set).start()
     forward.finish()
     assert [output.token_id for output in forward.outputs] == [0]

@@ -262,6 +262,8 @@ def test_blocks_are_contiguous_and_logits_are_plain_numbers(model: PagedModel) -
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_computes_the_same(name: str) -> None:
     """The same seed on a GPU: the logits of the CPU within what another order of float32 sums explains."""
+    if name != "tiny":
+        pytest.importorskip("transformers")
     tokens, logits = random_tokens(150), []
     for device in ("cpu", "cuda"):
         model = load_model(name, seed=7, device=device)

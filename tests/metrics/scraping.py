@@ -19,7 +19,7 @@ from aoffload.metrics import Metrics, MetricsCollector
 
 BACKENDS = [pytest.param(("asyncio", {}), id="asyncio"), pytest.param(("trio", {}), id="trio")]
 BLOCK = 4
-GUARD_S = 20.0
+GUARD_S = 60.0
 """Never waited for in full unless something hangs that must not."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 from proof.mutants import MUTANTS
 from proof.planting import Mutant, PatchDoesNotApply, patched, source_path
 from proof.scenarios import SCENARIOS
+from proof.verdicts import chosen
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WHERE_THEY_MUST_BE = ("core", "request", "worker", "runtime")
@@ -21,29 +23,46 @@ WHERE_THEY_MUST_BE = ("core", "request", "worker", "runtime")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_is_another_program(mutant: Mutant) -> None:
     """Each applies to today's source exactly once, compiles, and is not the same program in other words."""
-    mutated = patched(mutant)
-    compile(mutated, mutant.module, "exec", dont_inherit=True)
-    assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source_path(mutant.module).read_text()))
+    for module, mutated in patched(mutant).items():
+        compile(mutated, module, "exec", dont_inherit=True)
+        assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source_path(module).read_text()))
+
+
+def test_a_mutant_names_what_is_there(tmp_path: Path) -> None:
+    """A defect that is a `NameError` would be found by anything that comes by."""
+    for number, mutant in enumerate(MUTANTS):
+        for module, source in patched(mutant).items():
+            (tmp_path / f"{number}_{module}.py").write_text(source)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821", str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
 
 
 def test_the_mutants_are_many_and_everywhere() -> None:
     """There are enough of them, no two have the same name or the same text, and each says what it breaks."""
     assert len(MUTANTS) >= 45
     assert not [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1]
-    patches = Counter((mutant.module, patched(mutant)) for mutant in MUTANTS)
-    assert not [module for (module, _), count in patches.items() if count > 1]
+    patches = Counter(tuple(patched(mutant).items()) for mutant in MUTANTS)
+    assert not [modules for modules, count in patches.items() if count > 1]
     assert all(mutant.promise for mutant in MUTANTS)
     assert {mutant.module.split(".")[1] for mutant in MUTANTS} >= set(WHERE_THEY_MUST_BE)
 
 
 def test_where_mutants_are_met_is_there() -> None:
-    """A scenario or a test that a mutant names exists; and none names both, for then one of them would never run."""
+    """A scenario or a test that a mutant names exists; and none names two judges, for then one would never run."""
     for mutant in MUTANTS:
         assert set(mutant.scenarios) <= set(SCENARIOS), mutant.name
-        assert not (mutant.scenarios and mutant.test), mutant.name
+        assert bool(mutant.scenarios) + bool(mutant.test) + mutant.programs <= 1, mutant.name
         if mutant.test:
             path, _, function = mutant.test.partition("::")
             assert f"def {function.partition('[')[0]}(" in (ROOT / path).read_text(), mutant.name
+
+
+def test_the_page_says_what_each_scenario_is_for() -> None:
+    """What stays beside programs is listed with what only it sees, and nothing that is gone."""
+    page = (ROOT / "docs" / "testing.md").read_text()
+    table = page[page.index("| only they have |") : page.index("## What is not simulated")]
+    assert set(re.findall(r"`(\w+)`", table)) == set(SCENARIOS)
 
 
 @pytest.mark.parametrize("old", ["", "no such text", "self"])
@@ -65,12 +84,12 @@ import threading
 from proof.planting import AlreadyImported, Ending, HasThreads, Mutant, in_child, preload
 
 preload(("attrs",))
-double = Mutant("double", "aoffload.core.arguments", "return value", "return value * 2", "numbers stay what they are")
+double = Mutant("double", "aoffload.arguments", "        return value", "        return value * 2", "numbers stay")
 
 def ending(function, argument=None, mutant=None, timeout_s=30.0):
     return in_child(function, argument, mutant, timeout_s)
 
-CODE = "from aoffload.core.arguments import check_int; assert check_int('n', 21, 0) == 21"
+CODE = "from aoffload.arguments import check_int; assert check_int('n', 21, 0) == 21"
 sound, wrong = ending("builtins:exec", CODE), ending("builtins:exec", CODE, double)
 assert (sound.ending, wrong.ending) == (Ending.RETURNED, Ending.RAISED), (sound, wrong)
 assert wrong.detail == "AssertionError" and "Traceback" in wrong.output, wrong
@@ -135,27 +154,45 @@ import attrs
 from proof import verdicts
 from proof.mutants import MUTANTS
 from proof.planting import Mutant
+from proof.report_mutants import fates
 
-sound = Mutant("sound", "aoffload.core.arguments", "return value", "return +value", "", scenarios=("exact_fit",))
-stuck = attrs.evolve(sound, name="stuck", old="return value", new="import os; os._exit(1)")
+old = "        return value"
+sound = Mutant("sound", "aoffload.arguments", old, "        return +value", "", scenarios=("two_tasks",))
+stuck = attrs.evolve(sound, name="stuck", old="        return value", new="        import os; os._exit(1)")
 early = next(mutant for mutant in MUTANTS if mutant.name == "hit up to the last token")
 tested = attrs.evolve(sound, name="tested", test="tests/proof/test_mutants.py::test_a_module_that_is_not_there")
 tested = attrs.evolve(tested, scenarios=())
-verdicts.MUTANTS = (sound, stuck, early, tested)
-verdicts.MOST_RUNS = 8
-rows = verdicts.judge(2)
-planted, twins = rows[:4], rows[4:]
-assert [row["oracle"] for row in planted] == [None, None, "hit cap", None], planted
-assert [row["runs"] for row in planted] == [8, None, 1, None], planted
-assert {(row["scenarios"], row["test"]) for row in map(_frozen, twins)} == {
-    (("exact_fit",), ""), ((), ""), ((), tested.test)}, twins
-assert not any(row["oracle"] for row in twins), twins
+met = attrs.evolve(early, name="met", programs=True)
+unmet = attrs.evolve(sound, name="unmet", scenarios=(), programs=True)
+verdicts.MOST_RUNS, verdicts.FACES = 8, ("ledger",)
+budget = verdicts.Budget(programs=40, tried_programs=2, num_ranges=2)
+rows = verdicts.judge(2, (sound, stuck, early, tested, met, unmet), budget)
+found = {fate.name: fate for fate in fates(rows)}
+assert {name: fate.judge for name, fate in found.items()} == {
+    "sound": "", "stuck": "", early.name: "scenarios", "tested": "", "met": "programs", "unmet": ""}, rows
+assert [row["runs"] for row in found["sound"].rows] == [8] and [row["runs"] for row in found["unmet"].rows] == [40, 40]
+assert [(row["judge"], row["runs"]) for row in found["tested"].rows] == [("programs", 2), ("test", None)]
+assert all(0 < row["shortest"] < 10 for row in found["met"].rows), rows
+twins = [row for row in rows if row["mutant"] == verdicts.TWIN]
+assert {(row["judge"], *row["scenarios"], *row["faces"], row["first_seed"], row["test"]) for row in twins} >= {
+    ("scenarios", "two_tasks", 0, ""), ("scenarios", 0, ""), ("test", 0, tested.test),
+    ("programs", "ledger", 0, ""), ("programs", "ledger", verdicts.SEED_RANGE, "")}, twins
+assert sum(row["runs"] for row in twins if row["judge"] == "programs") >= 80 and not any(row["oracle"] for row in twins)
 print("ok")
-""".replace("map(_frozen, twins)", "({**row, 'scenarios': tuple(row['scenarios'])} for row in twins)")
+"""
 
 
 def test_only_words_are_a_catch_and_the_twin_sees_the_same() -> None:
-    """A violation is a catch; a defect that nothing notices, and a child that dies, are none. The program without a
-    defect is shown to whatever judged the others."""
+    """A violation is a catch; a defect that nothing notices, and a child that dies, are none. One that names a test is
+    shown to programs first. The program without a defect is shown to whatever judged the others."""
     found = subprocess.run([sys.executable, "-c", VERDICTS], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert found.stdout.splitlines()[-1:] == ["ok"], found.stderr
+
+
+def test_a_third_of_the_mutants_is_chosen() -> None:
+    """The thirds have every mutant once, and part of a name finds those that have it."""
+    thirds = [chosen(third) for third in range(3)]
+    assert sorted(one.name for third in thirds for one in third) == sorted(one.name for one in MUTANTS)
+    assert max(map(len, thirds)) - min(map(len, thirds)) <= 1
+    assert chosen(None) == list(MUTANTS)
+    assert [one.name for one in chosen(None, "hit up to the last")] == ["hit up to the last token"]

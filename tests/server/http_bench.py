@@ -19,7 +19,7 @@ from aoffload.integrations.decoder import Decoder, DecoderConfig
 from aoffload.integrations.openai_server import ServerOptions, Service, make_app, open_service
 from aoffload.integrations.paged import PagedBatch
 
-GUARD_S = 30.0
+GUARD_S = 60.0
 """Long enough for any machine; only a test that fails waits for it."""
 BACKENDS = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 SMALL = DecoderConfig(
@@ -38,9 +38,12 @@ class SmallModel(Decoder):
         self.began = threading.Event()
         self.fails = False
         self.num_forwards = 0
+        self.threads: set[int] = set()
+        """Those in which forwards ran."""
 
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
         self.num_forwards += 1
+        self.threads.add(threading.get_ident())
         self.began.set()
         assert self.may_end.wait(GUARD_S)
         if self.fails:

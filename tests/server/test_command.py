@@ -105,7 +105,7 @@ async def reading(server: Program, num_readers: int, num_tokens: int) -> AsyncIt
 @marked
 async def test_sigterm_lets_those_inside_finish() -> None:
     """Under load: every answer is complete, nobody new is taken in, and the exit status is 0."""
-    async with program("--drain-timeout", "20") as server:
+    async with program("--drain-timeout", "1000") as server:
         async with reading(server, 4, 400) as readers:
             server.signal()
             async with httpx.AsyncClient(base_url=server.url) as client:

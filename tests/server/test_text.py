@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 from http_bench import BACKENDS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aoffload.errors import ConfigError, InvalidArgument
@@ -63,7 +63,6 @@ def test_bytes_are_tokens(text: str) -> None:
 
 
 @given(SOME_TEXT, st.lists(st.integers(0, VOCABULARY - 1), max_size=30))
-@settings(deadline=None)
 def test_the_directory_says_what_the_server_says(loaded: Any, text: str, token_ids: list[int]) -> None:
     """What `AutoTokenizer` makes of the files encodes every text and spells all ids as the server does."""
     tokenizer = ByteTokenizer(VOCABULARY)
@@ -105,7 +104,6 @@ def test_a_directory_that_can_t_be_written_is_named(tmp_path: Path) -> None:
 
 
 @given(SOME_TEXT, st.lists(st.integers(0, VOCABULARY - 1), max_size=30))
-@settings(deadline=None)
 def test_a_model_s_tokenizer_spells_piece_by_piece(own: PretrainedTokenizer, text: str, token_ids: list[int]) -> None:
     """What comes token by token is what the whole is, characters of several tokens included."""
     ids = [*own.encode(text), *token_ids]

@@ -1,4 +1,4 @@
-"""Event loops whose time passes only when nobody has anything else to do: waits of minutes cost nothing."""
+"""Event loops whose time passes when nobody has anything else to do, or leaps at a word: long waits cost nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import selectors
 from typing import Any
 
 import pytest
+import sniffio
 import trio.testing
 
 
@@ -32,6 +33,28 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now
+
+
+class LeapingLoop(asyncio.SelectorEventLoop):
+    leapt_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.leapt_s
+
+
+def leap(seconds: float) -> None:
+    """Let that much time pass at once, in a loop of `leaping_backend`."""
+    if sniffio.current_async_library() == "trio":
+        trio.lowlevel.current_clock().jump(seconds)  # type: ignore[attr-defined]
+    else:
+        asyncio.get_running_loop().leapt_s += seconds  # type: ignore[attr-defined]
+
+
+def leaping_backend(name: str) -> tuple[str, dict[str, Any]]:
+    """For the `anyio_backend` fixture: time passes as it does outside, where threads and processes work, and leaps."""
+    if name == "trio":
+        return name, {"clock": trio.testing.MockClock(rate=1.0)}
+    return name, {"loop_factory": LeapingLoop}
 
 
 def jumping_backend(name: str) -> tuple[str, dict[str, Any]]:

@@ -13,7 +13,15 @@ import attrs
 import pytest
 import torch
 
-from aoffload import AttentionKind, FullAttention, KVCacheGroup, OffloadConfig, OffloadRuntime, Request
+from aoffload import (
+    AttentionKind,
+    FullAttention,
+    KVCacheGroup,
+    OffloadConfig,
+    OffloadRuntime,
+    PendingLoad,
+    Request,
+)
 from aoffload.transfer.backends.scripted import ScriptedTransport
 
 ASYNCIO = pytest.param(("asyncio", {}), id="asyncio")
@@ -24,7 +32,7 @@ BACKENDS = [ASYNCIO, UVLOOP, TRIO]
 Result = TypeVar("Result")
 
 BLOCK = 4
-GUARD_S = 20.0
+GUARD_S = 60.0
 """Never waited for in full unless something hangs that must not."""
 
 
@@ -134,6 +142,21 @@ class Engine:
         num_blocks = self.runtime.statistics().device.num_blocks
         async with self.runtime.request(prompt(seed, 1)) as request:
             await request.allocate(num_blocks * self.block_size)
+
+
+async def on_the_host_only(engine: Engine, *prompts: list[int]) -> None:
+    """Serve them, and have their device blocks taken by others."""
+    for token_ids in prompts:
+        await engine.serve(token_ids)
+        await engine.runtime.flush()
+        await engine.evict_device()
+
+
+async def loading(request: Request, transport: ScriptedTransport) -> PendingLoad:
+    """A load on its way, which ends when the test says so."""
+    await request.allocate()
+    transport.auto = False
+    return request.load_nowait()
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from serving import (
     Engine,
     assert_at_rest,
     at_every_checkpoint,
+    on_the_host_only,
     pinned,
     prompt,
     scripted,
@@ -48,13 +49,6 @@ async def storm(engine: Engine, num_prompts: int = 12) -> None:
     for seed in range(100, 100 + num_prompts):
         await engine.serve(prompt(seed, 9))
         await engine.runtime.flush()
-
-
-async def on_the_host_only(engine: Engine, *prompts: list[int]) -> None:
-    for token_ids in prompts:
-        await engine.serve(token_ids)
-        await engine.runtime.flush()
-        await engine.evict_device()
 
 
 async def on_the_device_only(engine: Engine, transport: Any, token_ids: list[int]) -> None:

@@ -146,6 +146,6 @@ async def test_hashing_waits_for_no_thread_of_the_programs_own(monkeypatch: pyte
         def endpoint() -> int:
             return anyio.from_thread.run(engine.serve, A)
 
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             assert await anyio.to_thread.run_sync(endpoint) == 0
         await assert_at_rest(engine.runtime)

@@ -17,6 +17,8 @@ from serving import (
     TensorBlocks,
     assert_at_rest,
     config,
+    loading,
+    on_the_host_only,
     pinned,
     prompt,
     scripted,
@@ -29,9 +31,7 @@ from aoffload import (
     CommitError,
     InvalidArgument,
     OffloadRuntime,
-    PendingLoad,
     RegionNotLoaded,
-    Request,
     RuntimeClosed,
     WrongState,
 )
@@ -79,20 +79,6 @@ async def watching(num_blocks: int = 16, **options: Any) -> AsyncIterator[tuple[
     made = config(**options)
     async with OffloadRuntime(made, transport=transport) as runtime:
         yield Engine(runtime, TagBlocks(transport), made.groups[0].block_size), transport
-
-
-async def on_the_host_only(engine: Engine, *prompts: list[int]) -> None:
-    for tokens in prompts:
-        await engine.serve(tokens)
-        await engine.runtime.flush()
-    await engine.evict_device()
-
-
-async def loading(request: Request, transport: ScriptedTransport) -> PendingLoad:
-    """A load on its way, which ends when the test says so."""
-    await request.allocate()
-    transport.auto = False
-    return request.load_nowait()
 
 
 def compute(engine: Engine, table: list[int], start: int, tokens: list[int]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,12 +16,13 @@ import held_ranks
 import pytest
 import structlog
 import torch
-from serving import ASYNCIO, GUARD_S, TRIO, Engine, assert_at_rest, config, prompt, turns
+from clocks import JUMPING, leap, leaping_backend
+from serving import GUARD_S, Engine, assert_at_rest, config, prompt, turns
 
 from aoffload import LocalRank, OffloadRuntime, ProcessRank, RankTransport, RequestState
 from aoffload.transfer.backends.scripted import ScriptedTransport
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("forked_ranks")]
 
 NUM_BLOCKS = 40
 START_S = 120.0
@@ -32,9 +32,9 @@ WARM = [prompt(seed, 9) for seed in range(1, 5)]
 COLD = [prompt(seed, 9) for seed in range(5, 9)]
 
 
-@pytest.fixture(params=[ASYNCIO, TRIO])
+@pytest.fixture(params=JUMPING)
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    return request.param
+    return leaping_backend(request.param)
 
 
 @attrs.define(eq=False)
@@ -64,12 +64,10 @@ class Served:
     gate: Connection
     num_ready: dict[int, int] = attrs.field(factory=dict)
     """By the first token of the prompt: what it found ready, when it was through."""
-    ended_s: dict[int, float] = attrs.field(factory=dict)
 
     async def serve(self, token_ids: list[int]) -> None:
         async with self.engine.runtime.request(token_ids, request_id=f"r{token_ids[0]}") as request:
             self.num_ready[token_ids[0]] = await self.engine.prefill(request, token_ids)
-        self.ended_s[token_ids[0]] = time.monotonic()
 
     async def wait_half_way(self) -> None:
         assert await anyio.to_thread.run_sync(self.gate.poll, GUARD_S), "no load has begun"
@@ -98,23 +96,22 @@ async def store_warm(served: Served) -> None:
 
 async def test_a_rank_killed_in_the_middle_of_a_load_harms_nobody() -> None:
     """Eight requests, four of which load; one rank is killed half-way through a load. Whoever waits for it computes
-    instead, or aborts, within a second; the others go on; in the end nothing is pinned, nothing quarantined."""
-    with structlog.testing.capture_logs():
-        async with two_ranks(max_jobs_in_flight=2) as served:
+    instead, or aborts, and waits for no time to be up; the others go on; in the end nothing is pinned, nothing
+    quarantined."""
+    never: dict[str, Any] = {"load_timeout_s": 1e6, "transfer_timeout_s": 1e6}
+    with structlog.testing.capture_logs(), anyio.fail_after(START_S):
+        async with two_ranks(max_jobs_in_flight=2, **never) as served:
             runtime = served.engine.runtime
             await store_warm(served)
             served.num_ready.clear()
-            served.ended_s.clear()
             async with anyio.create_task_group() as group:
                 for token_ids in WARM + COLD:
                     group.start_soon(served.serve, token_ids)
                 await served.wait_half_way()
                 cold = [token_ids[0] for token_ids in COLD]
                 assert sorted(served.num_ready) == cold, "who loads nothing does not wait for who does"
-                killed_s = time.monotonic()
                 os.kill(served.ranks[held_ranks.HELD_RANK].pid, signal.SIGKILL)
                 runtime.cancel(f"r{WARM[3][0]}")
-            assert max(served.ended_s.values()) - killed_s < 1.0
             assert served.num_ready == dict.fromkeys([token_ids[0] for token_ids in WARM[:3] + COLD], 0)
             await assert_at_rest(runtime)
             found = runtime.statistics()
@@ -130,14 +127,16 @@ async def test_a_hung_rank_is_given_up_and_its_death_ends_the_quarantine() -> No
     """A rank that is alive and does nothing is a matter of `transfer_timeout_s`: the blocks it may still write are
     quarantined until it is killed, which proves that it doesn't."""
     with structlog.testing.capture_logs() as logs:
-        async with two_ranks(transfer_timeout_s=1.0, load_timeout_s=0.1) as served:
+        async with two_ranks(transfer_timeout_s=3600, load_timeout_s=600) as served:
             runtime = served.engine.runtime
             await store_warm(served)
             served.num_ready.clear()
             async with anyio.create_task_group() as group:
                 group.start_soon(served.serve, WARM[0])
                 await served.wait_half_way()
+                leap(601)
             assert served.num_ready == {WARM[0][0]: 0}
+            leap(3000)
             await runtime.flush()
             assert runtime.statistics().device.num_quarantined == 2
             runtime.check_integrity()

@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 from clocks import JUMPING, jumping_backend
-from serving import Engine, assert_at_rest, pinned, prompt, scripted, turns
+from serving import assert_at_rest, on_the_host_only, pinned, prompt, scripted, turns
 
 from aoffload import OutOfBlocks, Request, RequestState, RuntimeClosed
 from aoffload.core.plan import Direction
@@ -21,13 +21,6 @@ TIMES: dict[str, Any] = {"load_timeout_s": 30.0, "transfer_timeout_s": 120.0, "c
 @pytest.fixture(params=JUMPING)
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return jumping_backend(request.param)
-
-
-async def on_the_host_only(engine: Engine, *prompts: list[int]) -> None:
-    for token_ids in prompts:
-        await engine.serve(token_ids)
-        await engine.runtime.flush()
-        await engine.evict_device()
 
 
 async def test_a_load_that_hangs() -> None:

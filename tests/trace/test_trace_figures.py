@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 
 import pytest
-from synthetic_log import line, write_synthetic
 
 from aoffload.telemetry import Telemetry
 from aoffload.trace.durations import Durations
@@ -19,6 +18,7 @@ from aoffload.trace.summary import summary
 from aoffload.trace.tally import MAX_NAMES, OTHERS, Tally
 from aoffload.trace.wording import duration, size
 from aoffload.transfer.transport import PinProgress
+from benchmarks.synthetic_log import line, write_synthetic
 
 
 @pytest.mark.parametrize(("num", "tolerance"), [(1, 0.0), (7, 0.0), (4_096, 0.0), (50_000, 0.006)])

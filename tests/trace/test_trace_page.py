@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from page_data import column, columns, page_data
 from real_log import write_real
-from synthetic_log import line, write_synthetic
 
 from aoffload.trace import drawing
 from aoffload.trace.page import SCRIPTS, write_page
+from benchmarks.synthetic_log import line, write_synthetic
 
 ASSETS = Path(drawing.__file__).parent / "assets"
 

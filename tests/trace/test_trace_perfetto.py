@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from real_log import write_real
-from synthetic_log import write_synthetic
 
 from aoffload.trace.perfetto import write_perfetto
+from benchmarks.synthetic_log import write_synthetic
 
 REQUIRED = {
     "X": {"name", "cat", "ts", "dur", "pid", "tid"},

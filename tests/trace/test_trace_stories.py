@@ -10,7 +10,6 @@ from typing import Any
 
 import attrs
 import pytest
-from synthetic_log import line
 
 from aoffload.trace import book
 from aoffload.trace.listener import Listener
@@ -18,6 +17,7 @@ from aoffload.trace.occupancy import Usage
 from aoffload.trace.runtimes import RuntimeLife
 from aoffload.trace.scan import Scan
 from aoffload.trace.stories import JobStory, Story
+from benchmarks.synthetic_log import line
 
 Said = tuple[float, str, dict[str, Any]]
 MATCH = {"num_tokens": 40, "num_device_tokens": 0, "num_host_tokens": 0}

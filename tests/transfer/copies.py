@@ -15,7 +15,7 @@ from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.region import KVRegion
 from aoffload.transfer.region_fences import RegionFences
 
-GUARD_S = 20.0
+GUARD_S = 60.0
 """Never waited for in full unless something hangs that must not."""
 
 

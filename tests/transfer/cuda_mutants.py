@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from aoffload.core.plan import Direction, TransferPlan
 from aoffload.transfer.backends.cuda import CudaBackend, CudaFence, SourceOrder
 from aoffload.transfer.backends.cuda.events import EventPool
@@ -43,3 +45,7 @@ class Recycled(EventPool):
         fence = super().record(stream)
         self._idle.append(fence.event)  # while somebody holds the fence
         return fence
+
+    def clear(self) -> None:
+        self._idle = deque({id(event): event for event in self._idle}.values())  # a driver destroys each once
+        super().clear()

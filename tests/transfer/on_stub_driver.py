@@ -1,11 +1,15 @@
-"""What `test_cuda_nvidia` runs in a process of its own, where the driver library is the stub: NVIDIA's bindings, our
+"""What `test_cuda_nvidia` runs in processes of their own, where the driver library is the stub: NVIDIA's bindings, our
 driver layer and the whole backend above it, on ordinary memory."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 import threading
+import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -31,6 +35,9 @@ from aoffload.transfer.backends.cuda.driver import LOST_CODES
 from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver
 from aoffload.transfer.fence import PASSED
 from aoffload.transfer.region import regions_of
+
+MOST_S = 120
+"""What takes longer hangs, and is ended."""
 
 
 class StubDriver(NvidiaDriver):
@@ -193,19 +200,50 @@ def others_events() -> None:
     assert other.event_of(PASSED) is None
 
 
+SCENARIOS = {
+    "round_trip": round_trip,
+    "pageable": round_trip,
+    "batches": batches,
+    "waits": waits,
+    "lost": lost,
+    "refuses": refuses,
+    "default_stream": default_stream,
+    "captured": captured,
+    "beside_a_capture": round_trip,
+    "busy": busy,
+    "maps": maps,
+    "maps_not": maps_not,
+    "others_events": others_events,
+}
+
+
+def play(scenario: str, environment: dict[str, str], printed: str) -> None:
+    """In this process, which has met no driver before and ends with it; what it says goes into the file `printed`."""
+    status = 1
+    signal.alarm(MOST_S)
+    try:
+        file = os.open(printed, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.environ.update(environment)
+        warnings.simplefilter("ignore" if scenario == "pageable" else "error")
+        SCENARIOS[scenario]()
+        status = 0
+    except BaseException:  # noqa: BLE001 - it is told in the file
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def serve() -> None:
+    """For each line of stdin, the arguments of `play`, a fork that does it; its exit status. Torch is imported once."""
+    for line in sys.stdin:
+        if (pid := os.fork()) == 0:
+            play(*json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
-    {
-        "round_trip": round_trip,
-        "pageable": round_trip,
-        "batches": batches,
-        "waits": waits,
-        "lost": lost,
-        "refuses": refuses,
-        "default_stream": default_stream,
-        "captured": captured,
-        "beside_a_capture": round_trip,
-        "busy": busy,
-        "maps": maps,
-        "maps_not": maps_not,
-        "others_events": others_events,
-    }[sys.argv[1]]()
+    serve()

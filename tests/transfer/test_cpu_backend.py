@@ -24,7 +24,7 @@ from aoffload.transfer.backends.waits import LockWaits
 from aoffload.transfer.region import regions_of
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), layout=st.sampled_from((separate_sizes, stacked)))
 def test_any_layout_comes_back_byte_for_byte(seed: int, layout: Callable[[random.Random], Pool]) -> None:
     """Store some blocks, overwrite everything, load them elsewhere: they are there, and nothing else changed."""
@@ -113,7 +113,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("waiting")
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), layout=st.sampled_from((separate_sizes, stacked)))
 def test_any_layout_comes_back_beside_a_busy_loop(seed: int, layout: Callable[[random.Random], Pool]) -> None:
     """What is moved in other ways there is moved as exactly."""

@@ -90,7 +90,7 @@ class Job:
         return found == wanted and nothing_else
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), layout=layouts)
 def test_any_layout_is_loaded_region_after_region(seed: int, layout: Callable[[random.Random], Pool]) -> None:
     """Neighbours inside a block or tensors of their own: every byte as in a load of whole blocks, and no other."""
@@ -107,7 +107,7 @@ def loads_by_region(seed: int, layout: Callable[[random.Random], Pool]) -> None:
     assert job.copies.transport.close(GUARD_S)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), layout=layouts)
 def test_any_layout_is_loaded_region_after_region_beside_a_busy_loop(
     seed: int, layout: Callable[[random.Random], Pool], monkeypatch: pytest.MonkeyPatch

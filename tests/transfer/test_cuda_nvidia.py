@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,20 +53,28 @@ def log(run: Run) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def on_stub_driver(library: Path) -> Iterator[subprocess.Popen[str]]:
+    """The scenarios of that name, each in a fork."""
+    paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "PYTHONPATH": paths}
+    command = [sys.executable, "-W", "error", str(HERE / "on_stub_driver.py")]
+    pipes: dict[str, int] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def run(on_stub_driver: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run a scenario of `on_stub_driver`; the calls that arrived at the driver, and after them what it printed."""
 
     def one(scenario: str, **settings: object) -> list[str]:
-        log = tmp_path_factory.mktemp("log") / "calls"
-        paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "STUB_LOG": str(log), "PYTHONPATH": paths}
-        environment.update({f"STUB_{name.upper()}": str(value) for name, value in settings.items()})
-        command = [sys.executable, "-W", "error", str(HERE / "on_stub_driver.py"), scenario]
-        if scenario == "pageable":
-            command[1:3] = ["-W", "ignore"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-        return [*log.read_text().splitlines(), *done.stdout.splitlines()]
+        log, printed = (tmp_path_factory.mktemp("log") / name for name in ("calls", "printed"))
+        environment = {"STUB_LOG": str(log), **{f"STUB_{name.upper()}": str(settings[name]) for name in settings}}
+        assert on_stub_driver.stdin is not None and on_stub_driver.stdout is not None
+        on_stub_driver.stdin.write(json.dumps([scenario, environment, str(printed)]) + "\n")
+        on_stub_driver.stdin.flush()
+        assert on_stub_driver.stdout.readline() == "0\n", printed.read_text()
+        return [*log.read_text().splitlines(), *printed.read_text().splitlines()]
 
     return one
 

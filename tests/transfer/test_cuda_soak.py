@@ -23,15 +23,15 @@ from aoffload.env import Env
 from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.backends.cuda import AdaptivePolling, BreakEven, CudaBackend
 from aoffload.transfer.fence import PASSED, Fence
-from proof.soak import soak
+from proof.soak import Length, soak
 from proof.soak_memory import Compute, DeviceMemory, MakeMemory
 from proof.soak_owners import OwnedTransport, Owners
 from proof.soak_result import SoakResult
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from /proc")
 
-SECONDS = 3.0
-NUM_TRIES = 12
+SHORT = Length(num_clients=40, num_sessions=2, num_rests=2)
+NUM_TRIES = 30
 """Most mutants are caught by the first; where one event is used over and over, most often it waits for too much."""
 CONFIG = OffloadConfig(groups=[KVCacheGroup("full", block_size=4)], num_host_blocks=8)
 
@@ -55,25 +55,24 @@ def simulated(backend: type[CudaBackend], seed: int, break_even: BreakEven | Non
 
 
 def check(result: SoakResult) -> None:
-    """Nothing was found; on a busy machine, something may not have happened at all."""
     assert result.found == [], result.table()
     assert result.max_pinned_at_rest == 0
     assert result.blocks_checked and result.blocks_loaded and result.blocks_stored and result.num_rests
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "num_clients"), [("asyncio", 40), ("trio", 40)])
-def test_a_short_soak_on_streams_passes(backend: str, num_clients: int) -> None:
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_short_soak_on_streams_passes(backend: str) -> None:
     """Every byte is right and in the right hands, though nobody waits for a forward; nothing is pinned at rest."""
-    result = soak(SECONDS, backend, 1, num_clients, simulated(CudaBackend, 1))
+    result = soak(backend, 1, SHORT, simulated(CudaBackend, 1))
     check(result)
-    assert result.num_done > 0.8 * result.num_requests
+    assert result.num_done > result.num_requests / 2
 
 
 @pytest.mark.slow
 def test_a_short_soak_with_the_kernel_passes() -> None:
     """The same where small pieces are copied by the kernel, and none is large."""
-    result = soak(SECONDS, "asyncio", 2, memory=simulated(CudaBackend, 2, break_even=BreakEven(2**40, 2**40)))
+    result = soak("asyncio", 2, SHORT, simulated(CudaBackend, 2, break_even=BreakEven(2**40, 2**40)))
     check(result)
 
 
@@ -82,7 +81,7 @@ def test_a_short_soak_with_the_kernel_passes() -> None:
 def test_a_rule_that_is_taken_out_fails_it(mutant: type[CudaBackend]) -> None:
     """Whichever rule of order is missing, some forward reads other bytes than belong there, or a checksum says so."""
     for seed in range(NUM_TRIES):
-        found = soak(SECONDS, "asyncio", seed, memory=simulated(mutant, seed)).found
+        found = soak("asyncio", seed, SHORT, simulated(mutant, seed)).found
         if any("wrong bytes" in problem or "other bytes than were stored" in problem for problem in found):
             return
     pytest.fail("no soak found a wrong byte")

@@ -33,6 +33,7 @@ from aoffload.transfer.ranks.transport import RankTransport
 START_S = 120.0
 """A process imports torch, which takes seconds on an idle machine."""
 ROOT = Path(__file__).parents[2]
+forked = pytest.mark.usefixtures("forked_ranks")
 
 
 class Processes:
@@ -108,6 +109,7 @@ def test_fp8_blocks_go_and_come_back_on_every_rank(start: Callable[..., Processe
     assert not {name for name in names_of_threads() if name.startswith("aoffload-rank")}
 
 
+@forked
 def test_what_a_rank_refuses_or_cannot_fence_is_a_failure(start: Callable[..., Processes]) -> None:
     """Ids that are no blocks there, and a fence that it never recorded: nothing is copied, and the job fails. A build
     function may be given by its name."""
@@ -124,6 +126,7 @@ def test_what_a_rank_refuses_or_cannot_fence_is_a_failure(start: Callable[..., P
     assert "there is no fence 77" in found[1].error
 
 
+@forked
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -140,6 +143,7 @@ def test_a_rank_that_cannot_be_built_is_named(build: Any, message: str) -> None:
     assert multiprocessing.active_children() == []
 
 
+@forked
 def test_a_rank_that_ends_or_hangs_while_it_builds_is_noticed(gates: tuple[Connection, Connection]) -> None:
     """The end is seen at once; a hang at the timeout. The process is gone in both cases."""
     with pytest.raises(ConfigError, match=r"build: rank 0: its process ended before it was ready \(exit code 3\)"):
@@ -151,10 +155,11 @@ def test_a_rank_that_ends_or_hangs_while_it_builds_is_noticed(gates: tuple[Conne
         rank.wait_ready(0)
     with pytest.raises(ConfigError, match="closed"):
         rank.wait_ready(0)
-    with pytest.raises(ConfigError, match="num_ranks: must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"num_ranks: must be .* got 0"):
         RankTransport.spawn(builds.plain, 0)
 
 
+@forked
 def test_a_rank_whose_device_is_lost_says_that_it_is_for_good(start: Callable[..., Processes]) -> None:
     """What it had begun is in doubt. Asked for anything more it says so, and no rank is told anything from then on."""
     found = start(builds.mortal, num_ranks=2)
@@ -170,6 +175,7 @@ def test_a_rank_whose_device_is_lost_says_that_it_is_for_good(start: Callable[..
         found.load(4, [0], [3])
 
 
+@forked
 def test_a_transport_that_was_never_opened_can_be_closed() -> None:
     """Its processes are gone, and nothing can be opened any more."""
     transport = RankTransport.spawn(builds.plain, 1, timeout_s=START_S)
@@ -182,6 +188,7 @@ def test_a_transport_that_was_never_opened_can_be_closed() -> None:
         transport.open(4, verify=False, deliver=lambda completion: None, env=Env())
 
 
+@forked
 def test_host_memory_that_a_rank_cannot_have_names_rank_and_size() -> None:
     """Opening raises what the configuration got wrong, and every process is gone."""
     ranks = spawn_ranks(builds.plain, 1, START_S)
@@ -191,6 +198,7 @@ def test_host_memory_that_a_rank_cannot_have_names_rank_and_size() -> None:
         os.kill(ranks[0].pid, 0)
 
 
+@forked
 def test_a_rank_that_dies_before_it_is_opened_is_noticed() -> None:
     """Opening does not wait for an answer that nobody gives."""
     ranks = spawn_ranks(builds.plain, 1, START_S)
@@ -199,6 +207,7 @@ def test_a_rank_that_dies_before_it_is_opened_is_noticed() -> None:
         RankTransport(ranks).open(4, verify=False, deliver=lambda completion: None, env=Env())
 
 
+@forked
 def test_a_rank_that_speaks_out_of_turn_is_killed() -> None:
     """Who sends what no rank says is not trusted with anything else."""
     ranks = spawn_ranks(builds.speaking, 1, START_S)
@@ -208,6 +217,7 @@ def test_a_rank_that_speaks_out_of_turn_is_killed() -> None:
         os.kill(ranks[0].pid, 0)
 
 
+@forked
 def test_a_copy_that_hangs_is_over_when_closing_has_killed_its_rank(
     start: Callable[..., Processes], gates: tuple[Connection, Connection]
 ) -> None:
@@ -223,6 +233,7 @@ def test_a_copy_that_hangs_is_over_when_closing_has_killed_its_rank(
     processes.assert_gone()
 
 
+@forked
 def test_commands_do_not_wait_for_a_rank_that_reads_nothing(start: Callable[..., Processes]) -> None:
     """A stopped process fills its socket and a queue of bounded length; the event loop is never held up."""
     processes = start(builds.plain)

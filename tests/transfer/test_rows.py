@@ -69,7 +69,7 @@ def movers(regions: list[KVRegion]) -> Iterator[RowMover]:
         yield PatientRows(FlatRows.of(pieces), Stripes.of(pieces), ScriptedWaits(wait_s, 0.0, 0.0, 1.0))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 2**32))
 def test_every_way_moves_the_same_bytes(seed: int) -> None:
     """Gathered is what the addresses say; scattered goes there, and no byte beside it changes."""

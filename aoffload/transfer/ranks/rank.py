@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from ...arguments import check_has
 from ...core.plan import Completion, TransferPlan
 from ...env import Env
 from ...errors import ConfigError, TransferRefused
 from ..fence import Fence
-from ..transport import PinProgress, ReportsPinning, TransferStatistics, Transport
+from ..transport import TRANSPORTS, PinProgress, ReportsPinning, TransferStatistics, Transport
 
-__all__ = ["LocalRank", "Rank"]
+__all__ = ["RANKS", "LocalRank", "Rank"]
+
+RANKS = "num_device_blocks block_bytes open wait_open record_fence release_fence launch stop join statistics"
+"""What a `Rank` has."""
 
 
 class Rank(Protocol):
@@ -86,6 +90,7 @@ class LocalRank:
     """
 
     def __init__(self, transport: Transport) -> None:
+        check_has("transport", transport, "Transport", TRANSPORTS)
         self.transport = transport
         self._fences: dict[int, Fence] = {}
 

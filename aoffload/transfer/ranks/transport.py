@@ -10,13 +10,14 @@ from typing import Self
 
 import attrs
 
+from ...arguments import as_tuple, check_has, check_int, number_of, shown
 from ...core.plan import Completion, Outcome, TransferPlan
 from ...env import Env
 from ...errors import ConfigError, DeviceGone, TransferRefused, WrongState
 from ..fence import Fence, PassedFence
 from ..transport import PinProgress, ReportsPinning, TransferStatistics
 from .process import spawn_ranks
-from .rank import Rank
+from .rank import RANKS, Rank
 from .serving import Build
 from .tally import JobTally
 
@@ -24,6 +25,7 @@ __all__ = ["MAX_FENCES", "RankFence", "RankTransport"]
 
 _IDLE_S = 1.0
 """How long ranks that were given nothing may take to end."""
+MAX_RANKS = 1024
 MAX_FENCES = 4096
 """Fences that are kept at a time. A device that is so far behind is not asked for more: what is committed meanwhile is
 not stored."""
@@ -63,7 +65,10 @@ class RankTransport:
 
     def __init__(self, ranks: Sequence[Rank], *, open_timeout_s: float = 600.0) -> None:
         """`open_timeout_s`: how long the ranks may take to allocate. Raises `ConfigError` without ranks."""
-        self.ranks = tuple(ranks)
+        self.ranks = as_tuple("ranks", ranks, "Rank", ConfigError)
+        for index, rank in enumerate(self.ranks):
+            check_has(f"ranks[{index}]", rank, "Rank", RANKS, ConfigError)
+        _check_timeout("open_timeout_s", open_timeout_s)
         if not self.ranks:
             raise ConfigError("ranks", "is empty")
         self.num_device_blocks = min(rank.num_device_blocks for rank in self.ranks)
@@ -85,8 +90,8 @@ class RankTransport:
 
         May block for `timeout_s` seconds, as `open` may. `ConfigError` naming the rank that did not get ready.
         """
-        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-            raise ConfigError("num_ranks", f"must be at least 1, got {num_ranks!r}")
+        check_int("num_ranks", num_ranks, 1, MAX_RANKS, ConfigError)
+        _check_timeout("timeout_s", timeout_s)
         return cls(spawn_ranks(build, num_ranks, timeout_s), open_timeout_s=timeout_s)
 
     def __repr__(self) -> str:
@@ -213,7 +218,7 @@ class RankTransport:
             return None  # the rank records a fence of its own, which is later than any that has passed
         if isinstance(after, RankFence) and after in self._fences:
             return after.number
-        raise TransferRefused(f"after: ranks know only the fences of their own record_fence(), got {after!r:.80}")
+        raise TransferRefused(f"after: ranks know only the fences of their own record_fence(), got {shown(after)}")
 
     def _check_usable(self) -> None:
         if self._refusal is not None:
@@ -263,3 +268,9 @@ class RankTransport:
 def _release(ranks: Sequence[Rank], number: int) -> None:
     for rank in ranks:
         rank.release_fence(number)
+
+
+def _check_timeout(name: str, value: object) -> None:
+    seconds = number_of(value)
+    if seconds is None or seconds < 0:
+        raise ConfigError(name, f"must be a number of seconds, got {shown(value)}")

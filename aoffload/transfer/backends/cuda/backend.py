@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ....arguments import check_callable, check_has, check_int, check_type
 from ....core.plan import Direction, TransferPlan
-from ....errors import TransferRefused
+from ....errors import ConfigError, TransferRefused
 from ...fence import Fence
 from ...region import KVRegion, byte_rows
 from ...region_fences import RegionFences
@@ -62,6 +63,14 @@ class CudaOptions:
     max_piece_bytes: int = MAX_PIECE_BYTES
     """Host memory is pinned in pieces of this size at most."""
 
+    def __attrs_post_init__(self) -> None:
+        for name in ("driver", "kernel", "progress"):
+            check_callable(name, getattr(self, name), ConfigError)
+        if self.break_even is not None:
+            check_type("break_even", self.break_even, BreakEven, ConfigError)
+        check_has("waiting", self.waiting, "WaitPolicy", "wait", ConfigError)
+        check_int("max_piece_bytes", self.max_piece_bytes, 1, error=ConfigError)
+
 
 @attrs.define(eq=False)
 class Lane:
@@ -87,9 +96,11 @@ class CudaBackend(RegionBackend):
         compute_stream: torch.cuda.Stream | None = None,
         options: CudaOptions | None = None,
     ) -> None:
+        if options is not None:
+            check_type("options", options, CudaOptions, ConfigError)
         super().__init__(regions)
         self.device = regions[0].device
-        self.options = options or CudaOptions()
+        self.options = CudaOptions() if options is None else options
         self.driver = self.options.driver(regions)
         self.break_even = self.options.break_even or BreakEven(0, 0)
         self.host = HostMemory(anonymous_memory(0, self.block_bytes))
@@ -104,6 +115,11 @@ class CudaBackend(RegionBackend):
     def __repr__(self) -> str:
         memory = "pinned" if self.host.is_pinned else "pageable"
         return f"<CudaBackend {self.device} {self.driver!r} host={self.host.rows.nbytes} {memory}>"
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether small pieces can be copied by a kernel: one is installed, and the device maps the host memory."""
+        return self._kernel is not None
 
     # -- opening and closing --------------------------------------------------------------------------------------
 

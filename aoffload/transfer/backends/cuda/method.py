@@ -8,7 +8,9 @@ from collections.abc import Callable
 import attrs
 import numpy as np
 
+from ....arguments import check_int
 from ....core.plan import Direction
+from ....errors import ConfigError
 from .driver import Pieces
 
 __all__ = ["PUBLISHED", "BreakEven", "Trial", "measure_break_even"]
@@ -24,6 +26,10 @@ class BreakEven:
 
     load_bytes: int
     store_bytes: int
+
+    def __attrs_post_init__(self) -> None:
+        check_int("load_bytes", self.load_bytes, 0, error=ConfigError)
+        check_int("store_bytes", self.store_bytes, 0, error=ConfigError)
 
     def of(self, direction: Direction) -> int:
         return self.load_bytes if direction is Direction.LOAD else self.store_bytes

@@ -8,6 +8,10 @@ from typing import Protocol
 
 import attrs
 
+from ....arguments import check_callable, number_of, shown
+from ....config import MAX_SECONDS
+from ....errors import ConfigError
+
 __all__ = ["AdaptivePolling", "BlockingWait", "WaitPolicy"]
 
 
@@ -40,6 +44,14 @@ class AdaptivePolling:
     share: float = 0.1
     clock: Callable[[], float] = time.perf_counter
     nap: Callable[[float], None] = time.sleep
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("shortest_s", "longest_s", "share"):
+            value = number_of(getattr(self, name))
+            if value is None or not 0 < value <= MAX_SECONDS:
+                raise ConfigError(name, f"must be a positive number, got {shown(getattr(self, name))}")
+        check_callable("clock", self.clock, ConfigError)
+        check_callable("nap", self.nap, ConfigError)
 
     def wait(self, has_passed: Callable[[], bool], block: Callable[[], None]) -> None:
         began_s = self.clock()

@@ -1,0 +1,103 @@
+"""Checks of what callers hand in: a typed error that names the argument, before anything is changed.
+
+What is handed in may be anything, also an object that raises when it is compared, read or shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from .errors import InvalidArgument
+
+__all__ = [
+    "as_tuple",
+    "check_bool",
+    "check_callable",
+    "check_has",
+    "check_int",
+    "check_text",
+    "check_type",
+    "number_of",
+    "shown",
+]
+
+Kind = TypeVar("Kind")
+
+SHOWN = 80
+"""Characters of a wrong value that a message holds."""
+
+
+def shown(value: object) -> str:
+    """`value` for a message: short, and whatever its `repr` does."""
+    try:
+        return f"{value!r:.{SHOWN}}"
+    except Exception:  # noqa: BLE001 - any code may be behind it; the message is about something else
+        return f"a {type(value).__name__}"
+
+
+def check_int(
+    name: str, value: object, minimum: int, maximum: float = math.inf, error: type[InvalidArgument] = InvalidArgument
+) -> int:
+    if type(value) is int and minimum <= value <= maximum:  # a subclass may compare otherwise, as bool does
+        return value
+    raise error(name, f"must be an integer in [{minimum}, {maximum}], got {shown(value)}")
+
+
+def number_of(value: object) -> float | None:
+    """`value` as a plain float; None if it is no number, or is not a number."""
+    if type(value) is not int and not isinstance(value, float):
+        return None
+    try:
+        found = float.__float__(value) if isinstance(value, float) else float(value)
+    except OverflowError:
+        return None
+    return None if math.isnan(found) else found
+
+
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidArgument(name, f"must be True or False, got {shown(value)}")
+
+
+def check_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(name, f"must be a string, got {shown(value)}")
+    return str.__str__(value)  # a subclass may hash otherwise
+
+
+def check_callable(name: str, value: object, error: type[InvalidArgument] = InvalidArgument) -> None:
+    if not callable(value):
+        raise error(name, f"must be callable, got {shown(value)}")
+
+
+def check_type(name: str, value: object, kind: type[Kind], error: type[InvalidArgument] = InvalidArgument) -> Kind:
+    if not isinstance(value, kind):
+        raise error(name, f"must be a {kind.__name__}, got {shown(value)}")
+    return value
+
+
+def check_has(
+    name: str, value: object, kind: str, attributes: str, error: type[InvalidArgument] = InvalidArgument
+) -> None:
+    """Whether `value` may be a `kind`, a protocol with these attributes. A class is none, though it has them."""
+    try:
+        found = not isinstance(value, type) and all(hasattr(value, attribute) for attribute in attributes.split())
+    except Exception:  # noqa: BLE001 - what it raises when it is asked makes it none
+        found = False
+    if not found:
+        raise error(name, f"must be a {kind} ({attributes.replace(' ', ', ')}), got {shown(value)}")
+
+
+def as_tuple(
+    name: str, value: Iterable[Any], of: str, error: type[InvalidArgument] = InvalidArgument
+) -> tuple[Any, ...]:
+    """What `value` holds, if it can be read."""
+    if isinstance(value, (str, bytes)):
+        raise error(name, f"must be a sequence of {of}, got {shown(value)}")
+    try:
+        return tuple(value)
+    except Exception as reason:
+        problem = f"must be a sequence of {of}, got {shown(value)} ({type(reason).__name__})"
+        raise error(name, problem) from reason

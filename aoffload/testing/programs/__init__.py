@@ -1,0 +1,41 @@
+"""Random programs over the public calls, with oracles under them: explored, shortened and replayed from one line.
+
+A program is a world (layout, pools, policy) and calls, as plain data. `explore_programs` draws them from seeds and runs
+them under every law; what it finds broken is shortened (`Broken.shortest`) and printed as a test (`as_test`).
+"""
+
+from __future__ import annotations
+
+from .explore import (
+    Broken,
+    ProgramTally,
+    call,
+    check_program,
+    explore_programs,
+    program_of,
+    replay_program,
+    run_program,
+)
+from .outcome import Outcome
+from .program import Call, Face, GroupShape, Program, World, draw_world
+from .shortening import as_test, shorten
+
+__all__ = [
+    "Broken",
+    "Call",
+    "Face",
+    "GroupShape",
+    "Outcome",
+    "Program",
+    "ProgramTally",
+    "World",
+    "as_test",
+    "call",
+    "check_program",
+    "draw_world",
+    "explore_programs",
+    "program_of",
+    "replay_program",
+    "run_program",
+    "shorten",
+]

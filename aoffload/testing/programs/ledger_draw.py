@@ -1,0 +1,361 @@
+"""Which call comes next: drawn from what is there, so that most calls mean something, and some do not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from ...core.lifecycle import JobState, RequestState
+from ...core.loads import has_holes
+from .ledger_machine import LedgerMachine
+from .ledger_state import Client
+from .program import Call
+
+__all__ = ["LedgerDraw"]
+
+_S = RequestState
+WEIGHTS = {
+    "admit": 5, "go_on": 14, "any_request": 2, "transfer": 8, "land": 2, "begin": 1.5, "end": 1.5, "invalidate": 0.7,
+    "release": 1, "preempt": 0.8, "resume": 1.2, "fork": 0.8, "pin": 0.7, "unpin": 0.5, "lapse": 0.2, "prefetch": 0.6,
+    "demote": 0.6, "cancel": 0.2, "reset": 0.25, "frontier": 0.3, "late": 0.6, "stray": 0.3, "again": 0.2,
+    "lookup": 0.2,
+    "serve": 4, "evict": 2.5, "wrong": 0.2, "extend": 0.8, "withdraw": 0.4, "abandon": 0.4, "begin_again": 0.2,
+}  # fmt: skip
+WRONG = (None, -1, True, 1.5, "x", 2**70)
+
+
+class LedgerDraw:
+    """Draws calls for one machine. In each program some calls are much more frequent than in others: what two of them
+    do to each other is seen soonest where there is little else."""
+
+    def __init__(self, rng: random.Random, machine: LedgerMachine) -> None:
+        self.rng = rng
+        self.machine = machine
+        factors = (0.0, 0.0, 0.3, 1.0, 3.0)
+        core = ("admit", "go_on", "transfer", "land", "serve", "evict")
+        self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in WEIGHTS.items()]
+        self.num_named = 0
+        unit = machine.unit
+        most = max(unit, (machine.world.num_device_blocks - 1) * unit // machine.ledger.layout.width)
+        self.most_tokens = min(40, max(2, most))
+        self.vocabulary = rng.choice((1, 2, 2, 3))
+        self.bases = [self._random_tokens(self.most_tokens + 8) for _ in range(rng.choice((1, 1, 2)))]
+        self.lengths = [rng.randint(1, self.most_tokens) for _ in range(3)]
+        self.most_clients = rng.choice((1, 2, 2, 3, 4, 6))
+        self.salts = (None,) * 9 + ("other",)
+        self.uses_spans = rng.random() < 0.15
+        self.outcomes = rng.choice(((20, 0, 0, 0), (12, 2, 2, 1), (4, 2, 2, 2), (1, 1, 1, 1)))
+        self.options = rng.random() < 0.3
+        self.known: list[list[int]] = []
+        """What was served: it may be cached."""
+        self.starts_early = rng.random() < 0.4
+
+    def _random_tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(self.vocabulary) for _ in range(count)]
+
+    def next(self) -> Call:
+        """A call that is drawn for what is there; one that finds nothing to do draws again."""
+        while True:
+            (name,) = self.rng.choices(list(WEIGHTS), self.weights)
+            draw: Callable[[], Call | None] = getattr(self, f"_{name}")
+            call = draw()
+            if call is not None:
+                return call
+
+    # -- choosing -------------------------------------------------------------------------------------------------
+
+    def _name(self, stem: str) -> str:
+        self.num_named += 1
+        return f"{stem}{self.num_named}"
+
+    def _one(self, *states: RequestState) -> Client | None:
+        found = [client for client in self.machine.clients.values() if not states or client.holding.state in states]
+        return self.rng.choice(found) if found else None
+
+    def _tokens(self) -> list[int]:
+        """A prompt: the front of a well-known text, cut anywhere, and perhaps something of its own."""
+        rng = self.rng
+        if self.known and rng.random() < 0.5:  # the same once more: with windows only the same end hits
+            tokens = list(rng.choice(self.known))
+            return tokens + self._random_tokens(rng.choice((0, 0, 1, 4)))
+        length = rng.choice(self.lengths) if rng.random() < 0.6 else rng.randint(1, self.most_tokens)
+        tokens = rng.choice(self.bases)[:length]
+        if rng.random() < 0.3:
+            tokens = tokens[: rng.randint(0, len(tokens))] + self._random_tokens(rng.randint(1, 6))
+        return tokens
+
+    def _length(self, client: Client) -> int:
+        return len(client.text.tokens)
+
+    # -- a request's life -----------------------------------------------------------------------------------------
+
+    def _admit(self) -> Call | None:
+        rng = self.rng
+        if len(self.machine.clients) >= self.most_clients:
+            return self._release() if rng.random() < 0.3 else None
+        args: dict[str, Any] = {"who": self._name("r"), "tokens": self._tokens()}
+        if (salt := rng.choice(self.salts)) is not None:
+            args["salt"] = salt
+        if self.uses_spans and rng.random() < 0.5:
+            start = rng.randrange(len(args["tokens"]))
+            args["spans"] = [(start, rng.randint(start + 1, len(args["tokens"])), rng.choice((b"cat", b"dog")))]
+        if self.options and rng.random() < 0.5:
+            args |= rng.choice((
+                {"max_hit_tokens": rng.randrange(30)}, {"hit_alignment": rng.choice((2, 3, 4, 8))},
+                {"reads_cache": False},
+                {"store": rng.choice(("prompt", "none"))}, {"max_store_tokens": rng.randrange(30)},
+            ))  # fmt: skip
+        return Call("admit", args)
+
+    def _go_on(self) -> Call | None:
+        """The next thing that an engine would do with one of its requests."""
+        client = self._one()
+        if client is None:
+            return None
+        holding, rng, who = client.holding, self.rng, client.name
+        if client.is_told:
+            return Call("release", {"who": who, "reason": "prefix_invalidated"})
+        if holding.waiter is not None:
+            return Call("accept", {"who": who}) if holding.waiter.is_over else None
+        if holding.state is _S.PINNED:
+            queues = not self.machine.ledger.admission.line.is_empty or rng.random() < 0.3
+            return Call("queue" if queues else "allocate", self._room(client))
+        if holding.state is _S.ALLOCATED:
+            return self._load(client) if rng.random() < 0.9 or has_holes(holding) else self._compute(client)
+        if holding.state is _S.LOADING:
+            if self.starts_early and self.machine.ledger.can_start_early(holding) and not holding.num_steps:
+                return Call("begin", {"step": self._name("s"), "who": [], "arriving": [who]})
+            return self._transfer()
+        if holding.state is _S.PREEMPTED:
+            return Call("resume", {"who": who})
+        if holding.early is not None:
+            return Call("begin_again", {"who": who})
+        return self._compute(client)
+
+    def _room(self, client: Client) -> dict[str, Any]:
+        length, more = self._length(client), self.rng.choice((0, 0, 0, 1, 4, 9, -3))
+        return {"who": client.name, "num_tokens": max(1, length + more)} if more else {"who": client.name}
+
+    def _load(self, client: Client) -> Call:
+        args: dict[str, Any] = {"who": client.name}
+        if self.rng.random() < 0.15:
+            args["max_tokens"] = self.rng.randrange(30)
+        if self.rng.random() < 0.1:
+            args["max_job_bytes"] = 1000
+        return Call("load", args)
+
+    def _compute(self, client: Client) -> Call | None:
+        holding, rng = client.holding, self.rng
+        if holding.num_steps:
+            return self._end()
+        done, length = holding.num_computed_tokens, self._length(client)
+        room = holding.num_units * self.machine.unit
+        if done >= length and length >= self.most_tokens + 6:
+            return Call("release", {"who": client.name})
+        if done >= length - 1 and room < length + 1 and rng.random() < 0.7:
+            return Call(
+                rng.choice(("extend", "extend", "queue_extension")), {"who": client.name, "num_tokens": length + 2}
+            )
+        new = self._random_tokens(rng.choice((1, 1, 2))) if rng.random() < 0.5 else []
+        stop = min(room, length) if rng.random() < 0.6 else rng.randint(done, max(done, min(room, length)))
+        return Call("compute", {"who": client.name, "stop": max(done, stop), "new": new if stop >= length else []})
+
+    def _any_request(self) -> Call | None:
+        """Any call about a request, whatever its state."""
+        client, rng = self._one(), self.rng
+        if client is None:
+            return None
+        name = rng.choice(
+            ("allocate", "queue", "extend", "load", "abandon", "commit", "compute", "preempt", "resume", "accept")
+        )
+        args: dict[str, Any] = {"who": client.name}
+        if name in ("extend", "queue"):
+            args["num_tokens"] = rng.randint(1, self.most_tokens + 10)
+        elif name == "commit":
+            args["num_computed_tokens"] = rng.randint(0, self.most_tokens)
+        elif name == "compute":
+            args["stop"] = rng.randint(0, self.most_tokens)
+        return Call(name, args)
+
+    def _extend(self) -> Call | None:
+        client = self._one(_S.RUNNING, _S.ALLOCATED)
+        if client is None or client.holding.waiter is not None:
+            return None
+        reach = client.holding.num_units * self.machine.unit
+        name = self.rng.choice(("extend", "extend", "queue_extension"))
+        return Call(name, {"who": client.name, "num_tokens": reach + self.rng.randint(1, 8)})
+
+    def _withdraw(self) -> Call | None:
+        found = [client for client in self.machine.clients.values() if client.holding.waiter is not None]
+        return Call("withdraw", {"who": self.rng.choice(found).name}) if found else None
+
+    def _abandon(self) -> Call | None:
+        client = self._one(_S.LOADING)
+        return None if client is None else Call("abandon", {"who": client.name})
+
+    def _release(self) -> Call | None:
+        client = self._one()
+        if client is None:
+            return None
+        return Call(
+            "release", {"who": client.name, "reason": self.rng.choice(("closed_early", "closed_early", "cancelled"))}
+        )
+
+    def _serve(self) -> Call:
+        args: dict[str, Any] = {"tokens": self._tokens(), "new": self._random_tokens(self.rng.choice((0, 0, 1, 2)))}
+        if (salt := self.rng.choice(self.salts)) is not None:
+            args["salt"] = salt
+        self.known = [*self.known[-3:], args["tokens"][: self.most_tokens]]
+        return Call("serve", args)
+
+    def _evict(self) -> Call:
+        """As much as can be had, or less: what is cached and nobody uses loses its blocks from the end on."""
+        machine = self.machine
+        room = machine.ledger.statistics().device
+        units = (room.num_free + room.num_cached) // machine.ledger.layout.width
+        return Call(
+            "evict",
+            {
+                "num_tokens": max(1, units * machine.unit - self.rng.choice((0, 0, 1, 5))),
+                "token": self.rng.randrange(99),
+            },
+        )
+
+    def _invalidate(self) -> Call | None:
+        client = self._one(_S.RUNNING)
+        if client is None:
+            return None
+        first = client.holding.ready_stop * self.machine.unit
+        start = self.rng.randint(first, max(first, client.holding.num_computed_tokens))
+        return Call("invalidate", {"who": client.name, "from_token": start})
+
+    def _preempt(self) -> Call | None:
+        client = self._one(_S.RUNNING, _S.LOADING, _S.ALLOCATED)
+        return None if client is None else Call("preempt", {"who": client.name})
+
+    def _resume(self) -> Call | None:
+        client = self._one(_S.PREEMPTED)
+        return None if client is None else Call("resume", {"who": client.name})
+
+    def _fork(self) -> Call | None:
+        client = self._one(_S.RUNNING)
+        if client is None or len(self.machine.clients) > self.most_clients:
+            return None
+        more = self.rng.choice((0, 0, self._length(client) + 3))
+        return Call("fork", {"who": client.name, "child": self._name("f"), "num_tokens": more})
+
+    def _begin_again(self) -> Call | None:
+        client = self._one(_S.RUNNING)
+        return None if client is None else Call("begin_again", {"who": client.name})
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Call | None:
+        if len(self.machine.steps) >= 2:
+            return self._end()
+        ready, early = [], []
+        for client in self.machine.clients.values():
+            holding = client.holding
+            if holding.num_steps:
+                continue
+            if holding.state is _S.RUNNING or (holding.state is _S.ALLOCATED and not has_holes(holding)):
+                ready.append(client.name)
+            elif holding.state is _S.LOADING and self.machine.ledger.can_start_early(holding):
+                early.append(client.name)
+        who = self.rng.sample(ready, self.rng.randint(0, len(ready)))
+        arriving = self.rng.sample(early, self.rng.randint(0, len(early)))
+        if not who and not arriving:
+            return None
+        return Call("begin", {"step": self._name("s"), "who": who, "arriving": arriving})
+
+    def _end(self) -> Call | None:
+        if not self.machine.steps:
+            return None
+        new = self._random_tokens(1) if self.rng.random() < 0.5 else []
+        return Call(
+            "end", {"step": self.rng.choice(list(self.machine.steps)), "commits": self.rng.random() < 0.85, "new": new}
+        )
+
+    # -- jobs -----------------------------------------------------------------------------------------------------
+
+    def _transfer(self) -> Call | None:
+        if not self.machine.plans:
+            return None
+        loads = [name for name in self.machine.plans if ":load:" in name]
+        name = self.rng.choice(loads if loads and self.rng.random() < 0.6 else list(self.machine.plans))
+        job = self.machine.job(name)
+        if job is None or job.state is JobState.QUEUED:
+            return Call("discard" if self.rng.random() < 0.05 else "launch", {"job": name})
+        if job.parked is not None:
+            return None
+        (outcome,) = self.rng.choices(("landed", "failed", "corrupt", "unproven"), self.outcomes)
+        args: dict[str, Any] = {"job": name}
+        if outcome != "landed":
+            args |= {"outcome": outcome, "at": self.rng.randrange(8)}
+        return Call("settle", args)
+
+    def _land(self) -> Call | None:
+        return Call("land") if self.machine.plans else None
+
+    def _late(self) -> Call | None:
+        return Call("late", {"job": self.rng.choice(list(self.machine.unproven))}) if self.machine.unproven else None
+
+    def _stray(self) -> Call | None:
+        return Call("stray", {"job": self.rng.choice(list(self.machine.unproven))}) if self.machine.unproven else None
+
+    def _again(self) -> Call | None:
+        return Call("again", {"job": self.rng.choice(list(self.machine.over))}) if self.machine.over else None
+
+    # -- what no request asks for ---------------------------------------------------------------------------------
+
+    def _cached(self, name: str, stem: str) -> Call:
+        args: dict[str, Any] = {"name": self._name(stem), "tokens": self._tokens()}
+        if (salt := self.rng.choice(self.salts)) is not None:
+            args["salt"] = salt
+        return Call(name, args)
+
+    def _pin(self) -> Call:
+        call = self._cached("pin", "p")
+        if self.rng.random() < 0.4:
+            call = Call("pin", {**call.args, "expires_at": float(self.rng.randint(0, 50))})
+        return call
+
+    def _unpin(self) -> Call | None:
+        return Call("unpin", {"name": self.rng.choice(list(self.machine.pins))}) if self.machine.pins else None
+
+    def _lapse(self) -> Call:
+        return Call("lapse", {"now": float(self.rng.randint(0, 50))})
+
+    def _prefetch(self) -> Call:
+        return self._cached("prefetch", "e")
+
+    def _demote(self) -> Call:
+        return self._cached("demote", "e")
+
+    def _cancel(self) -> Call | None:
+        return Call("cancel", {"name": self.rng.choice(list(self.machine.errands))}) if self.machine.errands else None
+
+    # -- the whole ------------------------------------------------------------------------------------------------
+
+    def _reset(self) -> Call:
+        tier = self.rng.choice((None, "DEVICE", "HOST"))
+        return Call("reset", {"tier": tier} if tier else {})
+
+    def _frontier(self) -> Call:
+        return Call("frontier")
+
+    def _lookup(self) -> Call:
+        return Call("lookup", {"tokens": self._tokens()})
+
+    def _wrong(self) -> Call | None:
+        client = self._one()
+        if client is None:
+            return None
+        method, argument = self.rng.choice((
+            ("allocate_nowait", "num_tokens"), ("extend_nowait", "num_tokens"), ("queue_extension", "num_tokens"),
+            ("commit", "num_computed_tokens"), ("invalidate", "from_token"), ("plan_load", "max_tokens"),
+            ("resume", "num_tokens"),
+        ))  # fmt: skip
+        value = self.rng.choice(WRONG[1:])
+        return Call("wrong", {"method": method, "who": client.name, argument: value})

@@ -1,0 +1,113 @@
+"""Calls about jobs: a copy is launched, ends in any way, is proven late, or writes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...core.jobs import Job
+from ...core.lifecycle import JobState
+from ...core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from .ledger_state import LedgerState
+
+__all__ = ["JobCalls"]
+
+
+class JobCalls(LedgerState):
+    """Jobs have names of their own: whose they are, what they do, and the how manyeth of those."""
+
+    def take(self, plans: Iterable[TransferPlan]) -> None:
+        for plan in plans:
+            job = self.ledger.jobs.unsettled[plan.job_id]
+            stem = f"{job.request_id or 'frontier'}:{plan.direction.value}"
+            self.plans[f"{stem}:{self.num_planned[stem]}"] = plan
+            self.num_planned[stem] += 1
+            self._note("bands", job.band)
+
+    def job(self, name: str) -> Job | None:
+        return self.ledger.jobs.unsettled.get(self.plans[name].job_id) if name in self.plans else None
+
+    def do_launch(self, job: str) -> str:
+        if job not in self.plans:
+            return "skipped"
+        plan = self.plans[job]
+        if not self.ledger.launch(plan.job_id):
+            if self.job(job) is None:
+                del self.plans[job]
+            return "not wanted"
+        self.bytes.spoil(plan.destination, plan.destination_ids)  # it may write as early as that
+        for block_id in plan.destination_ids if plan.destination is Tier.HOST else ():
+            self.rotten.pop(block_id, None)
+        return "launched"
+
+    def do_settle(self, job: str, outcome: str = "landed", at: int = 0) -> str:
+        """The copy is over. FAILED: `at` blocks are there. CORRUPT: block `at` is rotten."""
+        found, plan = self.job(job), self.plans.get(job)
+        if found is None or plan is None or found.state is not JobState.LAUNCHED or found.parked is not None:
+            return "skipped"
+        how, index = Outcome(outcome), at % plan.num_blocks
+        if how is Outcome.CORRUPT and plan.direction is Direction.STORE:
+            how = Outcome.FAILED
+        if plan.direction is Direction.LOAD and not self.rotten.keys().isdisjoint(plan.source_ids):
+            how = Outcome.CORRUPT  # as every load of such a block
+            index = next(number for number, block_id in enumerate(plan.source_ids) if block_id in self.rotten)
+        num_landed = {Outcome.LANDED: plan.num_blocks, Outcome.UNPROVEN: 0}.get(how, index)
+        self._copy(plan, num_landed)
+        corrupt = (index,) if how is Outcome.CORRUPT else ()
+        if corrupt:
+            self.bytes.spoil(plan.source, [plan.source_ids[index]])
+            self.rotten[plan.source_ids[index]] = found
+        completion = Completion(plan.job_id, how, num_landed, corrupt)
+        del self.plans[job]
+        if how is Outcome.UNPROVEN:
+            self.unproven[job] = plan
+        else:
+            self.over[job] = completion
+        self.features.add(f"{plan.direction.value} {how.value}")
+        self.ledger.settle(completion)
+        return how.value
+
+    def _copy(self, plan: TransferPlan, num_landed: int) -> None:
+        self.bytes.spoil(plan.destination, plan.destination_ids[num_landed:])
+        for source_id, block_id in zip(plan.source_ids[:num_landed], plan.destination_ids[:num_landed], strict=True):
+            self.bytes.copy(plan.source, source_id, plan.destination, block_id)
+
+    def do_land(self, who: str = "") -> str:
+        """Everything that was planned so far lands, in order; or what was planned for `who`."""
+        for name in [name for name in self.plans if not who or name.startswith(f"{who}:")]:
+            self.do_launch(name)
+            self.do_settle(name)
+        return "landed"
+
+    def do_discard(self, job: str) -> str:
+        found = self.job(job)
+        if found is None or found.state is not JobState.QUEUED:
+            return "skipped"
+        self.ledger.discard(self.plans.pop(job).job_id)
+        self.features.add("discard")
+        return "discarded"
+
+    def do_late(self, job: str) -> str:
+        """Proof that a copy which nobody could vouch for is over."""
+        if job not in self.unproven:
+            return "skipped"
+        plan = self.unproven.pop(job)
+        self._copy(plan, plan.num_blocks)
+        self.over[job] = Completion(plan.job_id, Outcome.LANDED, plan.num_blocks)
+        self.ledger.settle(self.over[job])
+        self.features.add("late proof")
+        return "proven"
+
+    def do_stray(self, job: str) -> str:
+        """A copy that nobody could prove to be over writes on."""
+        if job not in self.unproven:
+            return "skipped"
+        plan = self.unproven[job]
+        self.bytes.spoil(plan.destination, plan.destination_ids)
+        return "written"
+
+    def do_again(self, job: str) -> str:
+        """A completion that came before comes once more."""
+        if job not in self.over:
+            return "skipped"
+        self.ledger.settle(self.over[job])
+        return "again"

@@ -1,0 +1,201 @@
+"""What must hold after each call of a program over the ledger, and when it is at rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...core.cache import UNPUBLISHABLE
+from ...core.index import NUM_TIERS, Part
+from ...core.lifecycle import NullObserver, RequestState
+from ...core.plan import Tier
+from ...errors import IntegrityError
+from ..violations import Violation
+from .program import Call
+
+if TYPE_CHECKING:
+    from ...core.holding import Holding
+    from ...core.jobs import Job
+    from ...core.ledger import Ledger
+    from .ledger_machine import LedgerMachine
+    from .ledger_state import Forward
+
+__all__ = ["Laws", "Recorder"]
+
+EVERY_LAW = 4
+"""The whole law is looked at after every so many calls, and at the end; what is cheap, after each."""
+
+
+class Recorder(NullObserver):
+    """Hears of every move: each begins where the one before has ended."""
+
+    __slots__ = ("_hear",)  # the fingerprint of a ledger must not go on in here
+
+    def __init__(self) -> None:
+        states: dict[int, tuple[Any, Any]] = {}
+
+        def hear(entity: Any, old: Any) -> None:
+            known = states.get(id(entity))
+            if known is not None and known[1] is not old:
+                raise Violation("events", f"{entity} moved from {old}, but was told to be {known[1]}")
+            states[id(entity)] = entity, entity.state  # kept, so that no id comes twice
+
+        self._hear = hear
+
+    def request_moved(self, holding: Any, old: Any, reason: str) -> None:
+        self._hear(holding, old)
+
+    def job_moved(self, job: Any, old: Any, reason: str) -> None:
+        self._hear(job, old)
+
+    def pin_moved(self, pin: Any, old: Any) -> None:
+        self._hear(pin, old)
+
+    def errand_moved(self, errand: Any, old: Any) -> None:
+        self._hear(errand, old)
+
+    def early_moved(self, early: Any, old: Any) -> None:
+        self._hear(early, old)
+
+
+class Laws:
+    def __init__(self, machine: LedgerMachine, *, watches: bool) -> None:
+        self._machine = machine
+        self._watcher = _Watcher(machine.ledger) if watches else None
+        if self._watcher is not None:
+            machine.ledger.watch(self._watcher)
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._machine.ledger
+
+    def after(self, call: Call, number: int) -> None:
+        self._progress(call)
+        if self._machine.steps or self._ledger.jobs.unsettled:
+            self._nobody_elses()
+        if number % EVERY_LAW == 0 or call.name in ("invalidate", "reset", "preempt", "fork", "end"):
+            self._whole()
+        if call.name in ("settle", "land", "load", "accept", "abandon", "invalidate", "reset"):
+            self._readable()
+
+    def _whole(self) -> None:
+        try:
+            self._ledger.check_integrity()
+        except IntegrityError as error:
+            raise Violation("integrity", str(error)) from error
+        if self._machine.rotten:
+            self._forgotten()
+        if self._watcher is not None:
+            self._watcher.compare()
+
+    def _forgotten(self) -> None:
+        """What a job has found rotten is a miss for everybody once that job is settled."""
+        known = {block_id for block_id, job in self._machine.rotten.items() if job.completion is not None}
+        for run in self._ledger.cache.index.runs.values():
+            for part in run.parts[Tier.HOST :: NUM_TIERS]:
+                if not known.isdisjoint(part.blocks):
+                    raise Violation("a bad entry", f"{run} still offers {sorted(known.intersection(part.blocks))}")
+
+    def _readable(self) -> None:
+        """Whoever runs could compute on with right bytes, unless it was told not to."""
+        for client in self._machine.clients.values():
+            holding = client.holding
+            if holding.state is RequestState.RUNNING and not client.is_told and not _in_doubt(holding):
+                tables = self._ledger.block_ids(holding)
+                self._machine.bytes.read(client.text, tables, holding.num_computed_tokens, client.name)
+
+    def _nobody_elses(self) -> None:
+        """What a step or a job touches is neither free nor private to somebody else."""
+        free = set(self._ledger.cache.tiers[Tier.DEVICE].pool.free_ids())
+        for step in self._machine.steps.values():
+            for forward in step.forwards:
+                self._held(forward, free)
+        for job in self._ledger.jobs.unsettled.values():
+            if (
+                job.plan.source is Tier.DEVICE
+                and job.epoch != UNPUBLISHABLE
+                and not free.isdisjoint(job.plan.source_ids)
+            ):
+                raise Violation("a job's blocks", f"{job} reads blocks that are free")
+
+    def _held(self, forward: Forward, free: set[int]) -> None:
+        machine, mine = self._machine, forward.client.holding
+        held = set(machine.written_by(forward))
+        if not forward.is_early:  # else the load may fail, and what it was to bring is anybody's
+            held.update(machine.read_by(forward))
+        if not free.isdisjoint(held):
+            raise Violation("a step's blocks", f"{sorted(held & free)} of {mine} are free")
+        for client in machine.clients.values():
+            if client.holding is not mine and not held.isdisjoint(client.holding.private_blocks()):
+                raise Violation("a step's blocks", f"some of {sorted(held)} of {mine} are private to {client.holding}")
+        for job in self._ledger.jobs.unsettled.values():
+            if self._is_anothers(job, mine) and not held.isdisjoint(job.plan.destination_ids):
+                raise Violation("a step's blocks", f"{job} writes to some of {sorted(held)} of {mine}")
+
+    @staticmethod
+    def _is_anothers(job: Job, mine: Holding) -> bool:
+        return job.plan.destination is Tier.DEVICE and mine not in job.claims
+
+    def _progress(self, call: Call) -> None:
+        """Where nobody but those who wait holds room, somebody is granted it or told."""
+        ledger = self._ledger
+        line = ledger.admission.line
+        if line.is_empty or ledger.jobs.unsettled or self._machine.steps:
+            return
+        for holding in ledger.holdings.values():
+            waits = holding.waiter is not None and not holding.waiter.is_over
+            if holding.holds_room and not waits:
+                return
+        raise Violation("progress", f"after {call}: {line} waits for nobody, {ledger.statistics()}")
+
+    def at_rest(self) -> None:
+        """Nobody is left: nothing is held, and every block is free or cached."""
+        ledger = self._ledger
+        self._whole()
+        found = ledger.statistics()
+        for tier in (found.device, found.host):
+            if tier.num_pinned or tier.num_quarantined:
+                raise Violation("at rest", f"blocks are still held: {found}")
+        if found.num_requests or found.num_waiting or found.num_jobs or found.num_pins:
+            raise Violation("at rest", f"somebody is still there: {found}")
+
+
+def _in_doubt(holding: Holding) -> bool:
+    """Whether what it has computed waits for the engine to begin again."""
+    return holding.early is not None
+
+
+class _Watcher:
+    """What is cached, as the ledger tells it: a set of units, each by all that identifies its KV."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._cached: set[object] = set()
+
+    def part_changed(self, part: Part, first: int, stop: int) -> None:
+        self._cached.difference_update(_units(part, first, stop))
+        self._cached.update(_units(part, part.first, part.stop))
+
+    def all_cleared(self, epoch: int) -> None:
+        self._cached.clear()
+
+    def compare(self) -> None:
+        found: set[object] = set()
+        for run in self._ledger.cache.index.runs.values():
+            for part in run.parts:
+                found.update(_units(part, part.first, part.stop))
+        if found != self._cached:
+            raise Violation(
+                "watcher", f"{len(found - self._cached)} units untold, {len(self._cached - found)} told wrongly"
+            )
+
+
+def _units(part: Part, first: int, stop: int) -> list[object]:
+    run = part.run
+    if first >= stop or not part.width:
+        return []
+    number, path = run.parts.index(part), run.whole_path()
+    tokens = b"".join(one.tokens for one in path)
+    unit_bytes = len(run.tokens) // (run.stop - run.start)
+    spans = tuple(sorted({span for one in path for span in one.spans}))  # however the path is cut
+    place = (number % NUM_TIERS, number // NUM_TIERS, run.root, spans)
+    return [(*place, tokens[: (unit + 1) * unit_bytes]) for unit in range(first, stop)]

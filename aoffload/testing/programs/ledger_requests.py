@@ -1,0 +1,204 @@
+"""Calls about a request: from its match to its release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from ...core.lifecycle import RequestState
+from ...errors import OutOfBlocks
+from ...prefix import KeySpan, Prefix, Root
+from .ledger_state import Client
+from .ledger_steps import StepCalls
+
+__all__ = ["RequestCalls"]
+
+_S = RequestState
+
+
+class RequestCalls(StepCalls):
+    """Requests are named; who is not there (any more) is asked for nothing."""
+
+    def do_admit(
+        self,
+        who: str,
+        tokens: Sequence[int],
+        salt: str | None = None,
+        spans: Sequence[tuple[int, int, bytes]] = (),
+        **options: Any,
+    ) -> str:
+        root, key_spans = Root("programs", salt), tuple(KeySpan(*span) for span in spans)
+        holding = self.ledger.admit(Prefix.of(root, tokens, key_spans), request_id=who, **options)
+        text = self.bytes.text((salt,), tokens, key_spans)
+        self.clients[who] = Client(who, holding, text, len(tokens))
+        self._require(holding.match.num_tokens < len(tokens), "a token is always left to compute", holding)
+        self._require(
+            options.get("reads_cache", True) or not holding.match.num_tokens, "a hit that was not wanted", holding
+        )
+        self._note("device hit", holding.match.num_device_tokens)
+        self._note("host hit", holding.match.num_host_tokens)
+        self._note("salt", salt)
+        self._note("span", spans)
+        self.features.update(f"admit {name}" for name in options)
+        return f"{holding.match}"
+
+    def do_allocate(self, who: str, num_tokens: int | None = None) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        self.ledger.allocate_nowait(client.holding, num_tokens)
+        return self._tables(client)
+
+    def do_queue(self, who: str, num_tokens: int | None = None) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        waiter = self.ledger.queue_allocation(client.holding, num_tokens)
+        self.features.add("queue")
+        return f"{waiter}"
+
+    def do_extend(self, who: str, num_tokens: int) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        before = client.holding.state
+        added = self.ledger.extend_nowait(client.holding, num_tokens)
+        self.features.add("extend before load" if before is _S.ALLOCATED else "extend")
+        return f"{added}"
+
+    def do_queue_extension(self, who: str, num_tokens: int) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        waiter = self.ledger.queue_extension(client.holding, num_tokens)
+        self.features.add("queue extension")
+        return f"{waiter}"
+
+    def do_accept(self, who: str) -> str:
+        client = self.clients.get(who)
+        if client is None or client.holding.waiter is None:
+            return "skipped"
+        is_over = client.holding.waiter.error is not None
+        try:
+            said = f"{self.ledger.accept(client.holding.waiter)}"
+        except OutOfBlocks as error:
+            if not is_over:
+                raise
+            return f"failed {error}"  # the wait has ended: no refusal
+        self.features.add("granted")
+        return said + self._tables(client)
+
+    def do_withdraw(self, who: str) -> str:
+        client = self.clients.get(who)
+        if client is None or client.holding.waiter is None:
+            return "skipped"
+        self.ledger.withdraw(client.holding.waiter)
+        self.features.add("withdraw")
+        return "withdrawn"
+
+    def do_load(self, who: str, max_tokens: int | None = None, max_job_bytes: int | None = None) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        plans = self.ledger.plan_load(client.holding, max_tokens, max_job_bytes=max_job_bytes)
+        self.take(plans)
+        self._note("load", plans)
+        self._note("load shared", client.holding.load is not None and not plans)
+        return self._tables(client)
+
+    def do_abandon(self, who: str) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        self.ledger.abandon_load(client.holding)
+        self.features.add("load abandoned")
+        return self._tables(client)
+
+    def do_release(self, who: str, reason: str = "closed_early") -> str:
+        if (client := self.clients.pop(who, None)) is None:
+            return "skipped"
+        self.take(self.ledger.release(client.holding, reason))
+        return client.holding.state.name
+
+    def do_serve(self, tokens: Sequence[int], salt: str | None = None, new: Sequence[int] = ()) -> str:
+        """A request comes, is computed at once if there is room, stored as far as the policy wants it, and done."""
+        self.num_served += 1
+        who = f"served{self.num_served}"
+        self.do_admit(who, tokens, salt)
+        client = self.clients[who]
+        try:
+            self.ledger.allocate_nowait(client.holding, len(tokens) + len(new))
+            self.do_load(who)
+            self.do_land(who)
+            if client.holding.state is _S.RUNNING:
+                self.do_compute(who, len(tokens), new)
+        except OutOfBlocks:
+            return "no room"
+        finally:
+            self.do_release(who)
+            self.do_land(who)
+        return "served"
+
+    def do_evict(self, num_tokens: int, token: int) -> str:
+        """A request that nobody shares anything with comes, takes its room, and leaves without a word."""
+        holding = self.ledger.admit(Prefix.of(Root("programs", "pressure"), [token] * num_tokens))
+        try:
+            self.ledger.allocate_nowait(holding)
+            self.features.add("evict")
+        except OutOfBlocks:
+            return "no room"
+        finally:
+            self.take(self.ledger.release(holding))
+        return "evicted"
+
+    def do_preempt(self, who: str) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        found = self.ledger.preempt_nowait(client.holding)
+        self.take(found.plans)
+        self.features.add("preempt")
+        client.marks.clear()
+        return f"{found.num_freed} {found.num_pending}"
+
+    def do_resume(self, who: str, num_tokens: int | None = None) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        self.ledger.resume(client.holding, num_tokens)
+        self.features.add("resume")
+        return f"{client.holding.match}"
+
+    def do_fork(self, who: str, child: str, num_tokens: int = 0) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        fork = self.ledger.fork(client.holding, child, num_tokens=num_tokens)
+        for source, destination in fork.copies:
+            self.bytes.copy(0, source, 0, destination)
+        text = attrs.evolve(
+            client.text,
+            tokens=client.text.tokens[:],
+            prefixes=client.text.prefixes[:],
+            sampled_marks=client.text.sampled_marks[:],
+        )
+        self.clients[child] = Client(child, fork.holding, text, client.num_prompt, client.is_told)
+        self.features.add("fork")
+        return f"{fork.copies}" + self._tables(self.clients[child])
+
+    def do_invalidate(self, who: str, from_token: int) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        told = self.ledger.invalidate(client.holding, from_token)
+        for marks in client.marks[from_token:]:
+            self.bytes.invalid |= marks
+        del client.marks[from_token:]
+        del client.text.tokens[max(client.num_prompt, from_token + 1) :]
+        del client.text.prefixes[len(client.text.tokens) + 1 :]
+        del client.text.sampled_marks[max(0, from_token + 1 - client.num_prompt) :]
+        for holding in told:
+            self.clients[holding.request_id].is_told = True
+        for step in self.steps.values():
+            for forward in step.forwards:
+                # Who is over was not told: there is nobody left to be told.
+                is_over = self.clients.get(forward.client.name) is not forward.client
+                forward.is_void |= forward.client is client or is_over
+        self.features.add("invalidate")
+        self._note("told", told)
+        self._require(
+            client.holding.sequence.num_tokens == len(client.text.tokens), "tokens are kept or lost", client.holding
+        )
+        return f"{[holding.request_id for holding in told]}"

@@ -1,0 +1,94 @@
+"""What a program over the ledger works on: the ledger, its engine's requests, its copies and its bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import attrs
+
+from ...core.errands import Errand
+from ...core.holding import Holding
+from ...core.jobs import Job
+from ...core.keeping import Pin
+from ...core.ledger import Ledger
+from ...core.plan import Completion, TransferPlan
+from ..violations import Violation
+from .ledger_laws import Recorder
+from .program import World
+from .provenance import Bytes, Text
+
+__all__ = ["Client", "Forward", "LedgerState", "Step"]
+
+
+@attrs.define(eq=False)
+class Client:
+    """One request as its engine knows it."""
+
+    name: str
+    holding: Holding
+    text: Text
+    num_prompt: int
+    is_told: bool = False
+    """It has to be aborted: what it has read was taken back. Nobody asks for its bytes any more."""
+    marks: list[int] = attrs.field(factory=list)
+    """The mark of each token that it has computed itself, 0 where it was loaded."""
+
+    def computed(self, start: int, marks: Sequence[int]) -> None:
+        self.marks[start:] = [0] * (start - len(self.marks))
+        self.marks += marks
+
+
+@attrs.define(eq=False)
+class Forward:
+    """What one step computes for one client, in the tables as they were when it began."""
+
+    client: Client
+    start: int
+    stop: int
+    tables: list[list[int]]
+    is_early: bool
+    is_void: bool = False
+    """Its request has taken back what it began on."""
+
+
+@attrs.define(eq=False)
+class Step:
+    held: ExitStack
+    forwards: list[Forward]
+
+
+class LedgerState:
+    """A ledger, what its engine knows of it, and its memories."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.recorder = Recorder()
+        self.ledger = Ledger(world.config(), world.num_device_blocks, block_bytes=1, observer=self.recorder)
+        self.unit, self.groups = self.ledger.layout.unit_tokens, self.ledger.layout.groups
+        self.bytes = Bytes(self.groups, world.num_device_blocks, world.num_host_blocks)
+        self.clients: dict[str, Client] = {}
+        self.steps: dict[str, Step] = {}
+        self.pins: dict[str, Pin] = {}
+        self.errands: dict[str, Errand] = {}
+        self.plans: dict[str, TransferPlan] = {}
+        """Jobs that are not over, by whose they are, what they do and the how manyeth."""
+        self.unproven: dict[str, TransferPlan] = {}
+        self.over: dict[str, Completion] = {}
+        self.rotten: dict[int, Job] = {}
+        """Host blocks that hold other bytes than were stored, each with the job that has said so."""
+        self.features: set[str] = set()
+        self.num_planned: Counter[str] = Counter()
+        self.num_served = 0
+
+    def _note(self, feature: str, happened: object) -> None:
+        if happened:
+            self.features.add(feature)
+
+    def _require(self, law: bool, what: str, about: object) -> None:
+        if not law:
+            raise Violation("an answer", f"{what}: {about}")
+
+    def _tables(self, client: Client) -> str:
+        return f"{client.holding.state.name} {self.ledger.block_ids(client.holding)}"

@@ -1,0 +1,155 @@
+"""Calls about forwards: computed at once, or in a step that is held while other calls are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from ...core.lifecycle import RequestState
+from ...errors import AoffloadError, IllegalTransition, IntegrityError, LeaseError
+from ..violations import Violation
+from .ledger_jobs import JobCalls
+from .ledger_state import Client, Forward, Step
+
+__all__ = ["BROKEN", "StepCalls"]
+
+_S = RequestState
+BROKEN = (IllegalTransition, IntegrityError, LeaseError)
+"""Errors that say something inside is wrong: no call may be refused with them."""
+
+
+class StepCalls(JobCalls):
+    """A forward reads and writes at its end: the latest that it can."""
+
+    def do_compute(self, who: str, stop: int, new: Sequence[int] = ()) -> str:
+        """A forward up to token `stop`, and its commit with the `new` tokens that it has sampled."""
+        client = self.clients.get(who)
+        if client is None or client.holding.num_steps or client.holding.state not in (_S.ALLOCATED, _S.RUNNING):
+            return "skipped"
+        holding, start = client.holding, client.holding.num_computed_tokens
+        if start > stop:
+            stop = start
+        self.ledger.check_commit(holding, stop, new)
+        forward = self._forward(client, start, stop, is_early=False)
+        num_drafts = max(0, stop - len(client.text.tokens))
+        with self.ledger.step([holding]):
+            self.bytes.append(client.text, new[:num_drafts])  # drafts: computed in the forward that accepts them
+            marks = self._run(forward)
+        client.text.sampled_marks += marks[len(marks) - num_drafts :]
+        return self._commit(client, forward, marks, new, num_drafts)
+
+    def do_commit(self, who: str, num_computed_tokens: int) -> str:
+        """A commit of what nobody computed: only what is computed already may be said again."""
+        client = self.clients.get(who)
+        if client is None or num_computed_tokens > client.holding.num_computed_tokens:
+            return "skipped"
+        self.take(self.ledger.commit(client.holding, num_computed_tokens))
+        return "committed again"
+
+    def do_begin(self, step: str, who: Sequence[str], arriving: Sequence[str] = ()) -> str:
+        """A forward begins. Of each client it computes what there is room for."""
+        clients = [self.clients[name] for name in who if name in self.clients]
+        early = [self.clients[name] for name in arriving if name in self.clients]
+        if step in self.steps or not (clients or early) or any(c.holding.num_steps for c in (*clients, *early)):
+            return "skipped"
+        stack = ExitStack()
+        stack.enter_context(self.ledger.step([c.holding for c in clients], [c.holding for c in early]))
+        forwards = [self._whole_forward(client, client in early) for client in (*clients, *early)]
+        self.steps[step] = Step(stack, forwards)
+        self.features.add("step")
+        self._note("early start", any(forward.is_early for forward in forwards))
+        return f"{[(f.start, f.stop, f.tables) for f in forwards]}"
+
+    def do_end(self, step: str, commits: bool = True, new: Sequence[int] = ()) -> str:
+        """The forward is over, and what it has computed is committed, while the step is held or right after it."""
+        if step not in self.steps:
+            return "skipped"
+        ended = self.steps.pop(step)
+        said: list[str] = []
+        results = [(forward, self._run(forward)) for forward in ended.forwards]
+        ended.held.close()
+        for forward, marks in results:
+            if commits and self._may_commit(forward):
+                try:
+                    said.append(self._commit(forward.client, forward, marks, self._sampled(forward, new)))
+                except BROKEN:
+                    raise
+                except AoffloadError as error:
+                    said.append(f"{error}")
+        return f"{said}"
+
+    def do_begin_again(self, who: str) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        found = self.ledger.begin_again(client.holding)
+        self._note("begin again", found is not None)
+        return f"{found}"
+
+    def _whole_forward(self, client: Client, is_arriving: bool) -> Forward:
+        holding = client.holding
+        is_early = is_arriving and holding.load is not None and bool(holding.load.jobs)
+        start = self.ledger.num_expected_tokens(holding) if is_early else holding.num_computed_tokens
+        stop = max(start, min(len(client.text.tokens), holding.num_units * self.unit))
+        forward = self._forward(client, start, stop, is_early=is_early)
+        if is_early:
+            forward.tables = self.ledger.expected_block_ids(holding)
+        return forward
+
+    def _forward(self, client: Client, start: int, stop: int, *, is_early: bool) -> Forward:
+        return Forward(client, start, stop, self.ledger.block_ids(client.holding), is_early)
+
+    def _run(self, forward: Forward) -> list[int]:
+        """Read and write what a forward does, at its end: that is the latest. The marks of what it has computed.
+
+        What an early start reads may still be on its way, so it is looked at when it is committed."""
+        client, marks = forward.client, 0
+        if client.is_told or forward.is_void:
+            self.bytes.garble(forward.tables, forward.start, forward.stop)
+            return [0] * (forward.stop - forward.start)
+        if not forward.is_early:
+            marks = self.bytes.read(client.text, forward.tables, forward.start, client.name)
+        return self.bytes.write(client.text, forward.tables, forward.start, forward.stop, marks)
+
+    def _may_commit(self, forward: Forward) -> bool:
+        client, holding = forward.client, forward.client.holding
+        if self.clients.get(client.name) is not client or holding.state is not _S.RUNNING or forward.is_void:
+            return False
+        return forward.start == holding.num_computed_tokens and forward.stop <= len(client.text.tokens)
+
+    def _sampled(self, forward: Forward, new: Sequence[int]) -> Sequence[int]:
+        return new if forward.stop == len(forward.client.text.tokens) else ()
+
+    def _commit(
+        self, client: Client, forward: Forward, marks: list[int], new: Sequence[int], num_drafts: int = 0
+    ) -> str:
+        plans = self.ledger.commit(client.holding, forward.stop, new)
+        self.take(plans)
+        self.take(self.ledger.plan_frontier())
+        client.computed(forward.start, marks)
+        sampled = new[num_drafts:]
+        self.bytes.append(client.text, sampled)
+        if client.is_told:
+            client.text.sampled_marks += [0] * len(sampled)
+        else:
+            seen = self.bytes.read(client.text, self.ledger.block_ids(client.holding), forward.stop, client.name)
+            if (client.text.marks | seen) & self.bytes.invalid:
+                raise Violation("bytes taken back", f"{client.name} goes on with what a failed forward has sampled")
+            client.text.sampled_marks += [seen | (marks[-1] if marks else 0)] * len(sampled)
+            self._note("early start committed", forward.is_early)
+        self._note("store", plans)
+        return f"{[plan.num_blocks for plan in plans]}" + self._tables(client)
+
+    def written_by(self, forward: Forward) -> list[int]:
+        """The blocks that a forward writes to."""
+        found: list[int] = []
+        for group, table in zip(self.groups, forward.tables, strict=True):
+            found += [b for b in table[forward.start // group.block_size : -(-forward.stop // group.block_size)] if b]
+        return found if forward.stop > forward.start else []
+
+    def read_by(self, forward: Forward) -> list[int]:
+        """The blocks that a forward reads."""
+        found: list[int] = []
+        for group, table in zip(self.groups, forward.tables, strict=True):
+            needed = group.attention.required_blocks(forward.start, group.block_size)
+            found += [b for b in table[needed.start : needed.stop] if b]
+        return found

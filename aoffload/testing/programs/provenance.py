@@ -1,0 +1,140 @@
+"""Bytes by provenance: for every token of every block, whose KV it is and which computations it hangs on.
+
+The KV of a token is a function of the prefix that it ends and of its group, so an interned prefix stands for the right
+bytes. Beside it stand marks: one bit for each token that was ever computed, of this token and of all that its forward
+has read. When a forward is taken back, its bits become invalid, and whoever reads a cell with one of them reads bytes
+that were never right.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import attrs
+
+from ...core.groups import KVCacheGroup
+from ...prefix import KeySpan
+from ..violations import Violation
+
+__all__ = ["GARBAGE", "Bytes", "Cell", "Text"]
+
+
+class Cell(NamedTuple):
+    """One token's KV in one group."""
+
+    prefix: int
+    group: int
+    marks: int
+
+
+GARBAGE = Cell(-1, -1, 0)
+Block = list[Cell]
+
+
+@attrs.define(eq=False)
+class Text:
+    """A request's tokens as the bytes see them: one interned prefix for each token."""
+
+    tokens: list[int]
+    spans: tuple[KeySpan, ...]
+    prefixes: list[int]
+    sampled_marks: list[int] = attrs.field(factory=list)
+    """For each generated token: what it was sampled from."""
+
+    @property
+    def marks(self) -> int:
+        found = 0
+        for marks in self.sampled_marks:
+            found |= marks
+        return found
+
+
+class Bytes:
+    """The contents of the device and of the host, and which computations are known to be wrong."""
+
+    def __init__(self, groups: Sequence[KVCacheGroup], num_device_blocks: int, num_host_blocks: int) -> None:
+        self.groups = tuple(groups)
+        self.tiers: tuple[list[Block], list[Block]] = (
+            [[] for _ in range(num_device_blocks)],
+            [[] for _ in range(num_host_blocks)],
+        )
+        self.invalid = 0
+        self._num_marks = 0
+        self._interned: dict[tuple[object, ...], int] = {}
+
+    # -- texts ----------------------------------------------------------------------------------------------------
+
+    def text(self, root: object, tokens: Sequence[int], spans: tuple[KeySpan, ...]) -> Text:
+        text = Text([], spans, [self._intern(("root", root))])
+        self.append(text, tokens)
+        return text
+
+    def append(self, text: Text, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            at = len(text.tokens)
+            embedded = tuple((span.start, span.digest) for span in text.spans if span.start <= at < span.stop)
+            text.prefixes.append(self._intern((text.prefixes[-1], token, embedded)))
+            text.tokens.append(token)
+
+    def _intern(self, identity: tuple[object, ...]) -> int:
+        return self._interned.setdefault(identity, len(self._interned))
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def read(self, text: Text, tables: Sequence[Sequence[int]], stop: int, reader: str) -> int:
+        """Look at everything that computing token `stop` reads; the marks of all of it. Wrong bytes are a violation."""
+        device, marks = self.tiers[0], 0
+        for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            size = group.block_size
+            for at in range(group.attention.required_blocks(stop, size).start * size, stop):
+                block_id = table[at // size] if at // size < len(table) else 0
+                block = device[block_id]
+                cell = block[at % size] if block_id and block else GARBAGE
+                if cell.prefix != text.prefixes[at + 1] or cell.group != number:
+                    raise Violation(
+                        "wrong bytes",
+                        f"{reader} reads block {block_id} of group {number} at token {at}: {self.say(cell)}",
+                    )
+                marks |= cell.marks
+        if marks & self.invalid:
+            raise Violation("bytes taken back", f"{reader} reads what hangs on a forward that was taken back")
+        return marks
+
+    def write(self, text: Text, tables: Sequence[Sequence[int]], start: int, stop: int, marks: int) -> list[int]:
+        """Have a forward write tokens `[start, stop)`, having read `marks`; the mark of each."""
+        device, own = self.tiers[0], [1 << (self._num_marks + at) for at in range(stop - start)]
+        self._num_marks += stop - start
+        for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            size, seen = group.block_size, marks
+            for at in range(start, stop):
+                seen |= own[at - start]
+                if at // size >= len(table) or not table[at // size]:
+                    raise Violation(
+                        "no room", f"token {at} of group {number} is to be computed and has no block: {list(table)}"
+                    )
+                block = device[table[at // size]]
+                if len(block) != size:
+                    block = device[table[at // size]] = [GARBAGE] * size
+                block[at % size] = Cell(text.prefixes[at + 1], number, seen)
+        return own
+
+    def garble(self, tables: Sequence[Sequence[int]], start: int, stop: int) -> None:
+        """A forward that is void writes tokens `[start, stop)`."""
+        for group, table in zip(self.groups, tables, strict=True):
+            for at in range(start, stop):
+                block = self.tiers[0][table[at // group.block_size]]
+                if len(block) == group.block_size:  # else nobody has written there yet
+                    block[at % group.block_size] = GARBAGE
+
+    def spoil(self, tier: int, block_ids: Sequence[int] | array[int]) -> None:
+        """Whoever wrote there left nothing that anybody may read."""
+        for block_id in block_ids:
+            self.tiers[tier][block_id] = []
+
+    def copy(self, source: int, source_id: int, destination: int, destination_id: int) -> None:
+        self.tiers[destination][destination_id] = list(self.tiers[source][source_id])
+
+    def say(self, cell: Cell) -> str:
+        return "nothing of use" if cell is GARBAGE else f"prefix {cell.prefix} of group {cell.group}"

@@ -1,0 +1,207 @@
+"""Who computed which bytes, and from what: a memory of tags in which every token knows the forward that wrote it.
+
+A block holds the tag of the prefix that ends in it, as in every simulation; beside it, token by token, which prefix its
+KV stands for and which forward has written it. A forward that is taken back makes wrong what was computed on it,
+however far away; nobody may read that who was not told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import attrs
+
+from ...core.index import NUM_TIERS
+from ...core.plan import Tier
+from ...prefix import KeySpan
+from ..engine import Ask, SimulatedEngine, first_read
+from ..violations import Violation
+
+__all__ = ["Forward", "ProgramEngine", "Read", "Tables", "Written", "extend_chain"]
+
+Tables: TypeAlias = list[list[int]]
+"""Block ids, a list for each group."""
+
+
+@attrs.define(eq=False)
+class Forward:
+    """Tokens `[start, stop)` of one request, computed at once."""
+
+    by: str
+    start: int
+    stop: int
+    wrong_from: float = math.inf
+    """From which token on it was taken back, or has read what was."""
+    _children: list[tuple[Forward, int]] = attrs.field(factory=list)
+    """Who has read it, and up to which token."""
+
+    def __str__(self) -> str:
+        return f"the forward of {self.by} over [{self.start}, {self.stop})"
+
+    def read_by(self, child: Forward, stop: int) -> None:
+        self._children.append((child, stop))
+        if self.wrong_from < stop:
+            child.take_back(child.start)
+
+    def take_back(self, start: int) -> None:
+        """What it has computed from `start` on was never right, nor was what others have computed on that."""
+        if max(start, self.start) >= self.wrong_from:
+            return
+        self.wrong_from = max(start, self.start)
+        for child, stop in self._children:
+            if self.wrong_from < stop:
+                child.take_back(child.start)
+
+
+Cell: TypeAlias = "tuple[int, Forward, int] | None"
+"""Of one token: the prefix that it ends, who has computed it, and its place in the prompt."""
+
+
+class Written(int):
+    """What a block holds: as a number, the tag of the prefix that ends in it."""
+
+    cells: tuple[Cell, ...]
+
+    @classmethod
+    def of(cls, tag: int, cells: tuple[Cell, ...]) -> Written:
+        found = cls(tag)
+        found.cells = cells
+        return found
+
+
+@attrs.define
+class Read:
+    """What attention has found where it looked."""
+
+    forwards: dict[Forward, int] = attrs.field(factory=dict)
+    """Each with the token up to which it was read."""
+    problem: str = ""
+    """Other bytes than those of the prefix."""
+    stale: str = ""
+    """The right ones, but taken back by now."""
+
+
+@attrs.define(eq=False)
+class ProgramEngine(SimulatedEngine):
+    """Writes and reads blocks token by token."""
+
+    _chains: dict[object, int] = attrs.field(factory=dict)
+    """Every prefix has a number: of the prefix before its last token, that token, and the span that it lies in."""
+
+    def chain(self, roots: tuple[object, object], tokens: Sequence[int], spans: Iterable[KeySpan] = ()) -> list[int]:
+        """The numbers of the prefixes of `tokens`, the shortest first."""
+        found: list[int] = []
+        return extend_chain(self._chains, found, roots, tokens, tuple(spans))
+
+    def lengthened(self, chain: list[int], tokens: Sequence[int]) -> list[int]:
+        """`chain` with generated `tokens` behind it: no span touches them."""
+        return extend_chain(self._chains, list(chain), None, tokens, ())
+
+    def identity(self, ask: Ask, group: int, tokens: tuple[int, ...]) -> object:
+        return group, self.chain((ask.salt, ask.adapter), tokens, ask.key_spans)[-1]
+
+    def may_be_cached(self, chain: Sequence[int]) -> None:
+        """From now on, whole blocks of this prefix may hit."""
+        for group, config in enumerate(self.runtime.config.groups):
+            for end in range(config.block_size, len(chain) + 1, config.block_size):
+                self.committed.add((group, chain[end - 1]))
+
+    # -- a forward ------------------------------------------------------------------------------------------------
+
+    def read(self, tables: Tables, chain: Sequence[int], stop: int) -> Read:
+        """What attention reads for the token at `stop` in every group."""
+        found = Read()
+        for group, config in enumerate(self.runtime.ledger.layout.groups):
+            self._read_group(found, tables[group], config.block_size, chain, first_read(config.attention, stop), stop)
+        return found
+
+    def _read_group(
+        self, found: Read, table: list[int], size: int, chain: Sequence[int], start: int, stop: int
+    ) -> None:
+        content, forwards = self.device.content, found.forwards
+        for index in range(start // size, -(-stop // size)):
+            block_id = table[index] if index < len(table) else 0
+            held = content[block_id]
+            cells = held.cells if isinstance(held, Written) and block_id else ()
+            self.num_blocks_checked += 1
+            for position in range(max(start, index * size), min(stop, (index + 1) * size)):
+                offset = position - index * size
+                cell = cells[offset] if offset < len(cells) else None
+                if cell is None or cell[0] != chain[position]:
+                    found.problem = found.problem or _about(position, block_id, held, cell)
+                    continue
+                forward = cell[1]
+                forwards[forward] = max(forwards.get(forward, 0), position + 1)
+                if forward.wrong_from <= position:
+                    found.stale = found.stale or f"token {position} (block {block_id}), which {forward} has taken back"
+
+    def write_tokens(self, tables: Tables, chain: Sequence[int], forward: Forward, start: int, stop: int) -> None:
+        """Leave the KV of tokens `[start, stop)` in their blocks; what was before them there stays."""
+        content = self.device.content
+        for group, config in enumerate(self.runtime.config.groups):
+            size, table = config.block_size, tables[group]
+            for index in range(start // size, -(-stop // size)):
+                first, last = index * size, min(stop, (index + 1) * size)
+                held = content[table[index]]
+                before = held.cells if isinstance(held, Written) else ()
+                cells = [before[at] if at < len(before) else None for at in range(start - first)]
+                cells += [(chain[position], forward, position) for position in range(max(start, first), last)]
+                tag = self.tags.of((group, chain[last - 1]))
+                content[table[index]] = Written.of(tag, tuple(cells))
+
+    def check_written(self, name: str, tables: Tables, chain: Sequence[int], start: int, stop: int) -> None:
+        """What was computed is still there, where no window has left it."""
+        for group, config in enumerate(self.runtime.config.groups):
+            for position in range(start, stop):
+                index, offset = divmod(position, config.block_size)
+                block_id = tables[group][index]
+                held = self.device.content[block_id]
+                cells = held.cells if isinstance(held, Written) else ()
+                cell = cells[offset] if offset < len(cells) else None
+                if block_id and (cell is None or cell[0] != chain[position]):
+                    raise Violation("wrong bytes", f"{name} computed {_about(position, block_id, held, cell)}")
+
+    def check_findable(self) -> None:
+        """Nothing that was taken back can be found, in any tier."""
+        memories = {Tier.DEVICE: self.device.content, Tier.HOST: self.transport.host.content}
+        for run in self.runtime.ledger.cache.index.runs.values():
+            for number, part in enumerate(run.parts):
+                for block_id in part.blocks:
+                    held = memories[Tier(number % NUM_TIERS)][block_id]
+                    self._check_right(held, f"{Tier(number % NUM_TIERS).name} block {block_id} of {run}")
+
+    def _check_right(self, held: object, where: str) -> None:
+        for cell in held.cells if isinstance(held, Written) else ():
+            if cell is not None and cell[1].wrong_from <= cell[2]:
+                raise Violation("wrong bytes", f"{where} can be found, and {cell[1]} has taken back token {cell[2]}")
+
+    def blocks_of(self, tables: Tables, start: int) -> list[tuple[int, int]]:
+        """Every block in `tables` from token `start` on, with its generation now."""
+        generation, groups = self.device.generation, self.runtime.config.groups
+        return [
+            (block_id, generation[block_id])
+            for table, config in zip(tables, groups, strict=True)
+            for block_id in table[start // config.block_size :]
+            if block_id
+        ]
+
+
+def extend_chain(
+    known: dict[object, int], chain: list[int], roots: object, tokens: Sequence[int], spans: tuple[KeySpan, ...]
+) -> list[int]:
+    """Append to `chain` the numbers of the prefixes that go on with `tokens`."""
+    before = chain[-1] if chain else known.setdefault(roots, len(known))
+    for position, token in enumerate(tokens, len(chain)):
+        span = next((span for span in spans if span.start <= position < span.stop), None)
+        before = known.setdefault((before, token, span), len(known))
+        chain.append(before)
+    return chain
+
+
+def _about(position: int, block_id: int, held: object, cell: Cell) -> str:
+    what = {0: "poison", -1: "torn bytes"}.get(held, "") if not isinstance(held, Written) else ""  # type: ignore[call-overload]
+    if not what:
+        what = "nothing there" if cell is None else f"the KV of another prefix, by {cell[1].by}"
+    return f"token {position} in block {block_id}: {what}"

@@ -1,0 +1,393 @@
+"""Drawing programs over the runtime: what a client calls next follows from what it called before, mostly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from ...core.lifecycle import RequestState
+from ..faults import FAULTS
+from .program import Call, World, draw_world
+
+if TYPE_CHECKING:
+    from .runtime_stage import Stage
+
+__all__ = ["Drawing", "draw_opening", "draw_runtime_world"]
+
+NAMES = ("a", "b", "c", "d")
+MOST_TOKENS = 24
+FAULTS_THAT_LAST = ("fail", "refuse", "no_fence", "log")
+"""Those that may happen at every opportunity from one on."""
+NO_FAULTS = ("compute", "device_lost")
+NEXT: dict[str, tuple[tuple[str, int], ...]] = {
+    "none": (("request", 60), ("serve", 14), ("keep", 16), ("whole", 14), ("any", 3)),
+    "entered": (("allocate", 66), ("allocate_nowait", 14), ("leave", 4), ("keep", 6), ("whole", 4), ("any", 8)),
+    "allocated": (
+        ("load", 42), ("load_nowait", 22), ("extend", 8), ("extend_nowait", 6), ("step", 4), ("commit", 3),
+        ("preempt_nowait", 3), ("leave", 3), ("keep", 3), ("whole", 3), ("any", 5),
+    ),
+    "loading": (
+        ("wait", 50), ("early", 26), ("load", 5), ("preempt_nowait", 4), ("leave", 3), ("whole", 5), ("any", 6),
+    ),
+    "running": (
+        ("step", 30), ("commit", 30), ("extend", 7), ("extend_nowait", 5), ("end_step", 6), ("commit_step", 4),
+        ("invalidate", 11), ("preempt", 5), ("preempt_nowait", 4), ("leave", 9), ("keep", 4), ("whole", 4), ("any", 5),
+    ),
+    "preempted": (("resume", 62), ("leave", 6), ("keep", 6), ("whole", 5), ("any", 6)),
+}  # fmt: skip
+"""What comes next, and how often, by how far the client's request has come if all went well."""
+BECOMES = {
+    "request": "entered", "allocate": "allocated", "allocate_nowait": "allocated", "load": "running",
+    "load_nowait": "loading", "wait": "running", "preempt": "preempted", "preempt_nowait": "preempted",
+    "resume": "running", "leave": "none", "commit": "running",
+}  # fmt: skip
+STATES = {
+    RequestState.QUEUED: "entered", RequestState.MATCHED: "entered", RequestState.PINNED: "entered",
+    RequestState.ALLOCATED: "allocated", RequestState.LOADING: "loading", RequestState.RUNNING: "running",
+    RequestState.PREEMPTED: "preempted", RequestState.DONE: "none", RequestState.ABORTED: "none",
+}  # fmt: skip
+KEEPING = (
+    ("pin", 30), ("unpin", 12), ("prefetch", 16), ("prefetch_nowait", 10), ("demote", 14), ("demote_nowait", 8),
+    ("errand_wait", 6), ("errand_cancel", 6),
+)  # fmt: skip
+WHOLE = (
+    ("flush", 18), ("reset_device", 30), ("away", 24), ("reset", 8), ("reset_host", 8), ("lookup", 8),
+    ("statistics", 4), ("integrity", 6), ("pause", 20),
+)  # fmt: skip
+ANY = (
+    "allocate", "allocate_nowait", "extend", "extend_nowait", "load", "load_nowait", "wait", "step", "end_step",
+    "commit", "commit_step", "invalidate", "preempt", "preempt_nowait", "resume", "abort", "abort", "abort", "wrong",
+    "wrong",
+)  # fmt: skip
+WRONG: tuple[dict[str, Any], ...] = (
+    {"call": "request", "tokens": ()},
+    {"call": "request", "tokens": (1, -1)},
+    {"call": "request", "tokens": (1, 2), "spans": ((1, 3, b"x"),)},
+    {"call": "request", "tokens": (1, 2), "alignment": 0},
+    {"call": "request", "tokens": (1,), "salt": 3},
+    {"call": "request", "tokens": (1, 2), "store": "some"},
+    {"call": "request", "tokens": (1,), "max_hit": -1},
+    {"call": "allocate", "num": 0},
+    {"call": "allocate", "num": "3"},
+    {"call": "allocate_nowait", "num": 10**9},
+    {"call": "extend", "num": True},
+    {"call": "extend_nowait", "num": -3},
+    {"call": "extend", "num": 10**9},
+    {"call": "load", "max_tokens": -1},
+    {"call": "load", "max_tokens": 1.5},
+    {"call": "commit", "num": 10**9},
+    {"call": "commit", "num": -1},
+    {"call": "commit", "num": None},
+    {"call": "commit", "new": (-5,)},
+    {"call": "invalidate", "num": -1},
+    {"call": "invalidate", "num": 10**9},
+    {"call": "pin", "tokens": (1, 2), "ttl_s": 0},
+    {"call": "pin", "tokens": (), "ttl_s": 1.0},
+    {"call": "prefetch", "tokens": ()},
+    {"call": "demote_nowait", "tokens": "ab"},
+    {"call": "reset", "tier": "DISK"},
+    {"call": "reset", "timeout_s": -1.0},
+    {"call": "lookup", "tokens": ()},
+    {"call": "resume", "num": 10**9},
+    {"call": "resume", "num": 0},
+)
+"""Arguments that no state makes valid."""
+
+
+def draw_runtime_world(rng: random.Random) -> World:
+    """Most of what is worth meeting is in host memory, so in most worlds something gets there."""
+    world = draw_world(rng)
+    if rng.random() < 0.25:
+        return world
+    policy = rng.choice(("eager", "eager", "eager", world.store_policy))
+    return attrs.evolve(world, num_host_blocks=max(world.num_host_blocks, world.num_device_blocks), store_policy=policy)
+
+
+def draw_opening(rng: random.Random) -> list[Call]:
+    """What has to be known before the first call: the configuration, and faults."""
+    return _configure(rng) + (_faults(rng) if rng.random() < 0.35 else [])
+
+
+def _configure(rng: random.Random) -> list[Call]:
+    options = dict[str, Any]()
+    if rng.random() < 0.25:
+        options["verify"] = True
+    if rng.random() < 0.3:
+        options["max_jobs_in_flight"] = rng.choice((1, 2))
+    if rng.random() < 0.2:
+        options["max_bytes_in_flight"] = rng.randint(1, 6)
+    return [Call("configure", options)] if options else []
+
+
+def _faults(rng: random.Random) -> list[Call]:
+    kinds = [kind for kind in FAULTS if kind not in NO_FAULTS]
+    found = []
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        kind = rng.choice(kinds)
+        at = rng.randrange(250) if kind in ("leap", "block", "worker", "log") else rng.choice((0, 0, 1, 1, 2, 3, 4, 6))
+        args: dict[str, Any] = {"kind": kind, "at": at}
+        if kind in FAULTS_THAT_LAST and rng.random() < 0.2:
+            args["lasting"] = True
+        found.append(Call("fault", args))
+    return found
+
+
+@attrs.define(eq=False)
+class Drawing:
+    """Of the calls of one program."""
+
+    rng: random.Random
+    _stage: Stage
+    _states: dict[str, str] = attrs.field(factory=dict)
+    _prompts: list[tuple[int, ...]] = attrs.field(factory=list)
+
+    def calls(self, num_calls: int) -> Iterator[Call]:
+        """About so many calls, each drawn when the ones before it have been handed out."""
+        rng = self.rng
+        names = NAMES[: rng.choice((1, 2, 3, 3, 4))]
+        self._states = dict.fromkeys(names, "none")
+        is_struck, is_hurried = rng.random() < 0.5, rng.choice((0.0, 0.2, 0.5, 0.9))
+        closes_at = rng.randrange(num_calls // 2, num_calls) if rng.random() < 0.12 else -1
+        warm = self._warm(names) if rng.random() < 0.9 else []
+        yield from warm
+        for number in range(len(warm), num_calls):
+            if number == closes_at:
+                yield Call("close")
+            if is_struck and rng.random() < 0.05:
+                yield self._cancel(rng.choice(names))
+            call = self._next(self._client(names))
+            yield Call(call.name, {**call.args, "hurry": True}) if rng.random() < is_hurried else call
+
+    def _client(self, names: tuple[str, ...]) -> str:
+        """Rather one that waits for nothing."""
+        idle = [name for name in names if self._is_idle(name)]
+        return self.rng.choice(idle if idle and self.rng.random() < 0.8 else names)
+
+    def _is_idle(self, name: str) -> bool:
+        actor = self._stage.actors.get(name)
+        return actor is None or actor.idle.is_set()
+
+    def _state(self, name: str) -> str:
+        """How far its request has come; what is to be expected, while it has calls to make."""
+        actor = self._stage.actors.get(name)
+        if actor is None or not actor.idle.is_set():
+            return self._states[name]
+        return "none" if actor.served is None else STATES[actor.served.request.state]
+
+    def _warm(self, names: tuple[str, ...]) -> list[Call]:
+        """Prompts that were served before, and lie in host memory by now, most of them."""
+        rng, found = self.rng, list[Call]()
+        for _ in range(rng.randint(1, 3)):
+            found.append(Call("serve", {"who": rng.choice(names), **self._serve()}))
+        found.append(Call("flush", {"who": names[0]}))
+        if rng.random() < 0.85:
+            found.append(Call("reset", {"who": names[0], "tier": "DEVICE"}))
+        return found
+
+    def _cancel(self, name: str) -> Call:
+        how = self.rng.choice(("scope", "request", "native", "native"))
+        return Call("cancel", {"who": name, "how": how, "after": self.rng.choice((0, 1, 1, 2, 3, 5, 8))})
+
+    def _next(self, name: str) -> Call:
+        drawn = _drawn(self.rng, NEXT[self._state(name)])
+        for several, among in (("keep", KEEPING), ("whole", WHOLE)):
+            if drawn == several:
+                drawn = _drawn(self.rng, among)
+        if drawn == "any":
+            drawn = self.rng.choice(ANY)
+        if drawn == "away":
+            return self._away(name)
+        maker: Callable[[], dict[str, Any]] = getattr(self, f"_{drawn}", dict)
+        name_of = {"early": "step", "reset_device": "reset", "reset_host": "reset", "wrong": ""}.get(drawn, drawn)
+        args = maker()
+        if drawn == "wrong":
+            name_of = args.pop("call")
+        if "of" not in args and name_of not in ("request", "serve") and self.rng.random() < 0.04:
+            args["of"] = self.rng.choice(list(self._states))
+        if name_of in BECOMES and "of" not in args and drawn != "wrong":
+            self._states[name] = BECOMES[name_of]
+        return Call(name_of, {"who": name, **args})
+
+    def _away(self, name: str) -> Call:
+        """What is on the device goes, one way or another, and may be in host memory."""
+        rng = self.rng
+        if rng.random() < 0.5 and self._prompts:
+            return Call("demote", {"who": name, "tokens": max(self._prompts, key=len)})
+        filler = tuple(rng.randint(4, 9) for _ in range(rng.randint(1, max(2, min(40, self._room)))))
+        return Call("serve", {"who": name, "tokens": filler, "store": "none"})
+
+    # -- prompts --------------------------------------------------------------------------------------------------
+
+    def _tokens(self) -> tuple[int, ...]:
+        """A prompt that was there before, goes on behind one, or shares any number of its first tokens."""
+        rng = self.rng
+        favourites = self._prompts[:3] if rng.random() < 0.6 else self._prompts
+        before, kind = rng.choice(favourites) if favourites else (), rng.random()
+        if before and kind < 0.4:
+            return before
+        num_shared = len(before) if kind < 0.75 else rng.randint(0, len(before)) if kind < 0.9 else 0
+        shared = before[:num_shared]
+        longest = max(2, min(MOST_TOKENS, self._room + 1))
+        tail = rng.randint(1, 4) if len(shared) > 3 else max(rng.randint(1, longest), rng.randint(1, longest))
+        found = shared + tuple(rng.randint(1, 3) for _ in range(max(1, min(tail, longest - len(shared)))))
+        self._prompts.append(found)
+        return found
+
+    @property
+    def _room(self) -> int:
+        """Tokens that fit on the device."""
+        world = self._stage.program.world
+        sizes = [shape.block_size for shape in world.groups]
+        return (world.num_device_blocks - 1) // sum(max(sizes) // size for size in sizes) * max(sizes)
+
+    def _more(self) -> int:
+        """Room beyond what is known; now and then most of what there is."""
+        rng = self.rng
+        return rng.randint(0, self._room) if rng.random() < 0.3 else rng.choice((0, 1, 2, 3, 4, 6, 10))
+
+    def _identity(self) -> dict[str, Any]:
+        rng, found = self.rng, dict[str, Any]()
+        tokens = found["tokens"] = self._tokens()
+        if rng.random() < 0.05:
+            found["salt"] = "x"
+        if rng.random() < 0.02:
+            found["adapter"] = "y"
+        if rng.random() < 0.05 and len(tokens) > 1:
+            start = rng.randrange(len(tokens) - 1)
+            found["spans"] = ((start, rng.randint(start + 1, len(tokens)), rng.choice((b"i", b"j"))),)
+        return found
+
+    # -- arguments ------------------------------------------------------------------------------------------------
+
+    def _request(self) -> dict[str, Any]:
+        rng, found = self.rng, self._identity()
+        for probability, name, value in (
+            (0.06, "max_hit", rng.randint(0, 10)), (0.06, "alignment", rng.randint(1, 6)), (0.08, "reads_cache", False),
+            (0.06, "store", rng.choice(("none", "prompt"))), (0.05, "max_store", rng.randint(0, 8)),
+            (0.05, "deadline_s", rng.choice((0.0, 0.01, 0.05, 0.3, 40.0))), (0.01, "name", "a1"),
+        ):  # fmt: skip
+            if rng.random() < probability:
+                found[name] = value
+        return found
+
+    def _serve(self) -> dict[str, Any]:
+        return {**self._identity(), **({"new": self._new()} if self.rng.random() < 0.3 else {})}
+
+    def _new(self) -> tuple[int, ...]:
+        return tuple(self.rng.randint(1, 3) for _ in range(self.rng.randint(1, 3)))
+
+    def _allocate(self) -> dict[str, Any]:
+        return {**self._allocate_nowait(), **self._patience()}
+
+    def _allocate_nowait(self) -> dict[str, Any]:
+        rng = self.rng
+        by = -rng.randint(1, 6) if rng.random() < 0.5 else self._more()
+        return {"by": by} if rng.random() < 0.4 else {}
+
+    def _patience(self) -> dict[str, Any]:
+        """A scope around a wait."""
+        rng = self.rng
+        return {"give_up_s": rng.choice((0.0, 0.001, 0.01, 0.05))} if rng.random() < 0.15 else {}
+
+    def _extend(self) -> dict[str, Any]:
+        return {"by": self._more(), **self._patience()}
+
+    def _extend_nowait(self) -> dict[str, Any]:
+        return {"by": self._more()}
+
+    def _load(self) -> dict[str, Any]:
+        return {**self._load_nowait(), **self._patience()}
+
+    def _load_nowait(self) -> dict[str, Any]:
+        return {"max_tokens": self.rng.randint(0, 12)} if self.rng.random() < 0.15 else {}
+
+    def _wait(self) -> dict[str, Any]:
+        return self._patience()
+
+    def _step(self) -> dict[str, Any]:
+        rng = self.rng
+        found: dict[str, Any] = {"style": rng.choice(("inline", "inline", "inline", "thread", "held"))}
+        if rng.random() < 0.5:
+            found["num"] = rng.randint(1, 8)
+        if rng.random() < 0.12:
+            found["drafts"] = self._new()
+        if rng.random() < 0.15:
+            found["of"] = tuple(rng.sample(sorted(self._states), rng.randint(1, len(self._states))))
+        return found
+
+    def _early(self) -> dict[str, Any]:
+        return {**self._step(), "early": True}
+
+    def _commit(self) -> dict[str, Any]:
+        rng, found = self.rng, dict[str, Any]()
+        if rng.random() < 0.2:
+            found["back"] = rng.randint(1, 3)
+        if rng.random() < 0.45:
+            found["new"] = self._new()
+        return found
+
+    def _commit_step(self) -> dict[str, Any]:
+        rng = self.rng
+        found: dict[str, Any] = {"of": tuple(rng.sample(sorted(self._states), rng.randint(1, len(self._states))))}
+        if rng.random() < 0.4:
+            found["new"] = self._new()
+        return found
+
+    def _invalidate(self) -> dict[str, Any]:
+        return {"back": self.rng.choice((0, 1, 2, 3, 5, 8, 30))}
+
+    def _preempt(self) -> dict[str, Any]:
+        return {"give_up_s": self.rng.choice((0.0, 0.005, 0.1))} if self.rng.random() < 0.5 else {}
+
+    def _resume(self) -> dict[str, Any]:
+        rng = self.rng
+        return {**({"by": rng.randint(-3, 6)} if rng.random() < 0.2 else {}), **self._patience()}
+
+    def _leave(self) -> dict[str, Any]:
+        rng, found = self.rng, dict[str, Any]()
+        if rng.random() < 0.2:
+            found["how"] = "error"
+        if rng.random() < 0.3:
+            found["holding"] = True
+        return found
+
+    def _abort(self) -> dict[str, Any]:
+        return {"how": self.rng.choice(("request", "runtime")), "of": self.rng.choice(list(self._states))}
+
+    def _pin(self) -> dict[str, Any]:
+        return {**self._identity(), "ttl_s": self.rng.choice((0.001, 0.02, 0.3, 60.0, 3600.0))}
+
+    def _prefetch(self) -> dict[str, Any]:
+        return {**self._identity(), **self._patience()}
+
+    _demote = _prefetch
+
+    def _prefetch_nowait(self) -> dict[str, Any]:
+        return self._identity()
+
+    _demote_nowait = _lookup = _prefetch_nowait
+    _errand_wait = _flush = _wait
+
+    def _reset(self) -> dict[str, Any]:
+        return {**({"timeout_s": 0.01} if self.rng.random() < 0.2 else {}), **self._patience()}
+
+    def _reset_device(self) -> dict[str, Any]:
+        return {"tier": "DEVICE", **self._reset()}
+
+    def _reset_host(self) -> dict[str, Any]:
+        return {"tier": "HOST", **self._reset()}
+
+    def _pause(self) -> dict[str, Any]:
+        return {"s": self.rng.choice((0.0, 0.001, 0.01, 0.1, 1.0))}
+
+    def _wrong(self) -> dict[str, Any]:
+        return dict(self.rng.choice(WRONG))
+
+
+def _drawn(rng: random.Random, weights: tuple[tuple[str, int], ...]) -> str:
+    names, numbers = zip(*weights, strict=True)
+    drawn: str = rng.choices(names, numbers)[0]
+    return drawn

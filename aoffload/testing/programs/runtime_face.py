@@ -1,0 +1,84 @@
+"""Programs over the runtime: its whole public surface, in the simulated loop of asyncio or trio."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+from ..faults import Fault
+from ..plans import Plan
+from ..simulation import Simulation, undisturbed, violation_of
+from ..violations import Violation
+from .outcome import Outcome
+from .program import Call, Face, Program
+from .runtime_draw import Drawing, draw_opening, draw_runtime_world
+from .runtime_stage import Stage
+
+__all__ = ["draw_and_run", "draw_runtime_program", "run_runtime_program"]
+
+
+def run_runtime_program(program: Program) -> Outcome:
+    """Run a program whose face is "asyncio" or "trio". The same program gives the same outcome in every process."""
+    return _undisturbed(program, lambda stage: iter(program.calls))[1]
+
+
+def draw_runtime_program(face: Face, seed: int, num_calls: int) -> Program:
+    """A program of about `num_calls` calls; `seed` decides everything."""
+    return draw_and_run(face, seed, num_calls)[0]
+
+
+def draw_and_run(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcome]:
+    """The same, and what it comes to: a call is drawn when those before it were made, so that most of them fit. To run
+    the program again comes to the same."""
+    rng = random.Random(f"program {face} {seed}")
+    world = draw_runtime_world(rng)
+    opening = Program(face, world, tuple(draw_opening(rng)), seed)
+    return _undisturbed(opening, lambda stage: itertools.chain(opening.calls, Drawing(rng, stage).calls(num_calls)))
+
+
+def _undisturbed(program: Program, calls_for: Callable[[Stage], Iterator[Call]]) -> tuple[Program, Outcome]:
+    with undisturbed():
+        found = _run(program, calls_for)
+        if found[1].violation is not None:
+            gc.collect()  # what a broken-off run leaves behind
+    return found
+
+
+def _run(program: Program, calls_for: Callable[[Stage], Iterator[Call]]) -> tuple[Program, Outcome]:
+    """The program as it was run: `program` has to say no more than how it opens."""
+    faults = tuple(Fault(**call.args) for call in program.calls if call.name == "fault")
+    plan = Plan(scenario="program", backend=program.face, seed=program.seed, faults=faults)  # type: ignore[arg-type]
+    simulation = Simulation(plan)
+    stage, made = Stage(program, simulation), list[Call]()
+
+    def noted() -> Iterator[Call]:
+        for call in calls_for(stage):
+            made.append(call)
+            yield call
+
+    async def scenario(_: Simulation) -> None:
+        await stage.run(noted())
+
+    violation = violation_of(simulation, scenario)
+    if violation is None:
+        try:
+            stage.check_end()
+        except Violation as found:
+            violation = found
+    stage.features.update(simulation.faults.fired, _features_of(program))
+    return program.with_calls(made), Outcome(violation, stage.num_calls, frozenset(stage.features), stage.digest)
+
+
+def _features_of(program: Program) -> set[str]:
+    """What kind of world it is."""
+    world = program.world
+    found = {shape.kind for shape in world.groups} | {world.store_policy.partition(":")[0]}
+    if len(world.groups) > 1:
+        found.add("groups")
+    if not world.num_host_blocks:
+        found.add("no host")
+    if any(call.args.get("verify") for call in program.calls if call.name == "configure"):
+        found.add("verify")
+    return found

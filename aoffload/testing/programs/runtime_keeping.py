@@ -1,0 +1,168 @@
+"""The calls that a client of a program makes beside its requests: pins, transfers, resets, and requests of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import attrs
+
+from ...core.lifecycle import PinState
+from ...core.plan import Tier
+from ...keeping import PendingDemotion, PendingPrefetch, PinScope
+from ...request import Request
+from ..violations import Violation
+from .runtime_calls import RequestCalls
+from .runtime_requests import Served, Work
+
+__all__ = ["ClientCalls"]
+
+PATIENCE_S = 0.08
+
+
+@attrs.define(eq=False)
+class ClientCalls(RequestCalls):
+    """The same for the rest of the public calls."""
+
+    _num_requests: int = attrs.field(default=0, init=False)
+    _pins: list[PinScope] = attrs.field(factory=list, init=False)
+    _errands: list[PendingPrefetch | PendingDemotion] = attrs.field(factory=list, init=False)
+
+    # -- beside requests ------------------------------------------------------------------------------------------
+
+    async def _do_pin(self, args: Any) -> None:
+        def pin() -> PinScope:
+            scope = self.stage.runtime.pin(args["tokens"], args["ttl_s"], **self.stage.identity(args))
+            scope.__enter__()
+            return scope
+
+        if (found := self.stage.attempt("pin", pin)) is not None:
+            self._pins.append(found)
+            if found.match.num_tokens:
+                self.stage.met("pin")
+
+    async def _do_unpin(self, args: Any) -> None:
+        if self._pins:
+            pin = self._pins.pop(0)
+            self.stage.make("unpin", lambda: pin.__exit__(None, None, None))
+            if pin.state is PinState.HELD:
+                raise Violation("a leak", f"{pin} outlives its block")
+
+    async def _do_prefetch(self, args: Any) -> None:
+        await self._errand("prefetch", args)
+
+    async def _do_demote(self, args: Any) -> None:
+        await self._errand("demote", args)
+
+    async def _errand(self, name: str, args: Any) -> None:
+        await self._finish_steps()
+        call = getattr(self.stage.runtime, name)
+        found = await self.stage.attempt_async(
+            name, lambda: call(args["tokens"], **self.stage.identity(args)), self._give_up_s(args)
+        )
+        if found:
+            self.stage.met(name)
+
+    async def _do_prefetch_nowait(self, args: Any) -> None:
+        self._begin_errand("prefetch", args)
+
+    async def _do_demote_nowait(self, args: Any) -> None:
+        self._begin_errand("demote", args)
+
+    def _begin_errand(self, name: str, args: Any) -> None:
+        call = getattr(self.stage.runtime, f"{name}_nowait")
+        found = self.stage.attempt(f"{name}_nowait", lambda: call(args["tokens"], **self.stage.identity(args)))
+        if found is not None:
+            self._errands.append(found)
+            if not found.is_over:
+                self.stage.met(name)
+
+    async def _do_errand_wait(self, args: Any) -> None:
+        if self._errands:
+            await self._finish_steps()
+            await self.stage.attempt_async("errand wait", self._errands.pop(0).wait, self._give_up_s(args))
+
+    async def _do_errand_cancel(self, args: Any) -> None:
+        if self._errands:
+            self.stage.make("errand cancel", self._errands.pop(0).cancel)
+
+    async def _do_flush(self, args: Any) -> None:
+        await self._finish_steps()
+        if await self.stage.attempt_async("flush", self._flush, self._give_up_s(args)):
+            self.stage.met("flush")
+
+    async def _flush(self) -> bool:
+        await self.stage.runtime.flush()
+        return True
+
+    async def _do_reset(self, args: Any) -> None:
+        await self._finish_steps()
+        tier = args.get("tier")
+        which = Tier[tier] if tier in Tier.__members__ else tier
+        found = await self.stage.attempt_async(
+            "reset", lambda: self.stage.runtime.reset(which, args.get("timeout_s")), self._give_up_s(args)
+        )
+        if found is not None:
+            self.stage.met(f"reset {tier.lower()}" if tier else "reset")
+
+    async def _do_lookup(self, args: Any) -> None:
+        self.stage.attempt("lookup", lambda: self.stage.runtime.lookup(args["tokens"], **self.stage.identity(args)))
+
+    async def _do_statistics(self, args: Any) -> None:
+        self.stage.attempt("statistics", self.stage.runtime.statistics)
+
+    async def _do_integrity(self, args: Any) -> None:
+        self.stage.make("check_integrity", self.stage.runtime.check_integrity)
+
+    async def _do_pause(self, args: Any) -> None:
+        await anyio.sleep(args["s"])
+
+    async def _do_leave(self, args: Any) -> None:
+        """There is nothing to leave."""
+
+    async def _do_abort(self, args: Any) -> None:
+        """Cancel a request by its own method, or by its id."""
+        if (served := self._target(args)) is None:
+            return
+        self.stage.struck(served)
+        if args.get("how") == "runtime":
+            if self.stage.attempt("cancel", lambda: self.stage.runtime.cancel(served.name, "injected")):
+                self.stage.met("cancel runtime")
+        else:
+            served.request.cancel("injected")
+            self.stage.met("cancel request")
+
+    async def _do_serve(self, args: Any) -> None:
+        """A whole request in a task of its own."""
+        await self._finish_steps()
+        self._num_requests += 1
+        name = f"{self.name}{self._num_requests}"
+
+        async def serve(request: Request) -> bool:
+            served = self.stage.admitted(request, args)
+            try:
+                served.check_match(is_first=True)
+                await self._compute(served, args)
+            finally:
+                self.stage.live.pop(served)
+            return True
+
+        tokens, options = args["tokens"], self.stage.options(args)
+        # Who waits for room while it holds some may wait for itself.
+        give_up_s = self._give_up_s(args) if self.served is None else args.get("give_up_s", PATIENCE_S)
+        found = await self.stage.attempt_async(
+            "run", lambda: self.stage.runtime.run(serve, tokens, request_id=name, **options), give_up_s
+        )
+        if found:
+            self.stage.met("run")
+
+    async def _compute(self, served: Served, args: Any) -> None:
+        request = served.request
+        await request.allocate()
+        served.check_ready(await request.load())
+        with self.stage.runtime.step([request]):
+            Work.begin(served, 1000, (), None).finish()
+        chain, stop = served.accepted(tuple(args.get("new", ())))
+        served.check_computed(stop, chain)
+        request.commit(stop, args.get("new", ()))
+        served.committed(stop, chain, tuple(args.get("new", ())), stop)

@@ -1,0 +1,288 @@
+"""A request of a program, as its engine sees it: its tokens, what is computed of them, and the forwards under way."""
+
+from __future__ import annotations
+
+import attrs
+
+from ...core.lifecycle import RequestState
+from ...errors import AoffloadError, CommitError, RegionNotLoaded
+from ...loading import PendingLoad
+from ...request import Request
+from ...transfer.region_fences import LoadedRegion
+from ..engine import Ask
+from ..memory import POISON
+from ..violations import Violation
+from .runtime_bytes import Forward, ProgramEngine, Read, Tables
+
+__all__ = ["Served", "Work"]
+
+_COMPUTING = (RequestState.ALLOCATED, RequestState.RUNNING)
+
+
+@attrs.define(eq=False)
+class Served:
+    """What an engine knows of one request. It never commits what it has not computed."""
+
+    engine: ProgramEngine
+    request: Request
+    ask: Ask
+    tokens: list[int]
+    chain: list[int]
+    """The number of each prefix of `tokens`."""
+    born: int
+    """How many resets there were when it was matched."""
+    written: list[int] = attrs.field(factory=list)
+    """As `chain`, of what lies in its blocks: a prefix, or drafts that were not accepted."""
+    life: int = 0
+    """Counts what makes of no use what a forward computes that is under way."""
+    num_works: int = 0
+    """Forwards under way."""
+    pending: PendingLoad | None = None
+    early: Work | None = None
+    """What was computed before its load was over."""
+    has_committed: bool = False
+    forwards: dict[Forward, int] = attrs.field(factory=dict)
+    """Its own, each with the token up to which it counts: what it has taken back itself it knows."""
+    _now: set[Forward] = attrs.field(factory=set)
+    """Those since it has had its blocks: what it had computed before it was preempted is a hit like any other now."""
+    _known_in: RequestState | None = None
+    """The state in which `written` was true."""
+
+    @property
+    def name(self) -> str:
+        return self.request.request_id
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it is over, or is being cancelled: nothing that it computes counts any more."""
+        is_over = self.request.state in (RequestState.DONE, RequestState.ABORTED)
+        return is_over or bool(self.request._cancel_reason)
+
+    def look(self) -> None:
+        """What a load has brought, or a match, is written when nobody was looking."""
+        state = self.request.state
+        if state in _COMPUTING and state is not self._known_in:
+            self.written, self._known_in = self.chain[: self.request.num_computed_tokens], state
+
+    def start_again(self) -> None:
+        """It has given up its blocks."""
+        self.written, self._known_in, self.pending, self.early = [], None, None, None
+        self._now.clear()
+        self.life += 1
+
+    def startable(self) -> PendingLoad | None:
+        """A load that a forward may start on."""
+        load = self.pending
+        is_under_way = load is not None and not self.is_told and not load.is_over
+        return load if is_under_way and load is not None and load.can_start else None
+
+    @property
+    def allocated(self) -> int:
+        """Tokens that its block tables reach to."""
+        sizes = [config.block_size for config in self.engine.runtime.config.groups]
+        return min(len(table) * size for table, size in zip(self.request.block_ids, sizes, strict=True))
+
+    # -- what was read --------------------------------------------------------------------------------------------
+
+    def check_read(self, read: Read, what: str) -> None:
+        """The right bytes, and none that were taken back, unless it was told so."""
+        if self.is_told:
+            return
+        if read.problem:
+            raise Violation("wrong bytes", f"{self.name} reads {read.problem}, {what}")
+        if read.stale:
+            raise Violation("not told", f"{self.name} reads {read.stale}, {what}")
+
+    def check_match(self, *, is_first: bool) -> None:
+        """Nothing hits that was never cached under the same root; never the last token; never more than was asked."""
+        found, ask = self.request.match.num_tokens, self.ask
+        if found >= len(self.tokens):
+            raise Violation("hit cap", f"{self.name} hits {found} of {len(self.tokens)} tokens")
+        if is_first and not self._may_hit(found):
+            raise Violation("hit cap", f"{self.name} hits {found} tokens: {ask}")
+        for group, config in enumerate(self.engine.runtime.config.groups):
+            for end in range(config.block_size, found + 1, config.block_size):
+                if (group, self.chain[end - 1]) not in self.engine.committed:
+                    raise Violation("may not hit", f"{self.name} hits {found} tokens, {end} were never cached")
+
+    def _may_hit(self, found: int) -> bool:
+        ask = self.ask
+        if not ask.reads_cache or (ask.max_hit_tokens is not None and found > ask.max_hit_tokens):
+            return not found
+        return found % ask.hit_alignment == 0
+
+    def check_ready(self, num_ready: int) -> None:
+        """What a load says is there, is there."""
+        read = self.engine.read(self.request.block_ids, self.chain, num_ready)
+        self.check_read(read, f"of {num_ready} tokens that are ready")
+
+    # -- commits --------------------------------------------------------------------------------------------------
+
+    def accepted(self, new: tuple[int, ...]) -> tuple[list[int], int]:
+        """The chain with `new` behind it, and how many of its tokens are computed."""
+        self.look()
+        chain = self.engine.lengthened(self.chain, new)
+        return chain, self.num_written(chain)
+
+    def num_written(self, chain: list[int]) -> int:
+        """How many of the first tokens of `chain` lie in its blocks."""
+        pairs = zip(self.written, chain, strict=False)
+        most = min(len(self.written), len(chain))
+        return next((at for at, (held, wanted) in enumerate(pairs) if held != wanted), most)
+
+    def check_computed(self, stop: int, chain: list[int]) -> None:
+        """What is about to be committed is still there."""
+        if self.request.state in _COMPUTING and not self.is_told and stop <= self.allocated:
+            start = self.request.num_computed_tokens
+            self.engine.check_written(self.name, self.request.block_ids, chain, start, stop)
+
+    def committed(self, stop: int, chain: list[int], new: tuple[int, ...], num_computed: int) -> None:
+        self.tokens += new
+        self.chain, self.written = chain, self.written[:num_computed]
+        self.has_committed, self._known_in = True, RequestState.RUNNING
+        if self.born == self.engine.num_resets:
+            self.engine.may_be_cached(chain[:stop])
+
+    def taken_back(self, start: int) -> None:
+        """Its own forwards were wrong from `start` on."""
+        for forward in self._now:
+            if forward.stop > start:
+                forward.take_back(start)
+            self.forwards[forward] = min(self.forwards[forward], start)
+        num_prompt = len(self.ask.tokens)
+        del self.tokens[max(num_prompt, start + 1) :]
+        del self.chain[max(num_prompt, start + 1) :]
+        del self.written[start:]
+        self.life += 1
+
+    def computed(self, forward: Forward) -> None:
+        self.forwards[forward] = forward.stop
+        self._now.add(forward)
+
+    @property
+    def is_misled(self) -> bool:
+        """Whether something that it has computed was not right."""
+        return any(forward.wrong_from < min(forward.stop, stop) for forward, stop in self.forwards.items())
+
+    def loaded(self, pending: PendingLoad, num_ready: int) -> None:
+        """Its load is over: what was computed before counts, or the engine is told that it does not."""
+        self.look()
+        work, first = self.early, pending.first_invalid_token
+        self.early = self.pending = None
+        if first is not None and first != num_ready and not self.is_told:
+            raise Violation("early start", f"{self.name}: invalid from token {first} on, but {num_ready} are ready")
+        if work is None or self.is_told or work.pending is not pending or work.life != self.life:
+            return
+        if first is not None:
+            self._check_refused(work, num_ready)
+        elif work.misread:
+            raise Violation("wrong bytes", f"{self.name} reads {work.misread}, before its load was over")
+        elif work.start == len(self.written) == num_ready:
+            self.written += work.chain[work.start : work.stop]
+
+    def _check_refused(self, work: Work, num_ready: int) -> None:
+        """What stood on a load that fell short can't be committed."""
+        if work.stop <= num_ready:
+            return
+        try:
+            self.request.commit(work.stop)
+        except CommitError:
+            return
+        except AoffloadError as error:
+            raise Violation("early start", f"{self.name}: {error!r}") from None
+        raise Violation("early start", f"{self.name} has committed what stood on a load that failed")
+
+
+@attrs.define(eq=False)
+class Work:
+    """One request's share of a forward: `[start, stop)` of `chain`, in the tables as they were when it began."""
+
+    served: Served
+    tables: Tables
+    chain: list[int]
+    start: int
+    stop: int
+    pending: PendingLoad | None
+    """Of a forward that has begun before its load was over."""
+    regions: tuple[LoadedRegion, ...] = ()
+    misread: str = ""
+    life: int = 0
+    _touched: list[tuple[int, int]] = attrs.field(factory=list)
+    _is_over: bool = False
+
+    @classmethod
+    def begin(cls, served: Served, num_tokens: int, drafts: tuple[int, ...], pending: PendingLoad | None) -> Work:
+        """In a step that holds its blocks. Behind another forward it only reads."""
+        engine = served.engine
+        served.look()
+        tables = served.request.block_ids if pending is None else pending.block_ids
+        chain = engine.lengthened(served.chain, drafts if pending is None else ())
+        start = served.num_written(chain) if pending is None else pending.num_expected_tokens
+        sizes = [config.block_size for config in engine.runtime.config.groups]
+        allocated = min(len(table) * size for table, size in zip(tables, sizes, strict=True))
+        stop = max(start, min(start + num_tokens, allocated, len(chain)))
+        if served.num_works:
+            stop = start
+        regions = () if pending is None else pending.regions
+        served.num_works += 1
+        # What a load is still bringing is its jobs' until it is there.
+        touched = engine.blocks_of(tables, 0 if pending is None else start)
+        return cls(served, tables, chain, start, stop, pending, regions, life=served.life, touched=touched)
+
+    def check_owners(self) -> None:
+        """Every block is still in the hands that it was in."""
+        for block_id, generation in self._touched:
+            self.served.engine.device.check_owner(f"a step of {self.served.name}", block_id, generation)
+
+    def drop(self) -> None:
+        """It ends with nothing computed."""
+        if not self._is_over:
+            self._is_over = True
+            self.served.num_works -= 1
+
+    def finish(self) -> None:
+        """Read, and write."""
+        if self._is_over:
+            return
+        self.drop()
+        self.check_owners()
+        if self.pending is not None and not self._has_regions():
+            return
+        served, engine = self.served, self.served.engine
+        read = engine.read(self.tables, self.chain, self.start)
+        if self.life != served.life:
+            read.stale = ""  # it is the request itself that has taken back what this forward reads
+        if self.pending is None:
+            served.check_read(read, f"computing from token {self.start} on")
+        else:
+            self.misread = read.problem or read.stale
+        if self.start < self.stop:
+            self._write(read)
+        if self.life != served.life:
+            return
+        if self.pending is not None:
+            served.early = self
+        elif self.start < self.stop:
+            served.written = served.written[: self.start] + self.chain[self.start : self.stop]
+
+    def _has_regions(self) -> bool:
+        try:
+            for region in self.regions:
+                if not region.is_given:
+                    return False
+                region.synchronize()
+        except RegionNotLoaded:
+            return False
+        return True
+
+    def _write(self, read: Read) -> None:
+        served, engine = self.served, self.served.engine
+        if read.problem:
+            engine.fill(self.tables, self.start, self.stop, POISON)
+            return
+        forward = Forward(served.name, self.start, self.stop)
+        for parent, stop in read.forwards.items():
+            parent.read_by(forward, stop)
+        if self.life == served.life:  # else it computes nothing that counts
+            served.computed(forward)
+        engine.write_tokens(self.tables, self.chain, forward, self.start, self.stop)

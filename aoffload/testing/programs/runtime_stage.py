@@ -1,0 +1,341 @@
+"""The stage of a program: one runtime in a simulated loop, its clients, and what is watched while they call."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import anyio
+
+from ...core.holding import Holding
+from ...core.plan import Tier
+from ...core.preemption import Preemption
+from ...errors import AoffloadError, IntegrityError, OutOfBlocks
+from ...prefix import KeySpan
+from ...request import Request
+from ..engine import Ask
+from ..simulation import Simulation
+from ..violations import Violation
+from .program import Call, Program
+from .runtime_bytes import ProgramEngine
+from .runtime_clients import Actor
+from .runtime_requests import Served
+from .runtime_state import Told, picture
+
+__all__ = ["Stage"]
+
+Found = TypeVar("Found")
+SETTLE_S = 0.1
+"""How long the next call waits for the one before it, unless that hurries: every copy is over by then."""
+STRIDE = 4
+"""The full law is checked at every so many-th change of the ledger."""
+MOST_ASKS = 6
+"""Prompts that are looked up at rest."""
+
+
+class Stage:
+    """Hands out the calls of a program, in their order, and judges what comes of them."""
+
+    def __init__(self, program: Program, simulation: Simulation) -> None:
+        self.program = program
+        self.simulation = simulation
+        world, options = program.world, _options_of(program)
+        self.told = Told()
+        engine = simulation.engine_of(
+            world.config(namespace="simulated", **options), world.num_device_blocks - 1,
+            observers=[self.told], kind=ProgramEngine,
+        )  # fmt: skip
+        assert isinstance(engine, ProgramEngine)
+        self.engine = engine
+        self.runtime = engine.runtime
+        self.runtime.ledger.watch(self.told)
+        self._note_calls()
+        simulation.oracles[0].stride = STRIDE
+        self.actors: dict[str, Actor] = {}
+        self.live: dict[Served, None] = {}
+        self.features: set[str] = set()
+        self.num_calls = self.num_invalidations = 0
+        self.was_closed = False
+        self._hash = hashlib.sha256()
+        self._strikes: list[tuple[Actor, str, int]] = []
+        simulation.scheduler.before_step = self._before_step
+
+    @property
+    def digest(self) -> str:
+        self._hash.update(self.simulation.scheduler.digest.encode())
+        return self._hash.hexdigest()
+
+    def met(self, feature: str) -> None:
+        self.features.add(feature)
+
+    def note(self, *words: object) -> None:
+        """Something that could be observed."""
+        self._hash.update(repr(words).encode())
+
+    # -- handing out ----------------------------------------------------------------------------------------------
+
+    async def run(self, calls: Iterator[Call]) -> None:
+        async with self.runtime:
+            await self._hand_out(calls)
+            if not self.was_closed:
+                await self._end_clients()
+                await self.runtime.flush()
+        await self._hand_out(calls)  # on a runtime that is closed
+        await self._end_clients()
+
+    async def _hand_out(self, calls: Iterator[Call]) -> None:
+        """Up to the end, or to where the runtime is closed."""
+        for call in calls:
+            if call.name == "cancel":
+                self._arm(call.args)
+            elif call.name == "close" and not self.was_closed:
+                self.was_closed = True
+                self.met("close")
+                return
+            elif "who" in call.args:
+                actor = self._actor(call.args["who"])
+                actor.give(call)
+                if not call.args.get("hurry"):
+                    await self._settle(actor)
+
+    def _actor(self, name: str) -> Actor:
+        if name not in self.actors:
+            actor = self.actors[name] = Actor(name, self)
+            self.simulation.spawn(name, actor.run)
+        return self.actors[name]
+
+    @staticmethod
+    async def _settle(actor: Actor) -> None:
+        with anyio.move_on_after(SETTLE_S):
+            await actor.idle.wait()
+
+    async def _end_clients(self) -> None:
+        for actor in self.actors.values():
+            actor.give(None)
+        for actor in self.actors.values():
+            await self._over(actor)
+
+    async def _over(self, actor: Actor) -> None:
+        for client in self.simulation.clients:
+            if client.name == actor.name:
+                await client.wait_over()
+
+    # -- cancelling -----------------------------------------------------------------------------------------------
+
+    def _arm(self, args: Any) -> None:
+        """The victim is cancelled when it was suspended `after` more times."""
+        actor = self.actors.get(args["who"])
+        if actor is not None:
+            at = self.simulation.scheduler.steps_of[actor.name] + args.get("after", 0)
+            self._strikes.append((actor, args["how"], at))
+
+    def _before_step(self) -> None:
+        self.simulation.injector.strike()
+        if self._strikes:
+            self._strikes = [strike for strike in self._strikes if not self._strike(*strike)]
+
+    def _strike(self, actor: Actor, how: str, at: int) -> bool:
+        """Whether it is done with."""
+        if self.simulation.scheduler.steps_of[actor.name] < at:
+            return False
+        served, client = actor.served, actor.client
+        if how == "request":
+            if served is not None:
+                self.struck(served)
+                served.request.cancel("injected")
+                self.met("cancel request")
+        elif how == "native" and client is not None and client.task is not None:
+            if client.is_running:
+                actor.was_struck = True
+                client.task.cancel()
+                self.met("native cancel")
+        elif actor.scope is not None:
+            actor.was_struck = True
+            actor.scope.cancel()
+            self.met("native cancel" if how == "native" else "cancel scope")
+        return True
+
+    def struck(self, served: Served) -> None:
+        for actor in self.actors.values():
+            if actor.served is served:
+                actor.was_struck = True
+
+    def reasons(self, actor: Actor, served: Served) -> set[str]:
+        """Why a request may have been aborted."""
+        found = {"closed_early", "error: Left"}
+        if actor.was_struck:
+            found |= {"injected", "cancelled"}
+        if served.ask.deadline_s is not None:
+            found.add("deadline")
+        if self.num_invalidations:
+            found.add("prefix_invalidated")
+        if self.was_closed:
+            found.add("runtime_closed")
+        return found
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def attempt(self, what: str, call: Callable[[], Found]) -> Found | None:
+        """What a public call returns; None if it refuses, which changes nothing."""
+        self.num_calls += 1
+        before = picture(self.runtime.ledger)
+        try:
+            found = call()
+        except AoffloadError as error:
+            self._refused(what, error, before)
+            return None
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation("a raw error", f"{what}: {error!r}") from error
+        self.note(what, _seen(found))
+        return found
+
+    def make(self, what: str, call: Callable[[], object]) -> bool:
+        """The same for a call that returns nothing; whether it was made."""
+
+        def made() -> bool:
+            call()
+            return True
+
+        return self.attempt(what, made) is True
+
+    async def attempt_async(
+        self,
+        what: str,
+        call: Callable[[], Awaitable[Found]],
+        give_up_s: float | None = None,
+    ) -> Found | None:
+        """The same for one that may wait; None, too, if the wait is given up after so many seconds."""
+        self.num_calls += 1
+        before, step = picture(self.runtime.ledger), self.simulation.scheduler.step
+        try:
+            if give_up_s is None:
+                found: Found | None = await call()
+            else:
+                found = None
+                with anyio.move_on_after(give_up_s) as scope:
+                    found = await call()
+                if scope.cancelled_caught:
+                    self.met("call scope")
+        except AoffloadError as error:
+            # Who is refused room has been in the line for it, if only for a moment, and was matched again there.
+            is_at_once = step == self.simulation.scheduler.step and not isinstance(error, OutOfBlocks)
+            self._refused(what, error, before if is_at_once else None)
+            return None
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation("a raw error", f"{what}: {error!r}") from error
+        self.note(what, _seen(found))
+        return found
+
+    def _refused(self, what: str, error: AoffloadError, before: Any) -> None:
+        if isinstance(error, IntegrityError):
+            raise Violation("conservation", str(error))
+        self.note(what, type(error).__name__, str(error))
+        self.met(f"refused: {type(error).__name__}")
+        if before is not None and picture(self.runtime.ledger) != before:
+            raise Violation("a refusal changed something", f"{what}: {error!r}")
+
+    def open(self, name: str, args: Any) -> Request:
+        return self.runtime.request(args["tokens"], name, deadline_s=args.get("deadline_s"), **self.options(args))
+
+    def options(self, args: Any) -> dict[str, Any]:
+        names = {
+            "max_hit": "max_hit_tokens", "alignment": "hit_alignment", "reads_cache": "reads_cache", "store": "store",
+            "max_store": "max_store_tokens",
+        }  # fmt: skip
+        found = {option: args[name] for name, option in names.items() if name in args}
+        return {**found, **self.identity(args)}
+
+    @staticmethod
+    def identity(args: Any) -> dict[str, Any]:
+        """What identifies KV besides the tokens."""
+        spans = tuple(KeySpan(*span) for span in args.get("spans", ()))
+        return {"cache_salt": args.get("salt"), "adapter_key": args.get("adapter"), "key_spans": spans}
+
+    def admitted(self, request: Request, args: Any) -> Served:
+        """A request that was entered."""
+        ask = _ask_of(args)
+        engine = self.engine
+        chain = engine.chain((ask.salt, ask.adapter), ask.tokens, ask.key_spans)
+        served = Served(engine, request, ask, list(ask.tokens), chain, engine.num_resets)
+        self.live[served] = None
+        if len(self.simulation.asks) < MOST_ASKS:
+            self.simulation.asks.append(ask)
+        self._met_ask(ask)
+        return served
+
+    def _met_ask(self, ask: Ask) -> None:
+        self.met("request")
+        for name, is_used in (
+            ("salt", ask.salt), ("adapter", ask.adapter), ("span", ask.key_spans),
+            ("deadline", ask.deadline_s is not None), ("no cache", not ask.reads_cache),
+            ("max_hit", ask.max_hit_tokens is not None), ("alignment", ask.hit_alignment > 1),
+            ("store", ask.store != "all" or ask.max_store_tokens is not None),
+        ):  # fmt: skip
+            if is_used:
+                self.met(name)
+
+    # -- judging --------------------------------------------------------------------------------------------------
+
+    def check_told(self) -> None:
+        """Who has computed on what was taken back knows of it, and nobody can find it any more."""
+        for served in self.live:
+            if served.is_misled and not served.is_told:
+                raise Violation("not told", f"{served.name} has computed on what was taken back")
+        self.engine.check_findable()
+
+    def _note_calls(self) -> None:
+        """What changes what others may expect is noted when it happens: its caller may hear of it later."""
+        ledger: Any = self.runtime.ledger
+        reset, preempt = ledger.reset, ledger.preempt_nowait
+
+        def preempted(holding: Holding) -> Preemption:
+            found: Preemption = preempt(holding)
+            for served in self.live:
+                if served.name == holding.request_id:
+                    served.start_again()
+            self.met("preempt")
+            return found
+
+        def noted(tier: Tier | None = None) -> None:
+            reset(tier)
+            if tier is None:
+                self.engine.forget_everything()
+            else:
+                self.engine.num_resets_of_tiers += 1
+
+        ledger.reset, ledger.preempt_nowait = noted, preempted
+
+    def check_end(self) -> None:
+        """At rest."""
+        self.engine.check_findable()
+        self.told.check(self.runtime)
+        if self.told.states:
+            raise Violation("told otherwise", f"not told to be over: {list(self.told.states)}")
+        if left := [served.name for served in self.live]:
+            raise Violation("a leak", f"still served: {left}")
+
+
+def _options_of(program: Program) -> dict[str, Any]:
+    """Of the configuration, what the program's own calls say of it."""
+    return {name: value for call in program.calls if call.name == "configure" for name, value in call.args.items()}
+
+
+def _seen(found: object) -> str:
+    """What of a result is the same in every process."""
+    return repr(found) if isinstance(found, (int, str, tuple, bool)) else type(found).__name__
+
+
+def _ask_of(args: Any) -> Ask:
+    """What a call asks for, as an `Ask`."""
+    spans = tuple(KeySpan(*span) for span in args.get("spans", ()))
+    return Ask(
+        tokens=tuple(args["tokens"]), salt=args.get("salt"), adapter=args.get("adapter"), key_spans=spans,
+        max_hit_tokens=args.get("max_hit"), hit_alignment=args.get("alignment", 1),
+        reads_cache=args.get("reads_cache", True), store=args.get("store", "all"),
+        max_store_tokens=args.get("max_store"), deadline_s=args.get("deadline_s"),
+    )  # fmt: skip

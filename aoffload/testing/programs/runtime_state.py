@@ -1,0 +1,124 @@
+"""What a refused call must not change, and what observers are told, put beside what is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ...core.cache import PrefixCache
+from ...core.early import EarlyStart
+from ...core.errands import Errand
+from ...core.holding import Holding
+from ...core.index import Part
+from ...core.jobs import Job
+from ...core.keeping import Pin
+from ...core.ledger import Ledger
+from ...core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
+from ...observers import RuntimeObserver
+from ...runtime import OffloadRuntime
+from ..violations import Violation
+
+__all__ = ["Told", "picture"]
+
+
+def picture(ledger: Ledger) -> tuple[Any, ...]:
+    """Everything that a call may change, but for counters and how the index is cut into runs."""
+    line = ledger.admission.line
+    return (
+        [
+            (tier.pool.num_free, tier.num_cached, tier.num_quarantined, _in_order(tier.order))
+            for tier in ledger.cache.tiers
+        ],
+        ledger.cache.epoch,
+        [_of_holding(holding) for holding in ledger.holdings.values()],
+        [(holding.request_id, holding.num_steps) for holding in ledger._closing if holding.num_steps],
+        [(job.job_id, job.state, len(job.claims)) for job in ledger.jobs.unsettled.values()],
+        [(pin.pin_id, pin.state) for pin in ledger._keeping.pins],
+        [(waiter.holding.ticket, waiter.num_units) for waiter in (*line.extending, *line.allocating)],
+        len(ledger._errands.under_way),
+    )
+
+
+def _in_order(order: Any) -> list[int]:
+    return [block_id for part in order for block_id in part.blocks]
+
+
+def _of_holding(holding: Holding) -> tuple[Any, ...]:
+    waiter = holding.waiter
+    return (
+        holding.request_id, holding.state, holding.match, holding.epoch, holding.sequence.num_tokens,
+        [table.ids.tobytes() for table in holding.tables], holding.num_units, holding.published, holding.ready_stop,
+        holding.num_computed_tokens, holding.has_committed, holding.num_steps,
+        [(tier, lease.run.stop, list(lease.starts)) for tier, lease in holding.leases.items()],
+        None if holding.reserve is None else holding.reserve.run.stop,
+        None if waiter is None else (waiter.granted, waiter.error),
+        None if holding.load is None else sorted(job.job_id for job in holding.load.jobs),
+    )  # fmt: skip
+
+
+class Told(RuntimeObserver):
+    """Remembers what it was told, as an observer and as a watcher of blocks."""
+
+    def __init__(self) -> None:
+        self.states: dict[Any, Any] = {}
+        """Of all that is not over, as it was told last."""
+        self.counts: Counter[str] = Counter()
+        self.num_cached: Counter[int] = Counter()
+        """Units that are cached, by the number of the part: band after band, tier after tier."""
+        self._epoch = 0
+        self.problem = ""
+
+    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
+        self._moved(holding, old, RequestState.QUEUED, (RequestState.DONE, RequestState.ABORTED))
+
+    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
+        self._moved(job, old, JobState.QUEUED, (JobState.COMPLETED, JobState.FAILED, JobState.DISCARDED))
+
+    def pin_moved(self, pin: Pin, old: PinState) -> None:
+        self._moved(pin, old, PinState.NEW, tuple(state for state in PinState if state is not PinState.HELD))
+
+    def errand_moved(self, errand: Errand, old: ErrandState) -> None:
+        self._moved(errand, old, ErrandState.NEW, (ErrandState.DONE, ErrandState.CANCELLED))
+
+    def early_moved(self, early: EarlyStart, old: EarlyState) -> None:
+        self.counts[early.state.value] += 1
+
+    def _moved(self, entity: Any, old: Any, first: Any, last: tuple[Any, ...]) -> None:
+        self.counts[entity.state.value] += 1
+        if self.states.get(entity, first) is not old:
+            self.problem = self.problem or f"{entity} left {old}, and was told to be {self.states.get(entity)}"
+        self.states[entity] = entity.state
+        if entity.state in last:
+            del self.states[entity]
+
+    # -- as a watcher of blocks -----------------------------------------------------------------------------------
+
+    def part_changed(self, part: Part, first: int, stop: int) -> None:
+        if part.run.epoch == self._epoch:
+            number = next(number for number, other in enumerate(part.run.parts) if other is part)
+            self.num_cached[number] += (part.stop - part.first) - (stop - first)
+
+    def all_cleared(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.num_cached.clear()
+
+    # -- beside what is -------------------------------------------------------------------------------------------
+
+    def check(self, runtime: OffloadRuntime) -> None:
+        """What was told is what there is."""
+        if self.problem or runtime.observers.num_failures:
+            raise Violation("told otherwise", self.problem or "an observer failed")
+        for holding in runtime.ledger.holdings.values():
+            if self.states.get(holding) is not holding.state:
+                raise Violation("told otherwise", f"{holding!r} was told to be {self.states.get(holding)}")
+        cached = _cached(runtime.ledger.cache)
+        if +cached != +self.num_cached:
+            raise Violation("told otherwise", f"units cached, by part: {dict(cached)}, told: {dict(self.num_cached)}")
+
+
+def _cached(cache: PrefixCache) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for run in cache.index.runs.values():
+        for number, part in enumerate(run.parts):
+            found[number] += (part.stop - part.first) if part.width else 0
+    return found

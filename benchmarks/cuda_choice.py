@@ -1,0 +1,70 @@
+"""Copy engine or kernel: the break-even that a backend finds, and what it chooses on both sides of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import attrs
+import torch
+
+from aoffload import CudaOptions, Direction
+from aoffload.transfer.backends.cuda import Pieces
+from aoffload.transfer.backends.cuda.method import PUBLISHED
+from aoffload.transfer.backends.cuda.trials import scattered
+
+from .cuda_copying import BLOCK_BYTES, Copying, cuda_device, rate_row
+from .harness import Row, Subject, interleave, timed
+from .peer import Peer
+
+__all__ = ["choice_rows", "run"]
+
+
+def run(vllm: Peer | None = None) -> list[Row]:
+    """All rows, or none and a line that says so."""
+    device = cuda_device("cuda_choice")
+    return [] if device is None else choice_rows(device, CudaOptions())
+
+
+def choice_rows(device: torch.device, options: CudaOptions, seconds: float = 1.0) -> list[Row]:
+    """The break-even, and a size on each side of it: what is chosen there, beside the better one. None without a
+    kernel, since nothing is chosen then."""
+    copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=16)
+    try:
+        if not copying.backend.has_kernel:
+            print(f"cuda_choice: not run, since no kernel copies here: {copying.backend!r}", file=sys.stderr)
+            return []
+        return [row for direction in Direction for row in _rows(copying, direction, seconds)]
+    finally:
+        copying.close()
+
+
+def _rows(copying: Copying, direction: Direction, seconds: float) -> list[Row]:
+    at, published = copying.backend.break_even.of(direction), PUBLISHED.of(direction)
+    below = max(1024, (at or published) // 2 // 1024 * 1024)
+    above = min(BLOCK_BYTES // 2, max(1, (at or published) // 1024) * 2048)
+    return [
+        Row(
+            name=f"{direction.value}, break-even", value=at / 1024, unit="KiB", against="as published",
+            limit=published / 1024, ratio=at / published,
+        ),
+        _choice_row(copying, direction, "half", below, seconds),
+        _choice_row(copying, direction, "twice", above, seconds),
+    ]  # fmt: skip
+
+
+def _choice_row(copying: Copying, direction: Direction, share: str, size: int, seconds: float) -> Row:
+    num_bytes = copying.large[direction].numel() // size * size
+    on_device, on_host = copying.large[direction].data_ptr(), copying.backend.host.address
+    pieces = scattered(direction, on_device, on_host, num_bytes, size)
+
+    def subject(copy: Callable[[Pieces, Direction], None]) -> Subject:
+        return lambda: timed(lambda: copy(pieces, direction))
+
+    ways = {"engine": subject(copying.copy_by_engine), "kernel": subject(copying.copy_by_kernel)}
+    found = interleave(ways, seconds=seconds)
+    chosen = "kernel" if size < copying.backend.break_even.of(direction) else "engine"
+    better = min(found, key=lambda name: found[name].median_s)
+    name = f"{direction.value}, {share} the break-even, by what is chosen"
+    row = rate_row(name, num_bytes / 1e9, found[chosen], found[better], 0.95)
+    return attrs.evolve(row, against=f"{size // 1024} KiB, chosen: {chosen}, better: {better}")

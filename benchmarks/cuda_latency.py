@@ -1,0 +1,90 @@
+"""From the end of a copy on the device to the task that waits for it: asleep in the driver, or looking again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import torch
+
+from aoffload import AdaptivePolling, BlockingWait, CudaBackend, CudaOptions
+from aoffload.transfer.backends.cuda import WaitPolicy
+from aoffload.transfer.region import regions_of
+from aoffload.transfer.turns import Turns
+
+from .cuda_copying import cuda_device
+from .harness import Row
+from .peer import Peer
+
+__all__ = ["latency_rows", "run"]
+
+TURN_S = 300e-6
+NUM_WAITS = 200
+
+
+def run(vllm: Peer | None = None) -> list[Row]:
+    """All rows, or none and a line that says so."""
+    device = cuda_device("cuda_latency")
+    return [] if device is None else latency_rows(device)
+
+
+def latency_rows(device: torch.device) -> list[Row]:
+    """From the end on the device to the waiting task, p50 and p99, for both ways to wait, the loop idle and busy."""
+    policies: dict[str, WaitPolicy] = {"blocking": BlockingWait(), "polling": AdaptivePolling()}
+    rows = []
+    for state, turn_s in (("idle", 0.0), ("busy", TURN_S)):
+        found = asyncio.run(_latencies(device, policies, turn_s))
+        for share in (50, 99):
+            blocking, polling = (float(np.percentile(found[name], share)) * 1e6 for name in policies)
+            rows.append(
+                Row(
+                    name=f"fence to task, loop {state}, p{share}, blocking", value=blocking, unit="us",
+                    against="polling", limit=polling, ratio=blocking / polling,
+                )
+            )  # fmt: skip
+    return rows
+
+
+async def _latencies(device: torch.device, policies: dict[str, WaitPolicy], turn_s: float) -> dict[str, list[float]]:
+    """Seconds, by policy; they take turns."""
+    regions = regions_of(torch.zeros(4, 1024, device=device))
+    backends = {name: CudaBackend(regions, options=CudaOptions(waiting=policy)) for name, policy in policies.items()}
+    found: dict[str, list[float]] = {name: [] for name in policies}
+    turning, turns = asyncio.create_task(_turns(turn_s)), Turns()
+    turns.begin()  # threads get their turn as they do while a transport copies
+    for _ in range(NUM_WAITS):
+        for name, backend in backends.items():
+            found[name].append(await _latency(backend))
+    turns.close()
+    turning.cancel()
+    return found
+
+
+async def _turns(turn_s: float) -> None:
+    while turn_s:
+        end = time.perf_counter() + turn_s
+        while time.perf_counter() < end:
+            pass
+        await asyncio.sleep(0)
+
+
+async def _latency(backend: CudaBackend) -> float:
+    """The device's clock says when the work ended: so long after a point whose time on the host is known."""
+    before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    before.record()
+    before.synchronize()
+    known_s = time.perf_counter()
+    torch.cuda._sleep(3_000_000)  # type: ignore[no-untyped-call]
+    behind.record()
+    fence, loop, is_over = backend.record_fence(), asyncio.get_running_loop(), asyncio.Event()
+
+    def wait() -> None:
+        fence.synchronize()
+        loop.call_soon_threadsafe(is_over.set)
+
+    threading.Thread(target=wait).start()
+    await is_over.wait()
+    heard_s = time.perf_counter()
+    return heard_s - known_s - float(before.elapsed_time(behind)) / 1e3

@@ -1,0 +1,67 @@
+"""What there is to run on, as JSON: `python -m proof.gpu.probe FILE MODULE...`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+DISTRIBUTIONS = ("triton", "cuda-bindings", "numpy", "pytest", "transformers")
+"""Named in the report beside torch."""
+
+
+def main(file: str, *modules: str) -> None:
+    found = {**_device(), "missing": [name for name in modules if not _is_there(name)]}
+    Path(file).write_text(json.dumps(found))
+
+
+def _device() -> dict[str, Any]:
+    """`problem`, or `about`: what the report begins with."""
+    if not _is_there("torch"):
+        return {"problem": "torch is missing"}
+    import torch
+
+    if torch.version.cuda is None:
+        return {"problem": f"torch {torch.__version__} was built without CUDA"}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        is_available = torch.cuda.is_available()
+    if not is_available:
+        why = "".join(f": {' '.join(str(each.message).split())}" for each in said[:1])
+        return {"problem": f"torch sees no CUDA device{why}"}
+    properties = torch.cuda.get_device_properties(0)
+    about = (
+        f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability "
+        f"{properties.major}.{properties.minor}",
+        f"torch {torch.__version__} for CUDA {torch.version.cuda}",
+        *_versions(DISTRIBUTIONS),
+        f"Python {platform.python_version()}",
+    )
+    return {"about": "; ".join(about)}
+
+
+def _versions(names: Iterable[str]) -> list[str]:
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return found
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even what it would be inside of
+        return False
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,148 @@
+"""Sequences of calls that went wrong once: what mended each is taken out again. No scenario makes them, programs do."""
+
+from __future__ import annotations
+
+from textwrap import indent
+
+from .planting import Mutant, Patch
+
+__all__ = ["CALL_MUTANTS"]
+
+ADMISSION, PINS, LOADS = "aoffload.core.admission", "aoffload.core.pins", "aoffload.core.loads"
+COMMITS, PUBLISH = "aoffload.core.commits", "aoffload.core.publish"
+
+OWN_RUNS_ONLY = """\
+        own = published_by(self.cache, holding, start)
+        for band, run in own:
+            for tier in self.cache.tiers:
+                self.cache.withdraw_part(tier, run.part(tier.tier, band.number))
+        heads = {run for _, run in own}
+        runs = [run for run in self.cache.index.runs.values() if not heads.isdisjoint(run.path())]
+        for run in runs:
+            if run not in heads:
+                self.cache.withdraw(run)
+        for run in runs:
+            self.cache.tidy(run)
+"""
+"""What hangs on a run that `holding` has published goes; of such a run only what is its own, band by band."""
+
+LOOKED_AT_FIRST = """\
+        missing, gained = self.pins.without_islands(holding, num_units)
+        if missing > self.room + gained:
+            return False
+        self.pins.match_again(holding, islands=False)
+        return self.num_missing(holding, num_units) <= self.room
+"""
+MATCHED_TO_LOOK = """\
+        self.pins.match_again(holding, islands=False)
+        if self.num_missing(holding, num_units) <= self.room:
+            return True
+        self.pins.match_again(holding)
+        return False
+"""
+
+LINE_LEFT = """\
+            self.line.allocating.pop(0)
+            first.fail(OutOfBlocks(self.num_needed(first.holding, first.num_units), self.capacity, retryable=False))
+"""
+WAITS_ON = """\
+            self.pins.match_again(first.holding)
+            return False
+"""
+
+CALL_MUTANTS = (
+    Mutant(
+        "matched again to see whether there is room",
+        ADMISSION,
+        LOOKED_AT_FIRST,
+        MATCHED_TO_LOOK,
+        "an allocation that is refused changes nothing",
+        programs=True,
+    ),
+    Mutant(
+        "matched again under its block tables",
+        ADMISSION,
+        "        if holding.reserve is None or not holding.may_match_again:\n            return False\n",
+        "        if holding.reserve is None:\n            return False\n"
+        "        if holding.tables:\n" + indent(MATCHED_TO_LOOK, "    "),
+        "an extension that is refused changes nothing",
+        also=(Patch(PINS, '        assert holding.may_match_again, "matched again under its block tables"\n', ""),),
+        programs=True,
+    ),
+    Mutant(
+        "another's part of a wrong run left findable",
+        COMMITS,
+        "        self.cache.withdraw_all(wrong)\n",
+        OWN_RUNS_ONLY,
+        "what was computed on wrong bytes is a miss, in models of windows alone, too",
+        also=(Patch(PUBLISH, "\n        if band.width\n", "\n"),),
+        programs=True,
+    ),
+    Mutant(
+        "only who is pinned matched again",
+        ADMISSION,
+        "[holding for holding in holdings if holding.may_match_again]",
+        "[holding for holding in holdings if holding.state is _S.PINNED]",
+        "a grant that is not accepted yet holds without the hit that it was counted with",
+        programs=True,
+    ),
+    Mutant(
+        "a fork that has not committed taken for unread",
+        COMMITS,
+        "        tainted = self._taint(wrong, others, {holding: from_token})\n",
+        "        read = [other for other in others if other.num_units or other.has_committed]\n"
+        "        tainted = self._taint(wrong, read, {holding: from_token})\n",
+        "whoever has read what a failed forward wrote is told",
+        programs=True,
+    ),
+    Mutant(
+        "a pin asked to yield what the first in line matches",
+        ADMISSION,
+        "        self.pins.forget_match(first.holding)\n        if pool.num_free == before and not self.yield_pin():\n"
+        + LINE_LEFT,
+        "        if self.yield_pin():\n            return True\n"
+        "        self.pins.forget_match(first.holding)\n        if pool.num_free == before:\n" + WAITS_ON,
+        "pins promise nothing to whom nobody else can make room",
+        programs=True,
+    ),
+    Mutant(
+        "who can never fit waits",
+        ADMISSION,
+        LINE_LEFT,
+        WAITS_ON,
+        "who is first in line and alone gets its room, or hears that there is none",
+        programs=True,
+    ),
+    Mutant(
+        "a bad entry kept after a reset of the device",
+        "aoffload.core.jobs",
+        "job.run.epoch == self.cache.epoch:\n            self._forget_corrupt",
+        "job.epoch == self.cache.epoch:\n            self._forget_corrupt",
+        "a content failure forgets the bad entry",
+        programs=True,
+    ),
+    Mutant(
+        "windows not moved on where a load falls short under a step",
+        LOADS,
+        "        slide_off(self.cache, holding)\n        missing = [",
+        "        missing = [",
+        "a table names what its request leases",
+        also=(
+            Patch(
+                LOADS,
+                "                self.ready(holding)\n                wakes.append(wake)\n",
+                "                self.ready(holding)\n                slide_off(self.cache, holding)\n"
+                "                wakes.append(wake)\n",
+            ),
+        ),
+        programs=True,
+    ),
+    Mutant(
+        "blocks under a step taken back with their author",
+        COMMITS,
+        "        shared = [] if self.cache.tiers[Tier.DEVICE].is_lent else read_by(readers, published)\n",
+        "        shared = []\n",
+        "a block is given to somebody else once every job and step has let go",
+        programs=True,
+    ),
+)

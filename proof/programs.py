@@ -1,0 +1,137 @@
+"""Random programs over the public calls: a campaign of them, and what planted defects are shown to.
+
+Both draw the same programs from the same seeds, so the campaign is what says that they break nothing of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+
+if TYPE_CHECKING:  # a process that plants defects must not import the package
+    from aoffload.testing.programs import Broken, ProgramTally
+
+__all__ = ["FACES", "RUNTIME_FACES", "ProgramPiece", "detect", "digests", "pieces"]
+
+Face = Literal["ledger", "asyncio", "trio"]
+FACES: tuple[Face, ...] = ("ledger",) * 4 + ("asyncio",) + ("ledger",) * 4 + ("trio",)
+"""In turn: a call of a runtime takes four times as long as one of the ledger, which decides."""
+RUNTIME_FACES: tuple[Face, ...] = ("asyncio", "trio")
+NUM_CALLS = 48
+"""Of a program, about."""
+PIECE = 200
+"""Programs that a worker explores at a time."""
+MOST_SECONDS = 20.0
+"""Of this process's own time for one program, which takes milliseconds."""
+MOST_SHORTENINGS = 600
+TOO_LONG = "a hang"
+
+
+# -- the campaign -----------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class ProgramPiece:
+    """Some programs of one face."""
+
+    face: Face
+    first_seed: int
+    num_programs: int = PIECE
+
+    def explore(self) -> dict[str, Any]:
+        from aoffload.testing.programs import explore_programs
+
+        return _told(self.face, explore_programs(self.face, self.first_seed, self.num_programs, NUM_CALLS))
+
+
+def pieces(num_programs: int, first_seed: int = 0) -> list[ProgramPiece]:
+    """At least `num_programs` programs, the faces in their shares, each from `first_seed` on."""
+    num_rounds = -(-num_programs // (PIECE * len(FACES)))
+    seeds = {face: itertools.count(first_seed, PIECE) for face in FACES}
+    found = [ProgramPiece(face, next(seeds[face])) for _ in range(num_rounds) for face in FACES]
+    return sorted(found, key=lambda piece: piece.face == "ledger")  # those of a runtime take longest: first
+
+
+def _told(face: Face, found: ProgramTally) -> dict[str, Any]:
+    """A tally as JSON. Of what is broken only the first program is made short."""
+    return {
+        "face": face,
+        "programs": found.num_programs,
+        "calls": found.num_calls,
+        "layouts": sorted(map(str, found.layouts)),
+        "pairs": [[*pair, count] for pair, count in sorted(found.pairs.items())],
+        "violations": [
+            [one.line, one.violation, _as_test(one) if one is found.broken[0] else ""] for one in found.broken
+        ],
+        "digest": found.digest,
+    }
+
+
+def _as_test(broken: Broken) -> str:
+    """A test that can be pasted."""
+    from aoffload.testing.programs import as_test
+
+    return as_test(broken.shortest(MOST_SHORTENINGS), "what_a_program_found", broken.violation)
+
+
+def digests(num_programs: int) -> dict[str, str]:
+    """Of what could be observed of a few programs of each face: equal in every process, or no seed replays anything."""
+    from aoffload.testing.programs import explore_programs
+
+    return {
+        f"{num_programs} programs of {face}": explore_programs(face, 0, num_programs, NUM_CALLS).digest
+        for face in dict.fromkeys(FACES)
+    }
+
+
+# -- planted defects --------------------------------------------------------------------------------------------------
+
+
+def detect(argument: Any) -> dict[str, Any]:
+    """The first violation within `argument["programs"]` programs of `argument["faces"]` in turn, each from
+    `argument["first_seed"]` on: in which program, after how many calls in all, and in how few it can be shown."""
+    num_programs = num_calls = 0
+    for found in _watched(_one_by_one(argument["faces"], argument["first_seed"], argument["programs"])):
+        num_programs += 1
+        num_calls += found.num_calls
+        for broken in found.broken:
+            return _caught(broken) | {"runs": num_programs, "calls": num_calls}
+    return {"violation": None, "oracle": None, "runs": num_programs, "calls": num_calls}
+
+
+def _one_by_one(faces: Sequence[Face], first_seed: int, num_programs: int) -> Iterator[ProgramTally]:
+    from aoffload.testing.programs import explore_programs
+
+    seeds = {face: itertools.count(first_seed) for face in faces}
+    for face in itertools.islice(itertools.cycle(faces), num_programs):
+        yield explore_programs(face, next(seeds[face]), 1, NUM_CALLS)
+
+
+def _caught(broken: Broken) -> dict[str, Any]:
+    oracle = broken.violation.partition(": ")[0]
+    shortest = None if oracle == TOO_LONG else len(broken.shortest(MOST_SHORTENINGS).calls)
+    return {"violation": broken.violation, "oracle": oracle, "plan": broken.line, "shortest": shortest}
+
+
+def _watched(tallies: Iterator[ProgramTally]) -> Iterator[ProgramTally]:
+    """Each within `MOST_SECONDS`: a loop that never ends inside of one call is a violation like any other."""
+    from aoffload.testing import Violation
+
+    def out_of_time(signal_number: int, frame: object) -> None:
+        raise Violation(TOO_LONG, f"one program took more than {MOST_SECONDS} s")
+
+    signal.signal(signal.SIGPROF, out_of_time)
+    while True:
+        # Again every second: the first one may end in a handler that survives whatever it is given.
+        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS, 1.0)
+        try:
+            found = next(tallies, None)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+        if found is None:
+            return
+        yield found

@@ -1,0 +1,105 @@
+"""What the planted defects add up to: by what each was caught, and after how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median_low
+from typing import Any
+
+import attrs
+
+from .lines import Line, table
+from .verdicts import TWIN
+
+__all__ = ["Fate", "fates", "lines", "mutant_table"]
+
+Rows = Sequence[dict[str, Any]]
+
+
+@attrs.frozen
+class Fate:
+    """What became of a mutant: a row for each that it was shown to."""
+
+    name: str
+    rows: Rows
+
+    @property
+    def names_test(self) -> bool:
+        return bool(self.rows[0]["named"])
+
+    @property
+    def caught(self) -> Rows:
+        return [row for row in self.rows if row["oracle"]]
+
+    @property
+    def judge(self) -> str:
+        """What caught it; empty if it survived anything that had to catch it."""
+        if self.caught and (self.names_test or len(self.caught) == len(self.rows)):
+            return str(self.caught[0]["judge"])
+        return ""
+
+    def after(self, what: str) -> int:
+        """Runs, calls, or calls of the shortest program: the median over the ranges of seeds."""
+        found = [row[what] for row in self.caught if row[what] is not None]
+        return median_low(found) if found else 0
+
+
+def fates(rows: Rows) -> list[Fate]:
+    """Of each mutant, by name."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["mutant"] != TWIN:
+            found.setdefault(row["mutant"], []).append(row)
+    return [Fate(name, found[name]) for name in sorted(found)]
+
+
+def lines(rows: Rows) -> list[Line]:
+    all_of_them = fates(rows)
+
+    def of(judge: str, *, names_test: bool = False) -> list[Fate]:
+        return [fate for fate in all_of_them if fate.judge == judge and fate.names_test == names_test]
+
+    tried, tested = of("programs", names_test=True), of("test", names_test=True)
+    survivors = [fate.name for fate in all_of_them if not fate.judge]
+    return [
+        Line("mutants caught in simulated runs of scenarios", "listed", _spread(of("scenarios")), True),
+        Line("mutants caught by programs", "listed", _spread(of("programs")), True),
+        Line("mutants that name a test, caught by programs", "listed", f"{_spread(tried)} {_names(tried)}", True),
+        Line("mutants that only the named test catches", "listed", f"{len(tested)}: {_names(tested)}", True),
+        Line("mutants that nothing catches", "none", f"{len(survivors)} {survivors or ''}", not survivors),
+        _twin_line([row for row in rows if row["mutant"] == TWIN]),
+    ]
+
+
+def _names(found: Sequence[Fate]) -> str:
+    return ", ".join(fate.name for fate in found)
+
+
+def _spread(found: Sequence[Fate]) -> str:
+    after = sorted(fate.after("runs") for fate in found)
+    return f"{len(found)}, median after {median_low(after):,}, most {after[-1]:,}" if found else "0"
+
+
+def _twin_line(twins: Rows) -> Line:
+    broken = [row for row in twins if row["oracle"] is not None]
+    shown = {
+        judge: sum(row["runs"] or 0 for row in twins if row["judge"] == judge) for judge in ("scenarios", "programs")
+    }
+    about = f"clean in {shown['scenarios']:,} runs, {shown['programs']:,} programs and the named tests"
+    met = not broken and bool(twins)
+    return Line("the twin without a defect, by whatever judged them", "clean", str(broken or about), met)
+
+
+def mutant_table(rows: Rows) -> str:
+    """As markdown."""
+    head = ("mutant", "module", "promise it breaks", "caught by", "after", "calls", "shortened to", "of")
+    return table(head, map(_cells, fates(rows)))
+
+
+def _cells(fate: Fate) -> tuple[str, ...]:
+    row = (fate.caught or fate.rows)[-1]
+    where = {"scenarios": " ".join(row["scenarios"]) or "all scenarios", "test": row["test"], "programs": "programs"}
+    figures = (str(fate.after(what) or "-") for what in ("runs", "calls", "shortest"))
+    module = row["module"].removeprefix("aoffload.")
+    oracle = (row["oracle"] or "SURVIVED") if fate.judge else "SURVIVED"
+    return (fate.name, module, row["promise"], oracle, *figures, where[row["judge"]])

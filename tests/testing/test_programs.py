@@ -1,0 +1,137 @@
+"""Programs over the ledger: what they find, how they are shortened and replayed, the same in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from aoffload.core.admission import Admission
+from aoffload.core.cache import PrefixCache
+from aoffload.core.holding import Holding
+from aoffload.core.pins import Pins
+from aoffload.core.tiers import TierBlocks
+from aoffload.errors import OutOfBlocks
+from aoffload.testing import Violation
+from aoffload.testing.programs import (
+    Broken,
+    GroupShape,
+    Program,
+    World,
+    as_test,
+    call,
+    check_program,
+    explore_programs,
+    replay_program,
+    run_program,
+)
+
+PLAIN = World((GroupShape("full", 0, 2),), 13, 8, 1000, "eager")
+
+
+def found(num_programs: int = 400) -> Broken:
+    """The first broken program."""
+    for first in range(0, num_programs, 20):
+        if broken := explore_programs("ledger", first, 20).broken:
+            return broken[0]
+    raise AssertionError("nothing was found")
+
+
+def test_programs_break_no_law() -> None:
+    """Whatever is called in whatever order: right bytes or a miss, nothing leaks, a refused call changes nothing."""
+    tally = explore_programs("ledger", 0, 300)
+    assert not tally.broken, tally.broken[0]
+    assert tally.num_programs == 300 and tally.num_calls > 15_000
+    met = {name for pair in tally.pairs for name in pair}
+    assert {"device hit", "host hit", "evict", "invalidate", "fork", "preempt", "reset", "step", "window", "pin"} <= met
+
+
+def test_the_same_seed_is_the_same_program_in_every_process() -> None:
+    """What a seed stands for depends on no hash seed and no address."""
+    code = "from aoffload.testing.programs import explore_programs; print(explore_programs('ledger', 40, 30).digest)"
+    environments = ({**os.environ, "PYTHONHASHSEED": seed} for seed in ("0", "1"))
+    ends = [
+        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True) for env in environments
+    ]
+    assert ends[0].stdout == ends[1].stdout == explore_programs("ledger", 40, 30).digest + "\n"
+
+
+def test_bytes_of_another_prefix_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that hands out a block that somebody still reads is found, and the program shortened to a few calls."""
+
+    def keeps_nothing(tier: TierBlocks, run: Any) -> None:
+        part = run.parts[tier.tier]
+        part.num_references += 1
+
+    monkeypatch.setattr(PrefixCache, "_reference", staticmethod(keeps_nothing))
+    broken = found()
+    shortest = broken.shortest()
+    assert len(shortest.calls) <= 12 and run_program(shortest).violation is not None
+
+
+def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal that counts something is found by looking at everything before and after."""
+    refuse = Admission._check_fits
+
+    def forgetful(self: Admission, holding: Holding, num_units: int) -> None:
+        try:
+            refuse(self, holding, num_units)
+        except OutOfBlocks:
+            holding.hit_limit += 1
+            raise
+
+    monkeypatch.setattr(Admission, "_check_fits", forgetful)
+    program = Program(
+        "ledger", PLAIN, (call("admit", who="r", tokens=[1, 2]), call("allocate", who="r", num_tokens=99))
+    )
+    with pytest.raises(Violation, match="a refused call"):
+        check_program(program)
+
+
+def test_a_wait_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room that comes back without anybody being told is found: who waits would wait for ever."""
+    monkeypatch.setattr(Admission, "pump", lambda self: None)
+    assert found().violation.startswith("progress")
+
+
+def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that is not given back is found at the latest when everybody has left."""
+    monkeypatch.setattr(Pins, "end_host_lease", lambda self, holding: holding.leases.clear())
+    assert found().violation.partition(":")[0] in ("integrity", "at rest")
+
+
+def test_what_was_taken_back_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed forward whose blocks stay findable is found by who reads them."""
+    monkeypatch.setattr(PrefixCache, "withdraw_all", lambda self, wrong: None)
+    assert found(2000).violation.partition(":")[0] in (
+        "bytes taken back",
+        "integrity",
+        "wrong bytes",
+        "a step's blocks",
+    )
+
+
+def test_a_line_replays_its_program() -> None:
+    """One printed line stands for the program, call by call."""
+    first, second = (replay_program("ledger seed=7 calls=40") for _ in range(2))
+    assert first == second and first[1].violation is None
+
+
+def test_a_broken_program_is_printed_as_a_test_that_can_be_pasted() -> None:
+    """What is printed is Python, and says what it broke."""
+    calls = (call("serve", tokens=[1, 2, 3]), call("admit", who="a", tokens=[1, 2, 3], spans=[(0, 1, b"cat")]))
+    program = Program("ledger", PLAIN, calls)
+    text = as_test(program, "pasted", Violation("wrong bytes", "of somebody else"))
+    scope: dict[str, Any] = {}
+    exec(compile(text, "pasted", "exec"), scope)
+    scope["test_pasted"]()
+    assert "wrong bytes: of somebody else" in text
+
+
+def test_calls_without_an_object_are_skipped() -> None:
+    """What is left of a program when calls are left out is a program, too."""
+    calls = (call("compute", who="nobody", stop=3), call("settle", job="nobody:load:0"), call("unpin", name="p"))
+    check_program(Program("ledger", PLAIN, calls))
