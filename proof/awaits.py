@@ -19,6 +19,7 @@ NEVER_THERE = {
     "anyio.to_thread.run_sync(": "the seam to real threads: simulated runs have another one in its place",
     "create_task_group())": "entering a task group waits for nothing",
     "self._tasks.__aenter__()": "entering a task group waits for nothing",
+    "trio.sleep_until(": "the task of a timer: whoever set it calls it off, and nobody waits for it",
     "async with request:": "entering and leaving a request wait for nothing",
     "async with self.runtime.request(": "entering and leaving a request wait for nothing",
     **dict.fromkeys(

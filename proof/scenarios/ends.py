@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import anyio
 
 from aoffload import Computed, OutOfBlocks, Tier
-from aoffload.testing import Client, Simulation, Violation
+from aoffload.testing import Ask, Client, Simulation, Violation
 
 from .common import after, ask, bystanders, serve, store, tokens
 from .table import scenario
@@ -46,6 +47,29 @@ async def close_in_flight(sim: Simulation) -> None:
             client.may_abort = ("runtime_closed",)
         for _ in range(sim.random.randint(3, 9)):
             await sim.jitter()
+
+
+@scenario("request_done")
+async def run_form(sim: Simulation) -> None:
+    """`runtime.run` spawns: whoever cancels its caller, natively too, cancels nothing but that request."""
+    engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
+    async with engine.runtime:
+        for index in range(4):
+            wanted = ask(sim, engine, tokens(index % 2, 7))
+
+            async def run(client: Client, wanted: Ask = wanted) -> None:
+                sim.asks.append(wanted)
+
+                async def body(request: Any) -> None:
+                    client.request = request
+                    await engine.run(request, wanted)
+
+                await engine.runtime.run(body, wanted.tokens, request_id=client.name)
+                client.ended()
+
+            sim.spawn(f"r{index}", run)
+        bystanders(sim, engine, 2)
+        await after(sim, engine)
 
 
 @scenario("request_aborted")

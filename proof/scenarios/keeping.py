@@ -166,3 +166,27 @@ async def kept_windows(sim: Simulation) -> None:
             await sim.jitter()
             return
         await after(sim, engine)
+
+
+@scenario("prefetch_done", "demotion_done", "request_loading", faults=("fail", "refuse", "hang", "vanish"))
+async def sent_away_and_back(sim: Simulation) -> None:
+    """Sessions in turns, on a device that holds two of four: sent to the host after a turn, fetched before the next."""
+    rng = sim.random
+    engine = sim.runtime(
+        num_device_blocks=rng.choice((10, 14)), num_host_blocks=rng.choice((10, 20)), store_policy="off",
+        max_job_bytes=rng.choice((1, 100)), max_jobs_in_flight=rng.choice((1, 4)), max_prefetch_share=1.0,
+    )  # fmt: skip
+    async with engine.runtime:
+        for index in range(4):
+            prompt = tokens(index, 6 + index % 2)
+
+            async def session(client: Client, prompt: tuple[int, ...] = prompt) -> None:
+                for turn in range(2):
+                    await sim.jitter()
+                    if turn:
+                        await fetch(sim, engine, prompt)
+                    await client.serve(engine, ask(sim, engine, prompt, waits=True))
+                    await send_away(sim, engine, prompt)
+
+            sim.spawn(f"session{index}", session)
+        await after(sim, engine)
