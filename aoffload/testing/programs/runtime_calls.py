@@ -99,20 +99,26 @@ class RequestCalls:
         if (served := self._target(args)) is None:
             return
         await self._finish_steps()
-        before, hit = served.request.state, served.request.match.num_tokens
+        before, hit, num_commits = served.request.state, served.request.match.num_tokens, served.num_commits
         num_ready = await self.stage.attempt_async(
             f"load {served.name}", lambda: served.request.load(args.get("max_tokens")), self._give_up_s(args)
         )
-        self._loaded(served, num_ready, before, hit)
+        if served.num_commits == num_commits:  # else another task has gone on with it before this one was woken
+            self._check_hit_cap(served, num_ready, before, hit)
+        self._loaded(served, num_ready, before)
 
-    def _loaded(self, served: Served, num_ready: int | None, before: RequestState, hit: int) -> None:
+    @staticmethod
+    def _check_hit_cap(served: Served, num_ready: int | None, before: RequestState, hit: int) -> None:
+        most = max(hit, served.request.match.num_tokens)
+        if num_ready is not None and before is RequestState.ALLOCATED and not served.is_told and num_ready > most:
+            raise Violation("hit cap", f"{num_ready} tokens of {served.name} are ready after a match of {hit}")
+
+    def _loaded(self, served: Served, num_ready: int | None, before: RequestState) -> None:
         if num_ready is None or served.is_told:
             return
         served.look()
         if before in (RequestState.ALLOCATED, RequestState.LOADING) and num_ready:
             self.stage.met("load" if served.request.match.num_host_tokens else "device hit")
-        if before is RequestState.ALLOCATED and num_ready > max(hit, served.request.match.num_tokens):
-            raise Violation("hit cap", f"{num_ready} tokens of {served.name} are ready after a match of {hit}")
         served.check_ready(num_ready)
 
     async def _do_load_nowait(self, args: Any) -> None:
@@ -132,7 +138,7 @@ class RequestCalls:
         num_ready = await self.stage.attempt_async(f"wait {served.name}", pending.wait, self._give_up_s(args))
         if num_ready is not None and served.pending is pending:
             served.loaded(pending, num_ready)
-            self._loaded(served, num_ready, RequestState.LOADING, served.request.match.num_tokens)
+            self._loaded(served, num_ready, RequestState.LOADING)
 
     # -- computing ------------------------------------------------------------------------------------------------
 
@@ -297,4 +303,4 @@ class RequestCalls:
         )
         if found is not None:
             self.stage.met("resume")
-            self._loaded(served, found, RequestState.PREEMPTED, served.request.match.num_tokens)
+            self._loaded(served, found, RequestState.PREEMPTED)

@@ -150,7 +150,7 @@ class Actor(ClientCalls):
         request, stage = served.request, self.stage
         stage.note(served.name, request.state.name, request.reason)
         if request.state is RequestState.DONE:
-            if not served.has_committed:
+            if not served.num_commits:
                 raise Violation("done with nothing", served.name)
             stage.met("done")
             return

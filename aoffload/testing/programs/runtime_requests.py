@@ -40,7 +40,7 @@ class Served:
     pending: PendingLoad | None = None
     early: Work | None = None
     """What was computed before its load was over."""
-    has_committed: bool = False
+    num_commits: int = 0
     forwards: dict[Forward, int] = attrs.field(factory=dict)
     """Its own, each with the token up to which it counts: what it has taken back itself it knows."""
     _now: set[Forward] = attrs.field(factory=set)
@@ -139,7 +139,8 @@ class Served:
     def committed(self, stop: int, chain: list[int], new: tuple[int, ...], num_computed: int) -> None:
         self.tokens += new
         self.chain, self.written = chain, self.written[:num_computed]
-        self.has_committed, self._known_in = True, RequestState.RUNNING
+        self.num_commits += 1
+        self._known_in = RequestState.RUNNING
         if self.born == self.engine.num_resets:
             self.engine.may_be_cached(chain[:stop])
 
