@@ -27,7 +27,7 @@ PIECE = 200
 """Programs that a worker explores at a time."""
 MOST_SECONDS = 20.0
 """Of this process's own time for one program, which takes milliseconds."""
-MOST_SHORTENINGS = 600
+MOST_SHORTENINGS = 3000
 TOO_LONG = "a hang"
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import attrs
 
 from ..violations import Violation
-from .ledger_draw import LedgerDraw
 from .ledger_machine import LedgerMachine
+from .ledger_stories import LedgerStories
 from .outcome import Outcome
 from .program import Call, Face, Program, draw_world
 from .shortening import shorten
@@ -97,10 +97,9 @@ def explore_programs(
 def program_of(face: Face, seed: int, num_calls: int = NUM_CALLS) -> tuple[Program, Outcome]:
     """The program that a seed stands for, and how it ends."""
     if face != "ledger":
-        from .runtime_face import draw_runtime_program, run_runtime_program
+        from .runtime_face import draw_and_run
 
-        drawn = draw_runtime_program(face, seed, num_calls)
-        return drawn, run_runtime_program(drawn)
+        return draw_and_run(face, seed, num_calls)
     program, outcome, refused = _draw_ledger_program(seed, num_calls)
     if seed % LOOKS_AT_REFUSALS == 0 and refused and outcome.violation is None:
         outcome = _run_on_ledger(program, refused)[0]
@@ -141,7 +140,7 @@ def _draw_ledger_program(seed: int, num_calls: int) -> tuple[Program, Outcome, f
     rng = random.Random(f"program {seed}")
     world = draw_world(rng)
     machine = LedgerMachine(world, watches=seed % LOOKS_AT_REFUSALS == 1)
-    draw, calls = LedgerDraw(rng, machine), list[Call]()
+    draw, calls = LedgerStories(rng, machine), list[Call]()
     violation: Violation | None = None
     try:
         for _ in range(rng.randint(num_calls // 2, num_calls * 3 // 2)):

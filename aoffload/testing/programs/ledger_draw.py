@@ -9,6 +9,7 @@ from typing import Any
 from ...core.lifecycle import JobState, RequestState
 from ...core.loads import has_holes
 from .ledger_machine import LedgerMachine
+from .ledger_prompts import Prompts
 from .ledger_state import Client
 from .program import Call
 
@@ -20,7 +21,8 @@ WEIGHTS = {
     "release": 1, "preempt": 0.8, "resume": 1.2, "fork": 0.8, "pin": 0.7, "unpin": 0.5, "lapse": 0.2, "prefetch": 0.6,
     "demote": 0.6, "cancel": 0.2, "reset": 0.25, "frontier": 0.3, "late": 0.6, "stray": 0.3, "again": 0.2,
     "lookup": 0.2,
-    "serve": 4, "evict": 2.5, "wrong": 0.2, "extend": 0.8, "withdraw": 0.4, "abandon": 0.4, "begin_again": 0.2,
+    "serve": 4, "evict": 2.5, "wrong": 0.2, "extend": 0.8, "withdraw": 0.4, "abandon": 0.4,
+    "begin_again": 0.2,
 }  # fmt: skip
 WRONG = (None, -1, True, 1.5, "x", 2**70)
 
@@ -35,24 +37,18 @@ class LedgerDraw:
         factors = (0.0, 0.0, 0.3, 1.0, 3.0)
         core = ("admit", "go_on", "transfer", "land", "serve", "evict")
         self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in WEIGHTS.items()]
+        if machine.world.store_policy.startswith("lazy"):
+            self.weights[list(WEIGHTS).index("frontier")] = 4.0
         self.num_named = 0
-        unit = machine.unit
-        most = max(unit, (machine.world.num_device_blocks - 1) * unit // machine.ledger.layout.width)
-        self.most_tokens = min(40, max(2, most))
-        self.vocabulary = rng.choice((1, 2, 2, 3))
-        self.bases = [self._random_tokens(self.most_tokens + 8) for _ in range(rng.choice((1, 1, 2)))]
-        self.lengths = [rng.randint(1, self.most_tokens) for _ in range(3)]
+        self.capacity = (machine.world.num_device_blocks - 1) // machine.ledger.layout.width * machine.unit
+        """Tokens that fit on the device."""
+        self.prompts = Prompts(rng, min(40, max(2, self.capacity)))
         self.most_clients = rng.choice((1, 2, 2, 3, 4, 6))
-        self.salts = (None,) * 9 + ("other",)
-        self.uses_spans = rng.random() < 0.15
         self.outcomes = rng.choice(((20, 0, 0, 0), (12, 2, 2, 1), (4, 2, 2, 2), (1, 1, 1, 1)))
         self.options = rng.random() < 0.3
-        self.known: list[list[int]] = []
-        """What was served: it may be cached."""
         self.starts_early = rng.random() < 0.4
-
-    def _random_tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(self.vocabulary) for _ in range(count)]
+        self.recent = ""
+        """Whom the last call was about: rather than anybody else, the next one is."""
 
     def next(self) -> Call:
         """A call that is drawn for what is there; one that finds nothing to do draws again."""
@@ -61,6 +57,7 @@ class LedgerDraw:
             draw: Callable[[], Call | None] = getattr(self, f"_{name}")
             call = draw()
             if call is not None:
+                self.recent = call.args.get("child", call.args.get("who", self.recent))
                 return call
 
     # -- choosing -------------------------------------------------------------------------------------------------
@@ -71,19 +68,10 @@ class LedgerDraw:
 
     def _one(self, *states: RequestState) -> Client | None:
         found = [client for client in self.machine.clients.values() if not states or client.holding.state in states]
+        recent = [client for client in found if client.name == self.recent]
+        if recent and self.rng.random() < 0.4:
+            return recent[0]
         return self.rng.choice(found) if found else None
-
-    def _tokens(self) -> list[int]:
-        """A prompt: the front of a well-known text, cut anywhere, and perhaps something of its own."""
-        rng = self.rng
-        if self.known and rng.random() < 0.5:  # the same once more: with windows only the same end hits
-            tokens = list(rng.choice(self.known))
-            return tokens + self._random_tokens(rng.choice((0, 0, 1, 4)))
-        length = rng.choice(self.lengths) if rng.random() < 0.6 else rng.randint(1, self.most_tokens)
-        tokens = rng.choice(self.bases)[:length]
-        if rng.random() < 0.3:
-            tokens = tokens[: rng.randint(0, len(tokens))] + self._random_tokens(rng.randint(1, 6))
-        return tokens
 
     def _length(self, client: Client) -> int:
         return len(client.text.tokens)
@@ -94,12 +82,8 @@ class LedgerDraw:
         rng = self.rng
         if len(self.machine.clients) >= self.most_clients:
             return self._release() if rng.random() < 0.3 else None
-        args: dict[str, Any] = {"who": self._name("r"), "tokens": self._tokens()}
-        if (salt := rng.choice(self.salts)) is not None:
-            args["salt"] = salt
-        if self.uses_spans and rng.random() < 0.5:
-            start = rng.randrange(len(args["tokens"]))
-            args["spans"] = [(start, rng.randint(start + 1, len(args["tokens"])), rng.choice((b"cat", b"dog")))]
+        args: dict[str, Any] = {"who": self._name("r"), **self.prompts.identity()}
+        args |= self.prompts.spans(args["tokens"])
         if self.options and rng.random() < 0.5:
             args |= rng.choice((
                 {"max_hit_tokens": rng.randrange(30)}, {"hit_alignment": rng.choice((2, 3, 4, 8))},
@@ -124,7 +108,7 @@ class LedgerDraw:
         if holding.state is _S.ALLOCATED:
             return self._load(client) if rng.random() < 0.9 or has_holes(holding) else self._compute(client)
         if holding.state is _S.LOADING:
-            if self.starts_early and self.machine.ledger.can_start_early(holding) and not holding.num_steps:
+            if self.starts_early and not holding.num_steps and self.machine.ledger.can_start_early(holding):
                 return Call("begin", {"step": self._name("s"), "who": [], "arriving": [who]})
             return self._transfer()
         if holding.state is _S.PREEMPTED:
@@ -151,13 +135,13 @@ class LedgerDraw:
             return self._end()
         done, length = holding.num_computed_tokens, self._length(client)
         room = holding.num_units * self.machine.unit
-        if done >= length and length >= self.most_tokens + 6:
+        if done >= length and length >= self.prompts.most_tokens + 6:
             return Call("release", {"who": client.name})
         if done >= length - 1 and room < length + 1 and rng.random() < 0.7:
             return Call(
                 rng.choice(("extend", "extend", "queue_extension")), {"who": client.name, "num_tokens": length + 2}
             )
-        new = self._random_tokens(rng.choice((1, 1, 2))) if rng.random() < 0.5 else []
+        new = self.prompts.tokens(rng.choice((1, 1, 2))) if rng.random() < 0.5 else []
         stop = min(room, length) if rng.random() < 0.6 else rng.randint(done, max(done, min(room, length)))
         return Call("compute", {"who": client.name, "stop": max(done, stop), "new": new if stop >= length else []})
 
@@ -171,11 +155,11 @@ class LedgerDraw:
         )
         args: dict[str, Any] = {"who": client.name}
         if name in ("extend", "queue"):
-            args["num_tokens"] = rng.randint(1, self.most_tokens + 10)
+            args["num_tokens"] = rng.randint(1, self.prompts.most_tokens + 10)
         elif name == "commit":
-            args["num_computed_tokens"] = rng.randint(0, self.most_tokens)
+            args["num_computed_tokens"] = rng.randint(0, self.prompts.most_tokens)
         elif name == "compute":
-            args["stop"] = rng.randint(0, self.most_tokens)
+            args["stop"] = rng.randint(0, self.prompts.most_tokens)
         return Call(name, args)
 
     def _extend(self) -> Call | None:
@@ -203,10 +187,8 @@ class LedgerDraw:
         )
 
     def _serve(self) -> Call:
-        args: dict[str, Any] = {"tokens": self._tokens(), "new": self._random_tokens(self.rng.choice((0, 0, 1, 2)))}
-        if (salt := self.rng.choice(self.salts)) is not None:
-            args["salt"] = salt
-        self.known = [*self.known[-3:], args["tokens"][: self.most_tokens]]
+        args = {**self.prompts.identity(), "new": self.prompts.tokens(self.rng.choice((0, 0, 1, 2)))}
+        self.prompts.served(args["tokens"])
         return Call("serve", args)
 
     def _evict(self) -> Call:
@@ -272,7 +254,7 @@ class LedgerDraw:
     def _end(self) -> Call | None:
         if not self.machine.steps:
             return None
-        new = self._random_tokens(1) if self.rng.random() < 0.5 else []
+        new = self.prompts.tokens(1) if self.rng.random() < 0.5 else []
         return Call(
             "end", {"step": self.rng.choice(list(self.machine.steps)), "commits": self.rng.random() < 0.85, "new": new}
         )
@@ -310,10 +292,7 @@ class LedgerDraw:
     # -- what no request asks for ---------------------------------------------------------------------------------
 
     def _cached(self, name: str, stem: str) -> Call:
-        args: dict[str, Any] = {"name": self._name(stem), "tokens": self._tokens()}
-        if (salt := self.rng.choice(self.salts)) is not None:
-            args["salt"] = salt
-        return Call(name, args)
+        return Call(name, {"name": self._name(stem), **self.prompts.identity()})
 
     def _pin(self) -> Call:
         call = self._cached("pin", "p")
@@ -346,7 +325,7 @@ class LedgerDraw:
         return Call("frontier")
 
     def _lookup(self) -> Call:
-        return Call("lookup", {"tokens": self._tokens()})
+        return Call("lookup", {"tokens": self.prompts.draw()})
 
     def _wrong(self) -> Call | None:
         client = self._one()

@@ -82,18 +82,24 @@ class Laws:
             self._ledger.check_integrity()
         except IntegrityError as error:
             raise Violation("integrity", str(error)) from error
-        if self._machine.rotten:
-            self._forgotten()
+        self._findable()
         if self._watcher is not None:
             self._watcher.compare()
 
-    def _forgotten(self) -> None:
-        """What a job has found rotten is a miss for everybody once that job is settled."""
-        known = {block_id for block_id, job in self._machine.rotten.items() if job.completion is not None}
+    def _findable(self) -> None:
+        """Whatever can be found in a tier was written, hangs on no forward that was taken back, and is not known to be
+        rotten: what a job has found so is a miss for everybody once that job is settled."""
+        machine = self._machine
+        rotten = {block_id: job.completion is not None for block_id, job in machine.rotten.items()}
         for run in self._ledger.cache.index.runs.values():
-            for part in run.parts[Tier.HOST :: NUM_TIERS]:
-                if not known.isdisjoint(part.blocks):
-                    raise Violation("a bad entry", f"{run} still offers {sorted(known.intersection(part.blocks))}")
+            for number, part in enumerate(run.parts):
+                tier = number % NUM_TIERS
+                known = rotten if tier == Tier.HOST else {}
+                if any(known.get(block_id) for block_id in part.blocks):
+                    raise Violation("a bad entry", f"{run} still offers {list(part.blocks)}")
+                if problem := machine.bytes.problem(tier, [one for one in part.blocks if one not in known]):
+                    law, how = problem
+                    raise Violation(law, f"{Tier(tier).name} {how}: {run}")
 
     def _readable(self) -> None:
         """Whoever runs could compute on with right bytes, unless it was told not to."""

@@ -10,6 +10,7 @@ import attrs
 from ...core.lifecycle import RequestState
 from ...errors import OutOfBlocks
 from ...prefix import KeySpan, Prefix, Root
+from ..violations import Violation
 from .ledger_state import Client
 from .ledger_steps import StepCalls
 
@@ -191,6 +192,9 @@ class RequestCalls(StepCalls):
         del client.text.sampled_marks[max(0, from_token + 1 - client.num_prompt) :]
         for holding in told:
             self.clients[holding.request_id].is_told = True
+        for other in self.clients.values():
+            if not other.is_told and other.text.marks & self.bytes.invalid:
+                raise Violation("not told", f"{other.name} goes on with what a failed forward has sampled")
         for step in self.steps.values():
             for forward in step.forwards:
                 # Who is over was not told: there is nobody left to be told.

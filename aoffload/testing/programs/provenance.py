@@ -136,5 +136,15 @@ class Bytes:
     def copy(self, source: int, source_id: int, destination: int, destination_id: int) -> None:
         self.tiers[destination][destination_id] = list(self.tiers[source][source_id])
 
+    def problem(self, tier: int, block_ids: Sequence[int]) -> tuple[str, str] | None:
+        """Why nobody may read one of these blocks, whoever it is: the law that is broken, and how."""
+        for block_id in block_ids:
+            block = self.tiers[tier][block_id]
+            if not block or GARBAGE in block:
+                return "wrong bytes", f"block {block_id} can be found and holds nothing of use"
+            if self.invalid and any(cell.marks & self.invalid for cell in block):
+                return "bytes taken back", f"block {block_id} can be found and hangs on a forward that was taken back"
+        return None
+
     def say(self, cell: Cell) -> str:
         return "nothing of use" if cell is GARBAGE else f"prefix {cell.prefix} of group {cell.group}"

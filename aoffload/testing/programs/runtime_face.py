@@ -16,7 +16,7 @@ from .program import Call, Face, Program
 from .runtime_draw import Drawing, draw_opening, draw_runtime_world
 from .runtime_stage import Stage
 
-__all__ = ["draw_and_run", "draw_runtime_program", "run_runtime_program"]
+__all__ = ["draw_and_run", "run_runtime_program"]
 
 
 def run_runtime_program(program: Program) -> Outcome:
@@ -24,14 +24,9 @@ def run_runtime_program(program: Program) -> Outcome:
     return _undisturbed(program, lambda stage: iter(program.calls))[1]
 
 
-def draw_runtime_program(face: Face, seed: int, num_calls: int) -> Program:
-    """A program of about `num_calls` calls; `seed` decides everything."""
-    return draw_and_run(face, seed, num_calls)[0]
-
-
 def draw_and_run(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcome]:
-    """The same, and what it comes to: a call is drawn when those before it were made, so that most of them fit. To run
-    the program again comes to the same."""
+    """A program of about `num_calls` calls, and what it comes to; `seed` decides everything. A call is drawn when those
+    before it were made, so that most of them fit. To run the program again comes to the same."""
     rng = random.Random(f"program {face} {seed}")
     world = draw_runtime_world(rng)
     opening = Program(face, world, tuple(draw_opening(rng)), seed)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import attrs
 
 from ..violations import Violation
 from .program import Call, Program
@@ -10,65 +13,79 @@ from .program import Call, Program
 __all__ = ["as_test", "shorten"]
 
 REQUIRED = frozenset(
-    {"who", "tokens", "name", "step", "job", "child", "stop", "from_token", "num_computed_tokens", "now"}
+    {"who", "tokens", "name", "step", "job", "child", "stop", "from_token", "num_computed_tokens", "now", "kind"}
 )
 """Arguments without which a call is none."""
-Run = Callable[[Program], Violation | None]
+Run: TypeAlias = Callable[[Program], Violation | None]
 """Runs a program; the law that it breaks, if any."""
+StillBreaks: TypeAlias = Callable[[Program], bool]
 
 
 def shorten(program: Program, run: Run, at_most: int = 2000) -> Program:
-    """The shortest program found in `at_most` runs that breaks the law that `program` breaks: calls are left out in
-    halves, quarters, and one by one, until none can be spared."""
+    """The shortest program found in `at_most` runs that breaks the law that `program` breaks: calls are left out by
+    whom they are about, in halves, quarters, and one by one, and the world is made plainer, until nothing can be
+    spared."""
     broken = run(program)
     assert broken is not None, "nothing is broken"
     num_left = at_most
 
-    def still_breaks(calls: Sequence[Call]) -> bool:
+    def still_breaks(fewer: Program) -> bool:
         nonlocal num_left
         num_left -= 1
-        found = run(program.with_calls(calls)) if num_left >= 0 else None
+        found = run(fewer) if num_left >= 0 else None
         return found is not None and found.oracle == broken.oracle
 
-    calls = list(program.calls)
     while num_left > 0:
-        before = len(calls)
-        calls = _fewer(calls, still_breaks)
-        calls = _plainer(calls, still_breaks)
-        if len(calls) == before:
+        before = program
+        for plainer in (_without_some, _fewer, _plainer, _plainer_world):
+            program = plainer(program, still_breaks)
+        if program == before:
             break
-    return program.with_calls(calls)
+    return program
 
 
-def _fewer(calls: list[Call], still_breaks: Callable[[Sequence[Call]], bool]) -> list[Call]:
-    """`calls` without whatever can be spared: halves, quarters, one by one."""
-    size = max(1, len(calls) // 2)
+def _without_some(program: Program, still_breaks: StillBreaks) -> Program:
+    """Without all calls about one and the same request, step or pin."""
+    for whom in dict.fromkeys(value for call in program.calls for value in _about(call)):
+        fewer = program.with_calls([call for call in program.calls if whom not in _about(call)])
+        if fewer.calls and still_breaks(fewer):
+            program = fewer
+    return program
+
+
+def _about(call: Call) -> list[object]:
+    return [call.args[name] for name in ("who", "child", "step", "name") if isinstance(call.args.get(name), str)]
+
+
+def _fewer(program: Program, still_breaks: StillBreaks) -> Program:
+    """Without whatever can be spared: halves, quarters, one by one."""
+    size = max(1, len(program.calls) // 2)
     while True:
-        before = len(calls)
-        calls = _without_pieces(calls, size, still_breaks)
-        if size == 1 and len(calls) == before:
-            return calls
+        before = len(program.calls)
+        program = _without_pieces(program, size, still_breaks)
+        if size == 1 and len(program.calls) == before:
+            return program
         size = max(1, size // 2)
 
 
-def _without_pieces(calls: list[Call], size: int, still_breaks: Callable[[Sequence[Call]], bool]) -> list[Call]:
-    """`calls` less every piece of `size` that can be spared, last first: what comes later hangs on what came before."""
-    for start in range((len(calls) - 1) // size * size, -1, -size):
-        fewer = calls[:start] + calls[start + size :]
-        if fewer and still_breaks(fewer):
-            calls = fewer
-    return calls
+def _without_pieces(program: Program, size: int, still_breaks: StillBreaks) -> Program:
+    """Less every piece of `size` that can be spared, last first: what comes later hangs on what came before."""
+    for start in range((len(program.calls) - 1) // size * size, -1, -size):
+        fewer = program.with_calls(program.calls[:start] + program.calls[start + size :])
+        if fewer.calls and still_breaks(fewer):
+            program = fewer
+    return program
 
 
-def _plainer(calls: list[Call], still_breaks: Callable[[Sequence[Call]], bool]) -> list[Call]:
-    """`calls` with fewer options and shorter prompts, which others of them may then be spared for."""
-    for number in range(len(calls)):
-        for plainer in _variants(calls[number]):
-            changed = [*calls[:number], plainer, *calls[number + 1 :]]
+def _plainer(program: Program, still_breaks: StillBreaks) -> Program:
+    """Fewer options and shorter prompts, which other calls may then be spared for."""
+    for number in range(len(program.calls)):
+        for plainer in _variants(program.calls[number]):
+            changed = program.with_calls((*program.calls[:number], plainer, *program.calls[number + 1 :]))
             if still_breaks(changed):
-                calls = changed
+                program = changed
                 break
-    return calls
+    return program
 
 
 def _variants(call: Call) -> Iterator[Call]:
@@ -79,6 +96,24 @@ def _variants(call: Call) -> Iterator[Call]:
         if name in ("tokens", "new") and len(value) > 1:
             yield Call(call.name, {**args, name: value[: len(value) // 2]})
             yield Call(call.name, {**args, name: value[:-1]})
+    if call.name == "evict":
+        yield Call("reset", {"tier": "DEVICE"})
+
+
+def _plainer_world(program: Program, still_breaks: StillBreaks) -> Program:
+    """Stored at once, in one job, in fewer groups, and on a device with less room to fill."""
+    world = program.world
+    plainer = [
+        attrs.evolve(world, store_policy="eager"), attrs.evolve(world, max_job_bytes=1000),
+        attrs.evolve(world, num_host_blocks=max(world.num_host_blocks, 100)),
+        *(attrs.evolve(world, groups=groups) for groups in (world.groups[:1], world.groups[1:]) if groups),
+        *(attrs.evolve(world, num_device_blocks=number) for number in range(2, min(world.num_device_blocks, 40))),
+    ]  # fmt: skip
+    for other in plainer:
+        changed = attrs.evolve(program, world=other)
+        if other != world and still_breaks(changed):
+            return changed
+    return program
 
 
 def as_test(program: Program, name: str, violation: Violation) -> str:

@@ -1,0 +1,178 @@
+"""Calls that belong together, in their order: how most of what can go wrong begins. Anything may come in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+from ...core.lifecycle import JobState
+from .ledger_draw import LedgerDraw
+from .ledger_machine import LedgerMachine
+from .program import Call
+
+__all__ = ["LedgerStories"]
+
+Step: TypeAlias = Callable[[], Call | None]
+"""Draws the next call of a story for what is there by then; nothing, if it does not fit any more."""
+
+
+class LedgerStories(LedgerDraw):
+    """Draws single calls, and begins a story now and then."""
+
+    def __init__(self, rng: random.Random, machine: LedgerMachine) -> None:
+        super().__init__(rng, machine)
+        self._ahead: list[Step] = []
+        self._stories: tuple[Callable[[], list[Step]], ...] = (self._kept_and_wanted, self._forked)
+        if machine.world.num_host_blocks:
+            self._stories += (self._away_and_back,) * 3
+        self._how_often = rng.choice((0.0, 0.03, 0.06, 0.12))
+
+    def next(self) -> Call:
+        while True:
+            if not self._ahead and self.rng.random() < self._how_often:
+                self._ahead = self.rng.choice(self._stories)()
+            if not self._ahead or self.rng.random() < 0.25:
+                return super().next()
+            if (call := self._ahead.pop(0)()) is not None:
+                return call
+
+    def _served(self) -> tuple[Call, dict[str, Any]]:
+        """A prompt that is served, and what identifies it."""
+        served = self._serve()
+        return served, {name: value for name, value in served.args.items() if name != "new"}
+
+    def _longer(self, known: dict[str, Any], *tails: int) -> dict[str, Any]:
+        return {**known, "tokens": known["tokens"] + self.prompts.tokens(self.rng.choice(tails))}
+
+    # -- stories ----------------------------------------------------------------------------------------------------
+
+    def _away_and_back(self) -> list[Step]:
+        """A prompt goes to the host and is wanted again: by one or several, who find more or less of it there."""
+        rng, policy = self.rng, self.machine.world.store_policy
+        served, known = self._served()
+        wanted, names = self._longer(known, 0, 0, 1, 4), [self._name("r") for _ in range(rng.choice((1, 1, 2)))]
+        story: list[Step] = [partial(Call, served.name, served.args)]
+        if policy == "off" or rng.random() < 0.1:
+            story.append(partial(Call, "demote", {"name": self._name("e"), **known}))
+        elif policy.startswith("lazy"):
+            story.append(self._frontier)
+        story += [partial(Call, "land"), self._evict]
+        story += [partial(Call, "admit", {"who": name, **wanted}) for name in names]
+        story += [partial(Call, "allocate", {"who": name}) for name in names]
+        if rng.random() < 0.3:
+            story += self._twin(known)
+        if rng.random() < 0.2:
+            story.append(partial(self._extend_further, names[0]))
+        story += [partial(Call, "load", {"who": name}) for name in names]
+        return story + (self._in_vain(names[0], known) if rng.random() < 0.4 else [])
+
+    def _twin(self, known: dict[str, Any]) -> list[Step]:
+        """Somebody computes the same first tokens beside it, and may hold what room there is besides."""
+        rng, who = self.rng, self._name("t")
+        num_same = rng.randint(1, len(known["tokens"]))
+        tokens = known["tokens"][:num_same] + self.prompts.tokens(rng.choice((0, 0, 2, 8)))
+        story: list[Step] = [
+            partial(Call, "admit", {"who": who, **known, "tokens": tokens, "reads_cache": False}),
+            partial(self._squeeze, who) if rng.random() < 0.4 else partial(Call, "allocate", {"who": who}),
+            partial(Call, "load", {"who": who}),
+        ]
+        return [*story, partial(Call, "compute", {"who": who, "stop": rng.randint(num_same, len(tokens))})]
+
+    def _in_vain(self, name: str, known: dict[str, Any]) -> list[Step]:
+        """Somebody may start on a load, others come by meanwhile, and it comes to nothing."""
+        rng, story = self.rng, list[Step]()
+        if rng.random() < 0.5:
+            story.append(partial(self._start_early, name))
+        if rng.random() < 0.5:
+            story += self._twin(known)
+        if rng.random() < 0.4:
+            who = self._name("r")
+            story += [partial(Call, "admit", {"who": who, "tokens": [9]}), partial(self._squeeze, who)]
+        story += [partial(Call, "abandon", {"who": name})] if rng.random() < 0.4 else [partial(self._lose, name)] * 3
+        resets, leaves = partial(Call, "reset", {"tier": "DEVICE"}), partial(self._release_but, name)
+        afterwards: tuple[list[Step], ...] = (
+            [],
+            [resets],
+            [leaves, resets],
+            [leaves, leaves, resets],
+            [self._late, self._invalidate],
+        )
+        return [*story, *rng.choice(afterwards)]
+
+    def _kept_and_wanted(self) -> list[Step]:
+        """A prompt is kept, and somebody who wants it, and most of the room there is, waits for nobody else."""
+        rng, (served, known) = self.rng, self._served()
+        who, num_tokens = self._name("r"), len(known["tokens"])
+        kept = {**known, "tokens": known["tokens"][: rng.choice((num_tokens, rng.randint(1, num_tokens)))]}
+        wanted = self._longer(rng.choice((kept, known)), 0, 1, 4, 8)
+        most = max(1, self.capacity - rng.choice((0, 0, 0, 1, 2, 5)))
+        return [
+            partial(Call, served.name, served.args), *[self._evict] * rng.choice((0, 1)),
+            partial(Call, "pin", {"name": self._name("p"), **kept}), partial(Call, "admit", {"who": who, **wanted}),
+            *[partial(self._release_but, who)] * 3, partial(Call, "queue", {"who": who, "num_tokens": most}),
+        ]  # fmt: skip
+
+    def _forked(self) -> list[Step]:
+        """A request is forked, the fork lives on or is preempted, and what it was forked from was wrong."""
+        child, names = self._name("f"), list[str]()
+
+        def forks() -> Call | None:
+            call = self._fork()
+            if call is None or call.name != "fork":
+                return None
+            names.append(call.args["who"])
+            return Call("fork", {**call.args, "child": child})
+
+        def is_preempted() -> Call | None:
+            return Call("preempt", {"who": child}) if names else None
+
+        def goes_on() -> Call | None:
+            client = self.machine.clients.get(child)
+            return self._compute(client) if client is not None and client.holding.num_units else None
+
+        def was_wrong() -> Call | None:
+            return Call("invalidate", {"who": names[0], "from_token": self.rng.randrange(6)}) if names else None
+
+        between = self.rng.choice(([], [is_preempted], [goes_on], [goes_on, is_preempted], [is_preempted]))
+        return [forks, *between, was_wrong]
+
+    # -- calls of stories -------------------------------------------------------------------------------------------
+
+    def _extend_further(self, name: str) -> Call | None:
+        client = self.machine.clients.get(name)
+        if client is None:
+            return None
+        reach = client.holding.num_units * self.machine.unit
+        return Call("extend", {"who": name, "num_tokens": reach + self.rng.choice((1, 4, self.capacity))})
+
+    def _squeeze(self, name: str) -> Call:
+        """Most of the room there is."""
+        room = self.machine.ledger.statistics().device
+        units = (room.num_free + room.num_cached) // self.machine.ledger.layout.width
+        num_tokens = (units - self.rng.choice((0, 0, 1))) * self.machine.unit
+        return Call("allocate", {"who": name, "num_tokens": max(1, num_tokens)})
+
+    def _start_early(self, name: str) -> Call | None:
+        client = self.machine.clients.get(name)
+        if client is None or client.holding.num_steps or not self.machine.ledger.can_start_early(client.holding):
+            return None
+        return Call("begin", {"step": self._name("s"), "who": [], "arriving": [name]})
+
+    def _lose(self, name: str) -> Call | None:
+        """One of the copies that a load waits for is launched, or fails."""
+        client = self.machine.clients.get(name)
+        jobs = client.holding.load.jobs if client is not None and client.holding.load is not None else ()
+        for planned in self.machine.plans:
+            job = self.machine.job(planned)
+            if job is not None and job in jobs:
+                if job.state is JobState.QUEUED:
+                    return Call("launch", {"job": planned})
+                outcome = self.rng.choice(("failed", "unproven", "unproven", "corrupt"))
+                return Call("settle", {"job": planned, "outcome": outcome, "at": self.rng.choice((0, 0, 1))})
+        return None
+
+    def _release_but(self, name: str) -> Call | None:
+        others = [other for other in self.machine.clients if other != name]
+        return Call("release", {"who": self.rng.choice(others)}) if others else None
