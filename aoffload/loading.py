@@ -61,6 +61,7 @@ class AwaitedLoad:
                 runtime.ledger.abandon_load(holding)
         if holding.state is not RequestState.RUNNING:
             request._live()  # it is over by now, or the runtime was closed
+            return 0  # another task has preempted it meanwhile: it has no blocks
         return holding.num_computed_tokens
 
     async def _wait(self, bound_s: float | None) -> bool:
@@ -108,15 +109,16 @@ class PendingLoad(AwaitedLoad):
         return self._request.state is not RequestState.LOADING
 
     async def wait(self) -> int:
-        """Wait until the load is over, however it ends; the number of tokens that are ready.
+        """Wait until the load is over, however it ends; the number of tokens that are ready, 0 once it is preempted.
 
         Not in the task that holds a step of the request: what a load that failed has to give back, a step may hold.
         """
         holding = self._live()
         num_ready = await self._until_over(holding)
-        found = self._request._runtime.ledger.begin_again(holding)
-        if found is not None and self._first_invalid_token is None:
-            self._first_invalid_token = found  # it goes on saying so when the next step has begun
+        if holding.state is RequestState.RUNNING:
+            found = self._request._runtime.ledger.begin_again(holding)
+            if found is not None and self._first_invalid_token is None:
+                self._first_invalid_token = found  # it goes on saying so when the next step has begun
         return num_ready
 
     # -- starting before it is over -------------------------------------------------------------------------------

@@ -319,6 +319,7 @@ class Request:
         """Bring the host hit onto the device; how many tokens are ready there. Never raises for a failed copy.
 
         `max_tokens` takes fewer: rounded down to a block, never below the device hit. `block_ids` is final afterwards.
+        0 as well if another task has preempted it meanwhile: `resume` is what comes next then.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding, load = self._live(), AwaitedLoad(self, max_tokens)
@@ -328,7 +329,7 @@ class Request:
                 partial(holding.sequence.hash_ahead, holding.hit_stop), self._runtime.hashing
             )
             self._live()
-        return await load._until_over(holding) if holding.state is RequestState.LOADING else holding.num_computed_tokens
+        return await load._until_over(holding)
 
     # -- computing ------------------------------------------------------------------------------------------------
 

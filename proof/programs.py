@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # a process that plants defects must not import the package
 __all__ = ["FACES", "RUNTIME_FACES", "ProgramPiece", "detect", "digests", "pieces"]
 
 Face = Literal["ledger", "asyncio", "trio"]
-FACES: tuple[Face, ...] = ("ledger",) * 4 + ("asyncio",) + ("ledger",) * 4 + ("trio",)
-"""In turn: a call of a runtime takes four times as long as one of the ledger, which decides."""
+FACES: tuple[Face, ...] = ("ledger",) * 3 + ("asyncio",) + ("ledger",) * 3 + ("trio",)
+"""In turn: a call of a runtime takes twice as long as one of the ledger, which decides."""
 RUNTIME_FACES: tuple[Face, ...] = ("asyncio", "trio")
 NUM_CALLS = 48
 """Of a program, about."""

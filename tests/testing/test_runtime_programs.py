@@ -228,6 +228,20 @@ MENDED: dict[str, tuple[World, tuple[Call, ...], int]] = {
         ),
         12,
     ),
+    "a load that has landed, and is preempted before its task is woken": (
+        World((GroupShape("full", 0, 2),), 10, 100, 1, "eager"),
+        (
+            call("serve", who="a", tokens=TOKENS[:18]),
+            call("flush", who="a"),
+            call("reset", who="a", tier="DEVICE"),
+            call("request", who="b", tokens=TOKENS[:5]),
+            call("prefetch_nowait", who="c", tokens=TOKENS[:3]),
+            call("allocate", who="b"),
+            call("preempt", who="a", of="b", hurry=True),
+            call("load", who="b"),
+        ),
+        200,
+    ),
 }
 """What went wrong once: the world, the calls, and in how many orders of its tasks they are made."""
 

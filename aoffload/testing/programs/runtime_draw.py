@@ -11,6 +11,7 @@ import attrs
 from ...core.lifecycle import RequestState
 from ..faults import FAULTS
 from .program import Call, World, draw_world
+from .runtime_odds import ANY, BECOMES, KEEPING, NEXT, WHOLE, WRONG
 
 if TYPE_CHECKING:
     from .runtime_stage import Stage
@@ -22,98 +23,35 @@ MOST_TOKENS = 24
 FAULTS_THAT_LAST = ("fail", "refuse", "no_fence", "log")
 """Those that may happen at every opportunity from one on."""
 NO_FAULTS = ("compute", "device_lost")
-NEXT: dict[str, tuple[tuple[str, int], ...]] = {
-    "none": (("request", 60), ("serve", 14), ("keep", 16), ("whole", 14), ("any", 3)),
-    "entered": (("allocate", 66), ("allocate_nowait", 14), ("leave", 4), ("keep", 6), ("whole", 4), ("any", 8)),
-    "allocated": (
-        ("load", 42), ("load_nowait", 22), ("extend", 8), ("extend_nowait", 6), ("step", 4), ("commit", 3),
-        ("preempt_nowait", 3), ("leave", 3), ("keep", 3), ("whole", 3), ("any", 5),
-    ),
-    "loading": (
-        ("wait", 50), ("early", 26), ("load", 5), ("preempt_nowait", 4), ("leave", 3), ("whole", 5), ("any", 6),
-    ),
-    "running": (
-        ("step", 30), ("commit", 30), ("extend", 7), ("extend_nowait", 5), ("end_step", 6), ("commit_step", 4),
-        ("invalidate", 11), ("preempt", 5), ("preempt_nowait", 4), ("leave", 9), ("keep", 4), ("whole", 4), ("any", 5),
-    ),
-    "preempted": (("resume", 62), ("leave", 6), ("keep", 6), ("whole", 5), ("any", 6)),
-}  # fmt: skip
-"""What comes next, and how often, by how far the client's request has come if all went well."""
-BECOMES = {
-    "request": "entered", "allocate": "allocated", "allocate_nowait": "allocated", "load": "running",
-    "load_nowait": "loading", "wait": "running", "preempt": "preempted", "preempt_nowait": "preempted",
-    "resume": "running", "leave": "none", "commit": "running",
-}  # fmt: skip
+_MANY = {"leap": 250, "block": 250, "worker": 250, "log": 60}
+"""Faults with many opportunities in a program."""
 STATES = {
     RequestState.QUEUED: "entered", RequestState.MATCHED: "entered", RequestState.PINNED: "entered",
     RequestState.ALLOCATED: "allocated", RequestState.LOADING: "loading", RequestState.RUNNING: "running",
     RequestState.PREEMPTED: "preempted", RequestState.DONE: "none", RequestState.ABORTED: "none",
 }  # fmt: skip
-KEEPING = (
-    ("pin", 30), ("unpin", 12), ("prefetch", 16), ("prefetch_nowait", 10), ("demote", 14), ("demote_nowait", 8),
-    ("errand_wait", 6), ("errand_cancel", 6),
-)  # fmt: skip
-WHOLE = (
-    ("flush", 18), ("reset_device", 30), ("away", 24), ("reset", 8), ("reset_host", 8), ("lookup", 8),
-    ("statistics", 4), ("integrity", 6), ("pause", 20),
-)  # fmt: skip
-ANY = (
-    "allocate", "allocate_nowait", "extend", "extend_nowait", "load", "load_nowait", "wait", "step", "end_step",
-    "commit", "commit_step", "invalidate", "preempt", "preempt_nowait", "resume", "abort", "abort", "abort", "wrong",
-    "wrong",
-)  # fmt: skip
-WRONG: tuple[dict[str, Any], ...] = (
-    {"call": "request", "tokens": ()},
-    {"call": "request", "tokens": (1, -1)},
-    {"call": "request", "tokens": (1, 2), "spans": ((1, 3, b"x"),)},
-    {"call": "request", "tokens": (1, 2), "alignment": 0},
-    {"call": "request", "tokens": (1,), "salt": 3},
-    {"call": "request", "tokens": (1, 2), "store": "some"},
-    {"call": "request", "tokens": (1,), "max_hit": -1},
-    {"call": "allocate", "num": 0},
-    {"call": "allocate", "num": "3"},
-    {"call": "allocate_nowait", "num": 10**9},
-    {"call": "extend", "num": True},
-    {"call": "extend_nowait", "num": -3},
-    {"call": "extend", "num": 10**9},
-    {"call": "load", "max_tokens": -1},
-    {"call": "load", "max_tokens": 1.5},
-    {"call": "commit", "num": 10**9},
-    {"call": "commit", "num": -1},
-    {"call": "commit", "num": None},
-    {"call": "commit", "new": (-5,)},
-    {"call": "invalidate", "num": -1},
-    {"call": "invalidate", "num": 10**9},
-    {"call": "pin", "tokens": (1, 2), "ttl_s": 0},
-    {"call": "pin", "tokens": (), "ttl_s": 1.0},
-    {"call": "prefetch", "tokens": ()},
-    {"call": "demote_nowait", "tokens": "ab"},
-    {"call": "reset", "tier": "DISK"},
-    {"call": "reset", "timeout_s": -1.0},
-    {"call": "lookup", "tokens": ()},
-    {"call": "resume", "num": 10**9},
-    {"call": "resume", "num": 0},
-)
-"""Arguments that no state makes valid."""
 
 
 def draw_runtime_world(rng: random.Random) -> World:
     """Most of what is worth meeting is in host memory, so in most worlds something gets there."""
     world = draw_world(rng)
-    if rng.random() < 0.25:
-        return world
-    policy = rng.choice(("eager", "eager", "eager", world.store_policy))
+    kind = rng.random()
+    if kind < 0.3:
+        return attrs.evolve(world, num_host_blocks=0) if kind < 0.06 else world
+    policy = rng.choice(("eager", "eager", world.store_policy))
     return attrs.evolve(world, num_host_blocks=max(world.num_host_blocks, world.num_device_blocks), store_policy=policy)
 
 
 def draw_opening(rng: random.Random) -> list[Call]:
     """What has to be known before the first call: the configuration, and faults."""
-    return _configure(rng) + (_faults(rng) if rng.random() < 0.35 else [])
+    faults = _faults(rng) if rng.random() < 0.6 else []
+    needs_verify = any(FAULTS[fault.args["kind"]].needs_verify for fault in faults)
+    return _configure(rng, verify=needs_verify or rng.random() < 0.25) + faults
 
 
-def _configure(rng: random.Random) -> list[Call]:
+def _configure(rng: random.Random, *, verify: bool) -> list[Call]:
     options = dict[str, Any]()
-    if rng.random() < 0.25:
+    if verify:
         options["verify"] = True
     if rng.random() < 0.3:
         options["max_jobs_in_flight"] = rng.choice((1, 2))
@@ -125,9 +63,9 @@ def _configure(rng: random.Random) -> list[Call]:
 def _faults(rng: random.Random) -> list[Call]:
     kinds = [kind for kind in FAULTS if kind not in NO_FAULTS]
     found = []
-    for _ in range(rng.choice((1, 1, 2, 3))):
+    for _ in range(rng.choice((1, 2, 2, 3, 4))):
         kind = rng.choice(kinds)
-        at = rng.randrange(250) if kind in ("leap", "block", "worker", "log") else rng.choice((0, 0, 1, 1, 2, 3, 4, 6))
+        at = rng.randrange(_MANY[kind]) if kind in _MANY else rng.choice((0, 0, 0, 1, 1, 2, 3, 5))
         args: dict[str, Any] = {"kind": kind, "at": at}
         if kind in FAULTS_THAT_LAST and rng.random() < 0.2:
             args["lasting"] = True
@@ -179,9 +117,12 @@ class Drawing:
 
     def _warm(self, names: tuple[str, ...]) -> list[Call]:
         """Prompts that were served before, and lie in host memory by now, most of them."""
-        rng, found = self.rng, list[Call]()
+        rng, found, policy = self.rng, list[Call](), self._stage.program.world.store_policy
         for _ in range(rng.randint(1, 3)):
-            found.append(Call("serve", {"who": rng.choice(names), **self._serve()}))
+            served = self._serve()
+            found += [Call("serve", {"who": rng.choice(names), **served})] * (2 if policy.startswith("sel") else 1)
+            if policy == "off":
+                found.append(Call("demote", {"who": rng.choice(names), "tokens": served["tokens"]}))
         found.append(Call("flush", {"who": names[0]}))
         if rng.random() < 0.85:
             found.append(Call("reset", {"who": names[0], "tier": "DEVICE"}))
@@ -214,7 +155,8 @@ class Drawing:
     def _away(self, name: str) -> Call:
         """What is on the device goes, one way or another, and may be in host memory."""
         rng = self.rng
-        if rng.random() < 0.5 and self._prompts:
+        is_only_way = self._stage.program.world.store_policy == "off"
+        if self._prompts and (is_only_way or rng.random() < 0.5):
             return Call("demote", {"who": name, "tokens": max(self._prompts, key=len)})
         filler = tuple(rng.randint(4, 9) for _ in range(rng.randint(1, max(2, min(40, self._room)))))
         return Call("serve", {"who": name, "tokens": filler, "store": "none"})
@@ -267,7 +209,7 @@ class Drawing:
         for probability, name, value in (
             (0.06, "max_hit", rng.randint(0, 10)), (0.06, "alignment", rng.randint(1, 6)), (0.08, "reads_cache", False),
             (0.06, "store", rng.choice(("none", "prompt"))), (0.05, "max_store", rng.randint(0, 8)),
-            (0.05, "deadline_s", rng.choice((0.0, 0.01, 0.05, 0.3, 40.0))), (0.01, "name", "a1"),
+            (0.05, "deadline_s", rng.choice((0.0, 0.01, 0.05, 0.3, 40.0))), (0.04, "name", "a1"),
         ):  # fmt: skip
             if rng.random() < probability:
                 found[name] = value
