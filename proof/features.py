@@ -21,24 +21,43 @@ def _of(*names: str) -> frozenset[str]:
 
 
 POLICIES = _of("eager", "lazy", "selective", "off")
-LOADS = _of(
-    "load", "load landed", "load failed", "load corrupt", "load unproven", "load abandoned", "host hit", "prefetch",
-    "early",
-)  # fmt: skip
-STORES = _of("store", "store landed", "store failed", "store corrupt", "store unproven", "demote")
+ONE_POLICY = Forbidden(POLICIES, POLICIES, "there is one store policy")
+NO_COPIES = "without host blocks nothing is copied"
 
-FORBIDDEN = (
-    Forbidden(POLICIES, POLICIES, "a ledger has one store policy"),
-    Forbidden(_of("frontier"), POLICIES - {"lazy"}, "only a lazy policy has a frontier"),
-    Forbidden(_of("no host"), LOADS | STORES | {"frontier"}, "nothing is stored without host blocks"),
-    Forbidden(_of("off"), LOADS, "nothing is stored, so nothing is in host memory"),
-)
-"""In the order in which they are asked."""
+FORBIDDEN = {
+    "ledger": (
+        ONE_POLICY,
+        Forbidden(_of("frontier"), POLICIES - {"lazy"}, "only a lazy policy has a frontier"),
+        Forbidden(_of("store"), _of("lazy", "off", "frontier"), "of these policies none stores what is just committed"),
+        Forbidden(
+            _of("no host"),
+            _of(
+                "load", "load landed", "load failed", "load corrupt", "load unproven", "load abandoned", "load shared",
+                "host hit", "prefetch", "demote", "early start", "early start committed", "begin again", "store",
+                "store landed", "store failed", "store unproven", "frontier", "bands", "discard", "late proof",
+            ),
+            NO_COPIES,
+        ),
+    ),
+    "runtime": (
+        ONE_POLICY,
+        Forbidden(
+            _of("no host"),
+            _of(
+                "load", "early start", "early", "flip", "rot", "refuse", "raise", "fail", "hang", "stuck_fence", "lose",
+                "vanish", "twice", "die", "bug", "demote",
+            ),
+            NO_COPIES,
+        ),
+    ),
+}  # fmt: skip
+"""By whose features they are: the ledger's, or the runtime's, on which `prefetch` is a call that may come to nothing, and
+`store` is what a request says."""
 
 
-def refusal(one: str, other: str) -> str:
+def refusal(side: str, one: str, other: str) -> str:
     """Why no program meets both; empty if nothing forbids it."""
-    for row in FORBIDDEN:
+    for row in FORBIDDEN[side]:
         if (one in row.these and other in row.those) or (other in row.these and one in row.those):
             return row.why
     return ""

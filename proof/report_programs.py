@@ -17,8 +17,25 @@ __all__ = ["Pairs", "lines", "tables"]
 Parts = Sequence[dict[str, Any]]
 Pair = tuple[str, str]
 MIN_PROGRAMS, MIN_CALLS = 20_000, 1_000_000
+RARE = 20
+"""A feature that fewer programs have met is listed, and not looked at in pairs."""
+MOST_MISSED = 0.01
+"""Of the pairs that nothing forbids, by chance."""
 SIDES = {"ledger": ("ledger",), "runtime": ("asyncio", "trio")}
 """Features have other names on the ledger than on a runtime."""
+
+
+@attrs.frozen
+class Met:
+    """How many programs have met two features, and what forbids it; empty if nothing does."""
+
+    one: str
+    other: str
+    count: int
+    refusal: str
+
+    def __str__(self) -> str:
+        return f"{self.one} + {self.other}"
 
 
 @attrs.frozen
@@ -38,17 +55,15 @@ class Pairs:
 
     @property
     def features(self) -> list[str]:
-        return sorted(one for one, other in self.counts if one == other)
+        """Those that enough programs have met to be looked at in pairs."""
+        return [one for one, count in self.singly() if count >= RARE]
 
-    @property
-    def num_met(self) -> int:
-        return sum(one != other for one, other in self.counts)
+    def singly(self) -> list[tuple[str, int]]:
+        return sorted((one, count) for (one, other), count in self.counts.items() if one == other)
 
-    def never(self) -> Iterator[tuple[str, str, str]]:
-        """Pairs that no program has met, each with what forbids it; empty if nothing does."""
+    def pairs(self) -> Iterator[Met]:
         for one, other in itertools.combinations(self.features, 2):
-            if not self.counts[one, other]:
-                yield one, other, refusal(one, other)
+            yield Met(one, other, self.counts[one, other], refusal(self.side, one, other))
 
     def table(self) -> str:
         """Triangular, as markdown."""
@@ -73,11 +88,13 @@ def lines(parts: Parts) -> list[Line]:
 
 
 def _pair_line(pairs: Pairs) -> Line:
-    never = list(pairs.never())
-    missing = [f"{one} + {other}" for one, other, why in never if not why]
-    about = f"{len(missing)} {missing[:5] or ''}; {pairs.num_met:,} met, {len(never) - len(missing)} forbidden"
-    # Rare things need more programs than these to meet one another: they are listed, and judge nothing.
-    return Line(f"pairs of features on a {pairs.side} that never met, and nothing forbids", "listed", about, True)
+    found = list(pairs.pairs())
+    wrong = [str(pair) for pair in found if pair.count and pair.refusal]
+    missed = [str(pair) for pair in found if not pair.count and not pair.refusal]
+    num_met, num_forbidden = sum(pair.count > 0 for pair in found), sum(pair.refusal != "" for pair in found)
+    about = f"{num_met:,} met, {num_forbidden} forbidden, {len(missed)} missed {missed[:5] or ''} {wrong or ''}"
+    is_met = not wrong and len(missed) <= MOST_MISSED * (num_met + len(missed))
+    return Line(f"pairs of features on a {pairs.side}", f"met or forbidden but {MOST_MISSED:.0%}", about, is_met)
 
 
 def tables(parts: Parts) -> Iterator[str]:
@@ -87,7 +104,10 @@ def tables(parts: Parts) -> Iterator[str]:
     for side in SIDES:
         pairs = Pairs.of(side, parts)
         yield f"\n## Programs on a {side} that met two features\n\n{pairs.table()}\n\nNever met:\n"
-        yield table(("feature", "feature", "forbidden by"), [(*pair, why or "NOTHING") for *pair, why in pairs.never()])
+        never = [pair for pair in pairs.pairs() if not pair.count]
+        yield table(("feature", "feature", "forbidden by"), [(x.one, x.other, x.refusal or "NOTHING") for x in never])
+        rare = [f"{one} ({count})" for one, count in pairs.singly() if count < RARE]
+        yield f"\nMet by fewer than {RARE} programs: {', '.join(rare) or 'none'}.\n"
 
 
 def _by_face(parts: Parts, what: str) -> str:

@@ -72,6 +72,7 @@ class Loads:
         if holding.load is None:
             self.pins.end_host_lease(holding)
             self.ready(holding)
+            self.admission.pump()  # what it has pinned to go on from, and goes on without, is room
             return ()
         if holding.state is _S.ALLOCATED:
             self.moves.request(holding, _S.LOADING)

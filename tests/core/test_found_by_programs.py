@@ -164,3 +164,23 @@ def test_what_was_forgotten_by_a_reset_is_not_told_again() -> None:
     )
     groups = (GroupShape("full", 0, 2), GroupShape("window", 11, 1))
     check_program(Program("ledger", World(groups, 53, 6, 9, "lazy:9"), calls))
+
+
+def test_what_a_load_of_nothing_lets_go_of_is_room() -> None:
+    """A window block that was pinned for a hit is given back by who takes nothing of it: the first in line is served."""
+    calls = (
+        call("serve", tokens=[3, 3]),
+        call("reset", tier="DEVICE"),
+        call("admit", who="b", tokens=[3, 3, 3]),
+        call("admit", who="c", tokens=[3, 3, 3, 1, 2, 2, 1]),
+        call("allocate", who="b"),
+        call("load", who="b"),
+        call("land"),
+        call("release", who="b"),
+        call("admit", who="a", tokens=[1, 1, 1]),
+        call("allocate", who="c", num_tokens=1),
+        call("queue", who="a"),
+        call("load", who="c", max_tokens=0),
+        call("accept", who="a"),
+    )
+    check_program(Program("ledger", World((GroupShape("window", 9, 2),), 4, 100, 1000, "eager"), calls))

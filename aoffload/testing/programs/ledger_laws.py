@@ -145,6 +145,9 @@ class Laws:
         """Where nobody but those who wait holds room, somebody is granted it or told."""
         ledger = self._ledger
         line = ledger.admission.line
+        for first in (line.extending or line.allocating)[:1]:
+            if ledger.admission.num_missing(first.holding, first.num_units) <= ledger.admission.room:
+                raise Violation("a wait without a need", f"after {call}: {first} waits and there is room")
         if line.is_empty or ledger.jobs.unsettled or self._machine.steps:
             return
         for holding in ledger.holdings.values():

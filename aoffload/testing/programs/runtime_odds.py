@@ -1,0 +1,76 @@
+"""How often a program over the runtime calls what, and arguments that nobody should give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["ANY", "BECOMES", "KEEPING", "NEXT", "WHOLE", "WRONG"]
+
+NEXT: dict[str, tuple[tuple[str, int], ...]] = {
+    "none": (("request", 60), ("serve", 14), ("keep", 16), ("whole", 14), ("any", 3)),
+    "entered": (("allocate", 66), ("allocate_nowait", 14), ("leave", 4), ("keep", 6), ("whole", 4), ("any", 8)),
+    "allocated": (
+        ("load", 42), ("load_nowait", 22), ("extend", 8), ("extend_nowait", 6), ("step", 4), ("commit", 3),
+        ("preempt_nowait", 3), ("leave", 3), ("keep", 3), ("whole", 3), ("any", 5),
+    ),
+    "loading": (
+        ("wait", 50), ("early", 26), ("load", 5), ("preempt_nowait", 4), ("leave", 3), ("whole", 5), ("any", 6),
+    ),
+    "running": (
+        ("step", 30), ("commit", 30), ("extend", 7), ("extend_nowait", 5), ("end_step", 6), ("commit_step", 4),
+        ("invalidate", 11), ("preempt", 5), ("preempt_nowait", 4), ("leave", 9), ("keep", 4), ("whole", 4), ("any", 5),
+    ),
+    "preempted": (("resume", 62), ("leave", 6), ("keep", 6), ("whole", 5), ("any", 6)),
+}  # fmt: skip
+"""What comes next, and how often, by how far the client's request has come if all went well."""
+BECOMES = {
+    "request": "entered", "allocate": "allocated", "allocate_nowait": "allocated", "load": "running",
+    "load_nowait": "loading", "wait": "running", "preempt": "preempted", "preempt_nowait": "preempted",
+    "resume": "running", "leave": "none", "commit": "running",
+}  # fmt: skip
+KEEPING = (
+    ("pin", 30), ("unpin", 12), ("prefetch", 16), ("prefetch_nowait", 10), ("demote", 14), ("demote_nowait", 8),
+    ("errand_wait", 6), ("errand_cancel", 6),
+)  # fmt: skip
+WHOLE = (
+    ("flush", 18), ("reset_device", 30), ("away", 24), ("reset", 8), ("reset_host", 8), ("lookup", 8),
+    ("statistics", 4), ("integrity", 6), ("pause", 20),
+)  # fmt: skip
+ANY = (
+    "allocate", "allocate_nowait", "extend", "extend_nowait", "load", "load_nowait", "wait", "step", "end_step",
+    "commit", "commit_step", "invalidate", "preempt", "preempt_nowait", "resume", "abort", "abort", "abort", "wrong",
+    "wrong",
+)  # fmt: skip
+WRONG: tuple[dict[str, Any], ...] = (
+    {"call": "request", "tokens": ()},
+    {"call": "request", "tokens": (1, -1)},
+    {"call": "request", "tokens": (1, 2), "spans": ((1, 3, b"x"),)},
+    {"call": "request", "tokens": (1, 2), "alignment": 0},
+    {"call": "request", "tokens": (1,), "salt": 3},
+    {"call": "request", "tokens": (1, 2), "store": "some"},
+    {"call": "request", "tokens": (1,), "max_hit": -1},
+    {"call": "allocate", "num": 0},
+    {"call": "allocate", "num": "3"},
+    {"call": "allocate_nowait", "num": 10**9},
+    {"call": "extend", "num": True},
+    {"call": "extend_nowait", "num": -3},
+    {"call": "extend", "num": 10**9},
+    {"call": "load", "max_tokens": -1},
+    {"call": "load", "max_tokens": 1.5},
+    {"call": "commit", "num": 10**9},
+    {"call": "commit", "num": -1},
+    {"call": "commit", "num": None},
+    {"call": "commit", "new": (-5,)},
+    {"call": "invalidate", "num": -1},
+    {"call": "invalidate", "num": 10**9},
+    {"call": "pin", "tokens": (1, 2), "ttl_s": 0},
+    {"call": "pin", "tokens": (), "ttl_s": 1.0},
+    {"call": "prefetch", "tokens": ()},
+    {"call": "demote_nowait", "tokens": "ab"},
+    {"call": "reset", "tier": "DISK"},
+    {"call": "reset", "timeout_s": -1.0},
+    {"call": "lookup", "tokens": ()},
+    {"call": "resume", "num": 10**9},
+    {"call": "resume", "num": 0},
+)
+"""Arguments that no state makes valid."""
