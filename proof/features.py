@@ -51,8 +51,8 @@ FORBIDDEN = {
         ),
     ),
 }  # fmt: skip
-"""By whose features they are: the ledger's, or the runtime's, on which `prefetch` is a call that may come to nothing, and
-`store` is what a request says."""
+"""By whose features they are: the ledger's, or the runtime's, on which `prefetch` is a call that may come to nothing,
+and `store` is what a request says."""
 
 
 def refusal(side: str, one: str, other: str) -> str:

@@ -167,7 +167,7 @@ def test_what_was_forgotten_by_a_reset_is_not_told_again() -> None:
 
 
 def test_what_a_load_of_nothing_lets_go_of_is_room() -> None:
-    """A window block that was pinned for a hit is given back by who takes nothing of it: the first in line is served."""
+    """A window block that was pinned for a hit goes back from who takes nothing of it: the first in line is served."""
     calls = (
         call("serve", tokens=[3, 3]),
         call("reset", tier="DEVICE"),

@@ -14,7 +14,8 @@ from proof.report_programs import RARE
 def part(face: str, *pairs: tuple[str, str, int]) -> dict[str, Any]:
     """What one piece of a campaign has told."""
     return {
-        "face": face, "programs": 20_000, "calls": 1_000_000, "layouts": ["one"], "pairs": list(pairs), "violations": [],
+        "face": face, "programs": 20_000, "calls": 1_000_000, "layouts": ["one"], "pairs": list(pairs),
+        "violations": [],
     }  # fmt: skip
 
 
