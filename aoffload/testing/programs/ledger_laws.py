@@ -8,7 +8,6 @@ from ...core.cache import UNPUBLISHABLE
 from ...core.index import NUM_TIERS, Part
 from ...core.lifecycle import NullObserver, RequestState
 from ...core.plan import Tier
-from ...errors import IntegrityError
 from ..violations import Violation
 from .program import Call
 
@@ -80,8 +79,8 @@ class Laws:
     def _whole(self) -> None:
         try:
             self._ledger.check_integrity()
-        except IntegrityError as error:
-            raise Violation("integrity", str(error)) from error
+        except Exception as error:  # whatever it is that makes no sense to it any more
+            raise Violation("integrity", str(error) or repr(error)) from error
         self._findable()
         if self._watcher is not None:
             self._watcher.compare()
