@@ -111,7 +111,7 @@ CALL_MUTANTS = (
         LINE_LEFT,
         WAITS_ON,
         "who is first in line and alone gets its room, or hears that there is none",
-        programs=True,
+        test="tests/core/test_found_by_programs.py::test_who_can_never_fit_hears_so_though_its_hit_made_it_seem_to",
     ),
     Mutant(
         "a bad entry kept after a reset of the device",

@@ -10,7 +10,7 @@ import anyio
 from aoffload import Computed, OutOfBlocks, Tier
 from aoffload.testing import Ask, Client, Simulation, Violation
 
-from .common import after, ask, bystanders, serve, store, tokens
+from .common import after, ask, bystanders, expect, serve, store, tokens
 from .table import scenario
 
 
@@ -47,6 +47,21 @@ async def close_in_flight(sim: Simulation) -> None:
             client.may_abort = ("runtime_closed",)
         for _ in range(sim.random.randint(3, 9)):
             await sim.jitter()
+
+
+@scenario("request_aborted")
+async def deadlines(sim: Simulation) -> None:
+    """Deadlines that are over on entry, while queued, in the middle of a copy, or never."""
+    engine = sim.runtime(num_device_blocks=5, num_host_blocks=8)
+    async with engine.runtime:
+        await store(sim, engine, "first", tokens(1, 8))
+        for index, deadline_s in enumerate((0.0, 0.0005, 0.002, 0.02, -1.0, 100.0)):
+            client = serve(sim, engine, f"r{index}", tokens(index % 2, 8), deadline_s=deadline_s)
+            client.may_abort = ("deadline",)
+        await after(sim, engine)
+        for client in sim.clients:
+            if client.name in ("r0", "r4"):
+                expect(sim, client.outcome == "A", f"{client.name} ended {client.outcome} after its deadline")
 
 
 @scenario("request_done")

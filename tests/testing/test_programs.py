@@ -94,7 +94,7 @@ def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_a_wait_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room that comes back without anybody being told is found: who waits would wait for ever."""
     monkeypatch.setattr(Admission, "pump", lambda self: None)
-    assert found().violation.startswith("progress")
+    assert found().violation.partition(":")[0] in ("progress", "a wait without a need")
 
 
 def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

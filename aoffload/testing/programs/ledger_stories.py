@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -53,19 +53,19 @@ class LedgerStories(LedgerDraw):
         rng, policy = self.rng, self.machine.world.store_policy
         served, known = self._served()
         wanted, names = self._longer(known, 0, 0, 1, 4), [self._name("r") for _ in range(rng.choice((1, 1, 2)))]
-        story: list[Step] = [partial(Call, served.name, served.args)]
+        story: list[Step] = [_call(served.name, served.args)]
         if policy == "off" or rng.random() < 0.1:
-            story.append(partial(Call, "demote", {"name": self._name("e"), **known}))
+            story.append(_call("demote", {"name": self._name("e"), **known}))
         elif policy.startswith("lazy"):
             story.append(self._frontier)
-        story += [partial(Call, "land"), self._evict]
-        story += [partial(Call, "admit", {"who": name, **wanted}) for name in names]
-        story += [partial(Call, "allocate", {"who": name}) for name in names]
+        story += [_call("land"), self._evict]
+        story += [_call("admit", {"who": name, **wanted}) for name in names]
+        story += [_call("allocate", {"who": name}) for name in names]
         if rng.random() < 0.3:
             story += self._twin(known)
         if rng.random() < 0.2:
             story.append(partial(self._extend_further, names[0]))
-        story += [partial(Call, "load", {"who": name}) for name in names]
+        story += [_call("load", {"who": name}) for name in names]
         return story + (self._in_vain(names[0], known) if rng.random() < 0.4 else [])
 
     def _twin(self, known: dict[str, Any]) -> list[Step]:
@@ -74,11 +74,11 @@ class LedgerStories(LedgerDraw):
         num_same = rng.randint(1, len(known["tokens"]))
         tokens = known["tokens"][:num_same] + self.prompts.tokens(rng.choice((0, 0, 2, 8)))
         story: list[Step] = [
-            partial(Call, "admit", {"who": who, **known, "tokens": tokens, "reads_cache": False}),
-            partial(self._squeeze, who) if rng.random() < 0.4 else partial(Call, "allocate", {"who": who}),
-            partial(Call, "load", {"who": who}),
+            _call("admit", {"who": who, **known, "tokens": tokens, "reads_cache": False}),
+            partial(self._squeeze, who) if rng.random() < 0.4 else _call("allocate", {"who": who}),
+            _call("load", {"who": who}),
         ]
-        return [*story, partial(Call, "compute", {"who": who, "stop": rng.randint(num_same, len(tokens))})]
+        return [*story, _call("compute", {"who": who, "stop": rng.randint(num_same, len(tokens))})]
 
     def _in_vain(self, name: str, known: dict[str, Any]) -> list[Step]:
         """Somebody may start on a load, others come by meanwhile, and it comes to nothing."""
@@ -89,9 +89,9 @@ class LedgerStories(LedgerDraw):
             story += self._twin(known)
         if rng.random() < 0.4:
             who = self._name("r")
-            story += [partial(Call, "admit", {"who": who, "tokens": [9]}), partial(self._squeeze, who)]
-        story += [partial(Call, "abandon", {"who": name})] if rng.random() < 0.4 else [partial(self._lose, name)] * 3
-        resets, leaves = partial(Call, "reset", {"tier": "DEVICE"}), partial(self._release_but, name)
+            story += [_call("admit", {"who": who, "tokens": [9]}), partial(self._squeeze, who)]
+        story += [_call("abandon", {"who": name})] if rng.random() < 0.4 else [partial(self._lose, name)] * 3
+        resets, leaves = _call("reset", {"tier": "DEVICE"}), partial(self._release_but, name)
         afterwards: tuple[list[Step], ...] = (
             [],
             [resets],
@@ -107,12 +107,18 @@ class LedgerStories(LedgerDraw):
         who, num_tokens = self._name("r"), len(known["tokens"])
         kept = {**known, "tokens": known["tokens"][: rng.choice((num_tokens, rng.randint(1, num_tokens)))]}
         wanted = self._longer(rng.choice((kept, known)), 0, 1, 4, 8)
-        most = max(1, self.capacity - rng.choice((0, 0, 0, 1, 2, 5)))
-        return [
-            partial(Call, served.name, served.args), *[self._evict] * rng.choice((0, 1)),
-            partial(Call, "pin", {"name": self._name("p"), **kept}), partial(Call, "admit", {"who": who, **wanted}),
-            *[partial(self._release_but, who)] * 3, partial(Call, "queue", {"who": who, "num_tokens": most}),
-        ]  # fmt: skip
+        # With a hit, windows need fewer blocks than tokens: who asks for a little more than there is may fit.
+        unit = self.machine.unit
+        most = max(1, self.capacity + rng.choice((2 * unit, unit, 0, 0, 0, -1, -2, -5)))
+        begins: list[Step] = [_call(served.name, served.args), *[self._evict] * rng.choice((0, 1))]
+        asks, waits = _call("admit", {"who": who, **wanted}), _call("queue", {"who": who, "num_tokens": most})
+        leaves: list[Step] = [partial(self._release_but, who)] * 3
+        if rng.random() < 0.7:
+            return [*begins, _call("pin", {"name": self._name("p"), **kept}), asks, *leaves, waits]
+        # What it wants is gone before its turn comes.
+        holder = self._name("r")
+        holds: list[Step] = [_call("admit", {"who": holder, "tokens": [9]}), partial(self._squeeze, holder)]
+        return [*begins, *leaves, *holds, asks, waits, self._reset, *leaves]
 
     def _forked(self) -> list[Step]:
         """A request is forked, the fork lives on or is preempted, and what it was forked from was wrong."""
@@ -176,3 +182,7 @@ class LedgerStories(LedgerDraw):
     def _release_but(self, name: str) -> Call | None:
         others = [other for other in self.machine.clients if other != name]
         return Call("release", {"who": self.rng.choice(others)}) if others else None
+
+
+def _call(name: str, args: Mapping[str, Any] | None = None) -> Step:
+    return lambda: Call(name, args or {})
