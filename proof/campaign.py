@@ -22,6 +22,9 @@ from .scenarios import SCENARIOS, ScenarioRow
 __all__ = ["BACKENDS", "Campaign"]
 
 BACKENDS: tuple[Backend, ...] = ("asyncio", "trio")
+MOST_SEEDS = 24
+ENOUGH_TRACES = 70
+"""Distinct ones, of a scenario on one backend: where there is little to choose, more seeds are sampled to get there."""
 AT_ANY_STEP = ("leap", "block", "worker")
 """Faults with an opportunity at every step: sampled, not swept."""
 
@@ -37,7 +40,10 @@ class Campaign:
         tally, row = Tally(), SCENARIOS[name]
         for result in self.swept(row, backend):
             tally.add(result)
-        for seed in range(self.first_seed, self.first_seed + 3 * self.depth):
+        for number in range(MOST_SEEDS * self.depth):
+            if number >= 3 * self.depth and len(tally.digests[name]) >= ENOUGH_TRACES:
+                break
+            seed = self.first_seed + number
             for result in self.sampled(row, backend, seed):
                 tally.add(result)
                 for aimed in self.aimed(row, result, tally):
