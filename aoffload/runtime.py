@@ -455,7 +455,8 @@ class OffloadRuntime:
         """Run `function()` in a worker thread with the blocks of `requests` held until the *thread* is through.
 
         A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
-        the step belongs to the thread, whatever becomes of the task that waits for it.
+        the step belongs to the thread, whatever becomes of the task that waits for it. It is over before that task goes
+        on: another one may have preempted a request by then, and `commit` refuses it (`commit_step` leaves it out).
         """
         check_callable("function", function)
         with ExitStack() as stack:

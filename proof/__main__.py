@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .mutants import MUTANTS
 from .report import Report
 
 PROCESSES = 2
@@ -124,6 +125,10 @@ def _given() -> argparse.Namespace:
     if unknown := set(given.parts) - {*PARTS, "mutants"}:
         parser.error(f"there is no part called {', '.join(unknown)}")
     given.parts = given.parts or list(PARTS)
+    if given.programs < 1 or given.ranges < 1 or given.depth < 1 or given.rests < 1 or given.tried < 0:
+        parser.error("--programs, --ranges, --depth and --rests count from 1, --tried from 0")
+    if not any(given.only in mutant.name for mutant in MUTANTS):
+        parser.error(f"argument --only: no mutant has {given.only!r} in its name")
     return given
 
 

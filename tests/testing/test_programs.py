@@ -7,8 +7,10 @@ import subprocess
 import sys
 from typing import Any
 
+import attrs
 import pytest
 
+from aoffload import Ledger, Tier
 from aoffload.core.admission import Admission
 from aoffload.core.cache import PrefixCache
 from aoffload.core.holding import Holding
@@ -101,6 +103,32 @@ def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that is not given back is found at the latest when everybody has left."""
     monkeypatch.setattr(Pins, "end_host_lease", lambda self, holding: holding.leases.clear())
     assert found().violation.partition(":")[0] in ("integrity", "at rest")
+
+
+@pytest.mark.parametrize("tier", [None, Tier.DEVICE, Tier.HOST])
+def test_a_reset_that_forgets_nothing_is_noticed(tier: Tier | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was cached before can still be found."""
+    reset = Ledger.reset
+    monkeypatch.setattr(Ledger, "reset", lambda self, which=None: None if which is tier else reset(self, which))
+    assert found(200).violation.startswith("may not hit")
+
+
+def test_a_lookup_that_says_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers what a request would match, no more and no less."""
+    lookup = Ledger.lookup
+
+    def hopeful(self: Ledger, prefix: Any) -> Any:
+        match = lookup(self, prefix)
+        return attrs.evolve(match, num_device_tokens=match.num_device_tokens + 1)
+
+    monkeypatch.setattr(Ledger, "lookup", hopeful)
+    assert found(200).violation.startswith("an answer")
+
+
+def test_a_pin_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not only when everybody has left."""
+    monkeypatch.setattr(Ledger, "unpin", lambda self, pin: None)
+    assert found(200).violation.startswith("an answer")
 
 
 def test_what_was_taken_back_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from .explore import (
 )
 from .outcome import Outcome
 from .program import Call, Face, GroupShape, Program, World, draw_world
-from .shortening import as_test, shorten
+from .shortening import as_test
 
 __all__ = [
     "Broken",
@@ -37,5 +37,4 @@ __all__ = [
     "program_of",
     "replay_program",
     "run_program",
-    "shorten",
 ]

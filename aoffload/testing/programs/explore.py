@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import attrs
 
+from ...arguments import check_callable, check_int, check_type, shown
+from ...errors import InvalidArgument
 from ..violations import Violation
 from .ledger_machine import LedgerMachine
 from .ledger_stories import LedgerStories
 from .outcome import Outcome
-from .program import Call, Face, Program, draw_world
+from .program import Call, Face, Program, check_face, draw_world
 from .shortening import shorten
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
 ]
 
 NUM_CALLS = 60
+LINE = re.compile(r"(?P<face>ledger|asyncio|trio) seed=(?P<seed>[0-9]+)(?: calls=(?P<calls>[1-9][0-9]*))?")
 LOOKS_AT_REFUSALS = 8
 """One in so many programs is run again, to see that what was refused has changed nothing."""
 
@@ -85,6 +89,9 @@ def explore_programs(
     stop: Callable[[], bool] = lambda: False,
 ) -> ProgramTally:
     """`num_programs` programs of about `num_calls` calls, from `first_seed` on; fewer once `stop` says so."""
+    check_int("first_seed", first_seed, 0)
+    check_int("num_programs", num_programs, 0)
+    check_callable("stop", stop)
     tally = ProgramTally()
     for seed in range(first_seed, first_seed + num_programs):
         if stop():
@@ -96,7 +103,9 @@ def explore_programs(
 
 def program_of(face: Face, seed: int, num_calls: int = NUM_CALLS) -> tuple[Program, Outcome]:
     """The program that a seed stands for, and how it ends."""
-    if face != "ledger":
+    check_int("seed", seed, 0)
+    check_int("num_calls", num_calls, 2)
+    if check_face(face) != "ledger":
         from .runtime_face import draw_and_run
 
         return draw_and_run(face, seed, num_calls)
@@ -108,14 +117,15 @@ def program_of(face: Face, seed: int, num_calls: int = NUM_CALLS) -> tuple[Progr
 
 def replay_program(line: str) -> tuple[Program, Outcome]:
     """The program that a printed line stands for: "ledger seed=17 calls=60"."""
-    face, *words = line.split()
-    given = dict(word.split("=", 1) for word in words)
-    assert face in ("ledger", "asyncio", "trio"), f"no face is called {face}"
-    return program_of(face, int(given["seed"]), int(given.get("calls", NUM_CALLS)))  # type: ignore[arg-type]
+    found = LINE.fullmatch(line.strip()) if isinstance(line, str) else None
+    if found is None:
+        raise InvalidArgument("line", f'must be as "ledger seed=17 calls=60", got {shown(line)}')
+    return program_of(check_face(found["face"]), int(found["seed"]), int(found["calls"] or NUM_CALLS))
 
 
 def run_program(program: Program) -> Outcome:
     """Make the calls of a program, under every law; on the ledger twice, to look at what was refused."""
+    check_type("program", program, Program).check()
     if program.face != "ledger":
         from .runtime_face import run_runtime_program
 

@@ -100,6 +100,13 @@ class Laws:
                     law, how = problem
                     raise Violation(law, f"{Tier(tier).name} {how}: {run}")
 
+    def after_reset(self, tier: Tier | None) -> None:
+        """Nothing from before can be found any more."""
+        for run in self._ledger.cache.index.runs.values():
+            for number, part in enumerate(run.parts):
+                if part.blocks and tier in (None, number % NUM_TIERS):
+                    raise Violation("may not hit", f"{run} can be found after a reset of {tier or 'all'}")
+
     def _readable(self) -> None:
         """Whoever runs could compute on with right bytes, unless it was told not to."""
         for client in self._machine.clients.values():

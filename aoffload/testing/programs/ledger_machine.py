@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...core.errands import Errand
+from ...core.lifecycle import PinState
 from ...core.plan import Tier
 from ...errors import AoffloadError
 from ...prefix import Prefix, Root
@@ -88,7 +89,9 @@ class LedgerMachine(RequestCalls):
     def do_unpin(self, name: str) -> str:
         if name not in self.pins:
             return "skipped"
-        self.ledger.unpin(self.pins.pop(name))
+        pin = self.pins.pop(name)
+        self.ledger.unpin(pin)
+        self._require(pin.state is not PinState.HELD, "a pin is over when it is given back", pin)
         return "unpinned"
 
     def do_lapse(self, now: float) -> str:
@@ -125,6 +128,7 @@ class LedgerMachine(RequestCalls):
 
     def do_reset(self, tier: str | None = None) -> str:
         self.ledger.reset(None if tier is None else Tier[tier])
+        self.laws.after_reset(None if tier is None else Tier[tier])
         self.features.add(f"reset {tier.lower()}" if tier else "reset")
         return "reset"
 
@@ -135,7 +139,13 @@ class LedgerMachine(RequestCalls):
         return f"{len(plans)}"
 
     def do_lookup(self, tokens: Sequence[int], salt: str | None = None) -> str:
-        return f"{self.ledger.lookup(Prefix.of(Root('programs', salt), tokens))}"
+        """What it says is what a request would match."""
+        found = self.ledger.lookup(Prefix.of(Root("programs", salt), tokens))
+        holding = self.ledger.admit(Prefix.of(Root("programs", salt), tokens))
+        match = holding.match
+        self.take(self.ledger.release(holding))
+        self._require(found == match, "a lookup says what a request matches", f"{found}, {match}")
+        return f"{found}"
 
     def do_wrong(self, method: str, who: str, **arguments: Any) -> str:
         """A call with an argument that no caller should give."""

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import attrs
 
+from ...arguments import check_int, shown
 from ...config import OffloadConfig
 from ...core.groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from ...core.policy import LazyStore, SelectiveStore
+from ...errors import InvalidArgument
+from .vocabulary import check_call
 
-__all__ = ["Call", "Face", "GroupShape", "Program", "World", "draw_world"]
+__all__ = ["Call", "Face", "GroupShape", "Program", "World", "check_face", "draw_world"]
 
 Face = Literal["ledger", "asyncio", "trio"]
 """What a program calls: the ledger, or the runtime in a simulated loop of that kind."""
+
+
+def check_face(face: object) -> Face:
+    if face not in get_args(Face):
+        raise InvalidArgument("face", f"must be one of {', '.join(get_args(Face))}, got {shown(face)}")
+    return face  # type: ignore[return-value]
 
 
 @attrs.frozen
@@ -39,6 +48,12 @@ class GroupShape:
     reach: int
     block_size: int
 
+    def __attrs_post_init__(self) -> None:
+        if self.kind not in ("full", "window", "chunk"):
+            raise InvalidArgument("kind", f"must be full, window or chunk, got {shown(self.kind)}")
+        if self.kind == "full" and self.reach != 0:
+            raise InvalidArgument("reach", f"full attention spans everything: 0, got {shown(self.reach)}")
+
     def group(self, name: str) -> KVCacheGroup:
         kinds: dict[str, type[Any]] = {"window": SlidingWindow, "chunk": ChunkedLocal}
         attention: AttentionKind = FullAttention() if self.kind == "full" else kinds[self.kind](self.reach)
@@ -60,6 +75,12 @@ class World:
     max_pinned_share: float = 0.5
     max_prefetch_share: float = 0.5
 
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.groups, tuple) or not all(isinstance(one, GroupShape) for one in self.groups):
+            raise InvalidArgument("groups", f"must be a tuple of GroupShapes, got {shown(self.groups)}")
+        check_int("num_device_blocks", self.num_device_blocks, 2)
+        self.config()
+
     def config(self, **options: Any) -> OffloadConfig:
         """The configuration of a ledger or a runtime in this world."""
         return OffloadConfig(
@@ -73,10 +94,13 @@ class World:
         )
 
     def _policy(self) -> Any:
-        name, _, number = self.store_policy.partition(":")
+        name, _, number = self.store_policy.partition(":") if isinstance(self.store_policy, str) else ("", "", "")
+        if not name or (number and (not number.isdecimal() or name not in ("lazy", "selective"))):
+            known = "eager, off, lazy, lazy:NUMBER or selective:NUMBER"
+            raise InvalidArgument("store_policy", f"must be {known}, got {shown(self.store_policy)}")
         if name == "lazy":
             return LazyStore(int(number)) if number else LazyStore()
-        return SelectiveStore(int(number), 4000) if name == "selective" else name
+        return SelectiveStore(int(number or 2), 4000) if name == "selective" else name
 
 
 @attrs.frozen
@@ -87,6 +111,19 @@ class Program:
     world: World
     calls: tuple[Call, ...]
     seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        check_face(self.face)
+        if not isinstance(self.world, World):
+            raise InvalidArgument("world", f"must be a World, got {shown(self.world)}")
+        if not isinstance(self.calls, tuple) or not all(isinstance(one, Call) for one in self.calls):
+            raise InvalidArgument("calls", f"must be a tuple of Calls, got {shown(self.calls)}")
+        check_int("seed", self.seed, 0)
+
+    def check(self) -> None:
+        """`InvalidArgument`, unless each call is one that its face knows."""
+        for one in self.calls:
+            check_call(self.face, one)
 
     def with_calls(self, calls: Sequence[Call]) -> Program:
         return attrs.evolve(self, calls=tuple(calls))

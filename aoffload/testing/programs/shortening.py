@@ -7,15 +7,14 @@ from typing import TypeAlias
 
 import attrs
 
+from ...arguments import shown
+from ...errors import InvalidArgument
 from ..violations import Violation
 from .program import Call, Program
+from .vocabulary import LEDGER_CALLS, RUNTIME_CALLS
 
 __all__ = ["as_test", "shorten"]
 
-REQUIRED = frozenset(
-    {"who", "tokens", "name", "step", "job", "child", "stop", "from_token", "num_computed_tokens", "now", "kind"}
-)
-"""Arguments without which a call is none."""
 Run: TypeAlias = Callable[[Program], Violation | None]
 """Runs a program; the law that it breaks, if any."""
 StillBreaks: TypeAlias = Callable[[Program], bool]
@@ -80,7 +79,7 @@ def _without_pieces(program: Program, size: int, still_breaks: StillBreaks) -> P
 def _plainer(program: Program, still_breaks: StillBreaks) -> Program:
     """Fewer options and shorter prompts, which other calls may then be spared for."""
     for number in range(len(program.calls)):
-        for plainer in _variants(program.calls[number]):
+        for plainer in _variants(program.face, program.calls[number]):
             changed = program.with_calls((*program.calls[:number], plainer, *program.calls[number + 1 :]))
             if still_breaks(changed):
                 program = changed
@@ -88,15 +87,15 @@ def _plainer(program: Program, still_breaks: StillBreaks) -> Program:
     return program
 
 
-def _variants(call: Call) -> Iterator[Call]:
-    args = dict(call.args)
+def _variants(face: str, call: Call) -> Iterator[Call]:
+    args, needed = dict(call.args), (LEDGER_CALLS if face == "ledger" else RUNTIME_CALLS)[call.name].needed
     for name, value in args.items():
-        if name not in REQUIRED:
+        if name not in needed:
             yield Call(call.name, {other: it for other, it in args.items() if other != name})
         if name in ("tokens", "new") and len(value) > 1:
             yield Call(call.name, {**args, name: value[: len(value) // 2]})
             yield Call(call.name, {**args, name: value[:-1]})
-    if call.name == "evict":
+    if call.name == "evict":  # of the ledger only
         yield Call("reset", {"tier": "DEVICE"})
 
 
@@ -116,15 +115,18 @@ def _plainer_world(program: Program, still_breaks: StillBreaks) -> Program:
     return program
 
 
-def as_test(program: Program, name: str, violation: Violation) -> str:
-    """The program as a test that can be pasted into a file of its own."""
+def as_test(program: Program, name: str, violation: Violation | str) -> str:
+    """The program as a test, `test_NAME`, that can be pasted into a file of its own."""
+    if not isinstance(name, str) or not f"test_{name}".isidentifier():
+        raise InvalidArgument("name", f"must be a name of Python, got {shown(name)}")
+    broken = str(violation).replace("\\", "\\\\").replace('"', '\\"')
     calls = [f"            {call}," for call in program.calls]
     lines = [
         "from aoffload.testing.programs import GroupShape, Program, World, call, check_program",
         "",
         "",
         f"def test_{name}() -> None:",
-        f'    """Broke: {violation}"""',
+        f'    """Broke: {broken}"""',
         "    program = Program(",
         f"        {program.face!r},",
         f"        {program.world!r},",

@@ -1,0 +1,127 @@
+"""Which calls a program may make, and with which arguments: what no face knows is refused before anything runs.
+
+What is handed on to the package (a number of tokens, a time) may be anything: to refuse it is the package's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from ...config import OffloadConfig
+from ...errors import InvalidArgument
+from ..faults import FAULTS
+
+__all__ = ["LEDGER_CALLS", "RUNTIME_CALLS", "Words", "check_call"]
+
+
+@attrs.frozen
+class Words:
+    """The arguments of a call: those it needs, and those it may have."""
+
+    needed: frozenset[str]
+    allowed: frozenset[str]
+
+    @classmethod
+    def of(cls, text: str) -> Words:
+        """From a text: "who! num_tokens"."""
+        words = text.split()
+        needed = frozenset(word.removesuffix("!") for word in words if word.endswith("!"))
+        return cls(needed, frozenset(word.removesuffix("!") for word in words))
+
+
+def _table(rows: Mapping[str, str]) -> Mapping[str, Words]:
+    return {name: Words.of(text) for name, text in rows.items()}
+
+
+KEY = "tokens! salt"
+LEDGER_CALLS = _table({
+    "admit": f"who! {KEY} spans max_hit_tokens hit_alignment reads_cache store max_store_tokens",
+    "allocate": "who! num_tokens", "queue": "who! num_tokens", "accept": "who!", "withdraw": "who!",
+    "extend": "who! num_tokens!", "queue_extension": "who! num_tokens!",
+    "load": "who! max_tokens max_job_bytes", "abandon": "who!", "begin_again": "who!",
+    "compute": "who! stop! new", "commit": "who! num_computed_tokens!", "invalidate": "who! from_token!",
+    "begin": "step! who! arriving", "end": "step! commits new",
+    "preempt": "who!", "resume": "who! num_tokens", "fork": "who! child! num_tokens", "release": "who! reason",
+    "launch": "job!", "settle": "job! outcome at", "land": "who", "discard": "job!", "late": "job!", "stray": "job!",
+    "again": "job!",
+    "pin": f"name! {KEY} expires_at", "unpin": "name!", "lapse": "now!", "drop_pins": "",
+    "prefetch": f"name! {KEY}", "demote": f"name! {KEY}", "cancel": "name!", "cancel_errands": "",
+    "reset": "tier", "frontier": "", "lookup": KEY, "serve": f"{KEY} new", "evict": "num_tokens! token!",
+    "wrong": "method! who! num_tokens num_computed_tokens from_token max_tokens",
+})  # fmt: skip
+
+CLIENT = "who! of hurry give_up_s"
+IDENTITY = "tokens! salt adapter spans"
+ASK = f"{IDENTITY} name max_hit alignment reads_cache store max_store deadline_s"
+FORWARD = "num drafts style early"
+WORLD = ("groups", "num_host_blocks", "store_policy", "max_job_bytes", "max_pinned_share", "max_prefetch_share")
+OPTIONS = [field.name for field in attrs.fields(OffloadConfig) if field.name not in WORLD]
+RUNTIME_CALLS = _table({
+    "configure": " ".join(OPTIONS), "fault": "kind! at lasting", "cancel": "who! how! after", "close": "",
+    "request": f"{CLIENT} {ASK}", "serve": f"{CLIENT} {ASK} new", "leave": f"{CLIENT} how holding",
+    "allocate": f"{CLIENT} num by", "allocate_nowait": f"{CLIENT} num by", "extend": f"{CLIENT} num by",
+    "extend_nowait": f"{CLIENT} num by", "load": f"{CLIENT} max_tokens", "load_nowait": f"{CLIENT} max_tokens",
+    "wait": CLIENT, "step": f"{CLIENT} {FORWARD}", "end_step": CLIENT, "commit": f"{CLIENT} num back new",
+    "commit_step": f"{CLIENT} of! new", "invalidate": f"{CLIENT} num back", "preempt": CLIENT,
+    "preempt_nowait": CLIENT, "resume": f"{CLIENT} num by", "abort": f"{CLIENT} how",
+    "pin": f"{CLIENT} {IDENTITY} ttl_s!", "unpin": CLIENT, "prefetch": f"{CLIENT} {IDENTITY}",
+    "prefetch_nowait": f"{CLIENT} {IDENTITY}", "demote": f"{CLIENT} {IDENTITY}",
+    "demote_nowait": f"{CLIENT} {IDENTITY}", "errand_wait": CLIENT, "errand_cancel": CLIENT,
+    "flush": CLIENT, "reset": f"{CLIENT} tier timeout_s", "lookup": f"{CLIENT} {IDENTITY}", "statistics": CLIENT,
+    "integrity": CLIENT, "pause": f"{CLIENT} s!",
+})  # fmt: skip
+
+CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
+    ("settle", "outcome"): ("landed", "failed", "corrupt", "unproven"),
+    ("cancel", "how"): ("scope", "request", "native"),
+    ("abort", "how"): ("request", "runtime"),
+    ("leave", "how"): ("error",),
+    ("step", "style"): ("inline", "thread", "held"),
+    ("fault", "kind"): tuple(FAULTS),
+}
+"""What an argument of a call that the program itself is about may be."""
+COUNTS = ("after", "at", "back", "token", "stop")
+FLAGS = ("hurry", "early", "holding", "lasting", "commits")
+SECONDS = ("give_up_s", "s")
+NAMES = ("who", "name", "child", "step", "job", "method")
+
+
+def check_call(face: str, call: Any) -> None:
+    """`InvalidArgument`, unless the `Call` is one that `face` knows, with arguments that it has, made of plain data."""
+    table = LEDGER_CALLS if face == "ledger" else RUNTIME_CALLS
+    words = table.get(call.name)
+    if words is None:
+        raise InvalidArgument("calls", f"no {face} program has a call {call.name!r}: {', '.join(sorted(table))}")
+    if missing := words.needed - call.args.keys():
+        raise InvalidArgument("calls", f"{call} lacks {', '.join(sorted(missing))}")
+    if unknown := call.args.keys() - words.allowed:
+        known = ", ".join(sorted(words.allowed)) or "no argument"
+        raise InvalidArgument("calls", f"{call} has {', '.join(sorted(map(str, unknown)))}, and takes {known}")
+    for name, value in call.args.items():
+        is_tier = (face, call.name, name) != ("ledger", "reset", "tier") or value in (None, "DEVICE", "HOST")
+        if not (is_tier and _is_plain(value) and _may_be(call.name, name, value)):
+            raise InvalidArgument("calls", f"{call}: this cannot be its {name}")
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a printed test shows it as it is."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes)
+
+
+def _may_be(call: str, name: str, value: object) -> bool:
+    if (call, name) in CHOICES:
+        return value in CHOICES[call, name]
+    if name in FLAGS:
+        return isinstance(value, bool)
+    if name in COUNTS:
+        return type(value) is int and value >= 0
+    if name in SECONDS:
+        return value is None or (type(value) in (int, float) and value >= 0)  # type: ignore[operator]
+    if name in NAMES and (call, name) != ("begin", "who"):
+        return isinstance(value, str)
+    return True
