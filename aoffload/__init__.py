@@ -13,9 +13,10 @@ from .core.early import EarlyStart
 from .core.errands import Demotion, Errand, Prefetch
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
-from .core.groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from .core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from .core.holding import Extension, Holding
 from .core.keeping import Pin
+from .core.kinds import AttentionKind
 from .core.ledger import Ledger, LedgerStatistics
 from .core.lent import LentBlocks
 from .core.lifecycle import EarlyState, ErrandState, JobState, Observer, PinState, RequestState

@@ -6,38 +6,18 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Protocol
 
 import attrs
 
 from ..arguments import check_has, check_int, shown
 from ..errors import ConfigError
-from .kinds import check_kind
+from .kinds import AttentionKind, check_kind
 
-__all__ = ["AttentionKind", "Band", "ChunkedLocal", "FullAttention", "KVCacheGroup", "Layout", "SlidingWindow"]
+__all__ = ["Band", "ChunkedLocal", "FullAttention", "KVCacheGroup", "Layout", "SlidingWindow"]
 
 MAX_BLOCK_SIZE = 65_536
 MAX_UNIT_TOKENS = 2**20
 MAX_REACH = 2**31 - 1
-
-
-class AttentionKind(Protocol):
-    """Which of the blocks before a position attention still reads.
-
-    Every token has KV of its own, in the block at its place: a block is needed if one of its tokens is read, and what
-    is read never begins further back for a later token. `KVCacheGroup` refuses kinds that answer otherwise
-    (`core/kinds.py` has the rules), a recurrent state among them. Kinds are compared with `==`: groups of equal kinds
-    form one band.
-    """
-
-    def required_blocks(self, hit_end: int, block_size: int) -> range:
-        """The block positions that must be present for computing to go on at token `hit_end`: up to the block before
-        it, without a gap."""
-        ...
-
-    def free_end(self, hit_end: int) -> int:
-        """The last token, at most `hit_end`, at which nothing that lies before it is needed."""
-        ...
 
 
 def _reach(_: object, attribute: attrs.Attribute[int], value: object) -> None:

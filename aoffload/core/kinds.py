@@ -17,17 +17,33 @@ tokens is read, and only the state that a forward ended with was ever written, w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..errors import ConfigError
 
-if TYPE_CHECKING:
-    from .groups import AttentionKind
-
-__all__ = ["check_kind"]
+__all__ = ["AttentionKind", "check_kind"]
 
 EACH_TOKEN = 40
 """So many of the first tokens are all tried."""
+
+
+class AttentionKind(Protocol):
+    """Which of the blocks before a position attention still reads.
+
+    Every token has KV of its own, in the block at its place: a block is needed if one of its tokens is read, and what
+    is read never begins further back for a later token. `KVCacheGroup` refuses kinds that answer otherwise
+    (the rules stand above), a recurrent state among them. Kinds are compared with `==`: groups of equal kinds
+    form one band.
+    """
+
+    def required_blocks(self, hit_end: int, block_size: int) -> range:
+        """The block positions that must be present for computing to go on at token `hit_end`: up to the block before
+        it, without a gap."""
+        ...
+
+    def free_end(self, hit_end: int) -> int:
+        """The last token, at most `hit_end`, at which nothing that lies before it is needed."""
+        ...
 
 
 def check_kind(group: str, kind: AttentionKind, block_size: int) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from ..config import GroupLike
-from ..core.groups import AttentionKind, FullAttention, KVCacheGroup, SlidingWindow
+from ..core.groups import FullAttention, KVCacheGroup, SlidingWindow
+from ..core.kinds import AttentionKind
 from ..errors import ConfigError
 
 __all__ = ["LayerGroup", "LayerPlace", "check_groups", "group_layers", "kv_cache_groups", "places_of"]

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..core.groups import AttentionKind, FullAttention, SlidingWindow
+from ..core.groups import FullAttention, SlidingWindow
+from ..core.kinds import AttentionKind
 from ..errors import ConfigError, InvalidArgument
 from .attention import paged_attention
 from .decoder import DecoderConfig

@@ -10,7 +10,8 @@ import anyio
 import attrs
 
 from ..core.cache import UNPUBLISHABLE
-from ..core.groups import AttentionKind, ChunkedLocal, SlidingWindow
+from ..core.groups import ChunkedLocal, SlidingWindow
+from ..core.kinds import AttentionKind
 from ..errors import OutOfBlocks
 from ..prefix import KeySpan
 from ..request import Request

@@ -15,7 +15,8 @@ import anyio
 
 from ..config import OffloadConfig
 from ..core.cache import UNPUBLISHABLE
-from ..core.groups import AttentionKind, FullAttention, KVCacheGroup
+from ..core.groups import FullAttention, KVCacheGroup
+from ..core.kinds import AttentionKind
 from ..core.plan import Tier
 from ..observers import RuntimeObserver
 from ..runtime import OffloadRuntime

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import pytest
 
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, Prefix, Root, SlidingWindow, Tier
-from aoffload.core.groups import AttentionKind, Layout
+from aoffload.core.groups import Layout
 from aoffload.core.index import NUM_TIERS, Run, RunIndex
+from aoffload.core.kinds import AttentionKind
 from aoffload.core.matching import find_hit
 from aoffload.core.tokens import TokenSequence
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from aoffload import FullAttention, KVCacheGroup
-from aoffload.core.groups import AttentionKind, SlidingWindow
+from aoffload.core.groups import SlidingWindow
+from aoffload.core.kinds import AttentionKind
 from aoffload.errors import ConfigError
 from aoffload.integrations.layers import LayerGroup, LayerPlace, check_groups, group_layers, kv_cache_groups, places_of
 

@@ -10,7 +10,8 @@ import attrs
 
 from ...arguments import check_int, shown
 from ...config import OffloadConfig
-from ...core.groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from ...core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from ...core.kinds import AttentionKind
 from ...core.policy import LazyStore, SelectiveStore
 from ...errors import InvalidArgument
 from .vocabulary import check_call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import anyio
@@ -180,17 +181,11 @@ class Stage:
         """What a public call returns; None if it refuses, which changes nothing."""
         self.num_calls += 1
         before = picture(self.runtime.ledger)
-        try:
+        with self._judged(what, lambda error: before):
             found = call()
-        except AoffloadError as error:
-            self._refused(what, error, before)
-            return None
-        except Violation:
-            raise
-        except Exception as error:
-            raise Violation("a raw error", f"{what}: {error!r}") from error
-        self.note(what, _seen(found))
-        return found
+            self.note(what, _seen(found))
+            return found
+        return None
 
     def make(self, what: str, call: Callable[[], object]) -> bool:
         """The same for a call that returns nothing; whether it was made."""
@@ -210,7 +205,13 @@ class Stage:
         """The same for one that may wait; None, too, if the wait is given up after so many seconds."""
         self.num_calls += 1
         before, step = picture(self.runtime.ledger), self.simulation.scheduler.step
-        try:
+
+        def unchanged(error: AoffloadError) -> Any:
+            # Who is refused room has been in the line for it, if only for a moment, and was matched again there.
+            is_at_once = step == self.simulation.scheduler.step and not isinstance(error, OutOfBlocks)
+            return before if is_at_once else None
+
+        with self._judged(what, unchanged):
             if give_up_s is None:
                 found: Found | None = await call()
             else:
@@ -219,17 +220,21 @@ class Stage:
                     found = await call()
                 if scope.cancelled_caught:
                     self.met("call scope")
+            self.note(what, _seen(found))
+            return found
+        return None
+
+    @contextmanager
+    def _judged(self, what: str, unchanged: Callable[[AoffloadError], Any]) -> Iterator[None]:
+        """A call that may be refused: with a typed error, and nothing is different from `unchanged` then."""
+        try:
+            yield
         except AoffloadError as error:
-            # Who is refused room has been in the line for it, if only for a moment, and was matched again there.
-            is_at_once = step == self.simulation.scheduler.step and not isinstance(error, OutOfBlocks)
-            self._refused(what, error, before if is_at_once else None)
-            return None
+            self._refused(what, error, unchanged(error))
         except Violation:
             raise
         except Exception as error:
             raise Violation("a raw error", f"{what}: {error!r}") from error
-        self.note(what, _seen(found))
-        return found
 
     def _refused(self, what: str, error: AoffloadError, before: Any) -> None:
         if isinstance(error, IntegrityError):
