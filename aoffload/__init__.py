@@ -8,24 +8,21 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 from .config import OffloadConfig
+from .core.answer import Answer, PrefixMatch
 from .core.blocks import DevicePool
-from .core.early import EarlyStart
-from .core.errands import Demotion, Errand, Prefetch
+from .core.engine_blocks import EngineBlocks
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
 from .core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
-from .core.holding import Extension, Holding
-from .core.keeping import Pin
 from .core.kinds import AttentionKind
 from .core.ledger import Ledger, LedgerStatistics
-from .core.lent import LentBlocks
-from .core.lifecycle import EarlyState, ErrandState, JobState, Observer, PinState, RequestState
-from .core.matching import Answer, PrefixMatch
+from .core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
+from .core.observer import Observer
+from .core.owners import Demotion, EarlyStart, Errand, Extension, Holding, Pin, Prefetch, Waiter
 from .core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from .core.policy import EagerStore, LazyStore, NoStore, SelectiveStore, StorePolicy, StoreScope
 from .core.preemption import Preemption
 from .core.tiers import BlockWatcher, TierStatistics
-from .core.waiting import Waiter
 from .env import Env
 from .errors import (
     AoffloadError,
@@ -149,7 +146,7 @@ __all__ = [
     "LeaseError",
     "Ledger",
     "LedgerStatistics",
-    "LentBlocks",
+    "EngineBlocks",
     "LoadedRegion",
     "LocalRank",
     "LocalTransport",

@@ -118,6 +118,9 @@ class OffloadConfig:
     """A launched copy without an end after this long is quarantined."""
     close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
     """How long closing waits for copies in flight before it quarantines them."""
+    pending_timeout_s: float = attrs.field(default=2.0, validator=_seconds)
+    """Where an engine keeps its own blocks: how long a request is told to wait for another one's load of the same block
+    before it loads it itself."""
     max_pinned_share: float = attrs.field(default=0.5, validator=_share)
     """The share of each tier's blocks that `pin` may keep; what requests and transfers pin is not counted."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)

@@ -16,10 +16,9 @@ import anyio
 
 from .arguments import number_of, shown
 from .config import MAX_SECONDS
-from .core.errands import Demotion, Errand, Prefetch
-from .core.keeping import Pin
+from .core.answer import NO_MATCH, PrefixMatch
 from .core.lifecycle import PinState
-from .core.matching import NO_MATCH, PrefixMatch
+from .core.owners import Demotion, Errand, Pin, Prefetch
 from .errors import InvalidArgument, WrongState
 from .prefix import KeySpan, Prefix
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import anyio
 
 from .arguments import shown
-from .core.holding import Holding, Load
 from .core.lifecycle import RequestState
+from .core.owners import Holding
+from .core.records import Load
 from .errors import InvalidArgument, WrongState
 from .transfer.region_fences import LoadedRegion, RegionFences
 

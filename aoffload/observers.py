@@ -7,13 +7,11 @@ from collections.abc import Callable
 import attrs
 
 from .arguments import shown
-from .core.early import EarlyStart
-from .core.errands import Errand
-from .core.holding import Holding
-from .core.jobs import Job
-from .core.keeping import Pin
-from .core.lifecycle import EarlyState, ErrandState, JobState, NullObserver, PinState, RequestState
+from .core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
+from .core.observer import NullObserver
+from .core.owners import EarlyStart, Errand, Holding, Pin
 from .core.plan import Completion
+from .core.records import Job
 from .errors import InvalidArgument
 from .telemetry import Telemetry
 

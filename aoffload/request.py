@@ -16,12 +16,11 @@ import anyio
 import attrs
 
 from .arguments import check_text
-from .core.holding import Extension, Holding
+from .core.answer import NO_MATCH, PrefixMatch
 from .core.lifecycle import RequestState
-from .core.matching import NO_MATCH, PrefixMatch
+from .core.owners import Extension, Holding, Waiter
 from .core.policy import StoreScope
 from .core.preemption import Preemption
-from .core.waiting import Waiter
 from .errors import OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
 from .loading import AwaitedLoad, PendingLoad
 from .prefix import LongList, Prefix, TokenIds

@@ -18,18 +18,16 @@ from anyio.abc import TaskGroup
 
 from .arguments import as_tuple, check_callable, check_has, check_text, check_type, number_of, shown
 from .config import OffloadConfig
+from .core.answer import PrefixMatch
 from .core.blocks import DevicePool
-from .core.holding import Holding
 from .core.ledger import Ledger, LedgerStatistics
-from .core.lent import LentBlocks
 from .core.lifecycle import RequestState
-from .core.matching import PrefixMatch
+from .core.owners import Holding
 from .core.plan import Tier
 from .core.policy import StoreScope
 from .env import Env
 from .errors import (
     AoffloadError,
-    ConfigError,
     DeviceGone,
     InvalidArgument,
     RequestAborted,
@@ -99,9 +97,6 @@ class OffloadRuntime:
             check_has("transport", transport, "Transport", TRANSPORTS)
         if env is not None:
             check_type("env", env, Env)
-        if isinstance(device_pool, LentBlocks):
-            problem = "must not be LentBlocks: a runtime has no call to lend by. Use the Ledger (docs/engines.md)"
-            raise ConfigError("device_pool", problem)
         if logger is not None:
             check_has("logger", logger, "structlog logger", "bind")
         self.config = config

@@ -10,12 +10,9 @@ from typing import Any, Concatenate, ParamSpec
 import attrs
 import structlog
 
-from .core.early import EarlyStart
-from .core.errands import Demotion, Errand, Prefetch
-from .core.holding import Holding
-from .core.jobs import Job
-from .core.keeping import Pin
 from .core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
+from .core.owners import Demotion, EarlyStart, Errand, Holding, Pin, Prefetch
+from .core.records import Job
 from .transfer.transport import PinProgress
 
 __all__ = ["Telemetry", "default_logger"]

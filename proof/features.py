@@ -39,6 +39,18 @@ FORBIDDEN = {
             NO_COPIES,
         ),
     ),
+    "engine": (
+        ONE_POLICY,
+        Forbidden(_of("store"), _of("off"), "this policy stores nothing"),
+        Forbidden(
+            _of("no host", "off"),
+            _of(
+                "load", "load landed", "load failed", "load corrupt", "load unproven", "load lost", "host hit", "pin",
+                "pending", "store", "store landed", "store failed", "store unproven", "late proof", "discard", "bands",
+            ),
+            "what is never stored is neither copied nor hit",
+        ),
+    ),
     "runtime": (
         ONE_POLICY,
         Forbidden(

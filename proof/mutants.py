@@ -8,6 +8,7 @@ from __future__ import annotations
 from .mutants_cache import CACHE_MUTANTS
 from .mutants_calls import CALL_MUTANTS
 from .mutants_early import EARLY_MUTANTS
+from .mutants_engine import ENGINE_MUTANTS
 from .mutants_keeping import KEEPING_MUTANTS
 from .mutants_line import LINE_MUTANTS
 from .mutants_loss import LOSS_MUTANTS
@@ -21,5 +22,5 @@ __all__ = ["MUTANTS"]
 
 MUTANTS: tuple[Mutant, ...] = (
     CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS + LOSS_MUTANTS + EARLY_MUTANTS
-    + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS + CALL_MUTANTS
+    + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS + CALL_MUTANTS + ENGINE_MUTANTS
 )  # fmt: skip

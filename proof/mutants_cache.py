@@ -8,8 +8,8 @@ __all__ = ["CACHE_MUTANTS"]
 
 PREFIX, TOKENS, MATCHING = "aoffload.prefix", "aoffload.core.tokens", "aoffload.core.matching"
 PINS, CACHE, TIERS = "aoffload.core.pins", "aoffload.core.cache", "aoffload.core.tiers"
-EVICTION, INDEX, LEASE = "aoffload.core.eviction", "aoffload.core.index", "aoffload.core.lease"
-PUBLISH, COMMITS, HOLDING = "aoffload.core.publish", "aoffload.core.commits", "aoffload.core.holding"
+EVICTION, INDEX, RECORDS = "aoffload.core.eviction", "aoffload.core.index", "aoffload.core.records"
+PUBLISH, COMMITS, OWNERS = "aoffload.core.publish", "aoffload.core.commits", "aoffload.core.owners"
 
 _KEYS = (
     Mutant(
@@ -86,7 +86,7 @@ _PINS = (
     ),
     Mutant(
         "lease released twice",
-        LEASE,
+        RECORDS,
         '            raise LeaseError(f"{self.tier.name} lease on {self.run} released twice")',
         "            return",
         "a lease is single-use: releasing twice raises",
@@ -102,13 +102,13 @@ _PINS = (
     Mutant(
         "destinations of a load freed with the request",
         "aoffload.core.loads",
-        "        blocks = table.null(start, stop)\n        if self",
-        "        blocks = table.at(start, stop)\n        if self",
+        "start, stop, table.null(start, stop), most)",
+        "start, stop, table.at(start, stop), most)",
         "a job owns its blocks, never the request",
     ),
     Mutant(
         "holding without its grant holds no room",
-        HOLDING,
+        OWNERS,
         "return self.num_units > 0 or granted or Tier.DEVICE in self.leases",
         "return granted or Tier.DEVICE in self.leases",
         "a waiting extend fails only if nobody else will let go",
@@ -151,8 +151,8 @@ _RUNS = (
     Mutant(
         "evicted newest first",
         EVICTION,
-        "first = self._ring.newer\n        return",
-        "first = self._ring.older\n        return",
+        "        return self._oldest\n",
+        "        return self._newest\n",
         "the least recently used goes first, a prefix by its tail",
     ),
     Mutant(

@@ -140,7 +140,7 @@ CALL_MUTANTS = (
     Mutant(
         "blocks under a step taken back with their author",
         COMMITS,
-        "        shared = [] if self.cache.tiers[Tier.DEVICE].is_lent else read_by(readers, published)\n",
+        "        shared = read_by(readers, published)\n",
         "        shared = []\n",
         "a block is given to somebody else once every job and step has let go",
         programs=True,

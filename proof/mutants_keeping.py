@@ -178,7 +178,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "sent away without a copy",
         ERRANDS,
-        "        if held_alone(cache, hit, Tier.HOST) < hit.stop:\n            return\n",
+        "        if held_alone(cache, hit, Tier.HOST) < hit.stop or not _is_known_by(Tier.HOST, hit):\n"
+        "            return\n",
         "",
         "a demotion loses nothing",
         scenarios=ERRANDS_AMONG_REQUESTS,

@@ -7,9 +7,18 @@ from .planting import Mutant
 __all__ = ["LINE_MUTANTS"]
 
 ADMISSION, WAITING, LEDGER = "aoffload.core.admission", "aoffload.core.waiting", "aoffload.core.ledger"
+OWNERS = "aoffload.core.owners"
 COMMITS, LIFECYCLE = "aoffload.core.commits", "aoffload.core.lifecycle"
 
 _LINE = (
+    Mutant(
+        "who has lost room to its own load waits in vain",
+        ADMISSION,
+        "self.capacity, self.num_least(waiter))",
+        "self.capacity)",
+        "no hang: who can never fit hears so at once, wherever in the line",
+        test="tests/core/test_rare_turns.py::test_who_can_never_fit_after_its_own_load_hears_so_behind_others",
+    ),
     Mutant(
         "hold and wait",
         ADMISSION,
@@ -158,14 +167,14 @@ _LINE = (
 _WAKING = (
     Mutant(
         "no wake-up with a grant",
-        WAITING,
+        OWNERS,
         "        self.granted = blocks\n        self.wake()\n",
         "        self.granted = blocks\n",
         "no hang: whoever is granted room is woken",
     ),
     Mutant(
         "woken before the grant is there",
-        WAITING,
+        OWNERS,
         "        self.granted = blocks\n        self.wake()\n",
         "        self.wake()\n        self.granted = blocks\n",
         "the grant is in the waiter before anybody is woken",
@@ -173,7 +182,7 @@ _WAKING = (
     ),
     Mutant(
         "no wake-up with a failure",
-        WAITING,
+        OWNERS,
         "        self.error = error\n        self.wake()\n",
         "        self.error = error\n",
         "no hang: whoever can no longer fit is woken",
@@ -204,8 +213,8 @@ _WAKING = (
     Mutant(
         "no pump after quarantine",
         LEDGER,
-        "        wakes += self._loads.conclude_all(requests)\n        self.admission.pump()\n",
-        "        wakes += self._loads.conclude_all(requests)\n"
+        "        wakes += self._conclude_loads(requests)\n        self.admission.pump()\n",
+        "        wakes += self._conclude_loads(requests)\n"
         "        if not any(job.job_id in self.jobs.quarantined for job in jobs):\n"
         "            self.admission.pump()\n",
         "quarantine serves the line",

@@ -29,8 +29,8 @@ POLICY_MUTANTS = (
     Mutant(
         "stored after eviction",
         FRONTIER,
-        "left = self.num_blocks - device.pool.num_free - self._num_in_flight()",
-        "left = device.num_evicted and self.num_blocks - device.pool.num_free - self._num_in_flight()",
+        "left = self.num_blocks - device.pool.num_free - self.jobs.num_stored_now()",
+        "left = device.num_evicted and self.num_blocks - device.pool.num_free - self.jobs.num_stored_now()",
         "what is about to be evicted is stored before it is lost",
     ),
     Mutant(

@@ -12,15 +12,15 @@ _OWNERSHIP = (
     Mutant(
         "job borrows the request's lease",
         JOBS,
-        "self._pin_source(source, end.run, starts), self._pin(destination, end.run, starts),",
-        "self._pin(destination, end.run, starts), self._pin(destination, end.run, starts),",
+        "self._pin_source(plan.source, end.run, starts), self._pin(plan.destination, end.run, starts),",
+        "self._pin(plan.destination, end.run, starts), self._pin(plan.destination, end.run, starts),",
         "a job owns its own leases: its source stays",
     ),
     Mutant(
         "destination path not pinned",
         JOBS,
-        "self._pin_source(source, end.run, starts), self._pin(destination, end.run, starts),",
-        "self._pin_source(source, end.run, starts), self._pin(source, end.run, starts),",
+        "self._pin_source(plan.source, end.run, starts), self._pin(plan.destination, end.run, starts),",
+        "self._pin_source(plan.source, end.run, starts), self._pin(plan.source, end.run, starts),",
         "what a copy follows stays until it has landed",
     ),
     Mutant(
@@ -69,8 +69,8 @@ _OWNERSHIP = (
     Mutant(
         "adopted blocks leak",
         LOADS,
-        "self.cache.tiers[Tier.DEVICE].set_aside(blocks))",
-        "[])",
+        "            self.cache.give(Tier.DEVICE, holding.tables[band.number].null(start, stop))\n",
+        "            holding.tables[band.number].null(start, stop)\n",
         "nothing leaks: blocks that others bring are given back",
     ),
 )

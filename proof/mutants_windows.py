@@ -9,7 +9,7 @@ __all__ = ["WINDOW_MUTANTS"]
 GROUPS, MATCHING, WINDOWS = "aoffload.core.groups", "aoffload.core.matching", "aoffload.core.windows"
 CACHE, PINS, STORES = "aoffload.core.cache", "aoffload.core.pins", "aoffload.core.stores"
 LOADS, ADMISSION, PREEMPTION = "aoffload.core.loads", "aoffload.core.admission", "aoffload.core.preemption"
-BORDERS, INDEX, COMMITS = "aoffload.core.borders", "aoffload.core.index", "aoffload.core.commits"
+BORDERS, RECORDS, COMMITS = "aoffload.core.borders", "aoffload.core.records", "aoffload.core.commits"
 LEDGER, ERRANDS = "aoffload.core.ledger", "aoffload.core.errands"
 TAKEN_BACK = "tests/core/test_taken_back.py"
 
@@ -168,7 +168,7 @@ _TAKEN_BACK = (
     ),
     Mutant(
         "what others have computed since is thrown away",
-        INDEX,
+        RECORDS,
         "        self.condemned = tuple([unit for unit in units if unit.ids[0] not in ids])",
         "        self.condemned = ()",
         "every block is in one hand",
@@ -225,8 +225,8 @@ _TAKEN_BACK = (
     Mutant(
         "what hits without bytes sent away",
         ERRANDS,
-        "            if not run.num_after and not any(",
-        "            if False and not any(",
+        " or not _is_known_by(Tier.HOST, hit):\n",
+        ":\n",
         "a demotion loses nothing",
         test="tests/core/test_keeping.py::test_what_hits_without_a_byte_in_the_host_stays",
     ),

@@ -15,12 +15,13 @@ import attrs
 if TYPE_CHECKING:  # a process that plants defects must not import the package
     from aoffload.testing.programs import Broken, ProgramTally
 
-__all__ = ["FACES", "RUNTIME_FACES", "ProgramPiece", "detect", "digests", "pieces"]
+__all__ = ["ENGINE_FACES", "FACES", "RUNTIME_FACES", "ProgramPiece", "detect", "digests", "pieces"]
 
-Face = Literal["ledger", "asyncio", "trio"]
-FACES: tuple[Face, ...] = ("ledger",) * 3 + ("asyncio",) + ("ledger",) * 3 + ("trio",)
+Face = Literal["ledger", "engine", "asyncio", "trio"]
+FACES: tuple[Face, ...] = ("ledger",) * 3 + ("asyncio", "engine") + ("ledger",) * 3 + ("trio", "engine")
 """In turn: a call of a runtime takes twice as long as one of the ledger, which decides."""
 RUNTIME_FACES: tuple[Face, ...] = ("asyncio", "trio")
+ENGINE_FACES: tuple[Face, ...] = ("engine",)
 NUM_CALLS = 48
 """Of a program, about."""
 PIECE = 200

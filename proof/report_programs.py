@@ -21,8 +21,8 @@ RARE = 20
 """A feature that fewer programs have met is listed, and not looked at in pairs."""
 MOST_MISSED = 0.01
 """Of the pairs that nothing forbids, by chance."""
-SIDES = {"ledger": ("ledger",), "runtime": ("asyncio", "trio")}
-"""Features have other names on the ledger than on a runtime."""
+SIDES = {"ledger": ("ledger",), "engine": ("engine",), "runtime": ("asyncio", "trio")}
+"""Features have other names on a ledger than on a runtime, and others where the device is an engine's."""
 
 
 @attrs.frozen

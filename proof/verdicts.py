@@ -17,7 +17,7 @@ import attrs
 
 from .mutants import MUTANTS
 from .planting import PRELOADED, ChildResult, Ending, Mutant, in_child, preload
-from .programs import FACES, RUNTIME_FACES
+from .programs import ENGINE_FACES, FACES, RUNTIME_FACES, Face
 from .workers import share_out
 
 __all__ = ["TWIN", "Budget", "chosen", "judge"]
@@ -129,14 +129,20 @@ def _judge(cases: Sequence[Case], num_workers: int) -> list[Row]:
 
 
 def _cases(mutant: Mutant, budget: Budget) -> list[Case]:
-    # The ledger alone never meets a defect outside of the core.
-    faces = FACES if mutant.module.startswith("aoffload.core.") else RUNTIME_FACES
+    faces = _faces_for(mutant.module)
     if mutant.programs:
         seeds = range(0, budget.num_ranges * SEED_RANGE, SEED_RANGE)
         return [Case(mutant, "programs", budget.programs, faces=faces, first_seed=seed) for seed in seeds]
     if mutant.test:
         return [Case(mutant, "programs", budget.tried_programs, faces=faces)] if budget.tried_programs else []
     return [Case(mutant, "scenarios", MOST_RUNS, scenarios=mutant.scenarios)]
+
+
+def _faces_for(module: str) -> tuple[Face, ...]:
+    """Who meets a defect there at all."""
+    if module.startswith("aoffload.core.engine"):
+        return ENGINE_FACES
+    return FACES if module.startswith("aoffload.core.") else RUNTIME_FACES
 
 
 def _tested(mutant: Mutant) -> Case:

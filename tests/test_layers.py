@@ -17,6 +17,33 @@ ROOMS = {
     "runtime": 4,
     "demo": 5, "integrations": 5, "testing": 5, "trace": 5, "metrics": 5, "kv_events": 5,
 }  # fmt: skip
+FLOORS = (
+    "answer blocks kinds lifecycle plan table tokens",
+    "arguments groups records",
+    "engine_ids eviction index owners",
+    "engine_arrivals matching observer seen tiers waiting",
+    "borders engine_blocks policy",
+    "cache",
+    "jobs keeping pins publish windows",
+    "admission early integrity stores",
+    "forks frontier loads",
+    "commits errands preemption",
+    "engine_offers",
+    "engine_owned",
+    "ledger",
+)
+"""Of the core, the lowest one first: a file imports from floors below its own only."""
+CIRCLES = (
+    {"keeping", "loading", "request", "runtime"},
+    {"integrations.openai_server.prompts", "integrations.openai_server.tokenizer"},
+    {"testing.early", "testing.engine"},
+    {"testing.clients", "testing.injector", "testing.simulation"},
+    {f"testing.programs.{name}" for name in ("engine_laws", "engine_machine")},
+    {f"testing.programs.ledger_{name}" for name in ("jobs", "laws", "machine", "requests", "state", "steps")}
+    | {"testing.programs.machine"},
+    {f"testing.programs.runtime_{name}" for name in ("calls", "clients", "keeping", "stage")},
+)
+"""Files outside of the core that name one another's types. There are to be none."""
 NOT_IN_CORE = {
     "anyio",
     "asyncio",
@@ -100,6 +127,46 @@ def test_torch_stays_in_its_rooms(module: Path) -> None:
 
 
 CORE = [path for path in MODULES if room_of(path) == "core"]
+
+
+@pytest.mark.parametrize("module", CORE, ids=str)
+def test_a_file_of_the_core_imports_from_lower_floors(module: Path) -> None:
+    """Type imports count: nothing in the core is named from below."""
+    floor_of = {name: number for number, names in enumerate(FLOORS, 1) for name in names.split()}
+    if module.stem == "__init__":
+        return
+    assert "TYPE_CHECKING" not in (PACKAGE / module).read_text()
+    for name, _ in imports(module):
+        parts = name.split(".")
+        if parts[:2] == ["aoffload", "core"]:
+            below = floor_of[parts[2]]
+            assert below < floor_of[module.stem], (
+                f"{module} (floor {floor_of[module.stem]}) imports {parts[2]} ({below})"
+            )
+
+
+def test_no_files_name_one_another() -> None:
+    """No circle of imports, type imports included, but for those that are known."""
+    files = {".".join(path.with_suffix("").parts): path for path in MODULES if path.stem != "__init__"}
+    below = {
+        name: {target for target, _ in imports(path) if target != f"aoffload.{name}"} for name, path in files.items()
+    }
+    reached = {name: _reached(name, below) for name in files}
+    found = {frozenset(other for other in reached[name] if name in reached[other]) for name in files}
+    assert {frozenset(circle) for circle in CIRCLES} == {circle for circle in found if circle}
+
+
+def _reached(name: str, below: dict[str, set[str]]) -> set[str]:
+    """Every file that `name` imports, or one that it imports does."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        for target in below[waiting.pop()]:
+            other = target.removeprefix("aoffload.")
+            if other in below and other not in found:
+                found.add(other)
+                waiting.append(other)
+    return found
 
 
 @pytest.mark.parametrize("module", CORE, ids=str)

@@ -10,11 +10,12 @@ import attrs
 from ..errors import OutOfBlocks, WrongState
 from .arguments import check_int
 from .cache import PrefixCache
-from .holding import Extension, Holding
-from .lifecycle import Moves, RequestState, require
+from .lifecycle import RequestState, require
+from .observer import Moves
+from .owners import Extension, Holding, Waiter, nobody
 from .pins import Pins
 from .plan import Tier
-from .waiting import Line, Waiter, nobody, require_idle
+from .waiting import Line, require_idle
 
 __all__ = ["Admission"]
 
@@ -56,7 +57,6 @@ class Admission:
         return waiter
 
     def _units_to_allocate(self, holding: Holding, num_tokens: int | None) -> int:
-        self.cache.tiers[Tier.DEVICE].require_own("allocate")
         require(holding, "allocate", _S.PINNED)
         require_idle(holding, "allocate")
         wanted = holding.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
@@ -80,7 +80,6 @@ class Admission:
         return waiter
 
     def _units_to_extend(self, holding: Holding, num_tokens: int) -> int:
-        self.cache.tiers[Tier.DEVICE].require_own("extend")
         require(holding, "extend", _S.ALLOCATED, _S.RUNNING)
         require_idle(holding, "extend")
         return self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1))
@@ -209,9 +208,10 @@ class Admission:
     # -- the line -------------------------------------------------------------------------------------------------
 
     def wait_for_allocation(self, waiter: Waiter) -> None:
-        """Join the line; only its head keeps pins."""
+        """Join the line; only its head keeps pins. Who has lost room to quarantine meanwhile, and can never fit now,
+        hears so when the line is served next, wherever it stands."""
         before = self.line.allocating[0] if self.line.allocating else waiter
-        self._promised = max(self._promised, self.capacity)
+        self._promised = max(self._promised, self.capacity, self.num_least(waiter))
         waiter.holding.waiter = waiter
         self.line.join_allocating(waiter)
         head = self.line.allocating[0]

@@ -5,16 +5,13 @@ when nobody needs the border, and hands over to the run before what has left a w
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
 
 from .groups import Band, Layout
-from .index import NUM_TIERS, Part, Run, RunIndex, stretches
-from .plan import Tier
+from .index import RunIndex
+from .plan import NUM_TIERS, Tier
+from .records import Job, Part, Run, stretches
 from .tiers import TierBlocks
 from .tokens import max_run_units
-
-if TYPE_CHECKING:
-    from .jobs import Job
 
 __all__ = ["Borders"]
 
@@ -41,7 +38,7 @@ class Borders:
 
     def _divide(self, head: Run, start: int, number: int, part: Part, at: int) -> Part:
         """The part of the head that is cut off at `at`; `part` keeps what lies behind."""
-        front = type(part)(head, start, start)
+        front = Part(part.width, head, start, start)
         if number < NUM_TIERS:
             # The leases stay with the tail, which now counts once on the head.
             front.num_references = 1 if part.num_references else 0
@@ -93,7 +90,6 @@ class Borders:
         head = run.before
         if head is None or self.is_cut(head.stop) or not self._may_take_over(head, run, band):
             return False
-        self.tiers[Tier.DEVICE].leave_front(run.part(Tier.DEVICE, band.number), at)
         for number, (front, back) in enumerate(zip(head.parts, run.parts, strict=True)):
             self._take_over(self.tiers[number % NUM_TIERS], front, back, at)
         self.index.move_border(head, run, at)

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 from .borders import Borders
 from .eviction import EvictionOrder
 from .groups import Band, Layout
-from .index import NUM_TIERS, Part, Run, RunIndex
-from .lease import Lease
-from .plan import Tier
+from .index import RunIndex
+from .plan import NUM_TIERS, Tier
+from .records import Lease, Part, Run
 from .tiers import BlockWatcher, TierBlocks
 
 __all__ = ["ORPHANED", "UNPUBLISHABLE", "PrefixCache"]
@@ -44,9 +44,9 @@ class PrefixCache(Borders):
         """Counts resets: what is of another one is not findable."""
 
     def watch(self, watcher: BlockWatcher | None) -> None:
-        """Tell `watcher` what is cached from now on and is no more; not of lent blocks, which their engine knows."""
+        """Tell `watcher` what is cached from now on and is no more; not of blocks that are an engine's own."""
         for tier in self.tiers:
-            tier.watcher = None if tier.is_lent else watcher
+            tier.watcher = None if tier.is_outside else watcher
 
     # -- leases ---------------------------------------------------------------------------------------------------
 

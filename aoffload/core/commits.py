@@ -15,19 +15,19 @@ from .cache import UNPUBLISHABLE, PrefixCache
 from .early import check_valid
 from .forks import taken_from
 from .frontier import Frontier
-from .holding import Holding
-from .index import Run
 from .keeping import Keeping
 from .lifecycle import RequestState, require
 from .loads import Loads, require_no_holes
+from .owners import Holding
 from .pins import Pins
-from .plan import Tier, TransferPlan
+from .plan import TransferPlan
 from .policy import StorePolicy
 from .publish import first_published, publish, published_by, read_by, runs_from, step_back, take_private
+from .records import Run
 from .stores import Stores
 from .windows import slide
 
-__all__ = ["Commits"]
+__all__ = ["Commits", "check_known", "check_progress", "is_at_end"]
 
 _S = RequestState
 
@@ -79,18 +79,13 @@ class Commits:
         return added
 
     def _check_commit(self, holding: Holding, num_computed_tokens: int, num_added: int) -> None:
-        name = "num_computed_tokens"
-        if type(num_computed_tokens) is not int:
-            raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
-        if num_computed_tokens < holding.num_computed_tokens:
-            raise CommitError(name, f"goes back from {holding.num_computed_tokens} to {num_computed_tokens}")
+        check_progress(num_computed_tokens, holding.num_computed_tokens)
         check_valid(holding, num_computed_tokens)
         allocated = holding.num_units * self.cache.layout.unit_tokens
         if num_computed_tokens > allocated:
-            raise CommitError(name, f"is {num_computed_tokens}, beyond the {allocated} tokens that were allocated")
-        known = holding.sequence.num_tokens + num_added
-        if num_computed_tokens > known:
-            raise CommitError(name, f"is {num_computed_tokens}, beyond the {known} tokens that are known")
+            problem = f"is {num_computed_tokens}, beyond the {allocated} tokens that were allocated"
+            raise CommitError("num_computed_tokens", problem)
+        check_known(holding, num_computed_tokens, num_added)
 
     def offer_stores(self, holding: Holding, first: int, *, is_last: bool = False) -> tuple[TransferPlan, ...]:
         """What the policy wants stored now of the path of `holding`, from unit `first` on and before it where missing.
@@ -106,19 +101,13 @@ class Commits:
         if self.frontier.num_blocks:
             self.frontier.offer(run, stop)
             return ()
-        is_at_end = is_last or self._is_at_end(holding) or first < stop == holding.store_limit
-        jobs = self.stores.offer(holding, run, first, stop, with_windows=is_at_end)
+        with_windows = is_last or is_at_end(holding) or first < stop == holding.store_limit
+        jobs = self.stores.offer(holding, run, first, stop, with_windows=with_windows)
         return tuple([job.plan for job in jobs]) if jobs else ()
 
     def plan_frontier(self) -> tuple[TransferPlan, ...]:
         """Stores of what is about to be evicted; none unless the policy has a frontier."""
         return tuple([job.plan for job in self.frontier.plan()]) if self.frontier.num_blocks else ()
-
-    @staticmethod
-    def _is_at_end(holding: Holding) -> bool:
-        """Whether the prompt is computed, and nothing was generated yet."""
-        num_prompt = holding.sequence.num_prompt_tokens
-        return num_prompt <= holding.num_computed_tokens <= holding.sequence.num_tokens <= num_prompt + 1
 
     def invalidate(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> tuple[Holding, ...]:
         """Take back what a failed forward committed: nothing from `from_token` on was ever right.
@@ -140,8 +129,6 @@ class Commits:
         tainted = self._taint(wrong, others, {holding: from_token})
         self.cache.withdraw_all(wrong)
         self.keeping.renew()
-        if self.cache.tiers[Tier.DEVICE].is_lent:
-            self._keep_handles(tainted)
         self.admission.match_again(other for other in others if other in tainted or _leases_any(other, wrong))
         goes_on = self._compute_again(holding, from_token, tainted)
         holding.sequence.drop_after(from_token + 1)
@@ -152,22 +139,15 @@ class Commits:
         holding.epoch = UNPUBLISHABLE
         return (holding, *tainted)
 
-    def _keep_handles(self, tainted: dict[Holding, int]) -> None:
-        """Of lent blocks each table has a handle of its own on what it names."""
-        for other, start in tainted.items():
-            published = published_by(self.cache, other, start) if other.tables else []
-            take_private(self.cache, other, published, [])
-            for band, run in published:
-                other.tables[band.number].duplicates.append(range(run.start, run.stop))
-
     def _compute_again(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> bool:
         """Let `holding` compute again from `from_token` on. False: others still read blocks that it would write to, and
         there is no room for as many; or a step of its own writes there, or half of one is right and has to stay."""
         start, excess = divmod(from_token, self.cache.layout.unit_tokens)
         published = published_by(self.cache, holding, start)
-        shared = [] if self.cache.tiers[Tier.DEVICE].is_lent else read_by(readers, published)
+        shared = read_by(readers, published)
         needed = sum((run.stop - run.start) * band.width for band, run in shared)
-        if shared and (holding.num_steps or needed > self.admission.room or (excess and shared[0][1].start == start)):
+        is_half_right = excess and any(run.start == start for _, run in shared)  # of any band
+        if shared and (holding.num_steps or needed > self.admission.room or is_half_right):
             return False
         take_private(self.cache, holding, published, shared)
         step_back(self.cache, holding, start)
@@ -190,7 +170,7 @@ class Commits:
                 if other in tainted:
                     continue
                 read = [run.start for run in _read(other) if run in wrong]
-                read += taken_from(self.cache, other, sources)
+                read += taken_from(other, sources, self.cache.layout.unit_tokens)
                 read += self._read_before(other, sources)
                 if read:
                     # Only behind the first wrong block: what it computed before that is right, and others build on it.
@@ -213,6 +193,29 @@ class Commits:
             for source, first in firsts.items()
             if first < other.read_before and other.sequence.agrees(source.sequence, (first + 1) * unit)
         ]
+
+
+def is_at_end(holding: Holding) -> bool:
+    """Whether the prompt is computed, and nothing was generated yet."""
+    num_prompt = holding.sequence.num_prompt_tokens
+    return num_prompt <= holding.num_computed_tokens <= holding.sequence.num_tokens <= num_prompt + 1
+
+
+def check_progress(num_computed_tokens: int, before: int) -> None:
+    """Refuse what is no number of tokens, or goes back behind that of `before`."""
+    name = "num_computed_tokens"
+    if type(num_computed_tokens) is not int:
+        raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
+    if num_computed_tokens < before:
+        raise CommitError(name, f"goes back from {before} to {num_computed_tokens}")
+
+
+def check_known(holding: Holding, num_computed_tokens: int, num_added: int) -> None:
+    """Refuse more computed tokens than are known, with `num_added` new ones."""
+    known = holding.sequence.num_tokens + num_added
+    if num_computed_tokens > known:
+        problem = f"is {num_computed_tokens}, beyond the {known} tokens that are known"
+        raise CommitError("num_computed_tokens", problem)
 
 
 def _read(holding: Holding) -> Iterator[Run]:

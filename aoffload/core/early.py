@@ -11,20 +11,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-import attrs
-
 from ..errors import CommitError, WrongState
 from .cache import PrefixCache
 from .groups import Band
-from .holding import Holding, Load
-from .index import Part, Stretch, stretches
-from .jobs import Job, coming
-from .lifecycle import EarlyState, Moves, RequestState
+from .jobs import coming
+from .lifecycle import EarlyState, RequestState
+from .observer import Moves
+from .owners import EarlyStart, Holding
 from .plan import Tier
+from .records import Job, Load, Part, Stretch, stretches
 from .table import BlockTable
 
 __all__ = [
-    "EarlyStart",
     "begin_step",
     "can_start",
     "check_valid",
@@ -36,21 +34,6 @@ __all__ = [
 ]
 
 _S = EarlyState
-
-
-@attrs.define(eq=False)
-class EarlyStart:
-    holding: Holding
-    stop: int
-    """The unit up to which it takes its load for landed."""
-    num_tokens: int
-    """The same in tokens."""
-    tables: tuple[array[int], ...]
-    """What it takes the block tables for up to there, one for each band."""
-    state: EarlyState = EarlyState.NEW
-
-    def __str__(self) -> str:
-        return f"early start of {self.holding}"
 
 
 def can_start(cache: PrefixCache, holding: Holding) -> bool:

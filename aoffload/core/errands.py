@@ -12,57 +12,23 @@ import attrs
 
 from .admission import Admission
 from .cache import PrefixCache
-from .holding import Holding, Load
-from .index import NUM_TIERS, Run
-from .jobs import Job, coming
+from .jobs import coming
 from .keeping import held_alone
-from .lease import Lease
-from .lifecycle import ErrandState, Moves
+from .lifecycle import ErrandState
 from .loads import Loads
-from .matching import find_hit
+from .matching import Hit, find_hit
+from .observer import Moves
+from .owners import Demotion, Errand, Holding, Prefetch
 from .pins import Pins
-from .plan import Tier, TransferPlan
+from .plan import NUM_TIERS, Tier
+from .records import Job, Lease, Load, Run
 from .stores import Stores
 from .table import BlockTable
 from .tokens import TokenSequence
 
-__all__ = ["Demotion", "Errand", "Errands", "Prefetch"]
+__all__ = ["Errands"]
 
 _S = ErrandState
-
-
-@attrs.define(eq=False, repr=False)
-class Errand:
-    holding: Holding
-    wake: Callable[[], object]
-    """Called once it is over."""
-    state: ErrandState = ErrandState.NEW
-    plans: tuple[TransferPlan, ...] = ()
-    """To be launched. There may be none, and yet jobs of others to wait for."""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.holding.request_id} {self.state.name}>"
-
-    def __str__(self) -> str:
-        return self.holding.request_id
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in (_S.DONE, _S.CANCELLED)
-
-
-@attrs.define(eq=False, repr=False)
-class Prefetch(Errand):
-    num_blocks: int = 0
-    """Device blocks that it has taken: they count while it is under way."""
-    num_tokens: int = 0
-    """Tokens of the prompt on the device when it was over."""
-
-
-@attrs.define(eq=False, repr=False)
-class Demotion(Errand):
-    num_blocks: int = 0
-    """Device blocks that it has given back."""
 
 
 @attrs.define(eq=False)
@@ -203,12 +169,10 @@ class Errands:
         if errand.holding.epoch != cache.epoch:
             return
         hit = find_hit(cache.index, sequence, cache.layout, errand.holding.hit_limit)
-        if held_alone(cache, hit, Tier.HOST) < hit.stop:
+        if held_alone(cache, hit, Tier.HOST) < hit.stop or not _is_known_by(Tier.HOST, hit):
             return
         device = cache.tiers[Tier.DEVICE]
         for run in self._leaving(sequence):
-            if not run.num_after and not any(part.blocks for part in run.parts[Tier.HOST :: NUM_TIERS]):
-                return  # what hits without a byte in the host is only known of because of what is on the device
             for part in run.parts[Tier.DEVICE :: NUM_TIERS]:
                 if part.blocks:
                     errand.num_blocks += len(part.blocks)
@@ -253,3 +217,12 @@ class Errands:
             hit = find_hit(self.cache.index, sequence, layout, (sequence.num_tokens - 1) // layout.unit_tokens)
             errand.num_tokens = hit.device_stop * layout.unit_tokens
         self.moves.errand(errand, state)
+
+
+def _is_known_by(tier: Tier, hit: Hit) -> bool:
+    """Whether `tier` holds the last unit of `hit`, in any band. Windows may need nothing of it; but without a block
+    there, the index forgets its tokens."""
+    if not hit.stop:
+        return True
+    parts = hit.run_at(hit.stop).parts[tier::NUM_TIERS]
+    return any(part.first < hit.stop <= part.stop for part in parts)

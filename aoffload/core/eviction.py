@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from .index import Part
+from .records import Part
 
 __all__ = ["EvictionOrder", "LeastRecentlyUsed"]
 
@@ -33,17 +33,17 @@ class EvictionOrder(Protocol):
 
 
 class LeastRecentlyUsed:
-    """Oldest release first, as a ring through the parts themselves, in the order of their `last_use`."""
+    """Oldest release first: a chain through the parts themselves, in the order of their `last_use`."""
 
     def __init__(self) -> None:
-        self._ring = Part(None, 0, 0)  # type: ignore[arg-type]
-        self._ring.older = self._ring.newer = self._ring
+        self._oldest: Part | None = None
+        self._newest: Part | None = None
         self._num_uses = 0
 
     def add(self, part: Part) -> None:
         self._num_uses += 1
         part.last_use = self._num_uses
-        self._link(part, self._ring.older)
+        self._link(part, self._newest)
 
     def add_newer(self, part: Part, than: Part) -> None:
         part.last_use = than.last_use
@@ -51,34 +51,46 @@ class LeastRecentlyUsed:
 
     def add_back(self, part: Part) -> None:
         """Looked for from both ends: what was about to be evicted is near the one, what is hot near the other."""
-        old, new = self._ring.newer, self._ring.older
-        while True:
-            assert old is not None and new is not None
-            if old is self._ring or old.last_use > part.last_use:
+        old, new = self._oldest, self._newest
+        while old is not None and new is not None:
+            if old.last_use > part.last_use:
                 return self._link(part, old.older)
-            if new is self._ring or new.last_use <= part.last_use:
+            if new.last_use <= part.last_use:
                 return self._link(part, new)
             old, new = old.newer, new.older
+        return self._link(part, new)
 
     def _link(self, part: Part, older: Part | None) -> None:
-        assert older is not None
-        newer = older.newer
-        assert newer is not None
+        """Put `part` behind `older`; in front of all, if that is None."""
+        newer = self._oldest if older is None else older.newer
         part.older, part.newer = older, newer
-        older.newer = newer.older = part
+        if older is None:
+            self._oldest = part
+        else:
+            older.newer = part
+        if newer is None:
+            self._newest = part
+        else:
+            newer.older = part
 
     def remove(self, part: Part) -> None:
         older, newer = part.older, part.newer
-        assert older is not None and newer is not None, "not in the order"
-        older.newer, newer.older = newer, older
+        assert older is not None or self._oldest is part, "not in the order"
+        if older is None:
+            self._oldest = newer
+        else:
+            older.newer = newer
+        if newer is None:
+            self._newest = older
+        else:
+            newer.older = older
         part.older = part.newer = None
 
     def oldest(self) -> Part | None:
-        first = self._ring.newer
-        return None if first is self._ring else first
+        return self._oldest
 
     def __iter__(self) -> Iterator[Part]:
-        part = self._ring.newer
-        while part is not None and part is not self._ring:
+        part = self._oldest
+        while part is not None:
             yield part
             part = part.newer

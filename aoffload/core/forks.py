@@ -9,13 +9,14 @@ import attrs
 
 from ..errors import OutOfBlocks, WrongState
 from .admission import Admission
+from .answer import PrefixMatch
 from .cache import UNPUBLISHABLE, PrefixCache
 from .groups import Band
-from .holding import Holding
-from .index import stretches
-from .lifecycle import Moves, RequestState
-from .matching import PrefixMatch
+from .lifecycle import RequestState
+from .observer import Moves
+from .owners import Holding
 from .plan import Tier
+from .records import stretches
 from .table import BlockTable
 from .waiting import require_idle
 
@@ -97,7 +98,6 @@ class Forks:
 
     def take(self, parent: Holding, shared: int, num_units: int) -> list[array[int]]:
         """Blocks of our own for a fork, for each band those from unit `shared` on; `OutOfBlocks` changes nothing."""
-        self.cache.tiers[Tier.DEVICE].require_own("fork")
         bands, firsts = self.cache.layout.bands, self.first_own(parent, shared)
         counts = [max(0, num_units - first) * band.width for band, first in zip(bands, firsts, strict=True)]
         room, capacity = self.admission.room, self.admission.capacity
@@ -155,15 +155,8 @@ class Forks:
         return tuple(found)
 
 
-def taken_from(cache: PrefixCache, holding: Holding, sources: Mapping[Holding, int]) -> list[int]:
+def taken_from(holding: Holding, sources: Mapping[Holding, int], unit_tokens: int) -> list[int]:
     """The first unit that `holding` has of what each of `sources` computed from some token on: copied when it was
-    forked, or in a block that is lent to both."""
-    unit, copied = cache.layout.unit_tokens, holding.origins.items()
-    found = [sources[source] // unit for source, stop in copied if source in sources and stop > sources[source]]
-    if not cache.tiers[Tier.DEVICE].is_lent:
-        return found
-    for source, at in sources.items():
-        for mine, theirs in zip(holding.tables, source.tables, strict=False):
-            ids = set(theirs.ids[at // cache.layout.unit_tokens * theirs.width :]) - {0}
-            found += [index // mine.width for index, block_id in enumerate(mine.ids) if block_id in ids][:1]
-    return found
+    forked."""
+    copied = holding.origins.items()
+    return [sources[source] // unit_tokens for source, stop in copied if source in sources and stop > sources[source]]

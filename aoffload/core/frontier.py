@@ -12,9 +12,9 @@ from __future__ import annotations
 import attrs
 
 from .cache import PrefixCache
-from .index import Part, Run
-from .jobs import Job, JobBook
-from .plan import Direction, Tier
+from .jobs import JobBook
+from .plan import Tier
+from .records import Job, Part, Run
 from .stores import Stores
 
 __all__ = ["Frontier"]
@@ -68,7 +68,7 @@ class Frontier:
     def _about_to_lose(self) -> list[Run]:
         """Runs with blocks in the frontier that the host may lack, the next to be evicted first."""
         device = self.cache.tiers[Tier.DEVICE]
-        left = self.num_blocks - device.pool.num_free - self._num_in_flight()
+        left = self.num_blocks - device.pool.num_free - self.jobs.num_stored_now()
         found: dict[Run, None] = {}
         for part in device.order:
             if left <= 0:
@@ -77,10 +77,6 @@ class Frontier:
             if self._may_lack(part):
                 found[part.run] = None
         return list(found)
-
-    def _num_in_flight(self) -> int:
-        stores = (job.plan for job in self.jobs.unsettled.values() if job.plan.direction is Direction.STORE)
-        return sum(plan.num_blocks for plan in stores)
 
     @staticmethod
     def _may_lack(part: Part) -> bool:

@@ -7,17 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from ..errors import IntegrityError
-from .blocks import DevicePool
 from .cache import ORPHANED, UNPUBLISHABLE, PrefixCache
 from .groups import Band
-from .holding import Holding
-from .index import NUM_TIERS, Run
 from .jobs import JobBook
-from .keeping import Pin
-from .lease import Lease
-from .lent import LentBlocks
-from .plan import Tier
+from .owners import Holding, Pin
+from .plan import NUM_TIERS, Tier
+from .records import Lease, Run
 from .table import BlockTable
+from .tiers import TierBlocks
 from .waiting import Line
 
 __all__ = ["check_integrity"]
@@ -41,7 +38,7 @@ def check_integrity(
         _check_order(cache, tier.tier, runs)
         _check_blocks(cache, tier.tier, runs, jobs, held)
     for holding in held:
-        _check_tables(holding, is_lent=cache.tiers[Tier.DEVICE].is_lent)
+        _check_tables(holding)
     _check_line(line)
 
 
@@ -128,37 +125,33 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
     for job in (*jobs.unsettled.values(), *quarantined):
         if job.plan.destination is tier:
             hands += job.plan.destination_ids
-    if cache.tiers[tier].is_lent:
-        for job in jobs.unsettled.values():
-            if job.plan.source is tier:
-                hands += job.plan.source_ids
+    number = sum(len(job.plan.destination_ids) for job in quarantined)
+    _demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
+    if cache.tiers[tier].is_outside:
+        _check_outside(cache.tiers[tier], hands, jobs)
+        return
     if tier is Tier.DEVICE:
         for holding in holdings:
             hands += holding.private_blocks()
             if holding.waiter is not None and holding.waiter.granted is not None:
                 hands += holding.waiter.granted
     held = set(hands)
-    if cache.tiers[tier].is_lent:
-        _check_handles(cache.tiers[tier].pool, hands)
-    elif len(held) != len(hands):
+    if len(held) != len(hands):
         raise IntegrityError(f"{tier.name} blocks in two hands: {[i for i, n in Counter(hands).items() if n > 1][:8]}")
     total = cache.tiers[tier].pool.num_blocks
     _demand(len(held) == total, f"{tier.name} blocks in no hand", total - len(held))
     _demand(tier is not Tier.DEVICE or 0 not in held, "the null block is in use")
-    number = sum(len(job.plan.destination_ids) for job in quarantined)
-    _demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
 
 
-def _check_handles(pool: DevicePool, hands: list[int]) -> None:
-    """Of lent blocks every handle is in exactly one hand, and there is no other."""
-    assert isinstance(pool, LentBlocks)
-    wrong = Counter(hands)
-    wrong.subtract(dict(pool.handles()))
-    wrong_ids = [block_id for block_id, number in wrong.items() if number]
-    _demand(not wrong_ids, "handles of lent blocks in no hand, or in two", wrong_ids[:8])
+def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
+    """Of an engine's blocks only jobs hold any, and no two write to one."""
+    _demand(len(set(written)) == len(written), "two copies write to a block of the engine's", written)
+    plans = [job.plan for job in jobs.unsettled.values()]
+    number = len(written) + sum(plan.num_blocks for plan in plans if plan.source is tier.tier)
+    _demand(tier.pool.num_blocks == number, "an engine's blocks are held by no job", tier.pool.num_blocks, number)
 
 
-def _check_tables(holding: Holding, *, is_lent: bool) -> None:
+def _check_tables(holding: Holding) -> None:
     if holding.epoch == UNPUBLISHABLE:
         return  # a forward that still runs may name blocks that were withdrawn meanwhile; it only reads them
     if holding.epoch == ORPHANED:
@@ -172,7 +165,7 @@ def _check_tables(holding: Holding, *, is_lent: bool) -> None:
             lease = holding.leases.get(Tier.DEVICE)
             is_let_go = lease is None or lease.starts[number - 1] >= table.start
             _demand(is_let_go, "what has left a window is pinned", holding, number)
-        _check_table(holding, number, table, is_lent=is_lent)
+        _check_table(holding, number, table)
 
 
 def _check_kept(holding: Holding, band: int, table: BlockTable) -> None:
@@ -189,8 +182,7 @@ def _check_kept(holding: Holding, band: int, table: BlockTable) -> None:
         _demand(is_kept, "a table names blocks in no hand of its own", holding, unit)
 
 
-def _check_table(holding: Holding, band: int, table: BlockTable, *, is_lent: bool) -> None:
-    """An engine may lend one block to several requests: what it says is a copy of its own may be the leased one."""
+def _check_table(holding: Holding, band: int, table: BlockTable) -> None:
     private = {unit for units in table.duplicates for unit in units}
     run = holding.device_run
     for current in run.path() if run is not None and table.width else ():
@@ -199,12 +191,7 @@ def _check_table(holding: Holding, band: int, table: BlockTable, *, is_lent: boo
             if not part.first <= unit < part.stop:
                 continue  # found corrupt meanwhile, and forgotten
             same = table.at(unit, unit + 1) == part.ids(unit, unit + 1)
-            _demand(
-                same != (unit in private) or (same and is_lent),
-                "a table does not name its leased blocks",
-                holding,
-                unit,
-            )
+            _demand(same != (unit in private), "a table does not name its leased blocks", holding, unit)
 
 
 def _check_line(line: Line) -> None:

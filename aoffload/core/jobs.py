@@ -13,57 +13,13 @@ import attrs
 
 from .cache import PrefixCache
 from .groups import Band
-from .holding import Holding
-from .index import Part, Run, Stretch, held_ids, stretches
-from .lease import Lease
-from .lifecycle import JobState, Moves, require
+from .lifecycle import JobState, require
+from .observer import Moves
+from .owners import Holding
 from .plan import Completion, Direction, Outcome, Tier, TransferPlan
+from .records import Job, Lease, Part, Run, Stretch, held_ids, stretches
 
-__all__ = ["Job", "JobBook", "coming"]
-
-
-@attrs.define(eq=False, repr=False)
-class Job:
-    plan: TransferPlan
-    run: Run
-    """Where the job's stretch ends; what lies before it is found through `before`."""
-    start: int
-    stop: int
-    epoch: int
-    band: int
-    """The band of groups whose blocks it moves; a transfer of several is several jobs."""
-    source_lease: Lease | None
-    destination_lease: Lease | None
-    """Keeps the run, and the blocks that the new ones follow, while the copy runs. Of lent blocks a job pins only those
-    that it touches, by handles: whatever else its request had goes back with the request."""
-    predecessor: Job | None
-    """The unsettled job that fills what lies before: settled first, so publishing follows prefix order."""
-    request_id: str
-    """Who wanted it; empty for what was stored because it would have been evicted."""
-    state: JobState = JobState.QUEUED
-    claims: dict[Holding, None] = attrs.field(factory=dict)
-    """Holdings whose load waits for this job. A queued load without one is discarded."""
-    followers: list[Job] = attrs.field(factory=list)
-    parked: Completion | None = None
-    """It ended before its predecessor did."""
-    completion: Completion | None = None
-
-    def __repr__(self) -> str:
-        return f"<Job {self.job_id} {self.plan.direction.value} [{self.start},{self.stop}) {self.state.name}>"
-
-    def __str__(self) -> str:
-        return f"job {self.job_id}"
-
-    @property
-    def job_id(self) -> int:
-        return self.plan.job_id
-
-    def leases(self) -> list[Lease]:
-        return [lease for lease in (self.source_lease, self.destination_lease) if lease is not None]
-
-    @property
-    def is_settled(self) -> bool:
-        return self.completion is not None or self.state is JobState.DISCARDED
+__all__ = ["JobBook", "coming"]
 
 
 @attrs.define(eq=False, repr=False)
@@ -97,19 +53,25 @@ class JobBook:
         stop: int,
         blocks: array[int],
         units_per_job: Sequence[int] = (),
+        source_ids: array[int] | None = None,
     ) -> list[Job]:
         """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of the other tier.
 
-        `units_per_job`: what one of them carries at most, for each band, if not as much as any."""
+        `units_per_job`: what one of them carries at most, for each band, if not as much as any. `source_ids`: the
+        blocks to copy from, where they are an engine's."""
         jobs: list[Job] = []
         source, destination = (Tier.HOST, Tier.DEVICE) if direction is Direction.LOAD else (Tier.DEVICE, Tier.HOST)
-        if band.number:
+        if band.number and not self.cache.tiers[destination].is_outside:
             self._make_adjoin(run, band, destination, start, stop)
         most = (units_per_job or self.units_per_job)[band.number]
         for first in range(start, stop, most):
             last = min(first + most, stop)
-            into = blocks[(first - start) * band.width : (last - start) * band.width]
-            jobs.append(self._job(holding, source, destination, band, stretches(run, first, last), into))
+            of_job = slice((first - start) * band.width, (last - start) * band.width)
+            over = stretches(run, first, last)
+            held = held_ids(over, source, band.number) if source_ids is None else source_ids[of_job]
+            plan = TransferPlan(self._next_id, source, destination, held, blocks[of_job])
+            self._next_id += 1
+            jobs.append(self._job(holding, plan, band, over))
         return jobs
 
     def _make_adjoin(self, run: Run, band: Band, tier: Tier, start: int, stop: int) -> None:
@@ -124,43 +86,39 @@ class JobBook:
             elif stretch.start > last:
                 self.cache.split(stretch.run, stretch.start)
 
-    def _job(
-        self,
-        holding: Holding | None,
-        source: Tier,
-        destination: Tier,
-        band: Band,
-        over: list[Stretch],
-        blocks: array[int],
-    ) -> Job:
-        source_ids = held_ids(over, source, band.number)
+    def _job(self, holding: Holding | None, plan: TransferPlan, band: Band, over: list[Stretch]) -> Job:
         end = over[-1]
-        plan = TransferPlan(self._next_id, source, destination, source_ids, blocks)
-        self._next_id += 1
-        if self.cache.tiers[source].is_lent:
-            self.cache.tiers[source].share(source_ids)
         # Of its own band from a run's start on, of no other.
         starts = [over[0].run.start if other is band else end.run.stop for other in self.cache.layout.windows]
         job = Job(
             plan, end.run, over[0].start, end.stop, self.cache.epoch, band.number,
-            self._pin_source(source, end.run, starts), self._pin(destination, end.run, starts),
-            self._predecessor(over[0], destination, band.number), "" if holding is None else holding.request_id,
+            self._pin_source(plan.source, end.run, starts), self._pin(plan.destination, end.run, starts),
+            None, "" if holding is None else holding.request_id,
         )  # fmt: skip
-        if job.predecessor is not None:
-            job.predecessor.followers.append(job)
-        for stretch in over:
-            part = stretch.run.part(destination, band.number)
-            part.incoming = job
+        if job.source_lease is None:
+            self.cache.tiers[plan.source].hold(plan.source_ids)
+        if job.destination_lease is None:
+            self.cache.tiers[plan.destination].hold(plan.destination_ids)
+        else:
+            self._line_up(job, over)
         self.unsettled[plan.job_id] = job
         return job
 
+    def _line_up(self, job: Job, over: list[Stretch]) -> None:
+        """What `job` brings is published behind what is on its way to the same path already."""
+        tier = job.plan.destination
+        job.predecessor = self._predecessor(over[0], tier, job.band)
+        if job.predecessor is not None:
+            job.predecessor.followers.append(job)
+        for stretch in over:
+            stretch.run.part(tier, job.band).incoming = job
+
     def _pin(self, tier: Tier, run: Run, starts: list[int]) -> Lease | None:
-        return None if self.cache.tiers[tier].is_lent else self.cache.lease(tier, run, starts)
+        return None if self.cache.tiers[tier].is_outside else self.cache.lease(tier, run, starts)
 
     def _pin_source(self, tier: Tier, run: Run, starts: list[int]) -> Lease | None:
         """Being stored is no use of what is stored."""
-        blocks = self.cache.tiers[tier]
-        if blocks.is_lent:
+        if self.cache.tiers[tier].is_outside:
             return None
         return self.cache.lease_aside(tier, run, starts) if tier is Tier.DEVICE else self.cache.lease(tier, run, starts)
 
@@ -182,6 +140,11 @@ class JobBook:
         """Whether `job` has lost its last waiter before it was launched; the caller discards it then."""
         job.claims.pop(holding, None)
         return not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD
+
+    def num_stored_now(self) -> int:
+        """Blocks that stores under way read."""
+        stores = (job.plan for job in self.unsettled.values() if job.plan.direction is Direction.STORE)
+        return sum(plan.num_blocks for plan in stores)
 
     def doubtful_ids(self, tier: Tier) -> set[int]:
         """Blocks of `tier` that copies may still write to."""
@@ -243,7 +206,7 @@ class JobBook:
         unproven = completion.outcome is Outcome.UNPROVEN
         width = self.cache.layout.bands[job.band].width
         num_units = (job.stop - job.start) if completion.outcome is Outcome.LANDED else completion.num_landed // width
-        may_publish = job.epoch == self.cache.epoch and not unproven
+        may_publish = job.epoch == self.cache.epoch and not unproven and job.destination_lease is not None
         self._land(job, job.start + num_units if may_publish else job.start, keep_ids=unproven)
         if unproven:
             self.quarantined[job.job_id] = job
@@ -261,7 +224,7 @@ class JobBook:
         if job.destination_lease is not None:
             self.cache.release(job.destination_lease)
         if job.source_lease is None:
-            self.cache.give(job.plan.source, job.plan.source_ids)
+            self.cache.tiers[job.plan.source].let_go(job.plan.source_ids)
 
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish what is proven, in prefix order and onto the job's own runs; free the other destinations."""
@@ -270,7 +233,7 @@ class JobBook:
             part = stretch.run.part(tier, job.band)
             first, last = stretch.start, min(stretch.stop, proven_stop)
             brought = ids[(first - job.start) * width : (stretch.stop - job.start) * width]
-            if first < last and (part.num_references or not self.cache.tiers[tier].is_lent):
+            if first < last:
                 enter, held = _enter_window if job.band else _enter_spine, (part.first, part.stop)
                 brought = enter(tier, part, first, last, brought)
                 if (watcher := self.cache.tiers[tier].watcher) is not None:

@@ -18,46 +18,19 @@ import attrs
 
 from ..arguments import number_of, shown
 from ..errors import InvalidArgument, OutOfBlocks
+from .answer import PrefixMatch
 from .cache import PrefixCache
-from .index import NUM_TIERS, Part, stretches
-from .lease import Lease
-from .lifecycle import Moves, PinState
-from .matching import NO_MATCH, Hit, PrefixMatch, accepted, find_hit, present_stop
-from .plan import Tier
+from .lifecycle import PinState
+from .matching import Hit, accepted, find_hit, present_stop
+from .observer import Moves
+from .owners import Pin
+from .plan import NUM_TIERS, Tier
+from .records import Lease, Part, stretches
 from .tokens import TokenSequence
 
-__all__ = ["Keeping", "Pin", "held_alone"]
+__all__ = ["Keeping", "held_alone"]
 
 _S = PinState
-
-
-@attrs.define(eq=False, repr=False)
-class Pin:
-    """What `Ledger.pin` returns; ended by `Ledger.unpin`, its deadline, or one of the rules above. Once."""
-
-    pin_id: int
-    sequence: TokenSequence
-    expires_at: float
-    """By the clock of whoever calls `Ledger.lapse`."""
-    ledger: object
-    state: PinState = PinState.NEW
-    match: PrefixMatch = NO_MATCH
-    """What it keeps, or has kept."""
-    leases: list[Lease] = attrs.field(factory=list)
-
-    def __repr__(self) -> str:
-        return f"<Pin {self.pin_id} {self.state.name} {self.match.num_tokens} tokens>"
-
-    def __str__(self) -> str:
-        return f"pin {self.pin_id}"
-
-    @property
-    def has_lapsed(self) -> bool:
-        """Whether its time was over before it was released."""
-        return self.state is PinState.LAPSED
-
-    def all_leases(self) -> list[Lease]:
-        return self.leases
 
 
 @attrs.frozen

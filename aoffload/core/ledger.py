@@ -18,33 +18,37 @@ from ..config import MAX_BLOCKS, OffloadConfig
 from ..errors import ConfigError, DuplicateRequest, InvalidArgument, WrongState
 from ..prefix import Prefix, TokenIds
 from .admission import Admission
+from .answer import PrefixMatch
 from .arguments import check_bool, check_completion, check_int, check_prefix, check_text, check_tier
 from .blocks import DevicePool, ExtentPool, FreeList
 from .cache import ORPHANED, PrefixCache
 from .commits import Commits
 from .early import begin_step, can_start, expected_ids, first_invalid_token, tell
-from .errands import Demotion, Errand, Errands, Prefetch
+from .engine_arrivals import Arrivals
+from .engine_blocks import EngineBlocks, EngineTier
+from .engine_offers import EngineOffers
+from .engine_owned import EngineOwned
+from .errands import Errands
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .forks import Fork, Forks
 from .frontier import Frontier
 from .groups import KVCacheGroup, Layout
-from .holding import Extension, Holding
 from .integrity import check_integrity
-from .jobs import Job, JobBook
-from .keeping import Keeping, Pin
-from .lending import Lending, check_lent_tokens
-from .lent import device_tier
-from .lifecycle import Moves, NullObserver, Observer, PinState, RequestState, require
+from .jobs import JobBook
+from .keeping import Keeping
+from .lifecycle import PinState, RequestState, require
 from .loads import Loads, require_no_holes
-from .matching import PrefixMatch, find_hit, find_hit_behind
+from .matching import find_hit, find_hit_behind
+from .observer import Moves, NullObserver, Observer
+from .owners import Demotion, Errand, Extension, Holding, Pin, Prefetch, Waiter, nobody
 from .pins import Pins
 from .plan import Completion, Outcome, Tier, TransferPlan
 from .policy import StoreScope, store_limit, store_policy_of
 from .preemption import Preemption, Preemptions
+from .records import Job
 from .stores import Stores
 from .tiers import BlockWatcher, TierBlocks, TierStatistics
 from .tokens import TokenSequence
-from .waiting import Waiter, nobody
 from .windows import slide
 
 __all__ = ["Ledger", "LedgerStatistics"]
@@ -70,7 +74,12 @@ class Ledger:
     """Which block holds what, for whom, and what may happen to it next.
 
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is what one
-    block takes over all regions; it only bounds the size of a transfer.
+    block takes over all regions; it only bounds what is in flight.
+
+    The device blocks are the ledger's to give. With `engine_blocks` they are an engine's own, which has a pool and a
+    prefix cache itself: then `offer` takes the place of `commit`, `plan_load` copies into blocks that the engine names,
+    and the calls about device blocks raise `WrongState` (docs/engines.md has the table). `clock` is what the engine
+    measures seconds by, such as `time.monotonic`.
     """
 
     def __init__(
@@ -80,6 +89,8 @@ class Ledger:
         *,
         block_bytes: int = 1,
         device_pool: DevicePool | None = None,
+        engine_blocks: EngineBlocks | None = None,
+        clock: Callable[[], float] | None = None,
         observer: Observer | None = None,
     ) -> None:
         check_type("config", config, OffloadConfig)
@@ -92,13 +103,18 @@ class Ledger:
             check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
         if observer is not None:
             check_has("observer", observer, "Observer", OBSERVES)
+        _check_engine(device_pool, engine_blocks, clock)
         self.config = config
         self.layout = Layout.of(groups)
         self.holdings: dict[str, Holding] = {}
         self._closing: set[Holding] = set()
         self._new_order = _eviction_of(config.eviction)
         host = ExtentPool(config.resolve_host_blocks(block_bytes))
-        device = device_tier(device_pool if device_pool is not None else FreeList(num_device_blocks), self._new_order())
+        if engine_blocks is not None:
+            device: TierBlocks = EngineTier.of(engine_blocks, self._new_order())
+        else:
+            pool = device_pool if device_pool is not None else FreeList(num_device_blocks)
+            device = TierBlocks(Tier.DEVICE, pool, self._new_order())
         tiers = (device, TierBlocks(Tier.HOST, host, self._new_order()))
         self.cache = PrefixCache(self.layout, tiers, self._new_order)
         self._block_bytes = block_bytes
@@ -110,15 +126,8 @@ class Ledger:
         yield_pin = self._keeping.yield_one
         self.admission = Admission(self.cache, self._pins, self._moves, self._others_hold_room, yield_pin)
         self._loads = Loads(self.cache, self._pins, self._moves, self.jobs, self.admission)
-        self._lending = Lending(
-            self.cache, self._pins, self._moves, self.jobs, self.admission, num_device_blocks, self._holders
-        )
-        if device.is_lent:
-            self._pins.hand_over = self._lending.hand_over
         self._forks = Forks(self.cache, self.admission, self._moves)
         policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
-        if device.is_lent and policy.num_frontier_blocks:
-            raise ConfigError("store_policy", "must not be lazy: blocks that are lent are gone before they are evicted")
         stores = Stores(self.cache, self.jobs, self._moves)
         frontier = Frontier(self.cache, self.jobs, stores, policy.num_frontier_blocks)
         self._commits = Commits(
@@ -129,6 +138,18 @@ class Ledger:
         )
         share = config.max_prefetch_share
         self._errands = Errands(self.cache, self._pins, self._moves, self._loads, stores, self.admission, share)
+        self._engine: EngineOwned | None = None
+        self._conclude_loads = self._loads.conclude_all
+        if isinstance(device, EngineTier) and clock is not None:
+            if policy.num_frontier_blocks:
+                raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
+            most = max(1, config.bytes_in_flight // block_bytes)
+            offers = EngineOffers(self.cache, self.jobs, stores, self._moves, policy, device, most)
+            arrivals = Arrivals(clock, config.pending_timeout_s)
+            self._engine = EngineOwned(
+                self.cache, self._pins, self._moves, self.jobs, offers, arrivals, self._keeping, num_device_blocks
+            )
+            self._conclude_loads = self._engine.conclude_all
         self._num_admitted = 0
 
     def __repr__(self) -> str:
@@ -142,7 +163,7 @@ class Ledger:
         unit = self.layout.unit_tokens
         limit = (check_prefix(prefix).num_tokens - 1) // unit
         sequence, index = TokenSequence(prefix, unit), self.cache.index
-        if self.cache.tiers[Tier.DEVICE].is_lent:
+        if self._engine is not None:
             hit = find_hit_behind(index, sequence, self.layout, limit, 0)
         else:
             hit = find_hit(index, sequence, self.layout, limit)
@@ -159,14 +180,16 @@ class Ledger:
         store: StoreScope | str = StoreScope.ALL,
         max_store_tokens: int | None = None,
         num_device_tokens: int = 0,
+        wake: Callable[[], object] = nobody,
     ) -> Holding:
         """Match `prefix` and pin what is cached of it, in one step. All limits are in tokens.
 
         With `reads_cache=False` it uses no hit. `store` and `max_store_tokens` narrow what of it may be stored: all,
         its prompt or nothing, and how many of its first tokens.
         At least one token is always left to compute: a prompt that is cached to its last block hits one block less.
-        With `LentBlocks`, `num_device_tokens` says how many leading tokens the engine itself has computed on its
-        device already (whole units of them count): the host is asked for what lies behind.
+
+        With `engine_blocks`, `num_device_tokens` says how many leading tokens the engine has on its device: the host is
+        asked for what lies behind. The answer may be `PENDING`: see `match_again`.
         """
         unit = self.layout.unit_tokens
         check_bool("reads_cache", reads_cache)
@@ -176,21 +199,43 @@ class Ledger:
             limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
         alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
         may_store = store_limit(prefix, unit, store, max_store_tokens)
-        lent = check_lent_tokens(num_device_tokens, num_tokens) // unit
-        if num_device_tokens and not self.cache.tiers[Tier.DEVICE].is_lent:
-            raise InvalidArgument("num_device_tokens", "is for blocks that an engine lends: this ledger has its own")
+        self._check_device_tokens(num_device_tokens, num_tokens)
+        check_callable("wake", wake)
         name = self._checked_name(request_id)
         holding = Holding(
             name, TokenSequence(prefix, unit), self.cache.epoch, self._num_admitted, limit, alignment,
             store_limit=may_store, ledger=self,
         )  # fmt: skip
-        holding.lent_stop = lent
         self._enter(holding)
         self._commits.admitted(holding)
+        if self._engine is not None:
+            self._engine.match(holding, num_device_tokens, wake)
+            return holding
         self._pins.pin(holding)
         self._moves.request(holding, _S.MATCHED)
         self._moves.request(holding, _S.PINNED)
         return holding
+
+    def _check_device_tokens(self, num_device_tokens: int, num_tokens: int) -> None:
+        check_int("num_device_tokens", num_device_tokens, 0, max(0, num_tokens - 1))
+        if num_device_tokens and self._engine is None:
+            raise InvalidArgument("num_device_tokens", "is for `engine_blocks`: this ledger has device blocks itself")
+
+    def match_again(
+        self, holding: Holding, *, num_device_tokens: int, wake: Callable[[], object] = nobody
+    ) -> PrefixMatch:
+        """With `engine_blocks`: ask again, before the load. With the same `num_device_tokens` the pins stay, with
+        others they move.
+
+        `PENDING`: another request's load is bringing the next block into blocks of the engine's. It holds no pins.
+        `wake` is called when that request has offered or is over; after `pending_timeout_s` the answer is another one.
+        """
+        engine = self._engine_of(holding, "match_again")
+        require(holding, "match_again", _S.MATCHED, _S.PINNED)
+        self._check_device_tokens(num_device_tokens, holding.sequence.num_tokens)
+        check_callable("wake", wake)
+        engine.match(holding, num_device_tokens, wake)
+        return holding.match
 
     def _checked_name(self, request_id: str | None) -> str:
         if request_id is None:
@@ -213,23 +258,23 @@ class Ledger:
 
     def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
         """Room for `num_tokens` (the prompt's, if None), all or nothing; `OutOfBlocks` changes nothing."""
-        self.admission.allocate_nowait(self._own(holding), num_tokens)
+        self.admission.allocate_nowait(self._on_own_device(holding, "allocate"), num_tokens)
 
     def queue_allocation(
         self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
         """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it."""
         check_callable("wake", wake)
-        return self.admission.queue_allocation(self._own(holding), num_tokens, wake)
+        return self.admission.queue_allocation(self._on_own_device(holding, "allocate"), num_tokens, wake)
 
     def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
         """Room for `num_tokens` in all; `OutOfBlocks` changes nothing."""
-        return self.admission.extend_nowait(self._own(holding), num_tokens)
+        return self.admission.extend_nowait(self._on_own_device(holding, "extend"), num_tokens)
 
     def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
         """Join the line for more room, before everybody who has none yet."""
         check_callable("wake", wake)
-        return self.admission.queue_extension(self._own(holding), num_tokens, wake)
+        return self.admission.queue_extension(self._on_own_device(holding, "extend"), num_tokens, wake)
 
     def accept(self, waiter: Waiter) -> Extension:
         """Take what `waiter` was granted, or raise what it failed with."""
@@ -241,33 +286,11 @@ class Ledger:
         self._own(check_type("waiter", waiter, Waiter).holding)
         self.admission.withdraw(waiter)
 
-    # -- blocks that an engine lends ------------------------------------------------------------------------------
-
-    def lend(
-        self,
-        holding: Holding,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int | None = None,
-        *,
-        num_device_tokens: int | None = None,
-    ) -> None:
-        """Blocks of the engine's for `num_tokens` (the prompt's, if None), one list per group, whole units of them.
-
-        In place of `allocate_nowait`, where the pool is `LentBlocks`; also to who `lacks_blocks` after a load. The
-        first `num_device_tokens` (as told to `admit`, if None) are computed in them already, and only blocks of these
-        may be lent to several requests. `InvalidArgument` changes nothing.
-        """
-        self._lending.lend(self._own(holding), block_ids, num_tokens, num_device_tokens)
-
-    def lend_more(self, holding: Holding, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Extension:
-        """The same in place of `extend_nowait`: `block_ids` are those that are added."""
-        return self._lending.lend_more(self._own(holding), block_ids, num_tokens)
-
     # -- forks ----------------------------------------------------------------------------------------------------
 
     def num_shared_tokens(self, holding: Holding) -> int:
         """The tokens whose blocks a fork of `holding` would share with it; from there on it needs blocks."""
-        require(self._own(holding), "fork", _S.RUNNING)
+        require(self._on_own_device(holding, "fork"), "fork", _S.RUNNING)
         return self._forks.shared_stop(holding) * self.layout.unit_tokens
 
     def fork(
@@ -276,24 +299,17 @@ class Ledger:
         request_id: str | None = None,
         *,
         num_tokens: int = 0,
-        block_ids: Sequence[Sequence[int]] | None = None,
     ) -> Fork:
         """Another request with the tokens that `holding` has so far, RUNNING at once: full blocks are shared, what is
         not full is the engine's to copy. It has room for `num_tokens`, or for what is known if that is more.
-
-        `block_ids`: with `LentBlocks` the engine's, for what lies behind `num_shared_tokens`, one list per group.
-        `OutOfBlocks` and `InvalidArgument` change nothing.
+        `OutOfBlocks` changes nothing.
         """
         shared = self.num_shared_tokens(holding) // self.layout.unit_tokens
         self._forks.check(holding)
         name, wanted = self._checked_name(request_id), check_int("num_tokens", num_tokens, 0)
         num_units = self._forks.num_units(holding, wanted)
         unborn = self._forks.twin(holding, name, self._num_admitted)
-        if block_ids is None:
-            blocks = self._forks.take(holding, shared, num_units)
-        else:
-            starts = [table.start for table in holding.tables]
-            blocks = self._lending.take_in(unborn, "fork", block_ids, shared, num_units, starts)
+        blocks = self._forks.take(holding, shared, num_units)
         self._enter(unborn)
         return self._forks.share(holding, unborn, shared, num_units, blocks)
 
@@ -306,17 +322,26 @@ class Ledger:
         wake: Callable[[], object] = nobody,
         *,
         max_job_bytes: int | None = None,
+        into: Sequence[Sequence[int]] | None = None,
     ) -> tuple[TransferPlan, ...]:
         """Start bringing the host hit onto the device; the plans that have to be launched for it.
 
         RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or when room
         was granted after it had to let go of everything (`holding.waiter`: accept it and plan again). `max_job_bytes`
         replaces that of the configuration: who starts on a region wants it from as few jobs as possible.
+
+        With `engine_blocks`, `into` are the request's block tables from the first token on, one for each group, at
+        least up to the end of the hit: the copies go into exactly these blocks. Nothing else in them is touched.
         """
         check_callable("wake", wake)
         units_per_job: Sequence[int] = ()
         if max_job_bytes is not None:
             units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self._block_bytes)
+        if self._engine is not None:
+            jobs = self._engine.plan_load(self._own(holding), into, max_tokens, wake, units_per_job)
+            return tuple([job.plan for job in jobs])
+        if into is not None:
+            raise InvalidArgument("into", "is for `engine_blocks`: this ledger has device blocks itself")
         return self._loads.plan(self._own(holding), max_tokens, wake, units_per_job)
 
     def _units_per_job(self, num_blocks: int) -> Sequence[int]:
@@ -324,7 +349,7 @@ class Ledger:
 
     def abandon_load(self, holding: Holding) -> None:
         """Stop waiting for a load: what has landed counts, the rest is computed. Launched copies go on."""
-        require(self._own(holding), "abandon_load", _S.LOADING)
+        require(self._on_own_device(holding, "abandon_load"), "abandon_load", _S.LOADING)
         if holding.load is not None:
             self._settled(self._loads.abandon(holding), also=holding)
 
@@ -359,7 +384,7 @@ class Ledger:
         if self._errands.under_way:
             requests = [holding for holding in over if holding not in self._errands.under_way]
             wakes = self._errands.conclude(over)
-        wakes += self._loads.conclude_all(requests)
+        wakes += self._conclude_loads(requests)
         self.admission.pump()
         for wake in wakes:
             wake()
@@ -370,11 +395,34 @@ class Ledger:
         self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
-        return self._commits.commit(self._own(holding), num_computed_tokens, new_token_ids)
+        return self._commits.commit(self._on_own_device(holding, "commit"), num_computed_tokens, new_token_ids)
 
     def check_commit(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()) -> None:
         """Raise what `commit` would, and change nothing."""
-        self._commits.check(self._own(holding), num_computed_tokens, new_token_ids)
+        self._commits.check(self._on_own_device(holding, "commit"), num_computed_tokens, new_token_ids)
+
+    def offer(
+        self,
+        holding: Holding,
+        num_computed_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        new_token_ids: TokenIds = (),
+        *,
+        is_last: bool = False,
+    ) -> tuple[TransferPlan, ...]:
+        """With `engine_blocks`, in place of `commit`: append `new_token_ids`, and store what the host lacks of the
+        first `num_computed_tokens` (absolute) as far as the policy wants it; returns the stores to launch.
+
+        `block_ids` are the request's block tables from the first token on, one for each group: lists, ranges or arrays,
+        read only where something is stored. The null block is skipped. Copies read these blocks until they are over:
+        they are held until then, whatever becomes of the request. What is refused (no room, too much in flight) is told
+        to the observer, and made good by the next offer. `is_last`: nothing comes after it, so what a later prompt
+        needs of windows is stored as well.
+        """
+        engine = self._engine_of(holding, "offer")
+        check_bool("is_last", is_last)
+        jobs = engine.offer(holding, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        return tuple([job.plan for job in jobs])
 
     def plan_frontier(self) -> tuple[TransferPlan, ...]:
         """Stores of what the next allocations would evict, for a policy that waits for that (`LazyStore`), else none.
@@ -391,8 +439,16 @@ class Ledger:
         Returns the other holdings that may have read it; they have to be aborted. So has `holding` itself where it
         comes first: it would have to go back behind its window, or others still read blocks that it would compute into
         and there is no room for others.
+
+        With `engine_blocks`: what was offered from `from_token` on, and what hangs on it, cannot be found any more, and
+        who may have read it, in the engine's own cache or from the host, is returned. What its cache holds is the
+        engine's to forget.
         """
         self._own(holding)
+        if self._engine is not None:
+            told, settled = self._engine.invalidate(holding, from_token, tuple(self.holdings.values()))
+            self._settled(settled)
+            return tuple(told)
         # Who is over but still computes in a step has read them, too; it is only no longer there to be aborted.
         readers = dict.fromkeys((*self.holdings.values(), *self._closing, *self._forks.over))
         tainted = self._commits.invalidate(holding, from_token, readers)
@@ -405,6 +461,7 @@ class Ledger:
         Of `arriving`, the forward starts on what a load still brings: see `expected_block_ids`. Should the load end
         otherwise, what it has computed cannot be committed. Whose load is over by now is held like the others.
         """
+        self._require_own_device("step")
         held, early = as_tuple("holdings", holdings, "Holding"), as_tuple("arriving", arriving, "Holding")
         self._check_step(held, early)
         held += early
@@ -446,29 +503,29 @@ class Ledger:
 
     def can_start_early(self, holding: Holding) -> bool:
         """Whether `step` takes it as `arriving` while it is LOADING."""
-        return can_start(self.cache, self._own(holding))
+        return can_start(self.cache, self._on_own_device(holding, "can_start_early"))
 
     def num_expected_tokens(self, holding: Holding) -> int:
         """Tokens whose KV is on the device when its load has landed: where an early step starts to compute."""
-        load = self._own(holding).load
+        load = self._on_own_device(holding, "num_expected_tokens").load
         return holding.num_computed_tokens if load is None else load.stop * self.layout.unit_tokens
 
     def expected_block_ids(self, holding: Holding) -> list[list[int]]:
         """Its block table when its load has landed, one list per group, for a step that has it as `arriving`. Until
         then nothing is there but what the jobs' own fences have passed for. `WrongState` where no step holds them."""
-        ids = expected_ids(self._own(holding))
+        ids = expected_ids(self._on_own_device(holding, "expected_block_ids"))
         return self.layout.by_group(ids) if ids else self._no_tables()
 
     def begin_again(self, holding: Holding) -> int | None:
         """From which token on an early step's work has to be done again, in a new step, since the load fell short of
         what it took for loaded. None: nothing that was computed is in doubt. Only who has asked may commit again."""
-        require(self._own(holding), "begin_again", _S.RUNNING)
+        require(self._on_own_device(holding, "begin_again"), "begin_again", _S.RUNNING)
         tell(self._moves, holding)
         return first_invalid_token(holding)
 
     def first_invalid_token(self, holding: Holding) -> int | None:
         """The same for who only looks: nothing can be committed for that."""
-        return first_invalid_token(self._own(holding))
+        return first_invalid_token(self._on_own_device(holding, "first_invalid_token"))
 
     def release(self, holding: Holding, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
         """End the request: DONE if it has committed and no other `reason` is given, else ABORTED. Every pin goes.
@@ -495,6 +552,8 @@ class Ledger:
             holding.reason = reason
         self._moves.request(holding, _S.DONE if done else _S.ABORTED)
         self._forks.left(holding)
+        if self._engine is not None:
+            self._engine.left(holding)
         if settled:
             self._settled(settled)
         else:
@@ -506,7 +565,7 @@ class Ledger:
     def preempt_nowait(self, holding: Holding) -> Preemption:
         """Give up every device block of `holding`, and keep what it has computed in host memory as far as there is
         room: pinned until it is resumed or over. Not while a step touches its blocks, nor while it waits for room."""
-        self._preemptions.check(self._own(holding))
+        self._preemptions.check(self._on_own_device(holding, "preempt"))
         if holding.load is not None:
             self.abandon_load(holding)
         waiter = holding.waiter  # of a load that has lost its place: it ends here, too
@@ -522,7 +581,7 @@ class Ledger:
 
         `num_tokens`: how many it will ask room for; refused here, with nothing changed, if they can never fit.
         """
-        self._preemptions.resume(self._own(holding), num_tokens)
+        self._preemptions.resume(self._on_own_device(holding, "resume"), num_tokens)
         self.admission.pump()
 
     # -- what no request asks for ---------------------------------------------------------------------------------
@@ -530,7 +589,6 @@ class Ledger:
     def pin(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
         """Keep what is cached of `prefix` where it is, until `unpin`, or until `lapse` is told of a time from
         `expires_at` on. `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
-        self.cache.tiers[Tier.DEVICE].require_own("pin")
         return self._keeping.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
 
     def unpin(self, pin: Pin) -> None:
@@ -558,13 +616,13 @@ class Ledger:
 
     def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
         """Start bringing onto the device what a request for `prefix` would load: its `plans` have to be launched."""
-        self.cache.tiers[Tier.DEVICE].require_own("prefetch")
+        self._require_own_device("prefetch")
         check_callable("wake", wake)
         return self._errands.prefetch(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
 
     def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
         """Start sending `prefix` from the device to the host: its `plans` have to be launched."""
-        self.cache.tiers[Tier.DEVICE].require_own("demote")
+        self._require_own_device("demote")
         check_callable("wake", wake)
         return self._errands.demote(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
 
@@ -586,7 +644,7 @@ class Ledger:
         """Forget everything cached, or what one tier holds. Live requests keep their blocks; unless it was a lower tier
         alone, they publish and store nothing any more. Every pin ends."""
         if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
-            self.cache.tiers[tier].require_own("reset of a tier")
+            self._require_own_device("reset of this tier")
         self._keeping.end_all(PinState.DROPPED)
         if tier is None:
             self.cache.reset()
@@ -596,7 +654,8 @@ class Ledger:
 
     def _reset_tier(self, tier: Tier) -> None:
         self.cache.reset_tier(tier)
-        self.admission.match_again(self.holdings.values())
+        match_again = self.admission.match_again if self._engine is None else self._engine.forget_matches
+        match_again(self.holdings.values())
         for holding in (*self.holdings.values(), *self._closing):
             if tier is Tier.DEVICE and holding.num_units and holding.epoch == self.cache.epoch:
                 holding.epoch = ORPHANED
@@ -622,7 +681,7 @@ class Ledger:
 
     def block_ids(self, holding: Holding) -> list[list[int]]:
         """The block table, one list per group."""
-        tables = self._own(holding).tables
+        tables = self._on_own_device(holding, "block_ids").tables
         return self.layout.by_group([table.ids for table in tables]) if tables else self._no_tables()
 
     def _no_tables(self) -> list[list[int]]:
@@ -634,13 +693,38 @@ class Ledger:
             raise InvalidArgument("holding", f"was not admitted by this ledger: {shown(holding)}")
         return holding
 
-    def _holders(self) -> Iterable[Holding]:
-        return (*self.holdings.values(), *self._closing)
+    def _require_own_device(self, call: str) -> None:
+        if self._engine is not None:
+            raise WrongState(f"{call}: an engine has the device blocks of this ledger: see docs/engines.md")
+
+    def _on_own_device(self, holding: Holding, call: str) -> Holding:
+        """A request whose device blocks are ours."""
+        if self._engine is not None:
+            self._require_own_device(call)
+        return self._own(holding)
+
+    def _engine_of(self, holding: Holding, call: str) -> EngineOwned:
+        """The engine whose blocks the request has."""
+        self._own(holding)
+        if self._engine is None:
+            raise WrongState(f"{call}: this ledger has device blocks itself: it takes no others")
+        return self._engine
 
     def _others_hold_room(self) -> bool:
         if self.jobs.unsettled or self._closing:
             return True
         return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.holdings.values())
+
+
+def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> None:
+    if engine_blocks is None:
+        if clock is not None:
+            raise InvalidArgument("clock", "is for `engine_blocks`: nothing else here measures time")
+        return
+    if device_pool is not None:
+        raise ConfigError("device_pool", "must be None: the blocks are the engine's")
+    if not callable(clock):
+        raise InvalidArgument("clock", f"must be what the engine measures seconds by, got {shown(clock)}")
 
 
 def _eviction_of(value: object) -> Callable[[], EvictionOrder]:

@@ -7,18 +7,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, TypeAlias
-
-import attrs
+from typing import Any, Protocol, TypeAlias
 
 from ..errors import IllegalTransition, WrongState
-
-if TYPE_CHECKING:
-    from .early import EarlyStart
-    from .errands import Errand
-    from .holding import Holding
-    from .jobs import Job
-    from .keeping import Pin
 
 __all__ = [
     "EARLY_MOVES",
@@ -29,9 +20,6 @@ __all__ = [
     "EarlyState",
     "ErrandState",
     "JobState",
-    "Moves",
-    "NullObserver",
-    "Observer",
     "PinState",
     "RequestState",
     "mermaid",
@@ -98,7 +86,7 @@ State: TypeAlias = RequestState | JobState | PinState | ErrandState | EarlyState
 REQUEST_MOVES: Mapping[State, frozenset[State]] = {
     _R.QUEUED: frozenset({_R.MATCHED, _R.ABORTED}),
     _R.MATCHED: frozenset({_R.PINNED, _R.ABORTED}),
-    _R.PINNED: frozenset({_R.ALLOCATED, _R.ABORTED}),
+    _R.PINNED: frozenset({_R.MATCHED, _R.ALLOCATED, _R.ABORTED}),
     _R.ALLOCATED: frozenset({_R.LOADING, _R.RUNNING, _R.ABORTED}),
     _R.LOADING: frozenset({_R.RUNNING, _R.ABORTED}),
     _R.RUNNING: frozenset({_R.DONE, _R.PREEMPTED, _R.ABORTED}),
@@ -138,71 +126,25 @@ _MOVES: Mapping[State, frozenset[State]] = {**REQUEST_MOVES, **JOB_MOVES, **PIN_
 
 
 class Stateful(Protocol):
-    state: State
+    """A request, a job, a pin, a transfer without a request, an early start."""
+
+    state: Any
 
 
-def move(entity: Holding | Job | Pin | Errand | EarlyStart, new: State) -> State:
+def move(entity: Stateful, new: State) -> State:
     """Move `entity` to `new` and return the state it left; an illegal move raises and changes nothing."""
-    old = entity.state
+    old: State = entity.state
     if new not in _MOVES[old]:
         raise IllegalTransition(str(entity), old.name, new.name)
     entity.state = new
     return old
 
 
-def require(entity: Holding | Job, call: str, *states: State) -> None:
+def require(entity: Stateful, call: str, *states: State) -> None:
     """Refuse `call` unless `entity` is in one of `states`."""
     if entity.state not in states:
         allowed = " or ".join(state.name for state in states)
         raise WrongState(f"{call}: {entity} is {entity.state.name}, and that takes {allowed}")
-
-
-class Observer(Protocol):
-    """Who wants to know of every move: the telemetry. Called after the change; must not call back."""
-
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
-    def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
-    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        """`holding` is None for what would have been stored because it is about to be evicted."""
-
-    def pin_moved(self, pin: Pin, old: PinState) -> None: ...
-    def errand_moved(self, errand: Errand, old: ErrandState) -> None: ...
-    def early_moved(self, early: EarlyStart, old: EarlyState) -> None: ...
-
-
-class NullObserver:
-    """Nobody wants to know."""
-
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
-    def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
-    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None: ...
-    def pin_moved(self, pin: Pin, old: PinState) -> None: ...
-    def errand_moved(self, errand: Errand, old: ErrandState) -> None: ...
-    def early_moved(self, early: EarlyStart, old: EarlyState) -> None: ...
-
-
-@attrs.frozen
-class Moves:
-    """Moves states, and tells whoever wants to know."""
-
-    observer: Observer
-
-    def request(self, holding: Holding, state: RequestState) -> None:
-        old = move(holding, state)
-        self.observer.request_moved(holding, old, holding.reason)  # type: ignore[arg-type]
-
-    def job(self, job: Job, state: JobState, reason: str = "") -> None:
-        old = move(job, state)
-        self.observer.job_moved(job, old, reason)  # type: ignore[arg-type]
-
-    def pin(self, pin: Pin, state: PinState) -> None:
-        self.observer.pin_moved(pin, move(pin, state))  # type: ignore[arg-type]
-
-    def errand(self, errand: Errand, state: ErrandState) -> None:
-        self.observer.errand_moved(errand, move(errand, state))  # type: ignore[arg-type]
-
-    def early(self, early: EarlyStart, state: EarlyState) -> None:
-        self.observer.early_moved(early, move(early, state))  # type: ignore[arg-type]
 
 
 def mermaid(moves: Mapping[State, frozenset[State]]) -> str:

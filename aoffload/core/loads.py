@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 import attrs
@@ -13,16 +12,17 @@ from .arguments import check_int
 from .cache import PrefixCache
 from .early import compare, compare_job
 from .groups import Band
-from .holding import Holding, Load
-from .index import Run, Stretch, stretches
-from .jobs import Job, JobBook, coming
-from .lifecycle import Moves, RequestState, require
+from .jobs import JobBook, coming
+from .lifecycle import RequestState, require
 from .matching import accepted, present_stop
+from .observer import Moves
+from .owners import Holding, Waiter, claimants, nobody
 from .pins import Pins
 from .plan import EVERY_TIER, Direction, Tier, TransferPlan
 from .publish import step_back
+from .records import Job, Load, Run, Stretch, stretches
 from .table import BlockTable, without
-from .waiting import Waiter, nobody, require_idle
+from .waiting import require_idle
 from .windows import slide_off
 
 __all__ = ["Loads", "has_holes", "require_no_holes"]
@@ -64,7 +64,7 @@ class Loads:
         if holding.num_steps:
             raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
         if not holding.num_units:
-            raise WrongState(f"load: {holding} had to let go of its blocks: leave it (or lend again)")
+            raise WrongState(f"load: {holding} had to let go of its blocks: leave it")
         stop = self._load_stop(holding, limit)
         jobs = self.start(holding, stop, wake, units_per_job) if stop > holding.published else []
         if holding.load is None and has_holes(holding):
@@ -167,17 +167,13 @@ class Loads:
         if start >= stop or not band.width:
             return []
         run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
-        blocks = table.null(start, stop)
-        if self.cache.tiers[Tier.DEVICE].is_lent:
-            self._load_of(holding).set_aside(band.number, start, self.cache.tiers[Tier.DEVICE].share(blocks))
         most = self._load_of(holding).units_per_job
-        return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, blocks, most)
+        return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, table.null(start, stop), most)
 
     def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
         """Others bring or have brought units `[start, stop)`: they need no blocks of ours."""
         if start < stop:
-            blocks = holding.tables[band.number].null(start, stop)
-            self._load_of(holding).set_aside(band.number, start, self.cache.tiers[Tier.DEVICE].set_aside(blocks))
+            self.cache.give(Tier.DEVICE, holding.tables[band.number].null(start, stop))
 
     @staticmethod
     def _load_of(holding: Holding) -> Load:
@@ -222,8 +218,6 @@ class Loads:
         compare(self.moves, holding, layout.bands)
         if ready < load.stop:
             step_back(self.cache, holding, ready)
-        if load.spares:
-            self._put_back(holding, load)
         self.pins.end_host_lease(holding)
         slide_off(self.cache, holding)
         missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
@@ -233,27 +227,14 @@ class Loads:
                 return False
             num_units = holding.num_units
             self.pins.let_go(holding)
-            holding.has_lost_load, holding.lent_stop = True, 0
-            if not self.cache.tiers[Tier.DEVICE].is_lent:  # else it is the engine that gives it more
-                self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
+            holding.has_lost_load = True
+            self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
             return False
         for table, number in zip(holding.tables, missing, strict=True):
             if number:
                 table.fill(ready, holding.num_units, self.cache.take(Tier.DEVICE, number))
         holding.load = None
         return True
-
-    def _put_back(self, holding: Holding, load: Load) -> None:
-        """Use again, where nothing was brought, what was lent for it; but not if a copy may still write there."""
-        doubtful = self.jobs.doubtful_ids(Tier.DEVICE)
-        for spare in load.spares:
-            table = holding.tables[spare.band]
-            for index, block_id in enumerate(spare.ids, spare.start * table.width):
-                if table.ids[index] or block_id in doubtful:
-                    self.cache.give(Tier.DEVICE, array("i", [block_id]))
-                else:
-                    table.ids[index] = block_id
-        load.spares.clear()
 
     def _ready_stop(self, holding: Holding, load: Load) -> int:
         """Up to where computing can go on with what is on the device."""
@@ -273,15 +254,11 @@ class Loads:
             if self._conclude(holding):
                 self.ready(holding)
                 wakes.append(wake)
-            elif holding.lacks_blocks:
-                wakes.append(wake)
         return wakes
 
     def ready(self, holding: Holding) -> None:
         """Nothing has to be waited for: what is on the device counts as computed."""
         holding.num_computed_tokens = holding.published * self.cache.layout.unit_tokens
-        if holding.published < holding.lent_stop:  # a reset came before it was lent
-            holding.num_computed_tokens = holding.lent_stop * self.cache.layout.unit_tokens
         self.moves.request(holding, _S.RUNNING)
 
     def abandon(self, holding: Holding) -> list[Job]:
@@ -298,7 +275,7 @@ class Loads:
         """The holdings whose load is over now that `jobs` are settled, in the order of their tickets."""
         over: set[Holding] = set()
         for job in jobs:
-            for holding in job.claims:
+            for holding in claimants(job):
                 compare_job(self.moves, holding, job, self.cache.layout.bands[job.band])
                 if holding.load is not None:
                     holding.load.jobs.discard(job)

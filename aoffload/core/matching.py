@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 import attrs
 
 from .groups import Band, Layout
-from .index import NUM_TIERS, Run, RunIndex
-from .plan import EVERY_TIER, Tier
+from .index import RunIndex
+from .plan import EVERY_TIER, NUM_TIERS, Tier
+from .records import Run
 from .tokens import TokenSequence
 
-__all__ = ["Answer", "Hit", "PrefixMatch", "accepted", "find_hit", "find_hit_behind", "present_stop"]
-
-
-class Answer(enum.Enum):
-    HIT = "hit"
-    MISS = "miss"
-
-
-@attrs.frozen
-class PrefixMatch:
-    """How many leading tokens of a prompt are cached: on the device, and behind those in host memory."""
-
-    num_device_tokens: int
-    num_host_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_device_tokens + self.num_host_tokens
-
-    @property
-    def answer(self) -> Answer:
-        return Answer.HIT if self.num_tokens else Answer.MISS
-
-
-NO_MATCH = PrefixMatch(0, 0)
+__all__ = ["Hit", "accepted", "find_hit", "find_hit_behind", "present_stop"]
 
 
 @attrs.frozen

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 
 import attrs
 
+from .answer import PrefixMatch
 from .cache import PrefixCache
 from .groups import Band
-from .holding import Holding
-from .index import NUM_TIERS, Part, Run, held_ids, stretches
-from .lease import Lease
-from .matching import Hit, PrefixMatch, find_hit, find_hit_behind
-from .plan import Tier
+from .matching import Hit, find_hit
+from .owners import Holding
+from .plan import NUM_TIERS, Tier
+from .records import Lease, Part, Run, held_ids, stretches
 from .table import BlockTable
 
 __all__ = ["Pins"]
-
-
-def _keep(path: Run) -> None:
-    """Blocks of our own stay where they are, as long as anybody needs them."""
 
 
 @attrs.define(eq=False)
@@ -28,14 +23,9 @@ class Pins:
     """Leases of requests: on the device for what is there, on the host for what is to be loaded."""
 
     cache: PrefixCache
-    hand_over: Callable[[Run], None] = attrs.field(default=_keep)
-    """What becomes of a path that somebody has let go of and others still lease."""
 
     def pin(self, holding: Holding, *, islands: bool = True) -> None:
         """Match and pin, in one step: nothing can be evicted in between. `islands`: see `find_hit`."""
-        if self.cache.tiers[Tier.DEVICE].is_lent:
-            self._pin_behind(holding)
-            return
         hit = self._find(holding, islands=islands)
         self._take_leases(holding, hit, islands=islands)
         unit = self.cache.layout.unit_tokens
@@ -53,23 +43,6 @@ class Pins:
             # It computes now: two whose loads fail at once would give each other room for the next try for ever.
             hit = attrs.evolve(hit, stop=hit.device_stop)
         return hit
-
-    def _pin_behind(self, holding: Holding) -> None:
-        """The same where an engine has the device to itself: what lies behind what it has there."""
-        unit, start = self.cache.layout.unit_tokens, holding.lent_stop
-        hit = self.find_behind(holding, start)
-        if hit.stop > start:
-            holding.leases[Tier.HOST] = self.lease(Tier.HOST, self.cache.cut(hit.run_at(hit.stop), hit.stop))
-        holding.hit_stop = hit.stop
-        holding.match = PrefixMatch(start * unit, (hit.stop - start) * unit)
-
-    def find_behind(self, holding: Holding, start: int) -> Hit:
-        """What the host holds for `holding` behind unit `start`; of a lost load nothing, it computes this time."""
-        if holding.epoch != self.cache.epoch or holding.has_lost_load:
-            return Hit(start, start, ())
-        limit = min((holding.sequence.num_tokens - 1) // self.cache.layout.unit_tokens, holding.hit_limit)
-        index, layout = self.cache.index, self.cache.layout
-        return find_hit_behind(index, holding.sequence, layout, limit, start, holding.hit_alignment)
 
     def _take_leases(self, holding: Holding, hit: Hit, *, islands: bool) -> None:
         if not hit.stop:
@@ -139,11 +112,8 @@ class Pins:
 
     def let_go(self, holding: Holding) -> None:
         """Give back everything the holding owns; synchronous, complete, whatever its state."""
-        path = holding.device_run
         self.give_up_tables(holding)
         self.forget_match(holding)
-        if path is not None:
-            self.hand_over(path)
 
     def give_up_tables(self, holding: Holding) -> None:
         """Give back what is private, and forget the tables. What is leased stays leased."""

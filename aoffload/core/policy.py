@@ -17,7 +17,7 @@ from ..errors import ConfigError, InvalidArgument
 from ..prefix import Prefix
 from .arguments import check_int
 from .groups import Layout
-from .holding import NO_LIMIT, Holding
+from .owners import NO_LIMIT, Holding
 from .seen import SeenPrefixes
 
 __all__ = [

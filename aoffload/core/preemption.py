@@ -8,10 +8,11 @@ from ..errors import WrongState
 from .admission import Admission
 from .cache import PrefixCache
 from .early import tell
-from .holding import Holding
 from .jobs import JobBook
-from .lifecycle import Moves, RequestState, require
+from .lifecycle import RequestState, require
 from .loads import Loads
+from .observer import Moves
+from .owners import Holding
 from .pins import Pins
 from .plan import Tier, TransferPlan
 from .policy import NoStore, StorePolicy
@@ -68,12 +69,10 @@ class Preemptions:
             self.loads.ready(holding)
         plans = self._store(holding)
         run, held = holding.device_run, self._held(holding)
-        self.cache.tiers[Tier.DEVICE].keep_record(holding)
         self.pins.give_up_tables(holding)
         if run is not None:
             holding.leases[Tier.HOST] = self.pins.lease(Tier.HOST, run)
             self.pins.end_device_lease(holding)
-            self.pins.hand_over(run)
         # How far its match might go was said of the prompt; what it has computed itself is its own.
         holding.hit_limit = max(holding.hit_limit, holding.num_computed_tokens // self.cache.layout.unit_tokens)
         holding.read_before = max(holding.read_before, holding.published)

@@ -6,9 +6,9 @@ from collections.abc import Container, Iterable
 
 from .cache import PrefixCache
 from .groups import Band
-from .holding import Holding
-from .index import NUM_TIERS, Part, Run, stretches
-from .plan import Tier
+from .owners import Holding
+from .plan import NUM_TIERS, Tier
+from .records import Part, Run, stretches
 from .table import within, without
 
 __all__ = ["first_published", "publish", "published_by", "read_by", "runs_from", "step_back", "take_private"]
@@ -162,11 +162,11 @@ def first_published(cache: PrefixCache, holding: Holding, start: int) -> int:
 
 
 def _own_units(cache: PrefixCache, holding: Holding, start: int) -> list[tuple[Band, range]]:
-    lent, ready = min(holding.lent_stop, holding.published), max(start, holding.ready_stop)
+    ready = max(start, holding.ready_stop)
     return [
         (band, units)
         for band, table in zip(cache.layout.bands, holding.tables, strict=True)
-        for units in without(table.duplicates, start, lent) + without(table.duplicates, ready, holding.published)
+        for units in without(table.duplicates, ready, holding.published)
         if band.width
     ]
 

@@ -11,7 +11,8 @@ from collections import OrderedDict
 import attrs
 
 from .groups import Layout
-from .index import Run, RunIndex
+from .index import RunIndex
+from .records import Run
 from .tokens import TokenSequence
 
 __all__ = ["SeenPrefixes"]

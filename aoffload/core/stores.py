@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 import attrs
 
 from .cache import PrefixCache
 from .groups import Band
-from .holding import Holding
-from .index import Run, Stretch, stretches
-from .jobs import Job, JobBook
-from .lifecycle import Moves
+from .jobs import JobBook
+from .observer import Moves
+from .owners import Holding
 from .plan import Direction, Tier
+from .records import Job, Run, Stretch, stretches
 
-__all__ = ["Stores"]
+__all__ = ["Stores", "first_stored"]
 
 
 @attrs.define(eq=False)
@@ -35,14 +36,14 @@ class Stores:
         spine = self.cache.layout.spine
         missing = _unstored(run, first, stop) if spine.width else []
         for over in _together(missing) if missing else ():
-            jobs += self._store(holding, spine, over)
+            jobs += self.store(holding, spine, over)
         for band in self.cache.layout.windows if with_windows else ():
-            end = self._last_end(holding, stop)
-            for over in _together(_unstored_window(run, band, end, stop)):
-                jobs += self._store(holding, band, over)
+            end = self.last_end(holding, stop)
+            for over in _together(_unstored_window(run, band, first_stored(band, end), stop)):
+                jobs += self.store(holding, band, over)
         return jobs
 
-    def _last_end(self, holding: Holding | None, stop: int) -> int:
+    def last_end(self, holding: Holding | None, stop: int) -> int:
         """The last unit at which a hit of the same tokens, asked for in the same way, could end: before the last token,
         on the grid of whoever asks."""
         if holding is None:
@@ -50,7 +51,10 @@ class Stores:
         most = min(stop, (holding.sequence.num_tokens - 1) // self.cache.layout.unit_tokens)
         return most - most % holding.hit_alignment
 
-    def _store(self, holding: Holding | None, band: Band, over: list[Stretch]) -> list[Job]:
+    def store(
+        self, holding: Holding | None, band: Band, over: list[Stretch], source_ids: array[int] | None = None
+    ) -> list[Job]:
+        """Store `over`, as far as the host has room; from `source_ids`, where the blocks are an engine's."""
         # Pinned before room is made: what is stored must not evict the prefix it hangs on.
         host, end = self.cache.tiers[Tier.HOST], over[-1].run
         pin = self.cache.lease(Tier.HOST, end, [end.stop for _ in self.cache.layout.windows])
@@ -63,7 +67,9 @@ class Stores:
             stop = first + num_units
             blocks = self.cache.take(Tier.HOST, num_units * band.width)
             run = self.cache.cut(stretches(pin.run, first, stop)[-1].run, stop)
-            jobs = self.jobs.plan(holding, Direction.STORE, run, band, first, stop, blocks)
+            if source_ids is not None:
+                source_ids = source_ids[(first - start) * band.width : (stop - start) * band.width]
+            jobs = self.jobs.plan(holding, Direction.STORE, run, band, first, stop, blocks, source_ids=source_ids)
         if num_units < wanted:
             self.moves.observer.store_skipped(holding, (wanted - num_units) * band.width, "host_full")
         self.cache.release(pin)
@@ -86,11 +92,8 @@ def _unstored(run: Run, first: int, stop: int) -> list[Stretch]:
     return found
 
 
-def _unstored_window(run: Run, band: Band, end: int, stop: int) -> list[Stretch]:
-    """The same of a band of limited reach, up to unit `stop`: of what a hit needs that ends at unit `end` or later, or
-    a little before, as the next turn of a conversation does."""
-    start = band.first_needed(end * band.unit_tokens)
-    start = max(0, start - band.margin(end - start))
+def _unstored_window(run: Run, band: Band, start: int, stop: int) -> list[Stretch]:
+    """The same of a band of limited reach, in units `[start, stop)`."""
     found: list[Stretch] = []
     for current in run.path():
         if current.stop <= start:
@@ -100,6 +103,13 @@ def _unstored_window(run: Run, band: Band, end: int, stop: int) -> list[Stretch]
         for missing in _without(first, last, current.part(Tier.HOST, band.number).covered):
             found.append(Stretch(current, missing.start, missing.stop))
     return found
+
+
+def first_stored(band: Band, end: int) -> int:
+    """The first unit of a band of limited reach that is stored for a hit that ends at unit `end`: what it needs, or a
+    little before, as the next turn of a conversation does."""
+    needed = band.first_needed(end * band.unit_tokens)
+    return max(0, needed - band.margin(end - needed))
 
 
 def _without(start: int, stop: int, covered: tuple[int, int]) -> list[range]:

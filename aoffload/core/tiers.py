@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import attrs
 
 from .blocks import DevicePool
 from .eviction import EvictionOrder
-from .index import Part
 from .plan import Tier
-
-if TYPE_CHECKING:
-    from .holding import Holding
+from .records import Part
 
 __all__ = ["BlockWatcher", "TierBlocks", "TierStatistics"]
 
@@ -46,8 +43,8 @@ class TierStatistics:
 class TierBlocks:
     """free + cached + pinned + quarantined = num_blocks."""
 
-    is_lent: ClassVar[bool] = False
-    """Whether the blocks are an engine's: see `LentTier`, which says of each method what it does then."""
+    is_outside: ClassVar[bool] = False
+    """Whether the blocks are an engine's own: an end of copies, in which nothing is cached."""
 
     tier: Tier
     pool: DevicePool
@@ -61,24 +58,11 @@ class TierBlocks:
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
 
-    def require_own(self, call: str) -> None:
-        """Refuse `call` where there are no blocks to be had."""
+    def hold(self, block_ids: array[int]) -> None:
+        """A job touches `block_ids` from now on. Blocks of our own are its by leases, or taken for it."""
 
-    def keep_record(self, holding: Holding) -> None:
-        """`holding` begins again: what it had computed until now stays known of blocks that were lent to it."""
-
-    def share(self, block_ids: array[int]) -> array[int]:
-        """A handle more on each of `block_ids`, for another hand; of blocks of our own there is only one, so none."""
-        return array("i")
-
-    def set_aside(self, block_ids: array[int]) -> array[int]:
-        """Give up blocks that may be needed again; those that are kept for it."""
-        if block_ids:
-            self.pool.give(block_ids)
-        return array("i")
-
-    def leave_front(self, part: Part, at: int) -> None:
-        """What lies before unit `at` of `part` is needed no more: it is cached from now on."""
+    def let_go(self, block_ids: array[int]) -> None:
+        """It has read them for the last time."""
 
     @property
     def room(self) -> int:

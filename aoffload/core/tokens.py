@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from ..prefix import TOKEN_BYTES, Hasher, KeySpan, Prefix, Root
-
-if TYPE_CHECKING:
-    from .index import Run
 
 __all__ = ["TokenSequence", "hash_run", "max_run_units"]
 
@@ -22,6 +19,19 @@ MAX_RUN_TOKENS = 2**17
 def max_run_units(unit_tokens: int) -> int:
     """The same in units."""
     return max(1, MAX_RUN_TOKENS // unit_tokens)
+
+
+class Stretch(Protocol):
+    """Tokens of units `[start, stop)`, which are all touched by `spans`."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def tokens(self) -> bytes: ...
+    @property
+    def spans(self) -> tuple[KeySpan, ...]: ...
 
 
 class TokenSequence:
@@ -70,6 +80,15 @@ class TokenSequence:
             return False
         count = num_tokens * TOKEN_BYTES
         return self is other or self._bytes(0, count) == other._bytes(0, count)
+
+    def begins_alike(self, other: TokenSequence, num_tokens: int) -> bool:
+        """Whether the first `num_tokens` tokens are those of `other`, whatever is embedded in them."""
+        count = num_tokens * TOKEN_BYTES
+        return self.root == other.root and self._bytes(0, count) == other._bytes(0, count)
+
+    def first_bytes(self, start: int, num_tokens: int) -> bytes:
+        """The token bytes from unit `start` on, up to the first `num_tokens` of all."""
+        return self._bytes(start * self._unit_bytes, num_tokens * TOKEN_BYTES)
 
     def has_much_to_hash(self, start: int) -> bool:
         """Whether publishing the prompt from unit `start` on would hash so much that a thread had better do it."""
@@ -139,7 +158,7 @@ class TokenSequence:
         """The token bytes of units `[start, stop)`."""
         return self._bytes(start * self._unit_bytes, stop * self._unit_bytes)
 
-    def common_stop(self, run: Run, limit: int) -> int:
+    def common_stop(self, run: Stretch, limit: int) -> int:
         """Up to which unit `run` says what this sequence says, at most `limit`."""
         limit = min(limit, run.stop)
         if self._spans or run.spans:

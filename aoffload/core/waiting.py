@@ -6,48 +6,14 @@ allocations keeps pins while it waits; the grant is in the waiter before anybody
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable
 
 import attrs
 
-from ..errors import OutOfBlocks, WrongState
-from .holding import Holding
+from ..errors import WrongState
+from .owners import Holding, Waiter
 
-__all__ = ["Line", "Waiter", "nobody", "require_idle"]
-
-
-def nobody() -> None:
-    """A synchronous engine looks at `granted` and `error` itself."""
-
-
-@attrs.define(eq=False, repr=False)
-class Waiter:
-    """One wait for room of one holding. Exactly one of `granted` and `error` is set when it is over."""
-
-    holding: Holding
-    num_units: int
-    """Units in all: of the whole table."""
-    wake: Callable[[], object] = nobody
-    granted: array[int] | None = None
-    error: OutOfBlocks | None = None
-
-    def __repr__(self) -> str:
-        over = "granted" if self.granted is not None else "failed" if self.error else "waiting"
-        return f"<Waiter {self.holding.request_id!r} {self.num_units} units {over}>"
-
-    @property
-    def is_over(self) -> bool:
-        return self.granted is not None or self.error is not None
-
-    def grant(self, blocks: array[int]) -> None:
-        self.granted = blocks
-        self.wake()
-
-    def fail(self, error: OutOfBlocks) -> None:
-        self.error = error
-        self.wake()
+__all__ = ["Line", "require_idle"]
 
 
 @attrs.define(eq=False)

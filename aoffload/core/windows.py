@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .cache import PrefixCache
-from .holding import Holding
+from .owners import Holding
 from .plan import Tier
 
 __all__ = ["slide", "slide_off"]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import attrs
 
 from aoffload import KeySpan, Ledger, Root, Tier, WrongState
-from aoffload.core.index import NUM_TIERS, Part
+from aoffload.core.plan import NUM_TIERS
+from aoffload.core.records import Part
 
 if TYPE_CHECKING:
     from aoffload.prefix import Hasher
@@ -121,7 +122,7 @@ class Changes:
         run = part.run
         number = run.parts.index(part)
         tier, band = Tier(number % NUM_TIERS), number // NUM_TIERS
-        if not self._ledger.cache.tiers[tier].is_lent:
+        if not self._ledger.cache.tiers[tier].is_outside:
             told = Change(
                 kind, tier, band, start, stop, run.start, run.tokens, run.spans, run.hash_before, run.root
             )  # fmt: skip

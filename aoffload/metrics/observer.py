@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from aoffload import Completion, Direction, Env, Holding, JobState, Outcome, RequestState, RuntimeObserver
-from aoffload.core.jobs import Job
+from aoffload.core.records import Job
 
 from .families import LABEL_VALUES, reason_of
 from .histogram import SECONDS, THROUGHPUT, Histogram
@@ -115,4 +115,4 @@ class Metrics(RuntimeObserver):
             del self._reported[next(iter(self._reported))]
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        self.skipped_blocks[reason if reason == "host_full" else "other"] += num_blocks
+        self.skipped_blocks[reason if reason in ("host_full", "in_flight") else "other"] += num_blocks

@@ -9,13 +9,12 @@ from typing import Any
 
 import attrs
 
-from ..core.errands import Demotion, Prefetch
-from ..core.holding import Holding
-from ..core.index import NUM_TIERS, Part
-from ..core.keeping import Pin, held_alone
+from ..core.keeping import held_alone
 from ..core.lifecycle import ErrandState, JobState, PinState
 from ..core.matching import find_hit
-from ..core.plan import Direction, Tier
+from ..core.owners import Demotion, Holding, Pin, Prefetch, claimants
+from ..core.plan import NUM_TIERS, Direction, Tier
+from ..core.records import Part
 from ..core.tokens import TokenSequence
 from ..prefix import Prefix
 from ..runtime import OffloadRuntime
@@ -131,7 +130,8 @@ class KeepingOracle:
             raise Violation("out of turn", f"{prefetch} took {prefetch.num_blocks} blocks past a line")
         errands = ledger._errands.under_way.values()
         taken = sum(errand.num_blocks for errand in errands if isinstance(errand, Prefetch))
-        if taken > int(ledger.admission.capacity * self.runtime.config.max_prefetch_share):
+        # What was taken before a quarantine was a share of more.
+        if prefetch.num_blocks and taken > int(ledger.admission.capacity * self.runtime.config.max_prefetch_share):
             raise Violation("more than its share", f"prefetches take {taken} blocks")
         return prefetch
 
@@ -170,7 +170,7 @@ class KeepingOracle:
                 raise Violation("a leak", f"{errand!r} is over and still under way")
         for job in self.runtime.ledger.jobs.unsettled.values():
             if job.plan.direction is Direction.LOAD and job.state is JobState.QUEUED:
-                for holding in job.claims:
+                for holding in claimants(job):
                     self._check_claim(holding)
 
     def _check_claim(self, holding: Holding) -> None:
@@ -181,10 +181,6 @@ class KeepingOracle:
     def _check_pins(self) -> None:
         is_calm = not (self.faults.fired or self.engine.num_invalidations)
         for pin in self._held():
-            # After a reset of the device others may read what it has made unfindable, under a run that is found again.
-            may_share = self.engine.num_resets_of_tiers
-            if not may_share and any(part.condemned for tier in Tier for part in _parts(pin, tier)):
-                raise Violation("wrong blocks stay pinned", repr(pin))
             if self.runtime._is_open and pin.expires_at < self.now() and not self.faults.fired:
                 raise Violation("a pin past its time", f"{pin!r} was to end at {pin.expires_at}")
             if is_calm:

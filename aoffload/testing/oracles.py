@@ -12,13 +12,11 @@ from typing import Any
 
 import attrs
 
-from ..core.holding import Holding
-from ..core.index import Run, stretches
-from ..core.jobs import Job
 from ..core.lifecycle import JobState, RequestState
 from ..core.matching import Hit, find_hit
+from ..core.owners import Holding, Waiter
 from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
-from ..core.waiting import Waiter
+from ..core.records import Job, Run, stretches
 from ..errors import IntegrityError, OutOfBlocks
 from ..runtime import OffloadRuntime
 from .engine import Ask, SimulatedEngine

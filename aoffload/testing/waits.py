@@ -10,8 +10,8 @@ from typing import Any
 
 import attrs
 
-from ..core.holding import Holding
 from ..core.lifecycle import RequestState
+from ..core.owners import Holding
 from ..request import Request
 from ..runtime import OffloadRuntime
 from .violations import Violation

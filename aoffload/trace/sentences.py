@@ -19,7 +19,7 @@ REASONS = {
     "runtime_closed": "the runtime was closed under it",
 }
 """Those of docs/tracing.md; everything else speaks for itself."""
-SKIPPED = {"host_full": "host memory was full"}
+SKIPPED = {"host_full": "host memory was full", "in_flight": "too much was under way"}
 
 
 def sentence(event: Event) -> str:

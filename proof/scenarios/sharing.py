@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from aoffload import FullAttention, KeySpan, SlidingWindow
 from aoffload.core.eviction import LeastRecentlyUsed
-from aoffload.core.index import Part
+from aoffload.core.records import Part
 from aoffload.testing import Client, Simulation
 
 from .common import after, ask, bystanders, canceller, evict_device, expect, serve, store, tokens
@@ -97,12 +98,19 @@ async def least_recently_used(sim: Simulation) -> None:
         await after(sim, engine)
 
 
-class NewestFirst(LeastRecentlyUsed):
+class NewestFirst:
     """Evicts what was touched last: heads before their tails."""
 
+    def __init__(self) -> None:
+        self._order = LeastRecentlyUsed()
+        self.add, self.add_newer, self.add_back = self._order.add, self._order.add_newer, self._order.add_back
+        self.remove = self._order.remove
+
     def oldest(self) -> Part | None:
-        newest = self._ring.older
-        return None if newest is self._ring else newest
+        return [None, *self._order][-1]
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._order)
 
 
 @scenario("request_done")

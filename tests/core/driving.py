@@ -7,8 +7,8 @@ from typing import Any
 
 from aoffload.config import OffloadConfig
 from aoffload.core.groups import KVCacheGroup
-from aoffload.core.holding import Holding
 from aoffload.core.ledger import Ledger
+from aoffload.core.owners import Holding
 from aoffload.core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from aoffload.prefix import Prefix, Root
 

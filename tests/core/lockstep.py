@@ -14,11 +14,10 @@ from naive_line import NaiveLine, Waiting
 from aoffload.config import OffloadConfig
 from aoffload.core.cache import PrefixCache
 from aoffload.core.groups import KVCacheGroup
-from aoffload.core.holding import Holding
 from aoffload.core.ledger import Ledger
 from aoffload.core.lifecycle import RequestState
+from aoffload.core.owners import Holding, Waiter
 from aoffload.core.plan import Completion, Outcome
-from aoffload.core.waiting import Waiter
 from aoffload.errors import OutOfBlocks
 from aoffload.prefix import KeySpan, Prefix, Root
 

@@ -11,8 +11,8 @@ import pytest
 from driving import BLOCK, Driven, prompt
 
 from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
-from aoffload.core.holding import Holding
 from aoffload.core.lifecycle import EarlyState, RequestState
+from aoffload.core.owners import Holding
 from aoffload.core.plan import Outcome, Tier, TransferPlan
 from aoffload.errors import CommitError, InvalidArgument, WrongState
 

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import pytest
 from driving import BLOCK, Driven, prompt
-from lent_driving import LentDriven
 from test_illegal_calls import refused
 
 from aoffload import ChunkedLocal, Fork, KVCacheGroup, RequestState, SlidingWindow
-from aoffload.errors import DuplicateRequest, InvalidArgument, OutOfBlocks, WrongState
+from aoffload.errors import DuplicateRequest, OutOfBlocks, WrongState
 
 A = prompt(1, 10)
 
@@ -135,52 +134,6 @@ def test_who_has_copied_wrong_bytes_is_told() -> None:
         driven.ledger.fork(last)
     driven.commit(early)
     driven.ledger.check_integrity()
-
-
-def test_a_fork_of_lent_blocks_takes_the_engines_ids() -> None:
-    """The engine says which blocks the fork gets from where nothing can be shared; each goes back once."""
-    driven = LentDriven(12, 0)
-    parent = driven.running(A)
-    driven.commit(parent)
-    assert driven.ledger.num_shared_tokens(parent) == 8
-    for wrong in ([[3]], [[0]], [[4, 5]], [], [[13]]):
-        with refused(driven.ledger, parent, error=InvalidArgument, says=("block_ids: ",)):
-            driven.ledger.fork(parent, block_ids=wrong)
-    with refused(driven.ledger, parent, error=WrongState, says=("fork: ", "lend")):
-        driven.ledger.fork(parent)
-    fork = driven.ledger.fork(parent, block_ids=[driven.fresh(1)])
-    driven.ledger.check_integrity()
-    assert driven.table(fork.holding) == [1, 2, 4] and fork.copies == ((3, 4),)
-    driven.release(parent)
-    assert driven.given == [3]
-    driven.release(fork.holding)
-    assert sorted(driven.given) == [1, 2, 3, 4]
-
-
-def test_a_ledger_with_blocks_of_its_own_takes_no_ids_for_a_fork() -> None:
-    """Its blocks are its own business."""
-    driven = Driven(12)
-    parent = driven.running(A)
-    with refused(driven.ledger, parent, error=WrongState, says=("fork: ", "its own")):
-        driven.ledger.fork(parent, block_ids=[[4]])
-
-
-@pytest.mark.parametrize("num_lent", [8, 10])
-def test_who_was_lent_a_wrong_block_is_told(num_lent: int) -> None:
-    """The engine lent a block to two, and the forward that filled it had failed: the other one is to be aborted, also
-    if nothing was published in between, as after a reset."""
-    driven = LentDriven(12)
-    parent = driven.running(prompt(1, 12))
-    driven.ledger.reset()
-    driven.commit(parent, 8)
-    other = driven.admit(prompt(1, 12)[:num_lent] + prompt(2, 3), num_device_tokens=8)
-    driven.lend(other, *driven.table(parent)[:2])
-    driven.ledger.plan_load(other)
-    driven.land(driven.commit(other))
-    assert driven.hit(prompt(1, 12)) == (0, 8)
-    assert driven.ledger.invalidate(parent, 4) == (other,)
-    driven.release(other, "prefix_invalidated")
-    assert driven.hit(prompt(1, 12)) == (0, 4)
 
 
 def num_calls(function: Callable[[], object]) -> int:

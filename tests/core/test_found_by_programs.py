@@ -184,3 +184,20 @@ def test_what_a_load_of_nothing_lets_go_of_is_room() -> None:
         call("accept", who="a"),
     )
     check_program(Program("ledger", World((GroupShape("window", 9, 2),), 4, 100, 1000, "eager"), calls))
+
+
+def test_half_a_block_that_others_read_stays_whole_in_every_group() -> None:
+    """A request goes back into the middle of a unit of which others read the blocks of one group only, since what it
+    has of the other group is its own: it cannot compute the half that was wrong again in another block."""
+    calls = (
+        call("serve", tokens=[1, 0, 0, 0, 0, 0, 0, 0]),
+        call("evict", num_tokens=53, token=28),
+        call("admit", who="r1", tokens=[1, 0, 0]),
+        call("admit", who="t2", tokens=[1, 0, 0, 1, 1, 0]),
+        call("allocate", who="t2"),
+        call("compute", who="t2", stop=6),
+        call("fork", who="t2", child="f4"),
+        call("invalidate", who="t2", from_token=1),
+    )
+    groups = (GroupShape("chunk", 8, 2), GroupShape("full", 0, 2))
+    check_program(Program("ledger", World(groups, 59, 100, 1000, "eager"), calls))

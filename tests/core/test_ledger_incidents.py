@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from driving import Driven, prompt
 
-from aoffload.core.holding import Holding
 from aoffload.core.lifecycle import RequestState
+from aoffload.core.owners import Holding
 from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.errors import OutOfBlocks
 

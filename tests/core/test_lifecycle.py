@@ -23,13 +23,13 @@ from aoffload.core.lifecycle import (
     EarlyState,
     ErrandState,
     JobState,
-    NullObserver,
     PinState,
     RequestState,
     State,
     mermaid,
     move,
 )
+from aoffload.core.observer import NullObserver
 from aoffload.errors import IllegalTransition, WrongState
 
 PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"

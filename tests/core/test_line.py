@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from driving import Driven, Tier, prompt
 
-from aoffload.core.holding import Holding
 from aoffload.core.lifecycle import RequestState
+from aoffload.core.owners import Holding, Waiter
 from aoffload.core.plan import Outcome
-from aoffload.core.waiting import Waiter
 from aoffload.errors import OutOfBlocks, WrongState
 
 

@@ -15,11 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from may_hit import Author, MayHit, Text
 
 from aoffload.config import OffloadConfig
+from aoffload.core.answer import PrefixMatch
 from aoffload.core.groups import KVCacheGroup
-from aoffload.core.holding import Holding
 from aoffload.core.ledger import Ledger
-from aoffload.core.lifecycle import JobState, NullObserver, RequestState
-from aoffload.core.matching import PrefixMatch
+from aoffload.core.lifecycle import JobState, RequestState
+from aoffload.core.observer import NullObserver
+from aoffload.core.owners import Holding
 from aoffload.core.plan import Completion, Direction, Outcome, TransferPlan
 from aoffload.errors import OutOfBlocks
 from aoffload.prefix import KeySpan, Prefix, Root

@@ -25,10 +25,10 @@ from aoffload import (
 )
 from aoffload.core.eviction import LeastRecentlyUsed
 from aoffload.core.groups import FullAttention, Layout
-from aoffload.core.holding import Holding
-from aoffload.core.index import Part
-from aoffload.core.lifecycle import NullObserver
+from aoffload.core.observer import NullObserver
+from aoffload.core.owners import Holding
 from aoffload.core.plan import Direction, Outcome, Tier
+from aoffload.core.records import Part
 from aoffload.core.seen import RUN_TOKENS, SeenPrefixes
 from aoffload.core.tokens import TokenSequence
 
@@ -236,7 +236,7 @@ def test_what_goes_back_gets_its_place(seed: int) -> None:
             order.remove(part)
             away.append(part)
         else:
-            part = Part(None, 0, 0)  # type: ignore[arg-type]
+            part = Part(1, None, 0, 0)  # type: ignore[arg-type]
             order.add(part)
             places.put(part)
         assert [id(part) for part in order] == [id(part) for part in places.parts]

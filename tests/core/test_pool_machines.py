@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from aoffload.config import OffloadConfig
 from aoffload.core.blocks import DevicePool, ExtentPool, FreeList, extents
 from aoffload.core.groups import KVCacheGroup
-from aoffload.core.holding import Holding
 from aoffload.core.ledger import Ledger
+from aoffload.core.owners import Holding
 from aoffload.core.plan import Completion, Outcome, TransferPlan
 from aoffload.errors import OutOfBlocks
 from aoffload.prefix import Prefix, Root

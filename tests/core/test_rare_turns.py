@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from driving import Driven, prompt
 
 from aoffload.core.eviction import LeastRecentlyUsed
-from aoffload.core.index import Part
 from aoffload.core.lifecycle import RequestState
 from aoffload.core.plan import Outcome
+from aoffload.core.records import Part
 from aoffload.errors import OutOfBlocks
 
 
@@ -31,12 +33,37 @@ def test_who_was_refused_has_its_match_again() -> None:
     driven.ledger.allocate_nowait(behind.holding, 12)
 
 
-class NewestFirst(LeastRecentlyUsed):
+def test_who_can_never_fit_after_its_own_load_hears_so_behind_others() -> None:
+    """A load quarantines one of its blocks, and its request begins again behind others who wait longer: it is told at
+    once that it can never fit, not when its turn comes."""
+    driven = Driven(6, 20, max_job_bytes=1)
+    driven.on_host_only(prompt(1, 21))
+    before = [driven.admit(prompt(2, 20)), driven.admit(prompt(3, 4))]
+    loading = driven.allocated(prompt(1, 24))
+    plans = driven.launch(driven.ledger.plan_load(loading))
+    granted, head = (driven.ledger.queue_allocation(holding) for holding in before)
+    driven.end(plans[0], Outcome.UNPROVEN)
+    for plan in plans[1:]:
+        driven.end(plan, Outcome.FAILED)
+    assert granted.granted is not None and not head.is_over
+    assert loading.waiter is not None and isinstance(loading.waiter.error, OutOfBlocks)
+    assert not loading.waiter.error.retryable
+    driven.ledger.check_integrity()
+
+
+class NewestFirst:
     """An order that a program might pass: what was let go of last goes first, so heads go before tails."""
 
+    def __init__(self) -> None:
+        self._order = LeastRecentlyUsed()
+        self.add, self.add_newer, self.add_back = self._order.add, self._order.add_newer, self._order.add_back
+        self.remove = self._order.remove
+
     def oldest(self) -> Part | None:
-        last = self._ring.older
-        return None if last is self._ring else last
+        return [None, *self._order][-1]
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._order)
 
 
 def test_an_island_on_the_device_is_not_shared() -> None:

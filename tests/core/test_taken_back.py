@@ -6,8 +6,8 @@ import pytest
 from driving import Driven, prompt
 
 from aoffload import ChunkedLocal, FullAttention, InvalidArgument, KVCacheGroup, OutOfBlocks, SlidingWindow, WrongState
-from aoffload.core.holding import Holding
 from aoffload.core.lifecycle import RequestState
+from aoffload.core.owners import Holding
 from aoffload.core.plan import Tier
 
 S = RequestState

@@ -7,11 +7,12 @@ from driving import BLOCK, Direction, Driven, Tier, prompt
 
 from aoffload import Ledger, OffloadConfig, Prefix, Root
 from aoffload.core.groups import KVCacheGroup, Layout
-from aoffload.core.holding import Holding
-from aoffload.core.jobs import Job
-from aoffload.core.lifecycle import JobState, NullObserver, RequestState
+from aoffload.core.lifecycle import JobState, RequestState
+from aoffload.core.observer import NullObserver
+from aoffload.core.owners import Holding
 from aoffload.core.plan import Completion, Outcome, TransferPlan
 from aoffload.core.policy import EagerStore
+from aoffload.core.records import Job
 from aoffload.errors import IllegalTransition, OutOfBlocks, WrongState
 
 A = prompt(1, 17)

@@ -11,9 +11,11 @@ import pytest
 
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, Prefix, Root, SlidingWindow, Tier
 from aoffload.core.groups import Layout
-from aoffload.core.index import NUM_TIERS, Run, RunIndex
+from aoffload.core.index import RunIndex
 from aoffload.core.kinds import AttentionKind
 from aoffload.core.matching import find_hit
+from aoffload.core.plan import NUM_TIERS
+from aoffload.core.records import Run
 from aoffload.core.tokens import TokenSequence
 
 NUM_CASES = 10_000

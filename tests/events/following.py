@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from aoffload import Ledger, Tier
-from aoffload.core.index import Run
+from aoffload.core.records import Run
 from aoffload.prefix import TOKEN_BYTES
 
 Hash = int | bytes
@@ -125,7 +125,7 @@ def really_cached(ledger: Ledger) -> dict[Block, tuple[int, ...]]:
     for run in ledger.cache.index.runs.values():
         for number, part in enumerate(run.parts):
             tier, band = Tier(number % len(Tier)), number // len(Tier)
-            if ledger.cache.tiers[tier].is_lent:
+            if ledger.cache.tiers[tier].is_outside:
                 continue
             groups = [group for group, (its_band, _) in enumerate(layout.places) if its_band == band]
             for unit in range(part.first, part.stop) if part.blocks else ():

@@ -6,13 +6,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from engine_walk import EngineWalk
 from following import Follower, really_cached
-from lent_walk import LentWalk
 from walk import Walk
 
 from aoffload import Ledger, Tier
 from aoffload.core.cache import PrefixCache
-from aoffload.core.index import Run
+from aoffload.core.records import Run
 from aoffload.core.tiers import TierBlocks
 from aoffload.kv_events.changes import Changes
 from aoffload.kv_events.format import EventEncoder, EventFormat
@@ -71,11 +71,11 @@ def test_a_subscriber_rebuilds_exactly_what_is_cached(with_windows: bool) -> Non
     assert seen["events"] > 2000 and seen["Cleared"] > NUM_WALKS
 
 
-def test_of_lent_blocks_only_the_host_is_told() -> None:
+def test_of_blocks_that_an_engine_keeps_nothing_is_told() -> None:
     """What an engine has on its device it can tell itself; what is stored of it is ours to tell."""
     num_events = 0
     for seed in range(NUM_WALKS // 2):
-        walk, followed = followed_walk(LentWalk, seed)
+        walk, followed = followed_walk(EngineWalk, seed)
         assert walk.ledger.cache.tiers[Tier.DEVICE].watcher is None
         walk.run(NUM_CALLS)
         assert all(medium == "CPU" for medium, _, _ in followed.follower.cached)

@@ -12,7 +12,7 @@ import pytest
 from scraping import BACKENDS, measured, prompt, serve
 
 from aoffload import Completion, Holding, InvalidArgument, JobState, RequestState, RuntimeObserver
-from aoffload.core.jobs import Job
+from aoffload.core.records import Job
 
 pytestmark = pytest.mark.anyio
 

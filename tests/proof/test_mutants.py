@@ -69,7 +69,7 @@ def test_the_page_says_what_each_scenario_is_for() -> None:
 def test_a_patch_that_does_not_apply_once(old: str) -> None:
     """A text that is not there exactly once is refused before anything is planted."""
     with pytest.raises(PatchDoesNotApply) as refusal:
-        patched(Mutant("none", "aoffload.core.lease", old, "new", ""))
+        patched(Mutant("none", "aoffload.core.records", old, "new", ""))
     assert refusal.value.count != 1
 
 

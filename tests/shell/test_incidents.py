@@ -20,8 +20,8 @@ from serving import (
 )
 
 from aoffload import OutOfBlocks, Request, RequestState, SlidingWindow
-from aoffload.core.index import Run
 from aoffload.core.plan import Direction, Tier
+from aoffload.core.records import Run
 from aoffload.transfer.backends.scripted import ScriptedTransport
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aoffload import Request, WrongState
-from aoffload.core.holding import Holding
+from aoffload.core.owners import Holding
 from aoffload.core.pins import Pins
 from aoffload.core.plan import Direction, TransferPlan
 from aoffload.transfer.backends.cpu import CpuBackend

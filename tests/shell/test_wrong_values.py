@@ -35,7 +35,6 @@ from aoffload import (
     KVRegion,
     LazyStore,
     Ledger,
-    LentBlocks,
     LocalRank,
     LocalTransport,
     OffloadConfig,
@@ -49,6 +48,7 @@ from aoffload import (
     SlidingWindow,
     WrongState,
 )
+from aoffload.testing.programs.fingerprint import fingerprint
 
 
 def _raise(*_: Any, **__: Any) -> Any:
@@ -254,6 +254,7 @@ LEDGER: dict[str, Row] = {
     "admit num_device_tokens": Row(
         lambda c, v: c.ledger.admit(prefix(), num_device_tokens=v), "num_device_tokens", "0"
     ),
+    "admit wake": Row(lambda c, v: c.ledger.admit(prefix(), wake=v), "wake", CALLABLES),
     "allocate_nowait": Row(lambda c, v: c.ledger.allocate_nowait(v), HOLDING),
     "allocate_nowait num_tokens": Row(
         with_holding(lambda c: c.fresh, lambda one, h, v: one.allocate_nowait(h, v)),
@@ -282,7 +283,6 @@ LEDGER: dict[str, Row] = {
     "fork": Row(lambda c, v: c.ledger.fork(v), HOLDING),
     "fork request_id": Row(lambda c, v: c.ledger.fork(c.running, v), "request_id", "None '' 'x' surrogate"),
     "fork num_tokens": Row(lambda c, v: c.ledger.fork(c.running, num_tokens=v), "num_tokens", "0 1", (OutOfBlocks,)),
-    "fork block_ids": Row(lambda c, v: c.ledger.fork(c.running, block_ids=v), "block_ids", "None", (WrongState,)),
     "plan_load max_tokens": Row(
         with_holding(allocated, lambda one, h, v: one.plan_load(h, v)), "max_tokens", ANY_COUNT
     ),
@@ -371,6 +371,83 @@ def test_holdings_of_others() -> None:
             assert cache.digest() == before
 
 
+class Kept:
+    """Blocks of an engine that keeps no account of them."""
+
+    def hold(self, block_ids: object) -> None: ...
+    def give(self, block_ids: object) -> None: ...
+
+
+class EngineCache:
+    """A ledger over blocks that an engine keeps."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger(config(), 1000, engine_blocks=Kept(), clock=lambda: 0.0)
+        first = self.ledger.admit(prefix(1, 17))
+        (plan,) = self.ledger.offer(first, 17, [range(1, 5)])
+        self.ledger.launch(plan.job_id)
+        self.ledger.settle(Completion(plan.job_id, Outcome.LANDED))
+        self.running = self.ledger.admit(prefix(2, 17))
+        self.ledger.offer(self.running, 8, [range(500, 502)])
+        self.matched = self.ledger.admit(prefix(1, 17))
+
+    def digest(self) -> Any:
+        return fingerprint(self.ledger, self.matched, self.running)
+
+
+"""What raises something of its own when it is read as a table."""
+ENGINE: dict[str, Row] = {
+    "lookup": Row(lambda c, v: c.ledger.lookup(v), PREFIX),
+    "admit": Row(lambda c, v: c.ledger.admit(v), PREFIX),
+    "admit num_device_tokens": Row(
+        lambda c, v: c.ledger.admit(prefix(3), num_device_tokens=v), "num_device_tokens", "0 1"
+    ),
+    "admit wake": Row(lambda c, v: c.ledger.admit(prefix(4), wake=v), "wake", CALLABLES),
+    "match_again": Row(lambda c, v: c.ledger.match_again(v, num_device_tokens=0), HOLDING),
+    "match_again num_device_tokens": Row(
+        lambda c, v: c.ledger.match_again(c.matched, num_device_tokens=v), "num_device_tokens", "0 1"
+    ),
+    "match_again wake": Row(
+        lambda c, v: c.ledger.match_again(c.matched, num_device_tokens=0, wake=v), "wake", CALLABLES
+    ),
+    "plan_load": Row(lambda c, v: c.ledger.plan_load(v), HOLDING),
+    "plan_load into": Row(lambda c, v: c.ledger.plan_load(c.matched, into=v), "into"),
+    "plan_load into one table": Row(
+        lambda c, v: c.ledger.plan_load(c.matched, into=[v]), "into", "memoryview"
+    ),
+    "plan_load into one block": Row(lambda c, v: c.ledger.plan_load(c.matched, into=[[v] * 4]), "into"),
+    "plan_load max_tokens": Row(
+        lambda c, v: c.ledger.plan_load(c.matched, v, into=[range(500, 504)]), "max_tokens", ANY_COUNT
+    ),
+    "offer": Row(lambda c, v: c.ledger.offer(v, 16, [range(500, 504)]), HOLDING),
+    "offer num_computed_tokens": Row(
+        lambda c, v: c.ledger.offer(c.running, v, [range(500, 504)]), "num_computed_tokens"
+    ),
+    "offer block_ids": Row(lambda c, v: c.ledger.offer(c.running, 16, v), "block_ids"),
+    "offer one table": Row(lambda c, v: c.ledger.offer(c.running, 16, [v]), "block_ids", "memoryview"),
+    "offer one block": Row(
+        lambda c, v: c.ledger.offer(c.running, 16, [[500, 501, v, 503]]),
+        "block_ids", skip="Raises 0 1 True np.int64 OddInt array_of_no_dimension tensor_of_no_dimension",
+    ),
+    "offer new_token_ids": Row(
+        lambda c, v: c.ledger.offer(c.running, 16, [range(500, 504)], v), "new_token_ids",
+        "[] () range memoryview",
+    ),
+    "offer is_last": Row(lambda c, v: c.ledger.offer(c.running, 16, [range(500, 504)], is_last=v), "is_last", "True"),
+    "invalidate": Row(lambda c, v: c.ledger.invalidate(v, 0), HOLDING),
+    "invalidate from_token": Row(lambda c, v: c.ledger.invalidate(c.running, v), "from_token", "1 0"),
+    "release": Row(lambda c, v: c.ledger.release(v), HOLDING),
+    "pin": Row(lambda c, v: c.ledger.pin(v), PREFIX),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_the_ledger_of_an_engine_refuses(name: str) -> None:
+    """Nor into one over blocks that an engine keeps."""
+    cache = EngineCache()
+    check_all(ENGINE[name], cache, cache.digest)
+
+
 # -- what is made -------------------------------------------------------------------------------------------------
 
 
@@ -413,11 +490,17 @@ MADE: dict[str, Row] = {
     "LazyStore": Row(lambda _, v: LazyStore(v), "store_policy", "None 1"),
     "SelectiveStore": Row(lambda _, v: SelectiveStore(v), "store_policy", "1"),
     "SelectiveStore counted": Row(lambda _, v: SelectiveStore(2, v), "store_policy", "1"),
-    "LentBlocks": Row(lambda _, v: LentBlocks(v), "give", CALLABLES),
     "Ledger": Row(lambda _, v: Ledger(v, 17), "config"),
     "Ledger num_device_blocks": Row(lambda _, v: Ledger(config(), v), "num_device_blocks"),
     "Ledger block_bytes": Row(lambda _, v: Ledger(config(), 17, block_bytes=v), "block_bytes", "1 huge 2**70"),
     "Ledger device_pool": Row(lambda _, v: Ledger(config(), 17, device_pool=v), "device_pool", "None"),
+    "Ledger engine_blocks": Row(
+        lambda _, v: Ledger(config(), 17, engine_blocks=v, clock=lambda: 0.0), "engine_blocks clock"
+    ),
+    "Ledger clock": Row(lambda _, v: Ledger(config(), 17, clock=v), "clock", "None"),
+    "Ledger clock of an engine": Row(
+        lambda _, v: Ledger(config(), 17, engine_blocks=Kept(), clock=v), "clock", CALLABLES
+    ),
     "Ledger observer": Row(lambda _, v: Ledger(config(), 17, observer=v), "observer", "None"),
     "groups": Row(lambda _, v: made_with(groups=v), "groups"),
     "one group": Row(lambda _, v: made_with(groups=[v]), "groups"),
@@ -433,6 +516,7 @@ MADE: dict[str, Row] = {
     "load_timeout_s": Row(lambda _, v: made_with(load_timeout_s=v), "load_timeout_s", SECONDS),
     "transfer_timeout_s": Row(lambda _, v: made_with(transfer_timeout_s=v), "transfer_timeout_s", SECONDS),
     "close_timeout_s": Row(lambda _, v: made_with(close_timeout_s=v), "close_timeout_s", SECONDS),
+    "pending_timeout_s": Row(lambda _, v: made_with(pending_timeout_s=v), "pending_timeout_s", SECONDS),
     "max_pinned_share": Row(lambda _, v: made_with(max_pinned_share=v), "max_pinned_share", "0 1"),
     "max_prefetch_share": Row(lambda _, v: made_with(max_prefetch_share=v), "max_prefetch_share", "0 1"),
     "KVRegion": Row(
@@ -483,12 +567,6 @@ MADE: dict[str, Row] = {
 def test_what_is_made_refuses(name: str) -> None:
     """Nothing is made of wrong values: not configurations, regions, transports, or runtimes."""
     check_all(MADE[name], None, lambda: None)
-
-
-def test_lent_blocks_are_for_the_ledger() -> None:
-    """A runtime has no call to lend by, so it says at once what to use instead."""
-    with pytest.raises(InvalidArgument, match=r"^device_pool: must not be LentBlocks.*Ledger"):
-        runtime(device_pool=LentBlocks(list))
 
 
 # -- the runtime --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from aoffload.testing.programs import (
     replay_program,
     run_program,
 )
-from aoffload.testing.programs.vocabulary import LEDGER_CALLS, RUNTIME_CALLS, Words
+from aoffload.testing.programs.vocabulary import ENGINE_CALLS, LEDGER_CALLS, RUNTIME_CALLS, Words
 
 PLAIN = World((GroupShape("full", 0, 2),), 8, 8, 100, "eager")
 WRONG_CALLS = [
@@ -34,6 +34,9 @@ WRONG_CALLS = [
     ("ledger", call("settle", job="r:load:0", at=-1)),
     ("ledger", call("launch", job=None)),
     ("ledger", call("reset", tier="DISK")),
+    ("engine", call("reset", tier="DISK")),
+    ("engine", call("allocate", who="r")),
+    ("engine", call("load", who="r", sparse="yes")),
     ("ledger", call("compute", who="r", stop="x")),
     ("asyncio", call("admit", who="a", tokens=[1])),
     ("asyncio", call("")),
@@ -118,7 +121,7 @@ def test_what_is_to_be_explored_is_checked(arguments: tuple[Any, ...], name: str
         explore_programs(*arguments)
 
 
-@pytest.mark.parametrize("face", ["ledger", "asyncio", "trio"])
+@pytest.mark.parametrize("face", ["ledger", "engine", "asyncio", "trio"])
 def test_drawn_programs_make_known_calls_only(face: Any) -> None:
     """What is drawn can be printed, pasted and run."""
     for seed in range(40):
@@ -137,7 +140,7 @@ def test_a_name_that_no_test_can_have_is_refused() -> None:
         as_test(Program("ledger", PLAIN, ()), "not a name", "broken")
 
 
-@pytest.mark.parametrize("calls", [LEDGER_CALLS, RUNTIME_CALLS], ids=["ledger", "runtime"])
+@pytest.mark.parametrize("calls", [LEDGER_CALLS, ENGINE_CALLS, RUNTIME_CALLS], ids=["ledger", "engine", "runtime"])
 def test_the_page_has_every_call(calls: Mapping[str, Words]) -> None:
     """Who writes a program by hand finds each call and what it takes."""
     page = (Path(__file__).parent.parent.parent / "docs" / "testing.md").read_text()

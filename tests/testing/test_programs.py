@@ -13,7 +13,7 @@ import pytest
 from aoffload import Ledger, Tier
 from aoffload.core.admission import Admission
 from aoffload.core.cache import PrefixCache
-from aoffload.core.holding import Holding
+from aoffload.core.owners import Holding
 from aoffload.core.pins import Pins
 from aoffload.core.tiers import TierBlocks
 from aoffload.errors import OutOfBlocks
@@ -30,6 +30,7 @@ from aoffload.testing.programs import (
     replay_program,
     run_program,
 )
+from aoffload.testing.programs.shortening import shorten
 
 PLAIN = World((GroupShape("full", 0, 2),), 13, 8, 1000, "eager")
 
@@ -72,6 +73,33 @@ def test_bytes_of_another_prefix_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
     broken = found()
     shortest = broken.shortest()
     assert len(shortest.calls) <= 12 and run_program(shortest).violation is not None
+
+
+def test_what_only_makes_sense_together_goes_together() -> None:
+    """A program is made short by taking out two calls at once, by asking for all the room at first, by cutting prompts
+    that share a prefix alike, and by a reset in place of what takes more calls."""
+    calls = (
+        call("admit", who="a", tokens=[1, 2, 3, 4, 5, 6]), call("begin", step="s", who=["a"]), call("land"),
+        call("admit", who="b", tokens=[1, 2, 3, 4, 5, 6]), call("allocate", who="b"),
+        call("extend", who="b", num_tokens=9), call("end", step="s", commits=False),
+        call("invalidate", who="a", from_token=0),
+    )  # fmt: skip
+
+    def run(program: Program) -> Violation | None:
+        names = [one.name for one in program.calls]
+        prompts = {tuple(one.args["tokens"]) for one in program.calls if one.name == "admit"}
+        breaks = (
+            names.count("begin") == names.count("end")
+            and len(prompts) == 1 and names.count("admit") == 2 and len(min(prompts)) > 2
+            and "allocate" in names and any(one.args.get("num_tokens") == 9 for one in program.calls)
+            and ("invalidate" in names or "reset" in names)
+        )  # fmt: skip
+        return Violation("made up", "for this test") if breaks else None
+
+    assert shorten(Program("ledger", PLAIN, calls), run).calls == (
+        call("admit", who="a", tokens=[1, 2, 3]), call("admit", who="b", tokens=[1, 2, 3]),
+        call("allocate", who="b", num_tokens=9), call("reset"),
+    )  # fmt: skip
 
 
 def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

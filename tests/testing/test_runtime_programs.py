@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from aoffload.core.holding import Holding
 from aoffload.core.ledger import Ledger
+from aoffload.core.owners import Holding
 from aoffload.runtime import OffloadRuntime
 from aoffload.testing.programs import GroupShape, Program, World, as_test, call, check_program, run_program
 from aoffload.testing.programs.program import Call, Face
@@ -241,6 +241,16 @@ MENDED: dict[str, tuple[World, tuple[Call, ...], int]] = {
             call("load", who="b"),
         ),
         200,
+    ),
+    "a prefix demoted of which windows need nothing": (
+        World((GroupShape("window", 1, 2),), 2, 100, 1000, "off"),
+        (
+            call("serve", who="b", tokens=(2, 3)),
+            call("demote", who="a", tokens=(2, 3)),
+            call("serve", who="a", tokens=(2, 3, 2, 2)),
+            call("demote", who="a", tokens=(2, 3, 2, 2, 2)),
+        ),
+        1,
     ),
 }
 """What went wrong once: the world, the calls, and in how many orders of its tasks they are made."""

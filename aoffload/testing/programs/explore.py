@@ -7,7 +7,7 @@ import itertools
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -15,10 +15,13 @@ import attrs
 from ...arguments import check_callable, check_int, check_type, shown
 from ...errors import InvalidArgument
 from ..violations import Violation
+from .engine_draw import EngineDraw
+from .engine_machine import EngineMachine
 from .ledger_machine import LedgerMachine
 from .ledger_stories import LedgerStories
+from .machine import Machine
 from .outcome import Outcome
-from .program import Call, Face, Program, check_face, draw_world
+from .program import Call, Face, Program, World, check_face, draw_world
 from .shortening import shorten
 
 __all__ = [
@@ -33,9 +36,32 @@ __all__ = [
 ]
 
 NUM_CALLS = 60
-LINE = re.compile(r"(?P<face>ledger|asyncio|trio) seed=(?P<seed>[0-9]+)(?: calls=(?P<calls>[1-9][0-9]*))?")
+LINE = re.compile(r"(?P<face>ledger|engine|asyncio|trio) seed=(?P<seed>[0-9]+)(?: calls=(?P<calls>[1-9][0-9]*))?")
+WHOLE_EVERY = 4
+"""Calls of a drawn program after which the whole ledger is looked at. A program that is run again, to be made short or
+as a test, is looked at after each: the fewest calls that break a law are none that only wait for the next look."""
 LOOKS_AT_REFUSALS = 8
 """One in so many programs is run again, to see that what was refused has changed nothing."""
+
+
+@attrs.frozen
+class _Kind:
+    """How programs over one kind of ledger are drawn and run."""
+
+    machine: Callable[..., Machine]
+    draw: Callable[[random.Random, Any], Any]
+    world: Callable[[World], World] = lambda world: world
+
+
+def _not_lazy(world: World) -> World:
+    """When an engine evicts what of its own blocks, only it knows."""
+    return attrs.evolve(world, store_policy="eager") if world.store_policy.startswith("lazy") else world
+
+
+LEDGERS: Mapping[str, _Kind] = {
+    "ledger": _Kind(LedgerMachine, LedgerStories),
+    "engine": _Kind(EngineMachine, EngineDraw, _not_lazy),
+}
 
 
 def call(name: str, /, **args: Any) -> Call:
@@ -105,13 +131,13 @@ def program_of(face: Face, seed: int, num_calls: int = NUM_CALLS) -> tuple[Progr
     """The program that a seed stands for, and how it ends."""
     check_int("seed", seed, 0)
     check_int("num_calls", num_calls, 2)
-    if check_face(face) != "ledger":
+    if check_face(face) not in LEDGERS:
         from .runtime_face import draw_and_run
 
         return draw_and_run(face, seed, num_calls)
-    program, outcome, refused = _draw_ledger_program(seed, num_calls)
+    program, outcome, refused = _draw_ledger_program(face, seed, num_calls)
     if seed % LOOKS_AT_REFUSALS == 0 and refused and outcome.violation is None:
-        outcome = _run_on_ledger(program, refused)[0]
+        outcome = _run_on_ledger(program, refused, WHOLE_EVERY)[0]
     return program, outcome
 
 
@@ -124,9 +150,9 @@ def replay_program(line: str) -> tuple[Program, Outcome]:
 
 
 def run_program(program: Program) -> Outcome:
-    """Make the calls of a program, under every law; on the ledger twice, to look at what was refused."""
+    """Make the calls of a program, under every law; on a ledger twice, to look at what was refused."""
     check_type("program", program, Program).check()
-    if program.face != "ledger":
+    if program.face not in LEDGERS:
         from .runtime_face import run_runtime_program
 
         return run_runtime_program(program)
@@ -146,11 +172,12 @@ def check_program(program: Program) -> None:
 # -- the ledger -----------------------------------------------------------------------------------------------------
 
 
-def _draw_ledger_program(seed: int, num_calls: int) -> tuple[Program, Outcome, frozenset[int]]:
-    rng = random.Random(f"program {seed}")
-    world = draw_world(rng)
-    machine = LedgerMachine(world, watches=seed % LOOKS_AT_REFUSALS == 1)
-    draw, calls = LedgerStories(rng, machine), list[Call]()
+def _draw_ledger_program(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcome, frozenset[int]]:
+    kind = LEDGERS[face]
+    rng = random.Random(f"program {seed}" if face == "ledger" else f"program {face} {seed}")
+    world = kind.world(draw_world(rng))
+    machine = kind.machine(world, watches=seed % LOOKS_AT_REFUSALS == 1, whole_every=WHOLE_EVERY)
+    draw, calls = kind.draw(rng, machine), list[Call]()
     violation: Violation | None = None
     try:
         for _ in range(rng.randint(num_calls // 2, num_calls * 3 // 2)):
@@ -159,11 +186,14 @@ def _draw_ledger_program(seed: int, num_calls: int) -> tuple[Program, Outcome, f
         machine.finish()
     except Violation as broken:
         violation = broken
-    return Program("ledger", world, tuple(calls), seed), _outcome(machine, violation), frozenset(machine.refused)
+    return Program(face, world, tuple(calls), seed), _outcome(machine, violation), frozenset(machine.refused)
 
 
-def _run_on_ledger(program: Program, refused: frozenset[int] = frozenset()) -> tuple[Outcome, frozenset[int]]:
-    machine = LedgerMachine(program.world, refused_before=refused, watches=not refused)
+def _run_on_ledger(
+    program: Program, refused: frozenset[int] = frozenset(), whole_every: int = 1
+) -> tuple[Outcome, frozenset[int]]:
+    kind = LEDGERS[program.face]
+    machine = kind.machine(program.world, refused_before=refused, watches=not refused, whole_every=whole_every)
     violation: Violation | None = None
     try:
         for one in program.calls:
@@ -174,7 +204,7 @@ def _run_on_ledger(program: Program, refused: frozenset[int] = frozenset()) -> t
     return _outcome(machine, violation), frozenset(machine.refused)
 
 
-def _outcome(machine: LedgerMachine, violation: Violation | None) -> Outcome:
+def _outcome(machine: Machine, violation: Violation | None) -> Outcome:
     features = machine.features | {shape.kind for shape in machine.world.groups}
     features.add(machine.world.store_policy.partition(":")[0])
     if len(machine.world.groups) > 1:

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from ...core.lifecycle import JobState, RequestState
+from ...core.lifecycle import RequestState
 from ...core.loads import has_holes
+from .job_draw import JobDraw
 from .ledger_machine import LedgerMachine
 from .ledger_prompts import Prompts
 from .ledger_state import Client
@@ -27,7 +28,7 @@ WEIGHTS = {
 WRONG = (None, -1, True, 1.5, "x", 2**70)
 
 
-class LedgerDraw:
+class LedgerDraw(JobDraw):
     """Draws calls for one machine. In each program some calls are much more frequent than in others: what two of them
     do to each other is seen soonest where there is little else."""
 
@@ -266,28 +267,7 @@ class LedgerDraw:
             return None
         loads = [name for name in self.machine.plans if ":load:" in name]
         name = self.rng.choice(loads if loads and self.rng.random() < 0.6 else list(self.machine.plans))
-        job = self.machine.job(name)
-        if job is None or job.state is JobState.QUEUED:
-            return Call("discard" if self.rng.random() < 0.05 else "launch", {"job": name})
-        if job.parked is not None:
-            return None
-        (outcome,) = self.rng.choices(("landed", "failed", "corrupt", "unproven"), self.outcomes)
-        args: dict[str, Any] = {"job": name}
-        if outcome != "landed":
-            args |= {"outcome": outcome, "at": self.rng.randrange(8)}
-        return Call("settle", args)
-
-    def _land(self) -> Call | None:
-        return Call("land") if self.machine.plans else None
-
-    def _late(self) -> Call | None:
-        return Call("late", {"job": self.rng.choice(list(self.machine.unproven))}) if self.machine.unproven else None
-
-    def _stray(self) -> Call | None:
-        return Call("stray", {"job": self.rng.choice(list(self.machine.unproven))}) if self.machine.unproven else None
-
-    def _again(self) -> Call | None:
-        return Call("again", {"job": self.rng.choice(list(self.machine.over))}) if self.machine.over else None
+        return self._go_on_with(name)
 
     # -- what no request asks for ---------------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...core.jobs import Job
 from ...core.lifecycle import JobState
 from ...core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ...core.records import Job
 from .ledger_state import LedgerState
 
 __all__ = ["JobCalls"]

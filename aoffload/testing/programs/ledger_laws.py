@@ -5,23 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...core.cache import UNPUBLISHABLE
-from ...core.index import NUM_TIERS, Part
-from ...core.lifecycle import NullObserver, RequestState
-from ...core.plan import Tier
+from ...core.lifecycle import RequestState
+from ...core.observer import NullObserver
+from ...core.plan import NUM_TIERS, Tier
+from ...core.records import Part
 from ..violations import Violation
 from .program import Call
 
 if TYPE_CHECKING:
-    from ...core.holding import Holding
-    from ...core.jobs import Job
     from ...core.ledger import Ledger
+    from ...core.owners import Holding
+    from ...core.records import Job
     from .ledger_machine import LedgerMachine
     from .ledger_state import Forward
 
 __all__ = ["Laws", "Recorder"]
-
-EVERY_LAW = 4
-"""The whole law is looked at after every so many calls, and at the end; what is cheap, after each."""
 
 
 class Recorder(NullObserver):
@@ -57,8 +55,12 @@ class Recorder(NullObserver):
 
 
 class Laws:
-    def __init__(self, machine: LedgerMachine, *, watches: bool) -> None:
+    """Looks at every law after a call. The whole ledger is looked at after every `whole_every` calls and at the end;
+    what is cheap, after each."""
+
+    def __init__(self, machine: LedgerMachine, *, watches: bool, whole_every: int) -> None:
         self._machine = machine
+        self._whole_every = whole_every
         self._watcher = _Watcher(machine.ledger) if watches else None
         if self._watcher is not None:
             machine.ledger.watch(self._watcher)
@@ -71,7 +73,7 @@ class Laws:
         self._progress(call)
         if self._machine.steps or self._ledger.jobs.unsettled:
             self._nobody_elses()
-        if number % EVERY_LAW == 0 or call.name in ("invalidate", "reset", "preempt", "fork", "end"):
+        if number % self._whole_every == 0 or call.name in ("invalidate", "reset", "preempt", "fork", "end"):
             self._whole()
         if call.name in ("settle", "land", "load", "accept", "abandon", "invalidate", "reset"):
             self._readable()

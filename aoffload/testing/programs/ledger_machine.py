@@ -1,106 +1,23 @@
-"""Programs over the ledger: an engine, its copies and its bytes, one call at a time.
-
-Each `do_...` makes one public call, as an engine would, and keeps the bytes beside it true. A call that has no object
-(the calls before it were left out) is skipped. A call that the ledger refuses must have changed nothing.
-"""
+"""Programs over a ledger with device blocks of its own: an engine, its copies and its bytes, one call at a time."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ...core.errands import Errand
-from ...core.lifecycle import PinState
-from ...core.plan import Tier
-from ...errors import AoffloadError
+from ...core.owners import Errand
 from ...prefix import Prefix, Root
-from ..violations import Violation
-from .fingerprint import changes, fingerprint
 from .ledger_laws import Laws
 from .ledger_requests import RequestCalls
-from .ledger_steps import BROKEN
-from .program import Call, World
+from .machine import Machine
 
 __all__ = ["LedgerMachine"]
 
 
-class LedgerMachine(RequestCalls):
-    """Makes calls. `refused_before` are the numbers of calls that an earlier run of the same program has seen refused:
-    what they leave unchanged is looked at this time."""
-
-    def __init__(self, world: World, *, refused_before: frozenset[int] = frozenset(), watches: bool = False) -> None:
-        super().__init__(world)
-        self.refused: set[int] = set()
-        self.num_calls = 0
-        self._refused_before = refused_before
-        self._digest = hashlib.blake2b()
-        self.laws = Laws(self, watches=watches)
-
-    def apply(self, call: Call) -> None:
-        """Make `call`, and look at whatever it may have broken."""
-        number, self.num_calls = self.num_calls, self.num_calls + 1
-        make: Callable[..., str] = getattr(self, f"do_{call.name}")
-        before = fingerprint(self.ledger) if number in self._refused_before else None
-        try:
-            said = make(**call.args)
-        except BROKEN as error:
-            raise Violation("a law of its own", f"{call}: {error}") from error
-        except AoffloadError as error:
-            said = f"{type(error).__name__} {error}"
-            self.refused.add(number)
-            self.features.add("refused")
-            if before is not None and (changed := changes(before, fingerprint(self.ledger))):
-                raise Violation("a refused call", f"{call} said {said}, and has changed {changed[:6]}") from error
-        except (Violation, KeyboardInterrupt):
-            raise
-        except Exception as error:
-            raise Violation(f"a crash ({type(error).__name__})", f"{call}: {error!r}") from error
-        self._digest.update(f"{call.name} {said}\n".encode())
-        self.laws.after(call, number)
-
-    def digest(self) -> str:
-        self._digest.update(repr(self.ledger.statistics()).encode())
-        return self._digest.hexdigest()[:32]
-
-    def finish(self) -> None:
-        """Everybody leaves, everything lands or is proven: nothing may be held."""
-        for name in list(self.steps):
-            self.apply(Call("end", {"step": name, "commits": False}))
-        for name in list(self.clients):
-            self.apply(Call("release", {"who": name}))
-        self.apply(Call("drop_pins"))
-        self.apply(Call("cancel_errands"))
-        for _ in range(len(self.plans) + 1):
-            self.apply(Call("land"))
-        for name in list(self.unproven):
-            self.apply(Call("late", {"job": name}))
-        self.laws.at_rest()
+class LedgerMachine(RequestCalls, Machine):
+    LAWS = Laws
+    FAREWELL = ("drop_pins", "cancel_errands")
 
     # -- what no request asks for ---------------------------------------------------------------------------------
-
-    def do_pin(self, name: str, tokens: Sequence[int], salt: str | None = None, expires_at: float = 1e9) -> str:
-        if name in self.pins:
-            return "skipped"
-        self.pins[name] = self.ledger.pin(Prefix.of(Root("programs", salt), tokens), expires_at=expires_at)
-        self._note("pin", self.pins[name].match.num_tokens)
-        return f"{self.pins[name]}"
-
-    def do_unpin(self, name: str) -> str:
-        if name not in self.pins:
-            return "skipped"
-        pin = self.pins.pop(name)
-        self.ledger.unpin(pin)
-        self._require(pin.state is not PinState.HELD, "a pin is over when it is given back", pin)
-        return "unpinned"
-
-    def do_lapse(self, now: float) -> str:
-        self.ledger.lapse(now)
-        return "lapsed"
-
-    def do_drop_pins(self) -> str:
-        self.ledger.drop_pins()
-        return "dropped"
 
     def do_prefetch(self, name: str, tokens: Sequence[int], salt: str | None = None) -> str:
         return self._errand("prefetch", name, self.ledger.prefetch(Prefix.of(Root("programs", salt), tokens)))
@@ -124,32 +41,8 @@ class LedgerMachine(RequestCalls):
         self.ledger.cancel_errands()
         return "cancelled"
 
-    # -- the whole ------------------------------------------------------------------------------------------------
-
-    def do_reset(self, tier: str | None = None) -> str:
-        self.ledger.reset(None if tier is None else Tier[tier])
-        self.laws.after_reset(None if tier is None else Tier[tier])
-        self.features.add(f"reset {tier.lower()}" if tier else "reset")
-        return "reset"
-
     def do_frontier(self) -> str:
         plans = self.ledger.plan_frontier()
         self.take(plans)
         self._note("frontier", plans)
         return f"{len(plans)}"
-
-    def do_lookup(self, tokens: Sequence[int], salt: str | None = None) -> str:
-        """What it says is what a request would match."""
-        found = self.ledger.lookup(Prefix.of(Root("programs", salt), tokens))
-        holding = self.ledger.admit(Prefix.of(Root("programs", salt), tokens))
-        match = holding.match
-        self.take(self.ledger.release(holding))
-        self._require(found == match, "a lookup says what a request matches", f"{found}, {match}")
-        return f"{found}"
-
-    def do_wrong(self, method: str, who: str, **arguments: Any) -> str:
-        """A call with an argument that no caller should give."""
-        if (client := self.clients.get(who)) is None:
-            return "skipped"
-        getattr(self.ledger, method)(client.holding, **arguments)
-        return "taken"

@@ -184,14 +184,7 @@ class RequestCalls(StepCalls):
         if (client := self.clients.get(who)) is None:
             return "skipped"
         told = self.ledger.invalidate(client.holding, from_token)
-        for marks in client.marks[from_token:]:
-            self.bytes.invalid |= marks
-        del client.marks[from_token:]
-        del client.text.tokens[max(client.num_prompt, from_token + 1) :]
-        del client.text.prefixes[len(client.text.tokens) + 1 :]
-        del client.text.sampled_marks[max(0, from_token + 1 - client.num_prompt) :]
-        for holding in told:
-            self.clients[holding.request_id].is_told = True
+        self._forget(client, from_token, told)
         for other in self.clients.values():
             if other is not client and not other.is_told and other.text.marks & self.bytes.invalid:
                 raise Violation("not told", f"{other.name} goes on with what a failed forward has sampled")

@@ -8,12 +8,10 @@ from contextlib import ExitStack
 
 import attrs
 
-from ...core.errands import Errand
-from ...core.holding import Holding
-from ...core.jobs import Job
-from ...core.keeping import Pin
 from ...core.ledger import Ledger
+from ...core.owners import Errand, Holding, Pin
 from ...core.plan import Completion, TransferPlan
+from ...core.records import Job
 from ..violations import Violation
 from .ledger_laws import Recorder
 from .program import World
@@ -65,7 +63,7 @@ class LedgerState:
     def __init__(self, world: World) -> None:
         self.world = world
         self.recorder = Recorder()
-        self.ledger = Ledger(world.config(), world.num_device_blocks, block_bytes=1, observer=self.recorder)
+        self.ledger = self._open(world)
         self.unit, self.groups = self.ledger.layout.unit_tokens, self.ledger.layout.groups
         self.bytes = Bytes(self.groups, world.num_device_blocks, world.num_host_blocks)
         self.clients: dict[str, Client] = {}
@@ -82,6 +80,9 @@ class LedgerState:
         self.num_planned: Counter[str] = Counter()
         self.num_served = 0
 
+    def _open(self, world: World) -> Ledger:
+        return Ledger(world.config(), world.num_device_blocks, block_bytes=1, observer=self.recorder)
+
     def _note(self, feature: str, happened: object) -> None:
         if happened:
             self.features.add(feature)
@@ -92,3 +93,14 @@ class LedgerState:
 
     def _tables(self, client: Client) -> str:
         return f"{client.holding.state.name} {self.ledger.block_ids(client.holding)}"
+
+    def _forget(self, client: Client, from_token: int, told: Sequence[Holding]) -> None:
+        """What `client` has computed from some token on is void, with what was sampled behind it; who was told, is."""
+        for marks in client.marks[from_token:]:
+            self.bytes.invalid |= marks
+        del client.marks[from_token:]
+        del client.text.tokens[max(client.num_prompt, from_token + 1) :]
+        del client.text.prefixes[len(client.text.tokens) + 1 :]
+        del client.text.sampled_marks[max(0, from_token + 1 - client.num_prompt) :]
+        for holding in told:
+            self.clients[holding.request_id].is_told = True

@@ -18,8 +18,9 @@ from .vocabulary import check_call
 
 __all__ = ["Call", "Face", "GroupShape", "Program", "World", "check_face", "draw_world"]
 
-Face = Literal["ledger", "asyncio", "trio"]
-"""What a program calls: the ledger, or the runtime in a simulated loop of that kind."""
+Face = Literal["ledger", "engine", "asyncio", "trio"]
+"""What a program calls: a ledger with device blocks of its own, one whose device blocks are an engine's, or the runtime
+in a simulated loop of that kind."""
 
 
 def check_face(face: object) -> Face:

@@ -13,8 +13,7 @@ from typing import TypeAlias
 
 import attrs
 
-from ...core.index import NUM_TIERS
-from ...core.plan import Tier
+from ...core.plan import NUM_TIERS, Tier
 from ...prefix import KeySpan
 from ..engine import Ask, SimulatedEngine, first_read
 from ..violations import Violation

@@ -224,6 +224,8 @@ class Work:
         stop = max(start, min(start + num_tokens, allocated, len(chain)))
         if served.num_works:
             stop = start
+        if start < stop and pending is None:
+            del served.written[start:]  # drafts of before, which it may write over at any time
         regions = () if pending is None else pending.regions
         served.num_works += 1
         # What a load is still bringing is its jobs' until it is there.

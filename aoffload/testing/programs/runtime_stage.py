@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from ...core.holding import Holding
+from ...core.owners import Holding
 from ...core.plan import Tier
 from ...core.preemption import Preemption
 from ...errors import AoffloadError, IntegrityError, OutOfBlocks

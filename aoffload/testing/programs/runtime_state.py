@@ -6,14 +6,10 @@ from collections import Counter
 from typing import Any
 
 from ...core.cache import PrefixCache
-from ...core.early import EarlyStart
-from ...core.errands import Errand
-from ...core.holding import Holding
-from ...core.index import Part
-from ...core.jobs import Job
-from ...core.keeping import Pin
 from ...core.ledger import Ledger
 from ...core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
+from ...core.owners import EarlyStart, Errand, Holding, Pin
+from ...core.records import Job, Part
 from ...observers import RuntimeObserver
 from ...runtime import OffloadRuntime
 from ..violations import Violation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -11,7 +12,7 @@ from ...arguments import shown
 from ...errors import InvalidArgument
 from ..violations import Violation
 from .program import Call, Program
-from .vocabulary import LEDGER_CALLS, RUNTIME_CALLS
+from .vocabulary import calls_of
 
 __all__ = ["as_test", "shorten"]
 
@@ -36,8 +37,10 @@ def shorten(program: Program, run: Run, at_most: int = 2000) -> Program:
 
     while num_left > 0:
         before = program
-        for plainer in (_without_some, _fewer, _plainer, _plainer_world):
+        for plainer in (_without_some, _fewer, _extended_at_once, _shorter_prompts, _plainer, _plainer_world):
             program = plainer(program, still_breaks)
+        if program == before:
+            program = _without_two(program, still_breaks)
         if program == before:
             break
     return program
@@ -76,6 +79,30 @@ def _without_pieces(program: Program, size: int, still_breaks: StillBreaks) -> P
     return program
 
 
+def _without_two(program: Program, still_breaks: StillBreaks) -> Program:
+    """Without two calls that only make sense together, one opening what the other closes."""
+    for first, second in itertools.combinations(range(len(program.calls)), 2):
+        fewer = program.with_calls([call for at, call in enumerate(program.calls) if at not in (first, second)])
+        if fewer.calls and still_breaks(fewer):
+            return fewer
+    return program
+
+
+def _shorter_prompts(program: Program, still_breaks: StillBreaks) -> Program:
+    """All prompts without their last token, as often as can be: those that share a prefix go on sharing it."""
+    while any(len(call.args.get("tokens", ())) > 1 for call in program.calls):
+        shorter = program.with_calls([_less_its_last_token(call) for call in program.calls])
+        if not still_breaks(shorter):
+            break
+        program = shorter
+    return program
+
+
+def _less_its_last_token(call: Call) -> Call:
+    tokens = call.args.get("tokens", ())
+    return call if len(tokens) < 2 else Call(call.name, {**call.args, "tokens": tokens[:-1]})
+
+
 def _plainer(program: Program, still_breaks: StillBreaks) -> Program:
     """Fewer options and shorter prompts, which other calls may then be spared for."""
     for number in range(len(program.calls)):
@@ -87,15 +114,32 @@ def _plainer(program: Program, still_breaks: StillBreaks) -> Program:
     return program
 
 
+def _extended_at_once(program: Program, still_breaks: StillBreaks) -> Program:
+    """With the room that is asked for later asked for at first."""
+    for call in program.calls:
+        if call.name == "extend" and "num_tokens" in call.args:  # of the ledger: absolute
+            rest = [other for other in program.calls if other is not call]
+            changed = program.with_calls([_with_room_of(call, other) for other in rest])
+            if still_breaks(changed):
+                program = changed
+    return program
+
+
+def _with_room_of(extension: Call, call: Call) -> Call:
+    if call.name != "allocate" or call.args["who"] != extension.args["who"]:
+        return call
+    return Call("allocate", {**call.args, "num_tokens": extension.args["num_tokens"]})
+
+
 def _variants(face: str, call: Call) -> Iterator[Call]:
-    args, needed = dict(call.args), (LEDGER_CALLS if face == "ledger" else RUNTIME_CALLS)[call.name].needed
+    args, needed = dict(call.args), calls_of(face)[call.name].needed
     for name, value in args.items():
         if name not in needed:
             yield Call(call.name, {other: it for other, it in args.items() if other != name})
         if name in ("tokens", "new") and len(value) > 1:
             yield Call(call.name, {**args, name: value[: len(value) // 2]})
             yield Call(call.name, {**args, name: value[:-1]})
-    if call.name == "evict":  # of the ledger only
+    if face == "ledger" and call.name in ("evict", "invalidate"):
         yield Call("reset", {"tier": "DEVICE"})
 
 

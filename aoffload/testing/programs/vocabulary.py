@@ -14,7 +14,7 @@ from ...config import OffloadConfig
 from ...errors import InvalidArgument
 from ..faults import FAULTS
 
-__all__ = ["LEDGER_CALLS", "RUNTIME_CALLS", "Words", "check_call"]
+__all__ = ["ENGINE_CALLS", "LEDGER_CALLS", "RUNTIME_CALLS", "Words", "calls_of", "check_call"]
 
 
 @attrs.frozen
@@ -32,7 +32,7 @@ class Words:
         return cls(needed, frozenset(word.removesuffix("!") for word in words))
 
 
-def _table(rows: Mapping[str, str]) -> Mapping[str, Words]:
+def _table(rows: Mapping[str, str]) -> dict[str, Words]:
     return {name: Words.of(text) for name, text in rows.items()}
 
 
@@ -51,6 +51,18 @@ LEDGER_CALLS = _table({
     "prefetch": f"name! {KEY}", "demote": f"name! {KEY}", "cancel": "name!", "cancel_errands": "",
     "reset": "tier", "frontier": "", "lookup": KEY, "serve": f"{KEY} new", "evict": "num_tokens! token!",
     "wrong": "method! who! num_tokens num_computed_tokens from_token max_tokens",
+})  # fmt: skip
+
+AS_ON_A_LEDGER = (
+    "launch", "settle", "land", "discard", "late", "stray", "again", "pin", "unpin", "lapse", "drop_pins", "reset",
+    "lookup", "serve",
+)  # fmt: skip
+ENGINE_CALLS = {name: LEDGER_CALLS[name] for name in AS_ON_A_LEDGER} | _table({
+    "admit": f"who! {KEY} spans fewer max_hit_tokens hit_alignment reads_cache store max_store_tokens",
+    "ask": "who! fewer", "load": "who! max_tokens sparse", "compute": "who! stop! new offers is_last",
+    "offer": "who! is_last", "invalidate": "who! from_token!", "release": "who! reason", "evict": "",
+    "tick": "seconds!",
+    "wrong": "method! who! num_computed_tokens from_token max_tokens into block_ids num_device_tokens",
 })  # fmt: skip
 
 CLIENT = "who! of hurry give_up_s"
@@ -84,14 +96,19 @@ CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
 }
 """What an argument of a call that the program itself is about may be."""
 COUNTS = ("after", "at", "back", "token", "stop")
-FLAGS = ("hurry", "early", "holding", "lasting", "commits")
-SECONDS = ("give_up_s", "s")
+FLAGS = ("hurry", "early", "holding", "lasting", "commits", "sparse", "offers", "is_last")
+SECONDS = ("give_up_s", "s", "seconds")
 NAMES = ("who", "name", "child", "step", "job", "method")
+
+
+def calls_of(face: str) -> Mapping[str, Words]:
+    """The calls that programs of a face may make."""
+    return {"ledger": LEDGER_CALLS, "engine": ENGINE_CALLS}.get(face, RUNTIME_CALLS)
 
 
 def check_call(face: str, call: Any) -> None:
     """`InvalidArgument`, unless the `Call` is one that `face` knows, with arguments that it has, made of plain data."""
-    table = LEDGER_CALLS if face == "ledger" else RUNTIME_CALLS
+    table = calls_of(face)
     words = table.get(call.name)
     if words is None:
         raise InvalidArgument("calls", f"no {face} program has a call {call.name!r}: {', '.join(sorted(table))}")
@@ -101,7 +118,11 @@ def check_call(face: str, call: Any) -> None:
         known = ", ".join(sorted(words.allowed)) or "no argument"
         raise InvalidArgument("calls", f"{call} has {', '.join(sorted(map(str, unknown)))}, and takes {known}")
     for name, value in call.args.items():
-        is_tier = (face, call.name, name) != ("ledger", "reset", "tier") or value in (None, "DEVICE", "HOST")
+        is_tier = (
+            (call.name, name) != ("reset", "tier")
+            or face not in ("ledger", "engine")
+            or value in (None, "DEVICE", "HOST")
+        )
         if not (is_tier and _is_plain(value) and _may_be(call.name, name, value)):
             raise InvalidArgument("calls", f"{call}: this cannot be its {name}")
 

@@ -1,0 +1,87 @@
+"""The block ids that an engine names in its own tables, group by group, as the bands of the layout read them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import numpy as np
+
+from ..arguments import shown
+from ..errors import InvalidArgument
+from .groups import Band, Layout
+
+__all__ = ["EngineIds", "Find"]
+
+Find: TypeAlias = Callable[[int, int, int], Sequence[int]]
+"""Blocks `[first, last)` of a group, by its number: 0 where there is none."""
+
+
+@attrs.frozen
+class EngineIds:
+    """Block tables from the first token on, one for each group. A table is only read where ids are asked for."""
+
+    layout: Layout
+    num_rows: int
+    name: str
+    """Of the argument, for refusals."""
+    tables: tuple[Sequence[int], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, num_rows: int, name: str, tables: Any, num_units: int) -> EngineIds:
+        """`tables` reach to `num_units` at least: lists, ranges, arrays or numpy arrays."""
+        try:
+            found = tuple(tables)
+            lengths = [len(table) for table in found]
+        except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
+            raise InvalidArgument(name, f"must be block ids for each group, got {shown(tables)}") from None
+        wanted = [num_units * (layout.unit_tokens // group.block_size) for group in layout.groups]
+        if len(lengths) != len(wanted) or any(has < needs for has, needs in zip(lengths, wanted, strict=True)):
+            raise InvalidArgument(name, f"must hold {wanted} ids at least, group by group; got {lengths}")
+        return cls(layout, num_rows, name, found)
+
+    def of_band(self, band: Band, start: int, stop: int) -> array[int]:
+        """The ids of units `[start, stop)`, 0 where the engine names the null block."""
+        return self._of_band(band, stop - start, lambda group, first, last: self.tables[group][first:last], start)
+
+    def with_found(self, band: Band, start: int, stop: int, find: Find) -> array[int]:
+        """The same; where the null block is named, what `find` knows of the group's blocks `[first, last)`."""
+        named = self.of_band(band, start, stop)
+        if 0 not in named:
+            return named
+        found = self._of_band(band, stop - start, find, start)
+        return array("i", [block_id or other for block_id, other in zip(named, found, strict=True)])
+
+    def check(self, num_units: int) -> None:
+        """Look at all ids of the first `num_units`."""
+        for band in self.layout.bands:
+            if band.width:
+                self.of_band(band, 0, num_units)
+
+    def _of_band(self, band: Band, num_units: int, read: Find, start: int) -> array[int]:
+        if not num_units:
+            return array("i")
+        of_groups: list[array[int]] = []
+        for number, (its_band, _) in enumerate(self.layout.places):
+            if its_band == band.number:
+                per_unit = self.layout.unit_tokens // self.layout.groups[number].block_size
+                ids = self._checked(read, number, start * per_unit, (start + num_units) * per_unit)
+                if len(ids) != num_units * per_unit:
+                    raise InvalidArgument(self.name, f"must be {num_units * per_unit} ids, got {len(ids)}")
+                of_groups.append(ids)
+        if len(of_groups) == 1:
+            return of_groups[0]
+        rows = [np.frombuffer(ids, np.int32).reshape(num_units, -1) for ids in of_groups]
+        return array("i", np.concatenate(rows, axis=1).tobytes())
+
+    def _checked(self, read: Find, group: int, first: int, last: int) -> array[int]:
+        try:
+            ids = array("i", read(group, first, last))
+        except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
+            raise InvalidArgument(self.name, f"must be block ids, got {shown(self.tables[group])}") from None
+        if ids and not (min(ids) >= 0 and max(ids) < self.num_rows):
+            wrong = next(block_id for block_id in ids if not 0 <= block_id < self.num_rows)
+            raise InvalidArgument(self.name, f"must lie in [0, {self.num_rows}), got {wrong}")
+        return ids

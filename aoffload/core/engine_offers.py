@@ -1,0 +1,168 @@
+"""Offers: what of an engine's blocks is stored. The engine names them in its tables.
+
+Best effort: what there is no room for, or what would be too much under way, is skipped with a word to the observer, and
+made good by the next offer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import attrs
+import numpy as np
+
+from ..errors import InvalidArgument
+from .cache import PrefixCache
+from .commits import is_at_end
+from .engine_blocks import EngineTier
+from .engine_ids import EngineIds, Find
+from .groups import Band
+from .jobs import JobBook
+from .observer import Moves
+from .owners import Holding
+from .plan import Tier
+from .policy import StorePolicy
+from .records import Job, Run, stretches
+from .stores import Stores, first_stored
+from .table import without
+from .tokens import TokenSequence
+
+__all__ = ["EngineOffers", "Offer", "are_distinct"]
+
+Path: TypeAlias = Sequence[tuple[Run, int]]
+"""Runs of the index, each with the unit up to which it is that of a request."""
+
+
+@attrs.frozen
+class Offer:
+    """Blocks of the engine's, for units of a band from `start` on."""
+
+    band: Band
+    start: int
+    blocks: array[int]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.blocks) // self.band.width
+
+
+@attrs.define(eq=False)
+class EngineOffers:
+    cache: PrefixCache
+    jobs: JobBook
+    stores: Stores
+    moves: Moves
+    policy: StorePolicy
+    device: EngineTier
+    max_blocks_in_flight: int
+
+    def wanted(self, holding: Holding, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool) -> list[Offer]:
+        """What the policy wants in the host that it lacks, and the engine has. Changes nothing, unless it is the last
+        offer: then `ids` are all looked at before the policy is told what was generated. `unwritten`: for each band
+        units that no forward has written, whatever is named there."""
+        if holding.epoch != self.cache.epoch or not holding.store_limit:
+            return []
+        if is_last:
+            ids.check(holding.published)
+            self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
+        stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
+        if not stop or not self.cache.tiers[Tier.HOST].pool.num_blocks:
+            return []
+        path = list(self.cache.index.walk(holding.sequence, stop))
+        find = partial(self.device.find, holding.request_id)
+        found = list(self._of_spine(path, stop, ids, find))
+        if is_last or is_at_end(holding) or stop == holding.store_limit:
+            end = self.stores.last_end(holding, stop)
+            for band in self.cache.layout.windows:
+                nobodys = unwritten.get(band.number, range(0))
+                lacking = _lacking(path, band, first_stored(band, end), stop)
+                units = [part for one in lacking for part in without([nobodys], one.start, one.stop)]
+                found += self._of_window(band, units, ids, find)
+        return found
+
+    def check_sources(self, found: Sequence[Offer]) -> None:
+        """Refuse a block that is named twice, and one that a copy which nobody could prove to be over may still write
+        to."""
+        if found and not are_distinct([offer.blocks for offer in found]):
+            raise InvalidArgument("block_ids", "names a block twice")
+        if self.jobs.quarantined:
+            doubtful = self.jobs.doubtful_ids(Tier.DEVICE)
+            for offer in found:
+                if wrong := doubtful.intersection(offer.blocks):
+                    raise InvalidArgument("block_ids", f"names block {min(wrong)}, which a copy may still write to")
+
+    def _of_spine(self, path: Path, stop: int, ids: EngineIds, find: Find) -> Iterator[Offer]:
+        """Up to the first null block: nothing behind a gap is found."""
+        spine = self.cache.layout.spine
+        for units in _lacking(path, spine, 0, stop) if spine.width else ():
+            blocks = ids.with_found(spine, units.start, units.stop, find)
+            if 0 in blocks:
+                named = blocks.index(0) // spine.width
+                if named:
+                    yield Offer(spine, units.start, blocks[: named * spine.width])
+                return
+            yield Offer(spine, units.start, blocks)
+
+    @staticmethod
+    def _of_window(band: Band, lacking: Iterable[range], ids: EngineIds, find: Find) -> Iterator[Offer]:
+        """Without the units of which a block is null."""
+        for units in lacking:
+            blocks = ids.with_found(band, units.start, units.stop, find)
+            nulls = [units.start + at // band.width for at, block_id in enumerate(blocks) if not block_id]
+            for named in without([range(unit, unit + 1) for unit in nulls], units.start, units.stop):
+                first = (named.start - units.start) * band.width
+                yield Offer(band, named.start, blocks[first : first + len(named) * band.width])
+
+    def store(self, holding: Holding, found: list[Offer]) -> list[Job]:
+        jobs: list[Job] = []
+        run = self._path(holding.sequence, max(offer.stop for offer in found))
+        pin = self.cache.lease_aside(Tier.HOST, run, [run.stop for _ in self.cache.layout.windows])
+        for offer in found:
+            taken = self._bounded(offer)
+            if len(taken.blocks) < len(offer.blocks):
+                self.moves.observer.store_skipped(holding, len(offer.blocks) - len(taken.blocks), "in_flight")
+            if taken.blocks:
+                over = stretches(pin.run, taken.start, taken.stop)
+                jobs += self.stores.store(holding, taken.band, over, taken.blocks)
+        self.cache.release(pin)
+        return jobs
+
+    def _bounded(self, offer: Offer) -> Offer:
+        """As much of it as may be under way besides what is: a window as a whole, since only that is of use."""
+        in_flight = self.jobs.num_stored_now()
+        num_units = max(0, self.max_blocks_in_flight - in_flight) // offer.band.width
+        if offer.start + num_units >= offer.stop or (offer.band.number and not in_flight):
+            return offer
+        num_units = 0 if offer.band.number else max(num_units, 0 if in_flight else 1)
+        return Offer(offer.band, offer.start, offer.blocks[: num_units * offer.band.width])
+
+    def _path(self, sequence: TokenSequence, stop: int) -> Run:
+        """The run of the index that ends at unit `stop` of `sequence`; what nobody has had yet is new there."""
+        last, position = None, 0
+        for run, agreed in list(self.cache.index.walk(sequence, stop)):
+            last, position = self.cache.cut(run, agreed), agreed
+        while position < stop:
+            end = sequence.run_stop(position, stop)
+            last = self.cache.index.insert(sequence, last, position, end)
+            position = end
+        assert last is not None, "a path to nowhere"
+        return last
+
+
+def are_distinct(blocks: Sequence[array[int]]) -> bool:
+    given = np.concatenate([np.frombuffer(ids, np.int32) for ids in blocks])
+    return len(np.unique(given)) == len(given)
+
+
+def _lacking(path: Path, band: Band, start: int, stop: int) -> list[range]:
+    """Which units of `[start, stop)` of `band` the host neither holds nor gets."""
+    position, held = 0, list[range]()
+    for run, agreed in path:
+        first, last = run.part(Tier.HOST, band.number).covered
+        held.append(range(first, min(last, agreed)))
+        position = agreed
+    assert position <= stop, "a path beyond what was asked for"
+    return without([units for units in held if units], start, stop)

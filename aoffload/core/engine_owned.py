@@ -1,0 +1,333 @@
+"""The engine-owned device: an engine keeps its blocks and its prefix cache, the ledger keeps what lies below.
+
+A request's way through it:
+
+    match(k)         what the host holds behind the k tokens that the engine has, pinned; or PENDING: another request
+                     is bringing the next block, and the engine asks again
+    plan_load(into)  copies into the engine's blocks, held by the jobs
+    offer(n, ids)    stores of what the host lacks of the first n tokens, from the engine's blocks
+    invalidate(n)    what was offered from token n on was wrong
+
+There is no index of the device: what the engine has there, it says. So a request has no block table here, and its
+blocks are its engine's to free and reuse at any time, but for those that a job holds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+from ..errors import InvalidArgument
+from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
+from .answer import PrefixMatch
+from .arguments import check_int
+from .cache import UNPUBLISHABLE, PrefixCache
+from .commits import check_known, check_progress
+from .engine_arrivals import Arrival, Arrivals
+from .engine_ids import EngineIds
+from .engine_offers import EngineOffers, are_distinct
+from .groups import Band
+from .jobs import JobBook
+from .keeping import Keeping
+from .lifecycle import JobState, RequestState, require
+from .matching import Hit, accepted, find_hit_behind, present_stop
+from .observer import Moves
+from .owners import NO_LIMIT, Holding
+from .pins import Pins
+from .plan import Direction, Outcome, Tier
+from .records import Job, Load, Run
+
+__all__ = ["EngineOwned"]
+
+_S = RequestState
+
+
+@attrs.define(eq=False)
+class EngineOwned:
+    cache: PrefixCache
+    pins: Pins
+    moves: Moves
+    jobs: JobBook
+    offers: EngineOffers
+    arrivals: Arrivals
+    keeping: Keeping
+    num_rows: int
+    _unwritten: dict[Holding, dict[int, range]] = attrs.field(factory=dict)
+    """Units of a band, by its number, for which a load has brought nothing: they lay before the window at its end.
+    Whatever the engine names there, nobody has written it."""
+
+    # -- the match ------------------------------------------------------------------------------------------------
+
+    def match(self, holding: Holding, num_device_tokens: int, wake: Callable[[], object]) -> None:
+        """Match and pin what the host holds behind `num_device_tokens`: PINNED. Or MATCHED, with no pins, while another
+        request brings the next block: `wake` is called when asking again may say something else."""
+        if holding.state is _S.PINNED and num_device_tokens == holding.engine_tokens and self._is_held(holding):
+            return
+        holding.engine_tokens = num_device_tokens
+        hit = self._hit(holding)
+        bringer = None
+        if hit.stop > hit.device_stop and self.arrivals.under_way:
+            num_tokens = (hit.device_stop + 1) * self.cache.layout.unit_tokens
+            bringer = self.arrivals.bringer(holding, hit.device_stop, num_tokens)
+        self.pins.end_host_lease(holding)
+        if holding.state is not _S.MATCHED:
+            self.moves.request(holding, _S.MATCHED)
+        if bringer is not None:
+            self.arrivals.ask_again(holding, bringer, wake)
+            holding.match = PrefixMatch(hit.device_stop * self.cache.layout.unit_tokens, 0, is_pending=True)
+            return
+        self.arrivals.answered(holding)
+        self._pin(holding, hit)
+        self.moves.request(holding, _S.PINNED)
+
+    def _is_held(self, holding: Holding) -> bool:
+        """Whether the host still holds what it has matched."""
+        start = holding.engine_tokens // self.cache.layout.unit_tokens
+        return self._held_stop(holding, start, holding.hit_stop) == holding.hit_stop
+
+    def _hit(self, holding: Holding, at_most: int = NO_LIMIT) -> Hit:
+        layout = self.cache.layout
+        start = holding.engine_tokens // layout.unit_tokens
+        if holding.epoch != self.cache.epoch:
+            return Hit(start, start, ())
+        limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit, at_most)
+        return find_hit_behind(self.cache.index, holding.sequence, layout, limit, start, holding.hit_alignment)
+
+    def _pin(self, holding: Holding, hit: Hit) -> None:
+        unit = self.cache.layout.unit_tokens
+        if hit.stop > hit.device_stop:
+            run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
+            holding.leases[Tier.HOST] = self.pins.lease(Tier.HOST, run)
+        holding.hit_stop = hit.stop
+        holding.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+
+    def forget_matches(self, holdings: Iterable[Holding]) -> None:
+        """What `holdings` have matched, and not begun to load, may be gone: match again what is left of it."""
+        for holding in holdings:
+            if holding.state is _S.PINNED and not self._is_held(holding):
+                self.pins.end_host_lease(holding)
+                self._pin(holding, self._hit(holding, holding.hit_stop))
+
+    def left(self, holding: Holding) -> None:
+        """`holding` is over."""
+        self.arrivals.answered(holding)
+        self._unwritten.pop(holding, None)
+        for wake in self.arrivals.over(holding):
+            wake()
+
+    # -- loads ----------------------------------------------------------------------------------------------------
+
+    def plan_load(
+        self,
+        holding: Holding,
+        into: Sequence[Sequence[int]] | None,
+        max_tokens: int | None,
+        wake: Callable[[], object],
+        units_per_job: Sequence[int],
+    ) -> list[Job]:
+        """Bring the host hit into the blocks that `into` names for it. RUNNING: there is nothing to wait for."""
+        require(holding, "load", _S.PINNED, _S.LOADING, _S.RUNNING)
+        limit = holding.hit_stop * self.cache.layout.unit_tokens
+        if max_tokens is not None:
+            limit = min(limit, check_int("max_tokens", max_tokens, 0))
+        if holding.state is not _S.PINNED:
+            if holding.load is not None:  # called again
+                holding.load.wake = wake
+            return []
+        start = holding.engine_tokens // self.cache.layout.unit_tokens
+        stop = self._held_stop(holding, start, limit // self.cache.layout.unit_tokens)
+        ids = self._destinations(into, start, stop) if stop > start else []
+        self.moves.request(holding, _S.ALLOCATED)
+        firsts = zip(self.cache.layout.windows, self.cache.layout.window_starts(stop), strict=True)
+        self._unwritten[holding] = {band.number: range(start, first) for band, first in firsts if start < first}
+        jobs: list[Job] = []
+        for band, first, blocks in ids:
+            run = holding.leases[Tier.HOST].run
+            jobs += self.jobs.plan(holding, Direction.LOAD, run, band, first, stop, blocks, units_per_job)
+        if not jobs:  # no hit, or one at whose end no window needs anything
+            self._run(holding, stop)
+            return []
+        for job in jobs:
+            job.claims[holding] = None
+        holding.load = Load(stop, wake, set(jobs))
+        self.arrivals.under_way[holding] = Arrival(start, stop, tuple(jobs))
+        self.moves.request(holding, _S.LOADING)
+        return jobs
+
+    def _held_stop(self, holding: Holding, start: int, stop: int) -> int:
+        """Up to where the host still holds what was matched: a block of it may have turned out to be corrupt."""
+        if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
+            return start
+        path = holding.leases[Tier.HOST].run.whole_path()
+        if self.cache.layout.spine.width:
+            stop = present_stop(path, Tier.HOST, start, stop)
+        return max(start, accepted(self.cache.layout, path, stop, (Tier.HOST,), given=start))
+
+    def _destinations(
+        self, into: Sequence[Sequence[int]] | None, start: int, stop: int
+    ) -> list[tuple[Band, int, array[int]]]:
+        """For each band the unit from which on a load up to `stop` brings something, and the blocks for it."""
+        layout = self.cache.layout
+        found: list[tuple[Band, int, array[int]]] = []
+        ids = EngineIds.of(layout, self.num_rows, "into", into, stop)
+        for band in layout.bands:
+            first = max(start, band.first_needed(stop * layout.unit_tokens))
+            if band.width and first < stop:
+                found.append((band, first, ids.of_band(band, first, stop)))
+        blocks = [blocks for _, _, blocks in found]
+        if any(0 in ids for ids in blocks):
+            raise InvalidArgument("into", "names the null block where something has to be loaded")
+        if blocks and not are_distinct(blocks):
+            raise InvalidArgument("into", "names a block twice")
+        doubtful = self.jobs.doubtful_ids(Tier.DEVICE)
+        if wrong := {one for ids in blocks for one in doubtful.intersection(ids)}:
+            raise InvalidArgument("into", f"names block {min(wrong)}, which another copy may still write to")
+        return found
+
+    def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
+        """End the loads of `holdings`, whose jobs are all settled; whom to wake."""
+        wakes: list[Callable[[], object]] = []
+        for holding in holdings:
+            arrival, load = self.arrivals.under_way[holding], holding.load
+            assert load is not None
+            wakes.append(load.wake)
+            ready = self._ready_stop(arrival)
+            holding.load, holding.has_lost_load = None, ready < arrival.stop
+            self._run(holding, ready)
+            if holding.has_lost_load:
+                wakes += self.arrivals.fell_short(holding, ready)
+        return wakes
+
+    def _run(self, holding: Holding, ready: int) -> None:
+        """Let `holding` compute on from unit `ready`."""
+        self.pins.end_host_lease(holding)
+        holding.published = holding.ready_stop = holding.hit_stop = ready
+        holding.num_computed_tokens = max(holding.engine_tokens, ready * self.cache.layout.unit_tokens)
+        self.moves.request(holding, _S.RUNNING)
+
+    def _ready_stop(self, arrival: Arrival) -> int:
+        """Up to which unit computing can go on: everything before is proven to be there, in every group."""
+        layout, stop = self.cache.layout, arrival.stop
+        for band in layout.bands:
+            short = (job for job in arrival.jobs if job.band == band.number and _fell_short(job))
+            stop = min([stop, *(_landed_stop(job, band.width) for job in short)])
+        for band in layout.windows:
+            # Only the window before where the load was to end was brought: further back there is none.
+            brought = min((job.start for job in arrival.jobs if job.band == band.number), default=arrival.stop)
+            if max(arrival.start, band.first_needed(stop * layout.unit_tokens)) < min(brought, stop):
+                return arrival.start
+        return stop
+
+    # -- offers ---------------------------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        holding: Holding,
+        num_computed_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        new_token_ids: TokenIds,
+        *,
+        is_last: bool,
+    ) -> list[Job]:
+        """Append `new_token_ids`, and store what the policy wants of the first `num_computed_tokens`."""
+        require(holding, "offer", _S.PINNED, _S.RUNNING)
+        added = encode_tokens(new_token_ids, "new_token_ids")
+        before = holding.num_computed_tokens if holding.state is _S.RUNNING else holding.engine_tokens
+        check_progress(num_computed_tokens, before)
+        check_known(holding, num_computed_tokens, len(added) // TOKEN_BYTES)
+        num_units = num_computed_tokens // self.cache.layout.unit_tokens
+        ids = EngineIds.of(self.cache.layout, self.num_rows, "block_ids", block_ids, num_units)
+        known, was = holding.sequence.num_tokens, (holding.num_computed_tokens, holding.published)
+        holding.sequence.append(added)
+        holding.num_computed_tokens, holding.published = num_computed_tokens, num_units
+        try:
+            found = self.offers.wanted(holding, ids, self._unwritten.get(holding, {}), is_last=is_last)
+            self.offers.check_sources(found)
+        except InvalidArgument:
+            holding.sequence.drop_after(known)
+            holding.num_computed_tokens, holding.published = was
+            raise
+        holding.has_committed = True
+        if holding.state is _S.PINNED:  # without a load
+            self.pins.end_host_lease(holding)
+            holding.hit_stop = 0
+            self.moves.request(holding, _S.ALLOCATED)
+            self.moves.request(holding, _S.RUNNING)
+        jobs = self.offers.store(holding, found) if found else []
+        for wake in self.arrivals.over(holding):
+            wake()
+        return jobs
+
+    # -- taking back ----------------------------------------------------------------------------------------------
+
+    def invalidate(
+        self, holding: Holding, from_token: int, others: Iterable[Holding]
+    ) -> tuple[list[Holding], list[Job]]:
+        """Take back what was offered from `from_token` on, and what hangs on it: those of `others` that may have read
+        it, in the engine's cache or from the host, and the stores that were not launched yet."""
+        require(holding, "invalidate", _S.RUNNING)
+        check_int("from_token", from_token, 0, holding.num_computed_tokens)
+        start = from_token // self.cache.layout.unit_tokens
+        wrong = self._runs_from(holding, from_token)
+        others = [other for other in others if other is not holding]
+        tainted = [other for other in others if self._may_have_read(other, holding, from_token)]
+        queued = self._queued_behind(wrong)
+        self.cache.withdraw_all(wrong)  # first: whatever is let go of may join runs
+        settled = [job for one in queued if not one.is_settled for job in self.jobs.discard(one)]
+        self.keeping.renew()
+        for other in tainted:
+            other.epoch = UNPUBLISHABLE
+        self.forget_matches(other for other in others if other not in tainted)
+        holding.sequence.drop_after(from_token + 1)
+        holding.num_computed_tokens = from_token
+        holding.published, holding.ready_stop = min(holding.published, start), min(holding.ready_stop, start)
+        for number, units in self._unwritten.get(holding, {}).items():
+            self._unwritten[holding][number] = range(units.start, min(units.stop, start))
+        return tainted, settled
+
+    def _runs_from(self, holding: Holding, from_token: int) -> list[Run]:
+        """What is cached of its tokens from the unit of `from_token` on, whoever has offered it: it may have been
+        computed with the same blocks. An engine's blocks may be shorter than a unit, and know less of what is embedded:
+        so whatever has the same tokens up to `from_token` counts."""
+        index, start = self.cache.index, from_token // self.cache.layout.unit_tokens
+        runs = [run for run, agreed in index.walk(holding.sequence, holding.published) if agreed > start]
+        others = (run for run in index.runs.values() if run not in runs)
+        runs += [run for run in others if _is_alike(run, holding, start, from_token)]
+        for run in runs:
+            if run.start < start:
+                self.cache.split(run, start)
+        return runs
+
+    def _may_have_read(self, other: Holding, holding: Holding, from_token: int) -> bool:
+        loaded = 0 if other.state in (_S.MATCHED, _S.PINNED) else other.hit_stop * self.cache.layout.unit_tokens
+        has_more = max(other.engine_tokens, loaded) > from_token
+        return has_more and other.sequence.begins_alike(holding.sequence, from_token + 1)
+
+    def _queued_behind(self, wrong: Iterable[Run]) -> list[Job]:
+        """Stores of what hangs on `wrong` runs that were not launched yet, the last one first."""
+        heads = set(wrong)
+        queued = [job for job in self.jobs.unsettled.values() if job.state is JobState.QUEUED]
+        stores = [job for job in reversed(queued) if job.plan.direction is Direction.STORE]
+        return [job for job in stores if not heads.isdisjoint(job.run.path())]
+
+
+def _is_alike(run: Run, holding: Holding, start: int, from_token: int) -> bool:
+    """Whether `run` has unit `start`, and the same tokens up to `from_token` as `holding`."""
+    sequence = holding.sequence
+    if not run.start <= start < run.stop or run.root != sequence.root:
+        return False
+    paths = ((current, sequence.first_bytes(current.start, from_token + 1)) for current in run.path())
+    return all(current.tokens[: len(tokens)] == tokens[: len(current.tokens)] for current, tokens in paths)
+
+
+def _fell_short(job: Job) -> bool:
+    return job.completion is None or job.completion.outcome is not Outcome.LANDED
+
+
+def _landed_stop(job: Job, width: int) -> int:
+    """Up to which unit what `job` brings is proven."""
+    done = job.completion
+    proven = 0 if done is None or done.outcome is Outcome.UNPROVEN else done.num_landed
+    return job.start + proven // width

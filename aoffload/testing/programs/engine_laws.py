@@ -1,0 +1,74 @@
+"""What must hold after each call of a program over a ledger whose device blocks are an engine's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ...core.lifecycle import RequestState
+from ...core.plan import Tier
+from ..violations import Violation
+from .ledger_laws import Laws
+from .program import Call
+
+if TYPE_CHECKING:
+    from .engine_machine import EngineClient, EngineMachine
+
+__all__ = ["EngineLaws"]
+
+
+class EngineLaws(Laws):
+    _machine: EngineMachine  # type: ignore[assignment]
+
+    def after(self, call: Call, number: int) -> None:
+        self._held_by_jobs()
+        super().after(call, number)
+
+    def _held_by_jobs(self) -> None:
+        """Held is what jobs touch, as often as they do, and nothing else."""
+        jobs, expected = self._ledger.jobs, Counter[int]()
+        for job in (*jobs.unsettled.values(), *jobs.quarantined.values()):
+            if job.plan.destination is Tier.DEVICE:
+                expected.update(job.plan.destination_ids)
+        for job in jobs.unsettled.values():
+            if job.plan.source is Tier.DEVICE:
+                expected.update(job.plan.source_ids)
+        if expected != self._machine.pool.held:
+            raise Violation("a job's blocks", f"held are {self._machine.pool.held}, jobs touch {expected}")
+
+    def _nobody_elses(self) -> None:
+        """What a copy may write to stands in no table but that of the request that it is for."""
+        jobs = self._ledger.jobs
+        for job in (*jobs.unsettled.values(), *jobs.quarantined.values()):
+            if job.plan.destination is not Tier.DEVICE:
+                continue
+            for client in self._machine.clients.values():
+                named = {block_id for table in client.tables for block_id in table}
+                if client.name != job.request_id and not named.isdisjoint(job.plan.destination_ids):
+                    raise Violation("a job's blocks", f"{job} writes to blocks of {client.name}")
+
+    def _readable(self) -> None:
+        for client in self._machine.clients.values():
+            if client.holding.state is RequestState.RUNNING and not client.is_told:
+                self._machine.bytes.read(client.text, client.tables, client.num_computed, client.name)
+
+    def _progress(self, call: Call) -> None:
+        """Who was told to ask again waits for somebody, or was woken."""
+        for client in self._machine.clients.values():
+            if client.holding.match.is_pending and not client.is_woken and not self._is_brought(client):
+                raise Violation("a wait without a need", f"after {call}: {client.name} waits for nobody")
+
+    def _is_brought(self, waiting: EngineClient) -> bool:
+        stop = waiting.num_computed + self._machine.unit
+        return any(
+            other.has_loaded
+            and len(other.text.prefixes) > stop
+            and other.text.prefixes[stop] == waiting.text.prefixes[stop]
+            for other in self._machine.clients.values()
+        )
+
+    def at_rest(self) -> None:
+        super().at_rest()
+        pool = self._machine.pool
+        if pool.held or pool.num_tables or self._ledger.statistics().device.num_blocks:
+            raise Violation("at rest", f"blocks are still held: {pool.held} {pool.num_tables}")

@@ -1,0 +1,378 @@
+"""Programs over a ledger whose device blocks are an engine's own: a pool with a prefix cache, which frees at once.
+
+The engine computes into blocks of its own choosing, caches them when they are full, and hits them there first. It gives
+blocks back the moment a request ends, and reuses them: only what jobs hold it leaves alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+
+from ...core.ledger import Ledger
+from ...core.lifecycle import RequestState
+from ...errors import AoffloadError
+from ...prefix import KeySpan, Prefix, Root
+from ..violations import Violation
+from .engine_laws import EngineLaws
+from .engine_pool import EnginePool, FindingPool
+from .ledger_state import Client
+from .machine import Machine
+from .program import World
+from .provenance import Text
+
+__all__ = ["EngineClient", "EngineMachine"]
+
+_S = RequestState
+
+
+@attrs.define(eq=False)
+class EngineClient(Client):
+    """One request of the engine's."""
+
+    tables: list[list[int]] = attrs.field(factory=list)
+    """The engine's own, one for each group."""
+    num_computed: int = 0
+    """Tokens whose KV is in them, also those that were not offered yet."""
+    unoffered: list[int] = attrs.field(factory=list)
+    """Tokens that were sampled since the last offer."""
+    unwritten: dict[int, range] = attrs.field(factory=dict)
+    """Of a group, by its number: blocks in which nobody has written anything."""
+    has_loaded: bool = False
+    """A load was planned, and nothing was offered since: others may wait for that."""
+    is_woken: bool = False
+    """It was told to ask again."""
+
+    def wake(self) -> None:
+        self.is_woken = True
+
+
+class EngineMachine(Machine):
+    clients: dict[str, EngineClient]  # type: ignore[assignment]
+
+    LAWS = EngineLaws
+    FAREWELL = ("drop_pins",)
+
+    def __init__(self, world: World, **options: Any) -> None:
+        self.now = 0.0
+        self.nulls_the_past = world.num_device_blocks % 4 < 2
+        kind = FindingPool if world.num_host_blocks % 2 else EnginePool
+        self.pool = kind(world.num_device_blocks, reuses_last=world.num_device_blocks % 2 == 0)
+        super().__init__(world, **options)
+        self.pool.block_sizes = [group.block_size for group in self.groups]
+
+    def _open(self, world: World) -> Ledger:
+        return Ledger(
+            world.config(), world.num_device_blocks, engine_blocks=self.pool.told(), clock=lambda: self.now,
+            observer=self.recorder,
+        )  # fmt: skip
+
+    # -- the engine's own hit -------------------------------------------------------------------------------------
+
+    def _hit(self, text: Text, fewer: int) -> tuple[int, list[list[int]]]:
+        """Tokens that the engine's own cache has, at least `fewer` units less than it could, and their blocks."""
+        most = (len(text.tokens) - 1) // self.unit
+        for units in range(most, 0, -1):
+            tables = self._tables_of(text, units * self.unit)
+            if tables is not None:
+                if fewer <= 0:
+                    return units * self.unit, tables
+                fewer -= 1
+        return 0, [[] for _ in self.groups]
+
+    def _tables_of(self, text: Text, num_tokens: int) -> list[list[int]] | None:
+        found: list[list[int]] = []
+        for number, group in enumerate(self.groups):
+            size = group.block_size
+            needed = group.attention.required_blocks(num_tokens, size)
+            own = [self.pool.cached((number, text.prefixes[(at + 1) * size])) for at in needed]
+            if not all(own):
+                return None
+            found.append([0] * needed.start + own)
+        return found
+
+    def _let_go(self, client: EngineClient) -> None:
+        for table in client.tables:
+            self.pool.drop(table)
+        client.tables = []
+
+    def _grow(self, client: EngineClient, num_tokens: int, skipped_before: int = 0) -> bool:
+        """Have blocks for `num_tokens`; null blocks for what nobody who computes behind `skipped_before` reads. False:
+        there is no room."""
+        wanted: list[list[bool]] = []
+        for group, table in zip(self.groups, client.tables, strict=True):
+            first = group.attention.required_blocks(skipped_before, group.block_size).start if skipped_before else 0
+            stop = -(-num_tokens // group.block_size)
+            wanted.append([at >= first for at in range(len(table), stop)])
+        if sum(map(sum, wanted)) > len(self.pool.free):
+            return False
+        for table, more in zip(client.tables, wanted, strict=True):
+            fresh = self.pool.take(sum(more))
+            self.bytes.spoil(0, fresh)
+            table += [fresh.pop() if is_wanted else 0 for is_wanted in more]
+        return True
+
+    # -- a request's life -----------------------------------------------------------------------------------------
+
+    def do_admit(
+        self,
+        who: str,
+        tokens: Sequence[int],
+        salt: str | None = None,
+        spans: Sequence[tuple[int, int, bytes]] = (),
+        fewer: int = 0,
+        **options: Any,
+    ) -> str:
+        key_spans = tuple(KeySpan(*span) for span in spans)
+        text = self.bytes.text((salt,), tokens, key_spans)
+        num_hit, tables = self._hit(text, fewer)
+        client = EngineClient(who, None, text, len(tokens), tables=tables, num_computed=num_hit)  # type: ignore[arg-type]
+        prefix = Prefix.of(Root("programs", salt), tokens, key_spans)
+        client.holding = self.ledger.admit(
+            prefix, request_id=who, num_device_tokens=num_hit, wake=client.wake, **options
+        )
+        for table in tables:
+            self.pool.share(table)
+        self.clients[who] = client
+        self.pool.texts[who] = text
+        self._note("engine hit", num_hit)
+        self._note("salt", salt)
+        self._note("span", spans)
+        self.features.update(f"admit {name}" for name in options)
+        self._matched(client)
+        reads_cache = options.get("reads_cache", True)
+        self._require(reads_cache or not client.holding.match.num_host_tokens, "a hit that was not wanted", client.name)
+        return f"{client.holding.match}"
+
+    def _matched(self, client: EngineClient) -> None:
+        holding, match = client.holding, client.holding.match
+        self._require(match.num_tokens < len(client.text.tokens), "a token is always left to compute", holding)
+        self._require(match.num_device_tokens == client.num_computed, "what the engine has is as it said", match)
+        self._require(not (match.is_pending and holding.leases), "who is told to ask again pins nothing", holding)
+        state = _S.MATCHED if match.is_pending else _S.PINNED
+        self._require(holding.state is state, "the state says what the answer is", f"{holding} {match}")
+        self._note("host hit", match.num_host_tokens)
+        self._note("pending", match.is_pending)
+
+    def do_ask(self, who: str, fewer: int = 0) -> str:
+        """The engine asks again, with what its cache has by now."""
+        client = self.clients.get(who)
+        if client is None or client.holding.state not in (_S.MATCHED, _S.PINNED) or client.marks:
+            return "skipped"
+        num_hit, tables = self._hit(client.text, fewer)
+        client.is_woken = False
+        self.ledger.match_again(client.holding, num_device_tokens=num_hit, wake=client.wake)
+        for table in tables:
+            self.pool.share(table)
+        self._let_go(client)
+        client.tables, client.num_computed = tables, num_hit
+        self.features.add("asked again")
+        self._matched(client)
+        return f"{client.holding.match}"
+
+    def do_load(self, who: str, max_tokens: int | None = None, sparse: bool = False) -> str:
+        """Blocks for the prompt, and a load into them; `sparse`: none where a window is past once it has landed."""
+        client = self.clients.get(who)
+        if client is None or client.holding.state not in (_S.PINNED, _S.LOADING, _S.RUNNING):
+            return "skipped"
+        if client.holding.state is _S.PINNED and client.marks:
+            return "skipped"  # it has computed instead, and not offered so far
+        holding, before = client.holding, client.num_computed
+        if is_new := holding.state is _S.PINNED:
+            hit_stop = holding.match.num_tokens
+            if max_tokens is not None:
+                hit_stop = max(before, min(hit_stop, max_tokens // self.unit * self.unit))
+            if not self._grow(client, len(client.text.tokens), hit_stop if sparse else 0):
+                return "no room"
+        try:
+            plans = self.ledger.plan_load(holding, max_tokens, client.wake, into=client.tables)
+        except AoffloadError:
+            self._shrink(client, before)
+            raise
+        self.take(plans)
+        self._note("load", plans)
+        client.has_loaded |= bool(plans)
+        if is_new:
+            self._loaded(client, before)
+        return f"{holding.state.name} {client.tables}"
+
+    def _shrink(self, client: EngineClient, num_tokens: int) -> None:
+        """Give back the blocks behind the first `num_tokens`, whole blocks of every group."""
+        for group, table in zip(self.groups, client.tables, strict=True):
+            self.pool.drop(table[num_tokens // group.block_size :])
+            del table[num_tokens // group.block_size :]
+
+    def do_settle(self, job: str, outcome: str = "landed", at: int = 0) -> str:
+        return self._loads_over(partial(super().do_settle, job, outcome, at))
+
+    def do_discard(self, job: str) -> str:
+        return self._loads_over(partial(super().do_discard, job))
+
+    def _loads_over(self, ends_a_job: Callable[[], str]) -> str:
+        """Whose load is over computes the rest; what was not loaded into other blocks, for a copy may still write to
+        those."""
+        loading = [client for client in self.clients.values() if client.holding.state is _S.LOADING]
+        said = ends_a_job()
+        for client in loading:
+            if client.holding.state is not _S.RUNNING:
+                continue
+            self._note("load lost", client.holding.has_lost_load)
+            self._loaded(client, client.num_computed)
+        return said
+
+    def _loaded(self, client: EngineClient, before: int) -> None:
+        """Nothing has to be waited for: it computes what is not there, from where `before` was or further on."""
+        holding = client.holding
+        if holding.state is not _S.RUNNING:
+            return
+        client.num_computed = holding.num_computed_tokens
+        self._null_the_past(client, before)
+        if client.num_computed < holding.match.num_tokens:
+            self._shrink(client, client.num_computed)
+
+    def _null_the_past(self, client: EngineClient, start: int) -> None:
+        """A load brings of windows what is needed at its end. In the blocks before, from token `start` on, is nothing:
+        the engine gives them back, or goes on naming them until its windows move on."""
+        for number, (group, table) in enumerate(zip(self.groups, client.tables, strict=True)):
+            first = start // group.block_size
+            past = group.attention.required_blocks(client.num_computed, group.block_size).start
+            client.unwritten[number] = range(first, past)
+            if self.nulls_the_past:
+                self.pool.drop(table[first:past])
+                table[first:past] = [0] * len(table[first:past])
+
+    def do_compute(
+        self, who: str, stop: int, new: Sequence[int] = (), offers: bool = True, is_last: bool = False
+    ) -> str:
+        """A forward up to token `stop`; what it has sampled, and computed, is offered at once or some other time."""
+        client = self.clients.get(who)
+        if client is None or client.holding.state not in (_S.PINNED, _S.RUNNING) or client.is_told:
+            return "skipped"
+        start = client.num_computed
+        stop = max(start, client.holding.num_computed_tokens, min(stop, len(client.text.tokens) + len(new)))
+        if not self._grow(client, stop):
+            return "no room"
+        num_drafts = max(0, stop - len(client.text.tokens))
+        self.bytes.append(client.text, new[:num_drafts])
+        marks = self.bytes.read(client.text, client.tables, start, who)
+        own = self.bytes.write(client.text, client.tables, start, stop, marks)
+        client.text.sampled_marks += own[len(own) - num_drafts :]
+        client.computed(start, own)
+        client.num_computed = stop
+        self._sample(client, new[num_drafts:])
+        client.unoffered += new
+        self._cache_blocks(client)
+        return self._offer(client, is_last=is_last) if offers else "computed"
+
+    def _sample(self, client: EngineClient, sampled: Sequence[int]) -> None:
+        self.bytes.append(client.text, sampled)
+        if sampled:
+            seen = self.bytes.read(client.text, client.tables, client.num_computed, client.name)
+            client.text.sampled_marks += [seen | (client.marks[-1] if client.marks else 0)] * len(sampled)
+
+    def _cache_blocks(self, client: EngineClient) -> None:
+        for number, (group, table) in enumerate(zip(self.groups, client.tables, strict=True)):
+            for at in range(client.num_computed // group.block_size):
+                if table[at] and at not in client.unwritten.get(number, ()):
+                    self.pool.cache((number, client.text.prefixes[(at + 1) * group.block_size]), table[at])
+
+    def _offer(self, client: EngineClient, *, is_last: bool = False) -> str:
+        holding = client.holding
+        plans = self.ledger.offer(holding, client.num_computed, client.tables, client.unoffered, is_last=is_last)
+        self.take(plans)
+        client.unoffered, client.has_loaded = [], False
+        self._note("store", plans)
+        self._note("last offer", is_last)
+        for group, table in zip(self.groups, client.tables, strict=True):  # the windows move on
+            past = group.attention.required_blocks(client.num_computed, group.block_size).start
+            self.pool.drop(table[:past])
+            table[:past] = [0] * len(table[:past])
+        return f"{[plan.num_blocks for plan in plans]} {client.tables}"
+
+    def do_offer(self, who: str, is_last: bool = False) -> str:
+        """Once more, or what was not offered so far."""
+        client = self.clients.get(who)
+        if client is None or client.holding.state not in (_S.PINNED, _S.RUNNING):
+            return "skipped"
+        return self._offer(client, is_last=is_last)
+
+    def do_invalidate(self, who: str, from_token: int) -> str:
+        """What was computed from some token on was wrong. The engine forgets it, too, and computes it again."""
+        client = self.clients.get(who)
+        if client is None or client.unoffered or client.holding.num_computed_tokens != client.num_computed:
+            return "skipped"
+        told = self.ledger.invalidate(client.holding, from_token)
+        self._forget(client, from_token, told)
+        for block_id in self.pool.all_cached():
+            if any(cell.marks & self.bytes.invalid for cell in self.bytes.tiers[0][block_id]):
+                self.pool.forget(block_id)
+        self._go_back(client, from_token // self.unit * self.unit)
+        self.features.add("invalidate")
+        self._note("told", told)
+        self._nobody_else_has_it(client)
+        return f"{[holding.request_id for holding in told]}"
+
+    def _go_back(self, client: EngineClient, start: int) -> None:
+        client.num_computed = min(client.num_computed, start)
+        self._shrink(client, start)
+        for number, (group, table) in enumerate(zip(self.groups, client.tables, strict=True)):
+            unwritten = client.unwritten.get(number, range(0))
+            client.unwritten[number] = range(unwritten.start, min(unwritten.stop, start // group.block_size))
+            needed = group.attention.required_blocks(start, group.block_size)
+            if any(not table[at] or at in unwritten for at in needed):
+                client.is_told = True  # what it would read there has left a window
+        del client.marks[start:]
+
+    def _nobody_else_has_it(self, author: EngineClient) -> None:
+        for client in self.clients.values():
+            blocks = [self.bytes.tiers[0][block_id] for table in client.tables for block_id in table if block_id]
+            found = client.text.marks
+            for block in blocks:
+                for cell in block:
+                    found |= cell.marks
+            if client is not author and not client.is_told and found & self.bytes.invalid:
+                raise Violation("not told", f"{client.name} goes on with what a failed forward has left")
+
+    def do_release(self, who: str, reason: str = "closed_early") -> str:
+        """Its blocks are the engine's to reuse at once, but for those that jobs hold."""
+        if (client := self.clients.pop(who, None)) is None:
+            return "skipped"
+        self.take(self.ledger.release(client.holding, reason))
+        self._let_go(client)
+        del self.pool.texts[who]
+        return client.holding.state.name
+
+    def do_serve(self, tokens: Sequence[int], salt: str | None = None, new: Sequence[int] = ()) -> str:
+        """A request comes, loads, computes, is stored as far as the policy wants it, and is done."""
+        self.num_served += 1
+        who = f"served{self.num_served}"
+        self.do_admit(who, tokens, salt)
+        try:
+            self.do_load(who)
+            self.do_land(who)
+            return self.do_compute(who, len(tokens), new, is_last=True)
+        finally:
+            self.do_release(who)
+            self.do_land(who)
+
+    def do_evict(self) -> str:
+        """The engine's own cache is of use no more."""
+        for block_id in self.pool.all_cached():
+            self.pool.forget(block_id)
+        self.features.add("evict")
+        return "evicted"
+
+    def do_tick(self, seconds: float) -> str:
+        self.now += seconds
+        return f"{self.now}"
+
+    def do_wrong(self, method: str, who: str, **arguments: Any) -> str:
+        if (client := self.clients.get(who)) is None:
+            return "skipped"
+        if method == "offer":
+            arguments = {"num_computed_tokens": client.num_computed, "block_ids": client.tables, **arguments}
+        getattr(self.ledger, method)(client.holding, **arguments)
+        return "taken"

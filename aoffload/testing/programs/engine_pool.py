@@ -1,0 +1,108 @@
+"""The blocks of a simulated engine: counted by requests and by jobs, free at once, and hit as long as nobody reuses
+them."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+from ..violations import Violation
+from .provenance import Text
+
+__all__ = ["EnginePool", "FindingPool", "Key"]
+
+Key: TypeAlias = tuple[int, int]
+"""A group, and the prefix (interned) that ends with a block."""
+
+
+class EnginePool:
+    """Blocks `[1, num_rows)`. What is free keeps its bytes, and hits, until it is taken: the last one given back first,
+    or the oldest."""
+
+    def __init__(self, num_rows: int, *, reuses_last: bool) -> None:
+        self.num_tables: Counter[int] = Counter()
+        """How many tables name a block."""
+        self.held: Counter[int] = Counter()
+        """How often jobs hold it."""
+        self.free = dict.fromkeys(range(1, num_rows))
+        self.texts: dict[str, Text] = {}
+        self.block_sizes: list[int] = []
+        self._reuses_last = reuses_last
+        self._cached: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}
+
+    def told(self) -> Any:
+        """What the ledger tells. It hangs on functions: the fingerprint of a ledger must not go on in here."""
+        return SimpleNamespace(hold=self.hold, give=self.give)
+
+    # -- what the ledger tells ------------------------------------------------------------------------------------
+
+    def hold(self, block_ids: array[int]) -> None:
+        for block_id in block_ids:
+            self.held[block_id] += 1
+            self.free.pop(block_id, None)
+
+    def give(self, block_ids: array[int]) -> None:
+        for block_id in block_ids:
+            if not self.held[block_id]:
+                raise Violation("a job's blocks", f"block {block_id} is given and was not held")
+            self._less(self.held, block_id)
+
+    # -- what requests do -----------------------------------------------------------------------------------------
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Blocks for a table; the caller has looked that there are as many."""
+        found = list(self.free)[-num_blocks:] if self._reuses_last else list(self.free)[:num_blocks]
+        for block_id in found if num_blocks else ():
+            del self.free[block_id]
+            self.forget(block_id)
+            self.num_tables[block_id] += 1
+        return found if num_blocks else []
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Another table names them, too."""
+        for block_id in filter(None, block_ids):
+            self.num_tables[block_id] += 1
+            self.free.pop(block_id, None)
+
+    def drop(self, block_ids: Iterable[int]) -> None:
+        """A table names them no more."""
+        for block_id in filter(None, block_ids):
+            self._less(self.num_tables, block_id)
+
+    def _less(self, counts: Counter[int], block_id: int) -> None:
+        counts[block_id] -= 1
+        if not counts[block_id]:
+            del counts[block_id]
+        if block_id not in self.num_tables and block_id not in self.held:
+            self.free[block_id] = None
+
+    # -- the prefix cache -----------------------------------------------------------------------------------------
+
+    def cache(self, key: Key, block_id: int) -> None:
+        if key not in self._cached and block_id not in self._keys:
+            self._cached[key], self._keys[block_id] = block_id, key
+
+    def cached(self, key: Key) -> int:
+        """0: nowhere."""
+        return self._cached.get(key, 0)
+
+    def forget(self, block_id: int) -> None:
+        self._cached.pop(self._keys.pop(block_id, (-1, -1)), None)
+
+    def all_cached(self) -> list[int]:
+        return list(self._keys)
+
+
+class FindingPool(EnginePool):
+    """One that can say where its prefix cache has what a table names no more."""
+
+    def told(self) -> Any:
+        return SimpleNamespace(hold=self.hold, give=self.give, find=self.find)
+
+    def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
+        prefixes, size = self.texts[request_id].prefixes, self.block_sizes[group]
+        return [self.cached((group, prefixes[(at + 1) * size])) for at in range(start, stop)]

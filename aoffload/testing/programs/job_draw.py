@@ -1,0 +1,45 @@
+"""Calls about jobs: what becomes of the copies that are planned, drawn alike over every kind of ledger."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from ...core.lifecycle import JobState
+from .ledger_jobs import JobCalls
+from .program import Call
+
+__all__ = ["JobDraw"]
+
+
+class JobDraw:
+    rng: random.Random
+    machine: JobCalls
+    outcomes: Sequence[int]
+    """How often a copy lands, fails, brings rotten blocks, or is never proven, in relation to one another."""
+
+    def _go_on_with(self, name: str) -> Call | None:
+        """A planned job is launched or given up, a launched one ends."""
+        job = self.machine.job(name)
+        if job is None or job.state is JobState.QUEUED:
+            return Call("discard" if self.rng.random() < 0.05 else "launch", {"job": name})
+        if job.parked is not None:
+            return None
+        (outcome,) = self.rng.choices(("landed", "failed", "corrupt", "unproven"), self.outcomes)
+        args: dict[str, Any] = {"job": name}
+        if outcome != "landed":
+            args |= {"outcome": outcome, "at": self.rng.randrange(8)}
+        return Call("settle", args)
+
+    def _land(self) -> Call | None:
+        return Call("land") if self.machine.plans else None
+
+    def _late(self) -> Call | None:
+        return Call("late", {"job": self.rng.choice(list(self.machine.unproven))}) if self.machine.unproven else None
+
+    def _stray(self) -> Call | None:
+        return Call("stray", {"job": self.rng.choice(list(self.machine.unproven))}) if self.machine.unproven else None
+
+    def _again(self) -> Call | None:
+        return Call("again", {"job": self.rng.choice(list(self.machine.over))}) if self.machine.over else None

@@ -1,0 +1,113 @@
+"""Defects of blocks that an engine keeps: which of them are held, what is stored of them, and who waits for whom."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["ENGINE_MUTANTS"]
+
+ENGINE, JOBS = "aoffload.core.engine_owned", "aoffload.core.jobs"
+ARRIVALS, OFFERS = "aoffload.core.engine_arrivals", "aoffload.core.engine_offers"
+OWNED = "tests/core/test_engine_owned.py::"
+PENDING = "tests/core/test_engine_pending.py::"
+TAKEN_BACK = "tests/core/test_engine_taken_back.py::"
+REFUSALS = "tests/core/test_engine_refusals.py::"
+
+ENGINE_MUTANTS = (
+    Mutant(
+        "sources of a store not held",
+        JOBS,
+        "            self.cache.tiers[plan.source].hold(plan.source_ids)\n",
+        "            pass\n",
+        "a copy reads blocks that stay what they are, whatever becomes of the request",
+        test=f"{OWNED}test_the_sources_of_a_store_are_held_from_the_plan_to_the_end",
+    ),
+    Mutant(
+        "destinations of an engine's given back unproven",
+        JOBS,
+        "keep_ids=unproven)\n",
+        "keep_ids=unproven and job.destination_lease is not None)\n",
+        "a copy that may still be writing keeps its blocks until late proof",
+        test=f"{OWNED}test_the_destinations_of_an_unproven_load_are_held_until_late_proof",
+    ),
+    Mutant(
+        "each question begins the wait anew",
+        ARRIVALS,
+        "self.clock() if before is None else before.since",
+        "self.clock()",
+        "no hang: pending ends by the clock, however often an engine asks",
+        test=f"{PENDING}test_pending_ends_by_the_clock",
+    ),
+    Mutant(
+        "nobody woken by a load that brought nothing",
+        ENGINE,
+        "                wakes += self.arrivals.fell_short(holding, ready)\n",
+        "                self.arrivals.fell_short(holding, ready)\n",
+        "who waits for what never comes is told so",
+        test=f"{PENDING}test_pending_ends_when_nothing_of_the_load_has_come",
+    ),
+    Mutant(
+        "null blocks stored",
+        OFFERS,
+        "                named = blocks.index(0) // spine.width\n",
+        "                named = len(blocks) // spine.width\n",
+        "what an engine's table does not name is not stored",
+        test=f"{OWNED}test_the_spine_is_stored_up_to_the_first_null_block",
+    ),
+    Mutant(
+        "queued stores launched after all was taken back",
+        ENGINE,
+        "        queued = self._queued_behind(wrong)\n",
+        "        queued = list[Job]()\n",
+        "what a failed forward has written is not copied any more",
+        test=f"{TAKEN_BACK}test_queued_stores_of_what_is_taken_back_are_discarded",
+    ),
+    Mutant(
+        "launched stores publish what was taken back",
+        ENGINE,
+        "self.cache.withdraw_all(wrong)",
+        "self.cache.withdraw_all([run for run in wrong if run.parts[Tier.HOST].blocks])",
+        "what a failed forward has written is never found",
+        test=f"{TAKEN_BACK}test_launched_stores_of_what_is_taken_back_never_publish",
+    ),
+    Mutant(
+        "who has read what was wrong stores on",
+        ENGINE,
+        "            other.epoch = UNPUBLISHABLE\n",
+        "            other.hit_stop = 0\n",
+        "what was computed on wrong bytes is never found",
+        test=f"{TAKEN_BACK}test_who_may_have_read_it_is_told_and_stores_nothing_any_more",
+    ),
+    Mutant(
+        "tokens of a refused offer kept",
+        ENGINE,
+        "            holding.sequence.drop_after(known)\n",
+        "",
+        "a refusal changes nothing",
+        test=f"{REFUSALS}test_wrong_tables_are_refused_by_name",
+    ),
+    Mutant(
+        "a window taken for there where none was brought",
+        ENGINE,
+        "< min(brought, stop):\n                return arrival.start\n",
+        "< min(brought, stop):\n                return stop\n",
+        "computing goes on where every group has what it reads",
+        test=f"{OWNED}test_with_a_window_a_load_comes_whole_or_not_at_all",
+    ),
+    Mutant(
+        "stores queued without bound",
+        OFFERS,
+        "            taken = self._bounded(offer)\n",
+        "            taken = offer\n",
+        "what is in flight is bounded, also for a synchronous engine",
+        test=f"{OWNED}test_beyond_the_bound_in_flight_nothing_is_queued",
+    ),
+    Mutant(
+        "a hit loaded as it was matched",
+        ENGINE,
+        "            stop = present_stop(path, Tier.HOST, start, stop)\n",
+        "            stop = max(start, stop)\n",
+        "what was found corrupt since the match is not loaded",
+        test=f"{OWNED}test_what_was_matched_and_is_corrupt_by_now_is_not_loaded",
+    ),
+)

@@ -1,0 +1,367 @@
+"""What may not be called, or handed in, where an engine keeps the device blocks: refused by name, nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from driving import Driven
+from engine_driving import BLOCK, Counted, EngineDriven, Finding, prompt
+from test_illegal_calls import ENGINE_CALLS, enter, refused
+
+from aoffload import (
+    Completion,
+    Holding,
+    KVCacheGroup,
+    LazyStore,
+    Ledger,
+    OffloadConfig,
+    Outcome,
+    Prefix,
+    RequestState,
+    Root,
+    SlidingWindow,
+    Tier,
+)
+from aoffload.core.blocks import FreeList
+from aoffload.errors import CommitError, ConfigError, InvalidArgument, WrongState
+
+A, B = prompt(1, 17), prompt(2, 17)
+S = RequestState
+ROOT = Root("test")
+
+
+# -- whose device it is -------------------------------------------------------------------------------------------
+
+
+OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, Holding], object]]] = {
+    "allocate_nowait": ("allocate", lambda ledger, holding: ledger.allocate_nowait(holding)),
+    "queue_allocation": ("allocate", lambda ledger, holding: ledger.queue_allocation(holding)),
+    "extend_nowait": ("extend", lambda ledger, holding: ledger.extend_nowait(holding, 16)),
+    "queue_extension": ("extend", lambda ledger, holding: ledger.queue_extension(holding, 16)),
+    "num_shared_tokens": ("fork", lambda ledger, holding: ledger.num_shared_tokens(holding)),
+    "fork": ("fork", lambda ledger, holding: ledger.fork(holding)),
+    "abandon_load": ("abandon_load", lambda ledger, holding: ledger.abandon_load(holding)),
+    "commit": ("commit", lambda ledger, holding: ledger.commit(holding, 8)),
+    "check_commit": ("commit", lambda ledger, holding: ledger.check_commit(holding, 8)),
+    "step": ("step", lambda ledger, holding: enter(ledger.step([holding]))),
+    "can_start_early": ("can_start_early", lambda ledger, holding: ledger.can_start_early(holding)),
+    "num_expected_tokens": ("num_expected_tokens", lambda ledger, holding: ledger.num_expected_tokens(holding)),
+    "expected_block_ids": ("expected_block_ids", lambda ledger, holding: ledger.expected_block_ids(holding)),
+    "begin_again": ("begin_again", lambda ledger, holding: ledger.begin_again(holding)),
+    "first_invalid_token": ("first_invalid_token", lambda ledger, holding: ledger.first_invalid_token(holding)),
+    "preempt_nowait": ("preempt", lambda ledger, holding: ledger.preempt_nowait(holding)),
+    "resume": ("resume", lambda ledger, holding: ledger.resume(holding)),
+    "prefetch": ("prefetch", lambda ledger, _: ledger.prefetch(Prefix.of(ROOT, A))),
+    "demote": ("demote", lambda ledger, _: ledger.demote(Prefix.of(ROOT, A))),
+    "block_ids": ("block_ids", lambda ledger, holding: ledger.block_ids(holding)),
+}
+"""Calls about device blocks of our own: what each is called when it is refused, and how it is made."""
+EVERYWHERE = {
+    "lookup", "admit", "plan_load", "launch", "settle", "discard", "invalidate", "release", "pin", "unpin", "lapse",
+    "drop_pins", "reset", "statistics", "check_integrity", "watch",
+}  # fmt: skip
+IDLE = {"accept", "withdraw", "cancel", "cancel_errands", "plan_frontier"}
+"""Calls about what is never made there."""
+
+
+def pinned(driven: EngineDriven) -> Holding:
+    driven.serve(A)
+    return driven.admit(A)
+
+
+def pending(driven: EngineDriven) -> Holding:
+    driven.serve(A)
+    driven.loading(A)
+    return driven.admit(A)
+
+
+def loading(driven: EngineDriven) -> Holding:
+    driven.serve(A)
+    return driven.loading(A)[0]
+
+
+def running(driven: EngineDriven) -> Holding:
+    holding, tables = driven.computed(A)
+    driven.offer(holding, 9, tables)
+    return holding
+
+
+def over(driven: EngineDriven) -> Holding:
+    holding = running(driven)
+    driven.release(holding)
+    return holding
+
+
+SITUATIONS = {"PINNED": pinned, "MATCHED": pending, "LOADING": loading, "RUNNING": running, "DONE": over}
+
+
+def test_every_call_is_somewhere() -> None:
+    """A new call of the ledger fails here until somebody has said whether an engine with blocks of its own has it."""
+    public = {name for name, value in vars(Ledger).items() if not name.startswith("_") and callable(value)}
+    assert public == set(OWN_DEVICE) | EVERYWHERE | IDLE | ENGINE_CALLS
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_calls_about_device_blocks_of_ours_are_refused(situation: str) -> None:
+    """Whatever state the request is in: `WrongState` says which call, and that the blocks are an engine's."""
+    driven = EngineDriven()
+    holding = SITUATIONS[situation](driven)
+    assert holding.state.name == situation
+    for word, call in OWN_DEVICE.values():
+        with refused(driven.ledger, holding, error=WrongState, says=(f"{word}: ", "an engine has the device blocks")):
+            call(driven.ledger, holding)
+    with refused(driven.ledger, holding, error=WrongState, says=("reset", "an engine has the device blocks")):
+        driven.ledger.reset(Tier.DEVICE)
+
+
+def test_an_engines_calls_are_refused_where_the_blocks_are_ours() -> None:
+    """And so is what it hands in."""
+    driven = Driven(8)
+    holding = driven.admit(A)
+    with refused(driven.ledger, holding, error=WrongState, says=("offer: ", "device blocks itself")):
+        driven.ledger.offer(holding, 4, [[1]])
+    with refused(driven.ledger, holding, error=WrongState, says=("match_again: ", "device blocks itself")):
+        driven.ledger.match_again(holding, num_device_tokens=0)
+    with refused(driven.ledger, holding, error=InvalidArgument, says=("num_device_tokens: ", "engine_blocks")):
+        driven.ledger.admit(Prefix.of(ROOT, B), num_device_tokens=4)
+    driven.ledger.allocate_nowait(holding)
+    with refused(driven.ledger, holding, error=InvalidArgument, says=("into: ", "engine_blocks")):
+        driven.ledger.plan_load(holding, into=[[1, 2, 3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("call", "legal"),
+    [
+        ("match_again", "PINNED MATCHED"),
+        ("load", "PINNED LOADING RUNNING"),
+        ("offer", "PINNED RUNNING"),
+        ("invalidate", "RUNNING"),
+        ("release", "PINNED MATCHED LOADING RUNNING"),
+    ],
+)
+def test_each_call_has_its_time(call: str, legal: str) -> None:
+    """At any other `WrongState` says which call and which request, and changes nothing."""
+    calls: dict[str, Callable[[EngineDriven, Holding], object]] = {
+        "match_again": lambda driven, holding: driven.ask(holding, 4),
+        "load": lambda driven, holding: driven.load(holding, [range(80, 90)]),
+        "offer": lambda driven, holding: driven.offer(holding, 16, [range(80, 90)]),
+        "invalidate": lambda driven, holding: driven.invalidate(holding, 8),
+        "release": lambda driven, holding: driven.ledger.release(holding),
+    }
+    for situation, build in SITUATIONS.items():
+        driven = EngineDriven()
+        holding = build(driven)
+        if situation in legal.split():
+            calls[call](driven, holding)
+        else:
+            with refused(driven.ledger, holding, error=WrongState, says=(f"{call}: ", str(holding))):
+                calls[call](driven, holding)
+        driven.check()
+
+
+def test_requests_of_another_ledger_are_refused() -> None:
+    """On both of an engine's calls."""
+    driven, foreign = EngineDriven(), EngineDriven().admit(A)
+    with refused(driven.ledger, error=InvalidArgument, says=("holding: ",)):
+        driven.ledger.offer(foreign, 4, [[1]])
+    with refused(driven.ledger, error=InvalidArgument, says=("holding: ",)):
+        driven.ledger.match_again(foreign, num_device_tokens=0)
+
+
+# -- what a ledger is made with -----------------------------------------------------------------------------------
+
+
+def made(**options: Any) -> Ledger:
+    policy = options.pop("store_policy", "eager")
+    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=8, store_policy=policy)
+    return Ledger(config, 17, **options)
+
+
+def clock() -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"engine_blocks": Counted()}, InvalidArgument, "clock: "),
+        ({"engine_blocks": Counted(), "clock": 3.0}, InvalidArgument, "clock: "),
+        ({"clock": clock}, InvalidArgument, "clock: "),
+        ({"engine_blocks": Counted, "clock": clock}, ConfigError, "engine_blocks: "),
+        ({"engine_blocks": [1, 2, 3], "clock": clock}, ConfigError, "engine_blocks: "),
+        ({"engine_blocks": Counted(), "device_pool": FreeList(17), "clock": clock}, ConfigError, "device_pool: "),
+        ({"engine_blocks": Counted(), "clock": clock, "store_policy": "lazy"}, ConfigError, "store_policy: "),
+        ({"engine_blocks": Counted(), "clock": clock, "store_policy": LazyStore(4)}, ConfigError, "store_policy: "),
+    ],
+)
+def test_what_a_ledger_is_made_with(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    """Blocks of an engine's come with its clock, without a pool of ours, and without a policy that needs to know what
+    the device evicts next."""
+    with pytest.raises(error, match=f"^{says}"):
+        made(**options)
+    assert made(engine_blocks=Counted(), clock=clock).statistics().device.num_blocks == 0
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------
+
+NO_COUNT: tuple[Any, ...] = (-1, -(2**70), True, 1.0, float("nan"), "4", b"4", [4], (), 4j, None)
+
+
+def test_wrong_numbers_are_refused_by_name() -> None:
+    """At least one token is left to compute, nothing goes back, nothing is computed that is not known."""
+    driven = EngineDriven()
+    driven.serve(B)
+    holding = pinned(driven)
+    own = running(driven)
+    for wrong in (*NO_COUNT, 17, 2**70):
+        with refused(driven.ledger, holding, error=InvalidArgument, says=("num_device_tokens: ",)):
+            driven.ledger.admit(Prefix.of(ROOT, A), num_device_tokens=wrong)
+        with refused(driven.ledger, holding, error=InvalidArgument, says=("num_device_tokens: ",)):
+            driven.ledger.match_again(holding, num_device_tokens=wrong)
+    for wrong in (*NO_COUNT[:-1], -1):
+        with refused(driven.ledger, holding, error=InvalidArgument, says=("max_tokens: ",)):
+            driven.ledger.plan_load(holding, wrong, into=[range(5)])
+    for wrong in (*NO_COUNT, 8, 18, 2**70):
+        with refused(driven.ledger, own, error=CommitError, says=("num_computed_tokens: ",)):
+            driven.ledger.offer(own, wrong, [range(1, 20)])
+    for wrong in (*NO_COUNT, 10, 2**70):
+        with refused(driven.ledger, own, error=InvalidArgument, says=("from_token: ",)):
+            driven.ledger.invalidate(own, wrong)
+
+
+def test_nothing_goes_back_behind_what_the_engine_has() -> None:
+    """The first offer counts from what was said at the match."""
+    driven = EngineDriven()
+    holding = driven.admit(A, 9)
+    with refused(driven.ledger, holding, error=CommitError, says=("num_computed_tokens: ", "9")):
+        driven.ledger.offer(holding, 8, [range(1, 6)])
+    driven.offer(holding, 9, [range(1, 6)])
+
+
+def test_other_wrong_arguments_are_refused_by_name() -> None:
+    """Tokens, wakes, flags."""
+    driven = EngineDriven()
+    holding, own = pinned(driven), running(driven)
+    for tokens in ([-1], [2**31], [1.5], "12", [None], 7, None):
+        with refused(driven.ledger, own, error=InvalidArgument, says=("new_token_ids",)):
+            driven.ledger.offer(own, 9, [range(1, 9)], tokens)  # type: ignore[arg-type]
+    for flag in (None, 1, "yes"):
+        with refused(driven.ledger, own, error=InvalidArgument, says=("is_last: ",)):
+            driven.ledger.offer(own, 9, [range(1, 9)], is_last=flag)  # type: ignore[arg-type]
+    for wake in (None, 3, "wake"):
+        with refused(driven.ledger, holding, error=InvalidArgument, says=("wake: ",)):
+            driven.ledger.match_again(holding, num_device_tokens=0, wake=wake)  # type: ignore[arg-type]
+        with refused(driven.ledger, holding, error=InvalidArgument, says=("wake: ",)):
+            driven.ledger.plan_load(holding, wake=wake, into=[range(1, 6)])  # type: ignore[arg-type]
+        with refused(driven.ledger, holding, error=InvalidArgument, says=("wake: ",)):
+            driven.ledger.admit(Prefix.of(ROOT, A), wake=wake)  # type: ignore[arg-type]
+
+
+# -- block ids ----------------------------------------------------------------------------------------------------
+
+TABLES: dict[str, Any] = {
+    "no tables": 7, "none": None, "no table for each group": [], "too many tables": [[4, 5, 6, 7], [8, 9, 10, 11]],
+    "too few ids": [[4, 5, 6]], "no ids at all": [[]], "no sequence": [7], "negative": [[4, 5, -1, 7]],
+    "beyond the tensors": [[4, 5, 1000, 7]], "huge": [[4, 5, 2**70, 7]], "text": ["abcd"], "bytes": [b"abcd"],
+    "texts": [["4", "5", "6", "7"]], "fractions": [[4.0, 5.0, 6.0, 7.0]], "nothing": [[4, None, 6, 7]],
+    "lists of lists": [[[4], [5], [6], [7]]], "numpy fractions": [np.ones(4)], "two axes": [np.ones((4, 2), np.int32)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", TABLES)
+def test_wrong_tables_are_refused_by_name(wrong: str) -> None:
+    """By both calls, before anything is changed: the right ones are taken afterwards."""
+    driven = EngineDriven()
+    holding = pinned(driven)
+    with refused(driven.ledger, holding, error=InvalidArgument, says=("into: ",)):
+        driven.ledger.plan_load(holding, into=TABLES[wrong])
+    assert len(driven.load(holding, [[4, 5, 6, 7]])) == 1
+    fresh = driven.admit(B)
+    with refused(driven.ledger, fresh, error=InvalidArgument, says=("block_ids: ",)):
+        driven.ledger.offer(fresh, 18, TABLES[wrong], [70, 71])
+    assert len(driven.offer(fresh, 18, [[8, 9, 10, 11]], [70, 71])) == 1
+
+
+def test_tables_of_several_groups_have_lengths_of_their_own() -> None:
+    """Each has to reach as far as the tokens do, in blocks of its own group."""
+    groups = [KVCacheGroup("small", block_size=2), KVCacheGroup("large", block_size=8)]
+    driven = EngineDriven(groups=groups)
+    tokens = prompt(1, 17)
+    holding = driven.admit(tokens)
+    for wrong in ([range(1, 8), range(20, 22)], [range(1, 9), range(20, 21)], [range(1, 9)]):
+        with refused(driven.ledger, holding, error=InvalidArgument, says=("block_ids: ", "[8, 2]")):
+            driven.ledger.offer(holding, 17, wrong)
+    assert len(driven.offer(holding, 17, [range(1, 9), range(20, 22)])) == 1
+
+
+def test_a_load_writes_nowhere_twice() -> None:
+    """Neither to one block for two positions or groups, nor to the null block, nor where another copy may still write;
+    what it has no need to bring may be null."""
+    driven = EngineDriven(64, groups=[KVCacheGroup("full", block_size=4), KVCacheGroup("w", SlidingWindow(5), 4)])
+    driven.serve(A)
+    holding = driven.admit(A)
+    for tables, why in (
+        ([[4, 5, 4, 7], [0, 0, 0, 9]], "twice"),
+        ([[4, 5, 6, 7], [0, 0, 0, 6]], "twice"),
+        ([[4, 5, 0, 7], [0, 0, 0, 9]], "null"),
+        ([[4, 5, 6, 7], [1, 2, 3, 0]], "null"),
+    ):
+        with refused(driven.ledger, holding, error=InvalidArgument, says=("into: ", why)):
+            driven.ledger.plan_load(holding, into=tables)
+    driven.load(holding, [[4, 5, 6, 7], [0, 0, 0, 9]])
+    assert driven.held() == [4, 5, 6, 7, 9]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_blocks_that_a_copy_may_still_write_to_are_refused(is_over: bool) -> None:
+    """Under way, or in quarantine until late proof."""
+    driven = EngineDriven(pending_timeout_s=1.0)
+    driven.serve(A)
+    first, (plan,) = driven.loading(A)
+    if is_over:
+        driven.end(plan, Outcome.UNPROVEN)
+        driven.release(first)
+    second = driven.admit(A)
+    driven.now = 5.0
+    driven.ask(second)
+    into = [[90, 91, 92, plan.destination_ids[0]]]
+    with refused(driven.ledger, second, error=InvalidArgument, says=("into: ", str(plan.destination_ids[0]))):
+        driven.ledger.plan_load(second, into=into)
+    driven.ledger.settle(Completion(plan.job_id, Outcome.FAILED))
+    driven.land(driven.load(second, into))
+    assert not driven.wrong(A, into, 0, 16)
+
+
+@pytest.mark.parametrize("found", [[1, 2], [1, 2, 3, 4, 5], [1, 2, -3, 4], [1, 2, 1000, 4], ["1"] * 4, 7, None])
+def test_a_find_that_answers_wrongly_is_refused(found: Any) -> None:
+    """As if the table had named it; the tokens that came with the offer are not kept."""
+
+    class Wrong(Finding):
+        def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
+            return found  # type: ignore[no-any-return]
+
+    driven = EngineDriven(engine=Wrong())
+    holding = driven.admit(A)
+    with refused(driven.ledger, holding, error=InvalidArgument, says=("block_ids: ",)):
+        driven.ledger.offer(holding, 18, [[4, 0, 6, 7]], [70])
+    assert driven.offer(holding, 18, [[4, 5, 6, 7]], [70])
+
+
+def test_what_a_copy_may_still_write_to_is_not_stored() -> None:
+    """After an unproven load the engine computes in other blocks; those of the load are refused until late proof."""
+    driven = EngineDriven()
+    driven.serve(A)
+    holding, (plan,) = driven.loading(A)
+    doubtful = list(plan.destination_ids)
+    driven.end(plan, Outcome.UNPROVEN)
+    driven.reset(Tier.HOST)
+    with refused(driven.ledger, holding, error=InvalidArgument, says=("block_ids: ", str(doubtful[0]))):
+        driven.ledger.offer(holding, 16, [doubtful])
+    tables = driven.fresh(17)
+    driven.compute(A, tables)
+    driven.land(driven.offer(holding, 16, tables))
+    driven.end(plan, Outcome.FAILED)
+    assert driven.hit(A) == 16
