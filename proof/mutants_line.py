@@ -142,7 +142,7 @@ _LINE = (
         "num_units)\n        if needed > self.capacity:\n            raise OutOfBlocks",
         "num_units)\n        if needed > self.capacity + 1:\n            raise OutOfBlocks",
         "no hang: what can never fit is refused",
-        scenarios=("second_try",),
+        test="tests/core/test_leases.py::test_what_can_never_fit_says_so",
     ),
     Mutant(
         "room taken in part",
