@@ -128,7 +128,8 @@ class Prefix:
     spans: tuple[KeySpan, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        check_type("root", self.root, Root)
+        if not isinstance(self.root, Root):
+            check_type("root", self.root, Root)
         if not isinstance(self.tokens, bytes) or len(self.tokens) % TOKEN_BYTES or not self.tokens:
             raise InvalidArgument("tokens", f"must be encoded ids in bytes (see Prefix.of), got {shown(self.tokens)}")
         if not isinstance(self.spans, tuple):
@@ -204,7 +205,10 @@ def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
 
 def _are_token_ids(token_ids: Sequence[object]) -> bool:
     """Whether all are plain and in range. What is not gets its error where many are looked at."""
-    return all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in token_ids)
+    for token in token_ids:  # noqa: SIM110 - a generator costs more than it looks at
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+            return False
+    return True
 
 
 def _as_array(token_ids: TokenIds, argument: str) -> np.ndarray[Any, Any]:

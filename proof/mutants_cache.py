@@ -86,8 +86,8 @@ _PINS = (
     ),
     Mutant(
         "lease released twice",
-        RECORDS,
-        '            raise LeaseError(f"{self.tier.name} lease on {self.run} released twice")',
+        CACHE,
+        '            raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")',
         "            return",
         "a lease is single-use: releasing twice raises",
         scenarios=("bad_input",),
@@ -102,8 +102,8 @@ _PINS = (
     Mutant(
         "destinations of a load freed with the request",
         "aoffload.core.loads",
-        "start, stop, table.null(start, stop), most)",
-        "start, stop, table.at(start, stop), most)",
+        "ids = table.null(start, stop)",
+        "ids = table.at(start, stop)",
         "a job owns its blocks, never the request",
     ),
     Mutant(

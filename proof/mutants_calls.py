@@ -98,10 +98,10 @@ CALL_MUTANTS = (
     Mutant(
         "a pin asked to yield what the first in line matches",
         ADMISSION,
-        "        self.pins.forget_match(first.holding)\n        if pool.num_free == before and not self.yield_pin():\n"
+        "        self._forget_match(first.holding)\n        if pool.num_free == before and not self.yield_pin():\n"
         + LINE_LEFT,
         "        if self.yield_pin():\n            return True\n"
-        "        self.pins.forget_match(first.holding)\n        if pool.num_free == before:\n" + WAITS_ON,
+        "        self._forget_match(first.holding)\n        if pool.num_free == before:\n" + WAITS_ON,
         "pins promise nothing to whom nobody else can make room",
         programs=True,
     ),
@@ -124,15 +124,15 @@ CALL_MUTANTS = (
     Mutant(
         "windows not moved on where a load falls short under a step",
         LOADS,
-        "        slide_off(self.cache, holding)\n        missing = [",
+        "        if layout.windows:\n            slide_off(self.cache, holding)\n        missing = [",
         "        missing = [",
         "a table names what its request leases",
         also=(
             Patch(
                 LOADS,
-                "                self.ready(holding)\n                wakes.append(wake)\n",
+                "                self.ready(holding)\n                wakes.append(load.wake)\n",
                 "                self.ready(holding)\n                slide_off(self.cache, holding)\n"
-                "                wakes.append(wake)\n",
+                "                wakes.append(load.wake)\n",
             ),
         ),
         programs=True,

@@ -17,7 +17,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "sources of a store not held",
         JOBS,
-        "            self.cache.tiers[plan.source].hold(plan.source_ids)\n",
+        "            source.hold(plan.source_ids)\n",
         "            pass\n",
         "a copy reads blocks that stay what they are, whatever becomes of the request",
         test=f"{OWNED}test_the_sources_of_a_store_are_held_from_the_plan_to_the_end",

@@ -8,7 +8,7 @@ __all__ = ["LINE_MUTANTS"]
 
 ADMISSION, WAITING, LEDGER = "aoffload.core.admission", "aoffload.core.waiting", "aoffload.core.ledger"
 OWNERS = "aoffload.core.owners"
-COMMITS, LIFECYCLE = "aoffload.core.commits", "aoffload.core.lifecycle"
+COMMITS = "aoffload.core.commits"
 
 _LINE = (
     Mutant(
@@ -22,14 +22,14 @@ _LINE = (
     Mutant(
         "hold and wait",
         ADMISSION,
-        "        if head is not waiter:\n            self.pins.forget_match(waiter.holding)\n",
+        "        if head is not waiter:\n            self._forget_match(waiter.holding)\n",
         "",
         "only the head of the line keeps pins while it waits",
     ),
     Mutant(
         "overtaken head keeps its pins",
         ADMISSION,
-        "        if head is not before:\n            self.pins.forget_match(before.holding)\n",
+        "        if head is not before:\n            self._forget_match(before.holding)\n",
         "",
         "only the head of the line keeps pins while it waits",
         scenarios=("retries",),
@@ -37,7 +37,7 @@ _LINE = (
     Mutant(
         "head without room blocks an extension",
         ADMISSION,
-        "            self.pins.forget_match(self.line.allocating[0].holding)",
+        "            self._forget_match(self.line.allocating[0].holding)",
         "            pass",
         "who has nothing yet must not block who has",
         programs=True,
@@ -48,6 +48,21 @@ _LINE = (
         "        if self.cache.layout.windows or not self._pins_just(",
         "        if self.cache.layout.windows and not self._pins_just(",
         "who waited matches again in the step that grants",
+    ),
+    Mutant(
+        "what has come to the device meanwhile does not count",
+        ADMISSION,
+        "if waiter.changes_seen == device.num_changes and",
+        "if waiter.changes_seen >= 0 and",
+        "who waited matches again in the step that grants",
+    ),
+    Mutant(
+        "who has let go of its match is not looked at",
+        ADMISSION,
+        "            holding.waiter.changes_seen = -1\n",
+        "            pass\n",
+        "only the head of the line keeps pins while it waits",
+        test="tests/core/test_oracle.py::test_same_hits_as_the_naive_model",
     ),
     Mutant(
         "no match at the grant",
@@ -85,7 +100,7 @@ _LINE = (
     Mutant(
         "fast path ignores the line",
         ADMISSION,
-        "behind=not self.line.is_empty",
+        "behind=bool(self.line.allocating or self.line.extending)",
         "behind=False",
         "the fast path checks that nobody waits",
     ),
@@ -93,7 +108,7 @@ _LINE = (
         "extension behind allocations",
         ADMISSION,
         "behind=bool(self.line.extending))",
-        "behind=not self.line.is_empty)",
+        "behind=bool(self.line.allocating or self.line.extending))",
         "extend goes before allocate",
         programs=True,
     ),
@@ -303,9 +318,9 @@ _STEPS = (
     ),
     Mutant(
         "illegal move made",
-        LIFECYCLE,
-        "        raise IllegalTransition(str(entity), old.name, new.name)\n",
-        "        return old\n",
+        "aoffload.core.observer",
+        "            raise illegal(holding, state)\n",
+        "            return\n",
         "an illegal move raises",
         scenarios=("bad_input",),
     ),

@@ -36,8 +36,8 @@ POLICY_MUTANTS = (
     Mutant(
         "being stored is a use",
         CACHE,
-        "        lease = self.lease_aside(tier, run, starts)\n        _mark_used(lease, 0)\n        return lease\n",
-        "        return self.lease_aside(tier, run, starts)\n",
+        "        self._reference(blocks, run, is_use)\n        lease = ",
+        "        self._reference(blocks, run, is_use=False)\n        lease = ",
         "what is used becomes the newest, even if it was being stored meanwhile",
     ),
     Mutant(

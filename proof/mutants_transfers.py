@@ -12,15 +12,15 @@ _OWNERSHIP = (
     Mutant(
         "job borrows the request's lease",
         JOBS,
-        "self._pin_source(plan.source, end.run, starts), self._pin(plan.destination, end.run, starts),",
-        "self._pin(plan.destination, end.run, starts), self._pin(plan.destination, end.run, starts),",
+        "read = self.cache.lease(plan.source, end.run, starts, is_use=plan.source is not Tier.DEVICE)",
+        "read = self.cache.lease(plan.destination, end.run, starts)",
         "a job owns its own leases: its source stays",
     ),
     Mutant(
         "destination path not pinned",
         JOBS,
-        "self._pin_source(plan.source, end.run, starts), self._pin(plan.destination, end.run, starts),",
-        "self._pin_source(plan.source, end.run, starts), self._pin(plan.source, end.run, starts),",
+        "            written = self.cache.lease(plan.destination, end.run, starts)",
+        "            written = self.cache.lease(plan.source, end.run, starts)",
         "what a copy follows stays until it has landed",
     ),
     Mutant(
@@ -53,7 +53,7 @@ _OWNERSHIP = (
     Mutant(
         "run looked up by its key at completion",
         JOBS,
-        "            part = stretch.run.part(tier, job.band)\n            first, last",
+        "            part = stretch.run.parts[number]\n            first, last",
         "            part = self.cache.index.runs[stretch.run.key].part(tier, job.band)\n            first, last",
         "ids of an unfinished transfer belong to the job, not to the index",
     ),
@@ -204,9 +204,9 @@ _SHARING = (
     Mutant(
         "what is on its way counts as ready",
         LOADS,
-        "            stop = present_stop(path, Tier.DEVICE, start, stop)\n        return",
+        "            stop = present_stop(path, Tier.DEVICE, start, stop)\n        if",
         "            stop = _incoming(stretches(run, start, stop), present_stop(path, Tier.DEVICE, start, stop))[1]\n"
-        "        return",
+        "        if",
         "loaded means landed",
     ),
     Mutant(
@@ -241,8 +241,8 @@ _SHARING = (
     Mutant(
         "host lease kept after the load",
         LOADS,
-        "        self.pins.end_host_lease(holding)\n        slide_off(self.cache, holding)\n        missing",
-        "        slide_off(self.cache, holding)\n        missing",
+        "        self.pins.end_host_lease(holding)\n        if layout.windows:\n            slide_off",
+        "        if layout.windows:\n            slide_off",
         "host pins end when the load settles",
     ),
     Mutant(
@@ -273,23 +273,23 @@ _STORES = (
     Mutant(
         "store in flight offered again",
         "aoffload.core.stores",
-        "current.parts[Tier.HOST].covered_stop, min(",
-        "current.parts[Tier.HOST].stop, min(",
+        "host.stop if host.incoming is None else host.covered_stop",
+        "host.stop",
         "a range being stored isn't stored again (I3)",
     ),
     Mutant(
         "store in flight forgotten with the one behind it",
         JOBS,
-        "            part.incoming = before\n",
-        "            pass\n",
+        "                part.incoming = self._next_incoming(job, stretch.run, part)\n",
+        "                part.incoming = None\n",
         "a range being stored isn't stored again, whichever job ends first",
         scenarios=("stored_twice",),
     ),
     Mutant(
         "failed store never offered again",
         JOBS,
-        "            self._end_incoming(job, stretch.run, part)\n",
-        "            if part.stop >= stretch.stop:\n                self._end_incoming(job, stretch.run, part)\n",
+        "            if part.incoming is job:\n",
+        "            if part.incoming is job and part.stop >= stretch.stop:\n",
         "after a failure the offload that was wanted is offered again (I3)",
     ),
     Mutant(

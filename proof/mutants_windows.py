@@ -41,7 +41,7 @@ _WINDOWS = (
     Mutant(
         "private window blocks leak",
         WINDOWS,
-        "        cache.give(Tier.DEVICE, table.private_in(table.start, start, holding.published))\n",
+        "        cache.give(Tier.DEVICE, table.private(holding.published, table.start, start))\n",
         "",
         "nothing leaks: what has left a window is free",
         scenarios=("mixed_windows",),

@@ -42,7 +42,7 @@ class Admission:
     def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
         """Room for `num_tokens` (the prompt's, if None), all or nothing; `OutOfBlocks` changes nothing."""
         num_units = self._units_to_allocate(holding, num_tokens)
-        blocks = self._take_nowait(holding, num_units, behind=not self.line.is_empty)
+        blocks = self._take_nowait(holding, num_units, behind=bool(self.line.allocating or self.line.extending))
         self._allocated(holding, num_units, blocks)
 
     def queue_allocation(
@@ -121,7 +121,7 @@ class Admission:
         All of them let go before one is matched again: it would protect what nobody finds any more from being freed."""
         unread = [holding for holding in holdings if holding.may_match_again]
         for holding in unread:
-            self.pins.forget_match(holding)
+            self._forget_match(holding)
         for holding in unread:
             waiter = holding.waiter
             if waiter is None and holding.state is _S.PINNED:
@@ -161,14 +161,15 @@ class Admission:
         """Blocks that a table of `num_units` units still needs."""
         if holding.tables:
             return max(0, num_units - holding.num_units) * self.cache.layout.width
-        return self.pins.num_fresh(holding, num_units)
+        return self.pins.num_fresh(holding.published, holding.hit_stop, num_units)
 
     def num_needed(self, holding: Holding, num_units: int) -> int:
         """Blocks that a table of `num_units` units takes: less what has left the windows, or never was in them."""
         if holding.tables:
             gone = sum(table.start * table.width for table in holding.tables)
             return num_units * self.cache.layout.width - gone
-        return self.pins.num_fresh(holding, num_units) + self.pins.num_kept(holding)
+        fresh = self.pins.num_fresh(holding.published, holding.hit_stop, num_units)
+        return fresh + self.pins.num_kept(holding)
 
     def check_could_fit(self, num_tokens: int) -> None:
         """Refuse what no match could make fit."""
@@ -216,14 +217,20 @@ class Admission:
         self.line.join_allocating(waiter)
         head = self.line.allocating[0]
         if head is not before:
-            self.pins.forget_match(before.holding)
+            self._forget_match(before.holding)
         if head is not waiter:
-            self.pins.forget_match(waiter.holding)
+            self._forget_match(waiter.holding)
 
     def _wait_for_extension(self, waiter: Waiter) -> None:
         self._promised = max(self._promised, self.capacity)
         waiter.holding.waiter = waiter
         self.line.join_extending(waiter)
+
+    def _forget_match(self, holding: Holding) -> None:
+        """Let it pin nothing while it waits; it is matched again when the line is served next."""
+        self.pins.forget_match(holding)
+        if holding.waiter is not None:
+            holding.waiter.changes_seen = -1
 
     def leave(self, waiter: Waiter) -> None:
         """Withdraw: an unused grant goes back, a place in the line is given up. The caller pumps."""
@@ -236,7 +243,7 @@ class Admission:
 
     def pump(self) -> None:
         """Grant what can be granted, in order. Called after everything that changes room."""
-        if self.line.is_empty:
+        if not self.line.allocating and not self.line.extending:
             return
         if self.capacity < self._promised:
             self._fail_who_cannot_fit()
@@ -258,7 +265,7 @@ class Admission:
             return False
         pool = self.cache.tiers[Tier.DEVICE].pool
         before = pool.num_free
-        self.pins.forget_match(first.holding)
+        self._forget_match(first.holding)
         if pool.num_free == before and not self.yield_pin():
             self.line.allocating.pop(0)
             first.fail(OutOfBlocks(self.num_needed(first.holding, first.num_units), self.capacity, retryable=False))
@@ -268,7 +275,7 @@ class Admission:
         """Whether the head of the extensions is over, one way or the other."""
         missing = self.num_missing(waiter.holding, waiter.num_units)
         if missing > self.room and self.line.allocating:
-            self.pins.forget_match(self.line.allocating[0].holding)  # who has nothing yet must not block who has
+            self._forget_match(self.line.allocating[0].holding)  # who has nothing yet must not block who has
         if missing <= self.room:
             self.line.extending.pop(0)
             waiter.grant(self.cache.take(Tier.DEVICE, missing))
@@ -283,7 +290,9 @@ class Admission:
         return youngest is waiter
 
     def _serve_allocation(self, waiter: Waiter) -> bool:
-        holding = waiter.holding
+        holding, device = waiter.holding, self.cache.tiers[Tier.DEVICE]
+        if waiter.changes_seen == device.num_changes and waiter.num_missing > device.room:
+            return False  # it would hit what it hit before
         self.pins.keep_match(holding)  # in the step that grants
         if self._has_room(holding, waiter.num_units):
             self.line.allocating.pop(0)
@@ -293,6 +302,8 @@ class Admission:
             self.line.allocating.pop(0)
             waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))
             return True
+        if not self.cache.layout.windows:  # there the host counts as well, and what it pins itself
+            waiter.num_missing, waiter.changes_seen = self.num_missing(holding, waiter.num_units), device.num_changes
         return False
 
     def num_least(self, waiter: Waiter) -> int:

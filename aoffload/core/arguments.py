@@ -17,23 +17,27 @@ def check_tier(name: str, tier: object) -> Tier:
 
 
 def check_prefix(prefix: object) -> Prefix:
-    return check_type("prefix", prefix, Prefix)
+    return prefix if isinstance(prefix, Prefix) else check_type("prefix", prefix, Prefix)
 
 
 def check_completion(completion: Completion) -> None:
     """A transport may be another program's: what it says is looked at before anything is changed."""
     if not isinstance(completion, Completion):
         raise InvalidArgument("completion", f"must be a Completion, got {type(completion).__name__}")
-    check_int("completion.job_id", completion.job_id, 0)
-    check_int("completion.num_landed", completion.num_landed, 0)
+    for name in ("job_id", "num_landed", "num_bytes"):
+        value = getattr(completion, name)
+        if type(value) is not int or value < 0:
+            check_int(f"completion.{name}", value, 0)
     if not isinstance(completion.outcome, Outcome):
         raise InvalidArgument("completion.outcome", f"must be an Outcome, got {shown(completion.outcome)}")
     if not isinstance(completion.corrupt, tuple):
         raise InvalidArgument("completion.corrupt", f"must be a tuple of indices, got {shown(completion.corrupt)}")
     for index in completion.corrupt:
         check_int("completion.corrupt", index, 0)
-    check_text("completion.error", completion.error)
-    check_int("completion.num_bytes", completion.num_bytes, 0)
-    duration_s = number_of(completion.duration_s)
+    if not isinstance(completion.error, str):
+        check_text("completion.error", completion.error)
+    duration_s: float | None = completion.duration_s
+    if type(duration_s) is not float or not duration_s >= 0:  # nor may it be no number
+        duration_s = number_of(duration_s)
     if duration_s is None or duration_s < 0:
         raise InvalidArgument("completion.duration_s", f"must be seconds, got {shown(completion.duration_s)}")

@@ -18,6 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from ..errors import LeaseError
 from .borders import Borders
 from .eviction import EvictionOrder
 from .groups import Band, Layout
@@ -50,28 +51,25 @@ class PrefixCache(Borders):
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
-    def lease(self, tier: Tier, run: Run, starts: Sequence[int] = ()) -> Lease:
-        """Pin the path of `run` in `tier`; of each band of limited reach what lies from its unit in `starts` on."""
-        lease = self.lease_aside(tier, run, starts)
-        _mark_used(lease, 0)
-        return lease
+    def lease(self, tier: Tier, run: Run, starts: Sequence[int] = (), *, is_use: bool = True) -> Lease:
+        """Pin the path of `run` in `tier`; of each band of limited reach what lies from its unit in `starts` on.
 
-    def lease_aside(self, tier: Tier, run: Run, starts: Sequence[int] = ()) -> Lease:
-        """Pin as `lease` does, without using it: what nobody uses meanwhile gets its old place in the order back.
-
-        Being stored makes nobody hot. A lazy store that counted as use would turn the order round."""
+        Without `is_use`, what nobody uses meanwhile gets its old place in the order back. Being stored makes nobody
+        hot: a lazy store that counted as use would turn the order round."""
         blocks = self.tiers[tier]
-        self._reference(blocks, run)
+        self._reference(blocks, run, is_use)
         lease = Lease(tier, run, list(starts))
         for number, start in enumerate(lease.starts, 1):
             self._split_path(run, start)
             for current in _between(run, start, run.stop):
-                self._reference_part(blocks, current.part(tier, number))
+                self._reference_part(blocks, current.part(tier, number), is_use)
         return lease
 
     def release(self, lease: Lease) -> None:
         """End a lease; what nobody else pins becomes evictable, the tail as the oldest."""
-        lease.spend()
+        if lease.released:
+            raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")
+        lease.released = True
         blocks = self.tiers[lease.tier]
         for number, start in enumerate(lease.starts, 1):
             for current in _between(lease.run, start, lease.run.stop):
@@ -83,14 +81,13 @@ class PrefixCache(Borders):
         if lease.run is run:
             return
         blocks, old = self.tiers[lease.tier], lease.run
-        self._reference(blocks, run)
+        self._reference(blocks, run, is_use=True)
         for number, start in enumerate(lease.starts, 1):
             for current in _between(run, max(start, old.stop), run.stop):
-                self._reference_part(blocks, current.part(lease.tier, number))
+                self._reference_part(blocks, current.part(lease.tier, number), is_use=True)
             for current in _between(old, max(start, run.stop), old.stop):
                 self._dereference_part(blocks, current, number)
         lease.run = run
-        _mark_used(lease, old.stop)
         if run.stop < old.stop:
             lease.starts = [min(start, run.stop) for start in lease.starts]
         self._dereference(blocks, old)
@@ -128,10 +125,12 @@ class PrefixCache(Borders):
                 self.split(current, at)
 
     @staticmethod
-    def _reference_part(tier: TierBlocks, part: Part) -> None:
+    def _reference_part(tier: TierBlocks, part: Part, is_use: bool) -> None:
         part.num_references += 1
         if part.num_references == 1 and part.blocks:
             tier.make_pinned(part)
+        if is_use:
+            part.last_use = 0
 
     def _dereference_part(self, tier: TierBlocks, run: Run, band: int) -> None:
         part = run.part(tier.tier, band)
@@ -140,17 +139,20 @@ class PrefixCache(Borders):
             self._unpin(tier, run, part)
 
     @staticmethod
-    def _reference(tier: TierBlocks, run: Run) -> None:
-        number, current = tier.tier, run
-        while True:
-            part = current.parts[number]
-            part.num_references += 1
-            if part.num_references > 1:
-                return
-            if part.blocks:
-                tier.make_pinned(part)
-            if current.before is None:
-                return
+    def _reference(tier: TierBlocks, run: Run, is_use: bool) -> None:
+        """Up to what is referenced already, and up to what is in use already: so is all that lies before it."""
+        current: Run | None = run
+        is_new = True
+        while current is not None and (is_new or is_use):
+            part = current.parts[tier.tier]
+            if is_new:
+                part.num_references += 1
+                is_new = part.num_references == 1
+                if is_new and part.blocks:
+                    tier.make_pinned(part)
+            if is_use:
+                is_use = part.last_use > 0 or not part.blocks
+                part.last_use = 0
             current = current.before
 
     def _dereference(self, tier: TierBlocks, run: Run) -> None:
@@ -211,8 +213,7 @@ class PrefixCache(Borders):
             part = self.split(run, position + 1).parts[number]
         first, stop = part.first, part.stop
         part.condemn(position, part.drop_behind(position))
-        if (watcher := self.tiers[number % NUM_TIERS].watcher) is not None:
-            watcher.part_changed(part, first, stop)
+        self.tiers[number % NUM_TIERS].part_changed(part, first, stop)
 
     def reset(self) -> None:
         """Swap the index: nothing cached so far is findable any more; what is pinned stays until it is let go of."""
@@ -222,7 +223,7 @@ class PrefixCache(Borders):
             for part in list(tier.order):
                 tier.pool.give(part.clear())
             tier.order = self._new_order()
-            tier.num_cached = 0
+            tier.all_cleared()
         if (watcher := self.tiers[Tier.HOST].watcher) is not None:
             watcher.all_cleared(self.epoch)
 
@@ -253,8 +254,8 @@ class PrefixCache(Borders):
             tier.pool.give(part.clear())
         elif part.blocks:
             part.condemn(first, part.clear())
-        if tier.watcher is not None and first < stop and part.run.epoch == self.epoch:  # else it was told by the reset
-            tier.watcher.part_changed(part, first, stop)
+        if first < stop and part.run.epoch == self.epoch:  # else it was told by the reset
+            tier.part_changed(part, first, stop)
 
     def withdraw_all(self, wrong: Iterable[Run]) -> None:
         """Withdraw `wrong` runs, of whatever epoch, and what hangs on them, whoever has computed it: once they are
@@ -276,19 +277,3 @@ def _between(run: Run, start: int, stop: int) -> list[Run]:
         if current.start < stop:
             found.append(current)
     return found
-
-
-def _mark_used(lease: Lease, start: int) -> None:
-    """Whoever takes `lease` uses what it pins: of windows, what lies from unit `start` on."""
-    tier, current = lease.tier, lease.run
-    while True:
-        part = current.parts[tier]
-        if part.blocks and not part.last_use:
-            break  # in use, and with it all that lies before
-        part.last_use = 0
-        if current.before is None:
-            break
-        current = current.before
-    for number, first in enumerate(lease.starts, 1):
-        for run in _between(lease.run, max(first, start), lease.run.stop):
-            run.part(lease.tier, number).last_use = 0

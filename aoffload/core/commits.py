@@ -73,14 +73,16 @@ class Commits:
     def check(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds) -> bytes:
         """Refuse what can't be committed; the new tokens, encoded."""
         require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
-        require_no_holes(holding, "commit")
+        if holding.state is _S.ALLOCATED:
+            require_no_holes(holding, "commit")
         added = encode_tokens(new_token_ids, "new_token_ids")
         self._check_commit(holding, num_computed_tokens, len(added) // TOKEN_BYTES)
         return added
 
     def _check_commit(self, holding: Holding, num_computed_tokens: int, num_added: int) -> None:
         check_progress(num_computed_tokens, holding.num_computed_tokens)
-        check_valid(holding, num_computed_tokens)
+        if holding.early is not None:
+            check_valid(holding, num_computed_tokens)
         allocated = holding.num_units * self.cache.layout.unit_tokens
         if num_computed_tokens > allocated:
             problem = f"is {num_computed_tokens}, beyond the {allocated} tokens that were allocated"
@@ -101,7 +103,9 @@ class Commits:
         if self.frontier.num_blocks:
             self.frontier.offer(run, stop)
             return ()
-        with_windows = is_last or is_at_end(holding) or first < stop == holding.store_limit
+        with_windows = False
+        if self.cache.layout.windows:
+            with_windows = is_last or is_at_end(holding) or first < stop == holding.store_limit
         jobs = self.stores.offer(holding, run, first, stop, with_windows=with_windows)
         return tuple([job.plan for job in jobs]) if jobs else ()
 

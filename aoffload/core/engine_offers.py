@@ -119,11 +119,11 @@ class EngineOffers:
     def store(self, holding: Holding, found: list[Offer]) -> list[Job]:
         jobs: list[Job] = []
         run = self._path(holding.sequence, max(offer.stop for offer in found))
-        pin = self.cache.lease_aside(Tier.HOST, run, [run.stop for _ in self.cache.layout.windows])
+        pin = self.cache.lease(Tier.HOST, run, [run.stop for _ in self.cache.layout.windows], is_use=False)
         for offer in found:
             taken = self._bounded(offer)
             if len(taken.blocks) < len(offer.blocks):
-                self.moves.observer.store_skipped(holding, len(offer.blocks) - len(taken.blocks), "in_flight")
+                self.moves.store_skipped(holding, len(offer.blocks) - len(taken.blocks), "in_flight")
             if taken.blocks:
                 over = stretches(pin.run, taken.start, taken.stop)
                 jobs += self.stores.store(holding, taken.band, over, taken.blocks)

@@ -34,10 +34,11 @@ from .keeping import Keeping
 from .lifecycle import JobState, RequestState, require
 from .matching import Hit, accepted, find_hit_behind, present_stop
 from .observer import Moves
-from .owners import NO_LIMIT, Holding
+from .owners import Holding
 from .pins import Pins
 from .plan import Direction, Outcome, Tier
 from .records import Job, Load, Run
+from .table import NO_LIMIT
 
 __all__ = ["EngineOwned"]
 

@@ -43,7 +43,12 @@ class LeastRecentlyUsed:
     def add(self, part: Part) -> None:
         self._num_uses += 1
         part.last_use = self._num_uses
-        self._link(part, self._newest)
+        newest, self._newest = self._newest, part
+        part.older = newest
+        if newest is None:
+            self._oldest = part
+        else:
+            newest.newer = part
 
     def add_newer(self, part: Part, than: Part) -> None:
         part.last_use = than.last_use

@@ -52,7 +52,7 @@ class Frontier:
 
     def _store(self, run: Run) -> list[Job]:
         stop = min(run.offered_stop, run.stop)
-        pin = self.cache.lease_aside(Tier.DEVICE, run, [run.stop for _ in self.cache.layout.windows])
+        pin = self.cache.lease(Tier.DEVICE, run, [run.stop for _ in self.cache.layout.windows], is_use=False)
         jobs = self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run))
         self.cache.release(pin)
         return jobs

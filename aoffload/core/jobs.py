@@ -16,8 +16,8 @@ from .groups import Band
 from .lifecycle import JobState, require
 from .observer import Moves
 from .owners import Holding
-from .plan import Completion, Direction, Outcome, Tier, TransferPlan
-from .records import Job, Lease, Part, Run, Stretch, held_ids, stretches
+from .plan import NUM_TIERS, Completion, Direction, Outcome, Tier, TransferPlan
+from .records import Job, Part, Run, Stretch, held_ids, stretches
 
 __all__ = ["JobBook", "coming"]
 
@@ -88,18 +88,25 @@ class JobBook:
 
     def _job(self, holding: Holding | None, plan: TransferPlan, band: Band, over: list[Stretch]) -> Job:
         end = over[-1]
+        windows = self.cache.layout.windows
         # Of its own band from a run's start on, of no other.
-        starts = [over[0].run.start if other is band else end.run.stop for other in self.cache.layout.windows]
-        job = Job(
-            plan, end.run, over[0].start, end.stop, self.cache.epoch, band.number,
-            self._pin_source(plan.source, end.run, starts), self._pin(plan.destination, end.run, starts),
-            None, "" if holding is None else holding.request_id,
-        )  # fmt: skip
-        if job.source_lease is None:
-            self.cache.tiers[plan.source].hold(plan.source_ids)
-        if job.destination_lease is None:
-            self.cache.tiers[plan.destination].hold(plan.destination_ids)
+        starts = [over[0].run.start if other is band else end.run.stop for other in windows] if windows else ()
+        source, destination = self.cache.tiers[plan.source], self.cache.tiers[plan.destination]
+        read = written = None
+        if source.is_outside:
+            source.hold(plan.source_ids)
         else:
+            # Being stored is no use of what is stored.
+            read = self.cache.lease(plan.source, end.run, starts, is_use=plan.source is not Tier.DEVICE)
+        if destination.is_outside:
+            destination.hold(plan.destination_ids)
+        else:
+            written = self.cache.lease(plan.destination, end.run, starts)
+        job = Job(
+            plan, end.run, over[0].start, end.stop, self.cache.epoch, band.number, read, written, None,
+            "" if holding is None else holding.request_id,
+        )  # fmt: skip
+        if written is not None:
             self._line_up(job, over)
         self.unsettled[plan.job_id] = job
         return job
@@ -110,17 +117,9 @@ class JobBook:
         job.predecessor = self._predecessor(over[0], tier, job.band)
         if job.predecessor is not None:
             job.predecessor.followers.append(job)
+        number = job.band * NUM_TIERS + tier
         for stretch in over:
-            stretch.run.part(tier, job.band).incoming = job
-
-    def _pin(self, tier: Tier, run: Run, starts: list[int]) -> Lease | None:
-        return None if self.cache.tiers[tier].is_outside else self.cache.lease(tier, run, starts)
-
-    def _pin_source(self, tier: Tier, run: Run, starts: list[int]) -> Lease | None:
-        """Being stored is no use of what is stored."""
-        if self.cache.tiers[tier].is_outside:
-            return None
-        return self.cache.lease_aside(tier, run, starts) if tier is Tier.DEVICE else self.cache.lease(tier, run, starts)
+            stretch.run.parts[number].incoming = job
 
     @staticmethod
     def _predecessor(first: Stretch, tier: Tier, band: int) -> Job | None:
@@ -213,8 +212,10 @@ class JobBook:
             self.cache.tiers[job.plan.destination].quarantine(job.plan.destination_ids)
         if completion.outcome is Outcome.CORRUPT and job.run.epoch == self.cache.epoch:
             self._forget_corrupt(job, completion)
-        done = completion.outcome is Outcome.LANDED
-        self.moves.job(job, JobState.COMPLETED if done else JobState.FAILED, completion.outcome.value)
+        if completion.outcome is Outcome.LANDED:
+            self.moves.job(job, JobState.COMPLETED, "landed")
+        else:
+            self.moves.job(job, JobState.FAILED, completion.outcome.value)
         self._forget_job(job)
 
     def _forget_job(self, job: Job) -> None:
@@ -229,29 +230,26 @@ class JobBook:
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish what is proven, in prefix order and onto the job's own runs; free the other destinations."""
         width, tier, ids = self.cache.layout.bands[job.band].width, job.plan.destination, job.plan.destination_ids
+        number = job.band * NUM_TIERS + tier
         for stretch in stretches(job.run, job.start, job.stop):
-            part = stretch.run.part(tier, job.band)
+            part = stretch.run.parts[number]
             first, last = stretch.start, min(stretch.stop, proven_stop)
             brought = ids[(first - job.start) * width : (stretch.stop - job.start) * width]
             if first < last:
                 enter, held = _enter_window if job.band else _enter_spine, (part.first, part.stop)
                 brought = enter(tier, part, first, last, brought)
-                if (watcher := self.cache.tiers[tier].watcher) is not None:
-                    watcher.part_changed(part, *held)
+                self.cache.tiers[tier].part_changed(part, *held)
             if brought and not keep_ids:
                 self.cache.give(tier, brought)
-            self._end_incoming(job, stretch.run, part)
+            if part.incoming is job:
+                part.incoming = self._next_incoming(job, stretch.run, part)
 
     @staticmethod
-    def _end_incoming(job: Job, run: Run, part: Part) -> None:
-        if part.incoming is not job:
-            return
-        part.incoming = None
+    def _next_incoming(job: Job, run: Run, part: Part) -> Job | None:
         before = job.predecessor
         while before is not None and not _brings(before, run, part):
             before = before.predecessor
-        if before is not None:
-            part.incoming = before
+        return before
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
         """The bad entries are misses from now on; what is around them is untouched."""

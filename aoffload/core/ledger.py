@@ -39,7 +39,7 @@ from .keeping import Keeping
 from .lifecycle import PinState, RequestState, require
 from .loads import Loads, require_no_holes
 from .matching import find_hit, find_hit_behind
-from .observer import Moves, NullObserver, Observer
+from .observer import Moves, Observer
 from .owners import Demotion, Errand, Extension, Holding, Pin, Prefetch, Waiter, nobody
 from .pins import Pins
 from .plan import Completion, Outcome, Tier, TransferPlan
@@ -119,7 +119,7 @@ class Ledger:
         self.cache = PrefixCache(self.layout, tiers, self._new_order)
         self._block_bytes = block_bytes
         units_per_job = self._units_per_job(config.blocks_per_job(block_bytes))
-        self._moves = Moves(observer if observer is not None else NullObserver())
+        self._moves = Moves(observer)
         self._pins = Pins(self.cache)
         self.jobs = JobBook(self.cache, self._moves, units_per_job)
         self._keeping = Keeping(self.cache, self._moves, config.max_pinned_share)
@@ -192,14 +192,16 @@ class Ledger:
         asked for what lies behind. The answer may be `PENDING`: see `match_again`.
         """
         unit = self.layout.unit_tokens
-        check_bool("reads_cache", reads_cache)
+        if reads_cache is not True:
+            check_bool("reads_cache", reads_cache)
         num_tokens = check_prefix(prefix).num_tokens
         limit = num_tokens // unit if reads_cache else 0
         if max_hit_tokens is not None:
             limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
         alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
         may_store = store_limit(prefix, unit, store, max_store_tokens)
-        self._check_device_tokens(num_device_tokens, num_tokens)
+        if self._engine is not None or type(num_device_tokens) is not int or num_device_tokens:
+            self._check_device_tokens(num_device_tokens, num_tokens)
         check_callable("wake", wake)
         name = self._checked_name(request_id)
         holding = Holding(
@@ -541,7 +543,7 @@ class Ledger:
             plans = self._commits.offer_stores(holding, holding.published, is_last=True)
         if holding.waiter is not None:
             self.admission.leave(holding.waiter)
-        settled = self._loads.abandon(holding)
+        settled = self._loads.abandon(holding) if holding.load is not None else []
         self._forks.leaving(holding)
         if holding.num_steps:
             self._closing.add(holding)
@@ -699,8 +701,9 @@ class Ledger:
 
     def _on_own_device(self, holding: Holding, call: str) -> Holding:
         """A request whose device blocks are ours."""
-        if self._engine is not None:
-            self._require_own_device(call)
+        if self._engine is None and isinstance(holding, Holding) and holding.ledger is self:
+            return holding
+        self._require_own_device(call)
         return self._own(holding)
 
     def _engine_of(self, holding: Holding, call: str) -> EngineOwned:

@@ -22,6 +22,7 @@ __all__ = [
     "JobState",
     "PinState",
     "RequestState",
+    "illegal",
     "mermaid",
     "move",
     "require",
@@ -135,9 +136,14 @@ def move(entity: Stateful, new: State) -> State:
     """Move `entity` to `new` and return the state it left; an illegal move raises and changes nothing."""
     old: State = entity.state
     if new not in _MOVES[old]:
-        raise IllegalTransition(str(entity), old.name, new.name)
+        raise illegal(entity, new)
     entity.state = new
     return old
+
+
+def illegal(entity: Stateful, new: State) -> IllegalTransition:
+    """The error of a move that no table has."""
+    return IllegalTransition(str(entity), entity.state.name, new.name)
 
 
 def require(entity: Stateful, call: str, *states: State) -> None:

@@ -16,7 +16,7 @@ from .jobs import JobBook, coming
 from .lifecycle import RequestState, require
 from .matching import accepted, present_stop
 from .observer import Moves
-from .owners import Holding, Waiter, claimants, nobody
+from .owners import Holding, Waiter, nobody
 from .pins import Pins
 from .plan import EVERY_TIER, Direction, Tier, TransferPlan
 from .publish import step_back
@@ -97,7 +97,9 @@ class Loads:
         layout, start = self.cache.layout, holding.published
         path = holding.leases[Tier.HOST].run.whole_path()
         shared, on_its_way = self.on_its_way(path, start, stop)
-        stop = accepted(layout, path, self._held_stop(path, on_its_way, stop), EVERY_TIER)
+        stop = self._held_stop(path, on_its_way, stop)
+        if layout.windows:
+            stop = accepted(layout, path, stop, EVERY_TIER)
         if stop <= start:
             return []
         before = holding.device_run
@@ -107,10 +109,11 @@ class Loads:
             return []
         holding.load = load = Load(stop, wake, units_per_job=units_per_job)
         on_its_way = min(on_its_way, stop)
-        new = self._launch(holding, layout.spine, on_its_way, stop)
+        new = self._launch(holding, load, layout.spine, on_its_way, stop)
         self._give_up(holding, layout.spine, start, on_its_way)
         for band in layout.windows:
-            shared += self._bring_window(holding, band, max(start, band.first_needed(stop * layout.unit_tokens)), new)
+            first = max(start, band.first_needed(stop * layout.unit_tokens))
+            shared += self._bring_window(holding, load, band, first, new)
         for job in (*shared, *new):
             if job.start < stop:
                 job.claims[holding] = None
@@ -162,27 +165,22 @@ class Loads:
         else:
             self.cache.move_lease(holding.leases[Tier.DEVICE], before)
 
-    def _launch(self, holding: Holding, band: Band, start: int, stop: int) -> list[Job]:
+    def _launch(self, holding: Holding, load: Load, band: Band, start: int, stop: int) -> list[Job]:
         """Have units `[start, stop)` copied into blocks of the holding's own, which are the jobs' from now on."""
         if start >= stop or not band.width:
             return []
         run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
-        most = self._load_of(holding).units_per_job
-        return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, table.null(start, stop), most)
+        ids = table.null(start, stop)
+        return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, ids, load.units_per_job)
 
     def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
         """Others bring or have brought units `[start, stop)`: they need no blocks of ours."""
         if start < stop:
             self.cache.give(Tier.DEVICE, holding.tables[band.number].null(start, stop))
 
-    @staticmethod
-    def _load_of(holding: Holding) -> Load:
-        assert holding.load is not None
-        return holding.load
-
-    def _bring_window(self, holding: Holding, band: Band, start: int, new: list[Job]) -> list[Job]:
+    def _bring_window(self, holding: Holding, load: Load, band: Band, start: int, new: list[Job]) -> list[Job]:
         """Bring what of a band of limited reach is needed from unit `start` on; the jobs of others that do."""
-        load, run = self._load_of(holding), holding.leases[Tier.DEVICE].run
+        run = holding.leases[Tier.DEVICE].run
         shared: dict[Job, None] = {}
         missing: list[range] = []
         for stretch in stretches(run, start, load.stop):
@@ -198,13 +196,13 @@ class Loads:
                 else:
                     missing.append(units)
         for units in missing:
-            new += self._launch(holding, band, units.start, units.stop)
+            new += self._launch(holding, load, band, units.start, units.stop)
         return list(shared)
 
-    def _conclude(self, holding: Holding) -> bool:
+    def _conclude(self, holding: Holding, load: Load) -> bool:
         """End a load with whatever is on the device by now. False: there was no room for what is missing, so the
         holding has let go of everything and waits in the line, at its old place."""
-        load, layout = self._load_of(holding), self.cache.layout
+        layout = self.cache.layout
         start, ready = holding.published, self._ready_stop(holding, load)
         for table, band in zip(holding.tables, layout.bands, strict=True):
             first = max(start, band.first_needed(ready * layout.unit_tokens))
@@ -215,11 +213,13 @@ class Loads:
                 self.cache.give(Tier.DEVICE, table.exchange(first, ids))
         holding.published = holding.ready_stop = ready
         holding.num_computed_tokens = ready * layout.unit_tokens
-        compare(self.moves, holding, layout.bands)
+        if holding.early is not None:
+            compare(self.moves, holding, layout.bands)
         if ready < load.stop:
             step_back(self.cache, holding, ready)
         self.pins.end_host_lease(holding)
-        slide_off(self.cache, holding)
+        if layout.windows:
+            slide_off(self.cache, holding)
         missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
         if any(missing) and sum(missing) > self.admission.room:
             if holding.num_steps:
@@ -243,17 +243,19 @@ class Loads:
         stop = load.stop
         if self.cache.layout.spine.width:
             stop = present_stop(path, Tier.DEVICE, start, stop)
-        return max(start, accepted(self.cache.layout, path, stop, (Tier.DEVICE,)))
+        if self.cache.layout.windows:
+            stop = accepted(self.cache.layout, path, stop, (Tier.DEVICE,))
+        return max(start, stop)
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
         """End the loads of `holdings`; whom to wake once the line was served."""
         wakes: list[Callable[[], object]] = []
         for holding in holdings:
-            assert holding.load is not None
-            wake = holding.load.wake
-            if self._conclude(holding):
+            load = holding.load
+            assert load is not None
+            if self._conclude(holding, load):
                 self.ready(holding)
-                wakes.append(wake)
+                wakes.append(load.wake)
         return wakes
 
     def ready(self, holding: Holding) -> None:
@@ -275,8 +277,10 @@ class Loads:
         """The holdings whose load is over now that `jobs` are settled, in the order of their tickets."""
         over: set[Holding] = set()
         for job in jobs:
-            for holding in claimants(job):
-                compare_job(self.moves, holding, job, self.cache.layout.bands[job.band])
+            for holding in job.claims:
+                assert isinstance(holding, Holding)
+                if holding.early is not None:
+                    compare_job(self.moves, holding, job, self.cache.layout.bands[job.band])
                 if holding.load is not None:
                     holding.load.jobs.discard(job)
                     if not holding.load.jobs:

@@ -6,7 +6,17 @@ from typing import Protocol
 
 import attrs
 
-from .lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState, move
+from .lifecycle import (
+    JOB_MOVES,
+    REQUEST_MOVES,
+    EarlyState,
+    ErrandState,
+    JobState,
+    PinState,
+    RequestState,
+    illegal,
+    move,
+)
 from .owners import EarlyStart, Errand, Holding, Pin
 from .records import Job
 
@@ -27,7 +37,7 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """Nobody wants to know."""
+    """Does nothing with what it is told: a base for who wants to know of some moves only."""
 
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
     def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
@@ -39,23 +49,43 @@ class NullObserver:
 
 @attrs.frozen
 class Moves:
-    """Moves states, and tells whoever wants to know."""
+    """Moves states, and tells whoever wants to know. Requests and jobs move often, so it looks into their tables
+    itself."""
 
-    observer: Observer
+    observer: Observer | None
 
     def request(self, holding: Holding, state: RequestState) -> None:
-        old = move(holding, state)
-        self.observer.request_moved(holding, old, holding.reason)  # type: ignore[arg-type]
+        old = holding.state
+        if state not in REQUEST_MOVES[old]:
+            raise illegal(holding, state)
+        holding.state = state
+        if self.observer is not None:
+            self.observer.request_moved(holding, old, holding.reason)
 
     def job(self, job: Job, state: JobState, reason: str = "") -> None:
-        old = move(job, state)
-        self.observer.job_moved(job, old, reason)  # type: ignore[arg-type]
+        old = job.state
+        if state not in JOB_MOVES[old]:
+            raise illegal(job, state)
+        job.state = state
+        if self.observer is not None:
+            self.observer.job_moved(job, old, reason)
 
     def pin(self, pin: Pin, state: PinState) -> None:
-        self.observer.pin_moved(pin, move(pin, state))  # type: ignore[arg-type]
+        old = move(pin, state)
+        if self.observer is not None:
+            self.observer.pin_moved(pin, old)  # type: ignore[arg-type]
 
     def errand(self, errand: Errand, state: ErrandState) -> None:
-        self.observer.errand_moved(errand, move(errand, state))  # type: ignore[arg-type]
+        old = move(errand, state)
+        if self.observer is not None:
+            self.observer.errand_moved(errand, old)  # type: ignore[arg-type]
 
     def early(self, early: EarlyStart, state: EarlyState) -> None:
-        self.observer.early_moved(early, move(early, state))  # type: ignore[arg-type]
+        old = move(early, state)
+        if self.observer is not None:
+            self.observer.early_moved(early, old)  # type: ignore[arg-type]
+
+    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
+        """Nothing moves: blocks that were to be stored are not."""
+        if self.observer is not None:
+            self.observer.store_skipped(holding, num_blocks, reason)

@@ -17,11 +17,10 @@ from .answer import NO_MATCH, PrefixMatch
 from .lifecycle import EarlyState, ErrandState, PinState, RequestState
 from .plan import Tier, TransferPlan
 from .records import Claim, Job, Lease, Run
-from .table import BlockTable
+from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence
 
 __all__ = [
-    "NO_LIMIT",
     "Demotion",
     "EarlyStart",
     "Errand",
@@ -34,8 +33,6 @@ __all__ = [
     "nobody",
 ]
 
-NO_LIMIT = 2**62
-"""As a number of units: everything."""
 _UNREAD = (RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.LOADING)
 
 
@@ -172,6 +169,10 @@ class Waiter:
     wake: Callable[[], object] = nobody
     granted: array[int] | None = None
     error: OutOfBlocks | None = None
+    num_missing: int = 0
+    """Blocks that it lacked when it was looked at last."""
+    changes_seen: int = -1
+    """`TierBlocks.num_changes` of the device then; -1: it has to be looked at whatever has changed."""
 
     def __repr__(self) -> str:
         over = "granted" if self.granted is not None else "failed" if self.error else "waiting"

@@ -47,11 +47,14 @@ class Pins:
     def _take_leases(self, holding: Holding, hit: Hit, *, islands: bool) -> None:
         if not hit.stop:
             return
+        layout = self.cache.layout
         # Exactly what is used is pinned: a request must never be short of room because of what it pins itself.
-        last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
+        last = hit.path[-1]
+        if last.stop != hit.stop:
+            last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
         if hit.stop > hit.device_stop:
             holding.leases[Tier.HOST] = self.lease(Tier.HOST, last)
-            if islands and self.cache.layout.windows:
+            if islands and layout.windows:
                 # The device may hold more than it alone could go on with, and the host need not have that.
                 holding.reserve = self.lease(Tier.DEVICE, last)
         if hit.device_stop:
@@ -61,12 +64,8 @@ class Pins:
 
     def lease(self, tier: Tier, run: Run) -> Lease:
         """Pin, in `tier`, what is needed for computing to go on at the end of `run`."""
-        return self.cache.lease(tier, run, self.cache.layout.window_starts(run.stop))
-
-    def unpin(self, holding: Holding) -> None:
-        """Let go of the leases. Private blocks are another matter."""
-        self.end_host_lease(holding)
-        self.end_device_lease(holding)
+        layout = self.cache.layout
+        return self.cache.lease(tier, run, layout.window_starts(run.stop) if layout.windows else ())
 
     def end_device_lease(self, holding: Holding) -> None:
         lease = holding.leases.pop(Tier.DEVICE, None)
@@ -74,8 +73,10 @@ class Pins:
             self.cache.release(lease)
 
     def forget_match(self, holding: Holding) -> None:
-        """Let go of the leases and of what was matched: it is matched again when its turn comes."""
-        self.unpin(holding)
+        """Let go of the leases and of what was matched: it is matched again when its turn comes. Does not free private
+        blocks."""
+        self.end_host_lease(holding)
+        self.end_device_lease(holding)
         holding.published = holding.ready_stop = holding.hit_stop = 0
 
     def match_again(self, holding: Holding, *, islands: bool = True) -> None:
@@ -124,17 +125,12 @@ class Pins:
 
     # -- tables ---------------------------------------------------------------------------------------------------
 
-    def num_fresh(self, holding: Holding, num_units: int) -> int:
+    def num_fresh(self, device_stop: int, hit_stop: int, num_units: int) -> int:
         """Blocks that tables of `num_units` units take, besides the device hit: of a window only what will be needed
         once the host hit is loaded."""
-        return self._num_fresh(holding.published, holding.hit_stop, num_units)
-
-    def _num_fresh(self, device_stop: int, hit_stop: int, num_units: int) -> int:
-        found = 0
-        for band in self.cache.layout.bands:
-            first = _first_fresh(band, device_stop, hit_stop)
-            if first < num_units:
-                found += (num_units - first) * band.width
+        found = max(0, num_units - device_stop) * self.cache.layout.spine.width
+        for band in self.cache.layout.windows:
+            found += max(0, num_units - _first_fresh(band, device_stop, hit_stop)) * band.width
         return found
 
     def without_islands(self, holding: Holding, num_units: int) -> tuple[int, int]:
@@ -146,7 +142,7 @@ class Pins:
         taken = [part for run in hit.path for part in run.parts[Tier.DEVICE :: NUM_TIERS] if not part.num_references]
         gained = sum(len(part.blocks) + len(part.condemned_ids()) for part in let_go)
         gained -= sum(self._num_needed(part, hit.device_stop) for part in (*let_go, *taken))
-        return self._num_fresh(hit.device_stop, hit.stop, num_units), gained
+        return self.num_fresh(hit.device_stop, hit.stop, num_units), gained
 
     def _num_needed(self, part: Part, stop: int) -> int:
         """Blocks of `part` that computing at unit `stop` needs."""
@@ -166,7 +162,7 @@ class Pins:
         num_units = max(num_units, stop)  # it may have been matched again, and hit more than it asked room for
         tables: list[BlockTable] = []
         for band in self.cache.layout.bands:
-            table = BlockTable(band.width)
+            table = BlockTable(band.width, array("i"))
             if stop:
                 table.start = band.first_needed(stop * band.unit_tokens)
                 table.append_null(table.start)
@@ -190,6 +186,8 @@ class Pins:
 
     def ready_ids(self, holding: Holding, band: int, start: int, stop: int) -> array[int]:
         """The ids of units `[start, stop)` of the path that `holding` leases on the device."""
+        if start >= stop:
+            return array("i")
         return held_ids(stretches(holding.device_run, start, stop), Tier.DEVICE, band)
 
 

@@ -17,8 +17,9 @@ from ..errors import ConfigError, InvalidArgument
 from ..prefix import Prefix
 from .arguments import check_int
 from .groups import Layout
-from .owners import NO_LIMIT, Holding
+from .owners import Holding
 from .seen import SeenPrefixes
+from .table import NO_LIMIT
 
 __all__ = [
     "EagerStore",

@@ -72,8 +72,7 @@ def _fill(cache: PrefixCache, holding: Holding, run: Run, stop: int) -> None:
         if present < stop:
             before = part.stop
             part.append(table.at(present, stop), stop)
-            if (watcher := cache.tiers[Tier.DEVICE].watcher) is not None:
-                watcher.part_changed(part, part.first, before)
+            cache.tiers[Tier.DEVICE].part_changed(part, part.first, before)
     for band in cache.layout.windows:
         _fill_window(cache, holding, band, run, position, stop)
     holding.published = stop
@@ -104,8 +103,7 @@ def _fill_window(cache: PrefixCache, holding: Holding, band: Band, run: Run, sta
         if last > part.stop:
             part.blocks.extend(table.at(part.stop, last))
             part.stop = last
-        if (watcher := cache.tiers[Tier.DEVICE].watcher) is not None:
-            watcher.part_changed(part, *held)
+        cache.tiers[Tier.DEVICE].part_changed(part, *held)
 
 
 def _divided(cache: PrefixCache, run: Run, at: int, band: Band) -> tuple[Run, Part]:

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import attrs
 
-from ..errors import LeaseError
 from ..prefix import Hasher, KeySpan, Root
 from .lifecycle import JobState
 from .plan import NUM_TIERS, Completion, Tier, TransferPlan
@@ -218,12 +217,13 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
 
 def held_ids(over: list[Stretch], tier: Tier, band: int) -> array[int]:
     """The ids of the blocks that `tier` holds of `band` over stretches; all of them have to be there."""
+    number = band * NUM_TIERS + tier
     if len(over) == 1:
         run, start, stop = over[0]
-        return run.part(tier, band).ids(start, stop)
+        return run.parts[number].ids(start, stop)
     ids = array("i")
-    for stretch in over:
-        ids.extend(stretch.run.part(tier, band).ids(stretch.start, stretch.stop))
+    for run, start, stop in over:
+        ids.extend(run.parts[number].ids(start, stop))
     return ids
 
 
@@ -241,12 +241,6 @@ class Lease:
     """For each band of limited reach: the unit, always the start of a run, from which on its blocks are pinned, too.
     Beyond the end of `run` while none of them is."""
     released: bool = False
-
-    def spend(self) -> None:
-        """Mark as released; releasing twice raises."""
-        if self.released:
-            raise LeaseError(f"{self.tier.name} lease on {self.run} released twice")
-        self.released = True
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -71,7 +71,7 @@ class Stores:
                 source_ids = source_ids[(first - start) * band.width : (stop - start) * band.width]
             jobs = self.jobs.plan(holding, Direction.STORE, run, band, first, stop, blocks, source_ids=source_ids)
         if num_units < wanted:
-            self.moves.observer.store_skipped(holding, (wanted - num_units) * band.width, "host_full")
+            self.moves.store_skipped(holding, (wanted - num_units) * band.width, "host_full")
         self.cache.release(pin)
         return jobs
 
@@ -83,7 +83,8 @@ def _unstored(run: Run, first: int, stop: int) -> list[Stretch]:
     found: list[Stretch] = []
     current: Run | None = run
     while current is not None:
-        covered, there = current.parts[Tier.HOST].covered_stop, min(current.parts[Tier.DEVICE].stop, stop)
+        host, there = current.parts[Tier.HOST], min(current.parts[Tier.DEVICE].stop, stop)
+        covered = host.stop if host.incoming is None else host.covered_stop
         if covered < there:
             found.append(Stretch(current, covered, there))
         if current.start < min(first, covered, stop):

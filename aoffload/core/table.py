@@ -20,9 +20,11 @@ from collections.abc import Iterable
 import attrs
 import numpy as np
 
-__all__ = ["BlockTable", "not_null", "within", "without"]
+__all__ = ["NO_LIMIT", "BlockTable", "not_null", "within", "without"]
 
 
+NO_LIMIT = 2**62
+"""As a number of units: everything."""
 MANY = 100
 """Ids from which on numpy is faster: one after the other, each would become a Python int."""
 
@@ -72,13 +74,9 @@ class BlockTable:
         fresh = iter(ids)
         self.put(start, array("i", [block_id or next(fresh) for block_id in self.at(start, stop)]))
 
-    def private(self, published: int) -> array[int]:
-        """The ids that are the holding's own: nobody else reads or frees them."""
-        return self.private_in(0, len(self.ids), published)
-
-    def private_in(self, start: int, stop: int, published: int) -> array[int]:
-        """Those of them that lie in units `[start, stop)`."""
-        found = not_null(self.at(max(start, published), stop))
+    def private(self, published: int, start: int = 0, stop: int = NO_LIMIT) -> array[int]:
+        """The ids in units `[start, stop)` that are the holding's own: nobody else reads or frees them."""
+        found = not_null(self.ids[max(start, published) * self.width : stop * self.width])
         for units in within(self.duplicates, start, stop) if self.duplicates else ():
             found.extend(not_null(self.at(units.start, units.stop)))
         return found

@@ -53,6 +53,9 @@ class TierBlocks:
     """Blocks in the order: what can be evicted, so that all-or-nothing is one comparison."""
     num_quarantined: int = 0
     num_evicted: int = 0
+    num_changes: int = 0
+    """How often what can be found here has changed, but for evictions: as long as it has not, no match that is pinned
+    would come out otherwise."""
     watcher: BlockWatcher | None = None
 
     def __repr__(self) -> str:
@@ -89,6 +92,17 @@ class TierBlocks:
     def make_pinned(self, part: Part) -> None:
         self.order.remove(part)
         self.num_cached -= len(part.blocks)
+
+    def part_changed(self, part: Part, first: int, stop: int) -> None:
+        """`part`, which can be found, held units `[first, stop)` of its run until now."""
+        self.num_changes += 1
+        if self.watcher is not None:
+            self.watcher.part_changed(part, first, stop)
+
+    def all_cleared(self) -> None:
+        """Nothing can be found any more."""
+        self.num_changes += 1
+        self.num_cached = 0
 
     def trim(self, part: Part, num_units: int) -> None:
         """Free the last `num_units` of an unpinned part: the tail first, so a prefix loses its tail before its head."""

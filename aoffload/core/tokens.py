@@ -40,7 +40,10 @@ class TokenSequence:
     The prompt stays where it is; what is generated is kept beside it, or every request would copy its prompt once more.
     """
 
-    __slots__ = ("_added", "_cuts", "_hashed", "_prompt", "_spans", "_unit_bytes", "_unit_tokens", "root")
+    __slots__ = (
+        "_added", "_cuts", "_hashed", "_prompt", "_spans", "_unit_bytes", "_unit_tokens", "num_prompt_tokens",
+        "num_prompt_units", "num_tokens", "root",
+    )  # fmt: skip
 
     def __init__(self, prefix: Prefix, unit_tokens: int) -> None:
         self.root: Root = prefix.root
@@ -49,21 +52,11 @@ class TokenSequence:
         self._spans = prefix.spans
         self._unit_tokens = unit_tokens
         self._unit_bytes = unit_tokens * TOKEN_BYTES
+        self.num_prompt_tokens = self.num_tokens = prefix.num_tokens
+        self.num_prompt_units = self.num_tokens // unit_tokens
+        """Whole units of the prompt."""
         self._cuts = _cuts_of(prefix.spans, unit_tokens) if prefix.spans else ()
         self._hashed: dict[int, Hasher] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        return (len(self._prompt) + len(self._added)) // TOKEN_BYTES
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self._prompt) // TOKEN_BYTES
-
-    @property
-    def num_prompt_units(self) -> int:
-        """Whole units of the prompt."""
-        return len(self._prompt) // self._unit_bytes
 
     def copy(self) -> TokenSequence:
         """The same tokens, to go on with others."""
@@ -112,10 +105,12 @@ class TokenSequence:
 
     def append(self, tokens: bytes) -> None:
         self._added += tokens
+        self.num_tokens += len(tokens) // TOKEN_BYTES
 
     def drop_after(self, num_tokens: int) -> None:
         """Forget what was appended from `num_tokens` on; never the prompt."""
         del self._added[max(0, num_tokens * TOKEN_BYTES - len(self._prompt)) :]
+        self.num_tokens = (len(self._prompt) + len(self._added)) // TOKEN_BYTES
 
     def _bytes(self, start: int, stop: int) -> bytes:
         """The encoded tokens from byte `start` to byte `stop`."""

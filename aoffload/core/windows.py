@@ -26,7 +26,7 @@ def slide_off(cache: PrefixCache, holding: Holding) -> bool:
         start = min(band.first_needed(holding.num_computed_tokens), holding.num_units)
         if start <= table.start:
             continue
-        cache.give(Tier.DEVICE, table.private_in(table.start, start, holding.published))
+        cache.give(Tier.DEVICE, table.private(holding.published, table.start, start))
         table.null(table.start, start)
         lease = holding.leases.get(Tier.DEVICE)
         if lease is not None:

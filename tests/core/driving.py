@@ -28,11 +28,14 @@ class Driven:
         config.setdefault("groups", [KVCacheGroup("full", block_size=BLOCK)])
         self.ledger = Ledger(OffloadConfig(num_host_blocks=num_host, **config), num_device + 1, observer=observer)
 
+    @staticmethod
+    def prefix(tokens: list[int], root: Root = ROOT, key_spans: Any = ()) -> Prefix:
+        return Prefix.of(root, tokens, key_spans)
+
     # -- one call after the other ---------------------------------------------------------------------------------
 
     def admit(self, tokens: list[int], **options: Any) -> Holding:
-        options.setdefault("root", ROOT)
-        prefix = Prefix.of(options.pop("root"), tokens, options.pop("key_spans", ()))
+        prefix = self.prefix(tokens, options.pop("root", ROOT), options.pop("key_spans", ()))
         holding = self.ledger.admit(prefix, **options)
         self.ledger.check_integrity()
         return holding
@@ -98,7 +101,7 @@ class Driven:
     # -- looking --------------------------------------------------------------------------------------------------
 
     def hit(self, tokens: list[int], root: Root = ROOT, key_spans: Any = ()) -> tuple[int, int]:
-        found = self.ledger.lookup(Prefix.of(root, tokens, key_spans))
+        found = self.ledger.lookup(self.prefix(tokens, root, key_spans))
         return found.num_device_tokens, found.num_host_tokens
 
     def num_pinned(self) -> tuple[int, int]:

@@ -139,7 +139,7 @@ def wrong_table(busy: Busy) -> None:
 
 
 def released_lease(busy: Busy) -> None:
-    busy.running_one.leases[Tier.DEVICE].spend()
+    busy.running_one.leases[Tier.DEVICE].released = True
 
 
 def settled_job_awaited(busy: Busy) -> None:

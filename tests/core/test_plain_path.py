@@ -1,0 +1,72 @@
+"""The plain path: what a request costs where there is one group of full attention, counted in calls, not in seconds."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import FrameType
+
+from driving import Driven, prompt
+
+from aoffload.core.plan import Completion, Outcome
+
+MOST_CALLS = 207
+"""Calls of Python functions of this package that a request may make which loads 64 blocks and computes one token."""
+
+
+class CallCounter:
+    """Counts the calls of Python functions of this package while it is entered; of those called `name`, if given."""
+
+    def __init__(self, name: str = "") -> None:
+        self.num_calls = 0
+        self._name = name
+
+    def __enter__(self) -> CallCounter:
+        gc.disable()  # a finalizer would count
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        gc.enable()
+
+    def _look(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        is_ours = "aoffload" in code.co_filename or code.co_filename == "<string>"
+        self.num_calls += event == "call" and is_ours and self._name in ("", code.co_name)
+
+
+def test_a_host_hit_makes_few_calls() -> None:
+    """No corner that is off is asked for on the way of a plain request: so many calls, and not one more."""
+    driven = Driven(65, 256)
+    for name in (1, 2):
+        driven.on_host_only(prompt(name, 257))
+    ledger, tokens = driven.ledger, prompt(1, 257)
+    with CallCounter() as counter:
+        holding = ledger.admit(driven.prefix(tokens))
+        ledger.allocate_nowait(holding)
+        (plan,) = ledger.plan_load(holding)
+        ledger.launch(plan.job_id)
+        ledger.settle(Completion(plan.job_id, Outcome.LANDED))
+        ledger.commit(holding, len(tokens))
+        ledger.release(holding)
+    assert holding.match.num_host_tokens == 256
+    assert counter.num_calls <= MOST_CALLS
+
+
+def test_the_head_of_the_line_is_matched_again_only_if_it_could_matter() -> None:
+    """Who is first in line is not looked up again while nothing has come to the device and there is no more room."""
+    driven = Driven(6, 12)
+    driven.on_host_only(prompt(3, 13))
+    busy = driven.running(prompt(1, 12))
+    (store,) = driven.commit(busy)
+    driven.allocated(prompt(2, 4))
+    head = driven.ledger.queue_allocation(driven.admit(prompt(3, 13)))
+    with CallCounter("find_hit") as counter:
+        for holding in [driven.admit(prompt(name, 4)) for name in (4, 5)]:
+            driven.release(holding, "cancelled")
+        driven.land([store])
+        assert counter.num_calls == 2, "those of the two that were admitted"
+        driven.release(busy)
+        assert counter.num_calls == 3
+    assert head.granted is not None
