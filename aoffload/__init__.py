@@ -56,7 +56,8 @@ from .transfer.region_fences import LoadedRegion
 from .transfer.transport import TransferStatistics, Transport
 
 if TYPE_CHECKING:
-    from .runtime import Computed, OffloadRuntime, RuntimeStatistics
+    from .runtime import OffloadRuntime, RuntimeStatistics
+    from .steps import Computed
     from .transfer.backends.cuda import (
         AdaptivePolling,
         BlockingWait,
@@ -74,7 +75,7 @@ __version__ = _version("aoffload")
 
 # Imported when first asked for (PEP 562): torch takes seconds, and a program around the `Ledger` does without it.
 _NEEDS_TORCH = {
-    "Computed": ".runtime",
+    "Computed": ".steps",
     "OffloadRuntime": ".runtime",
     "RuntimeStatistics": ".runtime",
     "AdaptivePolling": ".transfer.backends.cuda",

@@ -10,7 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self, TypedDict, TypeVar
+from typing import Generic, Self, TypedDict, TypeVar
 
 import anyio
 
@@ -21,9 +21,7 @@ from .core.lifecycle import PinState
 from .core.owners import Demotion, Errand, Pin, Prefetch
 from .errors import InvalidArgument, WrongState
 from .prefix import KeySpan, Prefix
-
-if TYPE_CHECKING:
-    from .runtime import OffloadRuntime
+from .session import Session
 
 __all__ = ["Identity", "PendingDemotion", "PendingPrefetch", "PinScope", "time_to_live"]
 
@@ -53,8 +51,8 @@ class PinScope:
     had to yield to a request that could not have been served otherwise, or was dropped by a reset or a close.
     """
 
-    def __init__(self, runtime: OffloadRuntime, prefix: Prefix, ttl_s: float) -> None:
-        self._runtime = runtime
+    def __init__(self, session: Session, prefix: Prefix, ttl_s: float) -> None:
+        self._session = session
         self._prefix = prefix
         self._ttl_s = ttl_s
         self._pin: Pin | None = None
@@ -63,24 +61,24 @@ class PinScope:
         return f"<PinScope {self.state.name} {self.match.num_tokens} tokens>"
 
     def __enter__(self) -> Self:
-        self._runtime._check_usable()
+        self._session.check_usable()
         if self._pin is not None:
             raise WrongState(f"{self!r} was entered before: make another one")
         expires_at = anyio.current_time() + self._ttl_s
-        self._pin = self._runtime.ledger.pin(self._prefix, expires_at=expires_at)
-        self._runtime.worker.watch(expires_at)
+        self._pin = self._session.ledger.pin(self._prefix, expires_at=expires_at)
+        self._session.worker.watch(expires_at)
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pin is not None:
-            self._runtime.ledger.unpin(self._pin)
+            self._session.ledger.unpin(self._pin)
 
     def __del__(self) -> None:
         pin = self._pin
         if pin is not None and pin.state is PinState.HELD:
-            self._runtime._call_later(lambda: self._runtime.ledger.unpin(pin))  # first: a warning may be an error
+            self._session.call_later(lambda: self._session.ledger.unpin(pin))  # first: a warning may be an error
             warnings.warn(f"{self!r} was abandoned: leave its with block", ResourceWarning, stacklevel=2, source=self)
 
     @property
@@ -104,11 +102,11 @@ class _Pending(ABC, Generic[AnyErrand]):
     `wait` may be cancelled and called again.
     """
 
-    def __init__(self, runtime: OffloadRuntime, prefix: Prefix) -> None:
-        self._runtime = runtime
+    def __init__(self, session: Session, prefix: Prefix) -> None:
+        self._session = session
         self._waiting: set[anyio.Event] = set()
         self._errand = self._start(prefix, self._wake)
-        runtime.worker.submit(self._errand.plans)
+        session.worker.submit(self._errand.plans)
 
     @abstractmethod
     def _start(self, prefix: Prefix, wake: Callable[[], None]) -> AnyErrand: ...
@@ -122,7 +120,7 @@ class _Pending(ABC, Generic[AnyErrand]):
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._runtime.ledger.cancel(self._errand)
+        self._session.ledger.cancel(self._errand)
 
     @property
     def is_over(self) -> bool:
@@ -130,15 +128,15 @@ class _Pending(ABC, Generic[AnyErrand]):
 
     def cancel(self) -> None:
         """Give up what was not launched yet, unless somebody else wants it."""
-        self._runtime._check_usable()
-        self._runtime.ledger.cancel(self._errand)
+        self._session.check_usable()
+        self._session.ledger.cancel(self._errand)
 
     def _wake(self) -> None:
         for event in self._waiting:
             event.set()
 
     async def _wait(self) -> None:
-        self._runtime._check_usable()
+        self._session.check_usable()
         while not self._errand.is_over:
             event = anyio.Event()
             self._waiting.add(event)
@@ -146,14 +144,14 @@ class _Pending(ABC, Generic[AnyErrand]):
                 await event.wait()
             finally:
                 self._waiting.discard(event)
-            self._runtime._check_usable()
+            self._session.check_usable()
 
 
 class PendingPrefetch(_Pending[Prefetch]):
     """What `OffloadRuntime.prefetch_nowait` returns."""
 
     def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Prefetch:
-        return self._runtime.ledger.prefetch(prefix, wake)
+        return self._session.ledger.prefetch(prefix, wake)
 
     async def wait(self) -> int:
         """Wait until it is over, however it ends; how many tokens of the prompt are on the device then."""
@@ -165,7 +163,7 @@ class PendingDemotion(_Pending[Demotion]):
     """What `OffloadRuntime.demote_nowait` returns."""
 
     def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Demotion:
-        return self._runtime.ledger.demote(prefix, wake)
+        return self._session.ledger.demote(prefix, wake)
 
     async def wait(self) -> int:
         """Wait until it is over, however it ends; how many device blocks it has given back."""

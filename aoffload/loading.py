@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import anyio
 
 from .arguments import shown
@@ -11,10 +9,8 @@ from .core.lifecycle import RequestState
 from .core.owners import Holding
 from .core.records import Load
 from .errors import InvalidArgument, WrongState
+from .session import Entered, Session
 from .transfer.region_fences import LoadedRegion, RegionFences
-
-if TYPE_CHECKING:
-    from .request import Request
 
 __all__ = ["AwaitedLoad", "PendingLoad"]
 
@@ -22,17 +18,17 @@ __all__ = ["AwaitedLoad", "PendingLoad"]
 class AwaitedLoad:
     """How a request's task waits for what is brought onto the device."""
 
-    def __init__(self, request: Request, max_tokens: int | None) -> None:
+    def __init__(self, request: Entered, max_tokens: int | None) -> None:
         self._request = request
         self._max_tokens = max_tokens
 
     def _start(self, holding: Holding) -> None:
-        runtime = self._request._runtime
-        plans = runtime.ledger.plan_load(
+        session = self._request._session
+        plans = session.ledger.plan_load(
             holding, self._max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes
         )
         self._watch(holding)
-        runtime.worker.submit(plans)
+        session.worker.submit(plans)
 
     @property
     def _max_job_bytes(self) -> int | None:
@@ -46,20 +42,20 @@ class AwaitedLoad:
         """The load takes too long; nobody waits for it any more."""
 
     async def _until_over(self, holding: Holding) -> int:
-        request, runtime = self._request, self._request._runtime
+        request, session = self._request, self._request._session
         while holding.state is RequestState.LOADING:
             if holding.lacks_blocks:  # it was told that it can never fit, perhaps in another task
                 raise WrongState(f"load: {holding} had to let go of its blocks: leave it")
             if holding.waiter is not None and holding.waiter.is_over:
-                runtime.ledger.accept(holding.waiter)
+                session.ledger.accept(holding.waiter)
                 self._start(holding)
                 continue
             is_under_way = holding.load is not None and bool(holding.load.jobs)  # else a step or a grant ends the wait
-            is_late = await self._wait(runtime.config.load_timeout_s if is_under_way else None)
+            is_late = await self._wait(session.config.load_timeout_s if is_under_way else None)
             if is_late and holding.state is RequestState.LOADING and holding.load is not None:
                 self._max_tokens = 0  # should it have to queue for room now, it doesn't wait for this load again
                 self._give_up()
-                runtime.ledger.abandon_load(holding)
+                session.ledger.abandon_load(holding)
         if holding.state is not RequestState.RUNNING:
             request._live()  # it is over by now, or the runtime was closed
             return 0  # another task has preempted it meanwhile: it has no blocks
@@ -67,7 +63,7 @@ class AwaitedLoad:
 
     async def _wait(self, bound_s: float | None) -> bool:
         """Wait to be woken, or until `bound_s` is over; whether it is."""
-        event, worker = anyio.Event(), self._request._runtime.worker
+        event, worker = anyio.Event(), self._request._session.worker
         if bound_s is not None:
             worker.set_alarm(event, bound_s)
         try:
@@ -96,7 +92,7 @@ class PendingLoad(AwaitedLoad):
     load ends. `load_timeout_s` is counted by `wait`: awaited in another task meanwhile, it ends the forward's wait.
     """
 
-    def __init__(self, request: Request, max_tokens: int | None) -> None:
+    def __init__(self, request: Entered, max_tokens: int | None) -> None:
         super().__init__(request, max_tokens)
         self._load: Load | None = None
         self._jobs: tuple[RegionFences, ...] = ()
@@ -117,7 +113,7 @@ class PendingLoad(AwaitedLoad):
         holding = self._live()
         num_ready = await self._until_over(holding)
         if holding.state is RequestState.RUNNING:
-            found = self._request._runtime.ledger.begin_again(holding)
+            found = self._request._session.ledger.begin_again(holding)
             if found is not None and self._first_invalid_token is None:
                 self._first_invalid_token = found  # it goes on saying so when the next step has begun
         return num_ready
@@ -130,18 +126,18 @@ class PendingLoad(AwaitedLoad):
         holding = self._live()
         if self._is_of_before(holding):
             return False
-        return holding.state is RequestState.RUNNING or self._request._runtime.ledger.can_start_early(holding)
+        return holding.state is RequestState.RUNNING or self._request._session.ledger.can_start_early(holding)
 
     @property
     def num_expected_tokens(self) -> int:
         """Tokens whose KV is on the device once the fences of all regions have passed: where to compute from."""
-        return self._request._runtime.ledger.num_expected_tokens(self._live())
+        return self._request._session.ledger.num_expected_tokens(self._live())
 
     @property
     def block_ids(self) -> list[list[int]]:
         """The block table as it will be then, one list per group. To be read inside of a step of this load, which
         holds those blocks; `WrongState` without one while it is under way."""
-        return self._request._runtime.ledger.expected_block_ids(self._live())
+        return self._request._session.ledger.expected_block_ids(self._live())
 
     @property
     def regions(self) -> tuple[LoadedRegion, ...]:
@@ -163,18 +159,20 @@ class PendingLoad(AwaitedLoad):
         new step. None: nothing is, or the load is not over. Looking changes nothing: only who has waited may commit."""
         holding = self._request._holding
         if self._first_invalid_token is None and holding is not None and not self._is_of_before(holding):
-            return self._request._runtime.ledger.first_invalid_token(holding)
+            return self._request._session.ledger.first_invalid_token(holding)
         return self._first_invalid_token
 
     @property
     def _num_regions(self) -> int | None:
-        return self._request._runtime.worker.regions.num_regions
+        return self._request._session.worker.regions.num_regions
 
     def _live(self) -> Holding:
         return self._request._live()
 
-    def _arriving(self) -> Holding:
-        """For a step. Its fences have to be those of the load that is under way."""
+    def _arriving(self, session: Session) -> Holding:
+        """For a step of `session`. Its fences have to be those of the load that is under way."""
+        if self._request._session is not session:
+            raise InvalidArgument("requests", f"holds what is no request of this runtime: {shown(self._request)}")
         holding = self._live()
         if self._is_of_before(holding):
             raise WrongState(f"step: {self!r} is over, and another load is under way: take what began that one")
@@ -186,11 +184,11 @@ class PendingLoad(AwaitedLoad):
     @property
     def _max_job_bytes(self) -> int:
         """A region is there when the last job has brought it, so there is one job, if it may be in flight."""
-        return self._request._runtime.config.bytes_in_flight
+        return self._request._session.config.bytes_in_flight
 
     def _watch(self, holding: Holding) -> None:
         """Others' jobs, too: what they bring is waited for like what our own do."""
-        fences_of = self._request._runtime.worker.regions.fences_of
+        fences_of = self._request._session.worker.regions.fences_of
         self._load = holding.load
         jobs = () if holding.load is None else sorted(holding.load.jobs, key=lambda job: job.job_id)
         self._jobs = tuple(fences_of(job.job_id, job.parked).fork() for job in jobs)

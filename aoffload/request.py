@@ -9,40 +9,23 @@ from collections.abc import Callable
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from weakref import ref
 
 import anyio
-import attrs
 
 from .arguments import check_text
 from .core.answer import NO_MATCH, PrefixMatch
 from .core.lifecycle import RequestState
 from .core.owners import Extension, Holding, Waiter
-from .core.policy import StoreScope
 from .core.preemption import Preemption
 from .errors import OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
 from .loading import AwaitedLoad, PendingLoad
 from .prefix import LongList, Prefix, TokenIds
+from .session import RequestOptions, Session
 from .transfer.fence import Fence
 
-if TYPE_CHECKING:
-    from .runtime import OffloadRuntime
-
-__all__ = ["Request", "RequestOptions"]
-
-
-@attrs.frozen
-class RequestOptions:
-    """What a request was opened with, besides its tokens."""
-
-    request_id: str | None
-    deadline_s: float | None
-    max_hit_tokens: int | None
-    hit_alignment: int
-    reads_cache: bool
-    store: StoreScope | str
-    max_store_tokens: int | None
+__all__ = ["Request"]
 
 
 class Request:
@@ -57,8 +40,8 @@ class Request:
     block swallows.
     """
 
-    def __init__(self, runtime: OffloadRuntime, prompt: Prefix | LongList, options: RequestOptions) -> None:
-        self._runtime = runtime
+    def __init__(self, session: Session, prompt: Prefix | LongList, options: RequestOptions) -> None:
+        self._session = session
         self._prompt = prompt
         self._options = options
         self._holding: Holding | None = None
@@ -83,8 +66,8 @@ class Request:
         prefix = self._prompt if isinstance(self._prompt, Prefix) else await _read(self._prompt)
         if self._holding is not None:
             raise WrongState(f"request {self.request_id} was entered before: open another one")
-        self._holding = self._runtime._admit(self, prefix, self._options)
-        self._task_id = id(self._runtime.running_task())
+        self._holding = self._session.admit(self, prefix, self._options)
+        self._task_id = id(self._session.running_task())
         if is_scoped:
             self._enter_scope(deadline)
         else:
@@ -104,7 +87,7 @@ class Request:
             self._close(self._cancel_reason)
         elif deadline is not None and deadline < math.inf:
             late = partial(_expire, ref(self))
-            self._stop_timer = self._runtime.env.call_at(deadline, partial(self._runtime.worker.call_soon, late))
+            self._stop_timer = self._session.env.call_at(deadline, partial(self._session.worker.call_soon, late))
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -112,7 +95,7 @@ class Request:
         # First and synchronously: nothing after this can keep a pin, not even a second cancellation.
         self._close(self._why(error))
         self._stop_timer()
-        scope, is_elsewhere = self._scope, id(self._runtime.running_task()) != self._task_id
+        scope, is_elsewhere = self._scope, id(self._session.running_task()) != self._task_id
         if is_elsewhere and (scope is not None or isinstance(error, GeneratorExit)):
             warnings.warn(f"{self!r} was left in another task than it was entered in", ResourceWarning, stacklevel=2)
         if scope is None:
@@ -125,7 +108,7 @@ class Request:
     def __del__(self) -> None:
         holding = self._holding
         if holding is not None and not holding.is_over:
-            self._runtime._abandon(holding, self._scope)  # first: a warning may be an error
+            self._session.abandon(holding, self._scope)  # first: a warning may be an error
             warnings.warn(
                 f"{self!r} was abandoned: leave its async with block", ResourceWarning, stacklevel=2, source=self
             )
@@ -144,14 +127,14 @@ class Request:
 
     def _close(self, reason: str) -> None:
         if self._holding is not None and not self._holding.is_over:
-            self._runtime._release(self._holding, reason)
+            self._session.release(self._holding, reason)
 
     def cancel(self, reason: str = "cancelled") -> None:
         """Cancel the block this request runs in; it is over (and this swallowed) when that block has unwound. Who is
         not in it yet is cancelled at the first wait there. In any thread: from another one than the event loop's, it
         is done at the loop's next turn."""
         reason = check_text("reason", reason)
-        self._runtime._call_in_loop(partial(self._cancel, reason))
+        self._session.call_in_loop(partial(self._cancel, reason))
 
     def _cancel(self, reason: str) -> None:
         if self._holding is not None and self._holding.is_over:
@@ -169,7 +152,7 @@ class Request:
             event.set()
 
     def _live(self) -> Holding:
-        self._runtime._check_usable()
+        self._session.check_usable()
         holding = self._holding
         if holding is None:
             raise WrongState("the request was not entered: use `async with`")
@@ -207,7 +190,7 @@ class Request:
     @property
     def block_ids(self) -> list[list[int]]:
         """The block table, one list per group; null block 0 where nothing is needed or a load has not ended."""
-        return self._runtime.ledger.block_ids(self._live())
+        return self._session.ledger.block_ids(self._live())
 
     @property
     def num_computed_tokens(self) -> int:
@@ -217,53 +200,53 @@ class Request:
     @property
     def log(self) -> Any:
         """The runtime's logger, bound to this request."""
-        return self._runtime.telemetry.logger.bind(request_id=self.request_id)
+        return self._session.telemetry.logger.bind(request_id=self.request_id)
 
     # -- room -----------------------------------------------------------------------------------------------------
 
     def allocate_nowait(self, num_tokens: int | None = None) -> None:
         """Blocks for `num_tokens` tokens in all (the prompt's, if None), or `OutOfBlocks` with nothing changed."""
-        self._runtime.ledger.allocate_nowait(self._live(), num_tokens)
+        self._session.ledger.allocate_nowait(self._live(), num_tokens)
 
     async def allocate(self, num_tokens: int | None = None) -> None:
         """As `allocate_nowait`, but waits for room; `OutOfBlocks` only if it can never fit."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding = self._live()
         try:
-            self._runtime.ledger.allocate_nowait(holding, num_tokens)
+            self._session.ledger.allocate_nowait(holding, num_tokens)
             return
         except OutOfBlocks as error:
             if not error.retryable:
                 raise
-        await self._wait_in_line(self._runtime.ledger.queue_allocation(holding, num_tokens, self._wake))
+        await self._wait_in_line(self._session.ledger.queue_allocation(holding, num_tokens, self._wake))
 
     def extend_nowait(self, num_tokens: int) -> Extension:
         """Blocks for `num_tokens` in all; what was added to the block tables. Who is refused has no place in the line:
         what somebody gives up for it by `preempt` goes to who waits, so wait for it by `extend`."""
-        return self._runtime.ledger.extend_nowait(self._live(), num_tokens)
+        return self._session.ledger.extend_nowait(self._live(), num_tokens)
 
     async def extend(self, num_tokens: int) -> Extension:
         """As `extend_nowait`, but waits. A retryable `OutOfBlocks`: only waiters hold room, so abort one of them."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding = self._live()
         try:
-            return self._runtime.ledger.extend_nowait(holding, num_tokens)
+            return self._session.ledger.extend_nowait(holding, num_tokens)
         except OutOfBlocks as error:
             if not error.retryable:
                 raise
-        return await self._wait_in_line(self._runtime.ledger.queue_extension(holding, num_tokens, self._wake))
+        return await self._wait_in_line(self._session.ledger.queue_extension(holding, num_tokens, self._wake))
 
     async def _wait_in_line(self, waiter: Waiter) -> Extension:
-        runtime = self._runtime
-        began_s = runtime.env.now()
+        session = self._session
+        began_s = session.env.now()
         try:
             while not waiter.is_over:  # a grant may be taken back before its task has run
                 await self._wait(anyio.Event())
                 self._live()
-            return self._runtime.ledger.accept(waiter)
+            return self._session.ledger.accept(waiter)
         finally:  # leave the line, or give an unused grant back, however the wait ends
-            self._runtime.ledger.withdraw(waiter)
-            runtime.observers.waited_for_room(waiter.holding, runtime.env.now() - began_s)
+            self._session.ledger.withdraw(waiter)
+            session.observers.waited_for_room(waiter.holding, session.env.now() - began_s)
 
     async def _wait(self, event: anyio.Event) -> None:
         self._waiting.add(event)
@@ -277,8 +260,8 @@ class Request:
     def preempt_nowait(self) -> Preemption:
         """Give up every device block, and keep what is computed in host memory, as far as there is room: pinned until
         `resume`. Not inside of a step. Says how many blocks are free now, and which copies free the rest."""
-        found = self._runtime.ledger.preempt_nowait(self._live())
-        self._runtime.worker.submit(found.plans)
+        found = self._session.ledger.preempt_nowait(self._live())
+        self._session.worker.submit(found.plans)
         return found
 
     async def preempt(self) -> Preemption:
@@ -291,7 +274,7 @@ class Request:
             await self._wait(anyio.Event())
             self._live()
         found = self.preempt_nowait()
-        await self._runtime.worker.wait_over(max(found.job_ids, default=0))
+        await self._session.worker.wait_over(max(found.job_ids, default=0))
         return found
 
     async def resume(self, num_tokens: int | None = None) -> int:
@@ -302,7 +285,7 @@ class Request:
         LOADING), or leave.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        self._runtime.ledger.resume(self._live(), num_tokens)
+        self._session.ledger.resume(self._live(), num_tokens)
         await self.allocate(num_tokens)
         return await self.load()
 
@@ -324,8 +307,8 @@ class Request:
         holding, load = self._live(), AwaitedLoad(self, max_tokens)
         load._start(holding)
         if holding.sequence.has_much_to_hash(holding.hit_stop):
-            await self._runtime.env.run_in_thread(
-                partial(holding.sequence.hash_ahead, holding.hit_stop), self._runtime.hashing
+            await self._session.env.run_in_thread(
+                partial(holding.sequence.hash_ahead, holding.hit_stop), self._session.hashing
             )
             self._live()
         return await load._until_over(holding)
@@ -337,13 +320,12 @@ class Request:
 
         `after` is the fence behind the compute that wrote it; None: everything given to the current stream so far.
         """
-        holding, runtime = self._live(), self._runtime
-        fence = runtime._fence_after(after)
-        runtime._commit_behind(fence, holding, num_computed_tokens, new_token_ids)
+        holding, session = self._live(), self._session
+        session.commit_behind(session.fence_after(after), holding, num_computed_tokens, new_token_ids)
 
     def invalidate(self, from_token: int) -> None:
         """Take back what a failed forward committed from `from_token` on. Who may have read it meanwhile is aborted."""
-        self._runtime._invalidate(self._live(), from_token)
+        self._session.invalidate(self._live(), from_token)
 
 
 async def _read(prompt: LongList) -> Prefix:

@@ -195,7 +195,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "whoever waits is not told of a close",
         SHELL,
-        "            self._runtime._check_usable()\n\n\nclass PendingPrefetch",
+        "            self._session.check_usable()\n\n\nclass PendingPrefetch",
         "            pass\n\n\nclass PendingPrefetch",
         "who waits hears that the runtime was closed",
         test="tests/shell/test_keeping_scopes.py::test_a_close_with_all_three_in_flight[asyncio-True]",
@@ -203,8 +203,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "pin outlives its block",
         SHELL,
-        "        if self._pin is not None:\n            self._runtime.ledger.unpin(self._pin)\n",
-        "        if self._pin is not None and error is None:\n            self._runtime.ledger.unpin(self._pin)\n",
+        "        if self._pin is not None:\n            self._session.ledger.unpin(self._pin)\n",
+        "        if self._pin is not None and error is None:\n            self._session.ledger.unpin(self._pin)\n",
         "a pin is released by its scope, however it is left",
         scenarios=ERRANDS_AMONG_REQUESTS,
     ),

@@ -319,7 +319,7 @@ _STEPS = (
     Mutant(
         "illegal move made",
         "aoffload.core.observer",
-        "            raise illegal(holding, state)\n",
+        "            raise _illegal(holding, state)\n",
         "            return\n",
         "an illegal move raises",
         scenarios=("bad_input",),

@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["LOSS_MUTANTS"]
 
-WORKER, RUNTIME = "aoffload.worker", "aoffload.runtime"
+OPENING, SESSION, WORKER = "aoffload.opening", "aoffload.session", "aoffload.worker"
 
 LOSS_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -35,7 +35,7 @@ LOSS_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cache that is off asks for fences",
-        RUNTIME,
+        SESSION,
         "        if not self.worker.is_accepting:\n            return None\n        try:\n",
         "        try:\n",
         "a lost device is asked nothing any more",
@@ -43,16 +43,16 @@ LOSS_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "abandoned thread leaves its transport open",
-        RUNTIME,
-        "                self._close_transport(self.config.close_timeout_s)\n\n        try:\n",
+        OPENING,
+        "                self.close(timeout_s)\n\n        try:\n",
         "                pass\n\n        try:\n",
         "who gives up opening leaves nothing open",
         test="tests/shell/test_opening.py::test_a_task_that_is_cancelled_natively_while_it_opens",
     ),
     Mutant(
         "transport opened in vain stays open",
-        RUNTIME,
-        "                self._close_transport(self.config.close_timeout_s)\n            raise\n",
+        OPENING,
+        "                self.close(timeout_s)\n            raise\n",
         "                pass\n            raise\n",
         "who gives up opening leaves nothing open",
         test="tests/shell/test_opening.py::test_a_task_that_is_cancelled_natively_when_its_thread_is_through",

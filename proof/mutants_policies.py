@@ -7,9 +7,7 @@ from .planting import Mutant
 __all__ = ["POLICY_MUTANTS"]
 
 FRONTIER, SEEN, COMMITS = "aoffload.core.frontier", "aoffload.core.seen", "aoffload.core.commits"
-CACHE, POLICY, RUNTIME, LEDGER = (
-    "aoffload.core.cache", "aoffload.core.policy", "aoffload.runtime", "aoffload.core.ledger",
-)  # fmt: skip
+CACHE, POLICY, LEDGER = "aoffload.core.cache", "aoffload.core.policy", "aoffload.core.ledger"
 
 POLICY_MUTANTS = (
     Mutant(

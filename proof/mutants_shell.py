@@ -7,6 +7,7 @@ from .planting import Mutant
 __all__ = ["SHELL_MUTANTS"]
 
 REQUEST, LOADING, WORKER, RUNTIME = "aoffload.request", "aoffload.loading", "aoffload.worker", "aoffload.runtime"
+SESSION, STEPS = "aoffload.session", "aoffload.steps"
 
 _REQUEST = (
     Mutant(
@@ -62,7 +63,7 @@ _REQUEST = (
     Mutant(
         "abandoned request keeps its pins",
         REQUEST,
-        "            self._runtime._abandon(holding, self._scope)  # first: a warning may be an error\n",
+        "            self._session.abandon(holding, self._scope)  # first: a warning may be an error\n",
         "",
         "nothing leaks: an abandoned request is released",
         scenarios=("abandoned",),
@@ -71,15 +72,15 @@ _REQUEST = (
         "cancelled wait stays in line",
         REQUEST,
         "        finally:  # leave the line, or give an unused grant back, however the wait ends\n"
-        "            self._runtime.ledger.withdraw(waiter)\n",
-        "        except OutOfBlocks:\n            self._runtime.ledger.withdraw(waiter)\n            raise\n",
+        "            self._session.ledger.withdraw(waiter)\n",
+        "        except OutOfBlocks:\n            self._session.ledger.withdraw(waiter)\n            raise\n",
         "a cancelled waiter leaves the line and returns its grant",
         scenarios=("retries",),
     ),
     Mutant(
         "load timeout never fires",
         LOADING,
-        "self._wait(runtime.config.load_timeout_s if is_under_way else None)",
+        "self._wait(session.config.load_timeout_s if is_under_way else None)",
         "self._wait(None)",
         "no hang: a load that takes too long is given up",
         scenarios=("stalled",),
@@ -102,8 +103,8 @@ _REQUEST = (
     Mutant(
         "closing not noticed in the line",
         REQUEST,
-        "self._live()\n            return self._runtime.ledger.accept(waiter)",
-        "pass\n            return self._runtime.ledger.accept(waiter)",
+        "self._live()\n            return self._session.ledger.accept(waiter)",
+        "pass\n            return self._session.ledger.accept(waiter)",
         "a runtime closed under a request raises RuntimeClosed",
     ),
 )
@@ -216,7 +217,7 @@ _WORKER = (
     ),
     Mutant(
         "no fence, no commit",
-        RUNTIME,
+        SESSION,
         "        except TransferRefused as error:\n            self.telemetry",
         "        except ZeroDivisionError as error:\n            self.telemetry",
         "a device without fences harms no request",
@@ -342,7 +343,7 @@ _RUNTIME = (
     ),
     Mutant(
         "closing wakes nobody",
-        RUNTIME,
+        SESSION,
         "            request._wake()\n",
         "",
         "no hang: whoever waits hears that the runtime is closed",
@@ -357,36 +358,36 @@ _RUNTIME = (
     ),
     Mutant(
         "step of a commit trips on the aborted",
-        RUNTIME,
-        " for one in each if one.request.state not in gone]",
+        STEPS,
+        " for one in each if one.request.state not in GONE]",
         " for one in each]",
         "nobody else is harmed by an aborted request",
     ),
     Mutant(
         "step ends with the task that waits for it",
-        RUNTIME,
-        "            if begun.acquire(blocking=False):\n                held.close()\n            else:\n",
-        "            held.close()\n            if not begun.acquire(blocking=False):\n",
+        STEPS,
+        "        if begun.acquire(blocking=False):\n            held.close()\n        else:\n",
+        "        held.close()\n        if not begun.acquire(blocking=False):\n",
         "a step holds what its thread touches",
         scenarios=("threads_left",),
     ),
     Mutant(
         "step given up before its thread began leaks",
-        RUNTIME,
-        "            if begun.acquire(blocking=False):\n                held.close()\n",
-        "            if begun.acquire(blocking=False):\n                pass\n",
+        STEPS,
+        "        if begun.acquire(blocking=False):\n            held.close()\n",
+        "        if begun.acquire(blocking=False):\n            pass\n",
         "nothing leaks: a step that never began is over",
     ),
     Mutant(
         "stores of a released request not launched",
-        RUNTIME,
+        SESSION,
         "        self.worker.submit(self.ledger.release(holding, reason), fence)\n",
         "        self.ledger.release(holding, reason)\n",
         "what was planned is launched or discarded",
     ),
     Mutant(
         "stores of a released request wait for nothing",
-        RUNTIME,
+        SESSION,
         "        self.worker.submit(self.ledger.release(holding, reason), fence)\n",
         "        self.worker.submit(self.ledger.release(holding, reason), None)\n",
         "a store's copy waits for the compute that wrote it, whenever it is offered",
@@ -394,7 +395,7 @@ _RUNTIME = (
     ),
     Mutant(
         "tainted readers not cancelled",
-        RUNTIME,
+        SESSION,
         '            self.cancel(tainted.request_id, "prefix_invalidated")\n',
         "            del tainted\n",
         "whoever matched wrong bytes is aborted",

@@ -1,4 +1,4 @@
-"""The states of requests, jobs, pins, errands and early starts, as tables; one function moves them.
+"""The states of requests, jobs, pins, errands and early starts, as tables. `Moves` moves them.
 
 `python -m aoffload.core.lifecycle` prints the diagrams that docs/lifecycle.md shows.
 """
@@ -9,7 +9,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
-from ..errors import IllegalTransition, WrongState
+from ..errors import WrongState
 
 __all__ = [
     "EARLY_MOVES",
@@ -22,9 +22,7 @@ __all__ = [
     "JobState",
     "PinState",
     "RequestState",
-    "illegal",
     "mermaid",
-    "move",
     "require",
 ]
 
@@ -123,27 +121,12 @@ EARLY_MOVES: Mapping[State, frozenset[State]] = {
     _S.REFUTED: frozenset({_S.TOLD}),
     _S.TOLD: frozenset(),
 }
-_MOVES: Mapping[State, frozenset[State]] = {**REQUEST_MOVES, **JOB_MOVES, **PIN_MOVES, **ERRAND_MOVES, **EARLY_MOVES}
 
 
 class Stateful(Protocol):
     """A request, a job, a pin, a transfer without a request, an early start."""
 
     state: Any
-
-
-def move(entity: Stateful, new: State) -> State:
-    """Move `entity` to `new` and return the state it left; an illegal move raises and changes nothing."""
-    old: State = entity.state
-    if new not in _MOVES[old]:
-        raise illegal(entity, new)
-    entity.state = new
-    return old
-
-
-def illegal(entity: Stateful, new: State) -> IllegalTransition:
-    """The error of a move that no table has."""
-    return IllegalTransition(str(entity), entity.state.name, new.name)
 
 
 def require(entity: Stateful, call: str, *states: State) -> None:

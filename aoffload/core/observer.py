@@ -6,16 +6,20 @@ from typing import Protocol
 
 import attrs
 
+from ..errors import IllegalTransition
 from .lifecycle import (
+    EARLY_MOVES,
+    ERRAND_MOVES,
     JOB_MOVES,
+    PIN_MOVES,
     REQUEST_MOVES,
     EarlyState,
     ErrandState,
     JobState,
     PinState,
     RequestState,
-    illegal,
-    move,
+    State,
+    Stateful,
 )
 from .owners import EarlyStart, Errand, Holding, Pin
 from .records import Job
@@ -49,15 +53,15 @@ class NullObserver:
 
 @attrs.frozen
 class Moves:
-    """Moves states, and tells whoever wants to know. Requests and jobs move often, so it looks into their tables
-    itself."""
+    """Moves states as their tables allow, and tells whoever wants to know. An illegal move raises and changes
+    nothing."""
 
     observer: Observer | None
 
     def request(self, holding: Holding, state: RequestState) -> None:
         old = holding.state
         if state not in REQUEST_MOVES[old]:
-            raise illegal(holding, state)
+            raise _illegal(holding, state)
         holding.state = state
         if self.observer is not None:
             self.observer.request_moved(holding, old, holding.reason)
@@ -65,27 +69,40 @@ class Moves:
     def job(self, job: Job, state: JobState, reason: str = "") -> None:
         old = job.state
         if state not in JOB_MOVES[old]:
-            raise illegal(job, state)
+            raise _illegal(job, state)
         job.state = state
         if self.observer is not None:
             self.observer.job_moved(job, old, reason)
 
     def pin(self, pin: Pin, state: PinState) -> None:
-        old = move(pin, state)
+        old = pin.state
+        if state not in PIN_MOVES[old]:
+            raise _illegal(pin, state)
+        pin.state = state
         if self.observer is not None:
-            self.observer.pin_moved(pin, old)  # type: ignore[arg-type]
+            self.observer.pin_moved(pin, old)
 
     def errand(self, errand: Errand, state: ErrandState) -> None:
-        old = move(errand, state)
+        old = errand.state
+        if state not in ERRAND_MOVES[old]:
+            raise _illegal(errand, state)
+        errand.state = state
         if self.observer is not None:
-            self.observer.errand_moved(errand, old)  # type: ignore[arg-type]
+            self.observer.errand_moved(errand, old)
 
     def early(self, early: EarlyStart, state: EarlyState) -> None:
-        old = move(early, state)
+        old = early.state
+        if state not in EARLY_MOVES[old]:
+            raise _illegal(early, state)
+        early.state = state
         if self.observer is not None:
-            self.observer.early_moved(early, old)  # type: ignore[arg-type]
+            self.observer.early_moved(early, old)
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
         """Nothing moves: blocks that were to be stored are not."""
         if self.observer is not None:
             self.observer.store_skipped(holding, num_blocks, reason)
+
+
+def _illegal(entity: Stateful, new: State) -> IllegalTransition:
+    return IllegalTransition(str(entity), entity.state.name, new.name)

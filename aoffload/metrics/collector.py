@@ -48,7 +48,7 @@ class MetricsCollector(Collector):
 
     def _snapshot(self) -> Snapshot:
         try:
-            self._runtime._check_usable()
+            self._runtime._session.check_usable()
         except WrongThread:
             with self._asking:  # the loop need not answer the same question twice at once
                 return self._ask_loop()

@@ -181,7 +181,7 @@ class KeepingOracle:
     def _check_pins(self) -> None:
         is_calm = not (self.faults.fired or self.engine.num_invalidations)
         for pin in self._held():
-            if self.runtime._is_open and pin.expires_at < self.now() and not self.faults.fired:
+            if self.runtime._session.is_open and pin.expires_at < self.now() and not self.faults.fired:
                 raise Violation("a pin past its time", f"{pin!r} was to end at {pin.expires_at}")
             if is_calm:
                 self._check_kept(pin, self._kept[pin])

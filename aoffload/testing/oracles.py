@@ -195,7 +195,7 @@ class Oracles:
     def check_launch(self, transport: SimulatedTransport, plan: TransferPlan) -> None:
         """Nothing is launched by a runtime that closes, behind a stall, or for nobody; loads go before stores; and
         never above the bounds, but for a job above the bound, which goes alone."""
-        if not self.runtime._is_open:
+        if not self.runtime._session.is_open:
             raise Violation("launched while closing", repr(self.runtime))
         if self.runtime.worker._overdue:
             raise Violation("launched behind a stall", f"{plan} behind jobs {sorted(self.runtime.worker._overdue)}")

@@ -33,8 +33,8 @@ class Rest:
             raise Violation("a leak", f"at rest: {found.num_pins} pins, {list(self.runtime.ledger._errands.under_way)}")
         if self.runtime.worker.regions.num_watched:
             raise Violation("a leak", f"at rest: regions of {self.runtime.worker.regions.num_watched} loads")
-        if len(self.runtime._requests):
-            raise Violation("a leak", f"requests are still known: {list(self.runtime._requests)}")
+        if len(self.runtime._session.requests):
+            raise Violation("a leak", f"requests are still known: {list(self.runtime._session.requests)}")
 
     def check_nothing_is_lost(self) -> None:
         """No block is in quarantine where no fault explains it."""

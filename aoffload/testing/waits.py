@@ -62,7 +62,8 @@ class Waits:
         """Nothing is ready, nor will be before `until`."""
         since = self._since
         self._since = {}
-        for request in tuple(self.runtime._requests.values()):
+        for request in tuple(self.runtime._session.requests.values()):
+            assert isinstance(request, Request)
             for event in request._waiting:
                 if not event.is_set():
                     began_s = since.get(id(event), (event, self.now()))[1]

@@ -37,7 +37,7 @@ async def fetch(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...
         if sim.random.random() < 0.5:
             pending.cancel()
         await pending.wait()
-        if not engine.runtime._is_open:
+        if not engine.runtime._session.is_open:
             raise Violation("nobody was told", f"{pending} was waited for to the end by a runtime that closes")
     elif (found := await engine.runtime.prefetch(prompt)) >= len(prompt):
         raise Violation("hit cap", f"{found} tokens of {len(prompt)} fetched")

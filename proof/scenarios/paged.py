@@ -123,7 +123,7 @@ async def _serve(sim: Simulation, simulated: SimulatedEngine, model: TagModel) -
 
 async def _generate(engine: PagedEngine, client: Client, prompt: list[int]) -> None:
     def watch(_: int) -> None:
-        client.request = engine.runtime._requests.get(client.name)
+        client.request = engine.runtime._session.requests.get(client.name)
 
     num_new = client.simulation.random.randint(1, 4)
     found = await engine.generate(prompt, num_new, request_id=client.name, on_token=watch)

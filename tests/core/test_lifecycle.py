@@ -27,9 +27,8 @@ from aoffload.core.lifecycle import (
     RequestState,
     State,
     mermaid,
-    move,
 )
-from aoffload.core.observer import NullObserver
+from aoffload.core.observer import Moves, NullObserver
 from aoffload.errors import IllegalTransition, WrongState
 
 PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
@@ -41,32 +40,58 @@ class Entity(SimpleNamespace):
         return "request r1"
 
 
-def pairs(*, legal: bool) -> list[tuple[State, State]]:
-    found: list[tuple[State, State]] = []
-    for moves in TABLES.values():
+class Told(NullObserver):
+    """What an observer was told of: the states that were left."""
+
+    def __init__(self) -> None:
+        self.left: list[State] = []
+
+    def request_moved(self, holding: Any, old: RequestState, reason: str) -> None:
+        self.left.append(old)
+
+    def job_moved(self, job: Any, old: JobState, reason: str) -> None:
+        self.left.append(old)
+
+    def pin_moved(self, pin: Any, old: PinState) -> None:
+        self.left.append(old)
+
+    def errand_moved(self, errand: Any, old: ErrandState) -> None:
+        self.left.append(old)
+
+    def early_moved(self, early: Any, old: EarlyState) -> None:
+        self.left.append(old)
+
+
+def pairs(*, legal: bool) -> list[tuple[str, State, State]]:
+    found: list[tuple[str, State, State]] = []
+    for kind, moves in TABLES.items():
         states = type(next(iter(moves)))
-        found += [(old, new) for old, new in product(states, states) if (new in moves[old]) is legal]
+        found += [(kind, old, new) for old, new in product(states, states) if (new in moves[old]) is legal]
     return found
 
 
-@pytest.mark.parametrize(("old", "new"), pairs(legal=False), ids=lambda state: state.name)
-def test_an_illegal_move_raises_and_changes_nothing(old: State, new: State) -> None:
+@pytest.mark.parametrize(("kind", "old", "new"), pairs(legal=False))
+def test_an_illegal_move_raises_and_changes_nothing(kind: str, old: State, new: State) -> None:
     """A move that the table does not have raises, names both states, and leaves the entity as it was."""
-    entity: Any = Entity(state=old, other="untouched")
-    before = dict(vars(entity))
+    entity: Any = Entity(state=old, reason="untouched")
+    before, told = dict(vars(entity)), Told()
     with pytest.raises(IllegalTransition) as refusal:
-        move(entity, new)
+        getattr(Moves(told), kind)(entity, new)
     assert vars(entity) == before
+    assert not told.left
     assert (refusal.value.old, refusal.value.new) == (old.name, new.name)
     assert old.name in str(refusal.value) and new.name in str(refusal.value) and "request r1" in str(refusal.value)
 
 
-@pytest.mark.parametrize(("old", "new"), pairs(legal=True), ids=lambda state: state.name)
-def test_a_legal_move_happens(old: State, new: State) -> None:
-    """A move of the table changes the state and says which one was left."""
-    entity: Any = Entity(state=old)
-    assert move(entity, new) is old
-    assert entity.state is new
+@pytest.mark.parametrize(("kind", "old", "new"), pairs(legal=True))
+def test_a_legal_move_happens(kind: str, old: State, new: State) -> None:
+    """A move of the table changes the state, and the observer hears which one was left, if there is one."""
+    told = Told()
+    for observer in (None, told):
+        entity: Any = Entity(state=old, reason="")
+        getattr(Moves(observer), kind)(entity, new)
+        assert entity.state is new
+    assert told.left == [old]
 
 
 @pytest.mark.parametrize("moves", TABLES.values(), ids=TABLES.keys())

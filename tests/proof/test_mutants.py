@@ -17,7 +17,7 @@ from proof.scenarios import SCENARIOS
 from proof.verdicts import chosen
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-WHERE_THEY_MUST_BE = ("core", "request", "worker", "runtime")
+WHERE_THEY_MUST_BE = ("core", "request", "session", "steps", "worker", "runtime")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

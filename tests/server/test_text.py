@@ -17,9 +17,8 @@ from aoffload.integrations.openai_server import ByteTokenizer, write_tokenizer
 from aoffload.integrations.openai_server.errors import ApiError
 from aoffload.integrations.openai_server.flow import Flow
 from aoffload.integrations.openai_server.pretrained import PretrainedTokenizer
-from aoffload.integrations.openai_server.prompts import Message
 from aoffload.integrations.openai_server.stops import Stops
-from aoffload.integrations.openai_server.tokenizer import word
+from aoffload.integrations.openai_server.tokenizer import Message, word
 
 VOCABULARY = 4096
 SOME_TEXT = st.text(st.characters(exclude_categories=["Cs"]))

@@ -192,7 +192,7 @@ async def assert_at_rest(runtime: OffloadRuntime) -> None:
     found = runtime.statistics()
     assert (found.num_requests, found.num_waiting, found.num_jobs) == (0, 0, 0), found
     assert pinned(runtime) == (0, 0), found
-    assert not len(runtime._requests)
+    assert not len(runtime._session.requests)
 
 
 async def turns(count: int = 12) -> None:

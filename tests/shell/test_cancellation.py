@@ -264,7 +264,8 @@ async def test_cancelled_when_granted_but_not_resumed() -> None:
         await waiting.start()
         # The pump grants inside this call; nobody has run since when the head is cancelled.
         runtime = engine.runtime
-        holder = next(request for request in runtime._requests.values() if request.state is RequestState.ALLOCATED)
+        entered = runtime._session.requests.values()
+        holder = next(request for request in entered if request.state is RequestState.ALLOCATED)
         holder.cancel("preempted")
         holder._close("preempted")
         assert runtime.statistics().num_waiting == 1  # two were granted 3 blocks each

@@ -13,7 +13,7 @@ import pytest
 
 from aoffload.core.ledger import Ledger
 from aoffload.core.owners import Holding
-from aoffload.runtime import OffloadRuntime
+from aoffload.session import Session
 from aoffload.testing.programs import GroupShape, Program, World, as_test, call, check_program, run_program
 from aoffload.testing.programs.program import Call, Face
 from aoffload.testing.programs.runtime_face import draw_and_run
@@ -80,10 +80,10 @@ def first_broken(backend: Face) -> Program:
 def test_a_reader_that_is_not_told_is_found(backend: Face, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has computed on what a failed forward wrote has to hear of it."""
 
-    def tells_nobody(self: OffloadRuntime, holding: Holding, from_token: int) -> None:
+    def tells_nobody(self: Session, holding: Holding, from_token: int) -> None:
         self.ledger.invalidate(holding, from_token)
 
-    monkeypatch.setattr(OffloadRuntime, "_invalidate", tells_nobody)
+    monkeypatch.setattr(Session, "invalidate", tells_nobody)
     assert_found(backend, {"not told", "wrong bytes"})
 
 

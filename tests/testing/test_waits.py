@@ -44,7 +44,7 @@ def test_a_load_that_is_waited_for_without_a_bound_is_found(backend: Any) -> Non
     """A copy hangs; whoever waits for it longer than `load_timeout_s` has no bound."""
 
     def wait_for_ever(request: Any) -> None:
-        object.__setattr__(request._runtime, "config", Unbounded(request._runtime.config))
+        object.__setattr__(request._session, "config", Unbounded(request._session.config))
 
     plan = Plan.parse(f"scenario=unbounded backend={backend} fault=hang@1+")
     result = simulate(plan, lambda sim: load_with(sim, wait_for_ever))

@@ -6,7 +6,8 @@ import attrs
 
 from .errors import ApiError, bad_field, too_long
 from .fields import Fields, Reader, boolean, integer, items, text
-from .prompts import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
+from .prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from .tokenizer import Message
 
 __all__ = ["Limits", "Wish", "no_model", "read_chat", "read_completion"]
 

@@ -10,8 +10,7 @@ import attrs
 
 from ...errors import ConfigError
 from .errors import bad_field
-from .prompts import Message
-from .tokenizer import Speller
+from .tokenizer import Message, Speller
 
 __all__ = ["PretrainedTokenizer"]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import attrs
 
-if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
+from .tokenizer import Message, Tokenizer
 
-__all__ = ["ChatPrompt", "Message", "Prompt", "TextPrompt", "TokenPrompt"]
+__all__ = ["ChatPrompt", "Prompt", "TextPrompt", "TokenPrompt"]
 
 
 class Prompt(Protocol):
@@ -44,13 +43,6 @@ class TokenPrompt:
 
     def encode(self, tokenizer: Tokenizer) -> Sequence[int]:
         return self.token_ids
-
-
-@attrs.frozen
-class Message:
-    role: str
-    """`system`, `user` or `assistant`."""
-    content: str
 
 
 @attrs.frozen

@@ -6,15 +6,23 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from ...errors import ConfigError
-from .prompts import Message
+import attrs
 
-__all__ = ["ByteTokenizer", "Speller", "Tokenizer"]
+from ...errors import ConfigError
+
+__all__ = ["ByteTokenizer", "Message", "Speller", "Tokenizer"]
 
 NUM_BYTES = 256
 SPECIALS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 """What a chat is made of: ids of their own, which no text is turned into."""
 SYLLABLES = tuple(consonant + vowel for consonant in "bdklmnrstv" for vowel in "aeiou")
+
+
+@attrs.frozen
+class Message:
+    role: str
+    """`system`, `user` or `assistant`."""
+    content: str
 
 
 class Speller(Protocol):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ...core.lifecycle import RequestState
-from ...runtime import Computed
+from ...steps import Computed
 from ..early import until_given
 from ..violations import Violation
 from .runtime_requests import Served, Work
