@@ -14,11 +14,12 @@ from .core.engine_blocks import EngineBlocks
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
 from .core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from .core.kept import Demotion, Errand, Pin, Prefetch
 from .core.kinds import AttentionKind
 from .core.ledger import Ledger, LedgerStatistics
 from .core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
 from .core.observer import Observer
-from .core.owners import Demotion, EarlyStart, Errand, Extension, Holding, Pin, Prefetch, Waiter
+from .core.owners import EarlyStart, Extension, Holding, Waiter
 from .core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from .core.policy import EagerStore, LazyStore, NoStore, SelectiveStore, StorePolicy, StoreScope
 from .core.preemption import Preemption

@@ -17,8 +17,8 @@ import anyio
 from .arguments import number_of, shown
 from .config import MAX_SECONDS
 from .core.answer import NO_MATCH, PrefixMatch
+from .core.kept import Demotion, Errand, Pin, Prefetch
 from .core.lifecycle import PinState
-from .core.owners import Demotion, Errand, Pin, Prefetch
 from .errors import InvalidArgument, WrongState
 from .prefix import KeySpan, Prefix
 from .session import Session

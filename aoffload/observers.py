@@ -7,9 +7,10 @@ from collections.abc import Callable
 import attrs
 
 from .arguments import shown
+from .core.kept import Errand, Pin
 from .core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
 from .core.observer import NullObserver
-from .core.owners import EarlyStart, Errand, Holding, Pin
+from .core.owners import EarlyStart, Holding
 from .core.plan import Completion
 from .core.records import Job
 from .errors import InvalidArgument

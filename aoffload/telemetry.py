@@ -10,8 +10,9 @@ from typing import Any, Concatenate, ParamSpec
 import attrs
 import structlog
 
+from .core.kept import Demotion, Errand, Pin, Prefetch
 from .core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
-from .core.owners import Demotion, EarlyStart, Errand, Holding, Pin, Prefetch
+from .core.owners import EarlyStart, Holding
 from .core.records import Job
 from .transfer.transport import PinProgress
 

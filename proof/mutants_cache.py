@@ -80,8 +80,8 @@ _PINS = (
     Mutant(
         "host hit not pinned",
         PINS,
-        "            holding.leases[Tier.HOST] = self.lease(Tier.HOST, last)",
-        "            holding.leases[Tier.HOST] = Lease(Tier.HOST, last)",
+        "        holding.leases[Tier.HOST] = self.lease(Tier.HOST, run)",
+        "        holding.leases[Tier.HOST] = Lease(Tier.HOST, run)",
         "match and pin are one step, on the host (I1)",
     ),
     Mutant(
@@ -120,8 +120,8 @@ _RUNS = (
     Mutant(
         "split loses a reference",
         "aoffload.core.borders",
-        "front.num_references = 1 if part.num_references else 0",
-        "front.num_references = 0",
+        "num_references = min(1, part.num_references) if is_spine",
+        "num_references = 0 if is_spine",
         "references are leases: what pinned a run pins both parts",
     ),
     Mutant(
@@ -207,8 +207,8 @@ _PUBLISHING = (
     Mutant(
         "partial block published",
         COMMITS,
-        "publish(self.cache, holding, num_computed_tokens // self.cache.layout.unit_tokens)",
-        "publish(self.cache, holding, self.cache.layout.num_units(num_computed_tokens))",
+        "publish(self.pins, holding, num_computed_tokens // self.cache.layout.unit_tokens)",
+        "publish(self.pins, holding, self.cache.layout.num_units(num_computed_tokens))",
         "partial blocks are never cached",
     ),
     Mutant(
@@ -244,7 +244,7 @@ _PUBLISHING = (
     Mutant(
         "private duplicate forgotten",
         PUBLISH,
-        "            table.duplicates.append(range(position, present))\n",
+        "            table.has_duplicates(range(position, present))\n",
         "            del position\n",
         "the private copy stays until close, and goes then",
     ),
@@ -280,7 +280,7 @@ _PUBLISHING = (
     Mutant(
         "tainted readers publish on",
         COMMITS,
-        "                    other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds\n",
+        "                    other.taint()  # whatever its task still commits before it unwinds\n",
         "",
         "whoever matched wrong bytes publishes nothing more",
         scenarios=("failed_forwards",),

@@ -130,9 +130,9 @@ CALL_MUTANTS = (
         also=(
             Patch(
                 LOADS,
-                "                self.ready(holding)\n                wakes.append(load.wake)\n",
-                "                self.ready(holding)\n                slide_off(self.cache, holding)\n"
-                "                wakes.append(load.wake)\n",
+                "                self.moves.request(holding, _S.RUNNING)\n                wakes.append(load.wake)\n",
+                "                self.moves.request(holding, _S.RUNNING)\n"
+                "                slide_off(self.cache, holding)\n                wakes.append(load.wake)\n",
             ),
         ),
         programs=True,

@@ -73,8 +73,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "who has read what was wrong stores on",
         ENGINE,
-        "            other.epoch = UNPUBLISHABLE\n",
-        "            other.hit_stop = 0\n",
+        "            other.taint()\n",
+        "            other.hit_up_to(0)\n",
         "what was computed on wrong bytes is never found",
         test=f"{TAKEN_BACK}test_who_may_have_read_it_is_told_and_stores_nothing_any_more",
     ),

@@ -92,8 +92,8 @@ _LINE = (
     Mutant(
         "unused grant kept",
         ADMISSION,
-        '            self.cache.give(Tier.DEVICE, waiter.granted)\n            waiter.granted = array("i")\n',
-        '            waiter.granted = array("i")\n',
+        "            self.cache.give(Tier.DEVICE, waiter.give_back())\n",
+        "            waiter.give_back()\n",
         "a cancelled waiter returns an unused grant",
         scenarios=("retries",),
     ),
@@ -171,10 +171,10 @@ _LINE = (
     Mutant(
         "host lease ends at allocation",
         ADMISSION,
-        "        self.pins.start_tables(holding, num_units, blocks)\n        holding.num_computed_tokens",
+        "        self.pins.start_tables(holding, num_units, blocks)\n        holding.computed(",
         "        self.pins.start_tables(holding, num_units, blocks)\n"
         "        self.pins.end_host_lease(holding)\n"
-        "        holding.num_computed_tokens",
+        "        holding.computed(",
         "a hit that was matched is there to be loaded (I1)",
     ),
 )
@@ -296,8 +296,8 @@ _STEPS = (
     Mutant(
         "first of two steps lets go",
         LEDGER,
-        "                if not holding.num_steps:\n                    wakes",
-        "                if True:\n                    wakes",
+        "                if holding.ended_step():\n                    wakes",
+        "                if holding.ended_step() or True:\n                    wakes",
         "a block is free when request, jobs and every step have let go",
         scenarios=("overlapping_steps",),
     ),

@@ -227,14 +227,14 @@ _SHARING = (
     Mutant(
         "host hit counts before it is loaded",
         LOADS,
-        "        holding.num_computed_tokens = holding.published * self.cache.layout.unit_tokens\n",
-        "        holding.num_computed_tokens = holding.hit_stop * self.cache.layout.unit_tokens\n",
+        "        holding.computed(holding.published * self.cache.layout.unit_tokens)\n",
+        "        holding.computed(holding.hit_stop * self.cache.layout.unit_tokens)\n",
         "a failed load is a miss",
     ),
     Mutant(
         "failed load keeps the path",
         LOADS,
-        "        if ready < load.stop:\n            step_back(self.cache, holding, ready)\n",
+        "        if ready < load.stop:\n            step_back(self.pins, holding, ready)\n",
         "",
         "what is recomputed is private",
     ),
@@ -280,8 +280,8 @@ _STORES = (
     Mutant(
         "store in flight forgotten with the one behind it",
         JOBS,
-        "                part.incoming = self._next_incoming(job, stretch.run, part)\n",
-        "                part.incoming = None\n",
+        "                part.awaits(self._next_incoming(job, stretch.run, part))\n",
+        "                part.awaits(None)\n",
         "a range being stored isn't stored again, whichever job ends first",
         scenarios=("stored_twice",),
     ),

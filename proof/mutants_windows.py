@@ -160,9 +160,9 @@ _PREEMPTION = (
 _TAKEN_BACK = (
     Mutant(
         "condemned blocks stay with the tail",
-        BORDERS,
-        "        front.condemned = part.divide_condemned(at)\n",
-        "",
+        "aoffload.core.records",
+        "        front.condemned, front.last_use = self.divide_condemned(at), self.last_use\n",
+        "        front.last_use = self.last_use\n",
         "whoever runs keeps its blocks, whatever is reset",
         scenarios=("failed_in_turmoil",),
     ),
@@ -200,9 +200,9 @@ _TAKEN_BACK = (
     ),
     Mutant(
         "whoever was preempted may read everything",
-        PREEMPTION,
-        "max(holding.hit_limit, holding.num_computed_tokens // self.cache.layout.unit_tokens)",
-        "holding.sequence.num_tokens",
+        "aoffload.core.owners",
+        "max(self.hit_limit, self.num_computed_tokens // unit_tokens)",
+        "self.sequence.num_tokens",
         "who may use no hit gets back what it has computed itself",
         test=f"{TAKEN_BACK}::test_its_own_progress_is_not_more_than_it_may_read",
     ),

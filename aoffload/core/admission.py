@@ -127,13 +127,12 @@ class Admission:
             if waiter is None and holding.state is _S.PINNED:
                 self.pins.pin(holding)
             elif waiter is not None and waiter.granted is not None:  # it was too little now
-                self.cache.give(Tier.DEVICE, waiter.granted)
-                waiter.granted = None
+                self.cache.give(Tier.DEVICE, waiter.take_back())
                 self.wait_for_allocation(waiter)
 
     def _allocated(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
         self.pins.start_tables(holding, num_units, blocks)
-        holding.num_computed_tokens = holding.published * self.cache.layout.unit_tokens
+        holding.computed(holding.published * self.cache.layout.unit_tokens)
         self.moves.request(holding, _S.ALLOCATED)
 
     def extension(self, holding: Holding, before: int) -> Extension:
@@ -141,10 +140,9 @@ class Admission:
         layout = self.cache.layout
         added = layout.by_group([table.at(before, holding.num_units) for table in holding.tables])
         nulled: list[list[int]] = [[] for _ in layout.groups]
-        for band, start, stop in holding.nulled:
+        for band, start, stop in holding.take_nulled():
             for group, positions in layout.positions(band, start, stop):
                 nulled[group].extend(positions)
-        holding.nulled.clear()
         return Extension(added, nulled)
 
     # -- room -----------------------------------------------------------------------------------------------------
@@ -236,8 +234,7 @@ class Admission:
         """Withdraw: an unused grant goes back, a place in the line is given up. The caller pumps."""
         waiter.holding.waiter = None
         if waiter.granted is not None:
-            self.cache.give(Tier.DEVICE, waiter.granted)
-            waiter.granted = array("i")
+            self.cache.give(Tier.DEVICE, waiter.give_back())
         else:
             self.line.leave(waiter)
 

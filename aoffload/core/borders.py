@@ -4,12 +4,11 @@ when nobody needs the border, and hands over to the run before what has left a w
 
 from __future__ import annotations
 
-from array import array
-
 from .groups import Band, Layout
 from .index import RunIndex
+from .paths import stretches
 from .plan import NUM_TIERS, Tier
-from .records import Job, Part, Run, stretches
+from .records import Job, Part, Run
 from .tiers import TierBlocks
 from .tokens import max_run_units
 
@@ -33,33 +32,25 @@ class Borders:
         """Cut `run` at unit `at` and return the head. Whatever pinned the run pins both."""
         start = run.start
         head = self.index.split_head(run, at)
-        head.parts = tuple([self._divide(head, start, number, part, at) for number, part in enumerate(run.parts)])
+        parts = [self._divide(head, start, number, part, at) for number, part in enumerate(run.parts)]
+        self.index.enter_parts(head, parts)
         return head
 
     def _divide(self, head: Run, start: int, number: int, part: Part, at: int) -> Part:
         """The part of the head that is cut off at `at`; `part` keeps what lies behind."""
-        front = Part(part.width, head, start, start)
-        if number < NUM_TIERS:
-            # The leases stay with the tail, which now counts once on the head.
-            front.num_references = 1 if part.num_references else 0
-        else:
-            front.num_references = part.num_references  # a lease on a window begins where a run does
-        front.last_use = part.last_use
-        front.condemned = part.divide_condemned(at)
-        self._divide_incoming(front, part, at)
-        if number < NUM_TIERS or part.first < at:
-            front.first, front.stop = part.first, min(at, part.stop)
-        cut = (front.stop - front.first) * part.width
-        front.blocks = part.blocks[:cut]
-        if cut and not part.num_references:
-            # The head outlives its tail: next in the order, right behind it.
-            self.tiers[number % NUM_TIERS].order.add_newer(front, part)
-        part.blocks = part.blocks[cut:]  # of just this size, as `front.blocks`
-        part.first, part.stop = max(part.first, at), max(part.stop, at)
-        if not part.blocks:
-            part.first = part.stop = at
-            if cut and not part.num_references:
-                self.tiers[number % NUM_TIERS].order.remove(part)
+        is_spine = number < NUM_TIERS
+        # On a spine the leases stay with the tail, which now counts once on the head. A lease on a window begins where
+        # a run does.
+        num_references = min(1, part.num_references) if is_spine else part.num_references
+        incoming = _incoming_before(part, head, at)
+        if part.incoming is not None and part.incoming.stop <= at:
+            part.awaits(None)
+        front = part.cut_off(head, start, at, num_references, incoming)
+        if front.blocks and not num_references:
+            order = self.tiers[number % NUM_TIERS].order
+            order.add_newer(front, part)  # the head outlives its tail: next in the order, right behind it
+            if not part.blocks:
+                order.remove(part)
         return front
 
     def cut(self, run: Run, at: int) -> Run:
@@ -71,18 +62,6 @@ class Borders:
             return self.split(run, at)
         self.index.shorten(run, at)  # nothing lies behind: a tail of its own would be kept for nothing
         return run
-
-    @staticmethod
-    def _divide_incoming(front: Part, back: Part, at: int) -> None:
-        if back.incoming is None:
-            return
-        job: Job | None = back.incoming
-        while job is not None and job.start >= at:  # only a job that brings something to the head will clear it there
-            job = job.predecessor
-        if job is not None and not job.is_settled and _adds_before(job, front, back, at):
-            front.incoming = job
-        if back.incoming.stop <= at:
-            back.incoming = None
 
     def move_border(self, run: Run, at: int, band: Band) -> bool:
         """Whether the run before could take over what lies before `at`, where `band` alone is let go of. A window
@@ -116,27 +95,22 @@ class Borders:
     @staticmethod
     def _take_over(tier: TierBlocks, front: Part, back: Part, at: int) -> None:
         """Move what `back` holds before `at` to `front`."""
-        if back.condemned:
-            front.condemned += back.divide_condemned(at)
+        was_empty = not front.blocks
+        count = back.hand_over(front, at)
+        if front.condemned and not front.num_references:
+            tier.pool.give(front.take_condemned())
+        if not count:
+            return
+        if back.num_references:
             if not front.num_references:
-                tier.pool.give(front.condemned_ids())
-                front.condemned = ()
-        count = (min(max(at, back.first), back.stop) - back.first) * back.width
-        if count:
-            if not front.blocks:
-                front.first = front.stop = back.first
-                if not front.num_references:
-                    tier.order.add_newer(front, back) if not back.num_references else tier.order.add(front)
-            front.blocks.extend(back.blocks[:count])
-            front.stop += count // back.width
-            del back.blocks[:count]
-            if back.num_references and not front.num_references:
                 tier.num_cached += count
-        back.first, back.stop = max(back.first, at), max(back.stop, at)
+                if was_empty:
+                    tier.order.add(front)
+            return
+        if was_empty and not front.num_references:
+            tier.order.add_newer(front, back)
         if not back.blocks:
-            back.first = back.stop = at
-            if count and not back.num_references:
-                tier.order.remove(back)
+            tier.order.remove(back)
 
     def merge(self, let_go: list[Run]) -> list[Run]:
         """Join runs that were let go of together, or divergent prompts would shatter the index; the runs left."""
@@ -186,24 +160,16 @@ class Borders:
         self.index.absorb(tail, heads)
         for part in tail.parts:
             if not part.blocks:
-                part.first = part.stop = tail.start
+                part.empty_at(tail.start)
 
     @staticmethod
     def _join_parts(tier: TierBlocks, fronts: list[Part], part: Part) -> None:
-        if not part.blocks:
-            # The nearest head with blocks takes the tail's place in the order; the ones before it follow.
-            place = next((front for front in fronts if front.blocks), None)
-            if place is not None:
-                tier.order.add_newer(part, place)
-                part.stop = place.stop
-        blocks = array("i")
-        for front in reversed(fronts):
-            if front.blocks:
-                blocks.extend(front.blocks)
-                tier.order.remove(front)
-        part.blocks = blocks + part.blocks
-        if part.blocks:
-            part.first = part.stop - len(part.blocks) // part.width
+        held = [front for front in fronts if front.blocks]
+        if held and not part.blocks:
+            tier.order.add_newer(part, held[0])  # it takes the place of the nearest
+        for front in reversed(held):
+            tier.order.remove(front)
+        part.join(fronts)
 
     def tidy(self, run: Run) -> None:
         """Forget a run that holds nothing, and tokens that no tier holds any more."""
@@ -221,8 +187,13 @@ class Borders:
             self.index.shorten(run, held)
 
 
-def _adds_before(job: Job, front: Part, back: Part, at: int) -> bool:
-    """Whether `job` still brings something of what lies before `at` in a part that is divided there."""
-    adds = job.stop > front.run.start if job.band else back.stop < at and job.stop > back.stop
+def _incoming_before(part: Part, head: Run, at: int) -> Job | None:
+    """The last job in flight that adds to what `head` takes of `part`, which is divided at unit `at`."""
+    job = part.incoming
+    while job is not None and job.start >= at:
+        job = job.predecessor
+    if job is None or job.is_settled:
+        return None
+    adds = job.stop > head.start if job.band else part.stop < at and job.stop > part.stop
     # What it brings there may lie in another branch: it would never clear what it is not on the path of.
-    return adds and any(over.run is front.run for over in stretches(job.run, job.start, job.stop))
+    return job if adds and any(over.run is head for over in stretches(job.run, job.start, job.stop)) else None

@@ -27,12 +27,7 @@ from .plan import NUM_TIERS, Tier
 from .records import Lease, Part, Run
 from .tiers import BlockWatcher, TierBlocks
 
-__all__ = ["ORPHANED", "UNPUBLISHABLE", "PrefixCache"]
-
-UNPUBLISHABLE = -1
-"""The epoch of jobs and holdings whose bytes turned out to be wrong: no index has it."""
-ORPHANED = -2
-"""The epoch of holdings whose device blocks a reset of that tier has made unfindable: no index has it, either."""
+__all__ = ["PrefixCache"]
 
 
 class PrefixCache(Borders):
@@ -176,8 +171,7 @@ class PrefixCache(Borders):
 
     def _unpin(self, tier: TierBlocks, run: Run, part: Part) -> None:
         if part.condemned:
-            tier.pool.give(part.condemned_ids())
-            part.condemned = ()
+            tier.pool.give(part.take_condemned())
         if not part.blocks:
             return
         if run.epoch == self.index.epoch:
@@ -245,9 +239,9 @@ class PrefixCache(Borders):
     def withdraw_part(self, tier: TierBlocks, part: Part) -> None:
         job = part.incoming
         while job is not None and job.stop > part.run.start:
-            job.epoch = UNPUBLISHABLE
+            job.publish_nothing()
             job = job.predecessor
-        part.incoming = None  # nobody waits for what it brings
+        part.awaits(None)  # nobody waits for what it brings
         first, stop = part.first, part.stop
         if part.blocks and not part.num_references:
             tier.make_pinned(part)

@@ -11,7 +11,7 @@ from ..errors import CommitError
 from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .admission import Admission
 from .arguments import check_int
-from .cache import UNPUBLISHABLE, PrefixCache
+from .cache import PrefixCache
 from .early import check_valid
 from .forks import taken_from
 from .frontier import Frontier
@@ -58,12 +58,11 @@ class Commits:
             self.loads.ready(holding)
         if added:
             holding.sequence.append(added)
-        holding.num_computed_tokens = num_computed_tokens
-        holding.has_committed = True
+        holding.committed(num_computed_tokens)
         plans: tuple[TransferPlan, ...] = ()
         first = holding.published
         if holding.epoch == self.cache.epoch:
-            publish(self.cache, holding, num_computed_tokens // self.cache.layout.unit_tokens)
+            publish(self.pins, holding, num_computed_tokens // self.cache.layout.unit_tokens)
             plans = self.offer_stores(holding, first)
         slid = slide(self.cache, holding)
         if slid or holding.published > first:
@@ -136,11 +135,11 @@ class Commits:
         self.admission.match_again(other for other in others if other in tainted or _leases_any(other, wrong))
         goes_on = self._compute_again(holding, from_token, tainted)
         holding.sequence.drop_after(from_token + 1)
-        holding.num_computed_tokens = from_token
+        holding.computed(from_token)
         self.admission.pump()
         if goes_on and self._reaches_back(holding):
             return (*tainted,)
-        holding.epoch = UNPUBLISHABLE
+        holding.taint()
         return (holding, *tainted)
 
     def _compute_again(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> bool:
@@ -154,7 +153,7 @@ class Commits:
         if shared and (holding.num_steps or needed > self.admission.room or is_half_right):
             return False
         take_private(self.cache, holding, published, shared)
-        step_back(self.cache, holding, start)
+        step_back(self.pins, holding, start)
         return True
 
     def _reaches_back(self, holding: Holding) -> bool:
@@ -180,7 +179,7 @@ class Commits:
                     # Only behind the first wrong block: what it computed before that is right, and others build on it.
                     tainted[other] = min(read)
                     sources[other] = min(read) * self.cache.layout.unit_tokens
-                    other.epoch = UNPUBLISHABLE  # whatever its task still commits before it unwinds
+                    other.taint()  # whatever its task still commits before it unwinds
                     wrong.update(dict.fromkeys(runs_from(self.cache, other, min(read), wrong)))
                     found = True
         return tainted

@@ -18,8 +18,9 @@ from .jobs import coming
 from .lifecycle import EarlyState, RequestState
 from .observer import Moves
 from .owners import EarlyStart, Holding
+from .paths import Stretch, stretches
 from .plan import Tier
-from .records import Job, Load, Part, Stretch, stretches
+from .records import Job, Load, Part
 from .table import BlockTable
 
 __all__ = [

@@ -23,9 +23,10 @@ from .groups import Band
 from .jobs import JobBook
 from .observer import Moves
 from .owners import Holding
+from .paths import stretches
 from .plan import Tier
 from .policy import StorePolicy
-from .records import Job, Run, stretches
+from .records import Job, Run
 from .stores import Stores, first_stored
 from .table import without
 from .tokens import TokenSequence

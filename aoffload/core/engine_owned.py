@@ -23,7 +23,7 @@ from ..errors import InvalidArgument
 from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .answer import PrefixMatch
 from .arguments import check_int
-from .cache import UNPUBLISHABLE, PrefixCache
+from .cache import PrefixCache
 from .commits import check_known, check_progress
 from .engine_arrivals import Arrival, Arrivals
 from .engine_ids import EngineIds
@@ -66,7 +66,7 @@ class EngineOwned:
         request brings the next block: `wake` is called when asking again may say something else."""
         if holding.state is _S.PINNED and num_device_tokens == holding.engine_tokens and self._is_held(holding):
             return
-        holding.engine_tokens = num_device_tokens
+        holding.asked_behind(num_device_tokens)
         hit = self._hit(holding)
         bringer = None
         if hit.stop > hit.device_stop and self.arrivals.under_way:
@@ -77,7 +77,7 @@ class EngineOwned:
             self.moves.request(holding, _S.MATCHED)
         if bringer is not None:
             self.arrivals.ask_again(holding, bringer, wake)
-            holding.match = PrefixMatch(hit.device_stop * self.cache.layout.unit_tokens, 0, is_pending=True)
+            holding.told(PrefixMatch(hit.device_stop * self.cache.layout.unit_tokens, 0, is_pending=True))
             return
         self.arrivals.answered(holding)
         self._pin(holding, hit)
@@ -100,9 +100,8 @@ class EngineOwned:
         unit = self.cache.layout.unit_tokens
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
-            holding.leases[Tier.HOST] = self.pins.lease(Tier.HOST, run)
-        holding.hit_stop = hit.stop
-        holding.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+            self.pins.keep_in_host(holding, run)
+        holding.matched(0, hit.stop, PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit))
 
     def forget_matches(self, holdings: Iterable[Holding]) -> None:
         """What `holdings` have matched, and not begun to load, may be gone: match again what is left of it."""
@@ -135,7 +134,7 @@ class EngineOwned:
             limit = min(limit, check_int("max_tokens", max_tokens, 0))
         if holding.state is not _S.PINNED:
             if holding.load is not None:  # called again
-                holding.load.wake = wake
+                holding.load.wake_by(wake)
             return []
         start = holding.engine_tokens // self.cache.layout.unit_tokens
         stop = self._held_stop(holding, start, limit // self.cache.layout.unit_tokens)
@@ -151,8 +150,8 @@ class EngineOwned:
             self._run(holding, stop)
             return []
         for job in jobs:
-            job.claims[holding] = None
-        holding.load = Load(stop, wake, set(jobs))
+            job.claimed_by(holding)
+        holding.began_load(Load(stop, wake, set(jobs)))
         self.arrivals.under_way[holding] = Arrival(start, stop, tuple(jobs))
         self.moves.request(holding, _S.LOADING)
         return jobs
@@ -195,17 +194,18 @@ class EngineOwned:
             assert load is not None
             wakes.append(load.wake)
             ready = self._ready_stop(arrival)
-            holding.load, holding.has_lost_load = None, ready < arrival.stop
+            holding.ended_load()
             self._run(holding, ready)
-            if holding.has_lost_load:
+            if ready < arrival.stop:
+                holding.lost_load()
                 wakes += self.arrivals.fell_short(holding, ready)
         return wakes
 
     def _run(self, holding: Holding, ready: int) -> None:
         """Let `holding` compute on from unit `ready`."""
         self.pins.end_host_lease(holding)
-        holding.published = holding.ready_stop = holding.hit_stop = ready
-        holding.num_computed_tokens = max(holding.engine_tokens, ready * self.cache.layout.unit_tokens)
+        holding.hit_up_to(ready)
+        holding.ready_up_to(ready, max(holding.engine_tokens, ready * self.cache.layout.unit_tokens))
         self.moves.request(holding, _S.RUNNING)
 
     def _ready_stop(self, arrival: Arrival) -> int:
@@ -240,20 +240,22 @@ class EngineOwned:
         check_known(holding, num_computed_tokens, len(added) // TOKEN_BYTES)
         num_units = num_computed_tokens // self.cache.layout.unit_tokens
         ids = EngineIds.of(self.cache.layout, self.num_rows, "block_ids", block_ids, num_units)
-        known, was = holding.sequence.num_tokens, (holding.num_computed_tokens, holding.published)
+        known, computed, published = holding.sequence.num_tokens, holding.num_computed_tokens, holding.published
         holding.sequence.append(added)
-        holding.num_computed_tokens, holding.published = num_computed_tokens, num_units
+        holding.computed(num_computed_tokens)
+        holding.published_up_to(num_units)
         try:
             found = self.offers.wanted(holding, ids, self._unwritten.get(holding, {}), is_last=is_last)
             self.offers.check_sources(found)
         except InvalidArgument:
             holding.sequence.drop_after(known)
-            holding.num_computed_tokens, holding.published = was
+            holding.computed(computed)
+            holding.published_up_to(published)
             raise
-        holding.has_committed = True
+        holding.committed(num_computed_tokens)
         if holding.state is _S.PINNED:  # without a load
             self.pins.end_host_lease(holding)
-            holding.hit_stop = 0
+            holding.hit_up_to(0)
             self.moves.request(holding, _S.ALLOCATED)
             self.moves.request(holding, _S.RUNNING)
         jobs = self.offers.store(holding, found) if found else []
@@ -279,11 +281,10 @@ class EngineOwned:
         settled = [job for one in queued if not one.is_settled for job in self.jobs.discard(one)]
         self.keeping.renew()
         for other in tainted:
-            other.epoch = UNPUBLISHABLE
+            other.taint()
         self.forget_matches(other for other in others if other not in tainted)
         holding.sequence.drop_after(from_token + 1)
-        holding.num_computed_tokens = from_token
-        holding.published, holding.ready_stop = min(holding.published, start), min(holding.ready_stop, start)
+        holding.taken_back(start, from_token)
         for number, units in self._unwritten.get(holding, {}).items():
             self._unwritten[holding][number] = range(units.start, min(units.stop, start))
         return tainted, settled

@@ -14,11 +14,12 @@ from .admission import Admission
 from .cache import PrefixCache
 from .jobs import coming
 from .keeping import held_alone
+from .kept import Demotion, Errand, Prefetch
 from .lifecycle import ErrandState
 from .loads import Loads
 from .matching import Hit, find_hit
 from .observer import Moves
-from .owners import Demotion, Errand, Holding, Prefetch
+from .owners import Holding
 from .pins import Pins
 from .plan import NUM_TIERS, Tier
 from .records import Job, Lease, Load, Run
@@ -71,7 +72,7 @@ class Errands:
                 self._start_tables(holding, first)
                 return True
             spine = self.cache.layout.spine.width
-            holding.hit_limit = holding.hit_stop - -(-excess // spine) if spine else 0
+            holding.narrow_hit(holding.hit_stop - -(-excess // spine) if spine else 0)
             if holding.hit_limit <= first:
                 return False
             self.pins.match_again(holding)
@@ -94,12 +95,13 @@ class Errands:
 
     def _start_tables(self, holding: Holding, first: int) -> None:
         """Tables with blocks only where nothing is, or comes: others must not be evicted for what is given back."""
-        stop = holding.num_units = holding.hit_stop
+        stop = holding.hit_stop
         # They begin behind the device hit: nobody computes on what they would name before it.
-        holding.tables = tuple(BlockTable(band.width, start=holding.published) for band in self.cache.layout.bands)
-        for table in holding.tables:
+        tables = tuple(BlockTable(band.width, start=holding.published) for band in self.cache.layout.bands)
+        for table in tables:
             table.append_null(stop)
-        spine = holding.tables[0]
+        holding.given_tables(tables, stop)
+        spine = tables[0]
         spine.fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * spine.width))
 
     # -- sending away ---------------------------------------------------------------------------------------------
@@ -146,9 +148,8 @@ class Errands:
     def _offer(self, holding: Holding, leaving: list[Run]) -> list[Job]:
         end = next(run for run in leaving if any(part.blocks for part in run.parts[Tier.DEVICE :: NUM_TIERS]))
         lease = self.cache.lease(Tier.DEVICE, end, [end.stop for _ in self.cache.layout.windows])
-        holding.leases[Tier.DEVICE] = lease
         jobs = self.stores.offer(holding, end, leaving[-1].start, end.stop, with_windows=True)
-        self.cache.release(holding.leases.pop(Tier.DEVICE))  # the jobs have leases of their own
+        self.cache.release(lease)  # the jobs have leases of their own
         return jobs
 
     def _wait_for_stores(self, holding: Holding) -> None:
@@ -158,9 +159,9 @@ class Errands:
             for part in run.parts[Tier.HOST :: NUM_TIERS]:
                 jobs.update(dict.fromkeys(coming(part)))
         if jobs:
-            holding.load = Load(holding.hit_limit, lambda: None, set(jobs))
+            holding.began_load(Load(holding.hit_limit, lambda: None, set(jobs)))
             for job in jobs:
-                job.claims[holding] = None
+                job.claimed_by(holding)
 
     def _free(self, errand: Demotion) -> None:
         """Give back what is still unpinned. What the host had no room for stays, and with it what lies before it: a

@@ -10,13 +10,15 @@ import attrs
 from ..errors import OutOfBlocks, WrongState
 from .admission import Admission
 from .answer import PrefixMatch
-from .cache import UNPUBLISHABLE, PrefixCache
+from .cache import PrefixCache
 from .groups import Band
 from .lifecycle import RequestState
 from .observer import Moves
 from .owners import Holding
+from .paths import stretches
+from .pins import Pins
 from .plan import Tier
-from .records import stretches
+from .records import UNPUBLISHABLE
 from .table import BlockTable
 from .waiting import require_idle
 
@@ -38,6 +40,7 @@ class Fork:
 @attrs.define(eq=False)
 class Forks:
     cache: PrefixCache
+    pins: Pins
     admission: Admission
     moves: Moves
     over: dict[Holding, None] = attrs.field(factory=dict)
@@ -52,7 +55,7 @@ class Forks:
             return
         origins = [origin for origin in holding.origins if not origin.is_over]
         if origins and (holding.read_before or holding.published > holding.ready_stop):
-            holding.read_before = max(holding.read_before, holding.published)
+            holding.had_read(holding.published)
             self.over[holding] = None
             for origin in origins:
                 self._over_of.setdefault(origin, []).append(holding)
@@ -120,19 +123,12 @@ class Forks:
         if shared:
             lease = parent.leases[Tier.DEVICE]
             run = self.cache.cut(stretches(lease.run, shared - 1, shared)[0].run, shared)
-            starts = [min(start, shared) for start in lease.starts]
-            child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
+            self.pins.share(parent, child, run)
         bands = self.cache.layout.bands
-        child.tables = tuple(
-            self._table(parent, child, band, shared, own) for band, own in zip(bands, blocks, strict=True)
-        )
+        tables = tuple(self._table(parent, child, band, shared, own) for band, own in zip(bands, blocks, strict=True))
         unit = self.cache.layout.unit_tokens
-        child.num_units = num_units
-        child.published = child.ready_stop = child.hit_stop = shared
-        child.num_computed_tokens = parent.num_computed_tokens
-        child.origins = {origin: stop for origin, stop in parent.origins.items() if not origin.is_over}
-        child.origins[parent] = parent.num_computed_tokens
-        child.match = PrefixMatch(shared * unit, 0)
+        child.given_tables(tables, num_units)
+        child.forked_from(parent, shared, PrefixMatch(shared * unit, 0))
         for state in (_S.MATCHED, _S.PINNED, _S.ALLOCATED, _S.RUNNING):
             self.moves.request(child, state)
         return Fork(child, self._copies(parent, child, shared))
@@ -142,8 +138,8 @@ class Forks:
         table = BlockTable(band.width, start=start)
         table.append_null(min(start, shared))
         for stretch in stretches(child.device_run, start, shared) if band.width else ():
-            table.ids.extend(stretch.run.part(Tier.DEVICE, band.number).ids(stretch.start, stretch.stop))
-        table.ids.extend(own)
+            table.extend(stretch.run.part(Tier.DEVICE, band.number).ids(stretch.start, stretch.stop))
+        table.extend(own)
         return table
 
     def _copies(self, parent: Holding, child: Holding, shared: int) -> tuple[tuple[int, int], ...]:

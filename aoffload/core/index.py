@@ -92,6 +92,11 @@ class RunIndex:
             self.runs[run.key] = run
         return head
 
+    @staticmethod
+    def enter_parts(run: Run, parts: list[Part]) -> None:
+        """`run`, which is new, holds `parts`."""
+        run.parts = tuple(parts)
+
     def move_border(self, head: Run, run: Run, at: int) -> None:
         """Let `head`, which nothing else follows, go on to unit `at`, where `run` begins from now on. Tokens and place
         only."""

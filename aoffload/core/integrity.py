@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from ..errors import IntegrityError
-from .cache import ORPHANED, UNPUBLISHABLE, PrefixCache
+from .cache import PrefixCache
 from .groups import Band
 from .jobs import JobBook
-from .owners import Holding, Pin
+from .kept import Pin
+from .owners import Holding
 from .plan import NUM_TIERS, Tier
-from .records import Lease, Run
+from .records import ORPHANED, UNPUBLISHABLE, Lease, Run
 from .table import BlockTable
 from .tiers import TierBlocks
 from .waiting import Line

@@ -16,8 +16,9 @@ from .groups import Band
 from .lifecycle import JobState, require
 from .observer import Moves
 from .owners import Holding
+from .paths import Stretch, held_ids, stretches
 from .plan import NUM_TIERS, Completion, Direction, Outcome, Tier, TransferPlan
-from .records import Job, Part, Run, Stretch, held_ids, stretches
+from .records import Job, Part, Run
 
 __all__ = ["JobBook", "coming"]
 
@@ -119,7 +120,7 @@ class JobBook:
             job.predecessor.followers.append(job)
         number = job.band * NUM_TIERS + tier
         for stretch in over:
-            stretch.run.parts[number].incoming = job
+            stretch.run.parts[number].awaits(job)
 
     @staticmethod
     def _predecessor(first: Stretch, tier: Tier, band: int) -> Job | None:
@@ -137,7 +138,7 @@ class JobBook:
 
     def unclaim(self, job: Job, holding: Holding) -> bool:
         """Whether `job` has lost its last waiter before it was launched; the caller discards it then."""
-        job.claims.pop(holding, None)
+        job.unclaimed_by(holding)
         return not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD
 
     def num_stored_now(self) -> int:
@@ -242,7 +243,7 @@ class JobBook:
             if brought and not keep_ids:
                 self.cache.give(tier, brought)
             if part.incoming is job:
-                part.incoming = self._next_incoming(job, stretch.run, part)
+                part.awaits(self._next_incoming(job, stretch.run, part))
 
     @staticmethod
     def _next_incoming(job: Job, run: Run, part: Part) -> Job | None:
@@ -287,17 +288,10 @@ def _enter_spine(tier: Tier, part: Part, first: int, last: int, brought: array[i
 
 def _enter_window(tier: Tier, part: Part, first: int, last: int, brought: array[int]) -> array[int]:
     """The same for a band of limited reach, where only what adjoins the part can be entered."""
-    if not part.blocks:
-        part.first = part.stop = first
-    if last < part.first or first > part.stop:
+    if part.blocks and (last < part.first or first > part.stop):
         return brought
-    head = max(0, part.first - first) * part.width
-    skip = (min(part.stop, last) - first) * part.width
-    take = (last - first) * part.width
-    part.blocks = brought[:head] + part.blocks + brought[skip:take]
-    known = brought[head:skip]
-    part.first, part.stop = min(part.first, first), max(part.stop, last)
-    return known + brought[take:]
+    known, width = part.enter(first, last, brought), part.width
+    return brought[(known.start - first) * width : (known.stop - first) * width] + brought[(last - first) * width :]
 
 
 def _brings(job: Job, run: Run, part: Part) -> bool:

@@ -20,12 +20,13 @@ from ..arguments import number_of, shown
 from ..errors import InvalidArgument, OutOfBlocks
 from .answer import PrefixMatch
 from .cache import PrefixCache
+from .kept import Pin
 from .lifecycle import PinState
 from .matching import Hit, accepted, find_hit, present_stop
 from .observer import Moves
-from .owners import Pin
+from .paths import stretches
 from .plan import NUM_TIERS, Tier
-from .records import Lease, Part, stretches
+from .records import Lease, Part
 from .tokens import TokenSequence
 
 __all__ = ["Keeping", "held_alone"]

@@ -21,7 +21,7 @@ from .admission import Admission
 from .answer import PrefixMatch
 from .arguments import check_bool, check_completion, check_int, check_prefix, check_text, check_tier
 from .blocks import DevicePool, ExtentPool, FreeList
-from .cache import ORPHANED, PrefixCache
+from .cache import PrefixCache
 from .commits import Commits
 from .early import begin_step, can_start, expected_ids, first_invalid_token, tell
 from .engine_arrivals import Arrivals
@@ -36,11 +36,12 @@ from .groups import KVCacheGroup, Layout
 from .integrity import check_integrity
 from .jobs import JobBook
 from .keeping import Keeping
+from .kept import Demotion, Errand, Pin, Prefetch
 from .lifecycle import PinState, RequestState, require
 from .loads import Loads, require_no_holes
 from .matching import find_hit, find_hit_behind
 from .observer import Moves, Observer
-from .owners import Demotion, Errand, Extension, Holding, Pin, Prefetch, Waiter, nobody
+from .owners import Extension, Holding, Waiter, nobody
 from .pins import Pins
 from .plan import Completion, Outcome, Tier, TransferPlan
 from .policy import StoreScope, store_limit, store_policy_of
@@ -126,7 +127,7 @@ class Ledger:
         yield_pin = self._keeping.yield_one
         self.admission = Admission(self.cache, self._pins, self._moves, self._others_hold_room, yield_pin)
         self._loads = Loads(self.cache, self._pins, self._moves, self.jobs, self.admission)
-        self._forks = Forks(self.cache, self.admission, self._moves)
+        self._forks = Forks(self.cache, self._pins, self.admission, self._moves)
         policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
         stores = Stores(self.cache, self.jobs, self._moves)
         frontier = Frontier(self.cache, self.jobs, stores, policy.num_frontier_blocks)
@@ -469,14 +470,13 @@ class Ledger:
         held += early
         for holding in held:
             begin_step(self.cache, self._moves, holding)
-            holding.num_steps += 1
+            holding.began_step()
         try:
             yield
         finally:
             wakes: list[Callable[[], object]] = []
             for holding in held:
-                holding.num_steps -= 1
-                if not holding.num_steps:
+                if holding.ended_step():
                     wakes += self._end_steps(holding)
             self.admission.pump()
             for wake in wakes:
@@ -551,7 +551,7 @@ class Ledger:
             self._pins.let_go(holding)
         del self.holdings[holding.request_id]
         if not done:
-            holding.reason = reason
+            holding.aborted(reason)
         self._moves.request(holding, _S.DONE if done else _S.ABORTED)
         self._forks.left(holding)
         if self._engine is not None:
@@ -660,7 +660,7 @@ class Ledger:
         match_again(self.holdings.values())
         for holding in (*self.holdings.values(), *self._closing):
             if tier is Tier.DEVICE and holding.num_units and holding.epoch == self.cache.epoch:
-                holding.epoch = ORPHANED
+                holding.orphan()
 
     def statistics(self) -> LedgerStatistics:
         device, host = (tier.statistics() for tier in self.cache.tiers)

@@ -17,10 +17,11 @@ from .lifecycle import RequestState, require
 from .matching import accepted, present_stop
 from .observer import Moves
 from .owners import Holding, Waiter, nobody
+from .paths import Stretch, stretches
 from .pins import Pins
 from .plan import EVERY_TIER, Direction, Tier, TransferPlan
 from .publish import step_back
-from .records import Job, Load, Run, Stretch, stretches
+from .records import Job, Load, Run
 from .table import BlockTable, without
 from .waiting import require_idle
 from .windows import slide_off
@@ -55,10 +56,10 @@ class Loads:
         if holding.state is _S.RUNNING:
             return ()
         if holding.load is not None:  # called again after a cancelled call
-            holding.load.wake = wake
+            holding.load.wake_by(wake)
             return ()
         if holding.waiter is not None and holding.state is _S.LOADING:
-            holding.waiter.wake = wake
+            holding.waiter.wake_by(wake)
             return ()
         require_idle(holding, "load")
         if holding.num_steps:
@@ -68,7 +69,7 @@ class Loads:
         stop = self._load_stop(holding, limit)
         jobs = self.start(holding, stop, wake, units_per_job) if stop > holding.published else []
         if holding.load is None and has_holes(holding):
-            holding.load = Load(holding.published, wake)
+            holding.began_load(Load(holding.published, wake))
         if holding.load is None:
             self.pins.end_host_lease(holding)
             self.ready(holding)
@@ -107,7 +108,8 @@ class Loads:
         if layout.windows and not self._fill_windows(holding, stop):
             self._lease_path_again(holding, before)
             return []
-        holding.load = load = Load(stop, wake, units_per_job=units_per_job)
+        load = Load(stop, wake, units_per_job=units_per_job)
+        holding.began_load(load)
         on_its_way = min(on_its_way, stop)
         new = self._launch(holding, load, layout.spine, on_its_way, stop)
         self._give_up(holding, layout.spine, start, on_its_way)
@@ -116,7 +118,7 @@ class Loads:
             shared += self._bring_window(holding, load, band, first, new)
         for job in (*shared, *new):
             if job.start < stop:
-                job.claims[holding] = None
+                job.claimed_by(holding)
                 load.jobs.add(job)
         return new
 
@@ -151,19 +153,14 @@ class Loads:
         last = holding.leases[Tier.HOST].run
         if last.stop != stop:
             last = self.cache.cut(stretches(last, stop - 1, stop)[0].run, stop)
-        device = holding.leases.get(Tier.DEVICE)
-        if device is None:
-            starts = [table.start for table in holding.tables[1:]]  # all of it, should the load fail
-            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, last, starts)
-        else:
-            self.cache.move_lease(device, last)
+        self.pins.follow(holding, last)  # all of its windows, should the load fail
 
     def _lease_path_again(self, holding: Holding, before: Run | None) -> None:
         """Pin, on the device, the path up to the end of `before`, as it was."""
         if before is None:
             self.pins.end_device_lease(holding)
         else:
-            self.cache.move_lease(holding.leases[Tier.DEVICE], before)
+            self.pins.follow(holding, before)
 
     def _launch(self, holding: Holding, load: Load, band: Band, start: int, stop: int) -> list[Job]:
         """Have units `[start, stop)` copied into blocks of the holding's own, which are the jobs' from now on."""
@@ -211,29 +208,28 @@ class Loads:
                     self.cache.give(Tier.DEVICE, table.null(start, first))
                 ids = self.pins.ready_ids(holding, band.number, first, ready)
                 self.cache.give(Tier.DEVICE, table.exchange(first, ids))
-        holding.published = holding.ready_stop = ready
-        holding.num_computed_tokens = ready * layout.unit_tokens
+        holding.ready_up_to(ready, ready * layout.unit_tokens)
         if holding.early is not None:
             compare(self.moves, holding, layout.bands)
         if ready < load.stop:
-            step_back(self.cache, holding, ready)
+            step_back(self.pins, holding, ready)
         self.pins.end_host_lease(holding)
         if layout.windows:
             slide_off(self.cache, holding)
         missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
         if any(missing) and sum(missing) > self.admission.room:
             if holding.num_steps:
-                load.stop = ready  # a forward writes into what it would have to give back: tried again when that ends
+                load.shorten(ready)  # a forward writes into what it would have to give back: tried again when that ends
                 return False
             num_units = holding.num_units
             self.pins.let_go(holding)
-            holding.has_lost_load = True
+            holding.lost_load()
             self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
             return False
         for table, number in zip(holding.tables, missing, strict=True):
             if number:
                 table.fill(ready, holding.num_units, self.cache.take(Tier.DEVICE, number))
-        holding.load = None
+        holding.ended_load()
         return True
 
     def _ready_stop(self, holding: Holding, load: Load) -> int:
@@ -254,13 +250,13 @@ class Loads:
             load = holding.load
             assert load is not None
             if self._conclude(holding, load):
-                self.ready(holding)
+                self.moves.request(holding, _S.RUNNING)
                 wakes.append(load.wake)
         return wakes
 
     def ready(self, holding: Holding) -> None:
         """Nothing has to be waited for: what is on the device counts as computed."""
-        holding.num_computed_tokens = holding.published * self.cache.layout.unit_tokens
+        holding.computed(holding.published * self.cache.layout.unit_tokens)
         self.moves.request(holding, _S.RUNNING)
 
     def abandon(self, holding: Holding) -> list[Job]:
@@ -285,7 +281,7 @@ class Loads:
                     holding.load.jobs.discard(job)
                     if not holding.load.jobs:
                         over.add(holding)
-            job.claims.clear()
+            job.end_claims()
         return sorted(over, key=_ticket) if len(over) > 1 else list(over)
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import attrs
 
 from ..errors import IllegalTransition
+from .kept import Errand, Pin
 from .lifecycle import (
     EARLY_MOVES,
     ERRAND_MOVES,
@@ -21,7 +22,7 @@ from .lifecycle import (
     State,
     Stateful,
 )
-from .owners import EarlyStart, Errand, Holding, Pin
+from .owners import EarlyStart, Holding
 from .records import Job
 
 __all__ = ["Moves", "NullObserver", "Observer"]

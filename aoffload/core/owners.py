@@ -14,20 +14,16 @@ import attrs
 
 from ..errors import OutOfBlocks
 from .answer import NO_MATCH, PrefixMatch
-from .lifecycle import EarlyState, ErrandState, PinState, RequestState
-from .plan import Tier, TransferPlan
-from .records import Claim, Job, Lease, Run
+from .lifecycle import EarlyState, RequestState
+from .plan import Tier
+from .records import ORPHANED, UNPUBLISHABLE, Claim, Job, Lease, Run
 from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence
 
 __all__ = [
-    "Demotion",
     "EarlyStart",
-    "Errand",
     "Extension",
     "Holding",
-    "Pin",
-    "Prefetch",
     "Waiter",
     "claimants",
     "nobody",
@@ -132,6 +128,109 @@ class Holding(Claim):
     def all_leases(self) -> list[Lease]:
         return [*self.leases.values()] if self.reserve is None else [*self.leases.values(), self.reserve]
 
+    # -- what happens to it: nobody else writes its fields ----------------------------------------------------------
+
+    def matched(self, device_stop: int, hit_stop: int, match: PrefixMatch) -> None:
+        self.published = self.ready_stop = device_stop
+        self.hit_stop = hit_stop
+        self.match = match
+
+    def asked_behind(self, num_tokens: int) -> None:
+        """An engine has the first `num_tokens` itself."""
+        self.engine_tokens = num_tokens
+
+    def told(self, match: PrefixMatch) -> None:
+        """It was told of `match`, and pins nothing of it."""
+        self.match = match
+
+    def hit_up_to(self, stop: int) -> None:
+        self.hit_stop = stop
+
+    def taken_back(self, start: int, num_tokens: int) -> None:
+        """Nothing from unit `start` on was right, nor what was computed behind `num_tokens`."""
+        self.published, self.ready_stop = min(self.published, start), min(self.ready_stop, start)
+        self.num_computed_tokens = num_tokens
+
+    def forgot_match(self) -> None:
+        self.published = self.ready_stop = self.hit_stop = 0
+
+    def given_tables(self, tables: tuple[BlockTable, ...], num_units: int) -> None:
+        self.tables, self.num_units = tables, num_units
+
+    def gave_up_tables(self) -> None:
+        self.tables, self.num_units, self.load = (), 0, None
+        self.nulled.clear()
+
+    def slid(self, band: int, start: int, stop: int) -> None:
+        """Units `[start, stop)` of a band have left its window."""
+        self.nulled.append((band, start, stop))
+
+    def take_nulled(self) -> list[tuple[int, int, int]]:
+        """What has left windows since this was asked last."""
+        nulled, self.nulled = self.nulled, []
+        return nulled
+
+    def ready_up_to(self, stop: int, num_tokens: int) -> None:
+        """Up to unit `stop` all is on the device; what is before `num_tokens` counts as computed."""
+        self.published = self.ready_stop = stop
+        self.num_computed_tokens = num_tokens
+
+    def published_up_to(self, stop: int) -> None:
+        self.published = stop
+
+    def computed(self, num_tokens: int) -> None:
+        self.num_computed_tokens = num_tokens
+
+    def narrow_hit(self, stop: int) -> None:
+        """Its match may cover no more than `stop` units."""
+        self.hit_limit = stop
+
+    def committed(self, num_tokens: int) -> None:
+        self.num_computed_tokens = num_tokens
+        self.has_committed = True
+
+    def lost_load(self) -> None:
+        """Its load failed, and it begins again."""
+        self.has_lost_load = True
+
+    def ready_for_load(self) -> None:
+        self.has_lost_load = False
+
+    def preempted(self, unit_tokens: int) -> None:
+        # How far its match might go was said of the prompt; what it has computed itself is its own.
+        self.hit_limit = max(self.hit_limit, self.num_computed_tokens // unit_tokens)
+        self.had_read(self.published)
+        self.published = self.ready_stop = 0
+
+    def had_read(self, stop: int) -> None:
+        """It lets go of what was findable up to unit `stop`, and may have read what others had computed of it."""
+        self.read_before = max(self.read_before, stop)
+
+    def forked_from(self, parent: Holding, shared: int, match: PrefixMatch) -> None:
+        self.matched(shared, shared, match)
+        self.num_computed_tokens = parent.num_computed_tokens
+        self.origins = {origin: stop for origin, stop in parent.origins.items() if not origin.is_over}
+        self.origins[parent] = parent.num_computed_tokens
+
+    def began_step(self) -> None:
+        self.num_steps += 1
+
+    def ended_step(self) -> bool:
+        """Whether no other forward touches its blocks."""
+        self.num_steps -= 1
+        return not self.num_steps
+
+    def aborted(self, reason: str) -> None:
+        self.reason = reason
+
+    def taint(self) -> None:
+        """It has read what was wrong: nothing of it is published any more."""
+        self.epoch = UNPUBLISHABLE
+
+    def orphan(self) -> None:
+        """A reset of the device has made its blocks unfindable."""
+        self.epoch = ORPHANED
+
     def private_blocks(self) -> array[int]:
         """The ids that are its own: nobody else reads or frees them."""
         found = array("i")
@@ -182,6 +281,22 @@ class Waiter:
     def is_over(self) -> bool:
         return self.granted is not None or self.error is not None
 
+    def wake_by(self, wake: Callable[[], object]) -> None:
+        """Another task waits for it now."""
+        self.wake = wake
+
+    def take_back(self) -> array[int]:
+        """The grant that nobody has accepted, which it has no more."""
+        granted, self.granted = self.granted, None
+        assert granted is not None
+        return granted
+
+    def give_back(self) -> array[int]:
+        """The grant of who does not want it any more. It is over all the same."""
+        granted, self.granted = self.granted, array("i")
+        assert granted is not None
+        return granted
+
     def grant(self, blocks: array[int]) -> None:
         self.granted = blocks
         self.wake()
@@ -204,66 +319,3 @@ class EarlyStart:
 
     def __str__(self) -> str:
         return f"early start of {self.holding}"
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Pin:
-    """What `Ledger.pin` returns; ended by `Ledger.unpin`, its deadline, or one of the rules above. Once."""
-
-    pin_id: int
-    sequence: TokenSequence
-    expires_at: float
-    """By the clock of whoever calls `Ledger.lapse`."""
-    ledger: object
-    state: PinState = PinState.NEW
-    match: PrefixMatch = NO_MATCH
-    """What it keeps, or has kept."""
-    leases: list[Lease] = field(default_factory=list)
-
-    def __repr__(self) -> str:
-        return f"<Pin {self.pin_id} {self.state.name} {self.match.num_tokens} tokens>"
-
-    def __str__(self) -> str:
-        return f"pin {self.pin_id}"
-
-    @property
-    def has_lapsed(self) -> bool:
-        """Whether its time was over before it was released."""
-        return self.state is PinState.LAPSED
-
-    def all_leases(self) -> list[Lease]:
-        return self.leases
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Errand:
-    holding: Holding
-    wake: Callable[[], object]
-    """Called once it is over."""
-    state: ErrandState = ErrandState.NEW
-    plans: tuple[TransferPlan, ...] = ()
-    """To be launched. There may be none, and yet jobs of others to wait for."""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.holding.request_id} {self.state.name}>"
-
-    def __str__(self) -> str:
-        return self.holding.request_id
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in (ErrandState.DONE, ErrandState.CANCELLED)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Prefetch(Errand):
-    num_blocks: int = 0
-    """Device blocks that it has taken: they count while it is under way."""
-    num_tokens: int = 0
-    """Tokens of the prompt on the device when it was over."""
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Demotion(Errand):
-    num_blocks: int = 0
-    """Device blocks that it has given back."""

@@ -11,8 +11,9 @@ from .cache import PrefixCache
 from .groups import Band
 from .matching import Hit, find_hit
 from .owners import Holding
+from .paths import held_ids, stretches
 from .plan import NUM_TIERS, Tier
-from .records import Lease, Part, Run, held_ids, stretches
+from .records import Lease, Part, Run
 from .table import BlockTable
 
 __all__ = ["Pins"]
@@ -29,9 +30,8 @@ class Pins:
         hit = self._find(holding, islands=islands)
         self._take_leases(holding, hit, islands=islands)
         unit = self.cache.layout.unit_tokens
-        holding.published = holding.ready_stop = hit.device_stop
-        holding.hit_stop = hit.stop
-        holding.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+        match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+        holding.matched(hit.device_stop, hit.stop, match)
 
     def _find(self, holding: Holding, *, islands: bool) -> Hit:
         if holding.epoch != self.cache.epoch:
@@ -53,7 +53,7 @@ class Pins:
         if last.stop != hit.stop:
             last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
         if hit.stop > hit.device_stop:
-            holding.leases[Tier.HOST] = self.lease(Tier.HOST, last)
+            self.keep_in_host(holding, last)
             if islands and layout.windows:
                 # The device may hold more than it alone could go on with, and the host need not have that.
                 holding.reserve = self.lease(Tier.DEVICE, last)
@@ -67,6 +67,24 @@ class Pins:
         layout = self.cache.layout
         return self.cache.lease(tier, run, layout.window_starts(run.stop) if layout.windows else ())
 
+    def keep_in_host(self, holding: Holding, run: Run) -> None:
+        """Pin in the host what `holding` is to load up to the end of `run`."""
+        holding.leases[Tier.HOST] = self.lease(Tier.HOST, run)
+
+    def follow(self, holding: Holding, run: Run) -> None:
+        """Pin on the device the path that ends with `run`, and of windows what the tables reach back to."""
+        lease = holding.leases.get(Tier.DEVICE)
+        if lease is None:
+            starts = [table.start for table in holding.tables[1:]]
+            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
+        else:
+            self.cache.move_lease(lease, run)
+
+    def share(self, parent: Holding, child: Holding, run: Run) -> None:
+        """Let `child` pin on the device what `parent` does, up to the end of `run`."""
+        starts = [min(start, run.stop) for start in parent.leases[Tier.DEVICE].starts]
+        child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
+
     def end_device_lease(self, holding: Holding) -> None:
         lease = holding.leases.pop(Tier.DEVICE, None)
         if lease is not None:
@@ -77,7 +95,7 @@ class Pins:
         blocks."""
         self.end_host_lease(holding)
         self.end_device_lease(holding)
-        holding.published = holding.ready_stop = holding.hit_stop = 0
+        holding.forgot_match()
 
     def match_again(self, holding: Holding, *, islands: bool = True) -> None:
         """What was cached or evicted meanwhile counts."""
@@ -119,8 +137,7 @@ class Pins:
     def give_up_tables(self, holding: Holding) -> None:
         """Give back what is private, and forget the tables. What is leased stays leased."""
         private = holding.private_blocks()
-        holding.tables, holding.num_units, holding.load = (), 0, None
-        holding.nulled.clear()
+        holding.gave_up_tables()
         self.cache.give(Tier.DEVICE, private)
 
     # -- tables ---------------------------------------------------------------------------------------------------
@@ -164,25 +181,25 @@ class Pins:
         for band in self.cache.layout.bands:
             table = BlockTable(band.width, array("i"))
             if stop:
-                table.start = band.first_needed(stop * band.unit_tokens)
+                table.begin_at(band.first_needed(stop * band.unit_tokens))
                 table.append_null(table.start)
-                table.ids.extend(self.ready_ids(holding, band.number, table.start, stop))
+                table.extend(self.ready_ids(holding, band.number, table.start, stop))
             fresh = min(num_units, _first_fresh(band, holding.published, holding.hit_stop))
             if stop < fresh:
                 table.append_null(fresh - stop)
             count = (num_units - fresh) * band.width
-            table.ids.extend(blocks[taken : taken + count])
+            table.extend(blocks[taken : taken + count])
             taken += count
             tables.append(table)
-        holding.tables, holding.num_units = tuple(tables), num_units
+        holding.given_tables(tuple(tables), num_units)
 
     def lengthen_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
         """Enter `blocks`, which were taken for units up to `num_units`."""
         added = num_units - holding.num_units
         if added > 0:
             for table, ids in zip(holding.tables, self.cache.layout.deal(blocks, added), strict=True):
-                table.ids.extend(ids)
-            holding.num_units = num_units
+                table.extend(ids)
+            holding.given_tables(holding.tables, num_units)
 
     def ready_ids(self, holding: Holding, band: int, start: int, stop: int) -> array[int]:
         """The ids of units `[start, stop)` of the path that `holding` leases on the device."""

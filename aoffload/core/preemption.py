@@ -71,12 +71,9 @@ class Preemptions:
         run, held = holding.device_run, self._held(holding)
         self.pins.give_up_tables(holding)
         if run is not None:
-            holding.leases[Tier.HOST] = self.pins.lease(Tier.HOST, run)
+            self.pins.keep_in_host(holding, run)
             self.pins.end_device_lease(holding)
-        # How far its match might go was said of the prompt; what it has computed itself is its own.
-        holding.hit_limit = max(holding.hit_limit, holding.num_computed_tokens // self.cache.layout.unit_tokens)
-        holding.read_before = max(holding.read_before, holding.published)
-        holding.published = holding.ready_stop = 0
+        holding.preempted(self.cache.layout.unit_tokens)
         self.moves.request(holding, _S.PREEMPTED)
         tell(self.moves, holding)
         read = {job.job_id: held & _read_by(job.plan) for job in self.jobs.unsettled.values()}
@@ -89,7 +86,7 @@ class Preemptions:
         require(holding, "resume", _S.PREEMPTED)
         if num_tokens is not None:
             self.admission.check_could_fit(num_tokens)
-        holding.has_lost_load = False
+        holding.ready_for_load()
         self.moves.request(holding, _S.MATCHED)
         self.pins.match_again(holding)
         self.moves.request(holding, _S.PINNED)

@@ -7,9 +7,11 @@ from collections.abc import Container, Iterable
 from .cache import PrefixCache
 from .groups import Band
 from .owners import Holding
+from .paths import stretches
+from .pins import Pins
 from .plan import NUM_TIERS, Tier
-from .records import Part, Run, stretches
-from .table import within, without
+from .records import Part, Run
+from .table import without
 
 __all__ = ["first_published", "publish", "published_by", "read_by", "runs_from", "step_back", "take_private"]
 
@@ -18,26 +20,26 @@ MAX_GROWN_BYTES = 2**14
 """Of tokens: a longer run does not grow. What follows begins another one; both are joined once they are let go of."""
 
 
-def publish(cache: PrefixCache, holding: Holding, stop: int) -> None:
+def publish(pins: Pins, holding: Holding, stop: int) -> None:
     """Make units `[holding.published, stop)` findable and pin their path.
 
     What somebody cached meanwhile is pinned too, since later blocks hang on it; the private copy stays until close.
     If nobody uses what was cached, one copy is enough: the holding's blocks take the place of those.
     """
-    sequence = holding.sequence
+    cache, sequence = pins.cache, holding.sequence
     while (position := holding.published) < stop:
         run = holding.device_run
         if run is None or run.stop == position:
             following = cache.index.find(sequence, run, position)
             if following is None:
-                _append(cache, holding, run, sequence.run_stop(position, stop))
+                _append(pins, holding, run, sequence.run_stop(position, stop))
                 continue
             run = following
         agreed = sequence.common_stop(run, stop)
         run = cache.cut(run, agreed)
         if _is_unused(run):
             _take_place(cache, holding, run)
-        _pin(cache, holding, run)
+        pins.follow(holding, run)
         _fill(cache, holding, run, agreed)
 
 
@@ -53,29 +55,20 @@ def _take_place(cache: PrefixCache, holding: Holding, run: Run) -> None:
             cache.withdraw_part(cache.tiers[Tier.DEVICE], run.part(Tier.DEVICE, band))
 
 
-def _pin(cache: PrefixCache, holding: Holding, run: Run) -> None:
-    lease = holding.leases.get(Tier.DEVICE)
-    if lease is None:
-        starts = [holding.tables[band.number].start for band in cache.layout.windows]
-        holding.leases[Tier.DEVICE] = cache.lease(Tier.DEVICE, run, starts)
-    else:
-        cache.move_lease(lease, run)
-
-
 def _fill(cache: PrefixCache, holding: Holding, run: Run, stop: int) -> None:
     """Hand blocks to a run that exists, from where it has none; the ones before stay private duplicates."""
     part, table, position = run.parts[Tier.DEVICE], holding.tables[0], holding.published
     if table.width:
         present = min(part.stop, stop)
         if present > position:
-            table.duplicates.append(range(position, present))
+            table.has_duplicates(range(position, present))
         if present < stop:
             before = part.stop
             part.append(table.at(present, stop), stop)
             cache.tiers[Tier.DEVICE].part_changed(part, part.first, before)
     for band in cache.layout.windows:
         _fill_window(cache, holding, band, run, position, stop)
-    holding.published = stop
+    holding.published_up_to(stop)
 
 
 def _fill_window(cache: PrefixCache, holding: Holding, band: Band, run: Run, start: int, stop: int) -> None:
@@ -90,19 +83,10 @@ def _fill_window(cache: PrefixCache, holding: Holding, band: Band, run: Run, sta
             current, part = _divided(cache, current, last, band)
         elif part.blocks and first > part.stop:
             cache.split(current, first)
-        if not part.blocks:
-            part.first = part.stop = first
-        held = part.first, part.stop
-        if first < part.first:
-            part.blocks = table.at(first, part.first) + part.blocks
-            known, part.first = range(part.first, min(last, part.stop)), first
-        else:
-            known = range(first, min(last, part.stop))
+        held = (part.first, part.stop) if part.blocks else (first, first)
+        known = part.enter(first, last, table.at(first, last))
         if known:
-            table.duplicates.append(known)
-        if last > part.stop:
-            part.blocks.extend(table.at(part.stop, last))
-            part.stop = last
+            table.has_duplicates(known)
         cache.tiers[Tier.DEVICE].part_changed(part, *held)
 
 
@@ -111,14 +95,14 @@ def _divided(cache: PrefixCache, run: Run, at: int, band: Band) -> tuple[Run, Pa
     return head, head.part(Tier.DEVICE, band.number)
 
 
-def _append(cache: PrefixCache, holding: Holding, run: Run | None, stop: int) -> None:
+def _append(pins: Pins, holding: Holding, run: Run | None, stop: int) -> None:
     """Nobody has these tokens: grow the last run if it is ours alone, else start a new one."""
-    sequence, position = holding.sequence, holding.published
+    cache, sequence, position = pins.cache, holding.sequence, holding.published
     if run is not None and _may_grow(cache, run) and run.spans == sequence.spans_at(position):
         cache.index.grow(run, sequence, stop)
     else:
         run = cache.index.insert(sequence, run, position, stop)
-        _pin(cache, holding, run)
+        pins.follow(holding, run)
     _fill(cache, holding, run, stop)
 
 
@@ -208,15 +192,14 @@ def take_private(
             run.part(Tier.DEVICE, band.number).disown(set(table.at(run.start, run.stop)))
 
 
-def step_back(cache: PrefixCache, holding: Holding, start: int) -> None:
+def step_back(pins: Pins, holding: Holding, start: int) -> None:
     """Let `holding` compute again from unit `start` on: what it has there is private, its lease ends before."""
     start = min(start, holding.published)  # after a reset more may be computed than was published
     path = stretches(holding.device_run, 0, start)
-    lease = holding.leases.get(Tier.DEVICE)
-    if lease is not None and path:
-        cache.move_lease(lease, cache.cut(path[-1].run, start))
-    elif lease is not None:
-        cache.release(holding.leases.pop(Tier.DEVICE))
-    holding.published = start
+    if path:
+        pins.follow(holding, pins.cache.cut(path[-1].run, start))
+    else:
+        pins.end_device_lease(holding)
+    holding.published_up_to(start)
     for table in holding.tables:
-        table.duplicates = within(table.duplicates, 0, start)
+        table.step_back(start)

@@ -4,12 +4,6 @@
     Lease -> Run            references that protect cached blocks
     Job -> Lease, Run       one transfer, with leases of its own
     Load -> Job             what a request waits for
-
-`before` is the run that a run's prefix ends with, so the path of a run is found without the index:
-
-    run      [start ............................. stop)
-    spine    [blocks, from the start on )
-    window           [blocks, wherever    )               a band of limited reach
 """
 
 from __future__ import annotations
@@ -17,33 +11,25 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import attrs
 
 from ..prefix import Hasher, KeySpan, Root
+from .condemned import Condemned
 from .lifecycle import JobState
 from .plan import NUM_TIERS, Completion, Tier, TransferPlan
 from .tokens import hash_run
 
-__all__ = ["Claim", "Job", "Lease", "Load", "Part", "Run", "Stretch", "held_ids", "stretches"]
+__all__ = [
+    "ORPHANED", "UNPUBLISHABLE", "Claim", "Job", "Lease", "Load", "Part", "Run",
+]  # fmt: skip
+
+UNPUBLISHABLE = -1
+"""The epoch of jobs and holdings whose bytes turned out to be wrong: no index has it."""
+ORPHANED = -2
+"""The epoch of holdings whose device blocks a reset of that tier has made unfindable: no index has it, either."""
 
 
 def _no_ids() -> array[int]:
     return array("i")
-
-
-@attrs.frozen
-class Condemned:
-    """Blocks that a part has held from unit `start` on, and that nobody finds there any more."""
-
-    start: int
-    ids: array[int]
-
-    def units(self, width: int) -> list[Condemned]:
-        """The same, unit by unit."""
-        count = len(self.ids) // width
-        return [Condemned(self.start + at, self.ids[at * width : (at + 1) * width]) for at in range(count)]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -108,6 +94,69 @@ class Part:
             self.blocks = ids[:]  # of just this size: an array that was extended keeps room for more
         self.stop = stop
 
+    def enter(self, first: int, last: int, ids: array[int]) -> range:
+        """Hold `ids` for those of units `[first, last)` that it lacks; they have to adjoin what it holds. The units
+        that it held before, for which it does not take them."""
+        if not self.blocks:
+            self.first = self.stop = first
+        known = range(max(first, self.first), max(first, self.first, min(last, self.stop)))
+        if first < self.first:
+            self.blocks = ids[: (self.first - first) * self.width] + self.blocks
+            self.first = first
+        if last > self.stop:
+            self.blocks.extend(ids[(self.stop - first) * self.width : (last - first) * self.width])
+            self.stop = last
+        return known
+
+    def cut_off(self, head: Run, start: int, at: int, num_references: int, incoming: Job | None) -> Part:
+        """A part of `head`, which begins at unit `start`, with what it holds before unit `at`. It keeps the rest."""
+        front = Part(self.width, head, start, start, _no_ids(), num_references, incoming)
+        front.condemned, front.last_use = self.divide_condemned(at), self.last_use
+        if self.first < at:
+            front.first, front.stop = self.first, min(at, self.stop)
+        cut = (front.stop - front.first) * self.width
+        front.blocks, self.blocks = self.blocks[:cut], self.blocks[cut:]  # of just this size
+        self.first, self.stop = max(self.first, at), max(self.stop, at)
+        if not self.blocks:
+            self.empty_at(at)
+        return front
+
+    def hand_over(self, front: Part, at: int) -> int:
+        """Give `front`, which lies right before it, what it holds before unit `at`; how many blocks."""
+        front.condemned += self.divide_condemned(at)
+        count = (min(max(at, self.first), self.stop) - self.first) * self.width
+        if count and not front.blocks:
+            front.first = front.stop = self.first
+        if count:
+            front.blocks.extend(self.blocks[:count])
+            front.stop += count // self.width
+            del self.blocks[:count]
+        self.first, self.stop = max(self.first, at), max(self.stop, at)
+        if not self.blocks:
+            self.empty_at(at)
+        return count
+
+    def join(self, fronts: Sequence[Part]) -> None:
+        """Take over what `fronts` hold, which lie right before it, nearest first."""
+        nearest = next((front for front in fronts if front.blocks), None)
+        if nearest is None:
+            return
+        if not self.blocks:
+            self.stop = nearest.stop
+        blocks = _no_ids()
+        for front in reversed(fronts):
+            blocks.extend(front.blocks)
+        self.blocks = blocks + self.blocks
+        self.first = self.stop - len(self.blocks) // self.width
+
+    def empty_at(self, start: int) -> None:
+        """It holds nothing, and its run begins at unit `start`."""
+        self.first = self.stop = start
+
+    def awaits(self, job: Job | None) -> None:
+        """`job` is the last one in flight that adds to it."""
+        self.incoming = job
+
     def drop_behind(self, stop: int) -> array[int]:
         """Let the part end at `stop`; the blocks that were behind it."""
         keep = max(0, stop - self.first) * self.width
@@ -128,6 +177,11 @@ class Part:
 
     def condemned_ids(self) -> array[int]:
         return sum((one.ids for one in self.condemned), array("i"))
+
+    def take_condemned(self) -> array[int]:
+        """The condemned blocks, which it has no more."""
+        ids, self.condemned = self.condemned_ids(), ()
+        return ids
 
     def divide_condemned(self, at: int) -> tuple[Condemned, ...]:
         """Keep those from unit `at` on; the others, which go when the references to another run do."""
@@ -193,40 +247,6 @@ class Run:
         )
 
 
-class Stretch(NamedTuple):
-    """Units `[start, stop)` of one run."""
-
-    run: Run
-    start: int
-    stop: int
-
-
-def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
-    """Units `[start, stop)` of the path of `run`, by runs, in prefix order."""
-    if run is not None and run.start <= start < stop <= run.stop:  # as most do
-        return [Stretch(run, start, stop)]
-    found: list[Stretch] = []
-    for current in run.path() if run is not None else ():
-        if current.stop <= start:
-            break
-        if current.start < stop:
-            found.append(Stretch(current, max(start, current.start), min(stop, current.stop)))
-    found.reverse()
-    return found
-
-
-def held_ids(over: list[Stretch], tier: Tier, band: int) -> array[int]:
-    """The ids of the blocks that `tier` holds of `band` over stretches; all of them have to be there."""
-    number = band * NUM_TIERS + tier
-    if len(over) == 1:
-        run, start, stop = over[0]
-        return run.parts[number].ids(start, stop)
-    ids = array("i")
-    for run, start, stop in over:
-        ids.extend(run.parts[number].ids(start, stop))
-    return ids
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """Pins, in one tier, the blocks of `run` and of every run before it. Taken and released by the `PrefixCache`.
@@ -269,6 +289,21 @@ class Job:
     """It ended before its predecessor did."""
     completion: Completion | None = None
 
+    def claimed_by(self, claim: Claim) -> None:
+        """`claim` waits for it."""
+        self.claims[claim] = None
+
+    def unclaimed_by(self, claim: Claim) -> None:
+        self.claims.pop(claim, None)
+
+    def end_claims(self) -> None:
+        """Nobody has to wait for it any more."""
+        self.claims.clear()
+
+    def publish_nothing(self) -> None:
+        """What it brings is wrong, or not wanted any more."""
+        self.epoch = UNPUBLISHABLE
+
     def __repr__(self) -> str:
         return f"<Job {self.job_id} {self.plan.direction.value} [{self.start},{self.stop}) {self.state.name}>"
 
@@ -293,6 +328,12 @@ class Claim:
 
     load: Load | None = field(default=None, kw_only=True)
 
+    def began_load(self, load: Load) -> None:
+        self.load = load
+
+    def ended_load(self) -> None:
+        self.load = None
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Load:
@@ -304,3 +345,11 @@ class Load:
     """Jobs not settled yet, its own and shared ones."""
     units_per_job: Sequence[int] = ()
     """What one job carries at most, for each band; empty: as much as any."""
+
+    def wake_by(self, wake: Callable[[], object]) -> None:
+        """Another task waits for it now."""
+        self.wake = wake
+
+    def shorten(self, stop: int) -> None:
+        """It brings no more than what lies before unit `stop`."""
+        self.stop = stop

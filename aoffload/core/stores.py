@@ -12,8 +12,9 @@ from .groups import Band
 from .jobs import JobBook
 from .observer import Moves
 from .owners import Holding
+from .paths import Stretch, stretches
 from .plan import Direction, Tier
-from .records import Job, Run, Stretch, stretches
+from .records import Job, Run
 
 __all__ = ["Stores", "first_stored"]
 

@@ -57,6 +57,22 @@ class BlockTable:
         self.ids[at : at + len(ids)] = ids
         return not_null(taken)
 
+    def begin_at(self, start: int) -> None:
+        """What lies before unit `start` is needed no more."""
+        self.start = start
+
+    def extend(self, ids: array[int]) -> None:
+        """Let the table go on with `ids`."""
+        self.ids.extend(ids)
+
+    def has_duplicates(self, units: range) -> None:
+        """The blocks of `units` are private: somebody else had cached them first."""
+        self.duplicates.append(units)
+
+    def step_back(self, stop: int) -> None:
+        """What lies from unit `stop` on is private anyway."""
+        self.duplicates = within(self.duplicates, 0, stop)
+
     def null(self, start: int, stop: int) -> array[int]:
         """Make units `[start, stop)` null; what was there."""
         if start >= stop:

@@ -31,6 +31,6 @@ def slide_off(cache: PrefixCache, holding: Holding) -> bool:
         lease = holding.leases.get(Tier.DEVICE)
         if lease is not None:
             cache.slide_lease(lease, band, start)
-        holding.nulled.append((band.number, table.start, start))
-        table.start = start
+        holding.slid(band.number, table.start, start)
+        table.begin_at(start)
     return len(holding.nulled) > before

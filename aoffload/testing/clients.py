@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any, Protocol
 
 import anyio
 import attrs
@@ -14,18 +15,34 @@ import trio
 from ..core.lifecycle import RequestState
 from ..errors import InvalidArgument, OutOfBlocks, RequestAborted, RuntimeClosed
 from ..request import Request
-from .engine import Ask, ForwardFailed, SimulatedEngine
+from .asks import Ask
+from .engine import ForwardFailed
 from .faults import Faults
+from .plans import Plan
 from .scheduler import Scheduler
+from .serving import SimulatedEngine
 from .violations import Violation
 
-if TYPE_CHECKING:
-    from .simulation import Simulation
-
-__all__ = ["Client", "Log"]
+__all__ = ["Client", "Log", "Run"]
 
 FAILURES = {"worker_failed"}
 TIMEOUTS = {"transport_stalled"}
+
+
+class Run(Protocol):
+    """What its clients see of a simulation."""
+
+    plan: Plan
+    random: Random
+    scheduler: Scheduler
+    faults: Faults
+    clients: list[Client]
+    engines: list[SimulatedEngine]
+    asks: list[Ask]
+    violations: list[Violation]
+
+    @property
+    def may_recompute(self) -> bool: ...
 
 
 @attrs.define(eq=False)
@@ -34,7 +51,7 @@ class Client:
 
     name: str
     function: Callable[[Client], Awaitable[None]]
-    simulation: Simulation
+    simulation: Run
     task: asyncio.Task[None] | None = None
     outcome: str = ""
     error: BaseException | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import anyio
 import attrs
@@ -12,11 +11,10 @@ from ..errors import CommitError, RegionNotLoaded
 from ..loading import PendingLoad
 from ..request import Request
 from ..transfer.region_fences import LoadedRegion
+from .asks import Ask
+from .engine import TagEngine
 from .memory import POISON
 from .violations import Violation
-
-if TYPE_CHECKING:
-    from .engine import Ask, SimulatedEngine
 
 __all__ = ["EarlyForward", "until_given"]
 
@@ -27,7 +25,7 @@ FIRST_LOOK_S = 0.001
 class EarlyForward:
     """Computes `[start, stop)` on what a load still brings. Wrong bytes are no violation before they count."""
 
-    engine: SimulatedEngine
+    engine: TagEngine
     request: Request
     ask: Ask
     start: int = 0

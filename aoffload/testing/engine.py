@@ -2,73 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
 import anyio
 import attrs
 
-from ..core.cache import UNPUBLISHABLE
 from ..core.groups import ChunkedLocal, SlidingWindow
 from ..core.kinds import AttentionKind
-from ..errors import OutOfBlocks
-from ..prefix import KeySpan
+from ..core.records import UNPUBLISHABLE
 from ..request import Request
 from ..runtime import OffloadRuntime
-from .early import EarlyForward
+from .asks import Ask
+from .env import SimulatedEnv
 from .memory import Memory, Tags
 from .transport import SimulatedTransport
 from .violations import Violation
 
-if TYPE_CHECKING:
-    from .env import SimulatedEnv
-
-__all__ = ["SPOILED", "Ask", "ForwardFailed", "SimulatedEngine", "first_read"]
+__all__ = ["SPOILED", "ForwardFailed", "TagEngine", "first_read"]
 
 SPOILED = -2
 """What a failed forward leaves behind."""
-Style = Literal["inline", "step", "thread", "stream"]
 
 
 class ForwardFailed(Exception):  # noqa: N818 - what happened
     """What an engine hears from a device whose kernel failed."""
 
 
-@attrs.frozen(kw_only=True)
-class Ask:
-    """What one client wants, and how its engine goes about it."""
-
-    tokens: tuple[int, ...]
-    salt: str | None = None
-    adapter: str | None = None
-    num_new_tokens: int = 0
-    slice_tokens: int = 1_000_000
-    """The prompt is computed, and committed, that much at a time."""
-    style: Style = "inline"
-    """Where the forward runs: in the loop's thread, in a worker thread inside of a step, in a thread that owns its step
-    (`run_step`), or later, on the device's stream."""
-    key_spans: tuple[KeySpan, ...] = ()
-    max_load_tokens: int | None = None
-    max_hit_tokens: int | None = None
-    hit_alignment: int = 1
-    reads_cache: bool = True
-    store: str = "all"
-    max_store_tokens: int | None = None
-    deadline_s: float | None = None
-    waits: bool = True
-    """Whether it waits for its load or polls it with `load_nowait` and `wait`."""
-    num_preemptions: int = 0
-    """How often it is preempted on its way, and resumed."""
-    starts_early: bool = False
-    """Whether its first forward begins while its load is under way. Not for those that take room slice by slice."""
-    in_slices: bool = False
-    """Whether it takes room for one slice after the other: what has left a window makes room for the next."""
-
-
 @attrs.define(eq=False)
-class SimulatedEngine:
-    """Serves `Ask`s on one runtime. A wrong byte is a `Violation`, wherever it is read."""
+class TagEngine:
+    """Computes and commits on one runtime. A wrong byte is a `Violation`, wherever it is read."""
 
     runtime: OffloadRuntime
     transport: SimulatedTransport
@@ -82,11 +44,8 @@ class SimulatedEngine:
     num_resets_of_tiers: int = 0
     num_invalidations: int = 0
     num_blocks_checked: int = 0
-    recomputed: set[str] = attrs.field(factory=set)
-    """Requests that found less ready after their load than they had matched."""
     misled: set[str] = attrs.field(factory=set)
     """Requests that have read a failed forward's bytes."""
-    _preempted: WeakKeyDictionary[Request, int] = attrs.field(factory=WeakKeyDictionary)
     _born: WeakKeyDictionary[Request, int] = attrs.field(factory=WeakKeyDictionary)
     """How many resets there were when each request was entered."""
 
@@ -108,96 +67,7 @@ class SimulatedEngine:
         spans = tuple((span.start, span.digest) for span in ask.key_spans if span.start < len(tokens))
         return (ask.salt, ask.adapter, spans, group, tokens)
 
-    # -- a request's life -----------------------------------------------------------------------------------------
-
-    async def serve(self, name: str, ask: Ask, watch: Callable[[Request], None] = lambda request: None) -> None:
-        """One request, from its match to its last token. `watch` sees it as soon as it is entered."""
-        async with self.open(name, ask) as request:
-            watch(request)
-            await self.run(request, ask)
-
-    def open(self, name: str, ask: Ask) -> Request:
-        """A request to be entered at once."""
-        request = self.runtime.request(
-            ask.tokens, name, cache_salt=ask.salt, adapter_key=ask.adapter, deadline_s=ask.deadline_s,
-            max_hit_tokens=ask.max_hit_tokens, hit_alignment=ask.hit_alignment, key_spans=ask.key_spans,
-            reads_cache=ask.reads_cache, store=ask.store, max_store_tokens=ask.max_store_tokens,
-        )  # fmt: skip
-        self._born[request] = self.num_resets
-        return request
-
-    async def run(self, request: Request, ask: Ask) -> None:
-        """Room, load, prompt, new tokens."""
-        born = self._born.setdefault(request, self.num_resets)
-        self.check_match(request, ask)
-        await self._allocate(request, ask)
-        if born == self.num_resets:
-            self.check_match(request, ask)  # it may have been matched again
-        early = EarlyForward(self, request, ask)
-        if ask.starts_early:
-            num_ready = await early.load()
-        elif ask.waits:
-            num_ready = await request.load(ask.max_load_tokens)
-        else:
-            pending = request.load_nowait(ask.max_load_tokens)
-            await anyio.lowlevel.checkpoint()
-            num_ready = await pending.wait()
-        self.check_ready(request, ask, ask.tokens, num_ready)
-        is_whole = ask.max_load_tokens is None and not ask.in_slices  # else it may have taken less room than it matched
-        if is_whole and num_ready < request.match.num_tokens:
-            self.recomputed.add(request.request_id)
-        await self.prefill(request, ask, early.commit(num_ready))
-        await self.decode(request, ask)
-
-    @staticmethod
-    async def _allocate(request: Request, ask: Ask) -> None:
-        wanted = len(ask.tokens)
-        while ask.in_slices:
-            wanted = min(wanted, request.match.num_tokens + ask.slice_tokens)
-            try:
-                await request.allocate(wanted)
-                return
-            except OutOfBlocks:
-                if wanted <= request.match.num_tokens + ask.slice_tokens:
-                    raise
-                # The hit that made it fit has gone while it was waiting.
-        await request.allocate()
-
-    async def prefill(self, request: Request, ask: Ask, num_ready: int) -> None:
-        start, stop = num_ready, len(ask.tokens)
-        while start < stop:
-            end = min(stop, start + ask.slice_tokens)
-            if ask.in_slices:
-                await request.extend(end)
-            await self.forward(request, ask, ask.tokens, start, end)
-            self.commit(request, ask, ask.tokens, end)
-            start = await self._perhaps_preempt(request, ask, ask.tokens, end)
-
-    async def decode(self, request: Request, ask: Ask) -> None:
-        tokens = ask.tokens
-        for number in range(ask.num_new_tokens):
-            sampled = 1000 + number
-            tokens = (*tokens, sampled)
-            await request.extend(len(tokens))
-            await self.forward(request, ask, tokens, len(tokens) - 1, len(tokens))
-            self.commit(request, ask, tokens, len(tokens), (sampled,))
-            await self._perhaps_preempt(request, ask, tokens, len(tokens))
-
-    async def _perhaps_preempt(self, request: Request, ask: Ask, tokens: tuple[int, ...], stop: int) -> int:
-        """Give up everything for a while, and have it again up to `stop`: loaded, or computed again. Somebody else may
-        have come further meanwhile."""
-        preempted = self._preempted.setdefault(request, 0)
-        if preempted >= ask.num_preemptions or self.transport.random.random() < 0.3:
-            return stop
-        self._preempted[request] = preempted + 1
-        await request.preempt()
-        await anyio.sleep(self.transport.random.choice((0.0, 0.001, 0.01)))
-        start = await request.resume()
-        self.check_ready(request, ask, tokens, start)
-        if start < stop:
-            await self.forward(request, ask, tokens, start, stop)
-            self.commit(request, ask, tokens, stop)
-        return max(start, stop)
+    # -- commits --------------------------------------------------------------------------------------------------
 
     def commit(self, request: Request, ask: Ask, tokens: tuple[int, ...], stop: int, new: tuple[int, ...] = ()) -> None:
         request.commit(stop, new)

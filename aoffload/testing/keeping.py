@@ -10,16 +10,17 @@ from typing import Any
 import attrs
 
 from ..core.keeping import held_alone
+from ..core.kept import Demotion, Pin, Prefetch
 from ..core.lifecycle import ErrandState, JobState, PinState
 from ..core.matching import find_hit
-from ..core.owners import Demotion, Holding, Pin, Prefetch, claimants
+from ..core.owners import Holding, claimants
 from ..core.plan import NUM_TIERS, Direction, Tier
 from ..core.records import Part
 from ..core.tokens import TokenSequence
 from ..prefix import Prefix
 from ..runtime import OffloadRuntime
-from .engine import SimulatedEngine
 from .faults import Faults
+from .serving import SimulatedEngine
 from .violations import Violation
 
 __all__ = ["KeepingOracle"]

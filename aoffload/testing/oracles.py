@@ -15,14 +15,16 @@ import attrs
 from ..core.lifecycle import JobState, RequestState
 from ..core.matching import Hit, find_hit
 from ..core.owners import Holding, Waiter
+from ..core.paths import stretches
 from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
-from ..core.records import Job, Run, stretches
+from ..core.records import Job, Run
 from ..errors import IntegrityError, OutOfBlocks
 from ..runtime import OffloadRuntime
-from .engine import Ask, SimulatedEngine
+from .asks import Ask
 from .faults import Faults
 from .keeping import KeepingOracle
 from .rest import Rest
+from .serving import SimulatedEngine
 from .transport import SimulatedTransport
 from .violations import Violation
 from .waits import Waits

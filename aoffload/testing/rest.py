@@ -8,8 +8,9 @@ from ..core.matching import find_hit
 from ..core.plan import Tier
 from ..core.tokens import TokenSequence
 from ..runtime import OffloadRuntime
-from .engine import Ask, SimulatedEngine
+from .asks import Ask
 from .faults import Faults
+from .serving import SimulatedEngine
 from .violations import Violation
 
 __all__ = ["Rest"]

@@ -14,18 +14,18 @@ from typing import Any
 import anyio
 
 from ..config import OffloadConfig
-from ..core.cache import UNPUBLISHABLE
 from ..core.groups import FullAttention, KVCacheGroup
 from ..core.kinds import AttentionKind
 from ..core.plan import Tier
+from ..core.records import UNPUBLISHABLE
 from ..observers import RuntimeObserver
 from ..runtime import OffloadRuntime
 from ..transfer.ranks.rank import LocalRank
 from ..transfer.ranks.transport import RankTransport
+from .asks import Ask
 from .choosers import chooser_of
 from .clients import Client, Log
 from .device import Stream
-from .engine import SimulatedEngine
 from .env import SimulatedEnv
 from .faults import Faults
 from .injector import Injector
@@ -35,6 +35,7 @@ from .memory import OwnedPool
 from .oracles import Oracles
 from .plans import Plan, Result
 from .scheduler import Scheduler
+from .serving import SimulatedEngine
 from .transport import LATE_S, SimulatedTransport
 from .trio_run import run_trio
 from .violations import Violation
@@ -59,7 +60,7 @@ class Simulation:
         self.clients: list[Client] = []
         self.engines: list[SimulatedEngine] = []
         self.oracles: list[Oracles] = []
-        self.asks: list[Any] = []
+        self.asks: list[Ask] = []
         self.violations: list[Violation] = []
         """Found inside of clients; the first ends the run."""
         self.injector = Injector(plan, self.scheduler, self.faults, self.log, self.clients, note_waits)

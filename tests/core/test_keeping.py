@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from aoffload.core.kept import Demotion, Pin, Prefetch
 from aoffload.core.lifecycle import ErrandState, PinState
-from aoffload.core.owners import Demotion, Pin, Prefetch
 from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.errors import IllegalTransition, InvalidArgument, OutOfBlocks
 from aoffload.prefix import Prefix, Root

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...core.lifecycle import RequestState
-from .engine_machine import EngineClient, EngineMachine
+from .engine_machine import EngineMachine
+from .engine_state import EngineClient
 from .job_draw import JobDraw
 from .ledger_prompts import Prompts
 from .program import Call

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from ...core.lifecycle import RequestState
 from ...core.plan import Tier
 from ..violations import Violation
+from .engine_state import EngineClient, EngineState
 from .ledger_laws import Laws
 from .program import Call
-
-if TYPE_CHECKING:
-    from .engine_machine import EngineClient, EngineMachine
 
 __all__ = ["EngineLaws"]
 
 
 class EngineLaws(Laws):
-    _machine: EngineMachine  # type: ignore[assignment]
+    _machine: EngineState
 
     def after(self, call: Call, number: int) -> None:
         self._held_by_jobs()

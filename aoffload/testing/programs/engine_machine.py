@@ -10,65 +10,28 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import attrs
-
-from ...core.ledger import Ledger
 from ...core.lifecycle import RequestState
 from ...errors import AoffloadError
 from ...prefix import KeySpan, Prefix, Root
 from ..violations import Violation
 from .engine_laws import EngineLaws
-from .engine_pool import EnginePool, FindingPool
-from .ledger_state import Client
+from .engine_state import EngineClient, EngineState
 from .machine import Machine
 from .program import World
 from .provenance import Text
 
-__all__ = ["EngineClient", "EngineMachine"]
+__all__ = ["EngineMachine"]
 
 _S = RequestState
 
 
-@attrs.define(eq=False)
-class EngineClient(Client):
-    """One request of the engine's."""
-
-    tables: list[list[int]] = attrs.field(factory=list)
-    """The engine's own, one for each group."""
-    num_computed: int = 0
-    """Tokens whose KV is in them, also those that were not offered yet."""
-    unoffered: list[int] = attrs.field(factory=list)
-    """Tokens that were sampled since the last offer."""
-    unwritten: dict[int, range] = attrs.field(factory=dict)
-    """Of a group, by its number: blocks in which nobody has written anything."""
-    has_loaded: bool = False
-    """A load was planned, and nothing was offered since: others may wait for that."""
-    is_woken: bool = False
-    """It was told to ask again."""
-
-    def wake(self) -> None:
-        self.is_woken = True
-
-
-class EngineMachine(Machine):
-    clients: dict[str, EngineClient]  # type: ignore[assignment]
-
+class EngineMachine(EngineState, Machine):
     LAWS = EngineLaws
     FAREWELL = ("drop_pins",)
 
     def __init__(self, world: World, **options: Any) -> None:
-        self.now = 0.0
-        self.nulls_the_past = world.num_device_blocks % 4 < 2
-        kind = FindingPool if world.num_host_blocks % 2 else EnginePool
-        self.pool = kind(world.num_device_blocks, reuses_last=world.num_device_blocks % 2 == 0)
         super().__init__(world, **options)
-        self.pool.block_sizes = [group.block_size for group in self.groups]
-
-    def _open(self, world: World) -> Ledger:
-        return Ledger(
-            world.config(), world.num_device_blocks, engine_blocks=self.pool.told(), clock=lambda: self.now,
-            observer=self.recorder,
-        )  # fmt: skip
+        self.nulls_the_past = world.num_device_blocks % 4 < 2
 
     # -- the engine's own hit -------------------------------------------------------------------------------------
 

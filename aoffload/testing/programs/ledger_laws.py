@@ -2,63 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from ...core.cache import UNPUBLISHABLE
+from ...core.ledger import Ledger
 from ...core.lifecycle import RequestState
-from ...core.observer import NullObserver
+from ...core.owners import Holding
 from ...core.plan import NUM_TIERS, Tier
-from ...core.records import Part
+from ...core.records import UNPUBLISHABLE, Job, Part
 from ..violations import Violation
+from .ledger_state import Forward, LedgerState
 from .program import Call
 
-if TYPE_CHECKING:
-    from ...core.ledger import Ledger
-    from ...core.owners import Holding
-    from ...core.records import Job
-    from .ledger_machine import LedgerMachine
-    from .ledger_state import Forward
-
-__all__ = ["Laws", "Recorder"]
-
-
-class Recorder(NullObserver):
-    """Hears of every move: each begins where the one before has ended."""
-
-    __slots__ = ("_hear",)  # the fingerprint of a ledger must not go on in here
-
-    def __init__(self) -> None:
-        states: dict[int, tuple[Any, Any]] = {}
-
-        def hear(entity: Any, old: Any) -> None:
-            known = states.get(id(entity))
-            if known is not None and known[1] is not old:
-                raise Violation("events", f"{entity} moved from {old}, but was told to be {known[1]}")
-            states[id(entity)] = entity, entity.state  # kept, so that no id comes twice
-
-        self._hear = hear
-
-    def request_moved(self, holding: Any, old: Any, reason: str) -> None:
-        self._hear(holding, old)
-
-    def job_moved(self, job: Any, old: Any, reason: str) -> None:
-        self._hear(job, old)
-
-    def pin_moved(self, pin: Any, old: Any) -> None:
-        self._hear(pin, old)
-
-    def errand_moved(self, errand: Any, old: Any) -> None:
-        self._hear(errand, old)
-
-    def early_moved(self, early: Any, old: Any) -> None:
-        self._hear(early, old)
+__all__ = ["Laws"]
 
 
 class Laws:
     """Looks at every law after a call. The whole ledger is looked at after every `whole_every` calls and at the end;
     what is cheap, after each."""
 
-    def __init__(self, machine: LedgerMachine, *, watches: bool, whole_every: int) -> None:
+    def __init__(self, machine: LedgerState, *, watches: bool, whole_every: int) -> None:
         self._machine = machine
         self._whole_every = whole_every
         self._watcher = _Watcher(machine.ledger) if watches else None

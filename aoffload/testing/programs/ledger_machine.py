@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...core.owners import Errand
+from ...core.kept import Errand
 from ...prefix import Prefix, Root
 from .ledger_laws import Laws
 from .ledger_requests import RequestCalls

@@ -8,12 +8,13 @@ from contextlib import ExitStack
 
 import attrs
 
+from ...core.kept import Errand, Pin
 from ...core.ledger import Ledger
-from ...core.owners import Errand, Holding, Pin
+from ...core.owners import Holding
 from ...core.plan import Completion, TransferPlan
 from ...core.records import Job
 from ..violations import Violation
-from .ledger_laws import Recorder
+from .ledger_recorder import Recorder
 from .program import World
 from .provenance import Bytes, Text
 
@@ -104,3 +105,18 @@ class LedgerState:
         del client.text.sampled_marks[max(0, from_token + 1 - client.num_prompt) :]
         for holding in told:
             self.clients[holding.request_id].is_told = True
+
+    def written_by(self, forward: Forward) -> list[int]:
+        """The blocks that a forward writes to."""
+        found: list[int] = []
+        for group, table in zip(self.groups, forward.tables, strict=True):
+            found += [b for b in table[forward.start // group.block_size : -(-forward.stop // group.block_size)] if b]
+        return found if forward.stop > forward.start else []
+
+    def read_by(self, forward: Forward) -> list[int]:
+        """The blocks that a forward reads."""
+        found: list[int] = []
+        for group, table in zip(self.groups, forward.tables, strict=True):
+            needed = group.attention.required_blocks(forward.start, group.block_size)
+            found += [b for b in table[needed.start : needed.stop] if b]
+        return found

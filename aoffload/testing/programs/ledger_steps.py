@@ -138,18 +138,3 @@ class StepCalls(JobCalls):
             self._note("early start committed", forward.is_early)
         self._note("store", plans)
         return f"{[plan.num_blocks for plan in plans]}" + self._tables(client)
-
-    def written_by(self, forward: Forward) -> list[int]:
-        """The blocks that a forward writes to."""
-        found: list[int] = []
-        for group, table in zip(self.groups, forward.tables, strict=True):
-            found += [b for b in table[forward.start // group.block_size : -(-forward.stop // group.block_size)] if b]
-        return found if forward.stop > forward.start else []
-
-    def read_by(self, forward: Forward) -> list[int]:
-        """The blocks that a forward reads."""
-        found: list[int] = []
-        for group, table in zip(self.groups, forward.tables, strict=True):
-            needed = group.attention.required_blocks(forward.start, group.block_size)
-            found += [b for b in table[needed.start : needed.stop] if b]
-        return found

@@ -45,7 +45,7 @@ class Machine(JobCalls):
         self.num_calls = 0
         self._refused_before = refused_before
         self._digest = hashlib.blake2b()
-        self.laws = self.LAWS(self, watches=watches, whole_every=whole_every)  # type: ignore[arg-type]
+        self.laws = self.LAWS(self, watches=watches, whole_every=whole_every)
 
     def apply(self, call: Call) -> None:
         """Make `call`, and look at whatever it may have broken."""

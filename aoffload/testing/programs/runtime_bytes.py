@@ -15,7 +15,9 @@ import attrs
 
 from ...core.plan import NUM_TIERS, Tier
 from ...prefix import KeySpan
-from ..engine import Ask, SimulatedEngine, first_read
+from ..asks import Ask
+from ..engine import first_read
+from ..serving import SimulatedEngine
 from ..violations import Violation
 
 __all__ = ["Forward", "ProgramEngine", "Read", "Tables", "Written", "extend_chain"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -12,9 +12,7 @@ from ...steps import Computed
 from ..early import until_given
 from ..violations import Violation
 from .runtime_requests import Served, Work
-
-if TYPE_CHECKING:
-    from .runtime_stage import Stage
+from .runtime_stage import Role, Stage
 
 __all__ = ["GIVE_UP_S", "RequestCalls"]
 
@@ -23,13 +21,10 @@ GIVE_UP_S = 0.005
 
 
 @attrs.define(eq=False)
-class RequestCalls:
+class RequestCalls(Role):
     """What each call does, by its name, and what must have come of it."""
 
-    name: str
     stage: Stage
-    served: Served | None = attrs.field(default=None, kw_only=True)
-    """Its request."""
     _steps: list[tuple[AbstractContextManager[None], list[Work]]] = attrs.field(factory=list, init=False)
     """Steps that are held from one call to a later one."""
 

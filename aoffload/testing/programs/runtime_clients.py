@@ -33,8 +33,6 @@ class Actor(ClientCalls):
     calls: deque[Call | None] = attrs.field(factory=deque, init=False)
     scope: anyio.CancelScope | None = attrs.field(default=None, init=False)
     """Around its request, from before it is entered."""
-    was_struck: bool = attrs.field(default=False, init=False)
-    """Whether its request was cancelled from outside."""
     client: Client | None = attrs.field(default=None, init=False)
     idle: anyio.Event = attrs.field(factory=anyio.Event, init=False)
     _wake: anyio.Event = attrs.field(factory=anyio.Event, init=False)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from ...core.lifecycle import RequestState
 from ..faults import FAULTS
 from .program import Call, World, draw_world
+from .runtime_director import Director
 from .runtime_odds import ANY, BECOMES, KEEPING, NEXT, WHOLE, WRONG
-
-if TYPE_CHECKING:
-    from .runtime_stage import Stage
 
 __all__ = ["Drawing", "draw_opening", "draw_runtime_world"]
 
@@ -78,7 +76,7 @@ class Drawing:
     """Of the calls of one program."""
 
     rng: random.Random
-    _stage: Stage
+    _director: Director
     _states: dict[str, str] = attrs.field(factory=dict)
     _prompts: list[tuple[int, ...]] = attrs.field(factory=list)
 
@@ -105,19 +103,19 @@ class Drawing:
         return self.rng.choice(idle if idle and self.rng.random() < 0.8 else names)
 
     def _is_idle(self, name: str) -> bool:
-        actor = self._stage.actors.get(name)
+        actor = self._director.actors.get(name)
         return actor is None or actor.idle.is_set()
 
     def _state(self, name: str) -> str:
         """How far its request has come; what is to be expected, while it has calls to make."""
-        actor = self._stage.actors.get(name)
+        actor = self._director.actors.get(name)
         if actor is None or not actor.idle.is_set():
             return self._states[name]
         return "none" if actor.served is None else STATES[actor.served.request.state]
 
     def _warm(self, names: tuple[str, ...]) -> list[Call]:
         """Prompts that were served before, and lie in host memory by now, most of them."""
-        rng, found, policy = self.rng, list[Call](), self._stage.program.world.store_policy
+        rng, found, policy = self.rng, list[Call](), self._director.program.world.store_policy
         for _ in range(rng.randint(1, 3)):
             served = self._serve()
             found += [Call("serve", {"who": rng.choice(names), **served})] * (2 if policy.startswith("sel") else 1)
@@ -155,7 +153,7 @@ class Drawing:
     def _away(self, name: str) -> Call:
         """What is on the device goes, one way or another, and may be in host memory."""
         rng = self.rng
-        is_only_way = self._stage.program.world.store_policy == "off"
+        is_only_way = self._director.program.world.store_policy == "off"
         if self._prompts and (is_only_way or rng.random() < 0.5):
             return Call("demote", {"who": name, "tokens": max(self._prompts, key=len)})
         filler = tuple(rng.randint(4, 9) for _ in range(rng.randint(1, max(2, min(40, self._room)))))
@@ -181,7 +179,7 @@ class Drawing:
     @property
     def _room(self) -> int:
         """Tokens that fit on the device."""
-        world = self._stage.program.world
+        world = self._director.program.world
         sizes = [shape.block_size for shape in world.groups]
         return (world.num_device_blocks - 1) // sum(max(sizes) // size for size in sizes) * max(sizes)
 

@@ -13,15 +13,15 @@ from ..simulation import Simulation, undisturbed, violation_of
 from ..violations import Violation
 from .outcome import Outcome
 from .program import Call, Face, Program
+from .runtime_director import Director
 from .runtime_draw import Drawing, draw_opening, draw_runtime_world
-from .runtime_stage import Stage
 
 __all__ = ["draw_and_run", "run_runtime_program"]
 
 
 def run_runtime_program(program: Program) -> Outcome:
     """Run a program whose face is "asyncio" or "trio". The same program gives the same outcome in every process."""
-    return _undisturbed(program, lambda stage: iter(program.calls))[1]
+    return _undisturbed(program, lambda director: iter(program.calls))[1]
 
 
 def draw_and_run(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcome]:
@@ -30,10 +30,14 @@ def draw_and_run(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcom
     rng = random.Random(f"program {face} {seed}")
     world = draw_runtime_world(rng)
     opening = Program(face, world, tuple(draw_opening(rng)), seed)
-    return _undisturbed(opening, lambda stage: itertools.chain(opening.calls, Drawing(rng, stage).calls(num_calls)))
+
+    def calls(director: Director) -> Iterator[Call]:
+        return itertools.chain(opening.calls, Drawing(rng, director).calls(num_calls))
+
+    return _undisturbed(opening, calls)
 
 
-def _undisturbed(program: Program, calls_for: Callable[[Stage], Iterator[Call]]) -> tuple[Program, Outcome]:
+def _undisturbed(program: Program, calls_for: Callable[[Director], Iterator[Call]]) -> tuple[Program, Outcome]:
     with undisturbed():
         found = _run(program, calls_for)
         if found[1].violation is not None:
@@ -41,29 +45,30 @@ def _undisturbed(program: Program, calls_for: Callable[[Stage], Iterator[Call]])
     return found
 
 
-def _run(program: Program, calls_for: Callable[[Stage], Iterator[Call]]) -> tuple[Program, Outcome]:
+def _run(program: Program, calls_for: Callable[[Director], Iterator[Call]]) -> tuple[Program, Outcome]:
     """The program as it was run: `program` has to say no more than how it opens."""
     faults = tuple(Fault(**call.args) for call in program.calls if call.name == "fault")
     plan = Plan(scenario="program", backend=program.face, seed=program.seed, faults=faults)  # type: ignore[arg-type]
     simulation = Simulation(plan)
-    stage, made = Stage(program, simulation), list[Call]()
+    director, made = Director(program, simulation), list[Call]()
 
     def noted() -> Iterator[Call]:
-        for call in calls_for(stage):
+        for call in calls_for(director):
             made.append(call)
             yield call
 
     async def scenario(_: Simulation) -> None:
-        await stage.run(noted())
+        await director.run(noted())
 
     violation = violation_of(simulation, scenario)
     if violation is None:
         try:
-            stage.check_end()
+            director.check_end()
         except Violation as found:
             violation = found
-    stage.features.update(simulation.faults.fired, _features_of(program))
-    return program.with_calls(made), Outcome(violation, stage.num_calls, frozenset(stage.features), stage.digest)
+    director.features.update(simulation.faults.fired, _features_of(program))
+    outcome = Outcome(violation, director.num_calls, frozenset(director.features), director.digest)
+    return program.with_calls(made), outcome
 
 
 def _features_of(program: Program) -> set[str]:

@@ -9,7 +9,7 @@ from ...errors import AoffloadError, CommitError, RegionNotLoaded
 from ...loading import PendingLoad
 from ...request import Request
 from ...transfer.region_fences import LoadedRegion
-from ..engine import Ask
+from ..asks import Ask
 from ..memory import POISON
 from ..violations import Violation
 from .runtime_bytes import Forward, ProgramEngine, Read, Tables

@@ -1,13 +1,14 @@
-"""The stage of a program: one runtime in a simulated loop, its clients, and what is watched while they call."""
+"""The stage of a program: one runtime in a simulated loop, and what is watched while clients call."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import anyio
+import attrs
 
 from ...core.owners import Holding
 from ...core.plan import Tier
@@ -15,28 +16,36 @@ from ...core.preemption import Preemption
 from ...errors import AoffloadError, IntegrityError, OutOfBlocks
 from ...prefix import KeySpan
 from ...request import Request
-from ..engine import Ask
+from ..asks import Ask
 from ..simulation import Simulation
 from ..violations import Violation
-from .program import Call, Program
+from .program import Program
 from .runtime_bytes import ProgramEngine
-from .runtime_clients import Actor
 from .runtime_requests import Served
 from .runtime_state import Told, picture
 
-__all__ = ["Stage"]
+__all__ = ["Role", "Stage"]
 
 Found = TypeVar("Found")
-SETTLE_S = 0.1
-"""How long the next call waits for the one before it, unless that hurries: every copy is over by then."""
 STRIDE = 4
 """The full law is checked at every so many-th change of the ledger."""
 MOST_ASKS = 6
 """Prompts that are looked up at rest."""
 
 
+@attrs.define(eq=False)
+class Role:
+    """What everybody on a stage sees of one client."""
+
+    name: str
+    served: Served | None = attrs.field(default=None, kw_only=True)
+    """Its request."""
+    was_struck: bool = attrs.field(default=False, init=False)
+    """Whether its request was cancelled from outside."""
+
+
 class Stage:
-    """Hands out the calls of a program, in their order, and judges what comes of them."""
+    """Where the clients of a program make its calls; judges what comes of them."""
 
     def __init__(self, program: Program, simulation: Simulation) -> None:
         self.program = program
@@ -53,14 +62,12 @@ class Stage:
         self.runtime.ledger.watch(self.told)
         self._note_calls()
         simulation.oracles[0].stride = STRIDE
-        self.actors: dict[str, Actor] = {}
+        self.actors: Mapping[str, Role] = {}
         self.live: dict[Served, None] = {}
         self.features: set[str] = set()
         self.num_calls = self.num_invalidations = 0
         self.was_closed = False
         self._hash = hashlib.sha256()
-        self._strikes: list[tuple[Actor, str, int]] = []
-        simulation.scheduler.before_step = self._before_step
 
     @property
     def digest(self) -> str:
@@ -73,107 +80,6 @@ class Stage:
     def note(self, *words: object) -> None:
         """Something that could be observed."""
         self._hash.update(repr(words).encode())
-
-    # -- handing out ----------------------------------------------------------------------------------------------
-
-    async def run(self, calls: Iterator[Call]) -> None:
-        async with self.runtime:
-            await self._hand_out(calls)
-            if not self.was_closed:
-                await self._end_clients()
-                await self.runtime.flush()
-        await self._hand_out(calls)  # on a runtime that is closed
-        await self._end_clients()
-
-    async def _hand_out(self, calls: Iterator[Call]) -> None:
-        """Up to the end, or to where the runtime is closed."""
-        for call in calls:
-            if call.name == "cancel":
-                self._arm(call.args)
-            elif call.name == "close" and not self.was_closed:
-                self.was_closed = True
-                self.met("close")
-                return
-            elif "who" in call.args:
-                actor = self._actor(call.args["who"])
-                actor.give(call)
-                if not call.args.get("hurry"):
-                    await self._settle(actor)
-
-    def _actor(self, name: str) -> Actor:
-        if name not in self.actors:
-            actor = self.actors[name] = Actor(name, self)
-            self.simulation.spawn(name, actor.run)
-        return self.actors[name]
-
-    @staticmethod
-    async def _settle(actor: Actor) -> None:
-        with anyio.move_on_after(SETTLE_S):
-            await actor.idle.wait()
-
-    async def _end_clients(self) -> None:
-        for actor in self.actors.values():
-            actor.give(None)
-        for actor in self.actors.values():
-            await self._over(actor)
-
-    async def _over(self, actor: Actor) -> None:
-        for client in self.simulation.clients:
-            if client.name == actor.name:
-                await client.wait_over()
-
-    # -- cancelling -----------------------------------------------------------------------------------------------
-
-    def _arm(self, args: Any) -> None:
-        """The victim is cancelled when it was suspended `after` more times."""
-        actor = self.actors.get(args["who"])
-        if actor is not None:
-            at = self.simulation.scheduler.steps_of[actor.name] + args.get("after", 0)
-            self._strikes.append((actor, args["how"], at))
-
-    def _before_step(self) -> None:
-        self.simulation.injector.strike()
-        if self._strikes:
-            self._strikes = [strike for strike in self._strikes if not self._strike(*strike)]
-
-    def _strike(self, actor: Actor, how: str, at: int) -> bool:
-        """Whether it is done with."""
-        if self.simulation.scheduler.steps_of[actor.name] < at:
-            return False
-        served, client = actor.served, actor.client
-        if how == "request":
-            if served is not None:
-                self.struck(served)
-                served.request.cancel("injected")
-                self.met("cancel request")
-        elif how == "native" and client is not None and client.task is not None:
-            if client.is_running:
-                actor.was_struck = True
-                client.task.cancel()
-                self.met("native cancel")
-        elif actor.scope is not None:
-            actor.was_struck = True
-            actor.scope.cancel()
-            self.met("native cancel" if how == "native" else "cancel scope")
-        return True
-
-    def struck(self, served: Served) -> None:
-        for actor in self.actors.values():
-            if actor.served is served:
-                actor.was_struck = True
-
-    def reasons(self, actor: Actor, served: Served) -> set[str]:
-        """Why a request may have been aborted."""
-        found = {"closed_early", "error: Left"}
-        if actor.was_struck:
-            found |= {"injected", "cancelled"}
-        if served.ask.deadline_s is not None:
-            found.add("deadline")
-        if self.num_invalidations:
-            found.add("prefix_invalidated")
-        if self.was_closed:
-            found.add("runtime_closed")
-        return found
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -283,6 +189,24 @@ class Stage:
         ):  # fmt: skip
             if is_used:
                 self.met(name)
+
+    def struck(self, served: Served) -> None:
+        for actor in self.actors.values():
+            if actor.served is served:
+                actor.was_struck = True
+
+    def reasons(self, actor: Role, served: Served) -> set[str]:
+        """Why a request may have been aborted."""
+        found = {"closed_early", "error: Left"}
+        if actor.was_struck:
+            found |= {"injected", "cancelled"}
+        if served.ask.deadline_s is not None:
+            found.add("deadline")
+        if self.num_invalidations:
+            found.add("prefix_invalidated")
+        if self.was_closed:
+            found.add("runtime_closed")
+        return found
 
     # -- judging --------------------------------------------------------------------------------------------------
 

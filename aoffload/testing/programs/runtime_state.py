@@ -6,9 +6,10 @@ from collections import Counter
 from typing import Any
 
 from ...core.cache import PrefixCache
+from ...core.kept import Errand, Pin
 from ...core.ledger import Ledger
 from ...core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
-from ...core.owners import EarlyStart, Errand, Holding, Pin
+from ...core.owners import EarlyStart, Holding
 from ...core.records import Job, Part
 from ...observers import RuntimeObserver
 from ...runtime import OffloadRuntime

@@ -1,0 +1,78 @@
+"""What a program keeps or moves without a request: pins, prefetches and demotions, and what each owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .answer import NO_MATCH, PrefixMatch
+from .lifecycle import ErrandState, PinState
+from .owners import Holding
+from .plan import TransferPlan
+from .records import Lease
+from .tokens import TokenSequence
+
+__all__ = ["Demotion", "Errand", "Pin", "Prefetch"]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Pin:
+    """What `Ledger.pin` returns; ended by `Ledger.unpin`, its deadline, or one of the rules above. Once."""
+
+    pin_id: int
+    sequence: TokenSequence
+    expires_at: float
+    """By the clock of whoever calls `Ledger.lapse`."""
+    ledger: object
+    state: PinState = PinState.NEW
+    match: PrefixMatch = NO_MATCH
+    """What it keeps, or has kept."""
+    leases: list[Lease] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<Pin {self.pin_id} {self.state.name} {self.match.num_tokens} tokens>"
+
+    def __str__(self) -> str:
+        return f"pin {self.pin_id}"
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether its time was over before it was released."""
+        return self.state is PinState.LAPSED
+
+    def all_leases(self) -> list[Lease]:
+        return self.leases
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Errand:
+    holding: Holding
+    wake: Callable[[], object]
+    """Called once it is over."""
+    state: ErrandState = ErrandState.NEW
+    plans: tuple[TransferPlan, ...] = ()
+    """To be launched. There may be none, and yet jobs of others to wait for."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.holding.request_id} {self.state.name}>"
+
+    def __str__(self) -> str:
+        return self.holding.request_id
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (ErrandState.DONE, ErrandState.CANCELLED)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Prefetch(Errand):
+    num_blocks: int = 0
+    """Device blocks that it has taken: they count while it is under way."""
+    num_tokens: int = 0
+    """Tokens of the prompt on the device when it was over."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Demotion(Errand):
+    num_blocks: int = 0
+    """Device blocks that it has given back."""

@@ -1,0 +1,45 @@
+"""Stretches of a path: units by the runs that they lie in, and the blocks of a tier there."""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from .plan import NUM_TIERS, Tier
+from .records import Run
+
+__all__ = ["Stretch", "held_ids", "stretches"]
+
+
+class Stretch(NamedTuple):
+    """Units `[start, stop)` of one run."""
+
+    run: Run
+    start: int
+    stop: int
+
+
+def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
+    """Units `[start, stop)` of the path of `run`, by runs, in prefix order."""
+    if run is not None and run.start <= start < stop <= run.stop:  # as most do
+        return [Stretch(run, start, stop)]
+    found: list[Stretch] = []
+    for current in run.path() if run is not None else ():
+        if current.stop <= start:
+            break
+        if current.start < stop:
+            found.append(Stretch(current, max(start, current.start), min(stop, current.stop)))
+    found.reverse()
+    return found
+
+
+def held_ids(over: list[Stretch], tier: Tier, band: int) -> array[int]:
+    """The ids of the blocks that `tier` holds of `band` over stretches; all of them have to be there."""
+    number = band * NUM_TIERS + tier
+    if len(over) == 1:
+        run, start, stop = over[0]
+        return run.parts[number].ids(start, stop)
+    ids = array("i")
+    for run, start, stop in over:
+        ids.extend(run.parts[number].ids(start, stop))
+    return ids

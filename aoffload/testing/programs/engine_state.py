@@ -1,0 +1,50 @@
+"""What a program over an engine's own device blocks works on: the engine's pool, clock and requests besides."""
+
+from __future__ import annotations
+
+import attrs
+
+from ...core.ledger import Ledger
+from .engine_pool import EnginePool, FindingPool
+from .ledger_state import Client, LedgerState
+from .program import World
+
+__all__ = ["EngineClient", "EngineState"]
+
+
+@attrs.define(eq=False)
+class EngineClient(Client):
+    """One request of the engine's."""
+
+    tables: list[list[int]] = attrs.field(factory=list)
+    """The engine's own, one for each group."""
+    num_computed: int = 0
+    """Tokens whose KV is in them, also those that were not offered yet."""
+    unoffered: list[int] = attrs.field(factory=list)
+    """Tokens that were sampled since the last offer."""
+    unwritten: dict[int, range] = attrs.field(factory=dict)
+    """Of a group, by its number: blocks in which nobody has written anything."""
+    has_loaded: bool = False
+    """A load was planned, and nothing was offered since: others may wait for that."""
+    is_woken: bool = False
+    """It was told to ask again."""
+
+    def wake(self) -> None:
+        self.is_woken = True
+
+
+class EngineState(LedgerState):
+    """A ledger on the blocks of an engine, whose pool and clock stand beside it."""
+
+    clients: dict[str, EngineClient]  # type: ignore[assignment]
+
+    def _open(self, world: World) -> Ledger:
+        self.now = 0.0
+        kind = FindingPool if world.num_host_blocks % 2 else EnginePool
+        self.pool = kind(world.num_device_blocks, reuses_last=world.num_device_blocks % 2 == 0)
+        ledger = Ledger(
+            world.config(), world.num_device_blocks, engine_blocks=self.pool.told(), clock=lambda: self.now,
+            observer=self.recorder,
+        )  # fmt: skip
+        self.pool.block_sizes = [group.block_size for group in ledger.layout.groups]
+        return ledger
