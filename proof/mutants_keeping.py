@@ -94,7 +94,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "nobody served when a pin ends",
         LEDGER,
-        "            self._keeping.end(pin, PinState.RELEASED)\n            self.admission.pump()\n",
+        "            self._keeping.end(pin, PinState.RELEASED)\n            self.admission.serve_line()\n",
         "            self._keeping.end(pin, PinState.RELEASED)\n",
         "everything that changes room serves the line",
     ),

@@ -205,7 +205,7 @@ _WAKING = (
     Mutant(
         "no pump after a release",
         LEDGER,
-        "        else:\n            self.admission.pump()\n        return plans\n",
+        "        else:\n            self.admission.serve_line()\n        return plans\n",
         "        return plans\n",
         "everything that changes room serves the line",
     ),
@@ -219,19 +219,19 @@ _WAKING = (
     ),
     Mutant(
         "no pump after the head is cancelled",
-        ADMISSION,
-        "        if holding.state is _S.PINNED:\n            self.pins.match_again(holding)\n        self.pump()\n",
-        "        if holding.state is _S.PINNED:\n            self.pins.match_again(holding)\n",
+        LEDGER,
+        "        self.admission.withdraw(waiter)\n        self.admission.serve_line()\n",
+        "        self.admission.withdraw(waiter)\n",
         "a cancelled waiter's close serves the line",
         scenarios=("retries",),
     ),
     Mutant(
         "no pump after quarantine",
         LEDGER,
-        "        wakes += self._conclude_loads(requests)\n        self.admission.pump()\n",
+        "        wakes += self._conclude_loads(requests)\n        self.admission.serve_line(wakes)\n",
         "        wakes += self._conclude_loads(requests)\n"
         "        if not any(job.job_id in self.jobs.quarantined for job in jobs):\n"
-        "            self.admission.pump()\n",
+        "            self.admission.serve_line()\n        for wake in wakes:\n            wake()\n",
         "quarantine serves the line",
     ),
     Mutant(
@@ -245,8 +245,9 @@ _WAKING = (
     Mutant(
         "no pump after a step",
         LEDGER,
-        "                    wakes += self._end_steps(holding)\n            self.admission.pump()\n",
-        "                    wakes += self._end_steps(holding)\n",
+        "                    wakes += self._end_steps(holding)\n            self.admission.serve_line(wakes)\n",
+        "                    wakes += self._end_steps(holding)\n"
+        "            for wake in wakes:\n                wake()\n",
         "the end of a step serves the line",
         scenarios=("overlapping_steps",),
     ),
@@ -268,17 +269,17 @@ _WAKING = (
     ),
     Mutant(
         "no pump after a commit",
-        COMMITS,
-        "        if slid or holding.published > first:\n",
-        "        if slid and holding.published < first:\n",
+        LEDGER,
+        "num_computed_tokens, new_token_ids)\n        self.admission.serve_line()\n",
+        "num_computed_tokens, new_token_ids)\n",
         "who is first in line may need less room after a commit",
         programs=True,
     ),
     Mutant(
         "shared load wakes only the first",
         LEDGER,
-        "        for wake in wakes:\n            wake()\n",
-        "        for wake in wakes[:1]:\n            wake()\n",
+        "        wakes += self._conclude_loads(requests)\n        self.admission.serve_line(wakes)\n",
+        "        wakes += self._conclude_loads(requests)\n        self.admission.serve_line(wakes[:1])\n",
         "no hang: a load wakes all who wait for it",
         scenarios=("two_tasks",),
     ),

@@ -262,9 +262,9 @@ _SHARING = (
     ),
     Mutant(
         "no pump after a load gave blocks back",
-        LOADS,
-        "        self.admission.pump()\n        return tuple([job.plan for job in jobs])\n",
-        "        return tuple([job.plan for job in jobs])\n",
+        "aoffload.core.ledger",
+        "max_tokens, wake, units_per_job)\n        self.admission.serve_line()\n",
+        "max_tokens, wake, units_per_job)\n",
         "everything that changes room serves the line",
     ),
 )

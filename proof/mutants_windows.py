@@ -193,8 +193,8 @@ _TAKEN_BACK = (
     Mutant(
         "who waits to begin its load again is not told of a preemption",
         LEDGER,
-        "        if waiter is not None:\n            waiter.wake()\n",
-        "",
+        "        self.admission.serve_line([] if waiter is None else [waiter.wake])\n",
+        "        self.admission.serve_line()\n",
         "nobody sleeps on what is over",
         scenarios=("preempted_by_another",),
     ),

@@ -1,4 +1,4 @@
-"""Admission: granting room, and the one pump behind everything that changes room."""
+"""Admission: granting room, and the one way out of everything that changes room: the line is served."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ class Admission:
         self._check_fits(holding, num_units)
         waiter = Waiter(holding, num_units, wake)
         self.wait_for_allocation(waiter)
-        self.pump()
         return waiter
 
     def _units_to_allocate(self, holding: Holding, num_tokens: int | None) -> int:
@@ -76,7 +75,6 @@ class Admission:
         self._check_fits(holding, num_units)
         waiter = Waiter(holding, num_units, wake)
         self._wait_for_extension(waiter)
-        self.pump()
         return waiter
 
     def _units_to_extend(self, holding: Holding, num_tokens: int) -> int:
@@ -113,10 +111,9 @@ class Admission:
         self.leave(waiter)
         if holding.state is _S.PINNED:
             self.pins.match_again(holding)
-        self.pump()
 
     def match_again(self, holdings: Iterable[Holding]) -> None:
-        """What `holdings` have matched, and not yet read, is gone. The caller pumps.
+        """What `holdings` have matched, and not yet read, is gone.
 
         All of them let go before one is matched again: it would protect what nobody finds any more from being freed."""
         unread = [holding for holding in holdings if holding.may_match_again]
@@ -231,17 +228,22 @@ class Admission:
             holding.waiter.changes_seen = -1
 
     def leave(self, waiter: Waiter) -> None:
-        """Withdraw: an unused grant goes back, a place in the line is given up. The caller pumps."""
+        """Withdraw: an unused grant goes back, a place in the line is given up."""
         waiter.holding.waiter = None
         if waiter.granted is not None:
             self.cache.give(Tier.DEVICE, waiter.give_back())
         else:
             self.line.leave(waiter)
 
-    def pump(self) -> None:
-        """Grant what can be granted, in order. Called after everything that changes room."""
-        if not self.line.allocating and not self.line.extending:
-            return
+    def serve_line(self, wakes: Iterable[Callable[[], object]] = ()) -> None:
+        """The way out of each call of the ledger that may change room, or what is asked of it: grant what can be
+        granted, in order, then wake."""
+        if self.line.allocating or self.line.extending:
+            self._serve()
+        for wake in wakes:
+            wake()
+
+    def _serve(self) -> None:
         if self.capacity < self._promised:
             self._fail_who_cannot_fit()
         self._promised = self.capacity

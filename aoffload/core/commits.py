@@ -64,9 +64,7 @@ class Commits:
         if holding.epoch == self.cache.epoch:
             publish(self.pins, holding, num_computed_tokens // self.cache.layout.unit_tokens)
             plans = self.offer_stores(holding, first)
-        slid = slide(self.cache, holding)
-        if slid or holding.published > first:
-            self.admission.pump()  # there is room now, or who is first in line needs less
+        slide(self.cache, holding)
         return plans
 
     def check(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds) -> bytes:
@@ -136,7 +134,6 @@ class Commits:
         goes_on = self._compute_again(holding, from_token, tainted)
         holding.sequence.drop_after(from_token + 1)
         holding.computed(from_token)
-        self.admission.pump()
         if goes_on and self._reaches_back(holding):
             return (*tainted,)
         holding.taint()

@@ -69,7 +69,7 @@ class Keeping:
         return pin
 
     def end(self, pin: Pin, state: PinState) -> None:
-        """Let go of what `pin` keeps. The caller pumps."""
+        """Let go of what `pin` keeps."""
         self.moves.pin(pin, state)  # first: twice is refused with nothing changed
         self.pins.remove(pin)
         self._let_go(pin)

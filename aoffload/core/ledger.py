@@ -268,7 +268,9 @@ class Ledger:
     ) -> Waiter:
         """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it."""
         check_callable("wake", wake)
-        return self.admission.queue_allocation(self._on_own_device(holding, "allocate"), num_tokens, wake)
+        waiter = self.admission.queue_allocation(self._on_own_device(holding, "allocate"), num_tokens, wake)
+        self.admission.serve_line()
+        return waiter
 
     def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
         """Room for `num_tokens` in all; `OutOfBlocks` changes nothing."""
@@ -277,7 +279,9 @@ class Ledger:
     def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
         """Join the line for more room, before everybody who has none yet."""
         check_callable("wake", wake)
-        return self.admission.queue_extension(self._on_own_device(holding, "extend"), num_tokens, wake)
+        waiter = self.admission.queue_extension(self._on_own_device(holding, "extend"), num_tokens, wake)
+        self.admission.serve_line()
+        return waiter
 
     def accept(self, waiter: Waiter) -> Extension:
         """Take what `waiter` was granted, or raise what it failed with."""
@@ -288,6 +292,7 @@ class Ledger:
         """Stop waiting: an unused grant goes back, and whoever waits behind gets its chance."""
         self._own(check_type("waiter", waiter, Waiter).holding)
         self.admission.withdraw(waiter)
+        self.admission.serve_line()
 
     # -- forks ----------------------------------------------------------------------------------------------------
 
@@ -345,7 +350,9 @@ class Ledger:
             return tuple([job.plan for job in jobs])
         if into is not None:
             raise InvalidArgument("into", "is for `engine_blocks`: this ledger has device blocks itself")
-        return self._loads.plan(self._own(holding), max_tokens, wake, units_per_job)
+        plans = self._loads.plan(self._own(holding), max_tokens, wake, units_per_job)
+        self.admission.serve_line()
+        return plans
 
     def _units_per_job(self, num_blocks: int) -> Sequence[int]:
         return [max(1, num_blocks // max(1, band.width)) for band in self.layout.bands]
@@ -388,9 +395,7 @@ class Ledger:
             requests = [holding for holding in over if holding not in self._errands.under_way]
             wakes = self._errands.conclude(over)
         wakes += self._conclude_loads(requests)
-        self.admission.pump()
-        for wake in wakes:
-            wake()
+        self.admission.serve_line(wakes)
 
     # -- computing ------------------------------------------------------------------------------------------------
 
@@ -398,7 +403,9 @@ class Ledger:
         self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
-        return self._commits.commit(self._on_own_device(holding, "commit"), num_computed_tokens, new_token_ids)
+        plans = self._commits.commit(self._on_own_device(holding, "commit"), num_computed_tokens, new_token_ids)
+        self.admission.serve_line()
+        return plans
 
     def check_commit(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()) -> None:
         """Raise what `commit` would, and change nothing."""
@@ -455,6 +462,7 @@ class Ledger:
         # Who is over but still computes in a step has read them, too; it is only no longer there to be aborted.
         readers = dict.fromkeys((*self.holdings.values(), *self._closing, *self._forks.over))
         tainted = self._commits.invalidate(holding, from_token, readers)
+        self.admission.serve_line()
         return tuple(reader for reader in tainted if not reader.is_over)
 
     @contextmanager
@@ -478,9 +486,7 @@ class Ledger:
             for holding in held:
                 if holding.ended_step():
                     wakes += self._end_steps(holding)
-            self.admission.pump()
-            for wake in wakes:
-                wake()
+            self.admission.serve_line(wakes)
 
     def _check_step(self, holdings: Iterable[Holding], arriving: Iterable[Holding]) -> None:
         for holding in holdings:
@@ -559,7 +565,7 @@ class Ledger:
         if settled:
             self._settled(settled)
         else:
-            self.admission.pump()
+            self.admission.serve_line()
         return plans
 
     # -- preemption -----------------------------------------------------------------------------------------------
@@ -572,9 +578,7 @@ class Ledger:
             self.abandon_load(holding)
         waiter = holding.waiter  # of a load that has lost its place: it ends here, too
         found = self._preemptions.preempt(holding)
-        self.admission.pump()
-        if waiter is not None:
-            waiter.wake()
+        self.admission.serve_line([] if waiter is None else [waiter.wake])
         return found
 
     def resume(self, holding: Holding, num_tokens: int | None = None) -> None:
@@ -584,7 +588,7 @@ class Ledger:
         `num_tokens`: how many it will ask room for; refused here, with nothing changed, if they can never fit.
         """
         self._preemptions.resume(self._on_own_device(holding, "resume"), num_tokens)
-        self.admission.pump()
+        self.admission.serve_line()
 
     # -- what no request asks for ---------------------------------------------------------------------------------
 
@@ -599,7 +603,7 @@ class Ledger:
             raise InvalidArgument("pin", f"was not made by this ledger: {shown(pin)}")
         if pin.state in (PinState.HELD, PinState.RELEASED):
             self._keeping.end(pin, PinState.RELEASED)
-            self.admission.pump()
+            self.admission.serve_line()
 
     @property
     def next_lapse(self) -> float:
@@ -609,12 +613,12 @@ class Ledger:
     def lapse(self, now: float) -> None:
         """End the pins that expire at `now` or before."""
         if self._keeping.lapse(now):
-            self.admission.pump()
+            self.admission.serve_line()
 
     def drop_pins(self) -> None:
         """End every pin, whoever holds it."""
         self._keeping.end_all(PinState.DROPPED)
-        self.admission.pump()
+        self.admission.serve_line()
 
     def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
         """Start bringing onto the device what a request for `prefix` would load: its `plans` have to be launched."""
@@ -652,7 +656,7 @@ class Ledger:
             self.cache.reset()
         else:
             self._reset_tier(tier)
-        self.admission.pump()
+        self.admission.serve_line()
 
     def _reset_tier(self, tier: Tier) -> None:
         self.cache.reset_tier(tier)

@@ -73,13 +73,11 @@ class Loads:
         if holding.load is None:
             self.pins.end_host_lease(holding)
             self.ready(holding)
-            self.admission.pump()  # what it has pinned to go on from, and goes on without, is room
             return ()
         if holding.state is _S.ALLOCATED:
             self.moves.request(holding, _S.LOADING)
         if holding.load is not None and not holding.load.jobs:
             self.conclude_all([holding])
-        self.admission.pump()
         return tuple([job.plan for job in jobs])
 
     def _load_stop(self, holding: Holding, max_tokens: int | None) -> int:

@@ -60,7 +60,7 @@ class Preemptions:
 
     def preempt(self, holding: Holding) -> Preemption:
         """Offer what is computed to the host, pin it there, and let go of every device block. The caller has abandoned
-        a load before, and pumps afterwards."""
+        a load before."""
         before = self.admission.room
         if holding.waiter is not None:
             self.admission.leave(holding.waiter)

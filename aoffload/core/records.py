@@ -1,9 +1,9 @@
 """Records: runs and what tiers hold of them, leases, jobs, loads. They refer to each other, so they are in one file.
 
-    Run <- Part -> Job      what one run holds of one band in one tier, and what is on its way there
-    Lease -> Run            references that protect cached blocks
-    Job -> Lease, Run       one transfer, with leases of its own
-    Load -> Job             what a request waits for
+Run <- Part -> Job      what one run holds of one band in one tier, and what is on its way there
+Lease -> Run            references that protect cached blocks
+Job -> Lease, Run       one transfer, with leases of its own
+Load -> Job             what a request waits for
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The line for room: who waits for device blocks, in which order. One pump serves it.
+"""The line for room: who waits for device blocks, in which order. `Admission` serves it.
 
 Rules (design, section 6, points 9 and 10): all or nothing; `extend` goes before `allocate`; only the head of the
 allocations keeps pins while it waits; the grant is in the waiter before anybody is woken.

@@ -9,18 +9,18 @@ from .plan import Tier
 __all__ = ["slide", "slide_off"]
 
 
-def slide(cache: PrefixCache, holding: Holding) -> bool:
-    """Let go of the blocks that are needed no more for computing to go on where `holding` has come to; whether any.
+def slide(cache: PrefixCache, holding: Holding) -> None:
+    """Let go of the blocks that are needed no more for computing to go on where `holding` has come to.
 
     Its own are free, what is cached stays cached as long as there is room. Their positions are null from now on. A
     step that runs may still read them: it slides when it ends.
     """
-    return not holding.num_steps and bool(holding.tables) and slide_off(cache, holding)
+    if not holding.num_steps and holding.tables:
+        slide_off(cache, holding)
 
 
-def slide_off(cache: PrefixCache, holding: Holding) -> bool:
+def slide_off(cache: PrefixCache, holding: Holding) -> None:
     """The same at the end of a load: a step that runs has begun early, and reads nothing before where the load ends."""
-    before = len(holding.nulled)
     for band in cache.layout.windows:
         table = holding.tables[band.number]
         start = min(band.first_needed(holding.num_computed_tokens), holding.num_units)
@@ -33,4 +33,3 @@ def slide_off(cache: PrefixCache, holding: Holding) -> bool:
             cache.slide_lease(lease, band, start)
         holding.slid(band.number, table.start, start)
         table.begin_at(start)
-    return len(holding.nulled) > before

@@ -1,10 +1,13 @@
-"""The line for room: who is served first, who keeps pins, who has to fail, and one pump behind everything."""
+"""The line for room: who is served first, who keeps pins, who has to fail, and one way out of everything."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from driving import Driven, Tier, prompt
 
+import aoffload.core.ledger
 from aoffload.core.lifecycle import RequestState
 from aoffload.core.owners import Holding, Waiter
 from aoffload.core.plan import Outcome
@@ -257,7 +260,7 @@ def test_who_can_no_longer_fit_need_not_come_first_to_hear_of_it() -> None:
 
 
 def test_everything_that_changes_room_serves_the_line() -> None:
-    """Release, cancellation of the head, the end of a step, a settled job, late proof: each pumps."""
+    """Release, cancellation of the head, the end of a step, a settled job, late proof: each serves the line."""
     for change in ("release", "head", "step", "job", "late proof"):
         line = Line(6, 8)
         line.on_host_only(prompt(1, 17))
@@ -321,3 +324,10 @@ def test_who_is_first_lets_go_of_what_nobody_finds_any_more() -> None:
     assert first.granted is not None and len(first.granted) == 6
     line.ledger.accept(first)
     line.ledger.check_integrity()
+
+
+def test_the_line_is_served_where_the_ledger_is_left() -> None:
+    """One way out: nothing below the ledger's face serves the line, so no call does it twice or half way."""
+    core = Path(aoffload.core.ledger.__file__).parent
+    callers = {path.stem for path in core.glob("*.py") if ".serve_line(" in path.read_text()}
+    assert callers == {"ledger"}
