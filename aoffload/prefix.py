@@ -52,6 +52,10 @@ class KeySpan:
     stop: int
     digest: bytes
 
+    def __attrs_post_init__(self) -> None:
+        if type(self.digest) is not bytes and isinstance(self.digest, bytes):
+            object.__setattr__(self, "digest", plain(self.digest))
+
     def record(self) -> bytes:
         return _SPAN_MARK + struct.pack("<qqq", self.start, self.stop, len(self.digest)) + self.digest
 
@@ -78,6 +82,8 @@ class Root:
                 continue
             if not isinstance(value, _KEY_TYPES):
                 raise InvalidArgument(name, f"must be str, bytes or None, got {type(value).__name__}")
+            value = plain(value)
+            object.__setattr__(self, name, value)
             kind, raw = (b"s", _utf8(name, value)) if isinstance(value, str) else (b"b", value)
             parts.append(kind + struct.pack("<q", len(raw)) + raw)
         return b"".join(parts)
@@ -112,6 +118,11 @@ class Roots:
         return root
 
 
+def plain(key: str | bytes) -> str | bytes:
+    """`key` as a plain object: a subclass may compare, hash and encode otherwise, and fail in somebody else's call."""
+    return str.__str__(key) if isinstance(key, str) else bytes.join(b"", (key,))
+
+
 def _utf8(name: str, value: str) -> bytes:
     try:
         return value.encode()
@@ -132,7 +143,7 @@ class Prefix:
             check_type("root", self.root, Root)
         if not isinstance(self.tokens, bytes) or len(self.tokens) % TOKEN_BYTES or not self.tokens:
             raise InvalidArgument("tokens", f"must be encoded ids in bytes (see Prefix.of), got {shown(self.tokens)}")
-        if not isinstance(self.spans, tuple):
+        if type(self.spans) is not tuple or (self.spans and not all(isinstance(span, KeySpan) for span in self.spans)):
             raise InvalidArgument("spans", f"must be a tuple of KeySpan, got {shown(self.spans)}")
 
     @classmethod

@@ -116,8 +116,8 @@ CALL_MUTANTS = (
     Mutant(
         "a bad entry kept after a reset of the device",
         "aoffload.core.jobs",
-        "job.run.epoch == self.cache.epoch:\n            self._forget_corrupt",
-        "job.epoch == self.cache.epoch:\n            self._forget_corrupt",
+        "Direction.LOAD and job.run.epoch == self.cache.epoch\n",
+        "Direction.LOAD and job.epoch == self.cache.epoch\n",
         "a content failure forgets the bad entry",
         programs=True,
     ),

@@ -146,7 +146,7 @@ _LINE = (
     Mutant(
         "quarantine fails nobody",
         ADMISSION,
-        "        if self.capacity < self._promised:\n            self._fail_who_cannot_fit()\n",
+        "        if self.capacity < self._promised:\n            self._fail_who_cannot_fit(over)\n",
         "",
         "room lost to quarantine fails who can no longer fit",
         scenarios=("second_try",),
@@ -182,25 +182,35 @@ _LINE = (
 _WAKING = (
     Mutant(
         "no wake-up with a grant",
-        OWNERS,
-        "        self.granted = blocks\n        self.wake()\n",
-        "        self.granted = blocks\n",
+        ADMISSION,
+        "            waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))\n"
+        "            over.append(waiter)\n",
+        "            waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))\n",
         "no hang: whoever is granted room is woken",
     ),
     Mutant(
         "woken before the grant is there",
         OWNERS,
-        "        self.granted = blocks\n        self.wake()\n",
+        "        self.granted = blocks\n",
         "        self.wake()\n        self.granted = blocks\n",
         "the grant is in the waiter before anybody is woken",
-        programs=True,
+        test="tests/core/test_line.py::test_who_is_woken_may_call_the_ledger",
     ),
     Mutant(
         "no wake-up with a failure",
-        OWNERS,
-        "        self.error = error\n        self.wake()\n",
-        "        self.error = error\n",
+        ADMISSION,
+        "                    waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))\n"
+        "                    over.append(waiter)\n",
+        "                    waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))\n",
         "no hang: whoever can no longer fit is woken",
+    ),
+    Mutant(
+        "a store that arrived wrong takes its source away",
+        "aoffload.core.jobs",
+        "return job.plan.direction is Direction.LOAD and job.run.epoch == self.cache.epoch",
+        "return job.run.epoch == self.cache.epoch",
+        "what requests read stays theirs, however a copy of it ends",
+        test="tests/core/test_transfers.py::test_a_store_that_arrived_wrong_harms_nobody_who_reads_its_source",
     ),
     Mutant(
         "no pump after a release",

@@ -146,7 +146,7 @@ _LANDING = (
     Mutant(
         "corrupt entry not forgotten",
         JOBS,
-        "        if completion.outcome is Outcome.CORRUPT and job.run.epoch == self.cache.epoch:\n"
+        "        if completion.outcome is Outcome.CORRUPT and self._has_wrong_source(job):\n"
         "            self._forget_corrupt(job, completion)\n",
         "",
         "a content failure forgets the bad entry",
@@ -154,7 +154,7 @@ _LANDING = (
     Mutant(
         "failure forgets what is right",
         JOBS,
-        "        if completion.outcome is Outcome.CORRUPT and job.run.epoch == self.cache.epoch:\n",
+        "        if completion.outcome is Outcome.CORRUPT and self._has_wrong_source(job):\n",
         "        if completion.outcome is not Outcome.LANDED and may_publish and job.plan.source is Tier.HOST:\n"
         "            completion = attrs.evolve(completion, corrupt=completion.corrupt or (completion.num_landed,))\n",
         "a transient error forgets nothing",

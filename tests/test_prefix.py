@@ -183,3 +183,47 @@ def test_spans_that_are_an_array_are_refused_by_name() -> None:
     assert Prefix.of(ROOT, [1, 2], np.array([])).spans == ()  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match=r"key_spans\[0\]"):
         Prefix.of(ROOT, [1, 2], np.array([1, 2]))  # type: ignore[arg-type]
+
+
+class Evil(str):
+    """Text that is like any other, and fails wherever it is compared or measured."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    def __len__(self) -> int:
+        raise RuntimeError("measured")
+
+    __hash__ = str.__hash__
+
+
+class EvilBytes(bytes):
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("compared")
+
+    def __len__(self) -> int:
+        raise RuntimeError("measured")
+
+    __hash__ = bytes.__hash__
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_keys_are_kept_as_plain_values(is_text: bool) -> None:
+    """A key that compares or measures in its own way would fail in somebody else's call: what is kept is plain."""
+    evil: Any = Evil("s") if is_text else EvilBytes(b"s")
+    plain: Any = "s" if is_text else b"s"
+    for name in ("cache_salt", "adapter_key"):
+        assert Root("m", **{name: evil}) == Root("m", **{name: plain})
+        assert type(getattr(Root("m", **{name: evil}), name)) is type(plain)
+    if isinstance(plain, bytes):
+        assert type(KeySpan(0, 1, evil).digest) is bytes
+
+
+def test_a_prefix_takes_nothing_but_spans() -> None:
+    """Also where it is made without `Prefix.of`."""
+    for spans in ((1,), [KeySpan(0, 1, b"x")], (None,)):
+        with pytest.raises(InvalidArgument) as refusal:
+            Prefix(ROOT, b"\1\0\0\0", spans)  # type: ignore[arg-type]
+        assert refusal.value.argument == "spans"

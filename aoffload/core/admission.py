@@ -238,23 +238,28 @@ class Admission:
     def serve_line(self, wakes: Iterable[Callable[[], object]] = ()) -> None:
         """The way out of each call of the ledger that may change room, or what is asked of it: grant what can be
         granted, in order, then wake."""
+        over: list[Waiter] = []
         if self.line.allocating or self.line.extending:
-            self._serve()
+            self._serve(over)
+        for waiter in over:  # now that all is decided: who is woken may call the ledger
+            waiter.wake()
         for wake in wakes:
             wake()
 
-    def _serve(self) -> None:
+    def _serve(self, over: list[Waiter]) -> None:
+        """Grant what can be granted, and fail who can never be; they are added to `over`."""
         if self.capacity < self._promised:
-            self._fail_who_cannot_fit()
+            self._fail_who_cannot_fit(over)
         self._promised = self.capacity
         while self.line.extending:
-            if not self._serve_extension(self.line.extending[0]):
+            if not self._serve_extension(self.line.extending[0], over):
                 break
         while self.line.allocating and not self.line.extending:
-            if not self._serve_allocation(self.line.allocating[0]) and not self._serve_alone(self.line.allocating[0]):
+            first = self.line.allocating[0]
+            if not self._serve_allocation(first, over) and not self._serve_alone(first, over):
                 return
 
-    def _serve_alone(self, first: Waiter) -> bool:
+    def _serve_alone(self, first: Waiter, over: list[Waiter]) -> bool:
         """Whether something has changed for who is first in line where nobody else holds room: a pin yields, since pins
         promise nothing to whom nobody else can make room. Without one it will never fit, and hears so.
 
@@ -268,9 +273,10 @@ class Admission:
         if pool.num_free == before and not self.yield_pin():
             self.line.allocating.pop(0)
             first.fail(OutOfBlocks(self.num_needed(first.holding, first.num_units), self.capacity, retryable=False))
+            over.append(first)
         return True
 
-    def _serve_extension(self, waiter: Waiter) -> bool:
+    def _serve_extension(self, waiter: Waiter, over: list[Waiter]) -> bool:
         """Whether the head of the extensions is over, one way or the other."""
         missing = self.num_missing(waiter.holding, waiter.num_units)
         if missing > self.room and self.line.allocating:
@@ -278,6 +284,7 @@ class Admission:
         if missing <= self.room:
             self.line.extending.pop(0)
             waiter.grant(self.cache.take(Tier.DEVICE, missing))
+            over.append(waiter)
             return True
         if self.others_hold_room():
             return False
@@ -286,9 +293,10 @@ class Admission:
         # Only waiters hold room: nobody will ever let go. The one that came last has the least to lose.
         youngest = self.line.extending.pop()
         youngest.fail(OutOfBlocks(self.num_missing(youngest.holding, youngest.num_units), self.room, retryable=True))
+        over.append(youngest)
         return youngest is waiter
 
-    def _serve_allocation(self, waiter: Waiter) -> bool:
+    def _serve_allocation(self, waiter: Waiter, over: list[Waiter]) -> bool:
         holding, device = waiter.holding, self.cache.tiers[Tier.DEVICE]
         if waiter.changes_seen == device.num_changes and waiter.num_missing > device.room:
             return False  # it would hit what it hit before
@@ -296,10 +304,12 @@ class Admission:
         if self._has_room(holding, waiter.num_units):
             self.line.allocating.pop(0)
             waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))
+            over.append(waiter)
             return True
         if (needed := self.num_needed(holding, waiter.num_units)) > self.capacity:  # a hit had made it fit
             self.line.allocating.pop(0)
             waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))
+            over.append(waiter)
             return True
         if not self.cache.layout.windows:  # there the host counts as well, and what it pins itself
             waiter.num_missing, waiter.changes_seen = self.num_missing(holding, waiter.num_units), device.num_changes
@@ -311,7 +321,7 @@ class Admission:
             return self.num_needed(waiter.holding, waiter.num_units)
         return waiter.num_units * self.cache.layout.spine.width
 
-    def _fail_who_cannot_fit(self) -> None:
+    def _fail_who_cannot_fit(self, over: list[Waiter]) -> None:
         """Room was lost to quarantine: whoever can no longer fit hears of it now, wherever in the line."""
         for queue in (self.line.extending, self.line.allocating):
             for waiter in tuple(queue):
@@ -319,3 +329,4 @@ class Admission:
                 if needed > self.capacity:
                     queue.remove(waiter)
                     waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))
+                    over.append(waiter)

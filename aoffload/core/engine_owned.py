@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from ..errors import InvalidArgument
+from ..errors import CommitError, InvalidArgument
 from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .answer import PrefixMatch
 from .arguments import check_int
@@ -272,6 +272,7 @@ class EngineOwned:
         it, in the engine's cache or from the host, and the stores that were not launched yet."""
         require(holding, "invalidate", _S.RUNNING)
         check_int("from_token", from_token, 0, holding.num_computed_tokens)
+        self._check_readable(holding, from_token)
         start = from_token // self.cache.layout.unit_tokens
         wrong = self._runs_from(holding, from_token)
         others = [other for other in others if other is not holding]
@@ -288,6 +289,14 @@ class EngineOwned:
         for number, units in self._unwritten.get(holding, {}).items():
             self._unwritten[holding][number] = range(units.start, min(units.stop, start))
         return tainted, settled
+
+    def _check_readable(self, holding: Holding, from_token: int) -> None:
+        """Refuse to go back to where a window reads what the load has not brought: that needs to be computed, too."""
+        for number, units in self._unwritten.get(holding, {}).items():
+            band, first = self.cache.layout.bands[number], units.start * self.cache.layout.unit_tokens
+            if first < from_token and band.first_needed(from_token) < units.stop:
+                problem = f"is {from_token}, where a window reads what the load has not brought: go back to {first}"
+                raise CommitError("from_token", problem)
 
     def _runs_from(self, holding: Holding, from_token: int) -> list[Run]:
         """What is cached of its tokens from the unit of `from_token` on, whoever has offered it: it may have been

@@ -211,7 +211,7 @@ class JobBook:
         if unproven:
             self.quarantined[job.job_id] = job
             self.cache.tiers[job.plan.destination].quarantine(job.plan.destination_ids)
-        if completion.outcome is Outcome.CORRUPT and job.run.epoch == self.cache.epoch:
+        if completion.outcome is Outcome.CORRUPT and self._has_wrong_source(job):
             self._forget_corrupt(job, completion)
         if completion.outcome is Outcome.LANDED:
             self.moves.job(job, JobState.COMPLETED, "landed")
@@ -251,6 +251,10 @@ class JobBook:
         while before is not None and not _brings(before, run, part):
             before = before.predecessor
         return before
+
+    def _has_wrong_source(self, job: Job) -> bool:
+        """Whether what was wrong is what it read. Of a store only the copy is: requests compute with what it read."""
+        return job.plan.direction is Direction.LOAD and job.run.epoch == self.cache.epoch
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
         """The bad entries are misses from now on; what is around them is untouched."""

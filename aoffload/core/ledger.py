@@ -266,7 +266,9 @@ class Ledger:
     def queue_allocation(
         self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
-        """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it."""
+        """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it.
+
+        Whoever is woken may call the ledger, which is whole by then, but must not raise."""
         check_callable("wake", wake)
         waiter = self.admission.queue_allocation(self._on_own_device(holding, "allocate"), num_tokens, wake)
         self.admission.serve_line()

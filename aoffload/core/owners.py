@@ -299,11 +299,9 @@ class Waiter:
 
     def grant(self, blocks: array[int]) -> None:
         self.granted = blocks
-        self.wake()
 
     def fail(self, error: OutOfBlocks) -> None:
         self.error = error
-        self.wake()
 
 
 @dataclass(slots=True, eq=False, repr=False)

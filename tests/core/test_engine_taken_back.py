@@ -6,9 +6,12 @@ import pytest
 from engine_driving import EngineDriven, loaded, prompt, sources
 
 from aoffload import (
+    CommitError,
+    KVCacheGroup,
     Prefix,
     RequestState,
     Root,
+    SlidingWindow,
     Tier,
 )
 
@@ -224,3 +227,24 @@ def test_a_reset_in_the_middle_of_a_store(tier: Tier | None) -> None:
     driven.assert_at_rest()
     driven.serve(A)
     assert loaded(driven, A) == 16
+
+
+@pytest.mark.parametrize(("from_token", "is_refused"), [(0, False), (7, True), (8, True), (15, True), (16, False)])
+def test_nothing_goes_back_to_where_a_window_reads_what_was_not_loaded(from_token: int, is_refused: bool) -> None:
+    """A load brings of a window what its end needs. Who goes back behind that would compute on blocks that nobody has
+    written, and offer what it computes: it is refused, and told where to begin."""
+    groups = [KVCacheGroup("window", SlidingWindow(5), 4)]
+    driven = EngineDriven(groups=groups)
+    driven.serve(A)
+    second = driven.admit(A)
+    driven.land(driven.load(second, driven.fresh(17)))
+    assert second.num_computed_tokens == 16
+    before = repr(second)
+    if is_refused:
+        with pytest.raises(CommitError, match="go back to 0") as refusal:
+            driven.ledger.invalidate(second, from_token)
+        assert refusal.value.argument == "from_token"
+        assert repr(second) == before
+    else:
+        assert driven.ledger.invalidate(second, from_token) == ()
+        assert second.num_computed_tokens == from_token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -331,3 +332,27 @@ def test_the_line_is_served_where_the_ledger_is_left() -> None:
     core = Path(aoffload.core.ledger.__file__).parent
     callers = {path.stem for path in core.glob("*.py") if ".serve_line(" in path.read_text()}
     assert callers == {"ledger"}
+
+
+def test_who_is_woken_may_call_the_ledger() -> None:
+    """All is decided before anybody is woken: whoever is told that it can never fit may take the refusal and leave at
+    once, and those behind it are told, too."""
+    line = Line(6, 8)
+    line.on_host_only(prompt(1, 17))
+    loading = line.allocated(prompt(1, 17))
+    (plan,) = line.launch(line.ledger.plan_load(loading))
+    waiters: dict[str, Waiter] = {}
+    told: list[str] = []
+
+    def leave(name: str) -> None:
+        with pytest.raises(OutOfBlocks, match="can never fit"):
+            line.ledger.accept(waiters[name])
+        line.ledger.release(waiters[name].holding, "rejected")
+        told.append(name)
+
+    for name in ("a", "b", "c"):
+        holding = line.admit(prompt(ord(name), 24), request_id=name)
+        waiters[name] = line.ledger.queue_allocation(holding, None, partial(leave, name))
+    line.end(plan, Outcome.UNPROVEN)
+    assert told == ["a", "b", "c"]
+    assert not line.ledger.admission.line.allocating

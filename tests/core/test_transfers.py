@@ -853,3 +853,20 @@ def test_any_number_of_copies_may_end_last_first(first: Outcome) -> None:
     found = ledger.statistics()
     assert (found.num_jobs, found.device.num_pinned, found.host.num_pinned) == (0, 0, 0)
     assert ledger.lookup(prefix).num_host_tokens == (num_jobs - 1 if first is Outcome.LANDED else 0)
+
+
+def test_a_store_that_arrived_wrong_harms_nobody_who_reads_its_source() -> None:
+    """Of a store that ends CORRUPT only the copy is wrong: what others have matched on the device stays, and the store
+    is offered again."""
+    driven = Driven(8)
+    first = driven.running(prompt(1, 9))
+    (store,) = driven.commit(first)
+    driven.launch([store])
+    second = driven.admit(prompt(1, 9))
+    driven.end(store, Outcome.CORRUPT, corrupt=(0,))
+    assert driven.hit(prompt(1, 9)) == (8, 0)
+    driven.ledger.allocate_nowait(second)
+    tables = [driven.ledger.block_ids(holding)[0] for holding in (first, second)]
+    assert tables[0][:2] == tables[1][:2]
+    (again,) = driven.commit(first)
+    assert list(again.source_ids) == tables[0][:2]

@@ -42,7 +42,8 @@ def small_model(kind: str, **changes: Any) -> Any:
     config = AutoConfig.for_model(kind, **(sizes | changes))
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+        model = model.eval()
         for name, weight in model.named_parameters():
             if name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(weight)
@@ -122,13 +123,14 @@ CASES = [
 @pytest.mark.parametrize("takes_away", [False, True])
 @pytest.mark.parametrize(("kind", "changes"), CASES)
 def test_logits_equal_plain_transformers(kind: str, changes: dict[str, Any], takes_away: bool) -> None:
-    """Any window, with sinks and without, over scattered blocks: also after positions have become null."""
-    plain = small_model(kind, **changes)
+    """Any window, with sinks and without, over scattered blocks: also after positions have become null. In double
+    precision: how far single precision rounds apart what is added up in another order depends on the processor."""
+    plain = small_model(kind, **changes).double()
     tokens = random_tokens(NUM_TOKENS + NUM_DECODED)
     wanted = plain_logits(plain, tokens)
     served = Served(TransformersModel(plain), takes_away=takes_away)
     found = served.compute_all(tokens)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), wanted.double(), atol=1e-5, rtol=1e-5)
     assert bool(served.num_nulls) == (takes_away and changes["sliding_window"] < NUM_TOKENS)
 
 
