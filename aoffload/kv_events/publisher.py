@@ -29,6 +29,9 @@ _STOP = b"stop"
 MAX_COUNT = 2**31 - 1
 LEAST_BETWEEN_S = 1.0
 """Between two times that all is told anew for who asks for what is no longer kept: the loop walks the whole index."""
+LINGER_MS = 500
+"""How long what was sent may take to leave once the publisher is closed."""
+CLOSE_TIMEOUT_S = 5.0
 
 
 @attrs.frozen
@@ -116,6 +119,7 @@ class KVEventPublisher:
             raise RuntimeClosed("a publisher is opened once: make another one")
         self._changes.check_alone()
         self._context = zmq.Context()
+        self._context.linger = LINGER_MS  # a socket's own is not asked by what it had accepted before
         try:
             self._open_sockets()
         except zmq.ZMQError as error:
@@ -134,7 +138,10 @@ class KVEventPublisher:
         self._signal(_STOP)
         self._thread.join()
         self._waker.close(linger=0)
-        self._context.term()
+        # In a thread, and not for ever: it waits for connections that may be half open, and an engine has to end.
+        end = threading.Thread(target=self._context.term, name="aoffload KV events, closing", daemon=True)
+        end.start()
+        end.join(CLOSE_TIMEOUT_S)
 
     def tell_anew(self) -> None:
         """Publish that nothing is cached, then all that is: for a subscriber that can't know better."""
@@ -173,7 +180,7 @@ class KVEventPublisher:
             self.failure = error
         finally:
             for socket in (self._socket, self._replay, self._awake):
-                socket.close(linger=500)
+                socket.close()
 
     def _serve(self) -> None:
         poller = zmq.Poller()

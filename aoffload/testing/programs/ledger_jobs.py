@@ -40,20 +40,19 @@ class JobCalls(LedgerState):
         return "launched"
 
     def do_settle(self, job: str, outcome: str = "landed", at: int = 0) -> str:
-        """The copy is over. FAILED: `at` blocks are there. CORRUPT: block `at` is rotten."""
+        """The copy is over. FAILED: `at` blocks are there. CORRUPT: block `at` is rotten, of a load where it was read,
+        of a store where it was written."""
         found, plan = self.job(job), self.plans.get(job)
         if found is None or plan is None or found.state is not JobState.LAUNCHED or found.parked is not None:
             return "skipped"
         how, index = Outcome(outcome), at % plan.num_blocks
-        if how is Outcome.CORRUPT and plan.direction is Direction.STORE:
-            how = Outcome.FAILED
         if plan.direction is Direction.LOAD and not self.rotten.keys().isdisjoint(plan.source_ids):
             how = Outcome.CORRUPT  # as every load of such a block
             index = next(number for number, block_id in enumerate(plan.source_ids) if block_id in self.rotten)
         num_landed = {Outcome.LANDED: plan.num_blocks, Outcome.UNPROVEN: 0}.get(how, index)
         self._copy(plan, num_landed)
         corrupt = (index,) if how is Outcome.CORRUPT else ()
-        if corrupt:
+        if corrupt and plan.direction is Direction.LOAD:
             self.bytes.spoil(plan.source, [plan.source_ids[index]])
             self.rotten[plan.source_ids[index]] = found
         completion = Completion(plan.job_id, how, num_landed, corrupt)
