@@ -123,7 +123,7 @@ def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_wait_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room that comes back without anybody being told is found: who waits would wait for ever."""
-    monkeypatch.setattr(Admission, "pump", lambda self: None)
+    monkeypatch.setattr(Admission, "serve_line", lambda self, wakes=(): [wake() for wake in wakes])
     assert found().violation.partition(":")[0] in ("progress", "a wait without a need")
 
 
