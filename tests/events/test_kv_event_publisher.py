@@ -382,3 +382,22 @@ def test_who_is_opened_after_a_reset_hears_of_what_comes() -> None:
     with publisher, subscribed(publisher) as subscriber:
         serve(ledger, Prefix.of(Root("m"), range(8)))
         subscriber.catch_up(publisher, ledger)
+
+
+def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that does not let go of a connection is no reason for an engine not to end."""
+    monkeypatch.setattr("aoffload.kv_events.publisher.CLOSE_TIMEOUT_S", 0.01)
+    publisher = published(ledger_of()).__enter__()
+    context, lets_go, has_ended = publisher._context, threading.Event(), threading.Event()
+
+    class Stuck:
+        def term(self) -> None:
+            lets_go.wait(GUARD_MS / 1000)
+            context.term()
+            has_ended.set()
+
+    monkeypatch.setattr(publisher, "_context", Stuck())
+    publisher.__exit__(None, None, None)
+    assert not has_ended.is_set()
+    lets_go.set()
+    assert has_ended.wait(GUARD_MS / 1000)
