@@ -43,19 +43,19 @@ class AwaitedLoad:
 
     async def _until_over(self, holding: Holding) -> int:
         request, session = self._request, self._request._session
-        while holding.state is RequestState.LOADING:
-            if holding.lacks_blocks:  # it was told that it can never fit, perhaps in another task
-                raise WrongState(f"load: {holding} had to let go of its blocks: leave it")
+        while holding.is_loading:
             if holding.waiter is not None and holding.waiter.is_over:
                 session.ledger.accept(holding.waiter)
                 self._start(holding)
                 continue
-            is_under_way = holding.load is not None and bool(holding.load.jobs)  # else a step or a grant ends the wait
-            is_late = await self._wait(session.config.load_timeout_s if is_under_way else None)
-            if is_late and holding.state is RequestState.LOADING and holding.load is not None:
+            has_bound = holding.state is RequestState.LOADING  # else a step or a grant ends the wait
+            is_late = await self._wait(session.config.load_timeout_s if has_bound else None)
+            if is_late and holding.state is RequestState.LOADING:
                 self._max_tokens = 0  # should it have to queue for room now, it doesn't wait for this load again
                 self._give_up()
                 session.ledger.abandon_load(holding)
+        if holding.state is RequestState.STRANDED:  # it was told that it can never fit, perhaps in another task
+            raise WrongState(f"load: {holding} had to let go of its blocks: leave it")
         if holding.state is not RequestState.RUNNING:
             request._live()  # it is over by now, or the runtime was closed
             return 0  # another task has preempted it meanwhile: it has no blocks
@@ -103,7 +103,8 @@ class PendingLoad(AwaitedLoad):
 
     @property
     def is_over(self) -> bool:
-        return self._request.state is not RequestState.LOADING
+        holding = self._request._holding
+        return holding is None or not holding.is_loading
 
     async def wait(self) -> int:
         """Wait until the load is over, however it ends; the number of tokens that are ready, 0 once it is preempted.

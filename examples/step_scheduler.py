@@ -186,7 +186,7 @@ class Scheduler:
 
     def leave(self, request: Request, reason: str) -> None:
         """Give its blocks back at once. Those that a copy or another request holds are not free yet."""
-        request.reads_cache = request.reads_cache and not request.holding.has_lost_load  # do not lose it twice
+        request.reads_cache = request.reads_cache and not request.holding.num_lost_tokens  # do not lose it twice
         self.ledger.release(request.holding, reason)
         self.give(request, 0)
         request.holding, request.tables = None, []

@@ -272,8 +272,8 @@ _WAKING = (
     Mutant(
         "lost load tried again",
         "aoffload.core.pins",
-        "        if holding.has_lost_load:\n",
-        "        if holding.has_lost_load and not holding.has_lost_load:\n",
+        "        if holding.state is RequestState.REQUEUED:\n",
+        "        if holding.state is RequestState.QUEUED:\n",
         "a failed load is not retried for ever",
         programs=True,
     ),

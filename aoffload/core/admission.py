@@ -91,12 +91,12 @@ class Admission:
         if waiter.granted is None:
             if holding.state is _S.PINNED:
                 self.pins.match_again(holding)
+            elif holding.state is _S.REQUEUED:
+                self.moves.request(holding, _S.STRANDED)
             raise waiter.error  # type: ignore[misc]
         before = holding.num_units
-        if holding.state is _S.PINNED:
+        if holding.may_match_again:
             self._allocated(holding, waiter.num_units, waiter.granted)
-        elif holding.state is _S.LOADING:
-            self.pins.start_tables(holding, waiter.num_units, waiter.granted)
         else:
             self.pins.lengthen_tables(holding, waiter.num_units, waiter.granted)
         return self.extension(holding, before)
@@ -106,7 +106,7 @@ class Admission:
         holding = waiter.holding
         if holding.waiter is not waiter:
             return
-        if holding.state is _S.LOADING:
+        if holding.state is _S.REQUEUED:
             raise WrongState(f"withdraw: {holding} has let go of everything and waits to begin again: release it")
         self.leave(waiter)
         if holding.state is _S.PINNED:

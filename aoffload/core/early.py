@@ -41,7 +41,7 @@ def can_start(cache: PrefixCache, holding: Holding) -> bool:
     """Whether a step may take its load for landed: all of it is under way, and there is room behind it. After a reset
     it is not: what the jobs bring is entered nowhere."""
     load, early = holding.load, holding.early
-    if holding.state is not RequestState.LOADING or load is None:
+    if load is None:
         return False
     if holding.num_steps:
         return True  # it keeps its blocks anyway, also when the load is over by now

@@ -197,7 +197,7 @@ class EngineOwned:
             holding.ended_load()
             self._run(holding, ready)
             if ready < arrival.stop:
-                holding.lost_load()
+                holding.lost((arrival.stop - ready) * self.cache.layout.unit_tokens)
                 wakes += self.arrivals.fell_short(holding, ready)
         return wakes
 

@@ -18,7 +18,7 @@ from .owners import Holding
 from .paths import stretches
 from .pins import Pins
 from .plan import Tier
-from .records import UNPUBLISHABLE
+from .records import NoIndex
 from .table import BlockTable
 from .waiting import require_idle
 
@@ -71,7 +71,7 @@ class Forks:
         require_idle(parent, "fork")
         if parent.num_steps:
             raise WrongState(f"fork: a step writes into the blocks of {parent}")
-        if parent.epoch == UNPUBLISHABLE:
+        if parent.epoch is NoIndex.INVALIDATED:
             raise WrongState(f"fork: what {parent} has read was taken back: it has to be aborted")
 
     @staticmethod

@@ -13,7 +13,7 @@ from .jobs import JobBook
 from .kept import Pin
 from .owners import Holding
 from .plan import NUM_TIERS, Tier
-from .records import ORPHANED, UNPUBLISHABLE, Lease, Run
+from .records import Lease, NoIndex, Run
 from .table import BlockTable
 from .tiers import TierBlocks
 from .waiting import Line
@@ -153,9 +153,9 @@ def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
 
 
 def _check_tables(holding: Holding) -> None:
-    if holding.epoch == UNPUBLISHABLE:
+    if holding.epoch is NoIndex.INVALIDATED:
         return  # a forward that still runs may name blocks that were withdrawn meanwhile; it only reads them
-    if holding.epoch == ORPHANED:
+    if holding.epoch is NoIndex.ORPHANED:
         for number, table in enumerate(holding.tables):
             _check_kept(holding, number, table)
         return

@@ -55,6 +55,7 @@ from .windows import slide
 __all__ = ["Ledger", "LedgerStatistics"]
 
 _S = RequestState
+_LOADING = (_S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED)
 OBSERVES = "request_moved job_moved store_skipped pin_moved errand_moved early_moved"
 ORDERS = "add add_newer add_back remove oldest __iter__"
 
@@ -134,9 +135,7 @@ class Ledger:
         self._commits = Commits(
             self.cache, self._pins, stores, self.admission, self._loads, policy, frontier, self._keeping
         )
-        self._preemptions = Preemptions(
-            self.cache, self._pins, self._moves, self.jobs, stores, self.admission, self._loads, policy
-        )
+        self._preemptions = Preemptions(self.cache, self._pins, self._moves, self.jobs, stores, self.admission, policy)
         share = config.max_prefetch_share
         self._errands = Errands(self.cache, self._pins, self._moves, self._loads, stores, self.admission, share)
         self._engine: EngineOwned | None = None
@@ -336,9 +335,9 @@ class Ledger:
     ) -> tuple[TransferPlan, ...]:
         """Start bringing the host hit onto the device; the plans that have to be launched for it.
 
-        RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or when room
-        was granted after it had to let go of everything (`holding.waiter`: accept it and plan again). `max_job_bytes`
-        replaces that of the configuration: who starts on a region wants it from as few jobs as possible.
+        RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or, REQUEUED,
+        when room was granted after it had to let go of everything (`holding.waiter`: accept it and plan again).
+        `max_job_bytes` replaces that of the configuration: an overlapped load is split into as few jobs as possible.
 
         With `engine_blocks`, `into` are the request's block tables from the first token on, one for each group, at
         least up to the end of the hit: the copies go into exactly these blocks. Nothing else in them is touched.
@@ -361,7 +360,7 @@ class Ledger:
 
     def abandon_load(self, holding: Holding) -> None:
         """Stop waiting for a load: what has landed counts, the rest is computed. Launched copies go on."""
-        require(self._on_own_device(holding, "abandon_load"), "abandon_load", _S.LOADING)
+        require(self._on_own_device(holding, "abandon_load"), "abandon_load", *_LOADING)
         if holding.load is not None:
             self._settled(self._loads.abandon(holding), also=holding)
 
@@ -495,8 +494,8 @@ class Ledger:
             require(self._own(holding), "step", _S.ALLOCATED, _S.RUNNING)
             require_no_holes(holding, "step")
         for holding in arriving:
-            require(self._own(holding), "step", _S.LOADING, _S.RUNNING)
-            if holding.state is _S.LOADING and not can_start(self.cache, holding):
+            require(self._own(holding), "step", _S.LOADING, _S.DRAINING, _S.RUNNING)
+            if holding.state is not _S.RUNNING and not can_start(self.cache, holding):
                 raise WrongState(f"step: the load of {holding} is not under way: wait until it is over")
 
     def _end_steps(self, holding: Holding) -> list[Callable[[], object]]:
@@ -505,7 +504,7 @@ class Ledger:
         if holding in self._closing:
             self._closing.discard(holding)
             self._pins.let_go(holding)
-        elif holding.load is not None and not holding.load.jobs:  # it was over, and there was no room to go on
+        elif holding.state is _S.DRAINING:
             return self._loads.conclude_all([holding])
         else:
             slide(self.cache, holding)

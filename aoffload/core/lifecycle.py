@@ -37,6 +37,9 @@ class RequestState(_State):
     PINNED = "pinned"
     ALLOCATED = "allocated"
     LOADING = "loading"
+    DRAINING = "draining"
+    REQUEUED = "requeued"
+    STRANDED = "stranded"
     RUNNING = "running"
     PREEMPTED = "preempted"
     DONE = "done"
@@ -86,8 +89,11 @@ REQUEST_MOVES: Mapping[State, frozenset[State]] = {
     _R.QUEUED: frozenset({_R.MATCHED, _R.ABORTED}),
     _R.MATCHED: frozenset({_R.PINNED, _R.ABORTED}),
     _R.PINNED: frozenset({_R.MATCHED, _R.ALLOCATED, _R.ABORTED}),
-    _R.ALLOCATED: frozenset({_R.LOADING, _R.RUNNING, _R.ABORTED}),
-    _R.LOADING: frozenset({_R.RUNNING, _R.ABORTED}),
+    _R.ALLOCATED: frozenset({_R.LOADING, _R.RUNNING, _R.PREEMPTED, _R.ABORTED}),
+    _R.LOADING: frozenset({_R.DRAINING, _R.REQUEUED, _R.RUNNING, _R.ABORTED}),
+    _R.DRAINING: frozenset({_R.REQUEUED, _R.RUNNING, _R.ABORTED}),
+    _R.REQUEUED: frozenset({_R.ALLOCATED, _R.STRANDED, _R.PREEMPTED, _R.ABORTED}),
+    _R.STRANDED: frozenset({_R.PREEMPTED, _R.ABORTED}),
     _R.RUNNING: frozenset({_R.DONE, _R.PREEMPTED, _R.ABORTED}),
     _R.PREEMPTED: frozenset({_R.MATCHED, _R.ABORTED}),
     _R.DONE: frozenset(),

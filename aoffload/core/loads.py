@@ -48,24 +48,22 @@ class Loads:
     ) -> tuple[TransferPlan, ...]:
         """Start bringing the host hit onto the device; the plans that have to be launched for it.
 
-        RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or when room
-        was granted after it had to let go of everything (`holding.waiter`: accept it and plan again).
+        RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or, REQUEUED,
+        when room was granted after it had to let go of everything (`holding.waiter`: accept it and plan again).
         """
-        require(holding, "load", _S.ALLOCATED, _S.LOADING, _S.RUNNING)
+        require(holding, "load", _S.ALLOCATED, _S.LOADING, _S.DRAINING, _S.REQUEUED, _S.RUNNING)
         limit = None if max_tokens is None else check_int("max_tokens", max_tokens, 0)
         if holding.state is _S.RUNNING:
             return ()
         if holding.load is not None:  # called again after a cancelled call
             holding.load.wake_by(wake)
             return ()
-        if holding.waiter is not None and holding.state is _S.LOADING:
+        if holding.waiter is not None and holding.state is _S.REQUEUED:
             holding.waiter.wake_by(wake)
             return ()
         require_idle(holding, "load")
         if holding.num_steps:
             raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
-        if not holding.num_units:
-            raise WrongState(f"load: {holding} had to let go of its blocks: leave it")
         stop = self._load_stop(holding, limit)
         jobs = self.start(holding, stop, wake, units_per_job) if stop > holding.published else []
         if holding.load is None and has_holes(holding):
@@ -74,9 +72,8 @@ class Loads:
             self.pins.end_host_lease(holding)
             self.ready(holding)
             return ()
-        if holding.state is _S.ALLOCATED:
-            self.moves.request(holding, _S.LOADING)
-        if holding.load is not None and not holding.load.jobs:
+        self.moves.request(holding, _S.LOADING)
+        if not holding.load.jobs:
             self.conclude_all([holding])
         return tuple([job.plan for job in jobs])
 
@@ -194,9 +191,9 @@ class Loads:
             new += self._launch(holding, load, band, units.start, units.stop)
         return list(shared)
 
-    def _conclude(self, holding: Holding, load: Load) -> bool:
-        """End a load with whatever is on the device by now. False: there was no room for what is missing, so the
-        holding has let go of everything and waits in the line, at its old place."""
+    def _conclude(self, holding: Holding, load: Load) -> None:
+        """End a load with whatever is on the device by now: RUNNING. Where there is no room for what is missing, the
+        holding lets go of everything and waits in the line, at its old place: REQUEUED, or DRAINING until then."""
         layout = self.cache.layout
         start, ready = holding.published, self._ready_stop(holding, load)
         for table, band in zip(holding.tables, layout.bands, strict=True):
@@ -210,6 +207,7 @@ class Loads:
         if holding.early is not None:
             compare(self.moves, holding, layout.bands)
         if ready < load.stop:
+            holding.lost((load.stop - ready) * layout.unit_tokens)
             step_back(self.pins, holding, ready)
         self.pins.end_host_lease(holding)
         if layout.windows:
@@ -218,17 +216,19 @@ class Loads:
         if any(missing) and sum(missing) > self.admission.room:
             if holding.num_steps:
                 load.shorten(ready)  # a forward writes into what it would have to give back: tried again when that ends
-                return False
+                if holding.state is _S.LOADING:
+                    self.moves.request(holding, _S.DRAINING)
+                return
             num_units = holding.num_units
             self.pins.let_go(holding)
-            holding.lost_load()
+            self.moves.request(holding, _S.REQUEUED)
             self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
-            return False
+            return
         for table, number in zip(holding.tables, missing, strict=True):
             if number:
                 table.fill(ready, holding.num_units, self.cache.take(Tier.DEVICE, number))
         holding.ended_load()
-        return True
+        self.moves.request(holding, _S.RUNNING)
 
     def _ready_stop(self, holding: Holding, load: Load) -> int:
         """Up to where computing can go on with what is on the device."""
@@ -247,8 +247,8 @@ class Loads:
         for holding in holdings:
             load = holding.load
             assert load is not None
-            if self._conclude(holding, load):
-                self.moves.request(holding, _S.RUNNING)
+            self._conclude(holding, load)
+            if holding.state is _S.RUNNING:
                 wakes.append(load.wake)
         return wakes
 

@@ -16,7 +16,7 @@ from ..errors import OutOfBlocks
 from .answer import NO_MATCH, PrefixMatch
 from .lifecycle import EarlyState, RequestState
 from .plan import Tier
-from .records import ORPHANED, UNPUBLISHABLE, Claim, Job, Lease, Run
+from .records import Claim, Job, Lease, NoIndex, Run
 from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence
 
@@ -29,7 +29,10 @@ __all__ = [
     "nobody",
 ]
 
-_UNREAD = (RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.LOADING)
+_UNREAD = (
+    RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.REQUEUED, RequestState.STRANDED,
+)  # fmt: skip
+_UNDER_WAY = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
 
 
 @attrs.frozen
@@ -46,7 +49,7 @@ class Extension:
 class Holding(Claim):
     request_id: str
     sequence: TokenSequence
-    epoch: int
+    epoch: int | NoIndex
     ticket: int
     """Its place in the line for room, kept when it has to queue again."""
     hit_limit: int
@@ -85,8 +88,8 @@ class Holding(Claim):
     """Units that were findable when it was preempted last: it may have read what others had computed of them."""
     early: EarlyStart | None = None
     """A step has begun on what a load was still bringing."""
-    has_lost_load: bool = False
-    """A load failed and there was no room to compute instead, so it began again: this time it computes."""
+    num_lost_tokens: int = 0
+    """Tokens that its loads were to bring and have not."""
     waiter: Waiter | None = None
     num_steps: int = 0
     """Forwards that touch its blocks now. It gives nothing back before they end."""
@@ -116,9 +119,13 @@ class Holding(Claim):
 
     @property
     def may_match_again(self) -> bool:
-        """Whether its match is no more than pins: it has no block tables, and has not begun to compute with what it
-        pins. Nobody else is ever matched again."""
-        return not self.tables and self.state in _UNREAD
+        """Whether its match is no more than pins: it has no block tables. Nobody else is ever matched again."""
+        return self.state in _UNREAD
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether its load is not over: it waits for copies, for a step that began on it, or for room again."""
+        return self.state in _UNDER_WAY
 
     @property
     def holds_room(self) -> bool:
@@ -189,12 +196,9 @@ class Holding(Claim):
         self.num_computed_tokens = num_tokens
         self.has_committed = True
 
-    def lost_load(self) -> None:
-        """Its load failed, and it begins again."""
-        self.has_lost_load = True
-
-    def ready_for_load(self) -> None:
-        self.has_lost_load = False
+    def lost(self, num_tokens: int) -> None:
+        """Its load ended, and has not brought `num_tokens` of what it was to bring."""
+        self.num_lost_tokens += num_tokens
 
     def preempted(self, unit_tokens: int) -> None:
         # How far its match might go was said of the prompt; what it has computed itself is its own.
@@ -225,11 +229,11 @@ class Holding(Claim):
 
     def taint(self) -> None:
         """It has read what was wrong: nothing of it is published any more."""
-        self.epoch = UNPUBLISHABLE
+        self.epoch = NoIndex.INVALIDATED
 
     def orphan(self) -> None:
         """A reset of the device has made its blocks unfindable."""
-        self.epoch = ORPHANED
+        self.epoch = NoIndex.ORPHANED
 
     def private_blocks(self) -> array[int]:
         """The ids that are its own: nobody else reads or frees them."""
@@ -237,11 +241,6 @@ class Holding(Claim):
         for table in self.tables:
             found.extend(table.private(self.published))
         return found
-
-    @property
-    def lacks_blocks(self) -> bool:
-        """Whether its load has failed, with the blocks under it, and it was told since that it can never fit."""
-        return self.state is RequestState.LOADING and not self.tables and self.load is None and self.waiter is None
 
     @property
     def num_blocks(self) -> int:

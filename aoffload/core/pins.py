@@ -9,6 +9,7 @@ import attrs
 from .answer import PrefixMatch
 from .cache import PrefixCache
 from .groups import Band
+from .lifecycle import RequestState
 from .matching import Hit, find_hit
 from .owners import Holding
 from .paths import held_ids, stretches
@@ -39,7 +40,7 @@ class Pins:
         layout = self.cache.layout
         limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit)
         hit = find_hit(self.cache.index, holding.sequence, layout, limit, holding.hit_alignment, islands=islands)
-        if holding.has_lost_load:
+        if holding.state is RequestState.REQUEUED:
             # It computes now: two whose loads fail at once would give each other room for the next try for ever.
             hit = attrs.evolve(hit, stop=hit.device_stop)
         return hit

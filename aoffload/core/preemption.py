@@ -10,7 +10,6 @@ from .cache import PrefixCache
 from .early import tell
 from .jobs import JobBook
 from .lifecycle import RequestState, require
-from .loads import Loads
 from .observer import Moves
 from .owners import Holding
 from .pins import Pins
@@ -46,14 +45,13 @@ class Preemptions:
     jobs: JobBook
     stores: Stores
     admission: Admission
-    loads: Loads
     policy: StorePolicy
 
     @staticmethod
     def check(holding: Holding) -> None:
         """Refuse to preempt who has nothing to give up, or can't now."""
-        require(holding, "preempt", _S.ALLOCATED, _S.LOADING, _S.RUNNING)
-        if holding.state is not _S.LOADING:  # there it has let go of everything, and waits to begin again
+        require(holding, "preempt", _S.ALLOCATED, _S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED, _S.RUNNING)
+        if holding.state is not _S.REQUEUED:
             require_idle(holding, "preempt")
         if holding.num_steps:
             raise WrongState(f"preempt: a step touches the blocks of {holding}")
@@ -66,7 +64,7 @@ class Preemptions:
             self.admission.leave(holding.waiter)
         if holding.state is not _S.RUNNING:
             self.pins.end_host_lease(holding)
-            self.loads.ready(holding)
+            holding.computed(holding.published * self.cache.layout.unit_tokens)
         plans = self._store(holding)
         run, held = holding.device_run, self._held(holding)
         self.pins.give_up_tables(holding)
@@ -86,7 +84,6 @@ class Preemptions:
         require(holding, "resume", _S.PREEMPTED)
         if num_tokens is not None:
             self.admission.check_could_fit(num_tokens)
-        holding.ready_for_load()
         self.moves.request(holding, _S.MATCHED)
         self.pins.match_again(holding)
         self.moves.request(holding, _S.PINNED)

@@ -8,6 +8,7 @@ Load -> Job             what a request waits for
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,17 @@ from .plan import NUM_TIERS, Completion, Tier, TransferPlan
 from .tokens import hash_run
 
 __all__ = [
-    "ORPHANED", "UNPUBLISHABLE", "Claim", "Job", "Lease", "Load", "Part", "Run",
+    "Claim", "Job", "Lease", "Load", "NoIndex", "Part", "Run",
 ]  # fmt: skip
 
-UNPUBLISHABLE = -1
-"""The epoch of jobs and holdings whose bytes turned out to be wrong: no index has it."""
-ORPHANED = -2
-"""The epoch of holdings whose device blocks a reset of that tier has made unfindable: no index has it, either."""
+
+class NoIndex(enum.Enum):
+    """In place of an epoch: no index takes what such a job brings, or such a request has computed."""
+
+    INVALIDATED = "invalidated"
+    """Its bytes turned out to be wrong."""
+    ORPHANED = "orphaned"
+    """A reset of the device has made the blocks of the request unfindable."""
 
 
 def _no_ids() -> array[int]:
@@ -270,7 +275,7 @@ class Job:
     """Where the job's stretch ends; what lies before it is found through `before`."""
     start: int
     stop: int
-    epoch: int
+    epoch: int | NoIndex
     band: int
     """The band of groups whose blocks it moves; a transfer of several is several jobs."""
     source_lease: Lease | None
@@ -302,7 +307,7 @@ class Job:
 
     def publish_nothing(self) -> None:
         """What it brings is wrong, or not wanted any more."""
-        self.epoch = UNPUBLISHABLE
+        self.epoch = NoIndex.INVALIDATED
 
     def __repr__(self) -> str:
         return f"<Job {self.job_id} {self.plan.direction.value} [{self.start},{self.stop}) {self.state.name}>"

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["Ask", "PromptPlace", "Rivals", "Try"]
 
 MADE_WAY = "made way for an older request"
-_HOLDS_ROOM = (RequestState.ALLOCATED, RequestState.LOADING, RequestState.RUNNING)
+_HOLDS_ROOM = (
+    RequestState.ALLOCATED, RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED, RequestState.STRANDED,
+    RequestState.RUNNING,
+)  # fmt: skip
 
 
 def _never(_: int) -> bool:

@@ -74,7 +74,7 @@ def reason_of(reason: str) -> str:
     return head if head in REASONS else "other"
 
 
-_STAYS = ("pinned", "allocated", "loading", "running", "preempted")
+_STAYS = ("pinned", "allocated", "loading", "draining", "requeued", "stranded", "running", "preempted")
 """The states that a request stays in. Through the others it goes within one call, which no scrape sees."""
 _DIRECTIONS = tuple(direction.value for direction in Direction)
 _TIERS = tuple(tier.name.lower() for tier in Tier)

@@ -9,7 +9,7 @@ import attrs
 
 from ..core.groups import ChunkedLocal, SlidingWindow
 from ..core.kinds import AttentionKind
-from ..core.records import UNPUBLISHABLE
+from ..core.records import NoIndex
 from ..request import Request
 from ..runtime import OffloadRuntime
 from .asks import Ask
@@ -215,7 +215,7 @@ class TagEngine:
 def _is_doomed(request: Request) -> bool:
     """Whether what it reads was taken back, and it is being cancelled, for that reason or another one before."""
     holding = request._holding
-    return bool(request._cancel_reason) and holding is not None and holding.epoch == UNPUBLISHABLE
+    return bool(request._cancel_reason) and holding is not None and holding.epoch is NoIndex.INVALIDATED
 
 
 def first_read(kind: AttentionKind, token: int) -> int:

@@ -214,7 +214,7 @@ class Oracles:
     def _check_order(self, plan: TransferPlan) -> None:
         unsettled = self.runtime.ledger.jobs.unsettled
         job = unsettled.get(plan.job_id)
-        if job is None or 0 <= job.epoch < self.runtime.ledger.cache.epoch:
+        if job is None or (type(job.epoch) is int and job.epoch < self.runtime.ledger.cache.epoch):
             raise Violation("a copy for nobody", f"{plan} was discarded, or queued before the cache was reset")
         loads = [job for job in unsettled.values() if job.plan.direction is Direction.LOAD]
         waiting = [job for job in loads if job.state is JobState.QUEUED and job.claims]

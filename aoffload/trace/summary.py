@@ -23,6 +23,9 @@ STATES = {
     RequestState.PINNED.value: "waits for room",
     RequestState.ALLOCATED.value: "has blocks, does not load yet",
     RequestState.LOADING.value: "waits for copies",
+    RequestState.DRAINING.value: "lost its load, waits for its step",
+    RequestState.REQUEUED.value: "lost its load, waits for room",
+    RequestState.STRANDED.value: "lost its blocks for good",
     RequestState.RUNNING.value: "computes",
     RequestState.PREEMPTED.value: "gave its blocks away",
 }

@@ -11,6 +11,9 @@ from aoffload.testing import Client, SimulatedEngine, Simulation
 from .common import after, ask, bystanders, evict_device, serve, store, tokens
 from .table import scenario
 
+_S = RequestState
+_TO_PREEMPT = (_S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED, _S.RUNNING)
+
 
 @scenario("request_preempted", "request_done", faults=("fail", "refuse", "vanish"))
 async def preemption_storm(sim: Simulation) -> None:
@@ -81,7 +84,7 @@ async def preempted_by_another(sim: Simulation) -> None:
                 await sim.jitter()
                 for owner in owners:
                     request = owner.request
-                    if request is not None and request.state in (RequestState.LOADING, RequestState.RUNNING):
+                    if request is not None and request.state in _TO_PREEMPT:
                         with suppress(WrongState):  # it may be over before its step is
                             await request.preempt()
 

@@ -262,7 +262,7 @@ def test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on() -> None
     step = begin(driven, holding)
     written = driven.ledger.expected_block_ids(holding)[0][4:]
     driven.end(plans[0], Outcome.UNPROVEN)
-    assert holding.state is RequestState.LOADING and holding.load is not None
+    assert holding.state is RequestState.DRAINING and holding.load is not None
     assert set(written) <= set(holding.private_blocks())
     end(driven, step)
     assert holding.waiter is not None and not holding.tables, "it waits in the line, with nothing in its hands"
@@ -280,7 +280,7 @@ def test_room_that_came_meanwhile_ends_the_wait_with_the_step() -> None:
     step = begin(driven, holding)
     driven.end(plans[0], Outcome.UNPROVEN)
     driven.release(crowd)
-    assert holding.state is RequestState.LOADING and not woken
+    assert holding.state is RequestState.DRAINING and not woken
     end(driven, step)
     assert holding.state is RequestState.RUNNING and woken == ["holding"]
     assert driven.ledger.begin_again(holding) == 0
@@ -296,7 +296,7 @@ def test_who_has_lost_its_load_starts_on_nothing_before_it_has_heard() -> None:
     driven.end(plans[0], Outcome.UNPROVEN)
     end(driven, step)
     assert not driven.ledger.can_start_early(holding)
-    with pytest.raises(WrongState, match=r"step: the load of .* is not under way"):
+    with pytest.raises(WrongState, match=r"step: .* is REQUEUED"):
         begin(driven, holding)
     driven.release(crowd)
 

@@ -366,7 +366,7 @@ def test_a_load_writes_behind_what_the_engine_has() -> None:
     assert holding.state is S.LOADING
     driven.land(plans)
     assert not driven.wrong(A, [[0, 0, 40, 41, 0]], 8, 16)
-    assert (holding.state, holding.num_computed_tokens, holding.has_lost_load) == (S.RUNNING, 16, False)
+    assert (holding.state, holding.num_computed_tokens, holding.num_lost_tokens) == (S.RUNNING, 16, 0)
 
 
 @pytest.mark.parametrize(("num_device_tokens", "first"), [(0, 0), (3, 0), (4, 1), (7, 1), (15, 3), (16, 4)])
@@ -387,7 +387,7 @@ def test_without_a_hit_there_is_nothing_to_name() -> None:
     driven = EngineDriven()
     holding = driven.admit(A, 7)
     assert driven.load(holding) == [] and (holding.state, holding.num_computed_tokens) == (S.RUNNING, 7)
-    assert not holding.has_lost_load
+    assert not holding.num_lost_tokens
 
 
 @pytest.mark.parametrize(("most", "ready"), [(0, 0), (3, 0), (4, 4), (11, 8), (16, 16), (99, 16)])
@@ -505,7 +505,7 @@ def test_a_job_that_is_given_up_gives_its_blocks_back(is_load: bool) -> None:
     driven.check()
     assert driven.held() == [] and not driven.ledger.launch(plan.job_id)
     assert (holding.state, holding.num_computed_tokens) == (S.RUNNING, 0 if is_load else 17)
-    assert holding.has_lost_load is is_load
+    assert (holding.num_lost_tokens > 0) is is_load
 
 
 def test_a_block_may_be_held_twice() -> None:
@@ -585,7 +585,7 @@ def test_of_a_load_counts_what_is_proven_without_a_gap(ends: Any, ready: int, or
         assert woken == [] and holding.state is S.LOADING
         driven.end(plan, outcome, num_landed, (num_landed,) if outcome is Outcome.CORRUPT else ())
     assert woken == [1] and (holding.state, holding.num_computed_tokens) == (S.RUNNING, ready)
-    assert holding.has_lost_load and not driven.wrong(A, tables, 0, ready)
+    assert holding.num_lost_tokens and not driven.wrong(A, tables, 0, ready)
     driven.compute(A, tables, ready)
     driven.land(driven.offer(holding, 17, tables))
 
@@ -596,7 +596,7 @@ def test_a_lost_load_goes_back_to_what_the_engine_had() -> None:
     driven.serve(A)
     holding, (plan,) = driven.loading(A, 7)
     driven.end(plan, Outcome.FAILED, 0)
-    assert (holding.num_computed_tokens, holding.has_lost_load) == (7, True)
+    assert (holding.num_computed_tokens, holding.num_lost_tokens > 0) == (7, True)
 
 
 @pytest.mark.parametrize(("in_window", "is_first"), [(False, False), (False, True), (True, False), (True, True)])
@@ -609,7 +609,7 @@ def test_with_a_window_a_load_comes_whole_or_not_at_all(in_window: bool, is_firs
     failing = plans[in_window]
     driven.end(failing, Outcome.FAILED, 0 if is_first or in_window else 2)
     driven.end(plans[not in_window])
-    assert (holding.num_computed_tokens, holding.has_lost_load) == (4, True)
+    assert (holding.num_computed_tokens, holding.num_lost_tokens > 0) == (4, True)
 
 
 def test_a_window_that_was_brought_from_the_start_on_may_end_early() -> None:

@@ -70,8 +70,8 @@ LEGAL: dict[tuple[str, str], str] = {
     ("ALLOCATED", "waiting"): f"{ALWAYS} commit check_commit step",
     ("ALLOCATED", "stepping"): f"{ALWAYS} extend_nowait queue_extension commit check_commit step",
     ("LOADING", ""): f"{ALWAYS} plan_load abandon_load preempt_nowait".replace(" expected_block_ids", ""),
-    ("LOADING", "waiting"): f"{ALWAYS} plan_load abandon_load preempt_nowait",
-    ("LOADING", "hopeless"): f"{ALWAYS} abandon_load preempt_nowait",
+    ("REQUEUED", "waiting"): f"{ALWAYS} plan_load abandon_load preempt_nowait",
+    ("STRANDED", ""): f"{ALWAYS} abandon_load preempt_nowait",
     (
         "RUNNING",
         "",
@@ -92,8 +92,7 @@ def row_of(holding: Holding) -> tuple[str, str]:
         return holding.state.name, "waiting"
     if holding.num_steps:
         return holding.state.name, "stepping"
-    is_hopeless = holding.state is S.LOADING and holding.load is None
-    return holding.state.name, "hopeless" if is_hopeless else ""
+    return holding.state.name, ""
 
 
 def enter(step: Any) -> None:
@@ -232,9 +231,9 @@ SITUATIONS: dict[str, tuple[tuple[str, str], Callable[[Driven], Holding]]] = {
     "allocated, waiting": (("ALLOCATED", "waiting"), extending(allocated)),
     "allocated, stepping": (("ALLOCATED", "stepping"), stepping(allocated)),
     "loading": (("LOADING", ""), loading),
-    "loading, robbed": (("LOADING", "waiting"), robbed),
-    "loading, granted": (("LOADING", "waiting"), lambda driven: robbed(driven, is_granted=True)),
-    "loading, hopeless": (("LOADING", "hopeless"), hopeless),
+    "loading, robbed": (("REQUEUED", "waiting"), robbed),
+    "loading, granted": (("REQUEUED", "waiting"), lambda driven: robbed(driven, is_granted=True)),
+    "loading, hopeless": (("STRANDED", ""), hopeless),
     "running": (("RUNNING", ""), running),
     "running, waiting": (("RUNNING", "waiting"), extending(running)),
     "running, stepping": (("RUNNING", "stepping"), stepping(running)),

@@ -260,7 +260,7 @@ class MatchMachine(RuleBasedStateMachine):
     def stop_waiting(self, client: Client, less: int) -> None:
         waiter = client.holding.waiter
         assert waiter is not None
-        if less == 5 and client.holding.state is not S.LOADING:
+        if less == 5 and client.holding.state is not S.REQUEUED:
             self.ledger.withdraw(waiter)
         elif waiter.is_over:
             try:
@@ -270,7 +270,7 @@ class MatchMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def abandon(self, which: int) -> None:
-        client = self.one(which, S.LOADING)
+        client = self.one(which, S.LOADING, S.DRAINING, S.REQUEUED)
         if client is not None and not self.is_calm:
             self.ledger.abandon_load(client.holding)
 

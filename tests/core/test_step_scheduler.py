@@ -154,8 +154,8 @@ class Hostile(Checked):
         loading = [holding for holding in asked if holding.state is RequestState.LOADING]
         super().end_copies()
         for holding in loading:
-            self.counts["lost"] += holding.has_lost_load
-            is_partial = holding.has_lost_load and holding.num_computed_tokens > holding.match.num_device_tokens
+            self.counts["lost"] += holding.num_lost_tokens > 0
+            is_partial = holding.num_lost_tokens and holding.num_computed_tokens > holding.match.num_device_tokens
             self.counts["lost in part"] += is_partial
 
     def copy(self, plan: TransferPlan) -> Completion | None:

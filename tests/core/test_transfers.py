@@ -416,10 +416,11 @@ def test_room_lost_under_a_load_fails_its_request() -> None:
     (load,) = driven.launch(plans)
     driven.end(load, Outcome.UNPROVEN)  # four of six blocks are gone: what is left is too little, for good
     assert woken == ["first"]
-    assert first.state is RequestState.LOADING and first.waiter is not None
+    assert first.state is RequestState.REQUEUED and first.waiter is not None
     with pytest.raises(OutOfBlocks, match="can never fit"):
         driven.ledger.accept(first.waiter)
-    with pytest.raises(WrongState, match="leave it"):
+    assert first.state is RequestState.STRANDED
+    with pytest.raises(WrongState, match="STRANDED"):
         driven.ledger.plan_load(first)
     driven.release(first, "cancelled")
     assert driven.num_pinned() == (0, 0)
@@ -439,12 +440,13 @@ def test_no_room_after_a_failed_load_means_queueing_at_the_old_place() -> None:
     (load,) = driven.launch(plans)
     driven.end(load, Outcome.FAILED)
     assert first.state is RequestState.RUNNING, "the older one takes the blocks that the job has freed"
-    assert sharer.state is RequestState.LOADING and sharer.waiter is not None
+    assert sharer.state is RequestState.REQUEUED and sharer.waiter is not None
     assert driven.ledger.admission.line.allocating == [sharer.waiter, behind]
     assert not behind.is_over
     driven.release(filler, "done")
     assert sharer.waiter.granted is not None
     driven.ledger.accept(sharer.waiter)
+    assert sharer.state is RequestState.ALLOCATED and sharer.num_lost_tokens == 12
     assert driven.ledger.plan_load(sharer) == ()
     assert sharer.state is RequestState.RUNNING and sharer.num_computed_tokens == 0
     assert Tier.HOST not in sharer.leases

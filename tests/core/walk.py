@@ -35,6 +35,7 @@ from aoffload.core.loads import has_holes
 
 UNIT = 4
 S = RequestState
+LOADING = (S.LOADING, S.DRAINING, S.REQUEUED, S.STRANDED)
 
 
 def full_groups_of(rng: random.Random) -> list[KVCacheGroup]:
@@ -268,7 +269,7 @@ class Walk:
         waiter = client.holding.waiter
         if self.random.random() < 0.2:
             self.counts["withdrawn"] += 1
-            return self.ledger.withdraw(waiter) if client.holding.state is not S.LOADING else None
+            return self.ledger.withdraw(waiter) if client.holding.state is not S.REQUEUED else None
         if waiter.is_over:
             try:
                 self.ledger.accept(waiter)
@@ -279,7 +280,7 @@ class Walk:
         return None
 
     def load(self, client: Client | None = None) -> None:
-        client = client or self.pick(S.ALLOCATED, S.LOADING)
+        client = client or self.pick(S.ALLOCATED, *LOADING)
         if client is None or client.holding.num_steps:
             return
         holding = client.holding
@@ -387,14 +388,14 @@ class Walk:
         return found
 
     def preempt(self) -> None:
-        client = self.pick(S.RUNNING, S.LOADING, S.ALLOCATED)
+        client = self.pick(S.RUNNING, *LOADING, S.ALLOCATED)
         if client is None or client.holding.num_steps:
             return
         holding = client.holding
-        if holding.waiter is not None and holding.state is not S.LOADING:
+        if holding.waiter is not None and holding.state is not S.REQUEUED:
             return
         is_queued = self.ledger.statistics().num_waiting > 0  # who waits may be given room at once
-        held, before, is_loading = self.held(holding), self.ledger.admission.room, holding.state is S.LOADING
+        held, before, is_loading = self.held(holding), self.ledger.admission.room, holding.state in LOADING
         self.allow(client, len(client.tokens))  # also what it has only hit so far
         found = self.ledger.preempt_nowait(holding)
         assert holding.state is S.PREEMPTED and holding.num_blocks == 0

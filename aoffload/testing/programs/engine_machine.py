@@ -182,7 +182,7 @@ class EngineMachine(EngineState, Machine):
         for client in loading:
             if client.holding.state is not _S.RUNNING:
                 continue
-            self._note("load lost", client.holding.has_lost_load)
+            self._note("load lost", client.holding.num_lost_tokens > 0)
             self._loaded(client, client.num_computed)
         return said
 

@@ -17,6 +17,7 @@ from .program import Call
 __all__ = ["LedgerDraw"]
 
 _S = RequestState
+_LOADING = (_S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED)
 WEIGHTS = {
     "admit": 5, "go_on": 14, "any_request": 2, "transfer": 8, "land": 2, "begin": 1.5, "end": 1.5, "invalidate": 0.7,
     "release": 1, "preempt": 0.8, "resume": 1.2, "fork": 0.8, "pin": 0.7, "unpin": 0.5, "lapse": 0.2, "prefetch": 0.6,
@@ -108,7 +109,7 @@ class LedgerDraw(JobDraw):
             return Call("queue" if queues else "allocate", self._room(client))
         if holding.state is _S.ALLOCATED:
             return self._load(client) if rng.random() < 0.9 or has_holes(holding) else self._compute(client)
-        if holding.state is _S.LOADING:
+        if holding.state in (_S.LOADING, _S.DRAINING):
             if self.starts_early and not holding.num_steps and self.machine.ledger.can_start_early(holding):
                 return Call("begin", {"step": self._name("s"), "who": [], "arriving": [who]})
             return self._transfer()
@@ -176,7 +177,7 @@ class LedgerDraw(JobDraw):
         return Call("withdraw", {"who": self.rng.choice(found).name}) if found else None
 
     def _abandon(self) -> Call | None:
-        client = self._one(_S.LOADING)
+        client = self._one(*_LOADING)
         return None if client is None else Call("abandon", {"who": client.name})
 
     def _release(self) -> Call | None:
@@ -214,7 +215,7 @@ class LedgerDraw(JobDraw):
         return Call("invalidate", {"who": client.name, "from_token": start})
 
     def _preempt(self) -> Call | None:
-        client = self._one(_S.RUNNING, _S.LOADING, _S.ALLOCATED)
+        client = self._one(_S.RUNNING, *_LOADING, _S.ALLOCATED)
         return None if client is None else Call("preempt", {"who": client.name})
 
     def _resume(self) -> Call | None:
@@ -244,7 +245,7 @@ class LedgerDraw(JobDraw):
                 continue
             if holding.state is _S.RUNNING or (holding.state is _S.ALLOCATED and not has_holes(holding)):
                 ready.append(client.name)
-            elif holding.state is _S.LOADING and self.machine.ledger.can_start_early(holding):
+            elif holding.state in (_S.LOADING, _S.DRAINING) and self.machine.ledger.can_start_early(holding):
                 early.append(client.name)
         who = self.rng.sample(ready, self.rng.randint(0, len(ready)))
         arriving = self.rng.sample(early, self.rng.randint(0, len(early)))

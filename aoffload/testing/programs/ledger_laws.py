@@ -6,7 +6,7 @@ from ...core.ledger import Ledger
 from ...core.lifecycle import RequestState
 from ...core.owners import Holding
 from ...core.plan import NUM_TIERS, Tier
-from ...core.records import UNPUBLISHABLE, Job, Part
+from ...core.records import Job, NoIndex, Part
 from ..violations import Violation
 from .ledger_state import Forward, LedgerState
 from .program import Call
@@ -86,7 +86,7 @@ class Laws:
         for job in self._ledger.jobs.unsettled.values():
             if (
                 job.plan.source is Tier.DEVICE
-                and job.epoch != UNPUBLISHABLE
+                and job.epoch is not NoIndex.INVALIDATED
                 and not free.isdisjoint(job.plan.source_ids)
             ):
                 raise Violation("a job's blocks", f"{job} reads blocks that are free")

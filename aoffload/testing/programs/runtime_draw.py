@@ -26,6 +26,7 @@ _MANY = {"leap": 250, "block": 250, "worker": 250, "log": 60}
 STATES = {
     RequestState.QUEUED: "entered", RequestState.MATCHED: "entered", RequestState.PINNED: "entered",
     RequestState.ALLOCATED: "allocated", RequestState.LOADING: "loading", RequestState.RUNNING: "running",
+    RequestState.DRAINING: "loading", RequestState.REQUEUED: "loading", RequestState.STRANDED: "loading",
     RequestState.PREEMPTED: "preempted", RequestState.DONE: "none", RequestState.ABORTED: "none",
 }  # fmt: skip
 
