@@ -119,9 +119,9 @@ _PINS = (
 _RUNS = (
     Mutant(
         "split loses a reference",
-        "aoffload.core.borders",
-        "num_references = min(1, part.num_references) if is_spine",
-        "num_references = 0 if is_spine",
+        "aoffload.core.components",
+        "return min(1, num_references)",
+        "return 0",
         "references are leases: what pinned a run pins both parts",
     ),
     Mutant(
@@ -188,16 +188,16 @@ _RUNS = (
     ),
     Mutant(
         "blocks of an old epoch kept",
-        CACHE,
-        "        if run.epoch == self.index.epoch:\n            tier.make_evictable(part)",
-        "        if run.epoch <= self.index.epoch:\n            tier.make_evictable(part)",
+        TIERS,
+        "        if part.run.epoch == self.epoch:\n            self.make_evictable(part)",
+        "        if part.run.epoch <= self.epoch:\n            self.make_evictable(part)",
         "reset: what is pinned is free once it is let go of",
     ),
     Mutant(
         "corrupt block freed under a reader",
         CACHE,
         "part.condemn(position, part.drop_behind(position))",
-        "self.tiers[number % NUM_TIERS].pool.give(part.drop_behind(position))",
+        "self.tiers[part.tier].pool.give(part.drop_behind(position))",
         "a block is free when everybody has let go",
         scenarios=("rotten",),
     ),
@@ -258,8 +258,8 @@ _PUBLISHING = (
     Mutant(
         "invalidate leaves the host copy",
         CACHE,
-        "        for number, part in enumerate(run.parts):\n            self.withdraw_part(",
-        "        for number, part in list(enumerate(run.parts))[::NUM_TIERS]:\n            self.withdraw_part(",
+        "        for part in run.parts:\n            self.withdraw_part(",
+        "        for part in run.parts_in(Tier.DEVICE):\n            self.withdraw_part(",
         "taken back in every tier, in flight too",
     ),
     Mutant(

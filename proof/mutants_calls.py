@@ -130,8 +130,7 @@ CALL_MUTANTS = (
         also=(
             Patch(
                 LOADS,
-                "                self.moves.request(holding, _S.RUNNING)\n                wakes.append(load.wake)\n",
-                "                self.moves.request(holding, _S.RUNNING)\n"
+                "                wakes.append(load.wake)\n",
                 "                slide_off(self.cache, holding)\n                wakes.append(load.wake)\n",
             ),
         ),

@@ -61,8 +61,8 @@ EARLY_MUTANTS = (
     Mutant(
         "a failed load kept when its step is over",
         "aoffload.core.ledger",
-        "        elif holding.load is not None and not holding.load.jobs:",
-        "        elif holding.load is not None and not holding.load.stop:",
+        "        elif holding.state is _S.DRAINING:",
+        "        elif holding.state is _S.LOADING:",
         "no hang: who had to wait for its own forward goes on when that ends",
         scenarios=("early_starts",),
     ),

@@ -105,8 +105,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "a hit loaded as it was matched",
         ENGINE,
-        "            stop = present_stop(path, Tier.HOST, start, stop)\n",
-        "            stop = max(start, stop)\n",
+        "        return max(start, held_stop(self.cache.layout, path, Tier.HOST, start, stop, given=start))\n",
+        "        return max(start, stop)\n",
         "what was found corrupt since the match is not loaded",
         test=f"{OWNED}test_what_was_matched_and_is_corrupt_by_now_is_not_loaded",
     ),

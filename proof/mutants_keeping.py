@@ -54,8 +54,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "pin keeps the device only",
         KEEPING,
-        "        elif (host_stop := held_alone(cache, hit, Tier.HOST)) > 0:\n",
-        "        elif (host_stop := held_alone(cache, hit, Tier.HOST)) < 0:\n",
+        "        elif (host_stop := held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)) > 0:\n",
+        "        elif (host_stop := held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)) < 0:\n",
         "what is cached stays where it is cached",
         scenarios=ERRANDS_AMONG_REQUESTS,
     ),
@@ -178,8 +178,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "sent away without a copy",
         ERRANDS,
-        "        if held_alone(cache, hit, Tier.HOST) < hit.stop or not _is_known_by(Tier.HOST, hit):\n"
-        "            return\n",
+        "        if host_stop < hit.stop or not _is_known_by(Tier.HOST, hit):\n            return\n",
         "",
         "a demotion loses nothing",
         scenarios=ERRANDS_AMONG_REQUESTS,

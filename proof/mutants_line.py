@@ -74,8 +74,8 @@ _LINE = (
     Mutant(
         "refused without its match",
         ADMISSION,
-        "            if holding.state is _S.PINNED:\n                self.pins.match_again(holding)\n            raise",
-        "            raise",
+        "            if holding.state is _S.PINNED:\n                self.pins.match_again(holding)\n            elif",
+        "            if",
         "who was refused may try again with what is cached",
         scenarios=("second_try",),
     ),
@@ -333,7 +333,7 @@ _STEPS = (
         "            raise _illegal(holding, state)\n",
         "            return\n",
         "an illegal move raises",
-        scenarios=("bad_input",),
+        test="tests/core/test_lifecycle.py::test_an_illegal_move_raises_and_changes_nothing",
     ),
     Mutant(
         "stores of a finished request not handed out",

@@ -34,8 +34,8 @@ POLICY_MUTANTS = (
     Mutant(
         "being stored is a use",
         CACHE,
-        "        self._reference(blocks, run, is_use)\n        lease = ",
-        "        self._reference(blocks, run, is_use=False)\n        lease = ",
+        "        self.full.pin(blocks, run, is_use)\n        lease = ",
+        "        self.full.pin(blocks, run, is_use=False)\n        lease = ",
         "what is used becomes the newest, even if it was being stored meanwhile",
     ),
     Mutant(

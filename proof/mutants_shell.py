@@ -80,7 +80,7 @@ _REQUEST = (
     Mutant(
         "load timeout never fires",
         LOADING,
-        "self._wait(session.config.load_timeout_s if is_under_way else None)",
+        "self._wait(session.config.load_timeout_s if has_bound else None)",
         "self._wait(None)",
         "no hang: a load that takes too long is given up",
         scenarios=("stalled",),

@@ -53,7 +53,7 @@ _OWNERSHIP = (
     Mutant(
         "run looked up by its key at completion",
         JOBS,
-        "            part = stretch.run.parts[number]\n            first, last",
+        "            part = stretch.run.part(tier, job.band)\n            first, last",
         "            part = self.cache.index.runs[stretch.run.key].part(tier, job.band)\n            first, last",
         "ids of an unfinished transfer belong to the job, not to the index",
     ),
@@ -162,9 +162,9 @@ _LANDING = (
     ),
     Mutant(
         "published behind a gap",
-        JOBS,
-        "    if first == part.run.start and before is not None and before.parts[tier].stop != before.stop:\n"
-        "        return brought\n",
+        "aoffload.core.components",
+        "        if first == part.run.start and before is not None and before.parts[part.tier].stop != before.stop:\n"
+        "            return ids\n",
         "",
         "publish in prefix order",
         scenarios=("branches",),
@@ -204,9 +204,9 @@ _SHARING = (
     Mutant(
         "what is on its way counts as ready",
         LOADS,
-        "            stop = present_stop(path, Tier.DEVICE, start, stop)\n        if",
-        "            stop = _incoming(stretches(run, start, stop), present_stop(path, Tier.DEVICE, start, stop))[1]\n"
-        "        if",
+        "        return max(start, held_stop(self.cache.layout, path, Tier.DEVICE, start, load.stop))",
+        "        there = held_stop(self.cache.layout, path, Tier.DEVICE, start, load.stop)\n"
+        "        return max(start, incoming(stretches(run, start, load.stop), there)[1])",
         "loaded means landed",
     ),
     Mutant(
@@ -234,7 +234,7 @@ _SHARING = (
     Mutant(
         "failed load keeps the path",
         LOADS,
-        "        if ready < load.stop:\n            step_back(self.pins, holding, ready)\n",
+        "            step_back(self.pins, holding, ready)\n",
         "",
         "what is recomputed is private",
     ),
@@ -272,15 +272,15 @@ _SHARING = (
 _STORES = (
     Mutant(
         "store in flight offered again",
-        "aoffload.core.stores",
-        "host.stop if host.incoming is None else host.covered_stop",
-        "host.stop",
+        "aoffload.core.components",
+        "part.stop if part.incoming is None else part.covered_stop",
+        "part.stop",
         "a range being stored isn't stored again (I3)",
     ),
     Mutant(
         "store in flight forgotten with the one behind it",
         JOBS,
-        "                part.awaits(self._next_incoming(job, stretch.run, part))\n",
+        "                part.awaits(self._next_incoming(job, part) if job.predecessor is not None else None)\n",
         "                part.awaits(None)\n",
         "a range being stored isn't stored again, whichever job ends first",
         scenarios=("stored_twice",),
@@ -303,8 +303,8 @@ _STORES = (
     Mutant(
         "store waits for no host room",
         "aoffload.core.stores",
-        "num_units = min(wanted, host.room // band.width)",
-        "num_units = min(wanted, host.capacity // band.width)",
+        "over[-1].stop, host.room // band.width)",
+        "over[-1].stop, host.capacity // band.width)",
         "a store that finds no room is skipped",
     ),
 )

@@ -19,11 +19,12 @@ ROOMS = {
     "demo": 7, "integrations": 7, "testing": 7, "trace": 7, "metrics": 7, "kv_events": 7,
 }  # fmt: skip
 FLOORS = (
-    "answer blocks condemned kinds lifecycle plan table tokens",
-    "arguments groups records",
+    "answer blocks condemned intervals kinds lifecycle plan tokens",
+    "arguments groups records table",
     "engine_ids eviction index owners paths",
-    "engine_arrivals kept matching seen tiers waiting",
-    "borders engine_blocks observer policy",
+    "engine_arrivals kept presence seen tiers waiting",
+    "components engine_blocks matching observer policy",
+    "borders",
     "cache",
     "jobs keeping pins windows",
     "admission early integrity publish stores",
@@ -151,7 +152,7 @@ SEVERAL_WRITERS = {
     "stop": {"index", "records"},  # of a run; of a part and a load
     "wake": {"owners", "records"},  # of a waiter; of a load
     "_hash_after": {"index", "records"},  # computed when it is asked for first
-    "last_use": {"cache", "eviction", "records"},  # in use; its place in the order; a part that is cut in two
+    "last_use": {"components", "eviction", "records"},  # in use; its place in the order; a part that is cut in two
     "num_after": {"index", "seen"},  # of the cache; of what is counted, which is an index of its own
     "offered_stop": {"frontier", "index"},
 }

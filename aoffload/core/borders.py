@@ -4,10 +4,10 @@ when nobody needs the border, and hands over to the run before what has left a w
 
 from __future__ import annotations
 
+from .components import Component, FullComponent, brings, window_components
 from .groups import Band, Layout
 from .index import RunIndex
-from .paths import stretches
-from .plan import NUM_TIERS, Tier
+from .plan import Tier
 from .records import Job, Part, Run
 from .tiers import TierBlocks
 from .tokens import max_run_units
@@ -21,6 +21,10 @@ class Borders:
     def __init__(self, layout: Layout, tiers: tuple[TierBlocks, ...]) -> None:
         self.layout = layout
         self.tiers = tiers
+        self.full = FullComponent(layout.spine)
+        self.windows = window_components(layout)
+        self.components: tuple[Component, ...] = (self.full, *self.windows)
+        """Band by band."""
         self.index = RunIndex(layout, epoch=0)
         self._max_run_units = max_run_units(layout.unit_tokens)
 
@@ -32,22 +36,20 @@ class Borders:
         """Cut `run` at unit `at` and return the head. Whatever pinned the run pins both."""
         start = run.start
         head = self.index.split_head(run, at)
-        parts = [self._divide(head, start, number, part, at) for number, part in enumerate(run.parts)]
+        parts = [self._divide(head, start, part, at) for part in run.parts]
         self.index.enter_parts(head, parts)
         return head
 
-    def _divide(self, head: Run, start: int, number: int, part: Part, at: int) -> Part:
+    def _divide(self, head: Run, start: int, part: Part, at: int) -> Part:
         """The part of the head that is cut off at `at`; `part` keeps what lies behind."""
-        is_spine = number < NUM_TIERS
-        # On a spine the leases stay with the tail, which now counts once on the head. A lease on a window begins where
-        # a run does.
-        num_references = min(1, part.num_references) if is_spine else part.num_references
-        incoming = _incoming_before(part, head, at)
+        component = self.components[part.band]
+        num_references = component.head_references(part.num_references)
+        incoming = _incoming_before(component, part, head, at)
         if part.incoming is not None and part.incoming.stop <= at:
             part.awaits(None)
         front = part.cut_off(head, start, at, num_references, incoming)
         if front.blocks and not num_references:
-            order = self.tiers[number % NUM_TIERS].order
+            order = self.tiers[part.tier].order
             order.add_newer(front, part)  # the head outlives its tail: next in the order, right behind it
             if not part.blocks:
                 order.remove(part)
@@ -69,8 +71,8 @@ class Borders:
         head = run.before
         if head is None or self.is_cut(head.stop) or not self._may_take_over(head, run, band):
             return False
-        for number, (front, back) in enumerate(zip(head.parts, run.parts, strict=True)):
-            self._take_over(self.tiers[number % NUM_TIERS], front, back, at)
+        for front, back in zip(head.parts, run.parts, strict=True):
+            self._take_over(self.tiers[back.tier], front, back, at)
         self.index.move_border(head, run, at)
         return True
 
@@ -79,16 +81,16 @@ class Borders:
         which one lease alone pins `run`."""
         if head.num_after != 1 or head.spans != run.spans or head.epoch != self.index.epoch:
             return False
-        leaving = band.number * NUM_TIERS + Tier.DEVICE
-        for number, (front, back) in enumerate(zip(head.parts, run.parts, strict=True)):
+        for front, back in zip(head.parts, run.parts, strict=True):
+            component = self.components[back.band]
             if front.incoming is not None or back.incoming is not None:
                 return False
-            if back.blocks and not self._follows(front, back, is_spine=number < NUM_TIERS):
+            if back.blocks and not component.follows(front, back):
                 return False
-            expected = min(1, back.num_references) if number < NUM_TIERS else back.num_references
-            if number == leaving and (front.num_references, back.num_references) != (0, 1):
-                return False
-            if number != leaving and front.num_references != expected:
+            if back.band == band.number and back.tier is Tier.DEVICE:  # what the lease leaves
+                if (front.num_references, back.num_references) != (0, 1):
+                    return False
+            elif front.num_references != component.head_references(back.num_references):
                 return False
         return True
 
@@ -133,30 +135,26 @@ class Borders:
             return False
         if self.is_cut(head.stop):
             return False
-        for number, (front, behind) in enumerate(zip(head.parts, back.parts, strict=True)):
+        for front, behind in zip(head.parts, back.parts, strict=True):
+            component = self.components[behind.band]
             if front.num_references or behind.num_references:
                 return False
             if front.incoming is not None or behind.incoming is not None:
                 return False
-            if behind.blocks and not self._follows(front, behind, is_spine=number < NUM_TIERS):
+            if behind.blocks and not component.follows(front, behind):
                 return False
             if behind.blocks and front.blocks and behind.newer is not front:
                 return False
-            if number >= NUM_TIERS and front.blocks and not behind.blocks and back is not tail:
-                return False  # what lies behind `back` would not follow
+            if back is not tail and component.is_end(front, behind):
+                return False
         return True
-
-    @staticmethod
-    def _follows(front: Part, back: Part, *, is_spine: bool) -> bool:
-        """Whether `back` goes on where `front` ends; a window may also begin there."""
-        return front.stop == back.first or (not front.blocks and not is_spine)
 
     def _join(self, heads: list[Run], tail: Run) -> None:
         """Join `heads`, nearest first, into `tail`."""
         if not heads:
             return
         for number, part in enumerate(tail.parts):
-            self._join_parts(self.tiers[number % NUM_TIERS], [head.parts[number] for head in heads], part)
+            self._join_parts(self.tiers[part.tier], [head.parts[number] for head in heads], part)
         self.index.absorb(tail, heads)
         for part in tail.parts:
             if not part.blocks:
@@ -187,13 +185,9 @@ class Borders:
             self.index.shorten(run, held)
 
 
-def _incoming_before(part: Part, head: Run, at: int) -> Job | None:
+def _incoming_before(component: Component, part: Part, head: Run, at: int) -> Job | None:
     """The last job in flight that adds to what `head` takes of `part`, which is divided at unit `at`."""
     job = part.incoming
     while job is not None and job.start >= at:
         job = job.predecessor
-    if job is None or job.is_settled:
-        return None
-    adds = job.stop > head.start if job.band else part.stop < at and job.stop > part.stop
-    # What it brings there may lie in another branch: it would never clear what it is not on the path of.
-    return job if adds and any(over.run is head for over in stretches(job.run, job.start, job.stop)) else None
+    return job if job is not None and brings(component, job, part, head) else None

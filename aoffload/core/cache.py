@@ -23,7 +23,7 @@ from .borders import Borders
 from .eviction import EvictionOrder
 from .groups import Band, Layout
 from .index import RunIndex
-from .plan import NUM_TIERS, Tier
+from .plan import Tier
 from .records import Lease, Part, Run
 from .tiers import BlockWatcher, TierBlocks
 
@@ -47,17 +47,16 @@ class PrefixCache(Borders):
     # -- leases ---------------------------------------------------------------------------------------------------
 
     def lease(self, tier: Tier, run: Run, starts: Sequence[int] = (), *, is_use: bool = True) -> Lease:
-        """Pin the path of `run` in `tier`; of each band of limited reach what lies from its unit in `starts` on.
+        """Pin the path of `run` in `tier`; of each window what lies from its unit in `starts` on.
 
-        Without `is_use`, what nobody uses meanwhile gets its old place in the order back. Being stored makes nobody
-        hot: a lazy store that counted as use would turn the order round."""
+        Without `is_use`, what nobody uses meanwhile gets its old place in the order back: storing must not refresh the
+        source's LRU position, or a lazy store would turn the order round."""
         blocks = self.tiers[tier]
-        self._reference(blocks, run, is_use)
+        self.full.pin(blocks, run, is_use)
         lease = Lease(tier, run, list(starts))
-        for number, start in enumerate(lease.starts, 1):
+        for window, start in zip(self.windows, lease.starts, strict=False):
             self._split_path(run, start)
-            for current in _between(run, start, run.stop):
-                self._reference_part(blocks, current.part(tier, number), is_use)
+            window.pin(blocks, run, start, is_use)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -66,35 +65,35 @@ class PrefixCache(Borders):
             raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")
         lease.released = True
         blocks = self.tiers[lease.tier]
-        for number, start in enumerate(lease.starts, 1):
-            for current in _between(lease.run, start, lease.run.stop):
-                self._dereference_part(blocks, current, number)
-        self._dereference(blocks, lease.run)
+        for window, start in zip(self.windows, lease.starts, strict=False):
+            window.unpin(blocks, lease.run, start)
+        if let_go := self.full.unpin(blocks, lease.run):
+            self._tidy_up(let_go, blocks.tier)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
         """Let `lease` end at `run` instead: on the same path, further on or further back."""
         if lease.run is run:
             return
         blocks, old = self.tiers[lease.tier], lease.run
-        self._reference(blocks, run, is_use=True)
-        for number, start in enumerate(lease.starts, 1):
-            for current in _between(run, max(start, old.stop), run.stop):
-                self._reference_part(blocks, current.part(lease.tier, number), is_use=True)
-            for current in _between(old, max(start, run.stop), old.stop):
-                self._dereference_part(blocks, current, number)
+        self.full.pin(blocks, run, is_use=True)
+        for window, start in zip(self.windows, lease.starts, strict=False):
+            window.pin(blocks, run, max(start, old.stop), is_use=True)
+            window.unpin(blocks, old, max(start, run.stop))
         lease.run = run
         if run.stop < old.stop:
             lease.starts = [min(start, run.stop) for start in lease.starts]
-        self._dereference(blocks, old)
+        if let_go := self.full.unpin(blocks, old):
+            self._tidy_up(let_go, blocks.tier)
 
     def slide_lease(self, lease: Lease, band: Band, start: int) -> None:
         """Let go, in `band`, of what lies before unit `start`: it stays cached as long as nobody needs its room."""
         at = band.number - 1
+        window, blocks = self.windows[at], self.tiers[lease.tier]
         for current in reversed(_between(lease.run, lease.starts[at], start)):
             if current.stop <= start:
-                self._dereference_part(self.tiers[lease.tier], current, band.number)
+                window.unpin_run(blocks, current)
             elif not self.move_border(current, start, band):
-                self._dereference_part(self.tiers[lease.tier], self.split(current, start), band.number)
+                window.unpin_run(blocks, self.split(current, start))
         lease.starts[at] = max(lease.starts[at], start)
 
     def pinned_by_none_but(self, leases: Iterable[Lease]) -> list[Part]:
@@ -119,65 +118,13 @@ class PrefixCache(Borders):
             if current.start < at:
                 self.split(current, at)
 
-    @staticmethod
-    def _reference_part(tier: TierBlocks, part: Part, is_use: bool) -> None:
-        part.num_references += 1
-        if part.num_references == 1 and part.blocks:
-            tier.make_pinned(part)
-        if is_use:
-            part.last_use = 0
-
-    def _dereference_part(self, tier: TierBlocks, run: Run, band: int) -> None:
-        part = run.part(tier.tier, band)
-        part.num_references -= 1
-        if not part.num_references:
-            self._unpin(tier, run, part)
-
-    @staticmethod
-    def _reference(tier: TierBlocks, run: Run, is_use: bool) -> None:
-        """Up to what is referenced already, and up to what is in use already: so is all that lies before it."""
-        current: Run | None = run
-        is_new = True
-        while current is not None and (is_new or is_use):
-            part = current.parts[tier.tier]
-            if is_new:
-                part.num_references += 1
-                is_new = part.num_references == 1
-                if is_new and part.blocks:
-                    tier.make_pinned(part)
-            if is_use:
-                is_use = part.last_use > 0 or not part.blocks
-                part.last_use = 0
-            current = current.before
-
-    def _dereference(self, tier: TierBlocks, run: Run) -> None:
-        let_go: list[Run] = []
-        current: Run | None = run
-        while current is not None:
-            part = current.parts[tier.tier]
-            part.num_references -= 1
-            if part.num_references:
-                break
-            let_go.append(current)
-            self._unpin(tier, current, part)
-            current = current.before
-        if not let_go:
-            return
+    def _tidy_up(self, let_go: list[Run], tier: Tier) -> None:
+        """Join runs that only a lease held apart, and forget what nothing holds."""
         if len(let_go) > 1:
             for left in self.merge(let_go):
                 self.tidy(left)
-        elif run.parts[tier.tier].stop < run.stop:  # else all of it is there: nothing to tidy up
-            self.tidy(run)
-
-    def _unpin(self, tier: TierBlocks, run: Run, part: Part) -> None:
-        if part.condemned:
-            tier.pool.give(part.take_condemned())
-        if not part.blocks:
-            return
-        if run.epoch == self.index.epoch:
-            tier.make_evictable(part)
-            return
-        tier.pool.give(part.clear())  # a reset has made it unfindable meanwhile
+        elif let_go[0].parts[tier].stop < let_go[0].stop:  # else all of it is there
+            self.tidy(let_go[0])
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -202,12 +149,12 @@ class PrefixCache(Borders):
 
         What lies behind it in the run stays, cut off, and can be reached again once the gap is filled.
         """
-        run, number = part.run, part.run.parts.index(part)
+        run = part.run
         if position + 1 < run.stop and part.stop > position + 1:
-            part = self.split(run, position + 1).parts[number]
+            part = self.split(run, position + 1).part(part.tier, part.band)
         first, stop = part.first, part.stop
         part.condemn(position, part.drop_behind(position))
-        self.tiers[number % NUM_TIERS].part_changed(part, first, stop)
+        self.tiers[part.tier].part_changed(part, first, stop)
 
     def reset(self) -> None:
         """Swap the index: nothing cached so far is findable any more; what is pinned stays until it is let go of."""
@@ -217,7 +164,7 @@ class PrefixCache(Borders):
             for part in list(tier.order):
                 tier.pool.give(part.clear())
             tier.order = self._new_order()
-            tier.all_cleared()
+            tier.all_cleared(self.epoch)
         if (watcher := self.tiers[Tier.HOST].watcher) is not None:
             watcher.all_cleared(self.epoch)
 
@@ -225,19 +172,19 @@ class PrefixCache(Borders):
         """Make what one tier holds unfindable: free what no reference protects, the rest when it is let go of."""
         runs = list(self.index.runs.values())
         for run in runs:
-            for part in run.parts[tier::NUM_TIERS]:
-                self.withdraw_part(self.tiers[tier], part)
+            for part in run.parts_in(tier):
+                self.withdraw_part(part)
         for run in runs:
             self.tidy(run)
 
     def withdraw(self, run: Run) -> None:
         """Make every block of `run` unfindable and free it once no reference protects it; what is in flight to it
         publishes nothing."""
-        for number, part in enumerate(run.parts):
-            self.withdraw_part(self.tiers[number % NUM_TIERS], part)
+        for part in run.parts:
+            self.withdraw_part(part)
 
-    def withdraw_part(self, tier: TierBlocks, part: Part) -> None:
-        job = part.incoming
+    def withdraw_part(self, part: Part) -> None:
+        job, tier = part.incoming, self.tiers[part.tier]
         while job is not None and job.stop > part.run.start:
             job.publish_nothing()
             job = job.predecessor

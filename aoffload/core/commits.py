@@ -64,7 +64,8 @@ class Commits:
         if holding.epoch == self.cache.epoch:
             publish(self.pins, holding, num_computed_tokens // self.cache.layout.unit_tokens)
             plans = self.offer_stores(holding, first)
-        slide(self.cache, holding)
+        if self.cache.layout.windows:
+            slide(self.cache, holding)
         return plans
 
     def check(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds) -> bytes:

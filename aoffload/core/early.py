@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from ..errors import CommitError, WrongState
 from .cache import PrefixCache
 from .groups import Band
-from .jobs import coming
 from .lifecycle import EarlyState, RequestState
 from .observer import Moves
 from .owners import EarlyStart, Holding
 from .paths import Stretch, stretches
 from .plan import Tier
+from .presence import coming
 from .records import Job, Load, Part
 from .table import BlockTable
 

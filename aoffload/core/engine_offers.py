@@ -20,6 +20,7 @@ from .commits import is_at_end
 from .engine_blocks import EngineTier
 from .engine_ids import EngineIds, Find
 from .groups import Band
+from .intervals import without
 from .jobs import JobBook
 from .observer import Moves
 from .owners import Holding
@@ -28,7 +29,6 @@ from .plan import Tier
 from .policy import StorePolicy
 from .records import Job, Run
 from .stores import Stores, first_stored
-from .table import without
 from .tokens import TokenSequence
 
 __all__ = ["EngineOffers", "Offer", "are_distinct"]

@@ -32,11 +32,12 @@ from .groups import Band
 from .jobs import JobBook
 from .keeping import Keeping
 from .lifecycle import JobState, RequestState, require
-from .matching import Hit, accepted, find_hit_behind, present_stop
+from .matching import Hit, find_hit_behind
 from .observer import Moves
 from .owners import Holding
 from .pins import Pins
 from .plan import Direction, Outcome, Tier
+from .presence import held_stop
 from .records import Job, Load, Run
 from .table import NO_LIMIT
 
@@ -161,9 +162,7 @@ class EngineOwned:
         if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
             return start
         path = holding.leases[Tier.HOST].run.whole_path()
-        if self.cache.layout.spine.width:
-            stop = present_stop(path, Tier.HOST, start, stop)
-        return max(start, accepted(self.cache.layout, path, stop, (Tier.HOST,), given=start))
+        return max(start, held_stop(self.cache.layout, path, Tier.HOST, start, stop, given=start))
 
     def _destinations(
         self, into: Sequence[Sequence[int]] | None, start: int, stop: int

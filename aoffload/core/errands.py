@@ -12,8 +12,6 @@ import attrs
 
 from .admission import Admission
 from .cache import PrefixCache
-from .jobs import coming
-from .keeping import held_alone
 from .kept import Demotion, Errand, Prefetch
 from .lifecycle import ErrandState
 from .loads import Loads
@@ -21,7 +19,8 @@ from .matching import Hit, find_hit
 from .observer import Moves
 from .owners import Holding
 from .pins import Pins
-from .plan import NUM_TIERS, Tier
+from .plan import Tier
+from .presence import coming, held_stop
 from .records import Job, Lease, Load, Run
 from .stores import Stores
 from .table import BlockTable
@@ -138,15 +137,15 @@ class Errands:
         found: list[Run] = []
         walked = list(self.cache.index.walk(sequence, self._whole(sequence)))
         for run, agreed in reversed(walked):
-            parts = run.parts[Tier.DEVICE :: NUM_TIERS]
+            parts = run.parts_in(Tier.DEVICE)
             is_needed = any(part.num_references or part.incoming is not None for part in parts)
             if agreed < run.stop or run.num_after > bool(found) or is_needed:
                 break
             found.append(run)
-        return found if any(part.blocks for run in found for part in run.parts[Tier.DEVICE :: NUM_TIERS]) else []
+        return found if any(part.blocks for run in found for part in run.parts_in(Tier.DEVICE)) else []
 
     def _offer(self, holding: Holding, leaving: list[Run]) -> list[Job]:
-        end = next(run for run in leaving if any(part.blocks for part in run.parts[Tier.DEVICE :: NUM_TIERS]))
+        end = next(run for run in leaving if any(part.blocks for part in run.parts_in(Tier.DEVICE)))
         lease = self.cache.lease(Tier.DEVICE, end, [end.stop for _ in self.cache.layout.windows])
         jobs = self.stores.offer(holding, end, leaving[-1].start, end.stop, with_windows=True)
         self.cache.release(lease)  # the jobs have leases of their own
@@ -156,7 +155,7 @@ class Errands:
         """Wait for whatever comes into the host on its path, whoever has begun it."""
         jobs: dict[Job, None] = {}
         for run, _ in self.cache.index.walk(holding.sequence, holding.hit_limit):
-            for part in run.parts[Tier.HOST :: NUM_TIERS]:
+            for part in run.parts_in(Tier.HOST):
                 jobs.update(dict.fromkeys(coming(part)))
         if jobs:
             holding.began_load(Load(holding.hit_limit, lambda: None, set(jobs)))
@@ -170,11 +169,12 @@ class Errands:
         if errand.holding.epoch != cache.epoch:
             return
         hit = find_hit(cache.index, sequence, cache.layout, errand.holding.hit_limit)
-        if held_alone(cache, hit, Tier.HOST) < hit.stop or not _is_known_by(Tier.HOST, hit):
+        host_stop = held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)
+        if host_stop < hit.stop or not _is_known_by(Tier.HOST, hit):
             return
         device = cache.tiers[Tier.DEVICE]
         for run in self._leaving(sequence):
-            for part in run.parts[Tier.DEVICE :: NUM_TIERS]:
+            for part in run.parts_in(Tier.DEVICE):
                 if part.blocks:
                     errand.num_blocks += len(part.blocks)
                     device.trim(part, part.stop - part.first)
@@ -225,5 +225,5 @@ def _is_known_by(tier: Tier, hit: Hit) -> bool:
     there, the index forgets its tokens."""
     if not hit.stop:
         return True
-    parts = hit.run_at(hit.stop).parts[tier::NUM_TIERS]
+    parts = hit.run_at(hit.stop).parts_in(tier)
     return any(part.first < hit.stop <= part.stop for part in parts)

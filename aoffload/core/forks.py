@@ -51,8 +51,6 @@ class Forks:
 
     def leaving(self, holding: Holding) -> None:
         """`holding` is about to let go of everything. A fork that has published nothing leaves nothing to take back."""
-        if not holding.origins:
-            return
         origins = [origin for origin in holding.origins if not origin.is_over]
         if origins and (holding.read_before or holding.published > holding.ready_stop):
             holding.had_read(holding.published)

@@ -29,7 +29,7 @@ class RunIndex:
     def __init__(self, layout: Layout, epoch: int) -> None:
         self.epoch = epoch
         self.runs: dict[bytes, Run] = {}
-        self._widths = [band.width for band in layout.bands for _ in Tier]
+        self._places = [(tier, band.number, band.width) for band in layout.bands for tier in Tier]
         self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ class RunIndex:
         tokens, spans, root = sequence.stretch(start, stop), sequence.spans_at(start), sequence.root
         run = Run(key, before, start, stop, tokens, spans, hasher, self.epoch, root)
         run._hash_after = sequence.hasher_at(stop)
-        run.parts = tuple([Part(width, run, start, start) for width in self._widths])
+        run.parts = tuple([Part(*place, run, start, start) for place in self._places])
         if before is not None:
             before.num_after += 1
         self.runs[key] = run

@@ -8,11 +8,11 @@ from itertools import islice
 
 from ..errors import IntegrityError
 from .cache import PrefixCache
-from .groups import Band
+from .components import Component
 from .jobs import JobBook
 from .kept import Pin
 from .owners import Holding
-from .plan import NUM_TIERS, Tier
+from .plan import Tier
 from .records import Lease, NoIndex, Run
 from .table import BlockTable
 from .tiers import TierBlocks
@@ -33,9 +33,8 @@ def check_integrity(
         _check_run(cache, run, num_after[run])
     for tier in cache.tiers:
         of_tier = [lease for lease in leases if lease.tier is tier.tier]
-        _check_references(tier.tier, runs, of_tier)
-        for band in cache.layout.windows:
-            _check_window_references(tier.tier, band, runs, of_tier)
+        for component in cache.components:
+            _check_references(tier.tier, component, runs, of_tier)
         _check_order(cache, tier.tier, runs)
         _check_blocks(cache, tier.tier, runs, jobs, held)
     for holding in held:
@@ -74,41 +73,29 @@ def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
     _demand(is_short, "a run goes over where the longest runs end", run)
     if run.before is not None:
         _demand(run.before.stop == run.start, "a gap in a path", run.before, run)
-    for number, part in enumerate(run.parts):
+    for part in run.parts:
         is_inside = run.start <= part.first <= part.stop <= run.stop
         _demand(part.run is run and is_inside, "a part outside of its run", run, part.run)
         _demand(len(part.blocks) == (part.stop - part.first) * part.width, "a part of the wrong length", run)
-        begins_there = part.first == run.start or (number >= NUM_TIERS and bool(part.blocks))
+        begins_there = part.first == run.start or (part.band > 0 and bool(part.blocks))
         _demand(begins_there, "a part that begins nowhere", run, part.first)
         if part.incoming is not None:
             _demand(not part.incoming.is_settled, "a settled job is still awaited", run, part.incoming)
 
 
-def _check_references(tier: Tier, runs: set[Run], leases: list[Lease]) -> None:
-    expected = Counter(lease.run for lease in leases)
+def _check_references(tier: Tier, component: Component, runs: set[Run], leases: list[Lease]) -> None:
+    try:
+        expected = component.expected_references(tier, runs, leases)
+    except ValueError as error:
+        raise IntegrityError(str(error)) from None
     for run in runs:
-        if run.before is not None and run.parts[tier].num_references:
-            expected[run.before] += 1
-    for run in runs:
-        if run.parts[tier].num_references != expected[run]:
+        if run.part(tier, component.band.number).num_references != expected[run]:
             raise IntegrityError(f"{tier.name} references are not its leases: {run}, {expected[run]} expected")
-
-
-def _check_window_references(tier: Tier, band: Band, runs: set[Run], leases: list[Lease]) -> None:
-    expected: Counter[Run] = Counter()
-    for lease in leases:
-        start = lease.starts[band.number - 1]
-        covered = [run for run in lease.run.path() if run.stop > start]
-        _demand(all(run.start >= start for run in covered), "a lease begins inside of a run", lease, start)
-        expected.update(covered)
-    for run in runs:
-        if run.part(tier, band.number).num_references != expected[run]:
-            raise IntegrityError(f"{tier.name} references of a window are not its leases: {run}, {expected[run]}")
 
 
 def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
     blocks = cache.tiers[tier]
-    parts = [part for run in runs for part in run.parts[tier::NUM_TIERS]]
+    parts = [part for run in runs for part in run.parts_in(tier)]
     ordered = list(islice(blocks.order, len(parts) + 1))  # a broken ring may never end
     unpinned = {part for part in parts if part.blocks and not part.num_references}
     _demand(len(set(ordered)) == len(ordered) and set(ordered) == unpinned, f"{tier.name} order is not the unpinned")
@@ -119,7 +106,7 @@ def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
 def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook, holdings: tuple[Holding, ...]) -> None:
     hands: list[int] = list(cache.tiers[tier].pool.free_ids())
     for run in runs:
-        for part in run.parts[tier::NUM_TIERS]:
+        for part in run.parts_in(tier):
             hands += part.blocks
             hands += part.condemned_ids()
     quarantined = [job for job in jobs.quarantined.values() if job.plan.destination is tier]

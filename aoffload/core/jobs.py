@@ -7,20 +7,21 @@ source that stays and a destination that nobody else is given. The ids of an unf
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
 
 from .cache import PrefixCache
+from .components import brings
 from .groups import Band
 from .lifecycle import JobState, require
 from .observer import Moves
 from .owners import Holding
 from .paths import Stretch, held_ids, stretches
-from .plan import NUM_TIERS, Completion, Direction, Outcome, Tier, TransferPlan
+from .plan import Completion, Direction, Outcome, Tier, TransferPlan
 from .records import Job, Part, Run
 
-__all__ = ["JobBook", "coming"]
+__all__ = ["JobBook"]
 
 
 @attrs.define(eq=False, repr=False)
@@ -118,9 +119,8 @@ class JobBook:
         job.predecessor = self._predecessor(over[0], tier, job.band)
         if job.predecessor is not None:
             job.predecessor.followers.append(job)
-        number = job.band * NUM_TIERS + tier
         for stretch in over:
-            stretch.run.parts[number].awaits(job)
+            stretch.run.part(tier, job.band).awaits(job)
 
     @staticmethod
     def _predecessor(first: Stretch, tier: Tier, band: int) -> Job | None:
@@ -231,24 +231,23 @@ class JobBook:
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish what is proven, in prefix order and onto the job's own runs; free the other destinations."""
         width, tier, ids = self.cache.layout.bands[job.band].width, job.plan.destination, job.plan.destination_ids
-        number = job.band * NUM_TIERS + tier
+        component = self.cache.components[job.band]
         for stretch in stretches(job.run, job.start, job.stop):
-            part = stretch.run.parts[number]
+            part = stretch.run.part(tier, job.band)
             first, last = stretch.start, min(stretch.stop, proven_stop)
             brought = ids[(first - job.start) * width : (stretch.stop - job.start) * width]
             if first < last:
-                enter, held = _enter_window if job.band else _enter_spine, (part.first, part.stop)
-                brought = enter(tier, part, first, last, brought)
+                held = (part.first, part.stop)
+                brought = component.enter(part, first, last, brought)
                 self.cache.tiers[tier].part_changed(part, *held)
             if brought and not keep_ids:
                 self.cache.give(tier, brought)
             if part.incoming is job:
-                part.awaits(self._next_incoming(job, stretch.run, part))
+                part.awaits(self._next_incoming(job, part) if job.predecessor is not None else None)
 
-    @staticmethod
-    def _next_incoming(job: Job, run: Run, part: Part) -> Job | None:
-        before = job.predecessor
-        while before is not None and not _brings(before, run, part):
+    def _next_incoming(self, job: Job, part: Part) -> Job | None:
+        component, before = self.cache.components[part.band], job.predecessor
+        while before is not None and not brings(component, before, part, part.run):
             before = before.predecessor
         return before
 
@@ -272,41 +271,3 @@ class JobBook:
         if job is not None and completion.outcome is not Outcome.UNPROVEN:
             del self.quarantined[completion.job_id]
             self.cache.tiers[job.plan.destination].end_quarantine(job.plan.destination_ids)
-
-
-def _enter_spine(tier: Tier, part: Part, first: int, last: int, brought: array[int]) -> array[int]:
-    """Publish `brought` up to unit `last`, if what lies before is there and something is missing; the ids left over."""
-    if not first <= part.stop < last:
-        return brought
-    before = part.run.before
-    if first == part.run.start and before is not None and before.parts[tier].stop != before.stop:
-        return brought
-    skip = (part.stop - first) * part.width  # somebody computed these meanwhile; theirs stay
-    take = (last - first) * part.width
-    if not skip and take == len(brought):
-        part.append(brought, last)
-        return array("i")
-    part.append(brought[skip:take], last)
-    return brought[:skip] + brought[take:]
-
-
-def _enter_window(tier: Tier, part: Part, first: int, last: int, brought: array[int]) -> array[int]:
-    """The same for a band of limited reach, where only what adjoins the part can be entered."""
-    if part.blocks and (last < part.first or first > part.stop):
-        return brought
-    known, width = part.enter(first, last, brought), part.width
-    return brought[(known.start - first) * width : (known.stop - first) * width] + brought[(last - first) * width :]
-
-
-def _brings(job: Job, run: Run, part: Part) -> bool:
-    """Whether `job` still adds to `part`: its stretch may go on in another branch than `run`."""
-    start = job.start if job.band else part.stop
-    return not job.is_settled and any(over.run is run for over in stretches(job.run, start, job.stop))
-
-
-def coming(part: Part) -> Iterator[Job]:
-    """The unsettled jobs that bring something to a part."""
-    job = part.incoming
-    while job is not None and not job.is_settled and job.stop > part.run.start:
-        yield job
-        job = job.predecessor

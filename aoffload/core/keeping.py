@@ -22,14 +22,15 @@ from .answer import PrefixMatch
 from .cache import PrefixCache
 from .kept import Pin
 from .lifecycle import PinState
-from .matching import Hit, accepted, find_hit, present_stop
+from .matching import Hit, find_hit
 from .observer import Moves
 from .paths import stretches
-from .plan import NUM_TIERS, Tier
+from .plan import Tier
+from .presence import held_stop
 from .records import Lease, Part
 from .tokens import TokenSequence
 
-__all__ = ["Keeping", "held_alone"]
+__all__ = ["Keeping"]
 
 _S = PinState
 
@@ -121,7 +122,7 @@ class Keeping:
             ends.append((Tier.HOST, hit.stop))
             if cache.layout.windows:  # what the device holds behind where it alone could go on
                 ends.append((Tier.DEVICE, hit.stop))
-        elif (host_stop := held_alone(cache, hit, Tier.HOST)) > 0:
+        elif (host_stop := held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)) > 0:
             ends.append((Tier.HOST, host_stop))
         if hit.device_stop:
             ends.append((Tier.DEVICE, hit.device_stop))
@@ -182,17 +183,10 @@ class Keeping:
         return sum(len(units) * part.width for part, units in wanted.items())
 
 
-def held_alone(cache: PrefixCache, hit: Hit, tier: Tier) -> int:
-    """Up to where `tier` alone could serve what `hit` has found."""
-    stop = present_stop(hit.path, tier, 0, hit.stop) if cache.layout.spine.width else hit.stop
-    return accepted(cache.layout, hit.path, stop, (tier,))
-
-
 def _parts(lease: Lease) -> Iterator[Part]:
     """Every part that `lease` pins: of the spine all, of a window from its start on."""
     for run in lease.run.path():
-        yield run.parts[lease.tier]
-        for part, start in zip(run.parts[NUM_TIERS + lease.tier :: NUM_TIERS], lease.starts, strict=True):
+        for part, start in zip(run.parts_in(lease.tier), (0, *lease.starts), strict=True):
             if run.start >= start:
                 yield part
 

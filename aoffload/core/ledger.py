@@ -551,7 +551,8 @@ class Ledger:
         if holding.waiter is not None:
             self.admission.leave(holding.waiter)
         settled = self._loads.abandon(holding) if holding.load is not None else []
-        self._forks.leaving(holding)
+        if holding.origins:
+            self._forks.leaving(holding)
         if holding.num_steps:
             self._closing.add(holding)
         else:
@@ -560,7 +561,8 @@ class Ledger:
         if not done:
             holding.aborted(reason)
         self._moves.request(holding, _S.DONE if done else _S.ABORTED)
-        self._forks.left(holding)
+        if self._forks.over:
+            self._forks.left(holding)
         if self._engine is not None:
             self._engine.left(holding)
         if settled:

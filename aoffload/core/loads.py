@@ -12,17 +12,18 @@ from .arguments import check_int
 from .cache import PrefixCache
 from .early import compare, compare_job
 from .groups import Band
-from .jobs import JobBook, coming
+from .intervals import without
+from .jobs import JobBook
 from .lifecycle import RequestState, require
-from .matching import accepted, present_stop
 from .observer import Moves
 from .owners import Holding, Waiter, nobody
-from .paths import Stretch, stretches
+from .paths import stretches
 from .pins import Pins
 from .plan import EVERY_TIER, Direction, Tier, TransferPlan
+from .presence import accepted, coming, held_stop, incoming, present_stop
 from .publish import step_back
 from .records import Job, Load, Run
-from .table import BlockTable, without
+from .table import BlockTable
 from .waiting import require_idle
 from .windows import slide_off
 
@@ -107,7 +108,8 @@ class Loads:
         holding.began_load(load)
         on_its_way = min(on_its_way, stop)
         new = self._launch(holding, load, layout.spine, on_its_way, stop)
-        self._give_up(holding, layout.spine, start, on_its_way)
+        if start < on_its_way:
+            self._give_up(holding, layout.spine, start, on_its_way)
         for band in layout.windows:
             first = max(start, band.first_needed(stop * layout.unit_tokens))
             shared += self._bring_window(holding, load, band, first, new)
@@ -137,7 +139,7 @@ class Loads:
         there, last = present_stop(path, Tier.DEVICE, start, stop), path[-1]
         if last.start <= there and last.parts[Tier.DEVICE].incoming is None:  # as most
             return [], there
-        return _incoming(stretches(last, there, stop), there)
+        return incoming(stretches(last, there, stop), there)
 
     def _held_stop(self, path: list[Run], start: int, stop: int) -> int:
         """Up to where the host holds the spine from `start` on."""
@@ -234,12 +236,7 @@ class Loads:
         """Up to where computing can go on with what is on the device."""
         run, start = holding.device_run, holding.published
         path = [] if run is None else run.whole_path()
-        stop = load.stop
-        if self.cache.layout.spine.width:
-            stop = present_stop(path, Tier.DEVICE, start, stop)
-        if self.cache.layout.windows:
-            stop = accepted(self.cache.layout, path, stop, (Tier.DEVICE,))
-        return max(start, stop)
+        return max(start, held_stop(self.cache.layout, path, Tier.DEVICE, start, load.stop))
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
         """End the loads of `holdings`; whom to wake once the line was served."""
@@ -285,31 +282,6 @@ class Loads:
 
 def _ticket(holding: Holding) -> int:
     return holding.ticket
-
-
-def _incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
-    """The unsettled jobs that bring the units from `start` on, without a gap, and up to where they do.
-
-    Not up to where the jobs end: that may be on another branch.
-    """
-    found: dict[Job, None] = {}
-    position = start
-    for stretch in over:
-        if stretch.stop <= position:
-            continue
-        part = stretch.run.parts[Tier.DEVICE]
-        chain: list[Job] = []
-        job = part.incoming
-        while job is not None and not job.is_settled and job.stop > start:
-            chain.append(job)
-            job = job.predecessor
-        if not chain or chain[-1].start > position:  # what was to come first never will: the rest will not be entered
-            break
-        found.update(dict.fromkeys(chain))
-        position = min(chain[0].stop, stretch.stop)
-        if position < stretch.stop:
-            break
-    return list(found), position
 
 
 def has_holes(holding: Holding) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 
-from .groups import Band, Layout
+from .groups import Layout
 from .index import RunIndex
-from .plan import EVERY_TIER, NUM_TIERS, Tier
+from .plan import EVERY_TIER, Tier
+from .presence import accepted, held_stop, present_stop
 from .records import Run
 from .tokens import TokenSequence
 
-__all__ = ["Hit", "accepted", "find_hit", "find_hit_behind", "present_stop"]
+__all__ = ["Hit", "find_hit", "find_hit_behind"]
 
 
 @attrs.frozen
@@ -74,9 +73,7 @@ def find_hit_behind(
     for run, agreed in index.walk(sequence, limit):
         path.append(run)
         stop = agreed
-    if layout.spine.width:
-        stop = present_stop(path, Tier.HOST, start, stop)
-    stop = accepted(layout, path, stop, (Tier.HOST,), alignment, given=start)
+    stop = held_stop(layout, path, Tier.HOST, start, stop, alignment, given=start)
     return Hit(start, max(start, stop), tuple(path))
 
 
@@ -90,7 +87,7 @@ def _spine(index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int)
         stop = agreed
         if has_spine:
             reached = run.start
-            for part in run.parts[1:NUM_TIERS]:
+            for part in run.parts[1 : len(Tier)]:
                 if part.stop > reached:
                     reached = part.stop
             if device_stop == run.start:
@@ -102,93 +99,3 @@ def _spine(index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int)
         if stop < run.stop:
             break
     return tuple(path), device_stop, stop
-
-
-def present_stop(path: Sequence[Run], tier: Tier, start: int, stop: int) -> int:
-    """Up to where `tier` holds every unit of the spine from `start` on, at most `stop`."""
-    first = start
-    for run in path:
-        if run.stop > start:
-            reached = run.parts[tier].stop
-            if run.start >= stop or reached <= start:
-                break
-            start = reached
-            if start < run.stop:
-                break
-    return min(start, stop) if start > first else first
-
-
-def accepted(
-    layout: Layout,
-    path: Sequence[Run],
-    stop: int,
-    tiers: Sequence[Tier],
-    alignment: int = 1,
-    device_limit: int | None = None,
-    given: int = 0,
-) -> int:
-    """The last position, at most `stop` and a multiple of `alignment`, for which `tiers` hold what every band of
-    limited reach needs. `path`: runs in prefix order, the spine being there up to `stop`. The device counts up to
-    `device_limit`; what lies before `given` is there, whoever holds it."""
-    stop -= stop % alignment
-    if not layout.windows:
-        return stop
-    held = _Held(path, tiers, stop if device_limit is None else device_limit, given)
-    while True:
-        stop -= stop % alignment
-        lower = stop
-        for band in layout.windows:
-            lower = held.accepted(band, lower)
-        if lower == stop:
-            return stop
-        stop = lower
-
-
-@attrs.frozen
-class _Held:
-    """What lies where on a path, of bands of limited reach."""
-
-    path: Sequence[Run]
-    tiers: Sequence[Tier]
-    device_limit: int
-    given: int
-
-    def accepted(self, band: Band, stop: int) -> int:
-        """The last position, at most `stop`, for which all is there that `band` needs.
-
-        Kinds never reach further back for a later position, so whoever lacks a unit can't end anywhere behind it that
-        needs it: the next candidate is where something lies, or where nothing is needed."""
-        while stop > self.given:
-            missing = self._last_missing(band, max(self.given, band.first_needed(stop * band.unit_tokens)), stop)
-            if missing is None:
-                return stop
-            stop = max(self._present_before(band, missing), band.free_unit(missing))
-        return stop
-
-    def _last_missing(self, band: Band, start: int, stop: int) -> int | None:
-        """The last unit of `[start, stop)` that no tier holds."""
-        for run in reversed(self.path):
-            while start < stop and run.start < stop:
-                firsts = [units.start for units in self._units(band, run) if units.start < stop <= units.stop]
-                if not firsts:
-                    return stop - 1
-                stop = min(firsts)
-        return None if stop <= start else stop - 1
-
-    def _present_before(self, band: Band, position: int) -> int:
-        """The end of what some tier holds, nearest to `position` from before; 0 if nothing is there."""
-        for run in reversed(self.path):
-            if run.start < position:
-                ends = [min(units.stop, position) for units in self._units(band, run) if units.start < position]
-                if ends:
-                    return max(ends)
-        return 0
-
-    def _units(self, band: Band, run: Run) -> list[range]:
-        found: list[range] = []
-        for tier in self.tiers:
-            part = run.part(tier, band.number)
-            stop = min(part.stop, self.device_limit) if tier is Tier.DEVICE else part.stop
-            if part.first < stop:
-                found.append(range(part.first, stop))
-        return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from .plan import NUM_TIERS, Tier
+from .plan import Tier
 from .records import Run
 
 __all__ = ["Stretch", "held_ids", "stretches"]
@@ -21,7 +21,9 @@ class Stretch(NamedTuple):
 
 def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
     """Units `[start, stop)` of the path of `run`, by runs, in prefix order."""
-    if run is not None and run.start <= start < stop <= run.stop:  # as most do
+    if start >= stop:
+        return []
+    if run is not None and run.start <= start and stop <= run.stop:  # as most do
         return [Stretch(run, start, stop)]
     found: list[Stretch] = []
     for current in run.path() if run is not None else ():
@@ -35,11 +37,11 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
 
 def held_ids(over: list[Stretch], tier: Tier, band: int) -> array[int]:
     """The ids of the blocks that `tier` holds of `band` over stretches; all of them have to be there."""
-    number = band * NUM_TIERS + tier
     if len(over) == 1:
         run, start, stop = over[0]
-        return run.parts[number].ids(start, stop)
+        part = run.part(tier, band) if band else run.parts[tier]
+        return part.blocks[(start - part.first) * part.width : (stop - part.first) * part.width]
     ids = array("i")
     for run, start, stop in over:
-        ids.extend(run.parts[number].ids(start, stop))
+        ids.extend(run.part(tier, band).ids(start, stop))
     return ids

@@ -13,7 +13,7 @@ from .lifecycle import RequestState
 from .matching import Hit, find_hit
 from .owners import Holding
 from .paths import held_ids, stretches
-from .plan import NUM_TIERS, Tier
+from .plan import Tier
 from .records import Lease, Part, Run
 from .table import BlockTable
 
@@ -157,14 +157,14 @@ class Pins:
         hit = self._find(holding, islands=False)
         leases = [lease for lease in holding.all_leases() if lease.tier is Tier.DEVICE]
         let_go = self.cache.pinned_by_none_but(leases)
-        taken = [part for run in hit.path for part in run.parts[Tier.DEVICE :: NUM_TIERS] if not part.num_references]
+        taken = [part for run in hit.path for part in run.parts_in(Tier.DEVICE) if not part.num_references]
         gained = sum(len(part.blocks) + len(part.condemned_ids()) for part in let_go)
         gained -= sum(self._num_needed(part, hit.device_stop) for part in (*let_go, *taken))
         return self.num_fresh(hit.device_stop, hit.stop, num_units), gained
 
     def _num_needed(self, part: Part, stop: int) -> int:
         """Blocks of `part` that computing at unit `stop` needs."""
-        band = self.cache.layout.bands[part.run.parts.index(part) // NUM_TIERS]
+        band = self.cache.layout.bands[part.band]
         first = band.first_needed(stop * band.unit_tokens)
         return len(range(max(part.first, first), min(part.stop, stop))) * part.width
 

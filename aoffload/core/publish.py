@@ -6,12 +6,12 @@ from collections.abc import Container, Iterable
 
 from .cache import PrefixCache
 from .groups import Band
+from .intervals import without
 from .owners import Holding
 from .paths import stretches
 from .pins import Pins
-from .plan import NUM_TIERS, Tier
+from .plan import Tier
 from .records import Part, Run
-from .table import without
 
 __all__ = ["first_published", "publish", "published_by", "read_by", "runs_from", "step_back", "take_private"]
 
@@ -45,14 +45,14 @@ def publish(pins: Pins, holding: Holding, stop: int) -> None:
 
 def _is_unused(run: Run) -> bool:
     """Whether its device blocks could be evicted: nobody reads them, or waits for what lands beside them."""
-    return not any(part.num_references or part.incoming is not None for part in run.parts[Tier.DEVICE :: NUM_TIERS])
+    return not any(part.num_references or part.incoming is not None for part in run.parts_in(Tier.DEVICE))
 
 
 def _take_place(cache: PrefixCache, holding: Holding, run: Run) -> None:
     """Free the device blocks of `run`, so that those of `holding` are handed to it."""
     for band, table in enumerate(holding.tables):
         if table.start <= run.start:  # else what has left its window is worth keeping
-            cache.withdraw_part(cache.tiers[Tier.DEVICE], run.part(Tier.DEVICE, band))
+            cache.withdraw_part(run.part(Tier.DEVICE, band))
 
 
 def _fill(cache: PrefixCache, holding: Holding, run: Run, stop: int) -> None:
@@ -116,11 +116,11 @@ def _is_ours_alone(cache: PrefixCache, run: Run) -> bool:
     spine = run.parts[Tier.DEVICE]
     if run.num_after or (spine.width and spine.stop != run.stop):
         return False
-    for number, part in enumerate(run.parts):
-        is_ours = number % NUM_TIERS == Tier.DEVICE
+    for part in run.parts:
+        is_ours = part.tier is Tier.DEVICE
         if part.incoming is not None or part.num_references > is_ours:
             return False
-        if is_ours and number >= NUM_TIERS and (not part.num_references or (part.blocks and part.stop != run.stop)):
+        if is_ours and part.band and (not part.num_references or (part.blocks and part.stop != run.stop)):
             return False
     return True
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from ..prefix import Hasher, KeySpan, Root
 from .condemned import Condemned
 from .lifecycle import JobState
-from .plan import NUM_TIERS, Completion, Tier, TransferPlan
+from .plan import Completion, Tier, TransferPlan
 from .tokens import hash_run
 
 __all__ = [
@@ -42,6 +42,8 @@ class Part:
     """What one run holds of one band in one tier: the blocks of `[first, stop)`. The spine's begin at the run's start;
     a part without blocks is at the run's start, too."""
 
+    tier: Tier
+    band: int
     width: int
     """Ids for each unit."""
     run: Run
@@ -115,7 +117,7 @@ class Part:
 
     def cut_off(self, head: Run, start: int, at: int, num_references: int, incoming: Job | None) -> Part:
         """A part of `head`, which begins at unit `start`, with what it holds before unit `at`. It keeps the rest."""
-        front = Part(self.width, head, start, start, _no_ids(), num_references, incoming)
+        front = Part(self.tier, self.band, self.width, head, start, start, _no_ids(), num_references, incoming)
         front.condemned, front.last_use = self.divide_condemned(at), self.last_use
         if self.first < at:
             front.first, front.stop = self.first, min(at, self.stop)
@@ -220,7 +222,7 @@ class Run:
     _hash_after: Hasher | None = None
 
     def __repr__(self) -> str:
-        held = " ".join(f"{Tier(i % NUM_TIERS).name.lower()}={part}" for i, part in enumerate(self.parts))
+        held = " ".join(f"{part.tier.name.lower()}={part}" for part in self.parts)
         return f"<Run [{self.start},{self.stop}) {held}>"
 
     @property
@@ -231,7 +233,11 @@ class Run:
         return self._hash_after
 
     def part(self, tier: Tier, band: int) -> Part:
-        return self.parts[band * NUM_TIERS + tier]
+        return self.parts[band * len(Tier) + tier]
+
+    def parts_in(self, tier: Tier) -> tuple[Part, ...]:
+        """Of every band what one tier holds."""
+        return self.parts[tier :: len(Tier)]
 
     def whole_path(self) -> list[Run]:
         """All runs before this one, and this one, in prefix order."""

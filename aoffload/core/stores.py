@@ -35,13 +35,13 @@ class Stores:
             return []
         jobs: list[Job] = []
         spine = self.cache.layout.spine
-        missing = _unstored(run, first, stop) if spine.width else []
+        missing = self.cache.full.lacking(run, Tier.DEVICE, Tier.HOST, first, stop) if spine.width else []
         for over in _together(missing) if missing else ():
             jobs += self.store(holding, spine, over)
-        for band in self.cache.layout.windows if with_windows else ():
-            end = self.last_end(holding, stop)
-            for over in _together(_unstored_window(run, band, first_stored(band, end), stop)):
-                jobs += self.store(holding, band, over)
+        for window in self.cache.windows if with_windows else ():
+            start = first_stored(window.band, self.last_end(holding, stop))
+            for over in _together(window.lacking(run, Tier.DEVICE, Tier.HOST, start, stop)):
+                jobs += self.store(holding, window.band, over)
         return jobs
 
     def last_end(self, holding: Holding | None, stop: int) -> int:
@@ -60,51 +60,20 @@ class Stores:
         host, end = self.cache.tiers[Tier.HOST], over[-1].run
         pin = self.cache.lease(Tier.HOST, end, [end.stop for _ in self.cache.layout.windows])
         start, wanted = over[0].start, over[-1].stop - over[0].start
-        num_units = min(wanted, host.room // band.width)
+        units = self.cache.components[band.number].fitting(start, over[-1].stop, host.room // band.width)
         jobs: list[Job] = []
-        if num_units:
-            # Of a window its end is what hits need.
-            first = start + wanted - num_units if band.number else start
-            stop = first + num_units
-            blocks = self.cache.take(Tier.HOST, num_units * band.width)
-            run = self.cache.cut(stretches(pin.run, first, stop)[-1].run, stop)
+        if units:
+            blocks = self.cache.take(Tier.HOST, len(units) * band.width)
+            run = self.cache.cut(stretches(pin.run, units.start, units.stop)[-1].run, units.stop)
             if source_ids is not None:
-                source_ids = source_ids[(first - start) * band.width : (stop - start) * band.width]
-            jobs = self.jobs.plan(holding, Direction.STORE, run, band, first, stop, blocks, source_ids=source_ids)
-        if num_units < wanted:
-            self.moves.store_skipped(holding, (wanted - num_units) * band.width, "host_full")
+                source_ids = source_ids[(units.start - start) * band.width : (units.stop - start) * band.width]
+            jobs = self.jobs.plan(
+                holding, Direction.STORE, run, band, units.start, units.stop, blocks, source_ids=source_ids
+            )
+        if len(units) < wanted:
+            self.moves.store_skipped(holding, (wanted - len(units)) * band.width, "host_full")
         self.cache.release(pin)
         return jobs
-
-
-def _unstored(run: Run, first: int, stop: int) -> list[Stretch]:
-    """What the device holds of the spine up to unit `stop` and the host neither has nor gets, last first.
-
-    Looks at everything from unit `first` on, and before it as far as something is missing."""
-    found: list[Stretch] = []
-    current: Run | None = run
-    while current is not None:
-        host, there = current.parts[Tier.HOST], min(current.parts[Tier.DEVICE].stop, stop)
-        covered = host.stop if host.incoming is None else host.covered_stop
-        if covered < there:
-            found.append(Stretch(current, covered, there))
-        if current.start < min(first, covered, stop):
-            break
-        current = current.before
-    return found
-
-
-def _unstored_window(run: Run, band: Band, start: int, stop: int) -> list[Stretch]:
-    """The same of a band of limited reach, in units `[start, stop)`."""
-    found: list[Stretch] = []
-    for current in run.path():
-        if current.stop <= start:
-            break
-        device = current.part(Tier.DEVICE, band.number)
-        first, last = max(start, device.first), min(device.stop, stop)
-        for missing in _without(first, last, current.part(Tier.HOST, band.number).covered):
-            found.append(Stretch(current, missing.start, missing.stop))
-    return found
 
 
 def first_stored(band: Band, end: int) -> int:
@@ -112,15 +81,6 @@ def first_stored(band: Band, end: int) -> int:
     little before, as the next turn of a conversation does."""
     needed = band.first_needed(end * band.unit_tokens)
     return max(0, needed - band.margin(end - needed))
-
-
-def _without(start: int, stop: int, covered: tuple[int, int]) -> list[range]:
-    """What of `[start, stop)` lies outside of `covered`, last first."""
-    first, last = covered
-    if first == last:
-        return [range(start, stop)] if start < stop else []
-    parts = (range(max(start, last), stop), range(start, min(stop, first)))
-    return [part for part in parts if part]
 
 
 def _together(found: list[Stretch]) -> Iterator[list[Stretch]]:

@@ -15,12 +15,13 @@ Without a load in flight the private part begins at `published`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 
 import attrs
 import numpy as np
 
-__all__ = ["NO_LIMIT", "BlockTable", "not_null", "within", "without"]
+from .intervals import within
+
+__all__ = ["NO_LIMIT", "BlockTable", "not_null"]
 
 
 NO_LIMIT = 2**62
@@ -96,23 +97,6 @@ class BlockTable:
         for units in within(self.duplicates, start, stop) if self.duplicates else ():
             found.extend(not_null(self.at(units.start, units.stop)))
         return found
-
-
-def within(ranges: Iterable[range], start: int, stop: int) -> list[range]:
-    """What of `ranges` lies in `[start, stop)`."""
-    cut = (range(max(units.start, start), min(units.stop, stop)) for units in ranges)
-    return [units for units in cut if units]
-
-
-def without(ranges: Iterable[range], start: int, stop: int) -> list[range]:
-    """What of `[start, stop)` lies in none of `ranges`."""
-    found: list[range] = []
-    for units in sorted(ranges, key=lambda units: units.start):
-        if units.start > start:
-            found.append(range(start, min(units.start, stop)))
-        start = max(start, units.stop)
-    found.append(range(start, stop))
-    return [units for units in found if units]
 
 
 def not_null(ids: array[int]) -> array[int]:

@@ -57,6 +57,8 @@ class TierBlocks:
     """How often what can be found here has changed, but for evictions: as long as it has not, no match that is pinned
     would come out otherwise."""
     watcher: BlockWatcher | None = None
+    epoch: int = 0
+    """That of the index. What is of another one is not findable."""
 
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
@@ -93,14 +95,26 @@ class TierBlocks:
         self.order.remove(part)
         self.num_cached -= len(part.blocks)
 
+    def let_go_of(self, part: Part) -> None:
+        """No lease protects `part` any more: what can be found of it is evictable, the rest is free."""
+        if part.condemned:
+            self.pool.give(part.take_condemned())
+        if not part.blocks:
+            return
+        if part.run.epoch == self.epoch:
+            self.make_evictable(part)
+            return
+        self.pool.give(part.clear())  # a reset has made it unfindable meanwhile
+
     def part_changed(self, part: Part, first: int, stop: int) -> None:
         """`part`, which can be found, held units `[first, stop)` of its run until now."""
         self.num_changes += 1
         if self.watcher is not None:
             self.watcher.part_changed(part, first, stop)
 
-    def all_cleared(self) -> None:
-        """Nothing can be found any more."""
+    def all_cleared(self, epoch: int) -> None:
+        """Nothing can be found any more: the index is of `epoch` from now on."""
+        self.epoch = epoch
         self.num_changes += 1
         self.num_cached = 0
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import attrs
 
 from aoffload import KeySpan, Ledger, Root, Tier, WrongState
-from aoffload.core.plan import NUM_TIERS
 from aoffload.core.records import Part
 
 if TYPE_CHECKING:
@@ -120,11 +119,9 @@ class Changes:
         if start >= stop:
             return
         run = part.run
-        number = run.parts.index(part)
-        tier, band = Tier(number % NUM_TIERS), number // NUM_TIERS
-        if not self._ledger.cache.tiers[tier].is_outside:
+        if not self._ledger.cache.tiers[part.tier].is_outside:
             told = Change(
-                kind, tier, band, start, stop, run.start, run.tokens, run.spans, run.hash_before, run.root
+                kind, part.tier, part.band, start, stop, run.start, run.tokens, run.spans, run.hash_before, run.root
             )  # fmt: skip
             self._told.append(told)
 

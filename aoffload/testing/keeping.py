@@ -9,12 +9,12 @@ from typing import Any
 
 import attrs
 
-from ..core.keeping import held_alone
 from ..core.kept import Demotion, Pin, Prefetch
 from ..core.lifecycle import ErrandState, JobState, PinState
-from ..core.matching import find_hit
+from ..core.matching import Hit, find_hit
 from ..core.owners import Holding, claimants
-from ..core.plan import NUM_TIERS, Direction, Tier
+from ..core.plan import Direction, Tier
+from ..core.presence import held_stop
 from ..core.records import Part
 from ..core.tokens import TokenSequence
 from ..prefix import Prefix
@@ -82,7 +82,11 @@ class KeepingOracle:
         ledger = self.runtime.ledger
         sequence = TokenSequence(prefix, ledger.layout.unit_tokens)
         hit = find_hit(ledger.cache.index, sequence, ledger.layout, prefix.num_tokens // ledger.layout.unit_tokens)
-        return _Kept(prefix, ledger.lookup(prefix).num_tokens, held_alone(ledger.cache, hit, Tier.HOST))
+        return _Kept(prefix, ledger.lookup(prefix).num_tokens, self._in_host(hit))
+
+    def _in_host(self, hit: Hit) -> int:
+        """Up to where host memory alone could serve `hit`."""
+        return held_stop(self.runtime.ledger.layout, hit.path, Tier.HOST, 0, hit.stop)
 
     def _yield(self, call: Call) -> bool:
         """A pin ends where nobody else would make room, and then there is some, unless another pin keeps the same."""
@@ -197,8 +201,7 @@ def _parts(pin: Pin, tier: Tier) -> Iterator[Part]:
     """Every part that `pin` keeps in `tier`."""
     for lease in pin.leases:
         for run in lease.run.path() if lease.tier is tier else ():
-            yield run.parts[tier]
-            for part, start in zip(run.parts[NUM_TIERS + tier :: NUM_TIERS], lease.starts, strict=True):
+            for part, start in zip(run.parts_in(tier), (0, *lease.starts), strict=True):
                 if run.start >= start:
                     yield part
 
@@ -207,6 +210,6 @@ def _last(lease: Any) -> Iterator[Part]:
     """The parts on which `lease` itself counts."""
     yield lease.run.parts[lease.tier]
     for run in lease.run.path():
-        for part, start in zip(run.parts[NUM_TIERS + lease.tier :: NUM_TIERS], lease.starts, strict=True):
+        for part, start in zip(run.parts_in(lease.tier)[1:], lease.starts, strict=True):
             if run.start >= start:
                 yield part

@@ -32,7 +32,6 @@ from aoffload import (
     Tier,
     TransferPlan,
 )
-from aoffload.core.plan import NUM_TIERS
 from aoffload.prefix import TOKEN_BYTES
 
 __all__ = ["EngineWalk", "walks"]
@@ -517,10 +516,10 @@ class EngineWalk:
         for run in self.ledger.cache.index.runs.values():
             data = b"".join(one.tokens for one in run.whole_path())
             tokens = list(memoryview(data[: run.stop * UNIT * TOKEN_BYTES]).cast("i"))
-            for number, part in enumerate(run.parts):
-                if number % NUM_TIERS != Tier.HOST or not part.blocks:
+            for part in run.parts:
+                if part.tier is not Tier.HOST or not part.blocks:
                     continue
-                band = number // NUM_TIERS
+                band = part.band
                 for unit in range(part.first, part.stop):
                     ids = list(part.ids(unit, unit + 1))
                     right = [

@@ -119,9 +119,8 @@ def test_what_a_load_would_adopt_stays() -> None:
     driven = Driven(20, 24, groups=BOTH)
     driven.serve(A)
     driven.release(driven.allocated(prompt(7, 25)), "filler")  # the window goes, which was let go of first
-    host = driven.ledger.cache.tiers[Tier.HOST]
     for run in driven.ledger.cache.index.runs.values():
-        driven.ledger.cache.withdraw_part(host, run.part(Tier.HOST, 0))
+        driven.ledger.cache.withdraw_part(run.part(Tier.HOST, 0))
     holding = driven.admit(A)
     assert (holding.match.num_device_tokens, holding.match.num_host_tokens) == (0, 24)
     driven.evict_device()

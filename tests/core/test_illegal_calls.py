@@ -70,6 +70,7 @@ LEGAL: dict[tuple[str, str], str] = {
     ("ALLOCATED", "waiting"): f"{ALWAYS} commit check_commit step",
     ("ALLOCATED", "stepping"): f"{ALWAYS} extend_nowait queue_extension commit check_commit step",
     ("LOADING", ""): f"{ALWAYS} plan_load abandon_load preempt_nowait".replace(" expected_block_ids", ""),
+    ("DRAINING", "stepping"): f"{ALWAYS} plan_load abandon_load",
     ("REQUEUED", "waiting"): f"{ALWAYS} plan_load abandon_load preempt_nowait",
     ("STRANDED", ""): f"{ALWAYS} abandon_load preempt_nowait",
     (
@@ -165,6 +166,17 @@ def robbed(driven: Driven, *, is_granted: bool = False) -> Holding:
     return holding
 
 
+def draining(driven: Driven) -> Holding:
+    """A step has begun on its load, which went to quarantine, and there is no room for what is missing."""
+    holding = allocated(driven)
+    crowded(driven, 5)
+    plans = driven.launch(driven.ledger.plan_load(holding))
+    driven.step = driven.ledger.step([], [holding])  # type: ignore[attr-defined]
+    driven.step.__enter__()  # type: ignore[attr-defined]
+    driven.end(plans[0], Outcome.UNPROVEN)
+    return holding
+
+
 def hopeless(driven: Driven) -> Holding:
     holding = admitted(driven)
     driven.ledger.allocate_nowait(holding, 28)
@@ -231,6 +243,7 @@ SITUATIONS: dict[str, tuple[tuple[str, str], Callable[[Driven], Holding]]] = {
     "allocated, waiting": (("ALLOCATED", "waiting"), extending(allocated)),
     "allocated, stepping": (("ALLOCATED", "stepping"), stepping(allocated)),
     "loading": (("LOADING", ""), loading),
+    "loading, robbed under its step": (("DRAINING", "stepping"), draining),
     "loading, robbed": (("REQUEUED", "waiting"), robbed),
     "loading, granted": (("REQUEUED", "waiting"), lambda driven: robbed(driven, is_granted=True)),
     "loading, hopeless": (("STRANDED", ""), hopeless),

@@ -236,7 +236,7 @@ def test_what_goes_back_gets_its_place(seed: int) -> None:
             order.remove(part)
             away.append(part)
         else:
-            part = Part(1, None, 0, 0)  # type: ignore[arg-type]
+            part = Part(Tier.HOST, 0, 1, None, 0, 0)  # type: ignore[arg-type]
             order.add(part)
             places.put(part)
         assert [id(part) for part in order] == [id(part) for part in places.parts]

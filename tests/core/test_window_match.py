@@ -14,7 +14,6 @@ from aoffload.core.groups import Layout
 from aoffload.core.index import RunIndex
 from aoffload.core.kinds import AttentionKind
 from aoffload.core.matching import find_hit
-from aoffload.core.plan import NUM_TIERS
 from aoffload.core.records import Run
 from aoffload.core.tokens import TokenSequence
 
@@ -58,12 +57,12 @@ class Case:
         while start < self.num_units:
             stop = self.random.randint(start + 1, self.num_units)
             run = self.index.insert(self.sequence, run, start, stop)
-            for number, part in enumerate(run.parts):
-                first, last = self._stretch(start, stop, is_spine=number < NUM_TIERS)
+            for part in run.parts:
+                first, last = self._stretch(start, stop, is_spine=not part.band)
                 part.blocks = array("i", [1] * ((last - first) * part.width))
                 if part.blocks:
                     part.first, part.stop = first, last
-                    self.present[number % NUM_TIERS, number // NUM_TIERS].update(range(first, last))
+                    self.present[part.tier, part.band].update(range(first, last))
             start = stop
 
     def _stretch(self, start: int, stop: int, *, is_spine: bool) -> tuple[int, int]:

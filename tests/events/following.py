@@ -123,8 +123,8 @@ def really_cached(ledger: Ledger) -> dict[Block, tuple[int, ...]]:
     """The same, read from the index and hashed from the first token on, block by block."""
     layout, found = ledger.layout, dict[Block, tuple[int, ...]]()
     for run in ledger.cache.index.runs.values():
-        for number, part in enumerate(run.parts):
-            tier, band = Tier(number % len(Tier)), number // len(Tier)
+        for part in run.parts:
+            tier, band = part.tier, part.band
             if ledger.cache.tiers[tier].is_outside:
                 continue
             groups = [group for group, (its_band, _) in enumerate(layout.places) if its_band == band]

@@ -13,6 +13,7 @@ import pytest
 from aoffload import Ledger, Tier
 from aoffload.core.admission import Admission
 from aoffload.core.cache import PrefixCache
+from aoffload.core.components import FullComponent
 from aoffload.core.owners import Holding
 from aoffload.core.pins import Pins
 from aoffload.core.tiers import TierBlocks
@@ -65,11 +66,10 @@ def test_the_same_seed_is_the_same_program_in_every_process() -> None:
 def test_bytes_of_another_prefix_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that hands out a block that somebody still reads is found, and the program shortened to a few calls."""
 
-    def keeps_nothing(tier: TierBlocks, run: Any) -> None:
-        part = run.parts[tier.tier]
-        part.num_references += 1
+    def keeps_nothing(_: FullComponent, blocks: TierBlocks, run: Any, is_use: bool) -> None:
+        run.parts[blocks.tier].num_references += 1
 
-    monkeypatch.setattr(PrefixCache, "_reference", staticmethod(keeps_nothing))
+    monkeypatch.setattr(FullComponent, "pin", keeps_nothing)
     broken = found()
     shortest = broken.shortest()
     assert len(shortest.calls) <= 12 and run_program(shortest).violation is not None

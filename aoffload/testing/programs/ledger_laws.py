@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...core.ledger import Ledger
 from ...core.lifecycle import RequestState
 from ...core.owners import Holding
-from ...core.plan import NUM_TIERS, Tier
+from ...core.plan import Tier
 from ...core.records import Job, NoIndex, Part
 from ..violations import Violation
 from .ledger_state import Forward, LedgerState
@@ -53,20 +53,19 @@ class Laws:
         machine = self._machine
         rotten = {block_id: job.completion is not None for block_id, job in machine.rotten.items()}
         for run in self._ledger.cache.index.runs.values():
-            for number, part in enumerate(run.parts):
-                tier = number % NUM_TIERS
-                known = rotten if tier == Tier.HOST else {}
+            for part in run.parts:
+                known = rotten if part.tier is Tier.HOST else {}
                 if any(known.get(block_id) for block_id in part.blocks):
                     raise Violation("a bad entry", f"{run} still offers {list(part.blocks)}")
-                if problem := machine.bytes.problem(tier, [one for one in part.blocks if one not in known]):
+                if problem := machine.bytes.problem(part.tier, [one for one in part.blocks if one not in known]):
                     law, how = problem
-                    raise Violation(law, f"{Tier(tier).name} {how}: {run}")
+                    raise Violation(law, f"{part.tier.name} {how}: {run}")
 
     def after_reset(self, tier: Tier | None) -> None:
         """Nothing from before can be found any more."""
         for run in self._ledger.cache.index.runs.values():
-            for number, part in enumerate(run.parts):
-                if part.blocks and tier in (None, number % NUM_TIERS):
+            for part in run.parts:
+                if part.blocks and tier in (None, part.tier):
                     raise Violation("may not hit", f"{run} can be found after a reset of {tier or 'all'}")
 
     def _readable(self) -> None:
@@ -170,9 +169,9 @@ def _units(part: Part, first: int, stop: int) -> list[object]:
     run = part.run
     if first >= stop or not part.width:
         return []
-    number, path = run.parts.index(part), run.whole_path()
+    path = run.whole_path()
     tokens = b"".join(one.tokens for one in path)
     unit_bytes = len(run.tokens) // (run.stop - run.start)
     spans = tuple(sorted({span for one in path for span in one.spans}))  # however the path is cut
-    place = (number % NUM_TIERS, number // NUM_TIERS, run.root, spans)
+    place = (part.tier, part.band, run.root, spans)
     return [(*place, tokens[: (unit + 1) * unit_bytes]) for unit in range(first, stop)]

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import attrs
 
-from ...core.plan import NUM_TIERS, Tier
+from ...core.plan import Tier
 from ...prefix import KeySpan
 from ..asks import Ask
 from ..engine import first_read
@@ -168,10 +168,10 @@ class ProgramEngine(SimulatedEngine):
         """Nothing that was taken back can be found, in any tier."""
         memories = {Tier.DEVICE: self.device.content, Tier.HOST: self.transport.host.content}
         for run in self.runtime.ledger.cache.index.runs.values():
-            for number, part in enumerate(run.parts):
+            for part in run.parts:
                 for block_id in part.blocks:
-                    held = memories[Tier(number % NUM_TIERS)][block_id]
-                    self._check_right(held, f"{Tier(number % NUM_TIERS).name} block {block_id} of {run}")
+                    held = memories[part.tier][block_id]
+                    self._check_right(held, f"{part.tier.name} block {block_id} of {run}")
 
     def _check_right(self, held: object, where: str) -> None:
         for cell in held.cells if isinstance(held, Written) else ():

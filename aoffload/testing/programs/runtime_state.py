@@ -10,6 +10,7 @@ from ...core.kept import Errand, Pin
 from ...core.ledger import Ledger
 from ...core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
 from ...core.owners import EarlyStart, Holding
+from ...core.plan import Tier
 from ...core.records import Job, Part
 from ...observers import RuntimeObserver
 from ...runtime import OffloadRuntime
@@ -60,7 +61,7 @@ class Told(RuntimeObserver):
         self.states: dict[Any, Any] = {}
         """Of all that is not over, as it was told last."""
         self.counts: Counter[str] = Counter()
-        self.num_cached: Counter[int] = Counter()
+        self.num_cached: Counter[tuple[Tier, int]] = Counter()
         """Units that are cached, by the number of the part: band after band, tier after tier."""
         self._epoch = 0
         self.problem = ""
@@ -92,8 +93,7 @@ class Told(RuntimeObserver):
 
     def part_changed(self, part: Part, first: int, stop: int) -> None:
         if part.run.epoch == self._epoch:
-            number = next(number for number, other in enumerate(part.run.parts) if other is part)
-            self.num_cached[number] += (part.stop - part.first) - (stop - first)
+            self.num_cached[part.tier, part.band] += (part.stop - part.first) - (stop - first)
 
     def all_cleared(self, epoch: int) -> None:
         self._epoch = epoch
@@ -113,9 +113,9 @@ class Told(RuntimeObserver):
             raise Violation("told otherwise", f"units cached, by part: {dict(cached)}, told: {dict(self.num_cached)}")
 
 
-def _cached(cache: PrefixCache) -> Counter[int]:
-    found: Counter[int] = Counter()
+def _cached(cache: PrefixCache) -> Counter[tuple[Tier, int]]:
+    found: Counter[tuple[Tier, int]] = Counter()
     for run in cache.index.runs.values():
-        for number, part in enumerate(run.parts):
-            found[number] += (part.stop - part.first) if part.width else 0
+        for part in run.parts:
+            found[part.tier, part.band] += (part.stop - part.first) if part.width else 0
     return found

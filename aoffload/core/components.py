@@ -1,0 +1,215 @@
+"""Attention components: what differs between full attention and a window, in one class each.
+
+Full attention reads every block of a prefix. So a part holds the front of its run, what hangs on a gap is never found,
+and references chain: a lease counts on the run it ends at, a run that is referenced once on the run before it.
+
+    part    [present .............)(nothing      )
+
+A window (a sliding one, or the chunk of chunked local attention) reads the last blocks before a position. So a part
+holds one stretch anywhere in its run, and a lease counts on each run from its start on.
+
+    part    (nothing )[present ........)(nothing )
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .groups import Band, Layout
+from .intervals import without
+from .paths import Stretch, stretches
+from .plan import Tier
+from .records import Job, Lease, Part, Run
+from .tiers import TierBlocks
+
+__all__ = ["Component", "FullComponent", "WindowComponent", "brings", "window_components"]
+
+
+@dataclass(slots=True, eq=False)
+class FullComponent:
+    """The component of full attention. There is always one; in a layout of windows alone it has no width."""
+
+    band: Band
+
+    def pin(self, blocks: TierBlocks, run: Run, is_use: bool) -> None:
+        """Count a lease that ends at `run`. Stops at a run that is referenced, and in use, already."""
+        current: Run | None = run
+        is_new = True
+        while current is not None and (is_new or is_use):
+            part = current.parts[blocks.tier]
+            if is_new:
+                part.num_references += 1
+                is_new = part.num_references == 1
+                if is_new and part.blocks:
+                    blocks.make_pinned(part)
+            if is_use:
+                is_use = part.last_use > 0 or not part.blocks
+                part.last_use = 0
+            current = current.before
+
+    def unpin(self, blocks: TierBlocks, run: Run) -> list[Run]:
+        """Count a lease that ended at `run` no more; the runs that no lease pins now."""
+        let_go: list[Run] = []
+        current: Run | None = run
+        while current is not None:
+            part = current.parts[blocks.tier]
+            part.num_references -= 1
+            if part.num_references:
+                break
+            let_go.append(current)
+            blocks.let_go_of(part)
+            current = current.before
+        return let_go
+
+    def head_references(self, num_references: int) -> int:
+        """References to the head of a run that is split, of which `num_references` count on the run."""
+        return min(1, num_references)  # the leases stay with the tail, which counts once on the head
+
+    def follows(self, front: Part, back: Part) -> bool:
+        """Whether `back`, which holds blocks, and `front` of the run before can be one part."""
+        return front.stop == back.first
+
+    def is_end(self, front: Part, back: Part) -> bool:
+        """Whether nothing that lies behind `back` could follow once it is joined with `front`."""
+        return False
+
+    def first_brought(self, job: Job, part: Part) -> int:
+        """The first unit that `job` may add to `part`."""
+        return part.stop
+
+    def enter(self, part: Part, first: int, last: int, ids: array[int]) -> array[int]:
+        """Publish `ids`, of the units from `first` on, up to unit `last`: only where what lies before is there, and
+        something is missing. The ids left over."""
+        if not first <= part.stop < last:
+            return ids
+        before = part.run.before
+        if first == part.run.start and before is not None and before.parts[part.tier].stop != before.stop:
+            return ids
+        skip = (part.stop - first) * part.width  # cached by another request meanwhile: that copy stays
+        take = (last - first) * part.width
+        if not skip and take == len(ids):
+            part.append(ids, last)
+            return array("i")
+        part.append(ids[skip:take], last)
+        return ids[:skip] + ids[take:]
+
+    def fitting(self, start: int, stop: int, num_units: int) -> range:
+        """Which of units `[start, stop)` are stored where there is room for `num_units` of them."""
+        return range(start, min(stop, start + num_units))
+
+    def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
+        """What `source` holds of the path of `run` up to unit `stop`, and `tier` neither holds nor gets; last first.
+
+        Looks at every unit from `start` on, and before it as far as something is missing."""
+        found: list[Stretch] = []
+        current: Run | None = run
+        while current is not None:
+            part, there = current.parts[tier], min(current.parts[source].stop, stop)
+            covered = part.stop if part.incoming is None else part.covered_stop
+            if covered < there:
+                found.append(Stretch(current, covered, there))
+            if current.start < min(start, covered, stop):
+                break
+            current = current.before
+        return found
+
+    def expected_references(self, tier: Tier, runs: Iterable[Run], leases: Iterable[Lease]) -> Counter[Run]:
+        """References to each run by `leases`, all of one tier."""
+        expected = Counter(lease.run for lease in leases)
+        expected.update(run.before for run in runs if run.before is not None and run.parts[tier].num_references)
+        return expected
+
+
+@dataclass(slots=True, eq=False)
+class WindowComponent:
+    """The component of a band of limited reach."""
+
+    band: Band
+
+    def pin(self, blocks: TierBlocks, run: Run, start: int, is_use: bool) -> None:
+        """Count a lease on every run of the path of `run` from unit `start` on."""
+        for current in run.path():
+            if current.stop <= start:
+                break
+            part = current.part(blocks.tier, self.band.number)
+            part.num_references += 1
+            if part.num_references == 1 and part.blocks:
+                blocks.make_pinned(part)
+            if is_use:
+                part.last_use = 0
+
+    def unpin(self, blocks: TierBlocks, run: Run, start: int) -> None:
+        """The opposite of `pin`."""
+        for current in run.path():
+            if current.stop <= start:
+                break
+            self.unpin_run(blocks, current)
+
+    def unpin_run(self, blocks: TierBlocks, run: Run) -> None:
+        part = run.part(blocks.tier, self.band.number)
+        part.num_references -= 1
+        if not part.num_references:
+            blocks.let_go_of(part)
+
+    def head_references(self, num_references: int) -> int:
+        return num_references  # a lease begins where a run does: it covers both
+
+    def follows(self, front: Part, back: Part) -> bool:
+        return front.stop == back.first or not front.blocks
+
+    def is_end(self, front: Part, back: Part) -> bool:
+        return bool(front.blocks) and not back.blocks
+
+    def first_brought(self, job: Job, part: Part) -> int:
+        return job.start
+
+    def enter(self, part: Part, first: int, last: int, ids: array[int]) -> array[int]:
+        """Publish `ids`, of the units from `first` on, up to unit `last`: only where they adjoin what the part holds.
+        The ids left over."""
+        if part.blocks and (last < part.first or first > part.stop):
+            return ids
+        known, width = part.enter(first, last, ids), part.width
+        return ids[(known.start - first) * width : (known.stop - first) * width] + ids[(last - first) * width :]
+
+    def fitting(self, start: int, stop: int, num_units: int) -> range:
+        return range(max(start, stop - num_units), stop)  # hits need the end of a window
+
+    def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
+        """What `source` holds of units `[start, stop)`, and `tier` neither holds nor gets; last first."""
+        found: list[Stretch] = []
+        for current in run.path():
+            if current.stop <= start:
+                break
+            part, covered = current.part(source, self.band.number), current.part(tier, self.band.number).covered
+            units = without([range(*covered)], max(start, part.first), min(part.stop, stop))
+            found += [Stretch(current, one.start, one.stop) for one in reversed(units)]
+        return found
+
+    def expected_references(self, tier: Tier, runs: Iterable[Run], leases: Iterable[Lease]) -> Counter[Run]:
+        """References to each run by `leases`, all of one tier; `ValueError` for one that begins inside of a run."""
+        expected: Counter[Run] = Counter()
+        for lease in leases:
+            start = lease.starts[self.band.number - 1]
+            covered = [run for run in lease.run.path() if run.stop > start]
+            if any(run.start < start for run in covered):
+                raise ValueError(f"a lease begins inside of a run: {lease}, {start}")
+            expected.update(covered)
+        return expected
+
+
+Component: TypeAlias = FullComponent | WindowComponent
+
+
+def brings(component: Component, job: Job, part: Part, run: Run) -> bool:
+    """Whether `job` still adds to what is, or becomes, the `part` of `run`. Its stretch may go on in another branch: it
+    would never clear what is not on its path."""
+    first = component.first_brought(job, part)
+    return not job.is_settled and any(over.run is run for over in stretches(job.run, first, job.stop))
+
+
+def window_components(layout: Layout) -> tuple[WindowComponent, ...]:
+    return tuple(WindowComponent(band) for band in layout.windows)
