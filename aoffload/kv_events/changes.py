@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from aoffload import KeySpan, Ledger, Root, Tier, WrongState
+from aoffload import KeySpan, Ledger, Tier, WrongState
 from aoffload.core.plan import NUM_TIERS
 from aoffload.core.records import Part
+from aoffload.ledger import Root
 
 if TYPE_CHECKING:
     from aoffload.prefix import Hasher

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, Prefix, Root, SlidingWindow, Tier
+from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
 from aoffload.core.groups import Layout
 from aoffload.core.index import RunIndex
 from aoffload.core.kinds import AttentionKind
@@ -17,6 +17,7 @@ from aoffload.core.matching import find_hit
 from aoffload.core.plan import NUM_TIERS
 from aoffload.core.records import Run
 from aoffload.core.tokens import TokenSequence
+from aoffload.ledger import Prefix, Root
 
 NUM_CASES = 10_000
 MUST_HAPPEN = (
