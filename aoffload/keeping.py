@@ -23,7 +23,7 @@ from .errors import InvalidArgument, WrongState
 from .prefix import KeySpan, Prefix
 from .session import Session
 
-__all__ = ["Identity", "PendingDemotion", "PendingPrefetch", "PinScope", "time_to_live"]
+__all__ = ["PendingDemotion", "PendingPrefetch", "PinScope"]
 
 AnyErrand = TypeVar("AnyErrand", bound=Errand)
 

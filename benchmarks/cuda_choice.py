@@ -8,7 +8,8 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from aoffload import CudaOptions, Direction
+from aoffload.cuda import CudaOptions
+from aoffload.ledger import Direction
 from aoffload.transfer.backends.cuda import Pieces
 from aoffload.transfer.backends.cuda.method import PUBLISHED
 from aoffload.transfer.backends.cuda.trials import scattered

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from aoffload import CudaOptions, Direction
+from aoffload.cuda import CudaOptions
+from aoffload.ledger import Direction
 from aoffload.transfer.backends.cuda.trials import scattered
 
 from .cuda_copying import BLOCK_BYTES, NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, rate_row

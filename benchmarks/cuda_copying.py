@@ -11,8 +11,12 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from aoffload import Completion, CudaBackend, CudaOptions, Direction, Env, LocalTransport, Outcome, Tier, TransferPlan
+from aoffload import Tier
+from aoffload.cuda import CudaBackend, CudaOptions
+from aoffload.env import Env
+from aoffload.ledger import Completion, Direction, Outcome, TransferPlan
 from aoffload.transfer.backends.cuda import Pieces
+from aoffload.transport import LocalTransport
 
 from .harness import Measured, Row
 

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import torch
 
-from aoffload import AdaptivePolling, BlockingWait, CudaBackend, CudaOptions
+from aoffload.cuda import AdaptivePolling, BlockingWait, CudaBackend, CudaOptions
 from aoffload.transfer.backends.cuda import WaitPolicy
 from aoffload.transfer.region import regions_of
 from aoffload.transfer.turns import Turns

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from aoffload import CudaOptions, Direction
+from aoffload.cuda import CudaOptions
+from aoffload.ledger import Direction
 
 from .cuda_copying import NUM_BLOCKS_MOVED, SECONDS, Copying, cuda_device, share_row
 from .harness import Measured, Row, Sample, interleave, timed

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from aoffload import Completion, KVCacheGroup, Ledger, OffloadConfig, Outcome, Prefix, Root, TransferPlan
+from aoffload import KVCacheGroup, Ledger, OffloadConfig
+from aoffload.ledger import Completion, Outcome, Prefix, Root, TransferPlan
 
 from .harness import SAMPLE_S, Row, Subject, interleave, timed
 from .peer import Peer

@@ -20,7 +20,8 @@ from typing import Any
 import anyio
 import torch
 
-from aoffload import OffloadConfig, OffloadRuntime, Prefix
+from aoffload import OffloadConfig, OffloadRuntime
+from aoffload.ledger import Prefix
 
 from .cycle import BLOCK_SIZE, ROOT, Tokens, prompts_of
 from .harness import Row

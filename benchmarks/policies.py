@@ -19,18 +19,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from aoffload import (
-    Completion,
-    KVCacheGroup,
-    LazyStore,
-    Ledger,
-    OffloadConfig,
-    Outcome,
-    Prefix,
-    Root,
-    SelectiveStore,
-    TransferPlan,
-)
+from aoffload import KVCacheGroup, LazyStore, Ledger, OffloadConfig, SelectiveStore
+from aoffload.ledger import Completion, Outcome, Prefix, Root, TransferPlan
 
 BLOCK_TOKENS = 16
 ROOT = Root("trace")

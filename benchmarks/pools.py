@@ -13,17 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from aoffload import (
-    Completion,
-    KVCacheGroup,
-    Ledger,
-    OffloadConfig,
-    Outcome,
-    Prefix,
-    PrefixMatch,
-    Tier,
-    TransferPlan,
-)  # fmt: skip
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, PrefixMatch, Tier
+from aoffload.ledger import Completion, Outcome, Prefix, TransferPlan
 
 from .cycle import BLOCK_SIZE, ROOT, Tokens
 from .harness import SAMPLE_S, Sample, timed

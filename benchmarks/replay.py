@@ -17,16 +17,8 @@ from pathlib import Path
 import anyio
 import torch
 
-from aoffload import (
-    Completion,
-    KVCacheGroup,
-    Ledger,
-    OffloadConfig,
-    OffloadRuntime,
-    Outcome,
-    Prefix,
-    TransferPlan,
-)  # fmt: skip
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime
+from aoffload.ledger import Completion, Outcome, Prefix, TransferPlan
 
 from .cycle import ROOT, Tokens
 from .harness import Measured, Rounds, Row, Sample

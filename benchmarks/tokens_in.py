@@ -7,7 +7,7 @@ it costs.
 
 from __future__ import annotations
 
-from aoffload import Prefix
+from aoffload.ledger import Prefix
 
 from .cycle import BLOCK_SIZE, ROOT, PerBlock, ledger_with, prompts_of
 from .harness import SAMPLE_S, Row, Subject, interleave, timed

@@ -12,26 +12,26 @@ from collections import deque
 
 import numpy as np
 
-import aoffload
-from aoffload import Prefix, RequestState, Root, Tier
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState, Tier
+from aoffload.ledger import Completion, Holding, Outcome, Prefix, Root, TransferPlan
 
 memory = {Tier.DEVICE: np.zeros((5, 16)), Tier.HOST: np.zeros((64, 16))}  # [blocks, tokens]: a token's KV is itself
-config = aoffload.OffloadConfig(groups=[aoffload.KVCacheGroup("full", block_size=16)], num_host_blocks=64)
-ledger = aoffload.Ledger(config, num_device_blocks=5)  # block 0 is the null block: room for one request of 60 tokens
-in_flight: list[aoffload.TransferPlan] = []
+config = OffloadConfig(groups=[KVCacheGroup("full", block_size=16)], num_host_blocks=64)
+ledger = Ledger(config, num_device_blocks=5)  # block 0 is the null block: room for one request of 60 tokens
+in_flight: list[TransferPlan] = []
 waiting = deque([("a", range(60)), ("b", range(100, 160)), ("a-again", range(60))])
-running: dict[aoffload.Holding, range] = {}
+running: dict[Holding, range] = {}
 
 
-def launch(plans: tuple[aoffload.TransferPlan, ...]) -> None:
+def launch(plans: tuple[TransferPlan, ...]) -> None:
     in_flight.extend(plan for plan in plans if ledger.launch(plan.job_id))  # False: nobody wants it any more
 
 
-def start(name: str, token_ids: range) -> aoffload.Holding | None:
+def start(name: str, token_ids: range) -> Holding | None:
     holding = ledger.admit(Prefix.of(Root("toy"), token_ids), request_id=name)
     try:
         ledger.allocate_nowait(holding)
-    except aoffload.OutOfBlocks:
+    except OutOfBlocks:
         ledger.release(holding, "no_room")  # nothing is held while it waits
         return None
     launch(ledger.plan_load(holding))
@@ -41,7 +41,7 @@ def start(name: str, token_ids: range) -> aoffload.Holding | None:
 for step in itertools.count():
     for plan in in_flight:  # a copy takes a step here: what the last one launched has landed by now
         memory[plan.destination][plan.destination_ids] = memory[plan.source][plan.source_ids]
-        ledger.settle(aoffload.Completion(plan.job_id, aoffload.Outcome.LANDED, plan.num_blocks))
+        ledger.settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
     in_flight.clear()
     while waiting and (started := start(*waiting[0])):
         running[started] = waiting.popleft()[1]

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-import aoffload
-from aoffload import Completion, KVCacheGroup, Outcome, Prefix, RequestState, SlidingWindow, Tier, TransferPlan
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState, SlidingWindow, Tier
+from aoffload.ledger import Completion, Outcome, Prefix, Root, TransferPlan
 
 BLOCK, CHUNK, NUM_DRAFTS, VOCABULARY, WINDOW = 4, 12, 2, 5, 9
 PATIENCE = 8  # steps that a copy may take
@@ -96,8 +96,8 @@ class Scheduler:
     def __init__(self, num_rows: int, num_host: int, **options) -> None:
         self.memory = {Tier.DEVICE: np.zeros((num_rows, BLOCK), np.int64), Tier.HOST: np.zeros((num_host, BLOCK), int)}
         self.pool, self.counts = Pool(num_rows), Counter[str]()
-        config = aoffload.OffloadConfig(groups=GROUPS, num_host_blocks=num_host, pending_timeout_s=PATIENCE, **options)
-        self.ledger = aoffload.Ledger(config, num_rows, engine_blocks=self.pool, clock=lambda: self.counts["steps"])
+        config = OffloadConfig(groups=GROUPS, num_host_blocks=num_host, pending_timeout_s=PATIENCE, **options)
+        self.ledger = Ledger(config, num_rows, engine_blocks=self.pool, clock=lambda: self.counts["steps"])
         self.requests, self.done = list[Request](), list[Request]()  # waiting and running, oldest first; finished
         self.launched: dict[int, tuple[TransferPlan, int]] = {}  # copies not proven over, with the step of their launch
 
@@ -107,7 +107,7 @@ class Scheduler:
         batch = [request for request in tuple(self.requests) if self.is_scheduled(request)]
         if self.short and not self.is_copying and not any(request.tables for request in self.requests):
             request, num_missing = self.short  # nobody else holds any block: it can never fit
-            request.error = aoffload.OutOfBlocks(num_missing, len(self.pool.free), retryable=bool(self.launched))
+            request.error = OutOfBlocks(num_missing, len(self.pool.free), retryable=bool(self.launched))
             self.requests.remove(request)
             self.done.append(request)
         for request, result in [(request, self.forward(request)) for request in batch]:
@@ -139,7 +139,7 @@ class Scheduler:
 
     def admit(self, request: Request) -> bool:
         """Match, take blocks for the host hit and load it, if there is room for that and for the first chunk."""
-        tables, prefix = self.pool.hit(request.tokens), Prefix.of(aoffload.Root("toy"), request.tokens)
+        tables, prefix = self.pool.hit(request.tokens), Prefix.of(Root("toy"), request.tokens)
         own = {"num_device_tokens": len(tables[0]) * BLOCK}
         if request.holding is None:
             request.holding = self.ledger.admit(prefix, request_id=request.name, reads_cache=request.reads_cache, **own)

@@ -13,10 +13,10 @@ from functools import partial
 import anyio
 import torch
 
-from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, RankTransport
+from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
+from aoffload.ranks import RankTransport
 
-BLOCK_SIZE = 16
-PROMPT, OTHER = list(range(90)), list(range(1000, 1120))  # the other one takes all eight blocks
+BLOCK_SIZE, PROMPT, OTHER = 16, list(range(90)), list(range(1000, 1120))  # the other one takes all eight blocks
 
 
 def build(kv_caches: list[torch.Tensor], rank: int, num_ranks: int) -> torch.Tensor:

@@ -8,12 +8,15 @@ import inspect
 import io
 import json
 import re
+from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import anyio
 import pytest
 import torch
+from public import MODULES
 
 import aoffload
 import aoffload.testing
@@ -25,6 +28,7 @@ PACKAGE = ROOT / "aoffload"
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 README, API, TRACING = ROOT / "README.md", DOCS / "api.md", DOCS / "tracing.md"
+CHANGELOG = ROOT / "CHANGELOG.md"
 TUTORIAL, OWN_ENGINE = DOCS / "tutorial.md", ROOT / "examples/own_engine.py"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -44,10 +48,27 @@ def names_in(spans: set[str]) -> set[str]:
     return {name for span in spans for name in re.findall(r"\w+", span)}
 
 
-def test_every_public_name_is_documented() -> None:
-    """Each name of `aoffload.__all__` has a row of its own, or a paragraph that begins with it, in docs/api.md."""
-    begins = {found[1] for found in re.finditer(r"^(?:\| )?`(\w+)", API.read_text(), re.MULTILINE)}
-    assert set(aoffload.__all__) - begins == set()
+def about_module(name: str) -> str:
+    """What docs/api.md says under the heading of a module."""
+    (found,) = re.findall(rf"^## {re.escape(name)}$(.*?)(?=^## |\Z)", API.read_text(), re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=attrgetter("__name__"))
+def test_every_public_name_is_documented(module: ModuleType) -> None:
+    """Each name of its `__all__` has a row, or a paragraph that begins with it, under its module in docs/api.md, and
+    none of another module stands there."""
+    begins = {found[1] for found in re.finditer(r"^(?:\| )?`(\w+)", about_module(module.__name__), re.MULTILINE)}
+    others = {name for other in MODULES if other is not module for name in other.__all__}
+    assert set(module.__all__) - begins == set()
+    assert begins & others == set()
+
+
+def test_the_changelog_lists_every_name_that_moved() -> None:
+    """Whoever is warned about an old place finds all of them at once."""
+    for name, module in aoffload._MOVED.items():
+        (bullet,) = re.findall(rf"^  - `{re.escape(module)}`: (.*?)(?=^ *- |\Z)", CHANGELOG.read_text(), re.M | re.S)
+        assert f"`{name}`" in bullet
 
 
 def test_every_name_for_tests_is_documented() -> None:

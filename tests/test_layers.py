@@ -16,8 +16,11 @@ ROOMS = {
     "worker": 3, "telemetry": 3, "observers": 3,
     "session": 4, "request": 5, "loading": 5, "keeping": 5, "opening": 5, "steps": 5,
     "runtime": 6,
-    "demo": 7, "integrations": 7, "testing": 7, "trace": 7, "metrics": 7, "kv_events": 7,
+    "ledger": 7, "transport": 7, "ranks": 7, "cuda": 7,
+    "demo": 8, "integrations": 8, "testing": 8, "trace": 8, "metrics": 8, "kv_events": 8,
 }  # fmt: skip
+FACES = ("ledger", "transport", "ranks", "cuda")
+"""Where public names are imported from that are defined further down."""
 FLOORS = (
     "answer blocks condemned intervals kinds lifecycle plan tokens",
     "arguments groups records table",
@@ -108,6 +111,18 @@ def test_imports_go_down(module: Path) -> None:
             continue  # a public name, from the package itself
         assert parts[1] in ROOMS, f"{module} imports {name} from the package's face"
         assert ROOMS[parts[1]] <= level, f"{module} (room {level}) imports {name} (room {ROOMS[parts[1]]})"
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_face_defines_nothing(face: str) -> None:
+    """It imports names from where they are defined, and lists all of them: nothing runs in it, and nothing else comes
+    along."""
+    tree = ast.parse((PACKAGE / f"{face}.py").read_text())
+    docstring, *imported, names = tree.body
+    assert isinstance(docstring, ast.Expr) and isinstance(names, ast.Assign)
+    assert all(isinstance(statement, ast.ImportFrom) and statement.level == 1 for statement in imported)
+    found = [alias.name for each in imported if isinstance(each, ast.ImportFrom) for alias in each.names]
+    assert sorted(found) == ast.literal_eval(names.value)
 
 
 @each_module

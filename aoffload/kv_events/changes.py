@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from aoffload import KeySpan, Ledger, Root, Tier, WrongState
+from aoffload import KeySpan, Ledger, Tier, WrongState
 from aoffload.core.records import Part
+from aoffload.ledger import Root
 
 if TYPE_CHECKING:
     from aoffload.prefix import Hasher

@@ -6,7 +6,8 @@ import enum
 
 import attrs
 
-from aoffload import Direction, Outcome, Tier
+from aoffload import Tier
+from aoffload.ledger import Direction, Outcome
 
 __all__ = ["FAMILIES", "LABEL_VALUES", "REASONS", "Family", "Kind", "reason_of"]
 

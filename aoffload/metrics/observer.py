@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from aoffload import Completion, Direction, Env, Holding, JobState, Outcome, RequestState, RuntimeObserver
+from aoffload import RequestState, RuntimeObserver
 from aoffload.core.records import Job
+from aoffload.env import Env
+from aoffload.ledger import Completion, Direction, Holding, JobState, Outcome
 
 from .families import LABEL_VALUES, reason_of
 from .histogram import SECONDS, THROUGHPUT, Histogram

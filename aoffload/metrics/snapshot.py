@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 import attrs
 
-from aoffload import OffloadRuntime, Tier, TierStatistics
+from aoffload import OffloadRuntime, Tier
+from aoffload.ledger import TierStatistics
 
 from .families import LABEL_VALUES
 from .histogram import Histogram

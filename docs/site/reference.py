@@ -1,6 +1,7 @@
-"""The reference: a page for each section of api.md, where each name of it has its signature and its docstring.
+"""The reference: a page for each public module, where each name of it has its signature and its docstring.
 
-api.md is the list. On the site its rows lead to the entries.
+`aoffload` itself has a page for each of its sections in api.md. api.md is the list. On the site its rows lead to the
+entries.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from typing import Any
 from mkdocs.structure.files import File
 
 MODULES = (
+    "aoffload.ledger",
+    "aoffload.transport",
+    "aoffload.ranks",
+    "aoffload.cuda",
+    "aoffload.keeping",
+    "aoffload.env",
     "aoffload.integrations",
     "aoffload.integrations.openai_server",
     "aoffload.kv_events",
@@ -23,6 +30,8 @@ BEGIN = re.compile(r"^(?P<before>(?:\| )?)`(?P<code>(?P<name>\w+)[^`]*)`")
 """What a row or a paragraph begins with."""
 OF = re.compile(r"^\| Of `(\w+)` \|")
 """The head of a table of somebody's members."""
+MODULE = re.compile(r"^## (aoffload[\w.]*)$", re.MULTILINE)
+"""The heading above the names of a module."""
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -37,15 +46,17 @@ def on_files(files: Any, config: Any) -> Any:
 
 def public_names(root: Path, module: str) -> list[str]:
     """`__all__`, read and not run: that would import torch."""
-    tree = ast.parse((root / module.replace(".", "/") / "__init__.py").read_text())
+    path = root / module.replace(".", "/")
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
     (names,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node))
     return list(ast.literal_eval(names))
 
 
 def sections(api: str, public: list[str]) -> dict[str, list[str]]:
-    """The public names by the heading that they stand under."""
+    """The names of `aoffload` by the heading that they stand under."""
     names_by_title: dict[str, list[str]] = {}
-    for section in api.split("\n## ")[1:]:
+    _, about = api.split("\n## aoffload\n")
+    for section in MODULE.split(about)[0].split("\n### ")[1:]:
         title, *lines = section.splitlines()
         begins = [found["name"] for line in lines if (found := BEGIN.match(line))]
         if names := [name for name in dict.fromkeys(begins) if name in public]:
@@ -63,19 +74,22 @@ def page_about(config: Any, title: str, module: str, names: list[str]) -> File:
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri != "api.md":
         return markdown
-    public = set(public_names(Path(config.config_file_path).parent, "aoffload"))
-    owner, lines = "", list[str]()
+    root = Path(config.config_file_path).parent
+    module, owner, public, lines = "", "", set[str](), list[str]()
     for line in markdown.splitlines():
+        if heading := MODULE.match(line):
+            module = heading[1]
+            public = set(public_names(root, module))
         head = OF.match(line)
         owner = head[1] if head else owner if line.startswith("|") else ""
-        lines.append(linked(line, owner, public))
+        lines.append(linked(line, module, owner, public))
     return "\n".join(lines)
 
 
-def linked(line: str, owner: str, public: set[str]) -> str:
+def linked(line: str, module: str, owner: str, public: set[str]) -> str:
     """The line with its first word as a link to the entry, if it has one."""
     found = BEGIN.match(line)
     if not found or not (owner or found["name"] in public):
         return line
-    entry = ".".join(filter(None, ("aoffload", owner, found["name"])))
+    entry = ".".join(filter(None, (module, owner, found["name"])))
     return f"{found['before']}[`{found['code']}`][{entry}]{line[found.end() :]}"

@@ -7,7 +7,8 @@ from typing import Any
 
 import anyio
 
-from aoffload import FullAttention, OutOfBlocks, PinState, SlidingWindow
+from aoffload import FullAttention, OutOfBlocks, SlidingWindow
+from aoffload.ledger import PinState
 from aoffload.testing import Client, SimulatedEngine, Simulation, Violation
 
 from .common import after, ask, bystanders, canceller, evict_device, expect, is_calm, serve, store, tokens

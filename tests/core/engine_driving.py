@@ -9,20 +9,8 @@ from typing import Any, TypeAlias
 
 from driving import BLOCK, ROOT, prompt
 
-from aoffload import (
-    Completion,
-    Direction,
-    Holding,
-    JobState,
-    KVCacheGroup,
-    Ledger,
-    OffloadConfig,
-    Outcome,
-    Prefix,
-    RequestState,
-    Tier,
-    TransferPlan,
-)
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, RequestState, Tier
+from aoffload.ledger import Completion, Direction, Holding, JobState, Outcome, Prefix, TransferPlan
 
 __all__ = ["BLOCK", "Counted", "EngineDriven", "Finding", "Seen", "destinations", "loaded", "prompt", "sources"]
 

@@ -17,21 +17,15 @@ from typing import Any, ClassVar, TypeAlias
 from walk import UNIT, groups_of
 
 from aoffload import (
-    Completion,
-    Direction,
-    Holding,
     KVCacheGroup,
     Ledger,
     OffloadConfig,
-    Outcome,
     OutOfBlocks,
-    Prefix,
     RequestState,
-    Root,
     SelectiveStore,
     Tier,
-    TransferPlan,
 )
+from aoffload.ledger import Completion, Direction, Holding, Outcome, Prefix, Root, TransferPlan
 from aoffload.prefix import TOKEN_BYTES
 
 __all__ = ["EngineWalk", "walks"]

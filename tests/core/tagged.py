@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 from driving import Driven
 
-from aoffload import Holding, Outcome, Tier, TransferPlan
+from aoffload import Tier
+from aoffload.ledger import Holding, Outcome, TransferPlan
 
 __all__ = ["Tagged"]
 

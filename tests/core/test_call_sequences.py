@@ -9,19 +9,8 @@ import pytest
 from driving import ROOT, prompt
 from tagged import Tagged
 
-from aoffload import (
-    FullAttention,
-    Holding,
-    KVCacheGroup,
-    Outcome,
-    OutOfBlocks,
-    PinState,
-    Prefix,
-    RequestState,
-    SlidingWindow,
-    Tier,
-    TransferPlan,
-)
+from aoffload import FullAttention, KVCacheGroup, OutOfBlocks, RequestState, SlidingWindow, Tier
+from aoffload.ledger import Holding, Outcome, PinState, Prefix, TransferPlan
 from aoffload.testing.programs.fingerprint import changes, fingerprint
 
 FULL = KVCacheGroup("full", FullAttention(), 1)

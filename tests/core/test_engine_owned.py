@@ -16,20 +16,16 @@ from engine_driving import BLOCK, EngineDriven, Finding, Seen, destinations, loa
 
 from aoffload import (
     ChunkedLocal,
-    Direction,
     FullAttention,
     KVCacheGroup,
     OffloadConfig,
-    Outcome,
     OutOfBlocks,
-    Prefix,
     RequestState,
-    Root,
     SelectiveStore,
     SlidingWindow,
-    StoreScope,
     Tier,
 )
+from aoffload.ledger import Direction, Outcome, Prefix, Root, StoreScope
 
 A, B = prompt(1, 17), prompt(2, 17)
 FULL = KVCacheGroup("full", block_size=BLOCK)

@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 from engine_driving import EngineDriven, loaded, prompt
 
-from aoffload import (
-    Outcome,
-    RequestState,
-    Root,
-    Tier,
-)
+from aoffload import RequestState, Tier
+from aoffload.ledger import Outcome, Root
 
 A, B = prompt(1, 17), prompt(2, 17)
 S = RequestState

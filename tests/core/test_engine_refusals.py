@@ -12,21 +12,17 @@ from engine_driving import BLOCK, Counted, EngineDriven, Finding, prompt
 from test_illegal_calls import ENGINE_CALLS, enter, refused
 
 from aoffload import (
-    Completion,
-    Holding,
     KVCacheGroup,
     LazyStore,
     Ledger,
     OffloadConfig,
-    Outcome,
-    Prefix,
     RequestState,
-    Root,
     SlidingWindow,
     Tier,
 )
 from aoffload.core.blocks import FreeList
 from aoffload.errors import CommitError, ConfigError, InvalidArgument, WrongState
+from aoffload.ledger import Completion, Holding, Outcome, Prefix, Root
 
 A, B = prompt(1, 17), prompt(2, 17)
 S = RequestState

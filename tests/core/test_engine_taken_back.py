@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 from engine_driving import EngineDriven, loaded, prompt, sources
 
-from aoffload import (
-    CommitError,
-    KVCacheGroup,
-    Prefix,
-    RequestState,
-    Root,
-    SlidingWindow,
-    Tier,
-)
+from aoffload import CommitError, KVCacheGroup, RequestState, SlidingWindow, Tier
+from aoffload.ledger import Prefix, Root
 
 A, B = prompt(1, 17), prompt(2, 17)
 S = RequestState

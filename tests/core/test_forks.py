@@ -9,8 +9,9 @@ import pytest
 from driving import BLOCK, Driven, prompt
 from test_illegal_calls import refused
 
-from aoffload import ChunkedLocal, Fork, KVCacheGroup, RequestState, SlidingWindow
+from aoffload import ChunkedLocal, KVCacheGroup, RequestState, SlidingWindow
 from aoffload.errors import DuplicateRequest, OutOfBlocks, WrongState
+from aoffload.ledger import Fork
 
 A = prompt(1, 10)
 

@@ -15,8 +15,9 @@ import walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aoffload import AttentionKind, ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
+from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
 from aoffload.core.matching import find_hit
+from aoffload.ledger import AttentionKind
 
 NUM_TOKENS = 40
 """The first tokens, of which the check tries each."""

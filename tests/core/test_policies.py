@@ -17,11 +17,8 @@ from aoffload import (
     KVCacheGroup,
     LazyStore,
     NoStore,
-    Prefix,
-    Root,
     SelectiveStore,
     SlidingWindow,
-    StoreScope,
 )
 from aoffload.core.eviction import LeastRecentlyUsed
 from aoffload.core.groups import FullAttention, Layout
@@ -31,6 +28,7 @@ from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.core.records import Part
 from aoffload.core.seen import RUN_TOKENS, SeenPrefixes
 from aoffload.core.tokens import TokenSequence
+from aoffload.ledger import Prefix, Root, StoreScope
 
 A, B, C, D = (prompt(name, 17) for name in (1, 2, 3, 4))
 """Four blocks and one more token each."""

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aoffload import Completion, Direction, Outcome, RequestState, Tier, TransferPlan
+from aoffload import RequestState, Tier
+from aoffload.ledger import Completion, Direction, Outcome, TransferPlan
 
 EXAMPLE = Path(__file__).parents[2] / "examples/step_scheduler.py"
 NUM_SEEDS, NUM_STEPS = 20, 130

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from driving import BLOCK, Direction, Driven, Tier, prompt
 
-from aoffload import Ledger, OffloadConfig, Prefix, Root
+from aoffload import Ledger, OffloadConfig
 from aoffload.core.groups import KVCacheGroup, Layout
 from aoffload.core.lifecycle import JobState, RequestState
 from aoffload.core.observer import NullObserver
@@ -14,6 +14,7 @@ from aoffload.core.plan import Completion, Outcome, TransferPlan
 from aoffload.core.policy import EagerStore
 from aoffload.core.records import Job
 from aoffload.errors import IllegalTransition, OutOfBlocks, WrongState
+from aoffload.ledger import Prefix, Root
 
 A = prompt(1, 17)
 """Four full blocks and a token to compute."""

@@ -15,23 +15,19 @@ from typing import Any, ClassVar
 
 from aoffload import (
     ChunkedLocal,
-    Completion,
-    Direction,
     FullAttention,
     KVCacheGroup,
     LazyStore,
     Ledger,
     OffloadConfig,
-    Outcome,
     OutOfBlocks,
-    Prefix,
     RequestState,
-    Root,
     SelectiveStore,
     SlidingWindow,
     Tier,
 )
 from aoffload.core.loads import has_holes
+from aoffload.ledger import Completion, Direction, Outcome, Prefix, Root
 
 UNIT = 4
 S = RequestState

@@ -11,22 +11,18 @@ from following import Follower, OldBlockStored, decode, decode_old, really_cache
 
 from aoffload import (
     ChunkedLocal,
-    Completion,
     ConfigError,
     FullAttention,
     KeySpan,
     KVCacheGroup,
     Ledger,
     OffloadConfig,
-    Outcome,
-    Prefix,
-    Root,
     SlidingWindow,
-    TransferPlan,
 )
 from aoffload.kv_events import EventFormat
 from aoffload.kv_events.changes import Changes
 from aoffload.kv_events.format import EventEncoder
+from aoffload.ledger import Completion, Outcome, Prefix, Root, TransferPlan
 
 TOKENS = list(range(100, 112))
 

@@ -25,8 +25,6 @@ from aoffload import (
     Ledger,
     OffloadConfig,
     OffloadRuntime,
-    Prefix,
-    Root,
     RuntimeClosed,
     WrongState,
 )
@@ -34,6 +32,7 @@ from aoffload.kv_events import KVEventPublisher
 from aoffload.kv_events.changes import Changes
 from aoffload.kv_events.digests import Digests
 from aoffload.kv_events.publisher import END, ReplayBuffer, Sent
+from aoffload.ledger import Prefix, Root
 
 ANY_PORT = "tcp://127.0.0.1:*"
 GUARD_MS = 60_000

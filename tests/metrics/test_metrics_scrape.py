@@ -12,7 +12,8 @@ import anyio.to_thread
 import pytest
 from scraping import BACKENDS, GUARD_S, Scrape, client, measured, prompt, serve
 
-from aoffload import Completion, Holding, InvalidArgument, Outcome, RequestState, RuntimeObserver
+from aoffload import InvalidArgument, RequestState, RuntimeObserver
+from aoffload.ledger import Completion, Holding, Outcome
 from aoffload.metrics import MetricsCollector, collector
 from aoffload.metrics.observer import MAX_REPORTS
 from aoffload.transfer.backends.scripted import ScriptedTransport

@@ -11,8 +11,9 @@ import anyio
 import pytest
 from scraping import BACKENDS, measured, prompt, serve
 
-from aoffload import Completion, Holding, InvalidArgument, JobState, RequestState, RuntimeObserver
+from aoffload import InvalidArgument, RequestState, RuntimeObserver
 from aoffload.core.records import Job
+from aoffload.ledger import Completion, Holding, JobState
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from aoffload import (
-    AttentionKind,
     FullAttention,
     KVCacheGroup,
     OffloadConfig,
@@ -22,6 +21,7 @@ from aoffload import (
     PendingLoad,
     Request,
 )
+from aoffload.ledger import AttentionKind
 from aoffload.transfer.backends.scripted import ScriptedTransport
 
 ASYNCIO = pytest.param(("asyncio", {}), id="asyncio")

@@ -29,13 +29,13 @@ from aoffload import (
     OffloadConfig,
     OffloadRuntime,
     OutOfBlocks,
-    RegionError,
     RuntimeClosed,
     WrongProcess,
     WrongState,
     WrongThread,
 )
 from aoffload.transfer.backends.scripted import ScriptedTransport
+from aoffload.transport import RegionError
 
 pytestmark = pytest.mark.anyio
 

@@ -9,9 +9,12 @@ import pytest
 import structlog
 from serving import BACKENDS, Engine, TagBlocks, assert_at_rest, config, prompt, scripted, turns
 
-from aoffload import DeviceGone, LocalRank, OffloadRuntime, RankTransport, RequestState, TransferPlan
+from aoffload import OffloadRuntime, RequestState
+from aoffload.ledger import TransferPlan
+from aoffload.ranks import LocalRank, RankTransport
 from aoffload.transfer.backends.scripted import ScriptedTransport
 from aoffload.transfer.fence import PASSED, Fence
+from aoffload.transport import DeviceGone
 
 pytestmark = pytest.mark.anyio
 

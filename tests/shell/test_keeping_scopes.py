@@ -26,8 +26,10 @@ from serving import (
     with_bytes,
 )
 
-from aoffload import InvalidArgument, OutOfBlocks, PinScope, PinState, RuntimeClosed, WrongState, WrongThread
+from aoffload import InvalidArgument, OutOfBlocks, RuntimeClosed, WrongState, WrongThread
 from aoffload.core.plan import Direction
+from aoffload.keeping import PinScope
+from aoffload.ledger import PinState
 
 pytestmark = pytest.mark.anyio
 

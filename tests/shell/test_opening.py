@@ -24,7 +24,8 @@ from serving import (
     turns,
 )
 
-from aoffload import ConfigError, Env, OffloadRuntime
+from aoffload import ConfigError, OffloadRuntime
+from aoffload.env import Env
 from aoffload.transfer.backends.scripted import ScriptedTransport
 from aoffload.transfer.transport import PinProgress
 

@@ -27,18 +27,12 @@ from serving import (
     with_bytes,
 )
 
-from aoffload import (
-    CommitError,
-    InvalidArgument,
-    OffloadRuntime,
-    RegionNotLoaded,
-    RuntimeClosed,
-    WrongState,
-)
+from aoffload import CommitError, InvalidArgument, OffloadRuntime, RuntimeClosed, WrongState
 from aoffload.core.plan import TransferPlan
 from aoffload.transfer.backends.scripted import ScriptedTransport
 from aoffload.transfer.fence import PASSED, Fence
 from aoffload.transfer.region_fences import RegionFences
+from aoffload.transport import RegionNotLoaded
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,8 @@ import torch
 from clocks import JUMPING, leap, leaping_backend
 from serving import GUARD_S, Engine, assert_at_rest, config, prompt, turns
 
-from aoffload import LocalRank, OffloadRuntime, ProcessRank, RankTransport, RequestState
+from aoffload import OffloadRuntime, RequestState
+from aoffload.ranks import LocalRank, ProcessRank, RankTransport
 from aoffload.transfer.backends.scripted import ScriptedTransport
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("forked_ranks")]

@@ -8,8 +8,10 @@ import anyio
 import pytest
 from serving import BACKENDS, Engine, assert_at_rest, pinned, prompt, scripted, with_bytes
 
-from aoffload import InvalidArgument, LazyStore, PassedFence, SelectiveStore, StoreScope
+from aoffload import InvalidArgument, LazyStore, SelectiveStore
 from aoffload.core.plan import Direction
+from aoffload.ledger import StoreScope
+from aoffload.transport import PassedFence
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,6 @@ import pytest
 from serving import ASYNCIO, TRIO, assert_at_rest, prompt, tag, turns
 
 from aoffload import (
-    Direction,
     FullAttention,
     KVCacheGroup,
     OffloadConfig,
@@ -23,6 +22,7 @@ from aoffload import (
     SlidingWindow,
     Tier,
 )
+from aoffload.ledger import Direction
 from aoffload.transfer.backends.scripted import ScriptedTransport
 
 pytestmark = pytest.mark.anyio

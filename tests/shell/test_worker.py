@@ -29,9 +29,10 @@ from serving import (
     with_bytes,
 )
 
-from aoffload import Completion, IntegrityError, OffloadRuntime, Outcome, OutOfBlocks, RequestState, RuntimeClosed
+from aoffload import IntegrityError, OffloadRuntime, OutOfBlocks, RequestState, RuntimeClosed
 from aoffload.core.plan import Direction
 from aoffload.errors import TransferRefused
+from aoffload.ledger import Completion, Outcome
 from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
 from aoffload.transfer.fence import PASSED, Fence
 

@@ -21,34 +21,28 @@ import torch
 from serving import ASYNCIO, TRIO, assert_at_rest, config, prompt, scripted
 
 from aoffload import (
-    AdaptivePolling,
     AoffloadError,
-    BreakEven,
     ChunkedLocal,
-    Completion,
     Computed,
-    CudaOptions,
-    Env,
     InvalidArgument,
     KeySpan,
     KVCacheGroup,
     KVRegion,
     LazyStore,
     Ledger,
-    LocalRank,
-    LocalTransport,
     OffloadConfig,
     OffloadRuntime,
-    Outcome,
     OutOfBlocks,
-    Prefix,
-    RankTransport,
-    Root,
     SelectiveStore,
     SlidingWindow,
     WrongState,
 )
+from aoffload.cuda import AdaptivePolling, BreakEven, CudaOptions
+from aoffload.env import Env
+from aoffload.ledger import Completion, Outcome, Prefix, Root
+from aoffload.ranks import LocalRank, RankTransport
 from aoffload.testing.programs.fingerprint import fingerprint
+from aoffload.transport import LocalTransport
 
 
 def _raise(*_: Any, **__: Any) -> Any:

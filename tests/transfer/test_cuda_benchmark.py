@@ -10,8 +10,8 @@ import pytest
 import torch
 from simulated_cuda import SimulatedCuda, SimulatedKernel, on
 
-from aoffload import Direction
 from aoffload.errors import TransferRefused
+from aoffload.ledger import Direction
 from aoffload.transfer.backends.cuda import BreakEven
 from aoffload.transfer.backends.cuda.plain import TorchDriver
 from benchmarks import cuda_choice, cuda_copy, cuda_copying, cuda_fitting, cuda_latency, cuda_overlap

@@ -18,7 +18,8 @@ import torch
 from copies import GUARD_S
 from simulated_cuda import SimulatedCuda, on
 
-from aoffload import Env, KVCacheGroup, LocalTransport, OffloadConfig, OffloadRuntime
+from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
+from aoffload.env import Env
 from aoffload.transfer.backends.base import anonymous_memory
 from aoffload.transfer.backends.cuda import CudaBackend, CudaError, HostMemoryError, PinProgress
 from aoffload.transfer.backends.cuda.pinned import (
@@ -28,6 +29,7 @@ from aoffload.transfer.backends.cuda.pinned import (
     register_in_pieces,
 )
 from aoffload.transfer.region import regions_of
+from aoffload.transport import LocalTransport
 
 MIB = 2**20
 

@@ -266,7 +266,8 @@ DECIDER = """
 import os, sys
 from functools import partial
 import builds
-from aoffload import Env, RankTransport
+from aoffload.env import Env
+from aoffload.ranks import RankTransport
 
 if __name__ == "__main__":
     transport = RankTransport.spawn(partial(builds.present, sys.argv[1]), 2)

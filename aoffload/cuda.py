@@ -1,0 +1,12 @@
+"""Public names of copies on a GPU. A machine without one can import them. See docs/cuda.md."""
+
+from .transfer.backends.cuda import (
+    AdaptivePolling,
+    BlockingWait,
+    BreakEven,
+    CudaBackend,
+    CudaOptions,
+    StreamCaptured,
+)
+
+__all__ = ["AdaptivePolling", "BlockingWait", "BreakEven", "CudaBackend", "CudaOptions", "StreamCaptured"]

@@ -1,0 +1,56 @@
+"""Public names around the synchronous `Ledger`, which `aoffload` itself has, and of what is plugged into it.
+
+What it takes and hands out, the states of that, the protocols of observers, policies and pools, and the errors of its
+bookkeeping. Nothing here needs torch.
+"""
+
+from .core.answer import Answer
+from .core.blocks import DevicePool
+from .core.engine_blocks import EngineBlocks
+from .core.eviction import EvictionOrder
+from .core.forks import Fork
+from .core.kept import Demotion, Errand, Pin, Prefetch
+from .core.kinds import AttentionKind
+from .core.ledger import LedgerStatistics
+from .core.lifecycle import EarlyState, ErrandState, JobState, PinState
+from .core.observer import Observer
+from .core.owners import EarlyStart, Holding, Waiter
+from .core.plan import Completion, Direction, Outcome, TransferPlan
+from .core.policy import StorePolicy, StoreScope
+from .core.tiers import BlockWatcher, TierStatistics
+from .errors import IllegalTransition, LeaseError
+from .prefix import Prefix, Root
+
+__all__ = [
+    "Answer",
+    "AttentionKind",
+    "BlockWatcher",
+    "Completion",
+    "Demotion",
+    "DevicePool",
+    "Direction",
+    "EarlyStart",
+    "EarlyState",
+    "EngineBlocks",
+    "Errand",
+    "ErrandState",
+    "EvictionOrder",
+    "Fork",
+    "Holding",
+    "IllegalTransition",
+    "JobState",
+    "LeaseError",
+    "LedgerStatistics",
+    "Observer",
+    "Outcome",
+    "Pin",
+    "PinState",
+    "Prefetch",
+    "Prefix",
+    "Root",
+    "StorePolicy",
+    "StoreScope",
+    "TierStatistics",
+    "TransferPlan",
+    "Waiter",
+]

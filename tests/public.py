@@ -1,0 +1,19 @@
+"""The modules that `aoffload`'s own names are imported from, each name from one of them."""
+
+import aoffload
+import aoffload.cuda
+import aoffload.env
+import aoffload.keeping
+import aoffload.ledger
+import aoffload.ranks
+import aoffload.transport
+
+MODULES = [
+    aoffload,
+    aoffload.ledger,
+    aoffload.transport,
+    aoffload.ranks,
+    aoffload.cuda,
+    aoffload.keeping,
+    aoffload.env,
+]
