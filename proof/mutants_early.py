@@ -60,7 +60,7 @@ EARLY_MUTANTS = (
     ),
     Mutant(
         "a failed load kept when its step is over",
-        "aoffload.core.ledger",
+        "aoffload.core.ledger_work",
         "        elif holding.state is _S.DRAINING:",
         "        elif holding.state is _S.LOADING:",
         "no hang: who had to wait for its own forward goes on when that ends",

@@ -214,7 +214,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after a release",
-        LEDGER,
+        "aoffload.core.ledger_work",
         "        else:\n            self.admission.serve_line()\n        return plans\n",
         "        return plans\n",
         "everything that changes room serves the line",
@@ -229,7 +229,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after the head is cancelled",
-        LEDGER,
+        "aoffload.core.ledger_requests",
         "        self.admission.withdraw(waiter)\n        self.admission.serve_line()\n",
         "        self.admission.withdraw(waiter)\n",
         "a cancelled waiter's close serves the line",
@@ -237,7 +237,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after quarantine",
-        LEDGER,
+        "aoffload.core.ledger_rooms",
         "        wakes += self._conclude_loads(requests)\n        self.admission.serve_line(wakes)\n",
         "        wakes += self._conclude_loads(requests)\n"
         "        if not any(job.job_id in self.jobs.quarantined for job in jobs):\n"
@@ -246,7 +246,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after late proof",
-        LEDGER,
+        "aoffload.core.ledger_work",
         "        self._settled(self.jobs.settle(completion))\n",
         "        if jobs := self.jobs.settle(completion):\n            self._settled(jobs)\n",
         "room that comes back serves the line",
@@ -254,7 +254,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after a step",
-        LEDGER,
+        "aoffload.core.ledger_work",
         "                    wakes += self._end_steps(holding)\n            self.admission.serve_line(wakes)\n",
         "                    wakes += self._end_steps(holding)\n"
         "            for wake in wakes:\n                wake()\n",
@@ -279,7 +279,7 @@ _WAKING = (
     ),
     Mutant(
         "no pump after a commit",
-        LEDGER,
+        "aoffload.core.ledger_work",
         "num_computed_tokens, new_token_ids)\n        self.admission.serve_line()\n",
         "num_computed_tokens, new_token_ids)\n",
         "who is first in line may need less room after a commit",
@@ -287,7 +287,7 @@ _WAKING = (
     ),
     Mutant(
         "shared load wakes only the first",
-        LEDGER,
+        "aoffload.core.ledger_rooms",
         "        wakes += self._conclude_loads(requests)\n        self.admission.serve_line(wakes)\n",
         "        wakes += self._conclude_loads(requests)\n        self.admission.serve_line(wakes[:1])\n",
         "no hang: a load wakes all who wait for it",
@@ -298,7 +298,7 @@ _WAKING = (
 _STEPS = (
     Mutant(
         "step holds no blocks",
-        LEDGER,
+        "aoffload.core.ledger_work",
         "        if holding.num_steps:\n            self._closing.add(holding)\n        else:\n"
         "            self._pins.let_go(holding)\n",
         "        self._pins.let_go(holding)\n",
@@ -306,7 +306,7 @@ _STEPS = (
     ),
     Mutant(
         "first of two steps lets go",
-        LEDGER,
+        "aoffload.core.ledger_work",
         "                if holding.ended_step():\n                    wakes",
         "                if holding.ended_step() or True:\n                    wakes",
         "a block is free when request, jobs and every step have let go",
@@ -314,14 +314,14 @@ _STEPS = (
     ),
     Mutant(
         "step keeps the blocks",
-        LEDGER,
+        "aoffload.core.ledger_work",
         "            self._closing.discard(holding)\n            self._pins.let_go(holding)\n",
         "            self._closing.discard(holding)\n",
         "nothing leaks behind a step",
     ),
     Mutant(
         "request id used twice",
-        LEDGER,
+        "aoffload.core.ledger_requests",
         "        if name in self.holdings:\n            raise",
         "        if name in self.holdings and not name:\n            raise",
         "a request id used twice is rejected by name",
@@ -337,7 +337,7 @@ _STEPS = (
     ),
     Mutant(
         "stores of a finished request not handed out",
-        LEDGER,
+        "aoffload.core.ledger_work",
         "plans = self._commits.offer_stores(holding, holding.published, is_last=True)",
         "self._commits.offer_stores(holding, holding.published, is_last=True)",
         "what was planned is launched or discarded",

@@ -262,7 +262,7 @@ _SHARING = (
     ),
     Mutant(
         "no pump after a load gave blocks back",
-        "aoffload.core.ledger",
+        "aoffload.core.ledger_work",
         "max_tokens, wake, units_per_job)\n        self.admission.serve_line()\n",
         "max_tokens, wake, units_per_job)\n",
         "everything that changes room serves the line",

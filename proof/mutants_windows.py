@@ -192,7 +192,7 @@ _TAKEN_BACK = (
     ),
     Mutant(
         "who waits to begin its load again is not told of a preemption",
-        LEDGER,
+        "aoffload.core.ledger_work",
         "        self.admission.serve_line([] if waiter is None else [waiter.wake])\n",
         "        self.admission.serve_line()\n",
         "nobody sleeps on what is over",

@@ -35,6 +35,8 @@ FLOORS = (
     "commits errands preemption",
     "engine_offers",
     "engine_owned",
+    "ledger_rooms",
+    "ledger_requests ledger_work",
     "ledger",
 )
 """Of the core, the lowest one first: a file imports from floors below its own only."""

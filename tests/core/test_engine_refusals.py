@@ -96,7 +96,7 @@ SITUATIONS = {"PINNED": pinned, "MATCHED": pending, "LOADING": loading, "RUNNING
 
 def test_every_call_is_somewhere() -> None:
     """A new call of the ledger fails here until somebody has said whether an engine with blocks of its own has it."""
-    public = {name for name, value in vars(Ledger).items() if not name.startswith("_") and callable(value)}
+    public = {name for name in dir(Ledger) if not name.startswith("_") and callable(getattr(Ledger, name))}
     assert public == set(OWN_DEVICE) | EVERYWHERE | IDLE | ENGINE_CALLS
 
 

@@ -1,0 +1,194 @@
+"""The ledger's calls about requests that begin: match, room, forks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ..arguments import check_callable, check_type
+from ..errors import DuplicateRequest, InvalidArgument
+from ..prefix import Prefix
+from .answer import PrefixMatch
+from .arguments import check_bool, check_int, check_prefix, check_text
+from .forks import Fork
+from .ledger_rooms import LedgerRooms
+from .lifecycle import RequestState, require
+from .matching import find_hit, find_hit_behind
+from .owners import Extension, Holding, Waiter, nobody
+from .policy import StoreScope, store_limit
+from .tokens import TokenSequence
+
+__all__ = ["BeginningRequests"]
+
+
+_S = RequestState
+
+
+class BeginningRequests(LedgerRooms):
+    """From `admit` until a request has blocks."""
+
+    # -- admission ------------------------------------------------------------------------------------------------
+
+    def lookup(self, prefix: Prefix) -> PrefixMatch:
+        """What is cached of `prefix`. Takes nothing, touches nothing."""
+        unit = self.layout.unit_tokens
+        limit = (check_prefix(prefix).num_tokens - 1) // unit
+        sequence, index = TokenSequence(prefix, unit), self.cache.index
+        if self._engine is not None:
+            hit = find_hit_behind(index, sequence, self.layout, limit, 0)
+        else:
+            hit = find_hit(index, sequence, self.layout, limit)
+        return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+
+    def admit(
+        self,
+        prefix: Prefix,
+        *,
+        request_id: str | None = None,
+        max_hit_tokens: int | None = None,
+        hit_alignment: int = 1,
+        reads_cache: bool = True,
+        store: StoreScope | str = StoreScope.ALL,
+        max_store_tokens: int | None = None,
+        num_device_tokens: int = 0,
+        wake: Callable[[], object] = nobody,
+    ) -> Holding:
+        """Match `prefix` and pin what is cached of it, in one step. All limits are in tokens.
+
+        With `reads_cache=False` it uses no hit. `store` and `max_store_tokens` narrow what of it may be stored: all,
+        its prompt or nothing, and how many of its first tokens.
+        At least one token is always left to compute: a prompt that is cached to its last block hits one block less.
+
+        With `engine_blocks`, `num_device_tokens` says how many leading tokens the engine has on its device: the host is
+        asked for what lies behind. The answer may be `PENDING`: see `match_again`.
+        """
+        unit = self.layout.unit_tokens
+        if reads_cache is not True:
+            check_bool("reads_cache", reads_cache)
+        num_tokens = check_prefix(prefix).num_tokens
+        limit = num_tokens // unit if reads_cache else 0
+        if max_hit_tokens is not None:
+            limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
+        alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
+        may_store = store_limit(prefix, unit, store, max_store_tokens)
+        if self._engine is not None or type(num_device_tokens) is not int or num_device_tokens:
+            self._check_device_tokens(num_device_tokens, num_tokens)
+        check_callable("wake", wake)
+        name = self._checked_name(request_id)
+        holding = Holding(
+            name, TokenSequence(prefix, unit), self.cache.epoch, self._num_admitted, limit, alignment,
+            store_limit=may_store, ledger=self,
+        )  # fmt: skip
+        self._enter(holding)
+        self._commits.admitted(holding)
+        if self._engine is not None:
+            self._engine.match(holding, num_device_tokens, wake)
+            return holding
+        self._pins.pin(holding)
+        self._moves.request(holding, _S.MATCHED)
+        self._moves.request(holding, _S.PINNED)
+        return holding
+
+    def _check_device_tokens(self, num_device_tokens: int, num_tokens: int) -> None:
+        check_int("num_device_tokens", num_device_tokens, 0, max(0, num_tokens - 1))
+        if num_device_tokens and self._engine is None:
+            raise InvalidArgument("num_device_tokens", "is for `engine_blocks`: this ledger has device blocks itself")
+
+    def match_again(
+        self, holding: Holding, *, num_device_tokens: int, wake: Callable[[], object] = nobody
+    ) -> PrefixMatch:
+        """With `engine_blocks`: ask again, before the load. With the same `num_device_tokens` the pins stay, with
+        others they move.
+
+        `PENDING`: another request's load is bringing the next block into blocks of the engine's. It holds no pins.
+        `wake` is called when that request has offered or is over; after `pending_timeout_s` the answer is another one.
+        """
+        engine = self._engine_of(holding, "match_again")
+        require(holding, "match_again", _S.MATCHED, _S.PINNED)
+        self._check_device_tokens(num_device_tokens, holding.sequence.num_tokens)
+        check_callable("wake", wake)
+        engine.match(holding, num_device_tokens, wake)
+        return holding.match
+
+    def _checked_name(self, request_id: str | None) -> str:
+        if request_id is None:
+            return self._unused_name(self._num_admitted)
+        name = check_text("request_id", request_id)
+        if name in self.holdings:
+            raise DuplicateRequest("request_id", f"a live request is called {name!r}")
+        return name
+
+    def _enter(self, holding: Holding) -> None:
+        self._num_admitted += 1
+        self.holdings[holding.request_id] = holding
+
+    def _unused_name(self, ticket: int) -> str:
+        """A name for a request without one, whatever callers call theirs."""
+        name = f"request-{ticket}"
+        while name in self.holdings:
+            name += "'"
+        return name
+
+    def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
+        """Room for `num_tokens` (the prompt's, if None), all or nothing; `OutOfBlocks` changes nothing."""
+        self.admission.allocate_nowait(self._on_own_device(holding, "allocate"), num_tokens)
+
+    def queue_allocation(
+        self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
+    ) -> Waiter:
+        """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it.
+
+        Whoever is woken may call the ledger, which is whole by then, but must not raise."""
+        check_callable("wake", wake)
+        waiter = self.admission.queue_allocation(self._on_own_device(holding, "allocate"), num_tokens, wake)
+        self.admission.serve_line()
+        return waiter
+
+    def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
+        """Room for `num_tokens` in all; `OutOfBlocks` changes nothing."""
+        return self.admission.extend_nowait(self._on_own_device(holding, "extend"), num_tokens)
+
+    def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
+        """Join the line for more room, before everybody who has none yet."""
+        check_callable("wake", wake)
+        waiter = self.admission.queue_extension(self._on_own_device(holding, "extend"), num_tokens, wake)
+        self.admission.serve_line()
+        return waiter
+
+    def accept(self, waiter: Waiter) -> Extension:
+        """Take what `waiter` was granted, or raise what it failed with."""
+        self._own(check_type("waiter", waiter, Waiter).holding)
+        return self.admission.accept(waiter)
+
+    def withdraw(self, waiter: Waiter) -> None:
+        """Stop waiting: an unused grant goes back, and whoever waits behind gets its chance."""
+        self._own(check_type("waiter", waiter, Waiter).holding)
+        self.admission.withdraw(waiter)
+        self.admission.serve_line()
+
+    # -- forks ----------------------------------------------------------------------------------------------------
+
+    def num_shared_tokens(self, holding: Holding) -> int:
+        """The tokens whose blocks a fork of `holding` would share with it; from there on it needs blocks."""
+        require(self._on_own_device(holding, "fork"), "fork", _S.RUNNING)
+        return self._forks.shared_stop(holding) * self.layout.unit_tokens
+
+    def fork(
+        self,
+        holding: Holding,
+        request_id: str | None = None,
+        *,
+        num_tokens: int = 0,
+    ) -> Fork:
+        """Another request with the tokens that `holding` has so far, RUNNING at once: full blocks are shared, what is
+        not full is the engine's to copy. It has room for `num_tokens`, or for what is known if that is more.
+        `OutOfBlocks` changes nothing.
+        """
+        shared = self.num_shared_tokens(holding) // self.layout.unit_tokens
+        self._forks.check(holding)
+        name, wanted = self._checked_name(request_id), check_int("num_tokens", num_tokens, 0)
+        num_units = self._forks.num_units(holding, wanted)
+        unborn = self._forks.twin(holding, name, self._num_admitted)
+        blocks = self._forks.take(holding, shared, num_units)
+        self._enter(unborn)
+        return self._forks.share(holding, unborn, shared, num_units, blocks)

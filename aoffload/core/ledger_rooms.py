@@ -1,0 +1,194 @@
+"""What a ledger is made of: its rooms, wired once, and what each of its calls begins and ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..arguments import check_has, check_type, shown
+from ..config import MAX_BLOCKS, OffloadConfig
+from ..errors import ConfigError, InvalidArgument, WrongState
+from .admission import Admission
+from .arguments import check_int
+from .blocks import DevicePool, ExtentPool, FreeList
+from .cache import PrefixCache
+from .commits import Commits
+from .engine_arrivals import Arrivals
+from .engine_blocks import EngineBlocks, EngineTier
+from .engine_offers import EngineOffers
+from .engine_owned import EngineOwned
+from .errands import Errands
+from .eviction import EvictionOrder, LeastRecentlyUsed
+from .forks import Forks
+from .frontier import Frontier
+from .groups import KVCacheGroup, Layout
+from .jobs import JobBook
+from .keeping import Keeping
+from .loads import Loads
+from .observer import Moves, Observer
+from .owners import Holding
+from .pins import Pins
+from .plan import Outcome, Tier
+from .policy import store_policy_of
+from .preemption import Preemptions
+from .records import Job
+from .stores import Stores
+from .tiers import TierBlocks
+
+__all__ = ["LedgerRooms"]
+
+
+OBSERVES = "request_moved job_moved store_skipped pin_moved errand_moved early_moved"
+ORDERS = "add add_newer add_back remove oldest __iter__"
+
+
+class LedgerRooms:
+    """The rooms of a ledger. Nothing is set after it is made, but what requests come and go."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        num_device_blocks: int,
+        *,
+        block_bytes: int = 1,
+        device_pool: DevicePool | None = None,
+        engine_blocks: EngineBlocks | None = None,
+        clock: Callable[[], float] | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        check_type("config", config, OffloadConfig)
+        check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
+        check_int("block_bytes", block_bytes, 1)
+        groups = [group for group in config.groups if isinstance(group, KVCacheGroup)]
+        if len(groups) != len(config.groups):
+            raise ConfigError("groups", "must hold KVCacheGroup objects")
+        if device_pool is not None:
+            check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
+        if observer is not None:
+            check_has("observer", observer, "Observer", OBSERVES)
+        _check_engine(device_pool, engine_blocks, clock)
+        self.config = config
+        self.layout = Layout.of(groups)
+        self.holdings: dict[str, Holding] = {}
+        self._closing: set[Holding] = set()
+        self._new_order = _eviction_of(config.eviction)
+        host = ExtentPool(config.resolve_host_blocks(block_bytes))
+        if engine_blocks is not None:
+            device: TierBlocks = EngineTier.of(engine_blocks, self._new_order())
+        else:
+            pool = device_pool if device_pool is not None else FreeList(num_device_blocks)
+            device = TierBlocks(Tier.DEVICE, pool, self._new_order())
+        tiers = (device, TierBlocks(Tier.HOST, host, self._new_order()))
+        self.cache = PrefixCache(self.layout, tiers, self._new_order)
+        self._block_bytes = block_bytes
+        units_per_job = self._units_per_job(config.blocks_per_job(block_bytes))
+        self._moves = Moves(observer)
+        self._pins = Pins(self.cache)
+        self.jobs = JobBook(self.cache, self._moves, units_per_job)
+        self._keeping = Keeping(self.cache, self._moves, config.max_pinned_share)
+        yield_pin = self._keeping.yield_one
+        self.admission = Admission(self.cache, self._pins, self._moves, self._others_hold_room, yield_pin)
+        self._loads = Loads(self.cache, self._pins, self._moves, self.jobs, self.admission)
+        self._forks = Forks(self.cache, self._pins, self.admission, self._moves)
+        policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
+        stores = Stores(self.cache, self.jobs, self._moves)
+        frontier = Frontier(self.cache, self.jobs, stores, policy.num_frontier_blocks)
+        self._commits = Commits(
+            self.cache, self._pins, stores, self.admission, self._loads, policy, frontier, self._keeping
+        )
+        self._preemptions = Preemptions(self.cache, self._pins, self._moves, self.jobs, stores, self.admission, policy)
+        share = config.max_prefetch_share
+        self._errands = Errands(self.cache, self._pins, self._moves, self._loads, stores, self.admission, share)
+        self._engine: EngineOwned | None = None
+        self._conclude_loads = self._loads.conclude_all
+        if isinstance(device, EngineTier) and clock is not None:
+            if policy.num_frontier_blocks:
+                raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
+            most = max(1, config.bytes_in_flight // block_bytes)
+            offers = EngineOffers(self.cache, self.jobs, stores, self._moves, policy, device, most)
+            arrivals = Arrivals(clock, config.pending_timeout_s)
+            self._engine = EngineOwned(
+                self.cache, self._pins, self._moves, self.jobs, offers, arrivals, self._keeping, num_device_blocks
+            )
+            self._conclude_loads = self._engine.conclude_all
+        self._num_admitted = 0
+
+    # -- how a call begins and ends -------------------------------------------------------------------------------
+
+    def _own(self, holding: Holding) -> Holding:
+        """Refuse what another ledger has handed out: its blocks are not ours."""
+        if not isinstance(holding, Holding) or holding.ledger is not self:
+            raise InvalidArgument("holding", f"was not admitted by this ledger: {shown(holding)}")
+        return holding
+
+    def _require_own_device(self, call: str) -> None:
+        if self._engine is not None:
+            raise WrongState(f"{call}: an engine has the device blocks of this ledger: see docs/engines.md")
+
+    def _on_own_device(self, holding: Holding, call: str) -> Holding:
+        """A request whose device blocks are ours."""
+        if self._engine is None and isinstance(holding, Holding) and holding.ledger is self:
+            return holding
+        self._require_own_device(call)
+        return self._own(holding)
+
+    def _engine_of(self, holding: Holding, call: str) -> EngineOwned:
+        """The engine whose blocks the request has."""
+        self._own(holding)
+        if self._engine is None:
+            raise WrongState(f"{call}: this ledger has device blocks itself: it takes no others")
+        return self._engine
+
+    def _others_hold_room(self) -> bool:
+        if self.jobs.unsettled or self._closing:
+            return True
+        return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.holdings.values())
+
+    def _settled(self, jobs: list[Job], also: Holding | None = None) -> None:
+        over = self._loads.settled(jobs)
+        if also is not None and also.load is not None and also not in over:
+            over.append(also)
+        for job in jobs:
+            if job.completion is not None and job.completion.outcome is Outcome.CORRUPT:
+                self._keeping.renew()
+                break
+        wakes: list[Callable[[], object]] = []
+        requests = over
+        if self._errands.under_way:
+            requests = [holding for holding in over if holding not in self._errands.under_way]
+            wakes = self._errands.conclude(over)
+        wakes += self._conclude_loads(requests)
+        self.admission.serve_line(wakes)
+
+    def _units_per_job(self, num_blocks: int) -> Sequence[int]:
+        return [max(1, num_blocks // max(1, band.width)) for band in self.layout.bands]
+
+    def _no_tables(self) -> list[list[int]]:
+        return [[] for _ in self.layout.groups]
+
+
+def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> None:
+    if engine_blocks is None:
+        if clock is not None:
+            raise InvalidArgument("clock", "is for `engine_blocks`: nothing else here measures time")
+        return
+    if device_pool is not None:
+        raise ConfigError("device_pool", "must be None: the blocks are the engine's")
+    if not callable(clock):
+        raise InvalidArgument("clock", f"must be what the engine measures seconds by, got {shown(clock)}")
+
+
+def _eviction_of(value: object) -> Callable[[], EvictionOrder]:
+    if isinstance(value, str) and value == "lru":
+        return LeastRecentlyUsed
+    if not callable(value):
+        raise ConfigError("eviction", f"must be 'lru' or a factory of eviction orders, got {shown(value)}")
+
+    def make() -> EvictionOrder:
+        try:
+            order = value()
+        except Exception as error:
+            raise ConfigError("eviction", f"made no order: {type(error).__name__}: {error}") from error
+        check_has("eviction", order, "factory of eviction orders", ORDERS, ConfigError)
+        return order  # type: ignore[no-any-return]
+
+    return make
