@@ -1,6 +1,6 @@
 """Run the benchmarks and print one table: `python -m benchmarks [NAME ...]`. The rows are kept in build/bench, too.
 
-Peers run in environments of their own (`make bench-peers`); without one, what stands beside a row is a limit that needs
+Peers run in environments of their own (`make bench-peers`). Without a peer, rows are compared with a limit that needs
 none.
 """
 
@@ -53,7 +53,7 @@ def _vllm(stack: ExitStack) -> Peer | None:
 
 
 def collect(names: Iterable[str], vllm: Peer | None) -> list[Row]:
-    """The rows of every benchmark in `names`, in order; leaves with a message where one is missing."""
+    """The rows of every benchmark in `names`, in order; exits with a message if one is missing."""
     rows: list[Row] = []
     for name in names:
         module = f"{__package__}.{name}"

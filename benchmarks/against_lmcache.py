@@ -1,8 +1,8 @@
 """Copying scattered blocks of 2 MiB in pieces of 64 KiB: `LocalTransport` beside LMCache, in process on CPU.
 
-64 blocks whose places have no order, stored and loaded by both in the same rounds. LMCache is asked for four: by slots,
-as its connectors for vLLM move them, and by blocks, the fastest that it has; each with one thread, as our transport
-copies, and with as many as torch takes by itself.
+Both store and load 64 blocks at random places, in the same rounds. LMCache does so in four ways: by slots, as its
+connectors for vLLM do, and by blocks, the fastest way it has; each with one thread, as `LocalTransport` copies, and
+with torch's default number of threads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SECONDS = 10.0
 
 @attrs.frozen
 class Asked:
-    """What LMCache does, and how."""
+    """A direction, and a way in which LMCache copies."""
 
     direction: str
     by: str
@@ -63,7 +63,7 @@ def run(vllm: Peer | None = None) -> list[Row]:
 
 
 def measure(lmcache: Peer) -> list[Row]:
-    """All of them in turns, and what arrives at the peer's before and after."""
+    """Measure all in turns; before and after, check the bytes that arrive at the peer."""
     ids = random.Random(0).sample(range(1, NUM_DEVICE_BLOCKS), NUM_BLOCKS_MOVED)
     found = lmcache.ask("prepare", num_blocks=NUM_DEVICE_BLOCKS, ids=ids)
     assert found["num_bytes"] == NUM_BYTES, found
@@ -80,7 +80,7 @@ def measure(lmcache: Peer) -> list[Row]:
 
 
 def _ways(num_threads: int) -> list[Asked]:
-    """Those of many threads first: their idle threads still spin for a while when the next one's turn comes."""
+    """Many threads first: their idle threads still spin for a while in the turn of the next one."""
     numbers = sorted({1, num_threads}, reverse=True)
     return [Asked(name, by, number) for number, by, name in itertools.product(numbers, WAYS, DIRECTIONS)]
 
@@ -95,7 +95,7 @@ def _asking(lmcache: Peer, one: Asked) -> Subject:
 
 
 def _ours(transport: LocalTransport, ids: Sequence[int]) -> dict[str, Subject]:
-    """A memmove of as many bytes, and our store and load."""
+    """A memmove of as many bytes, and the store and load of `LocalTransport`."""
     completions: SimpleQueue[Completion] = SimpleQueue()
     transport.open(NUM_BLOCKS_MOVED, verify=False, deliver=completions.put, env=Env())
     source, destination = np.ones((2, NUM_BYTES), dtype=np.uint8)
@@ -107,7 +107,7 @@ def _ours(transport: LocalTransport, ids: Sequence[int]) -> dict[str, Subject]:
 
 
 def _move(transport: LocalTransport, completions: SimpleQueue[Completion], name: str, ids: Sequence[int]) -> None:
-    """In jobs as large as LMCache's memory objects; this thread waits for all of them."""
+    """Copy in jobs as large as LMCache's memory objects; this thread waits for all of them."""
     starts = range(0, NUM_BLOCKS_MOVED, BLOCKS_PER_JOB)
     for number, start in enumerate(starts):
         on_device = array("i", ids[start : start + BLOCKS_PER_JOB])
@@ -122,7 +122,7 @@ def _move(transport: LocalTransport, completions: SimpleQueue[Completion], name:
 
 
 def _beside_memmove(measured: dict[str, Measured]) -> list[Row]:
-    """What ours is worth on this machine, in these rounds."""
+    """The rates of `LocalTransport` beside a memmove in the same rounds."""
     return [_beside(name, measured[name], "one memmove", measured["memmove"], None) for name in DIRECTIONS]
 
 

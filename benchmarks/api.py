@@ -1,8 +1,8 @@
-"""The same cycle through the public async API: 64 requests at a time, arrays of token ids in, copies really made.
+"""The cycle of `cycle.py` through the public async API: 64 requests at a time, token ids as arrays, real copies.
 
-Blocks of 64 bytes, so that bookkeeping and hand-over are what is measured. Two sets of prompts take turns on a device
-pool that holds one of them; a batch is one task for each prompt of a set. The peer serves one request after the other,
-with the digests that it needs: its cost a request is the same however many wait.
+Blocks have 64 bytes, so that bookkeeping and hand-over are measured. Two sets of prompts take turns on a device pool
+that holds one of them; a batch is one task for each prompt of a set. The peer serves one request after the other, with
+the digests that it needs: its cost per request does not depend on how many wait.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(vllm: Peer | None) -> list[Row]:
 
 
 async def measure(num_blocks: int, wanted: float, backend: str, vllm: Peer | None) -> Row:
-    """What one request of a batch takes, and how many times longer the peer takes for one."""
+    """Time of one request of a batch, and how many times longer the peer takes for one."""
     prompts = prompts_of(num_blocks, 2 * NUM_AT_A_TIME)
     sets = itertools.cycle((prompts[:NUM_AT_A_TIME], prompts[NUM_AT_A_TIME:]))
     groups = [KVCacheGroup("full", block_size=BLOCK_SIZE)]

@@ -1,10 +1,9 @@
 """Copying scattered blocks through `LocalTransport`, as a share of one plain memmove in the same run.
 
 The ids come from pools after thousands of takes and gives: blocks of a job are hardly ever neighbours on the device,
-and lie in several extents in host memory. The loop idle: this thread waits. Busy: it runs an event loop whose turns
-never end, as one with a thousand clients. Loop and copy threads have a core each, or it would be the kernel's choice of
-cores that is measured; a sample in which one of them had to wait for its core, since somebody else was on it, is taken
-again.
+and lie in several extents in host memory. "Loop idle": this thread waits. "Loop busy": it runs an event loop that is
+never idle, as with a thousand clients. Loop and copy threads have a core each, so that the kernel's choice of cores is
+not measured. A sample in which one of them waited for its core is taken again.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ TURN_S = 300e-6
 SHORT_TURN_S = 50e-6
 NUM_CHURNS = 5_000
 MEDIAN_BLOCKS = 16
-"""Of what is taken at once while a pool ages; the sizes are log-normal, as those of a trace's prompts."""
+"""Median number of blocks taken at once while a pool ages; the numbers are log-normal, as in a trace's prompts."""
 MOST_WAITED = 0.03
 NUM_TRIES = 4
 
@@ -169,7 +168,7 @@ class Copies:
             assert self.completions.get(timeout=60).outcome is Outcome.LANDED
 
     def move_beside(self, name: str, turn_s: float) -> Sample:
-        """The same beside an event loop's turns that last `turn_s`, one after the other."""
+        """`move` beside an event loop whose turns last `turn_s` and follow each other at once."""
         return asyncio.run(self._move_beside(name, turn_s))
 
     async def _move_beside(self, name: str, turn_s: float) -> Sample:
@@ -210,7 +209,7 @@ def _opened(shape: Shape) -> Iterator[Copies]:
 
 @contextmanager
 def _apart(start_threads: Callable[[], None]) -> Iterator[None]:
-    """This thread on one core, what `start_threads` starts on others; where cores can be chosen and there are two."""
+    """Run this thread on one core and those of `start_threads` on others, if cores can be chosen and there are two."""
     if not hasattr(os, "sched_setaffinity") or len(cores := os.sched_getaffinity(0)) == 1:
         start_threads()
         yield
@@ -226,7 +225,7 @@ def _apart(start_threads: Callable[[], None]) -> Iterator[None]:
 
 
 def _aged(pool: DevicePool, num_jobs: int, per_job: int) -> list[array[int]]:
-    """The blocks of some jobs, after what they were taken from had been nearly full for a long time."""
+    """The blocks of some jobs, taken from a pool that has been nearly full for a long time."""
     rng = random.Random(0)
     held: list[array[int]] = []
 
@@ -244,11 +243,11 @@ def _aged(pool: DevicePool, num_jobs: int, per_job: int) -> list[array[int]]:
 
 
 class Undisturbed:
-    """Takes a sample again, a few times at most, where a thread of this process waited for a core."""
+    """Takes a sample again, a few times at most, if a thread of this process waited for a core."""
 
     def __init__(self) -> None:
         self.num_disturbed = 0
-        """Samples that were, each time, and count all the same."""
+        """Samples that were disturbed in every try; they count all the same."""
 
     def __call__(self, subject: Subject) -> Sample:
         for _ in range(NUM_TRIES):
@@ -261,6 +260,6 @@ class Undisturbed:
 
 
 def _waited_s() -> float:
-    """How long all threads of this process were ready to run and did not; 0 where the system does not say."""
+    """Seconds for which threads of this process were ready to run but did not; 0 if the system does not tell."""
     tasks = Path("/proc/self/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[1]) for task in tasks) / 1e9

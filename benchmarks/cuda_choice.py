@@ -1,4 +1,4 @@
-"""Copy engine or kernel: the break-even that a backend finds, and what it chooses on both sides of it."""
+"""Copy engine or kernel: the break-even that a backend finds, and its choice on both sides of it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["choice_rows", "run"]
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """All rows, or none and a line that says so."""
+    """All rows; without a CUDA device none, and a message."""
     device = cuda_device("cuda_choice")
     return [] if device is None else choice_rows(device, CudaOptions())
 
 
 def choice_rows(device: torch.device, options: CudaOptions, seconds: float = 1.0) -> list[Row]:
-    """The break-even, and a size on each side of it: what is chosen there, beside the better one. None without a
-    kernel, since nothing is chosen then."""
+    """The break-even, and for a size on each side of it the chosen way beside the better one. No rows without a kernel,
+    because there is no choice then."""
     copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=16)
     try:
         if not copying.backend.has_kernel:

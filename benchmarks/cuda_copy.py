@@ -1,6 +1,6 @@
-"""Scattered blocks beside one large pinned copy, each way and both ways at once; and what each small piece costs.
+"""Scattered blocks beside one large page-locked copy, each way and both ways at once; and the cost of small pieces.
 
-Everything that is compared is measured in this run, in turns. Without a GPU there is nothing to measure, and no rows.
+All that is compared is measured in the same run, in turns. Without a GPU there are no rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SMALL_PIECE_BYTES = 4 * 1024
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """All rows, or none and a line that says so."""
+    """All rows; without a CUDA device none, and a message."""
     device = cuda_device("cuda_copy")
     if device is None:
         return []
@@ -56,7 +56,7 @@ def copy_rows(
 
 
 def piece_rows(device: torch.device, options: CudaOptions, num_moved: int = 8, seconds: float = 1.0) -> list[Row]:
-    """What the copy engine takes for each of many small pieces, beside its bytes in one large copy."""
+    """Time of the copy engine for each of many small pieces, beside that of its bytes in one large copy."""
     copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=num_moved)
     rows = [_piece_row(copying, direction, seconds) for direction in Direction]
     copying.close()

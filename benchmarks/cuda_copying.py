@@ -30,7 +30,7 @@ WAYS = {Direction.STORE: (Tier.DEVICE, Tier.HOST), Direction.LOAD: (Tier.HOST, T
 
 
 def cuda_device(benchmark: str) -> torch.device | None:
-    """The device, or None and a line that says so: there is never a figure that was not measured."""
+    """The CUDA device; None, and a message, if torch sees none."""
     if not torch.cuda.is_available():
         print(f"{benchmark}: not run, since torch sees no CUDA device", file=sys.stderr)
         return None
@@ -46,12 +46,12 @@ class Copying:
     ) -> None:
         self.num_moved = num_moved
         num_blocks = 2 * num_moved + 1
-        # One allocation, because a driver that is torch alone reaches the memory of the regions and no other.
+        # One allocation, because a driver that uses torch alone reaches only the memory of the regions.
         sizes = [num_blocks * BLOCK_BYTES, num_moved * BLOCK_BYTES, num_moved * BLOCK_BYTES]
         layers, *large = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=device), sizes)
         layers = layers.view(BLOCK_BYTES // piece_bytes, num_blocks, piece_bytes)
         self.large = dict(zip(Direction, large, strict=True))
-        # Fences on a stream that has nothing to do: what is measured is copying, not waiting for compute.
+        # Fences on an idle stream, so that copying is measured, not waiting for compute.
         idle = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.transport = LocalTransport(list(layers), partial(CudaBackend, compute_stream=idle, options=options))
         self.completions: SimpleQueue[Completion] = SimpleQueue()
@@ -72,13 +72,13 @@ class Copying:
         return self.num_moved * BLOCK_BYTES / 1e9
 
     def move(self, *directions: Direction) -> None:
-        """All blocks, each way at once."""
+        """Move all blocks, in all `directions` at once."""
         for _ in range(sum(self.launch(direction) for direction in directions)):
             completion = self.completions.get(timeout=60)
             assert completion.outcome is Outcome.LANDED, completion
 
     def launch(self, direction: Direction) -> int:
-        """How many jobs were launched."""
+        """Launch the jobs for all blocks; returns their number."""
         starts = range(0, self.num_moved, BLOCKS_PER_JOB)
         for start in starts:
             ids = self._on_device[direction][start : start + BLOCKS_PER_JOB]
@@ -90,7 +90,7 @@ class Copying:
         return len(starts)
 
     def move_large(self, *directions: Direction) -> None:
-        """As many bytes in one piece each way: what the link can do."""
+        """Copy as many bytes in one piece each way: the rate that the link can reach."""
         with self.backend.driver.bound():
             for direction in directions:
                 self.backend.copy_by_engine(self._one_piece(direction), direction)
@@ -98,7 +98,7 @@ class Copying:
                 self.backend.settle(direction)
 
     def copy_by_engine(self, pieces: Pieces, direction: Direction) -> None:
-        """These pieces, until they are there."""
+        """Copy `pieces`, and wait until they are there."""
         with self.backend.driver.bound():
             self.backend.copy_by_engine(pieces, direction)
             self.backend.settle(direction)

@@ -19,17 +19,17 @@ __all__ = ["Serving", "fitting_row", "run"]
 BLOCK_SIZE = 16
 BLOCKS_PER_REQUEST = 8
 VALUES_PER_BLOCK = 64 * 1024
-"""Of four bytes: 256 KiB."""
+"""Values of four bytes: 256 KiB."""
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """The row, or none and a line that says so."""
+    """The row; without a CUDA device none, and a message."""
     device = cuda_device("cuda_fitting")
     return [] if device is None else [fitting_row(Serving(device))]
 
 
 def fitting_row(serving: Serving, seconds: float = 2 * SECONDS) -> Row:
-    """Rounds of requests per second, and the share of what is reached without offload."""
+    """Rounds of requests per second, as a share of the rate without offload."""
     subjects = {policy: partial(serving.once, policy) for policy in ("eager", "off")}
     found = interleave(subjects, seconds=seconds, least=5)
     return share_row("requests that fit on the device", 1.0, "rounds/s", found, "off", "eager", 0.99)
@@ -47,11 +47,11 @@ class Serving:
 
     @property
     def num_blocks(self) -> int:
-        """Of all requests."""
+        """Blocks of all requests."""
         return self._num_requests * BLOCKS_PER_REQUEST
 
     def once(self, policy: str) -> Sample:
-        """All requests, and all stores that come of them."""
+        """Serve all requests, and wait for all their stores."""
         return asyncio.run(self._serve(policy))
 
     async def _serve(self, policy: str) -> Sample:
@@ -77,7 +77,7 @@ class Serving:
             request.commit(num_tokens)
 
     def _forward(self) -> None:
-        """Until it is over, as for a token that the next step needs."""
+        """Compute, and wait for the result, as for a token that the next step needs."""
         for _ in range(self._num_products):
             torch.mm(self._matrix, self._matrix)
         if self._matrix.is_cuda:

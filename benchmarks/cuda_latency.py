@@ -1,4 +1,4 @@
-"""From the end of a copy on the device to the task that waits for it: asleep in the driver, or looking again."""
+"""Time from the end of a copy on the device to the task that waits for it: blocked in the driver, or polling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_WAITS = 200
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """All rows, or none and a line that says so."""
+    """All rows; without a CUDA device none, and a message."""
     device = cuda_device("cuda_latency")
     return [] if device is None else latency_rows(device)
 
@@ -48,7 +48,7 @@ def latency_rows(device: torch.device) -> list[Row]:
 
 
 async def _latencies(device: torch.device, policies: dict[str, WaitPolicy], turn_s: float) -> dict[str, list[float]]:
-    """Seconds, by policy; they take turns."""
+    """Latencies in seconds, by policy; the policies take turns."""
     regions = regions_of(torch.zeros(4, 1024, device=device))
     backends = {name: CudaBackend(regions, options=CudaOptions(waiting=policy)) for name, policy in policies.items()}
     found: dict[str, list[float]] = {name: [] for name in policies}
@@ -71,7 +71,7 @@ async def _turns(turn_s: float) -> None:
 
 
 async def _latency(backend: CudaBackend) -> float:
-    """The device's clock says when the work ended: so long after a point whose time on the host is known."""
+    """Seconds from the end of the work to the task. The device's clock measures it from an event of known host time."""
     before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     before.record()
     before.synchronize()

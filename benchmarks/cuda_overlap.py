@@ -1,4 +1,4 @@
-"""Large matrix products beside copies at full rate both ways, each beside the same alone."""
+"""Large matrix products beside copies at full rate both ways, each compared with the same alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_PRODUCTS = 40
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """All rows, or none and a line that says so."""
+    """All rows; without a CUDA device none, and a message."""
     device = cuda_device("cuda_overlap")
     return [] if device is None else overlap_rows(device, CudaOptions())
 
@@ -67,9 +67,9 @@ def _timed_by_device(work: Callable[[], None]) -> Sample:
 
 @contextmanager
 def traffic(copying: Copying, moved: list[Sample]) -> Iterator[None]:
-    """All blocks both ways, over and over, from before this is entered; what each time took goes to `moved`.
+    """Copy all blocks both ways, again and again, from before the block is entered to its end; the times go to `moved`.
 
-    Raises what ended the copies early, since what ran beside them ran alone then.
+    Raises the error that ended the copies early, since the block ran without copies then.
     """
     has_begun, is_over = threading.Event(), threading.Event()
     errors: list[BaseException] = []

@@ -2,7 +2,7 @@
 
 Admit (token ids given), allocate (which evicts another prompt), plan the load, settle it, commit, release: two prompts
 take turns on a device pool that holds one of them. No bytes move, and every copy is reported landed at once. The peer
-does the same work without making its digests; where it is not installed, a cache kept block by block stands in for it.
+does the same work without computing its digests; if it is not installed, a cache kept block by block stands in for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure(num_blocks: int, wanted: float, vllm: Peer | None) -> Row:
 
 
 def prompts_of(num_blocks: int, number: int) -> list[Tokens]:
-    """Unlike prompts of so many blocks and one token."""
+    """`number` different prompts of `num_blocks` blocks and one token."""
     generator = np.random.default_rng(0)
     return [generator.integers(0, 100_000, num_blocks * BLOCK_SIZE + 1, dtype=np.int32) for _ in range(number)]
 
@@ -93,7 +93,7 @@ def _ledger(num_blocks: int, prompts: list[Tokens]) -> tuple[Ledger, Callable[[T
 
 
 class PerBlock:
-    """The usual way: a running digest per block, a dictionary entry, a reference count and a place in an LRU each."""
+    """The usual design: per block a running digest, a dictionary entry, a reference count and a place in an LRU."""
 
     def __init__(self, num_device_blocks: int, prompts: list[Tokens]) -> None:
         self.free = list(range(1, num_device_blocks + 1))

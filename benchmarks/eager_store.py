@@ -1,8 +1,8 @@
-"""Eager stores of new blocks: a request for a prompt that nobody has cached, all of it stored, by the room in the host.
+"""Eager stores of new blocks: a request for an uncached prompt, all of it stored, with a free and a full host pool.
 
 From the match to the release, with the device pool full: every block is computed, published, offered to the host and
 reported landed. Either the host has free blocks for all of them, or each prompt takes the place of an older one. The
-peer does the same work without making its digests; where it is not installed, a cache kept block by block stands in.
+peer does the same work without computing its digests; if it is not installed, a cache kept block by block stands in.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .pools import ledger_of, prompt_of, serve
 __all__ = ["PerBlockStores", "measure", "run"]
 
 HOSTS = {"free": True, "full": False}
-"""Whether there is room for what is new."""
+"""Whether the host has room for new blocks."""
 SECONDS_PER_LENGTH = 6.0
 NUM_KEPT = 2
 """Prompts that a full host holds."""
 MOST_BLOCKS, MOST_REQUESTS = 2**19, 512
-"""Of one sample of ours: as many as make it last more than 20 ms."""
+"""The most in one sample of the ledger: enough to make it last more than 20 ms."""
 PEER_BLOCKS = 2**12
 
 
@@ -35,7 +35,7 @@ def run(vllm: Peer | None) -> list[Row]:
 
 
 def measure(num_blocks: int, vllm: Peer | None, seconds: float = SECONDS_PER_LENGTH) -> list[Row]:
-    """What one request takes, and how many times longer the other one takes for it."""
+    """Time of one request, and how many times longer the peer, or what stands in for it, takes."""
     ours = max(2, min(MOST_REQUESTS, MOST_BLOCKS // num_blocks))
     theirs = max(2, PEER_BLOCKS // num_blocks)
     against = "block by block" if vllm is None else "vLLM without its hashing"
@@ -57,7 +57,7 @@ def measure(num_blocks: int, vllm: Peer | None, seconds: float = SECONDS_PER_LEN
 
 
 def ledger_subject(num_blocks: int, number: int, has_room: bool) -> Subject:
-    """So many new prompts a sample; a host that has to have room is emptied before."""
+    """`number` new prompts per sample; with `has_room` the host is emptied before each sample."""
     (template,) = prompts_of(num_blocks, 1)
     numbers = itertools.count()
     ledger = ledger_of(num_blocks + 1, num_blocks * (number if has_room else NUM_KEPT))
@@ -105,7 +105,7 @@ def _peer_subject(vllm: Peer, num_blocks: int, number: int, has_room: bool) -> S
 
 
 class PerBlockStores(PerBlock):
-    """New prompts, block by block: each in both tiers, the least recently used ones out of either where it is full."""
+    """Stores new prompts block by block in both tiers; a full tier evicts its least recently used blocks."""
 
     def __init__(self, num_blocks: int, num_host: int) -> None:
         super().__init__(num_blocks + 1, [])

@@ -1,7 +1,7 @@
-"""A request through the runtime with others in flight: parked between two steps of decoding, or on their way as well.
+"""A request through the runtime with others in flight: parked between two steps of decoding, or in progress as well.
 
-Blocks of 64 bytes that are really copied; each request that counts is a host hit of 256 tokens, and evicts another
-prompt from the device. A runtime for each number of requests, all in one event loop: they take turns.
+Blocks have 64 bytes and are really copied; each measured request is a host hit of 256 tokens, and evicts another prompt
+from the device. There is a runtime for each number of requests; they share one event loop and take turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLOATS_PER_BLOCK = 16
 NUM_CACHED = 200
 """Prompts in the host. They take turns, so the device must hold fewer."""
 NUM_ROOM = 64
-"""Requests that find room at once where all are on their way; the others wait in line."""
+"""Requests of `AllAtOnce` that find room at once; the others wait in line."""
 
 
 class Flight(Protocol):
@@ -39,12 +39,12 @@ class Flight(Protocol):
     async def prepare(self, tasks: TaskGroup) -> None: ...
 
     async def batch(self) -> int:
-        """Some requests, all over when it returns; how many."""
+        """Serve some requests to their end; returns their number."""
         ...
 
 
 async def measure_flights(flights: Sequence[Flight], seconds: float, least: int) -> Rounds:
-    """The samples of one request of each, by its place in `flights`."""
+    """The samples of one request of each flight, by its place in `flights`."""
     async with AsyncExitStack() as stack:
         for flight in flights:
             await stack.enter_async_context(flight.runtime)
@@ -67,7 +67,7 @@ async def _sample(flight: Flight) -> Sample:
 
 
 class _Prompts:
-    """A runtime with room for so many blocks, and prompts in its host that take turns."""
+    """A runtime with `num_device` device blocks, and prompts in its host memory that take turns."""
 
     def __init__(self, num_device: int, num_cached: int) -> None:
         config = OffloadConfig(groups=ONE_GROUP, num_host_blocks=num_cached * RUN_BLOCKS)
@@ -91,7 +91,7 @@ class _Prompts:
 
 
 class ParkedBeside(_Prompts):
-    """One request, and then another, beside so many that stay inside of their blocks."""
+    """One request after the other, beside `number - 1` that stay in flight."""
 
     def __init__(self, number: int, num_cached: int = NUM_CACHED) -> None:
         self._num_parked = number - 1
@@ -117,7 +117,7 @@ class ParkedBeside(_Prompts):
 
 
 class AllAtOnce(_Prompts):
-    """So many requests that begin at once, a task for each; the device has room for `NUM_ROOM` of them."""
+    """`number` requests that begin at once, a task for each; the device has room for `NUM_ROOM` of them."""
 
     def __init__(self, number: int) -> None:
         self._number = number

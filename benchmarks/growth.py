@@ -1,9 +1,8 @@
-"""Growth: what one request costs as pools, prompts, requests in flight and groups get more; as rows and as a picture.
+"""Growth: the cost of one request as pools, prompts, requests in flight and groups grow; as rows and as a picture.
 
-One request, the same at every point of a curve, while everything else grows: through the ledger (`pools.py`), every
-copy landed at once, and through the runtime (`flights.py`). All pools are full. The points of a curve take turns; a
-ratio is the median over the rounds of what a point took beside the first one. `build/bench/growth.png` shows the curves
-if matplotlib is there.
+Each point of a curve is the time of one request: through the ledger (`pools.py`), every copy landed at once, or through
+the runtime (`flights.py`). All pools are full. The points of a curve take turns; a ratio is the median over the rounds
+of a point's time over that of the first one. `build/bench/growth.png` shows the curves if matplotlib is there.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def by_flight_in_runtime(
 
 
 def by_groups(numbers: Sequence[int], seconds: float = SECONDS) -> Curve:
-    """Prompts of 1,024 tokens by how many groups there are: of one kind, and beside windows alike and unlike."""
+    """Prompts of 1,024 tokens by how many groups there are: all full, or one full and equal or different windows."""
     mixes = {
         "all full": lambda _: ONE_GROUP[0].attention,
         "one full, windows alike": lambda _: SlidingWindow(512),
@@ -132,7 +131,7 @@ def _line_of(rounds: Rounds, line: str, xs: Sequence[int]) -> dict[int, Point]:
 
 
 def points_of(rounds: Rounds, names: Sequence[str] = ()) -> list[Point]:
-    """Those called `names` (all, if there is none), each compared with the first, round by round: what slows a machine
+    """The points of `names` (of all, if empty), each compared with the first one round by round: what slows the machine
     for a while slows both."""
     measured, samples = rounds.measured(), rounds.samples
     chosen = names or list(samples)
@@ -148,7 +147,7 @@ def points_of(rounds: Rounds, names: Sequence[str] = ()) -> list[Point]:
 
 
 def rows_of(curve: Curve) -> list[Row]:
-    """What each point of a line takes, beside its first one."""
+    """The time of each point of a line, beside that of its first one."""
     return [
         Row(
             name=f"{curve.title}: {line}, {x:,}", value=point.took.median_s * 1e6, unit="us", spread=point.took.spread,

@@ -1,8 +1,8 @@
-"""The harness: whoever is compared takes turns, so that what slows the machine slows them all.
+"""The harness: the subjects that are compared take turns, so that what slows the machine slows them all.
 
-A subject does one unit of work a call, and says what it took. Each round calls every subject once, and each begins with
-another one; the first rounds don't count. `calibrate` measures the machine itself, before and after: figures of two
-runs can be compared only as far as that agrees.
+A subject does one unit of work per call, and returns the time it took. Each round calls every subject once, beginning
+with another one; the first rounds do not count. `calibrate` measures the machine itself, before and after: figures of
+two runs can be compared only as far as their calibrations agree.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Sample:
 
 Subject = Callable[[], Sample]
 SAMPLE_S = 0.02
-"""How long a sample of something short lasts."""
+"""How long a sample of short work lasts at least."""
 
 
 @attrs.frozen
 class Measured:
-    """What one subject took, in seconds: the median, the tenth and the ninetieth percentile, CPU time of the median."""
+    """Times of one subject, in seconds: median, tenth and ninetieth percentile, and the median CPU time."""
 
     median_s: float
     low_s: float
@@ -59,13 +59,13 @@ class Measured:
 
 @attrs.frozen(kw_only=True)
 class Row:
-    """One line of the table. `ratio` is what the row is about: at least `wanted`, or at most where `is_at_most`."""
+    """One line of the table. `ratio` has to be at least `wanted`, or at most that if `is_at_most`."""
 
     name: str
     value: float
     unit: str
     against: str
-    """What stands beside it: a peer or a limit, measured in the same rounds."""
+    """What it is compared with: a peer or a limit, measured in the same rounds."""
     limit: float
     ratio: float
     wanted: float | None = None
@@ -74,7 +74,7 @@ class Row:
 
     @classmethod
     def faster(cls, name: str, ours: Measured, against: str, other: Measured, wanted: float | None) -> Row:
-        """How many times `other` takes what `ours` takes."""
+        """A row whose ratio says how many times longer `other` takes than `ours`."""
         return cls(
             name=name, value=ours.median_s * 1e6, unit="us", against=against, limit=other.median_s * 1e6,
             ratio=other.median_s / ours.median_s, wanted=wanted, spread=ours.spread,
@@ -92,9 +92,9 @@ class Row:
 
 
 def timed(work: Callable[[], object], least_s: float = 0.0) -> Sample:
-    """Do `work` over and over for `least_s`, but an even number of times, or once; what one of them took.
+    """Repeat `work` for `least_s`, an even number of times, or do it once if that is 0; the time of one call.
 
-    A single one of a few microseconds would mostly pay for caches that somebody else has filled."""
+    A single call of a few microseconds would mostly pay for CPU caches that other work has filled."""
     cpu, wall = time.thread_time(), time.perf_counter()
     work()
     number = 1
@@ -105,7 +105,7 @@ def timed(work: Callable[[], object], least_s: float = 0.0) -> Sample:
 
 
 class Rounds:
-    """Who is to be measured next, round after round; hand in each sample before the next name is asked for.
+    """Yields the name to be measured next, round after round. Add each sample before asking for the next name.
 
     for name in rounds:
         rounds.add(name, subjects[name]())
@@ -136,7 +136,7 @@ class Rounds:
 
 
 def interleave(subjects: Mapping[str, Subject], *, seconds: float, least: int = 7) -> dict[str, Measured]:
-    """Call them in turns for about `seconds`, and in `least` rounds at least."""
+    """Call the subjects in turns for about `seconds`, and for at least `least` rounds."""
     rounds = Rounds(subjects, seconds=seconds, least=least)
     for name in rounds:
         rounds.add(name, subjects[name]())
@@ -145,7 +145,7 @@ def interleave(subjects: Mapping[str, Subject], *, seconds: float, least: int = 
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """What was there before is no garbage, and nobody collects it over and over while others are measured."""
+    """Freeze the objects that exist already, so that collections do not scan them during the measurement."""
     gc.collect()
     gc.freeze()
     try:
@@ -155,7 +155,7 @@ def _no_collections() -> Iterator[None]:
 
 
 def calibrate() -> dict[str, float]:
-    """What this machine does at this moment: GB/s of one memmove, MB/s of one hash, ns of one turn of an empty loop."""
+    """The machine's speed at this moment: GB/s of a memmove, MB/s of a hash, ns of one pass of an empty loop."""
     source = np.ones(64 * 2**20, dtype=np.uint8)
     destination = np.ones_like(source)
     moved = min(timed(lambda: np.copyto(destination, source)).wall_s for _ in range(5))

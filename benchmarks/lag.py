@@ -1,7 +1,7 @@
 """How late the event loop is: 1,000 requests in flight and copies at full rate, beside an idle loop.
 
-A heartbeat of 1 ms says how much later than asked it came. Pairs of an idle stretch and a loaded one take turns; what
-counts is the median over the pairs of the difference of their 99th percentiles.
+A heartbeat of 1 ms measures how much later than asked it comes. Idle and loaded stretches alternate in pairs; the
+result is the median over the pairs of the difference of their 99th percentiles.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(vllm: Peer | None = None) -> list[Row]:
 
 
 async def _measure() -> tuple[list[float], list[float], float]:
-    """The 99th percentiles in ms, idle and loaded, and what was loaded meanwhile."""
+    """The 99th percentiles in ms, idle and loaded, and the GB/s loaded meanwhile."""
     prompts = prompts_of(BLOCKS_PER_PROMPT, NUM_CLIENTS)
     groups = [KVCacheGroup("full", block_size=BLOCK_SIZE)]
     config = OffloadConfig(groups=groups, num_host_blocks=NUM_CLIENTS * BLOCKS_PER_PROMPT)

@@ -1,8 +1,8 @@
 """Memory: bytes of the index per cached block, and of a request that is in flight and does nothing.
 
-Each figure is what a fresh process takes more afterwards (its resident set, so everything counts: objects, the hash
-states that live outside of Python's heap, what the allocators round up). Cached blocks are held by both tiers, and
-the ids of both count as index. Linux only: elsewhere there are no rows.
+Each figure is the growth of a fresh process's resident set, so everything counts: objects, the hash states outside of
+Python's heap, what the allocators round up. Cached blocks are held by both tiers, and the ids of both count as index.
+Linux only: elsewhere there are no rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(vllm: Peer | None = None) -> list[Row]:
 
 
 def index_row(kind: str, found: Found) -> Row:
-    """Against the bytes of the tokens themselves and 60 more."""
+    """Bytes per block, against those of the tokens themselves and 60 more."""
     most = TOKEN_BYTES + MOST_BESIDE_TOKENS
     return Row(
         name=f"index of 10^6 blocks in runs of {RUN_BLOCKS}, {kind}: a block", value=found["bytes"], unit="B",
@@ -64,7 +64,7 @@ def index_row(kind: str, found: Found) -> Row:
 
 
 def collection_row(found: Found) -> Row:
-    """What a full collection of garbage takes while nothing is frozen: how long an event loop stands still."""
+    """Time of a full garbage collection while nothing is frozen: how long it stops an event loop."""
     return Row(
         name="full collection with that index", value=found["collect_s"] * 1e3, unit="ms", against="before it",
         limit=found["collect_before_s"] * 1e3, ratio=found["collect_s"] / found["collect_before_s"],
@@ -87,7 +87,7 @@ def in_fresh_process(kind: str, number: int) -> Found:
 
 
 def measure(kind: str, number: int) -> Found:
-    """In this process: `number` blocks or requests of a kind, in bytes for one."""
+    """In this process: bytes per block or request, for `number` of a kind."""
     kinds: dict[str, Callable[[int], Found]] = {
         "alone": lambda number: index_of(_prompts_alone(number // RUN_BLOCKS), number),
         "branching": lambda number: index_of(_prompts_branching(number // RUN_BLOCKS // (NUM_BRANCHES + 1)), number),
@@ -99,8 +99,8 @@ def measure(kind: str, number: int) -> Found:
 
 
 def index_of(prompts: Iterator[Tokens], num_blocks: int) -> Found:
-    """A block's share of an index that holds all of `prompts` in both tiers: so many blocks."""
-    for tokens in _prompts_alone(100):  # what is made once for all
+    """Bytes per block of an index that holds all of `prompts`, `num_blocks` blocks, in both tiers."""
+    for tokens in _prompts_alone(100):  # makes the objects that are made only once
         serve(ledger_of(2 * RUN_BLOCKS, RUN_BLOCKS), tokens)
     collect_before = _collect()
     before = resident_bytes()
@@ -116,13 +116,13 @@ def index_of(prompts: Iterator[Tokens], num_blocks: int) -> Found:
 
 
 def _prompts_alone(number: int) -> Iterator[Tokens]:
-    """Each a run, which nothing follows."""
+    """Prompts that are one run each, without children."""
     (template,) = prompts_of(RUN_BLOCKS, 1)
     return (prompt_of(at, template) for at in range(number))
 
 
 def _prompts_branching(number: int) -> Iterator[Tokens]:
-    """Three at a time have their first half in common: four runs, one of which the others follow."""
+    """Three at a time have their first half in common: four runs, one of which is the parent of the others."""
     (template,) = prompts_of(2 * RUN_BLOCKS, 1)
     for at in range(number):
         for branch in range(NUM_BRANCHES):
@@ -132,7 +132,7 @@ def _prompts_branching(number: int) -> Iterator[Tokens]:
 
 
 def idle_holdings(number: int) -> Found:
-    """Holdings that have computed the same cached prompt, and one token more, each in a block of its own."""
+    """Holdings of the same cached prompt, each with one more computed token in a block of its own."""
     ledger = ledger_of(RUN_BLOCKS + number, RUN_BLOCKS)
     (tokens,) = _prompts_alone(1)
     serve(ledger, tokens)
@@ -149,7 +149,7 @@ def idle_holdings(number: int) -> Found:
 
 
 async def idle_requests(number: int) -> Found:
-    """The same through the runtime, each in a task of its own; and tasks that hold nothing."""
+    """The same through the runtime, each in a task of its own; beside tasks that hold nothing."""
     config = OffloadConfig(groups=ONE_GROUP, num_host_blocks=RUN_BLOCKS)
     (tokens,) = _prompts_alone(1)
 

@@ -1,4 +1,4 @@
-"""A peer: a process in an environment of its own, which does a unit of work when asked, and says what it took."""
+"""A peer: a process in an environment of its own, which does a unit of work when asked and returns its time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Peer:
             self._process.kill()
 
     def ask(self, call: str, **arguments: Any) -> Any:
-        """What the peer answers; its log says why, if it does not."""
+        """Make a call in the peer; returns its answer. If the peer ends, its log says why."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
         self._process.stdin.flush()
@@ -58,9 +58,9 @@ class Peer:
         return json.loads(line)
 
     def matches(self, num_blocks: int) -> Subject:
-        """From token ids to what is cached of them."""
+        """Look-ups: from token ids to what is cached of them."""
         return lambda: Sample(**self.ask("match", num_blocks=num_blocks, least_s=SAMPLE_S))
 
     def cycles(self, num_blocks: int, *, hashes: bool) -> Subject:
-        """Requests one after the other; `hashes`: the digests of their tokens are made within what is timed."""
+        """Requests one after the other; with `hashes` the time includes the digests of their tokens."""
         return lambda: Sample(**self.ask("cycle", num_blocks=num_blocks, least_s=SAMPLE_S, hashes=hashes))

@@ -1,4 +1,4 @@
-"""Curves, and how they are drawn: by matplotlib, which only pictures need."""
+"""Curves, drawn by matplotlib, which only pictures need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_COLUMNS = 2
 PANEL_INCHES = (5.0, 3.0)
 DOTS_PER_INCH = 72
 STEEP = 10.0
-"""Where the cost grows by more than this, its axis is logarithmic, too; else it begins at zero: flat looks flat."""
+"""If the cost grows by more than this, its axis is logarithmic; else it begins at zero, so that flat looks flat."""
 
 
 class MissingPlotterError(Exception):
@@ -25,7 +25,7 @@ class MissingPlotterError(Exception):
 
 @attrs.frozen
 class Point:
-    """What one request took, and how many times what it took at the first point of the line."""
+    """Time of one request, and its ratio to that at the first point of the line."""
 
     took: Measured
     ratio: float
@@ -33,13 +33,13 @@ class Point:
 
 @attrs.frozen
 class Curve:
-    """What one request takes, in lines by name, in points by what grows. The first point of a line is its base."""
+    """Times of one request: lines by name, points by the quantity that grows. The first point of a line is its base."""
 
     title: str
     x_label: str
     lines: Mapping[str, Mapping[int, Point]]
     most: Mapping[int, float] = attrs.field(factory=dict)
-    """How many times the base's cost a point may be."""
+    """The largest ratio to the base that a point may have."""
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:

@@ -2,7 +2,7 @@
 
 The trace is one JSON object a line, with `hash_ids`: one id for each block of the prompt, equal ids meaning equal
 prefixes up to there (Mooncake's FAST'25 traces are such). Each request has one more token than its blocks. It is
-matched, loaded, committed and released, and every copy lands before the next one comes; nothing is generated.
+matched, loaded, committed and released, and every copy lands before the next request; nothing is generated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Tokens = NDArray[np.int32]
 
 @attrs.define
 class Replay:
-    """What became of one trace under one policy, in blocks; copies are stores and loads."""
+    """Results of one trace under one policy, in blocks; copies are stores and loads."""
 
     policy: str
     num_device_hits: int = 0
@@ -60,7 +60,7 @@ class Replay:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Tokens]:
-    """The prompts: each block's tokens are made of its id, and one more token follows."""
+    """The prompts: each block's tokens repeat its id, and one more token follows."""
     with path.open() as lines:
         found = [json.loads(line)["hash_ids"] for line in islice(lines, limit)]
     return [_tokens(hash_ids) for hash_ids in found]
@@ -108,7 +108,7 @@ def as_table(replays: Iterable[Replay]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
+    """Replay the trace under each policy, and print the table."""
     parser = argparse.ArgumentParser("python -m benchmarks.policies", description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", type=Path, required=True, help="one JSON object with hash_ids a line")
     parser.add_argument("--device", type=int, default=3000, help="device blocks (%(default)s)")

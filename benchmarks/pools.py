@@ -1,8 +1,8 @@
 """A ledger whose two pools are full of cached prompts, and one request's way through it: hit, load or miss.
 
-Each prompt is a run of its own. One fills as many device blocks as the next one needs, so that whoever comes evicts
-exactly one. The prompts were cached in one order and take turns in another: neighbours in time are no neighbours in
-memory, as after hours of traffic.
+Each prompt is a run of its own. All need the same number of device blocks, so that each new one evicts exactly one. The
+prompts were cached in one order and take turns in another: neighbours in time are no neighbours in memory, as after
+hours of traffic.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ RUN_BLOCKS = 16
 
 
 def ledger_of(num_device: int, num_host: int, groups: Sequence[KVCacheGroup] = ONE_GROUP) -> Ledger:
-    """With so many usable blocks of each tier."""
+    """A ledger with so many usable blocks in each tier."""
     return Ledger(OffloadConfig(groups=groups, num_host_blocks=num_host), num_device + 1)
 
 
 def prompt_of(number: int, template: Tokens) -> Tokens:
-    """`template` itself, made prompt `number` until the next call: unlike every other one from its first block on. The
-    ledger copies what it takes in; a second copy would be timed with it."""
+    """`template` itself, changed to prompt `number` until the next call: it differs from all others from its first
+    block on. No copy is made, because the ledger makes one, and a second copy would be timed as well."""
     template[0] = number
     return template
 
@@ -44,7 +44,7 @@ def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> None:
 
 
 def serve(ledger: Ledger, tokens: Tokens) -> PrefixMatch:
-    """One request from its token ids to its release, every copy landed at once; what it hit."""
+    """One request from its token ids to its release, every copy landed at once; returns what it hit."""
     holding = ledger.admit(Prefix.of(ROOT, tokens))
     ledger.allocate_nowait(holding)
     land(ledger, ledger.plan_load(holding))
@@ -54,7 +54,7 @@ def serve(ledger: Ledger, tokens: Tokens) -> PrefixMatch:
 
 
 class FullPools:
-    """The device holds `num_prompts` prompts of `num_blocks` blocks; the host `num_more` more, and those, too."""
+    """The device holds `num_prompts` prompts of `num_blocks` blocks; the host holds those and `num_more` more."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class FullPools:
             serve(self.ledger, prompt_of(number, self._template))
         self.ledger.reset(Tier.DEVICE)
         self._order: deque[int] = deque(generator.permutation(cached).tolist())
-        """Numbers of the cached prompts: the next to be evicted first. It is on no device."""
+        """Numbers of the cached prompts, the next to be evicted first; that one is not on the device."""
         self._unused = itertools.count(cached)
         for _ in range(cached):
             self._load()

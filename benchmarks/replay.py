@@ -1,8 +1,8 @@
 """The first 4,000 requests of a trace through the ledger and through the whole runtime: `TRACE=FILE` names it.
 
-Each id of the trace is one block, one more token follows, and each request computes its prompt and one decode step;
-what it stores has landed before it ends. Blocks of 64 bytes. With one request at a time both sides have to hit the same
-blocks; prompts that overlap in time can't hit each other.
+Each id of the trace is one block, one more token follows, and each request computes its prompt and one decode step.
+Blocks have 64 bytes. With one request at a time its stores land before it ends, and both sides have to hit the same
+blocks; prompts that overlap in time cannot hit each other.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _share(cpu: float, wall: float, number: int) -> Sample:
 
 
 def _check(prompts: list[Tokens], num_device: int, num_host: int) -> None:
-    """With one at a time nothing is left to chance: what was cached hits."""
+    """Print the hits. With one request at a time they are determined, so fail if they are too few."""
     asked = sum(len(prompt) // BLOCK_TOKENS for prompt in itertools.chain(prompts))
     found = (num_device + num_host) // BLOCK_TOKENS
     print(

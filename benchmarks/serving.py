@@ -1,8 +1,8 @@
-"""The HTTP server with 200 clients at once over shared prefixes, 30 % of whom hang up, with offload and without.
+"""The HTTP server with 200 clients at once over shared prefixes, 30 % of which hang up, with offload and without.
 
-The clients are a process of their own and talk over real sockets. The server is here, in one event loop with a
-heartbeat, so that what it holds can be looked at. The device has room for a fraction of the conversations; each server
-serves the same ones, and every answer of a client that stayed has to be the same in both.
+The clients are a process of their own and talk over real sockets. The server runs in this process, in one event loop
+with a heartbeat, so that its state can be inspected. The device has room for a fraction of the conversations; each
+server serves the same ones, and every answer of a client that stayed has to be the same in both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NUM_TURNS = 2
 NUM_PREFIXES = 8
 PREFIX_BYTES = 256
 OPENING_BYTES = (128, 256)
-"""Of a client's own: what it says first, after the prefix."""
+"""Bytes of a client's own first message, after the shared prefix."""
 MESSAGE_BYTES = (32, 96)
 ANSWER_TOKENS = 6
 LEAVERS = 0.3
@@ -55,7 +55,7 @@ CLIENTS = [sys.executable, "-m", "benchmarks.serving_clients"]
 
 @attrs.frozen
 class Served:
-    """What one server did for one swarm. Times are seconds."""
+    """Results of one server with one swarm. Times are seconds."""
 
     clients: list[dict[str, Any]]
     lags_s: list[float]
@@ -64,32 +64,32 @@ class Served:
     wall_s: float
     num_pinned: int
     num_live: int
-    """Requests that are not over, when nobody is inside any more."""
+    """Live requests in the runtime when the server has none any more."""
 
     def first_s(self, turn: int) -> list[float]:
-        """Times to first token of those who stayed."""
+        """Times to first token of the clients that stayed."""
         return [client["first_s"][turn] for client in self.clients if len(client["answers"]) > turn]
 
 
 class Watch:
-    """Sees when requests are over, and when no forward touches their blocks any more."""
+    """Records when requests are over and no forward touches their blocks any more."""
 
     def __init__(self) -> None:
         self.released: dict[int, float] = {}
-        """By the port of the client: when its last pin went."""
+        """When a client's last pin went, by the client's port."""
         self._port: ContextVar[int] = ContextVar("port")
         self._in_step = False
         self._step_over = anyio.Event()
         self._waiting: list[int] = []
 
     def logger(self) -> Any:
-        """For the runtime: takes note of requests that were aborted."""
+        """A logger for the runtime that records requests that were aborted."""
         kind = structlog.make_filtering_bound_logger(10)
         return structlog.wrap_logger(structlog.ReturnLogger(), processors=[self._take_note], wrapper_class=kind)
 
     def _take_note(self, _logger: object, _name: str, event: Any) -> str:
         if event["event"] == "request_aborted" and (port := self._port.get(None)) is not None:
-            if self._in_step:  # perhaps with this one: then its blocks are held until the thread is through
+            if self._in_step:  # perhaps with this request: then its blocks are held until the step ends
                 self._waiting.append(port)
             else:
                 self.released[port] = time.monotonic()
@@ -129,14 +129,14 @@ class Watch:
 
 @attrs.frozen
 class Server:
-    """A server that listens, and who watches it."""
+    """A listening server, and the watch over its requests."""
 
     service: Service
     port: int
     watch: Watch
 
     async def face(self, swarm: dict[str, Any]) -> Served:
-        """Let a swarm at it, wait until nobody is inside any more, and look at what is left."""
+        """Have a swarm talk to it, wait until all requests are over, and count what is left."""
         lags: list[float] = []
         began = time.monotonic()
         async with anyio.create_task_group() as group:
@@ -156,12 +156,12 @@ class Server:
         return Served(clients, lags, pinned, wall_s, num_pinned, found.num_requests)
 
     async def wait_rest(self) -> None:
-        """Until nobody is inside, and no step and no copy runs; `TimeoutError` if that does not come."""
+        """Wait until no request, step or copy is left; `TimeoutError` if that takes more than 60 s."""
         runtime = self.service.engine.runtime
         with anyio.fail_after(60):
             await self.service.admission.wait_empty()
             await runtime.flush()
-            await self.watch.wait_no_step()  # one that nobody waits for any more
+            await self.watch.wait_no_step()  # a step whose requests are all over
 
 
 @asynccontextmanager
@@ -185,7 +185,7 @@ async def serve_swarm(options: ServerOptions, model: PagedModel, swarm: dict[str
 
 
 async def beat(lags: list[float]) -> None:
-    """How much later than asked each beat comes."""
+    """Add to `lags` how much later than asked each beat comes."""
     while True:
         due = time.monotonic() + BEAT_S
         await anyio.sleep(BEAT_S)
@@ -197,7 +197,7 @@ def swarm_of(
     prefix_bytes: int = PREFIX_BYTES, opening_bytes: tuple[int, int] = OPENING_BYTES,
     answer_tokens: int = ANSWER_TOKENS, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Conversations that share their beginnings, and a random point for each of those who hang up."""
+    """Conversations that share their beginnings, and for some clients a random point at which they hang up."""
     draw = random.Random(seed)
     prefixes = [_text(draw, prefix_bytes) for _ in range(NUM_PREFIXES)]
     num_events = int(num_clients * (1 - leavers)) * num_turns * answer_tokens
@@ -234,7 +234,7 @@ def _text(draw: random.Random, num_bytes: int) -> str:
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """Rows for the first token, the loop, and the pins of those who hang up; and a table of times to first token."""
+    """Rows for first token, loop lag, and pins after hang-ups; prints a table of times to first token."""
     torch.set_num_threads(1)
     model = load_model("llama")
     gc.freeze()  # as the command does
@@ -251,7 +251,7 @@ def run(vllm: Peer | None = None) -> list[Row]:
 
 
 def _check(without: Served, with_offload: Served) -> None:
-    """Raise unless everybody who stayed in both was told the same, and nothing is left."""
+    """Raise unless clients that stayed in both got the same answers, and no pin and no request is left."""
     for ours, theirs in zip(with_offload.clients, without.clients, strict=True):
         if ours["error"] or theirs["error"]:
             raise RuntimeError(f"a client failed: {ours['error'] or theirs['error']}")
@@ -263,7 +263,7 @@ def _check(without: Served, with_offload: Served) -> None:
 
 
 def as_table(served: dict[str, Served]) -> str:
-    """Milliseconds."""
+    """Times in milliseconds."""
     lines = [f"{'':34}" + "".join(f"{name:>20}" for name in served)]
     for turn in range(NUM_TURNS):
         cells = [_p50_p99(each.first_s(turn)) for each in served.values()]
@@ -277,7 +277,7 @@ def as_table(served: dict[str, Served]) -> str:
 
 
 def as_histogram(pinned_s: list[float]) -> str:
-    """How many hang-ups took how long until nothing was pinned."""
+    """A histogram of the times from hanging up until nothing was pinned."""
     bounds = [1, 2, 5, 10, 20, 30, 40, 50, 100, 1000]
     counts = np.diff([0, *(sum(each * 1e3 <= bound for each in pinned_s) for bound in bounds)])
     lines = [

@@ -1,12 +1,12 @@
-"""Clients that talk to a server over real sockets, all at once, and of whom some hang up: a program of its own.
+"""Clients that talk to a server over real sockets, all at once; some of them hang up. A program of its own.
 
     python -m benchmarks.serving_clients < swarm.json > answers.json
 
 In: {"port", "path", "body": what all bodies have, "field": the name of the prompt, "one_at_a_time": bool,
 "clients": [{"messages": [...], "leaves_after": null or a number of events, "how": "close" | "reset" | "half",
 "counts": "all" | "own"}]}. A client's first prompt is its first message; each further one is all of that, the answer,
-and the next message. Nobody leaves by the clock: a client leaves once all clients together have received that many
-events, or it has itself.
+and the next message. No client leaves by the clock: it leaves once all clients together (`counts`: "all"), or it
+alone ("own"), have received `leaves_after` events.
 
 Out: for each client {"answers", "cached" (tokens by tier, of each answer), "first_s", "left_at", "port", "error"}.
 Times are those of the monotonic clock, which is one for all processes of a machine.
@@ -28,7 +28,7 @@ import attrs
 __all__ = ["Client", "Swarm"]
 
 RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER: closing throws away what was not sent, and tells the peer so."""
+"""For SO_LINGER: closing discards unsent data and resets the connection."""
 
 
 @attrs.define(eq=False)
@@ -50,7 +50,7 @@ class Swarm:
         waiting = [client.leaves_after is not None and client.counts == "all" for client in self.clients]
         await asyncio.gather(*(task for task, waits in zip(everybody, waiting, strict=True) if not waits))
         for client in self.clients:
-            client.is_due.set()  # nobody is left who receives the events that it waits for
+            client.is_due.set()  # no client is left to receive the events that it waits for
         await asyncio.gather(*everybody)
 
     def saw_event(self) -> None:
@@ -99,7 +99,7 @@ class Client:
             request = _request(swarm, prompt)
             if self.how == "half" and self.leaves_after is not None:
                 writer.write(request[: len(request) // 2])
-                await asyncio.Event().wait()  # whoever waits for `is_due` takes it from here
+                await asyncio.Event().wait()  # until `converse`, which waits for `is_due`, cancels this
             began = time.monotonic()
             writer.write(request)
             return await self._read(swarm, reader, began)

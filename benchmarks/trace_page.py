@@ -30,7 +30,7 @@ CHROMIUM = next((path for name in NAMES if (path := shutil.which(name)) is not N
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """Milliseconds from asking for the file until all is drawn, and from typing an id until its story is there."""
+    """Milliseconds from asking for the file until all is drawn, and from typing an id until its story is shown."""
     if CHROMIUM is None or find_spec("playwright") is None:
         print("trace_page: there is no Chromium, or no playwright (extra `browser`)", file=sys.stderr)
         return []

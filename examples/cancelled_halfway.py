@@ -1,4 +1,4 @@
-"""A request cancelled half-way: its forward ends in peace, then its pins go; what it had computed stays cached.
+"""A request cancelled half-way: its forward runs to the end, then its pins go; what it had committed stays cached.
 
 Prints:
     cancelled while a thread computes: 16 blocks pinned
@@ -33,11 +33,11 @@ async def serve(runtime: OffloadRuntime, started: anyio.Event) -> None:
         await request.load()
         for stop in range(CHUNK, len(PROMPT) + 1, CHUNK):
             blocks = request.block_ids[0][(stop - CHUNK) // 16 : stop // 16]
-            with runtime.step([request]):  # keeps the blocks until the thread is through with them
+            with runtime.step([request]):  # holds the blocks until the thread is done with them
                 await anyio.to_thread.run_sync(forward, blocks, started)
             request.commit(stop)
             num_computed = stop
-    # The block swallows the cancellation that the request was told of; any other would pass through.
+    # The block swallows the cancellation by `runtime.cancel`; any other one would pass through.
     print(f"r1 is {request.state.value} ({request.reason}) after {num_computed} of {len(PROMPT)} tokens")
 
 
@@ -51,7 +51,7 @@ async def main() -> None:
             runtime.cancel("r1", reason="client_gone")
             print(f"cancelled while a thread computes: {runtime.statistics().device.num_pinned} blocks pinned")
             client_is_gone.set()
-        await runtime.flush()  # a copy owns its own pins, so that a cancelled request cannot take them away
+        await runtime.flush()  # a copy has leases of its own, which a cancelled request does not take away
         print(f"stores landed: {runtime.statistics().device.num_pinned} blocks pinned")
         print(f"the same prompt again: {runtime.lookup(PROMPT).num_tokens} tokens found")
 

@@ -24,7 +24,7 @@ running: dict[Holding, range] = {}
 
 
 def launch(plans: tuple[TransferPlan, ...]) -> None:
-    in_flight.extend(plan for plan in plans if ledger.launch(plan.job_id))  # False: nobody wants it any more
+    in_flight.extend(plan for plan in plans if ledger.launch(plan.job_id))  # False: the job was discarded
 
 
 def start(name: str, token_ids: range) -> Holding | None:
@@ -39,7 +39,7 @@ def start(name: str, token_ids: range) -> Holding | None:
 
 
 for step in itertools.count():
-    for plan in in_flight:  # a copy takes a step here: what the last one launched has landed by now
+    for plan in in_flight:  # a copy takes one step here: those of the last step have landed by now
         memory[plan.destination][plan.destination_ids] = memory[plan.source][plan.source_ids]
         ledger.settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
     in_flight.clear()

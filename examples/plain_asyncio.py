@@ -21,7 +21,7 @@ async def generate(runtime: OffloadRuntime, token_ids: list[int]) -> bool:
         await request.allocate()
         num_ready = await request.load()
         private = request.block_ids[0][num_ready // 16 :]
-        # The thread keeps the blocks until it is through, even if this task is cancelled while it computes.
+        # The blocks are held until the thread is done, even if this task is cancelled while it computes.
         await runtime.run_step([request], lambda: kv_cache.index_fill_(0, torch.tensor(private), 1.0))
         request.commit(len(token_ids))
         return num_ready > 0

@@ -1,7 +1,7 @@
 """Requests that grow until the device is full: the youngest gives way, and comes back when there is room.
 
-Who needs room preempts, and is in line by `await extend()` before the victim's task runs again: what the victim gives
-up goes to who waits, not to the victim's own `resume()`. See docs/howto/preempting.md.
+A request that needs room preempts another one, and is in line by `await extend()` before the victim's task runs again:
+the victim's blocks go to that request, not to the victim's own `resume()`. See docs/howto/preempting.md.
 
 Prints:
     6 of 6 answers as if each had the device alone
@@ -15,12 +15,12 @@ from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, OutOfBlocks, R
 
 BLOCK, NUM_TOKENS = 4, 30
 kv_cache = torch.zeros(17, BLOCK, dtype=torch.int64)  # 16 blocks: two of these requests fit as they end, not three
-running: list[Request] = []  # the oldest first; who waits for room is not in it, and is nobody's victim
+running: list[Request] = []  # the oldest first; requests that wait for room are not in it, so they are no victims
 counts = {"blocks": 0, "preempted": 0}
 
 
 def forward(tokens: list[int], num_computed: int, table: list[int]) -> int:
-    """Write the KV of what is not computed yet; the next token is a digest of the KV of all."""
+    """Write the KV of the tokens that are not computed yet; the next token is a digest of the KV of all tokens."""
     for at in range(num_computed, len(tokens)):
         kv_cache[table[at // BLOCK], at % BLOCK] = tokens[at] * 31 + at
     return int(kv_cache[table].flatten()[: len(tokens)].sum()) % 997
@@ -37,8 +37,8 @@ async def make_room(request: Request, num_tokens: int) -> None:
             if not running or running[-1].request_id < request.request_id:
                 raise  # it is the youngest itself
             running.pop().preempt_nowait()
-            await request.extend(num_tokens)  # no other await stands between: it is in line before the victim is
-        except OutOfBlocks:  # or all room is held by who waits for more, and the youngest of these gives way
+            await request.extend(num_tokens)  # there is no await in between: it is in line before the victim
+        except OutOfBlocks:  # or waiting requests hold all room, and the youngest of them gives way
             await request.preempt()
 
 

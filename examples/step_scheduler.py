@@ -35,7 +35,7 @@ def kv_of(token: int, position: int, before: np.ndarray) -> int:
 
 
 def plain_run(tokens: list[int], num_tokens: int, taste: int) -> list[int]:
-    """What comes out without blocks, caches and copies."""
+    """The output of a run without blocks, caches and copies."""
     tokens, kv = list(tokens), np.zeros((len(GROUPS), num_tokens), np.int64)
     for at in range(num_tokens - 1):
         for group in range(len(GROUPS)):
@@ -103,10 +103,10 @@ class Scheduler:
 
     def step(self) -> None:
         self.end_copies()
-        self.short = None  # the request that lacks blocks, and how many; while it does, nobody is admitted
+        self.short = None  # the request that lacks blocks, and how many; while it does, no request is admitted
         batch = [request for request in tuple(self.requests) if self.is_scheduled(request)]
         if self.short and not self.is_copying and not any(request.tables for request in self.requests):
-            request, num_missing = self.short  # nobody else holds any block: it can never fit
+            request, num_missing = self.short  # no request holds any block: it can never fit
             request.error = OutOfBlocks(num_missing, len(self.pool.free), retryable=bool(self.launched))
             self.requests.remove(request)
             self.done.append(request)
@@ -126,7 +126,7 @@ class Scheduler:
         return Completion(plan.job_id, Outcome.LANDED, plan.num_blocks)
 
     def end_copies(self) -> None:
-        """Settle what is over. A copy that hangs is UNPROVEN: its destination stays held until it is over after all."""
+        """Settle copies that are over. One that hangs is UNPROVEN: its destination is held until it ends after all."""
         for plan, began in tuple(self.launched.values()):
             completion = self.copy(plan)
             if completion is None and self.counts["steps"] - began == PATIENCE:
@@ -163,7 +163,7 @@ class Scheduler:
         return True
 
     def is_scheduled(self, request: Request) -> bool:
-        """Whether it computes in this step: its load is over, and it has blocks, if need be those of younger ones."""
+        """Whether it computes in this step: its load is over, and it has blocks, if need be from younger requests."""
         is_admitted = bool(request.tables) or (not self.short and self.admit(request))
         if not is_admitted or request.holding.state is not RequestState.RUNNING:
             return False
@@ -186,7 +186,7 @@ class Scheduler:
 
     def leave(self, request: Request, reason: str) -> None:
         """Give its blocks back at once. Those that a copy or another request holds are not free yet."""
-        request.reads_cache = request.reads_cache and not request.holding.num_lost_tokens  # do not lose it twice
+        request.reads_cache = request.reads_cache and not request.holding.num_lost_tokens  # not the same load twice
         self.ledger.release(request.holding, reason)
         self.give(request, 0)
         request.holding, request.tables = None, []

@@ -20,12 +20,12 @@ BLOCK_SIZE, PROMPT, OTHER = 16, list(range(90)), list(range(1000, 1120))  # the 
 
 
 def build(kv_caches: list[torch.Tensor], rank: int, num_ranks: int) -> torch.Tensor:
-    """Called in the rank's process. A real one makes its tensors there; these are shared, so that we can look."""
+    """Called in the rank's process. A real one makes its tensors there; these are shared, to be checked here."""
     return kv_caches[rank]
 
 
 def forward(kv_caches: list[torch.Tensor], token_ids: list[int], block_ids: list[int], num_ready: int) -> None:
-    """Stands for a model: each rank computes its own heads, and we look at what it is told not to compute."""
+    """Stands for a model: each rank computes its own heads. Checks the loaded bytes, which no rank computes."""
     sums, ready = torch.tensor(token_ids, dtype=torch.float32).cumsum(0), block_ids[: num_ready // BLOCK_SIZE]
     for rank, kv_cache in enumerate(kv_caches):
         if ready:

@@ -29,12 +29,12 @@ from .workload import make_workload
 
 __all__ = ["main"]
 
-# Arguments of other names than the option that they come from.
+# Arguments whose names differ from their options'.
 _OPTIONS = {"store_policy": "store"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The runs, a table, perhaps a file; the exit status says whether all was well."""
+    """Run the demo, print a table, write the file if asked for; the exit status says whether all was well."""
     options = parse_options(arguments)
     outcome = DemoOutcome(options, tampering=Tampering.of(options.corrupt) if options.corrupt else None)
     progress = Progress(sys.stderr)
@@ -56,13 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             make_parser().error(_by_option(error))
         anyio.run(_run_all, runner, interrupt, backend=options.backend)
         if interrupt.was_pressed:
-            interrupt.leave()  # all is in order by now; only the interpreter would take its time
+            interrupt.leave()  # everything is closed; only the interpreter's own shutdown would take time
         interrupt.report_once()
         return outcome.exit_status
 
 
 def _open(files: ExitStack, options: DemoOptions) -> TextIO | None:
-    """Fail before the work, not after it."""
+    """Open the log, and check what the options need, before the work."""
     if options.backend == "trio" and importlib.util.find_spec("trio") is None:
         raise InvalidArgument("backend", "trio is not installed: pip install aoffload[trio]")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -77,8 +77,8 @@ def _open(files: ExitStack, options: DemoOptions) -> TextIO | None:
 
 
 def _prepare(options: DemoOptions, outcome: DemoOutcome, progress: Progress, log: TextIO | None) -> Runner:
-    # One thread computes, one copies, one waits: more than one for the arithmetic makes a busy machine slower, and
-    # another number of threads may give other bits.
+    # One thread computes, one copies, one waits. More threads for the arithmetic make a busy machine slower, and
+    # another number of them may give other bits.
     torch.set_num_threads(1)
     model = load_model(options.model, seed=options.seed, device=options.device)
     workload = make_workload(options.seed, options.num_requests, model.vocab_size)
@@ -87,7 +87,7 @@ def _prepare(options: DemoOptions, outcome: DemoOutcome, progress: Progress, log
     outcome.num_conversations = len(workload.conversations)
     runner = Runner(model, workload, outcome, progress, make_logger(log))
     for kind in run_kinds(outcome.pools, options):
-        runner.make_config(kind)  # so that what the configuration refuses is said before the work
+        runner.make_config(kind)  # reports errors of the configuration before the work
     return runner
 
 

@@ -1,4 +1,4 @@
-"""Whether two runs gave the same: tokens, and the logits behind each of them, bit for bit."""
+"""Compares the results of two runs bit for bit: tokens, and the logits behind each of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Difference:
     num_tokens: int
     """Tokens of the answer that differ."""
     num_logits: int
-    """Of these logits, as many differ; the first are those of the prompt's last token."""
+    """Positions whose logits differ; the first position is the prompt's last token."""
     prompt_logits_differ: bool
 
 
 def find_differences(
     reference: Mapping[str, Generation], generations: Mapping[str, Generation]
 ) -> tuple[Difference, ...]:
-    """Where `generations` (of completed requests, by turn id) are not what the reference run gave."""
+    """Where `generations` (of completed requests, by turn id) differ from those of the reference run."""
     found = (_compare(turn_id, reference[turn_id], given) for turn_id, given in sorted(generations.items()))
     return tuple(difference for difference in found if difference is not None)
 

@@ -1,4 +1,4 @@
-"""Clients that go away: seeded points at which a client's own scope is cancelled, wherever the request is by then."""
+"""Clients that leave: a client's own scope is cancelled at a seeded point, whatever the request's state is then."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import attrs
 __all__ = ["Departures"]
 
 MAX_PASSES = 40
-"""Passes of the event loop, for going away while waiting for room or loading."""
+"""The most passes of the event loop after which a client leaves while it waits for room or loads."""
 MAX_STEPS = 60
-"""Engine steps, for going away while computing."""
+"""The most engine steps after which a client leaves while it computes."""
 
 
 @attrs.define(eq=False)
 class Departures:
-    """Who leaves and when: after some passes of the event loop or some engine steps. Too late has no effect."""
+    """Which clients leave and when: after some passes of the event loop or engine steps. Too late has no effect."""
 
     rate: float
     tasks: anyio.abc.TaskGroup
@@ -41,7 +41,7 @@ class Departures:
             self._due[scope] = self._num_steps + self._random.randint(1, MAX_STEPS)
 
     def forget(self, scope: anyio.CancelScope) -> None:
-        """The client is done, or gone."""
+        """Do not cancel `scope` any more: its client is done, or gone."""
         self._due.pop(scope, None)
 
     def step_done(self, num_steps: int) -> None:

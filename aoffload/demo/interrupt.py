@@ -1,4 +1,4 @@
-"""Ctrl-C: stop in order, or at once when order takes too long; never a traceback."""
+"""Ctrl-C: an orderly stop, or one at once if that takes too long; never a traceback."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["EXIT_STATUS", "Interrupt"]
 EXIT_STATUS = 130
 REPORT_TIMEOUT_S = 0.3
 PATIENCE_S = 1.2
-"""How long an orderly stop may take; a forward on a busy machine may run longer than anybody wants to wait."""
+"""How long an orderly stop may take. A forward on a busy machine may run longer."""
 
 
 @attrs.define(eq=False)
 class Interrupt:
-    """Owns SIGINT while it is entered.
+    """Handles SIGINT while it is entered.
 
-    The handler of asyncio raises `KeyboardInterrupt` in the middle of anything, that of trio likewise; this one only
-    tells the event loop. While no loop runs (the model is being built, the report printed) there is nothing to put in
-    order, and it leaves at once.
+    The handlers of asyncio and trio raise `KeyboardInterrupt` in the middle of any code; this one only wakes the event
+    loop. While no loop runs (the model is being built, the report printed) nothing needs an orderly stop, and the
+    handler leaves at once.
     """
 
     report: Callable[[], object]
@@ -45,7 +45,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._old_handler)
 
     def stop_with(self, stop: Callable[[], object] | None) -> None:
-        """From now on Ctrl-C calls `stop` (from a signal handler: no more than a wake-up) instead of leaving."""
+        """Have Ctrl-C call `stop`: a signal handler calls it, so it may only wake the loop. None: leave at once."""
         self._stop = stop
         if stop is not None and self.was_pressed:
             stop()
@@ -60,9 +60,9 @@ class Interrupt:
         self._stop()
 
     def report_once(self) -> None:
-        """Report, unless that was done; the main thread and the watchdog may both come here."""
+        """Report, unless that was done; the main thread and the watchdog may both call this."""
         if not self._reporting.acquire(timeout=REPORT_TIMEOUT_S):
-            return  # somebody is at it, perhaps the very frame that a signal handler interrupted
+            return  # a report is being made, perhaps in the frame that this signal handler interrupted
         try:
             if not self._has_reported:
                 self._has_reported = True
@@ -71,7 +71,7 @@ class Interrupt:
             self._reporting.release()
 
     def leave(self) -> NoReturn:
-        """Report and end the process: no thread is waited for, and nothing can raise any more."""
+        """Report and end the process, without waiting for threads; nothing raises any more."""
         self.was_pressed = True
         try:
             self.report_once()

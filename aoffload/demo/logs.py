@@ -1,4 +1,4 @@
-"""Where the events go: JSON lines in a file, or nowhere."""
+"""The logger of events: JSON lines in a file, or nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["make_logger"]
 
 
 def make_logger(file: TextIO | None) -> Any:
-    """A structlog logger of its own; nothing of structlog's global configuration is read or changed."""
+    """A structlog logger that neither reads nor changes structlog's global configuration."""
     if file is None:
         return structlog.wrap_logger(
             structlog.ReturnLogger(), wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL)

@@ -16,7 +16,7 @@ __all__ = ["STORE_POLICIES", "Corrupt", "DemoOptions", "make_parser", "parse_opt
 
 MAX_BLOCKS = 1_000_000
 STORE_POLICIES = ("eager", "lazy", "selective", "off")
-"""For `OffloadConfig.store_policy`, which has the last word on whether there is such a policy."""
+"""Choices for `OffloadConfig.store_policy`, which checks whether there is such a policy."""
 
 
 class Corrupt(enum.Enum):
@@ -34,7 +34,7 @@ class DemoOptions:
     backend: str = "asyncio"
     num_requests: int = 32
     num_device_blocks: int | None = None
-    """None: what suits the model."""
+    """None: as many as suit the model."""
     num_host_blocks: int | None = None
     device: str = "cpu"
     cancel_rate: float = 0.0

@@ -1,4 +1,4 @@
-"""What the runs gave: filled in as they go, so that an interrupted demo can report what was done so far."""
+"""Results of the runs, filled in as they go, so that an interrupted demo can report what was done so far."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RunOutcome:
         return sum(getattr(generation, field) for generation in self.generations.values())
 
     def bytes_of(self, field: str) -> int:
-        """What a count of blocks in the engine's statistics takes on the device."""
+        """Device bytes of a count of blocks in the engine's statistics."""
         return getattr(self.engine, field) * self.block_bytes if self.engine is not None else 0
 
     def rate(self, direction: str) -> float | None:
@@ -86,7 +86,7 @@ class DemoOutcome:
     first_turn_ids: frozenset[str] = frozenset()
     num_conversations: int = 0
     pools: Pools | None = None
-    """As soon as the model is known."""
+    """None until the model is known."""
     runs: list[RunOutcome] = attrs.field(factory=list)
     tampering: Tampering | None = None
     was_interrupted: bool = False
@@ -109,7 +109,7 @@ class DemoOutcome:
 
     @property
     def by_layer(self) -> RunOutcome | None:
-        """Of `--layered` alone."""
+        """The run that `--layered` adds."""
         return self.run(3)
 
     def differences(self, run: RunOutcome) -> tuple[Difference, ...]:
@@ -128,7 +128,7 @@ class DemoOutcome:
 
     @property
     def by_layer_identical(self) -> bool | None:
-        """The same of the run that is begun layer by layer."""
+        """The same for the run that begins prompts layer by layer."""
         return self._is_identical(self.by_layer)
 
     def _is_identical(self, run: RunOutcome | None) -> bool | None:
@@ -137,7 +137,7 @@ class DemoOutcome:
         return not self.differences(run) and not self.num_corrupt
 
     def ttft_share(self, since: str) -> float | None:
-        """Median time to the first token with offload over that without, of the turns that have something to hit."""
+        """Median time to the first token with offload over that without, of all turns but the first ones."""
         runs = (self.with_offload, self.without_offload)
         found = [median(times) for run in runs if run and (times := run.times(since, self.first_turn_ids))]
         return found[0] / found[1] if len(found) == 2 else None

@@ -15,7 +15,7 @@ BAR_WIDTH = 24
 
 @attrs.define(eq=False)
 class Progress:
-    """Knows only what it is told; cheap to call at every step."""
+    """Cheap to call at every step."""
 
     stream: TextIO
     _title: str = ""
@@ -28,7 +28,7 @@ class Progress:
         self._title, self._total, self._last_quarter, self._last_s = title, total, 0, 0.0
 
     def update(self, num_done: int, detail: str) -> None:
-        """`num_done` of the total; `detail` is what else is worth knowing right now."""
+        """Show `num_done` of the total, followed by `detail`."""
         if self.stream.isatty():
             now = time.monotonic()
             if now - self._last_s >= INTERVAL_S:
@@ -39,7 +39,7 @@ class Progress:
             self._print(f"{self._title}: {num_done}/{self._total} requests, {detail}\n")
 
     def clear(self) -> None:
-        """Leave an empty line to whoever prints next."""
+        """Leave an empty line for other output."""
         if self._on_screen:
             self._on_screen = False
             self._print("\r\x1b[K")

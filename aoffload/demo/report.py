@@ -19,7 +19,7 @@ COLUMN_WIDTH = 20
 
 def as_json(outcome: DemoOutcome) -> dict[str, Any]:
     """Counts and times of the run with offload, `…_without_offload` of the one without, `…_by_layer` of the one that
-    `--layered` adds. Token counts are sums over completed requests; null is what never happened."""
+    `--layered` adds. Token counts are sums over completed requests; null stands for a value that never occurred."""
     options, first_turns = outcome.options, outcome.first_turn_ids
     run = outcome.with_offload or RunOutcome.nothing()
     without = outcome.without_offload or RunOutcome.nothing()
@@ -74,7 +74,7 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
 
 
 def as_table(outcome: DemoOutcome) -> str:
-    """What was done so far, at whatever point that is."""
+    """A table of what was done so far, at any point of the demo."""
     lines = ["", *_heading(outcome), ""]
     if outcome.runs:
         lines += [_row("", [run.kind.name for run in outcome.runs]), *_rows(outcome), ""]

@@ -30,7 +30,7 @@ __all__ = ["Runner", "run_kinds"]
 FLUSH_TIMEOUT_S = 10.0
 LAST_FLUSH_TIMEOUT_S = 0.3
 CLOSE_TIMEOUT_S = 0.5
-"""The last two: Ctrl-C is over within two seconds. A copy takes milliseconds."""
+"""With these last two, Ctrl-C is over within two seconds. A copy takes milliseconds."""
 
 
 def run_kinds(pools: Pools, options: DemoOptions) -> tuple[RunKind, ...]:
@@ -54,7 +54,7 @@ class Runner:
     logger: Any
 
     async def run(self, kind: RunKind, cancel_rate: float) -> None:
-        """Serve the workload once. What was done is in `self.outcome`, also when this is cancelled."""
+        """Serve the workload once. The results are in `self.outcome`, also when this is cancelled."""
         result = RunOutcome(kind, num_requests=self.workload.num_requests)
         self.outcome.runs.append(result)
         self.progress.start(kind.name, self.workload.num_requests)
@@ -69,7 +69,7 @@ class Runner:
                     await self._serve(runtime, kv_cache, result, cancel_rate)
                     result.is_over = True
                 finally:
-                    # Stores that nobody waits for pin what they copy; what is still pinned after them is a leak.
+                    # Background stores hold the blocks they copy; blocks still pinned after them are a leak.
                     with anyio.move_on_after(FLUSH_TIMEOUT_S if result.is_over else LAST_FLUSH_TIMEOUT_S, shield=True):
                         await runtime.flush()
                     _take_stock(runtime, transport, result)
@@ -82,7 +82,7 @@ class Runner:
         return LocalTransport(regions, backend=tampering.make_backend if tampering is not None else None)
 
     def make_config(self, kind: RunKind) -> OffloadConfig:
-        """Raises `ConfigError` for groups or a store policy that there are not."""
+        """Raises `ConfigError` for unsupported groups or an unknown store policy."""
         return OffloadConfig(
             groups=kv_cache_groups(self.model.groups, ENGINE.block_size),
             num_host_blocks=kind.num_host_blocks,
@@ -116,14 +116,14 @@ class Runner:
 
 @attrs.define(eq=False)
 class Client:
-    """Somebody who asks, reads the answer and asks again; and may go away before the answer is complete."""
+    """A client that asks, reads the answer and asks again; it may leave before the answer is complete."""
 
     conversation: Conversation
     engine: PagedEngine
     result: RunOutcome
     departures: Departures
     answers: Mapping[str, Generation]
-    """What later prompts quote, by turn id."""
+    """The answers that later prompts contain, by turn id."""
 
     async def converse(self) -> None:
         for index, turn in enumerate(self.conversation.turns):

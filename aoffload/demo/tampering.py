@@ -1,4 +1,4 @@
-"""The negative control of `--corrupt`: a copier that exchanges two loaded blocks, so that something has to notice."""
+"""The negative control of `--corrupt`: a copy backend that exchanges two loaded blocks, which checks have to notice."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from .options import Corrupt
 __all__ = ["Tampering"]
 
 MIN_BLOCKS = 8
-"""A load worth tampering with: several blocks of a prompt that will be computed on."""
+"""The smallest load to tamper with: it brings several blocks of a prompt that a forward will read."""
 
 
 @attrs.define(eq=False)
 class Tampering:
-    """What is to be done, and what was done. Written by the copy thread, read when the run is over.
+    """Exchanges a block in the middle of a load with its last one: once before verification, once after, in two loads.
 
-    Exchanges a block in the middle of a load with its last one: once before they are verified, once after, in loads of
-    their own.
+    Records what is to be done and what was done. Written by the copy thread, read when the run is over.
     """
 
     before_verification: bool
@@ -30,7 +29,7 @@ class Tampering:
     num_before: int = 0
     """Blocks that held another block's bytes when they were verified."""
     num_after: int = 0
-    """The same, but only since they were verified."""
+    """Blocks that were given another block's bytes after they were verified."""
     _touched_job: int = 0
 
     @classmethod
@@ -39,11 +38,11 @@ class Tampering:
 
     @property
     def is_pending(self) -> bool:
-        """Whether something is still to be done: no load was large enough."""
+        """Whether an exchange is still to be done, because no load was large enough."""
         return (self.before_verification and not self.num_before) or (self.after_verification and not self.num_after)
 
     def make_backend(self, regions: tuple[KVRegion, ...]) -> CopyBackend:
-        """A backend for `LocalTransport` that does it."""
+        """A backend for `LocalTransport` that exchanges the blocks."""
         if regions[0].device.type == "cuda":
             return _TamperingCudaBackend(regions, self)
         return _TamperingCpuBackend(regions, self)
@@ -54,7 +53,7 @@ class Tampering:
 
     def has_verified(self, backend: CopyBackend, plan: TransferPlan) -> None:
         if plan.job_id == self._touched_job:
-            return  # the checksum has seen it; nothing would be left for the logits to catch
+            return  # the checksum has caught this load, so the logits would have nothing to catch
         if self.after_verification and not self.num_after and _is_worth_it(plan):
             self.num_after = self._exchange(backend, plan)
 

@@ -3,9 +3,9 @@
 A turn's prompt is everything before it, answers included, plus what the user says now. Lengths are known before
 anything runs, because answers have a fixed length.
 
-The answers that later prompts contain are those of the reference run, in every run. So each request has the same prompt
-in all three runs and is compared on its own: one wrong answer counts once, where it happened, instead of changing every
-prompt after it. It hides nothing, since a run's own answer is compared token by token before the reference's goes on.
+In every run the prompts contain the answers of the reference run. So each request has the same prompt in all runs and
+is compared on its own: one wrong answer counts once, where it happened, and does not change the prompts after it. This
+hides nothing, because each run's own answers are compared with the reference's, token by token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TURNS_PER_CONVERSATION = 4
 SYSTEM_TOKENS = (192, 320)
 """Two system prompts; conversations take turns with them."""
 OPENING_TOKENS = (128, 960)
-"""The first message, with whatever document it brings along."""
+"""The first message, including a document that it may bring along."""
 MESSAGE_TOKENS = (16, 64)
 ANSWER_TOKENS = (6, 12)
 

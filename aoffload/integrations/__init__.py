@@ -1,7 +1,7 @@
-"""Models and engines around the runtime: what a program that serves a model would write for itself.
+"""Reference models and a reference engine on the runtime: code that a serving program would otherwise write itself.
 
-`load_model` gives a model over paged KV tensors, `PagedBatch` packs what one forward computes. Transformers is imported
-only when a model of it is asked for.
+`load_model` makes a model over paged KV tensors; `PagedBatch` packs the tokens of one forward. Transformers is imported
+only when one of its models is loaded.
 """
 
 from .attention import paged_attention

@@ -1,7 +1,7 @@
-"""The one attention function that every model here uses.
+"""The attention function of all models here.
 
-Each sequence is attended on its own, with shapes that depend on nothing but the sequence. That is what makes a row's
-result independent of its neighbours, bit for bit.
+Each sequence is attended on its own, with shapes that depend only on that sequence. A row's result is therefore
+independent of the other sequences in the batch, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ def paged_attention(
 
     `query` [T, num_heads, head_dim]; `key`, `value` [T, num_kv_heads, head_dim], rotated already; `kv_cache`
     [num_blocks, layers of a group, 2, block_size, num_kv_heads, head_dim]. `sinks` [num_heads] is, for each head, the
-    score of a key that has no value: it takes weight from all others. Returns [T, num_heads, head_dim].
+    score of an extra key without a value: it takes weight from all others. Returns [T, num_heads, head_dim].
 
-    Waits for what a load still brings of this layer, see `PagedBatch.fences`. Only blocks with a token that a query of
-    the batch may look at are read. With a window that is its last part, so the blocks before it may be null, or
-    somebody else's by now.
+    Waits for this layer's part of a load, see `PagedBatch.fences`. Reads only blocks with a token that a query of the
+    batch may look at. Blocks before a window are not read: they may be null or belong to another request.
     """
     layer_cache = kv_cache[:, place.slot]
     slots = layer_cache.transpose(1, 2)
@@ -55,7 +54,7 @@ def _gather(layer_cache: torch.Tensor, span: Span, place: LayerPlace) -> tuple[t
     first_block = first_key // block_size
     table = span.tables[place.group][first_block:]
     gathered = (layer_cache[:, which].index_select(0, table).view(-1, num_kv_heads, head_dim) for which in (0, 1))
-    # Exactly these rows: around them lies what nobody wrote or what left the window, and a NaN there would survive its
+    # Exactly these rows: their neighbours may be unwritten or outside the window, and a NaN there would survive its
     # weight of zero.
     start, stop = (position - first_block * block_size for position in (first_key, span.kv_len))
     keys, values = (rows[start:stop].transpose(0, 1)[None] for rows in gathered)
@@ -98,9 +97,9 @@ def _attend_with_sinks(
     scaling: float,
     sink_of_row: torch.Tensor,
 ) -> torch.Tensor:
-    """The sink is one more column of scores, `sink_of_row` [..., R, 1], which weighs in the sum and then has no value.
+    """Adds one column of scores, `sink_of_row` [..., R, 1], which counts in the softmax's sum and has no value.
 
-    Written out, because SDPA knows neither sinks nor a mask that costs nothing per head.
+    Written out, because SDPA has no sinks, nor a mask per head that costs nothing.
     """
     scores = rows @ keys.transpose(-1, -2) * scaling
     if mask is not None:

@@ -1,4 +1,4 @@
-"""What the engine computes next: pure decisions over the sequences it works on."""
+"""Decides what the engine computes next, from its sequences alone."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["EngineOptions", "LineUp", "PrefillStart", "Step"]
 
 
 class PrefillStart(enum.Enum):
-    """When the first slice of a prompt is computed whose prefix has to be loaded."""
+    """When the first slice of a prompt is computed if its cached prefix has to be loaded."""
 
     LOADED = "loaded"
-    """When all of the prefix is there."""
+    """When the whole prefix is loaded."""
     BY_LAYER = "by layer"
-    """While it is coming: each layer waits for its own part. The runtime needs `layer_regions` for it, and the model
-    has to wait as `PagedModel.forward` says."""
+    """While the prefix is loading: each layer waits for its own region. The runtime needs `layer_regions`, and the
+    model has to wait as `PagedModel.forward` says."""
 
 
 @attrs.frozen(kw_only=True)
@@ -32,15 +32,15 @@ class EngineOptions:
 
     block_size: int = 16
     prefill_tokens: int = 64
-    """The grid: a slice of a prompt starts at a multiple of it, and hits end at one."""
+    """The grid, in tokens: slices of a prompt start, and hits end, at its multiples."""
     decode_rows: int = 8
-    """Rows of a decode step, filled up with dummies."""
+    """Rows of a decode step, padded with dummies."""
     max_running: int = 8
     """Requests in the engine at a time; further ones queue, first come, first served."""
     prefill_start: PrefillStart = PrefillStart.LOADED
     reuse_decoded: bool = False
-    """Commit everything that was computed: also the last, shorter slice of a prompt, and what decoding wrote. Their
-    bits differ a little from those that the same tokens would give in a whole slice."""
+    """Commit all computed tokens, also the last, shorter slice of a prompt and decoded tokens. Their KV differs in a
+    few bits from what the same tokens give in a whole slice."""
 
     def __attrs_post_init__(self) -> None:
         for field in ("block_size", "prefill_tokens", "decode_rows", "max_running"):
@@ -52,7 +52,7 @@ class EngineOptions:
 
     @property
     def num_scratch_blocks(self) -> int:
-        """Rows the engine needs in the KV tensor behind the blocks that the runtime owns."""
+        """Rows that the engine needs in the KV tensor after the runtime's blocks."""
         return self.prefill_tokens // self.block_size
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -62,7 +62,7 @@ class EngineOptions:
 
 @attrs.frozen(eq=False)
 class Step:
-    """One forward: `slices[i]` belongs to `sequences[i]`; slices behind the last sequence are padding."""
+    """One forward: `slices[i]` belongs to `sequences[i]`; slices after the last sequence are padding."""
 
     sequences: Sequence[RunningSequence]
     slices: Sequence[SequenceSlice]
@@ -74,10 +74,10 @@ class Step:
 
 @attrs.define(eq=False)
 class LineUp:
-    """The sequences the engine works on, in the order they came. Touched by the event loop's thread only.
+    """The engine's sequences: prompts in order of arrival, decoding ones in turn. Used in the event loop's thread only.
 
-    A sequence is in exactly one of the two lists from when its client puts it in until its client takes it out. Before
-    that, while its load is under way, there may be a head start of it.
+    From `put_in` to `take_out` a sequence is in exactly one of `prefilling` and `decoding`. Before that, while its
+    prefix loads, it may have a head start.
     """
 
     options: EngineOptions
@@ -103,7 +103,7 @@ class LineUp:
 
     @contextmanager
     def entered(self, head: HeadStart) -> Iterator[None]:
-        """`head` may be begun in this block, and not when it has been left, however that happens."""
+        """Inside this block a step may begin `head`; leaving the block, however that happens, abandons it."""
         self.head_starts.append(head)
         try:
             yield
@@ -112,11 +112,11 @@ class LineUp:
             head.give_up("its client has left")
 
     def next_step(self) -> Step | HeadStart | None:
-        """A slice of the oldest prompt that has room for it, else a decode step, else nothing.
+        """The next slice of the oldest prompt that has room, else a decode step, else None.
 
-        Prompts go first: that is what clients wait for. It can't starve decoding, since the places are bounded. Whose
-        prefix is still being loaded comes after those whose is there: after all others, while it is not known how long
-        the copies before it take, and before the decode step when its own copy has begun.
+        Prompts go first, because clients wait for their first token. That cannot starve decoding: the places in the
+        engine are bounded. A head start comes after the prompts whose prefix is loaded: before the decode step if its
+        own copy has begun, else after it, because the copies queued before its own may take any time.
         """
         for sequence in self.prefilling:
             if sequence.is_ready:
@@ -135,7 +135,7 @@ class LineUp:
         return Step(sequences, slices + [self.dummy] * (self.options.decode_rows - len(slices)))
 
     def has_moved_on(self, sequence: RunningSequence) -> None:
-        """After a step: whose prompt is done decodes from now on; who has decoded queues behind those who haven't."""
+        """After a step: if its prompt is done, move it to the end of `decoding`, so that sequences take turns."""
         if sequence in self and not sequence.is_prefilling:
             self.take_out(sequence)
             self.decoding.append(sequence)

@@ -142,7 +142,7 @@ class Decoder:
 
 
 def _rotary_tables(config: DecoderConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [max_positions, 1, head_dim]; looked up, so no shape of a batch can change a bit of them."""
+    """Cosines and sines [max_positions, 1, head_dim]. Looked up, so the batch's shape cannot change their bits."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     angles = torch.arange(config.max_positions)[:, None] * config.rope_theta**-exponents
     angles = torch.cat((angles, angles), dim=-1)[:, None]

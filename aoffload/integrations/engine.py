@@ -3,18 +3,20 @@
     async with PagedEngine(model, runtime, kv_cache) as engine:
         generation = await engine.generate(token_ids, max_new_tokens=16)
 
-Clients and engine meet in a line-up that only the event loop's thread touches. A client's task owns its request: it
-waits for room, loads, puts its sequence in and waits for its end; wherever it is cancelled, it takes the sequence out
-synchronously and leaves its `async with`. The engine loop is one task: it picks a step, holds the step's blocks with
-`runtime.step` while a worker thread computes, and gives the results to whoever is still there.
+Clients and engine share a line-up that only the event loop's thread uses. A client's task owns its request: it waits
+for room, loads, puts its sequence into the line-up and waits for its end. Wherever it is cancelled, it takes the
+sequence out synchronously and leaves its `async with`. The engine loop is one task: it picks a step, holds the step's
+blocks with `runtime.step` while a worker thread computes, and hands the results to the requests that are still live.
 
-With windowed groups a request gets its room slice by slice, since blocks that leave a window come back meanwhile, and
-few prompts are computed at a time (see `tries` for what happens when all of them wait). Otherwise it gets all at once.
+With windowed groups a request gets its room slice by slice, because blocks that leave a window are freed meanwhile, and
+at most `MAX_PREFILLING` prompts are in progress (see `tries` for what happens when all of them wait). Otherwise a
+request gets all its room at once.
 
 With `PrefillStart.BY_LAYER` a prompt's first slice is computed while its prefix is being loaded (see `head_start`).
 
-What makes results comparable bit for bit: prompts are computed one slice per forward on a fixed grid, only whole
-slices are committed and hits end on the grid, and decoding always computes the same number of rows.
+Results are comparable bit for bit because prompts are computed one slice per forward on a fixed grid, only whole
+slices are committed (unless `reuse_decoded`), hits end on the grid, and decoding always computes the same number of
+rows.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ __all__ = ["EngineClosed", "EngineOptions", "EngineStatistics", "PagedEngine", "
 
 
 MAX_PREFILLING = 2
-"""Prompts under way with windowed groups: one is computed, one loads. More would only hold room half-way."""
+"""Prompts in progress with windowed groups: one computes, one loads. More would only hold part of their room."""
 
 MAX_ALONE = 3
-"""Tries of a request that has the device to itself and no room; then it will never have enough."""
+"""How often a request that has the device to itself may find no room; after that it will never have enough."""
 
 
 def _ignore(_: int) -> None:
@@ -66,9 +68,9 @@ def _never(_: int) -> bool:
 
 
 class PagedEngine:
-    """Generates greedily with `model`, its KV in `kv_cache`, whose leading blocks `runtime` owns.
+    """Generates greedily with `model`. KV is kept in `kv_cache`, whose leading blocks `runtime` owns.
 
-    `kv_cache` has `options.num_scratch_blocks` rows more than the runtime was given:
+    `kv_cache` has at least `options.num_scratch_blocks` rows more than the runtime was given:
 
         kv_cache = model.new_kv_cache(num_blocks + options.num_scratch_blocks, options.block_size)
         OffloadRuntime(config, kv_cache[:num_blocks])                   # or layer_regions(kv_cache[:num_blocks])
@@ -142,7 +144,7 @@ class PagedEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """Wait for the forward that runs; whoever still generates gets `EngineClosed`."""
+        """Wait for the running forward; calls of `generate` that are not done raise `EngineClosed`."""
         assert self._tasks is not None
         self._loop.close()
         self._tasks.cancel_scope.cancel()
@@ -164,15 +166,15 @@ class PagedEngine:
         on_token: Callable[[int], None] = _ignore,
         until: Callable[[int], bool] = _never,
     ) -> Generation:
-        """The next `max_new_tokens` tokens after `token_ids`, greedily. `deadline_s` counts from the grant of a place.
+        """Up to `max_new_tokens` tokens after `token_ids`, greedily. `deadline_s` counts from the grant of a place.
 
         Raises `RequestAborted` when the runtime cancelled the request or its deadline passed, `StepFailed` when its
-        forward failed, and what `OffloadRuntime.request` and `allocate` raise. `on_token` is called with each token,
-        then `until`: where it says True, that token was the last one. What they raise comes out here.
+        forward failed, `EngineClosed`, and what `OffloadRuntime.request` and `allocate` raise. `on_token` is called
+        with each token, then `until`; if that returns True, the token was the last one. What they raise is raised here.
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise InvalidArgument("max_new_tokens", f"must be a positive integer, got {max_new_tokens!r}")
-        # Copied before anything is waited for: the caller may use its sequence again.
+        # Copied before the first await: the caller may use its sequence again.
         tokens = np.frombuffer(encode_tokens(token_ids), dtype="<i4")
         if tokens.max(initial=0) >= self.model.vocab_size:
             raise InvalidArgument("token_ids", f"holds {tokens.max()}; the model has {self.model.vocab_size} tokens")
@@ -191,7 +193,7 @@ class PagedEngine:
                         return generation
 
     async def _try(self, ask: Ask, place: PromptPlace, arrived: float) -> Generation | None:
-        """None: try again, because it had to make way or its hit was of no use."""
+        """One try. None: try again, because the request made way or its hit ended off the grid."""
         request = self.runtime.request(
             ask.tokens,
             ask.request_id,
@@ -224,22 +226,22 @@ class PagedEngine:
                 one.request.extend_nowait(self._first_room(one))
 
     def _first_room(self, one: Try) -> int:
-        """Tokens to have room for before anything is loaded."""
+        """Tokens to have room for before the load."""
         if not self._is_windowed:
             return one.ask.num_tokens
         return min(one.request.match.num_tokens + self.options.prefill_tokens, one.ask.num_tokens)
 
     async def _load(self, one: Try, place: PromptPlace) -> RunningSequence | None:
-        """Load what is cached. None: that ended off the grid, and the next try has to take less."""
+        """Load the cached prefix. None: it ended off the grid; the next try limits its hit to the grid point before."""
         request = one.request
         if self.options.prefill_start is PrefillStart.BY_LAYER:
             num_ready, head_start = await self._load_by_layer(one)
         else:
             num_ready, head_start = await request.load(), None
-        # Final only now: a load that failed may have taken other blocks.
+        # Block ids are final only now: a load that failed may have taken other blocks.
         table = self._table(request.block_ids, num_ready)
         if table.start != num_ready and len(table.block_ids) > 1:
-            # A window that is whole at `num_ready` may not be whole at the grid point before it.
+            # A window that is complete at `num_ready` may be incomplete at the grid point before it.
             one.ask.max_hit_tokens = table.start
             return None
         return RunningSequence(
@@ -254,7 +256,7 @@ class PagedEngine:
         )
 
     async def _load_by_layer(self, one: Try) -> tuple[int, SliceResult | None]:
-        """As `Request.load`; and what the first slice gave, if the engine loop found the time for it meanwhile."""
+        """As `Request.load`; also the first slice's result, if the engine loop computed it meanwhile."""
         early = one.request.load_nowait()
         if early.is_over:
             return await early.wait(), None
@@ -276,7 +278,7 @@ class PagedEngine:
         )
 
     async def _finish(self, sequence: RunningSequence, one: Try) -> None:
-        """Hand the sequence to the engine loop and wait for its end; wherever this is cut short, take it back."""
+        """Hand the sequence to the engine loop and wait for its end; take it out again, also when cancelled."""
         self._check_open()
         self._line_up.put_in(sequence)
         if sequence.head_start is not None:
@@ -295,14 +297,14 @@ class PagedEngine:
             raise sequence.error
 
     async def _wait_for_room(self, sequence: RunningSequence, one: Try) -> None:
-        """Queue in the runtime's line for the next slice's room. Without it afterwards: to be called again."""
+        """Queue in the runtime's line for the next slice's room. The caller repeats this while there is none."""
         was_alone = self._rivals.is_alone(one)
         try:
             await sequence.request.extend(sequence.wanted_room)
         except OutOfBlocks as error:
             self._check_open()
-            # Only waiters hold room. Who is alone may still hold copies of what others have cached meanwhile, and finds
-            # those in the next try.
+            # Only waiting requests hold room. A request that is alone may hold private copies of blocks that others
+            # have cached meanwhile; its next try uses the cached ones.
             one.ask.num_alone += was_alone and self._rivals.is_alone(one)
             if not error.retryable or one.ask.num_alone > MAX_ALONE:
                 raise

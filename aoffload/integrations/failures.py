@@ -1,4 +1,4 @@
-"""What an engine raises besides what the runtime does."""
+"""Errors that an engine raises besides those of the runtime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EngineClosed(AoffloadError):  # noqa: N818 - reads as what it is at the ca
 
 
 class StepFailed(AoffloadError):  # noqa: N818
-    """The forward of a step failed: every request of that step gets this, and no other one. `__cause__` says why."""
+    """The forward of a step failed. Raised for every request of that step and no other; `__cause__` says why."""
 
     def __init__(self, request_ids: Sequence[str], cause: Exception) -> None:
         super().__init__(f"the step of {', '.join(request_ids)} failed: {type(cause).__name__}: {cause}")

@@ -18,16 +18,16 @@ __all__ = ["Forward"]
 
 @attrs.define(eq=False)
 class Forward:
-    """Made and finished in the event loop's thread, run in another one."""
+    """One forward: made and finished in the event loop's thread, run in a worker thread."""
 
     model: PagedModel
     kv_cache: torch.Tensor
     block_size: int
     slices: Sequence[SequenceSlice]
     num_rows: int
-    """Rows whose token is wanted; those behind are padding."""
+    """Rows whose token is wanted; further rows are padding."""
     fences: LayerFences = NOTHING_TO_WAIT_FOR
-    """What its layers wait for."""
+    """The fences that its layers wait for."""
     outputs: list[RowOutput] = attrs.field(factory=list)
     error: Exception | None = None
     _finished: bool = False
@@ -44,11 +44,11 @@ class Forward:
                 self.error = error
 
     def finish(self) -> None:
-        """After this no thread computes any more. Blocks only if the wait for the thread was cut short.
+        """Ensure that no thread computes after this call. Blocks only if the wait for the thread was cut short.
 
-        Awaiting the thread is shielded, but a natively cancelled asyncio task goes through every shield; a step must
-        not let go of its blocks while a forward still writes into them. It must not wait for a load then, either: that
-        may need this thread to end.
+        Awaiting the thread is shielded, but a native `asyncio.Task.cancel()` breaks every shield, and a step must not
+        release its blocks while a forward still writes into them. The forward's fences are given up first: a load that
+        it waits for may need this thread in order to end.
         """
         if not self._running.acquire(blocking=False):
             self.fences.give_up("nobody waits for the forward any more")

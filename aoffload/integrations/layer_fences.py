@@ -1,4 +1,4 @@
-"""Regions by layer: what the layers of a forward wait for, while later ones are still being loaded."""
+"""Regions and fences by layer: each layer of a forward waits for its own KV while that of later layers loads."""
 
 from __future__ import annotations
 
@@ -22,36 +22,39 @@ def layer_regions(kv_cache: torch.Tensor) -> list[KVRegion]:
 
         OffloadRuntime(config, layer_regions(kv_cache[:num_blocks]))
 
-    The memory stays as it is: a block of region `i` is `kv_cache[block_id, i]`, the next one a whole row further, and
-    on the way to host memory and back a row is still one piece, unless the load is to come layer by layer. With
-    several groups a slot holds a layer of each. Raises `RegionError` where a slot is not contiguous.
+    The memory layout does not change: a block of region `i` is `kv_cache[block_id, i]`, and the next block lies one
+    row further. A row is still copied as one piece, unless a load is to arrive layer by layer. With several groups a
+    slot holds one layer of each. Raises `RegionError` if a slot is not contiguous.
     """
     return [KVRegion.of(slot) for slot in kv_cache.unbind(1)]
 
 
 @attrs.frozen
 class LayerFences:
-    """For each slot of a row of the KV tensor the fence behind which a forward may read it. None: all is there."""
+    """One fence for each slot of the KV tensor's rows: behind it a forward may read the slot. Empty: all is there."""
 
     slots: tuple[LoadedRegion, ...] = ()
 
     @classmethod
     def of(cls, regions: Sequence[LoadedRegion], num_slots: int) -> LayerFences:
-        """From the regions of a load, as `layer_regions` has made them. Others tell nothing about layers: then every
-        layer waits for all of them."""
+        """From the regions of a load that `layer_regions` made. Regions in another number say nothing about layers:
+        every layer then waits for all of them."""
         if len(regions) == num_slots:
             return cls(tuple(regions))
         jobs = [job for region in regions for job in region.jobs]
         return cls((attrs.evolve(regions[0], jobs=tuple(dict.fromkeys(jobs))),) * num_slots)
 
     def wait_for(self, place: LayerPlace) -> None:
-        """Before a layer reads what others have written, in the forward's thread: sleep until it is there, on a GPU
-        have the current stream wait for it. `RegionNotLoaded` if it never comes."""
+        """Wait for the loaded KV of a layer, in the forward's thread: on a CPU sleep until it is there, on a GPU sleep
+        until its copy is queued and have the current stream wait. `RegionNotLoaded` if it never comes."""
         if self.slots:
             self.slots[place.slot].wait()
 
     def give_up(self, error: str) -> None:
-        """Have whoever waits, in any thread, raise `RegionNotLoaded` now. What is there already stays."""
+        """Have threads that wait for a copy to begin raise `RegionNotLoaded` now. Copies already begun are unharmed.
+
+        Call from any thread.
+        """
         for region in self.slots:
             region.give_up(error)
 

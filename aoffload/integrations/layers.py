@@ -22,7 +22,7 @@ class LayerPlace:
     group: int
     slot: int
     window: int | None
-    """Tokens that a token of this layer reads, itself included; None: all before it."""
+    """Tokens that a token of this layer reads, itself included; None: itself and all tokens before it."""
 
 
 @attrs.frozen
@@ -42,7 +42,7 @@ def group_layers(kinds: Sequence[AttentionKind]) -> tuple[LayerGroup, ...]:
     """The groups of a model whose layer `i` has the attention `kinds[i]`; kinds in the order they first occur.
 
     All groups have the same number of layers, so a block takes the same bytes in each of them and one pool serves all.
-    That number is the greatest there is: the greatest common divisor of how many layers have each kind.
+    That number is the greatest common divisor of the kinds' layer counts.
 
         kinds      s s s s s f s s s s s f          s: sliding, f: full
         group      0 0 1 1 2 5 2 3 3 4 4 5          two layers each
@@ -69,12 +69,12 @@ def places_of(groups: Iterable[LayerGroup]) -> dict[int, LayerPlace]:
 
 
 def kv_cache_groups(groups: Iterable[LayerGroup], block_size: int) -> list[KVCacheGroup]:
-    """What `OffloadConfig(groups=...)` has to be for a model with these groups."""
+    """The value of `OffloadConfig(groups=...)` for a model with these groups."""
     return [KVCacheGroup(group.name, attention=group.attention, block_size=block_size) for group in groups]
 
 
 def check_groups(groups: Sequence[LayerGroup], configured: Sequence[GroupLike], block_size: int) -> None:
-    """Raise `ConfigError` unless a runtime with the groups `configured` keeps all that a model with `groups` reads."""
+    """Raise `ConfigError` unless a runtime with groups `configured` keeps all KV that a model with `groups` reads."""
     if len(configured) != len(groups):
         raise ConfigError("groups", f"are {len(configured)} in the runtime, {len(groups)} in the model")
     for mine, theirs in zip(groups, configured, strict=True):

@@ -1,4 +1,4 @@
-"""The engine's loop: picks a step, computes it in a worker thread, and gives the results to whoever is still there."""
+"""The engine's loop: picks a step, computes it in a worker thread, and hands the results to live requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["EngineLoop"]
 
 @attrs.define(eq=False)
 class EngineLoop:
-    """One task, and what it shares with the clients' tasks: the line-up, and counts."""
+    """The engine's task, and the state that it shares with the clients' tasks: line-up and counters."""
 
     model: PagedModel
     runtime: OffloadRuntime
@@ -47,11 +47,11 @@ class EngineLoop:
     _work: anyio.Event = attrs.field(factory=anyio.Event)
 
     def wake(self) -> None:
-        """There is something new in the line-up."""
+        """Wake the loop: the line-up has changed."""
         self._work.set()
 
     def close(self) -> None:
-        """Take nothing more in. A forward that waits for a load ends."""
+        """Take in no further sequences, and abandon head starts; a forward that waits for a load raises."""
         self.is_closed = True
         for head in self.line_up.head_starts:
             head.give_up("the engine is closed")
@@ -74,7 +74,7 @@ class EngineLoop:
 
     async def _run(self, step: Step) -> None:
         forward = Forward(self.model, self.kv_cache, self.options.block_size, step.slices, len(step.sequences))
-        # A client may leave at any time; its blocks stay until the thread is through with them.
+        # A client may leave at any time; the step holds its blocks until the thread is done with them.
         with self.runtime.step([sequence.request for sequence in step.sequences]):
             tables = [sequence.table for sequence in self.line_up] if self.is_windowed else []
             self.peaks.observe(self.runtime.statistics().device.num_pinned, tables)
@@ -87,7 +87,7 @@ class EngineLoop:
         self.on_step(self.num_steps)
 
     async def _run_ahead(self, head: HeadStart) -> None:
-        """The forward takes the load for landed, and each of its layers waits for its part of it."""
+        """Compute a head start: the forward assumes that the load succeeds, and each layer waits for its own region."""
         with self.runtime.step([head.pending]):
             part = head.begin()
             if part is None:
@@ -114,7 +114,7 @@ class EngineLoop:
                 self.num_prefilled += len(part.token_ids)
             else:
                 self.num_decoded += len(part.token_ids)
-            # Whoever has left or was cancelled meanwhile gets nothing: its blocks may be somebody else's by now.
+            # A client that has left or was cancelled gets nothing: its blocks may belong to another request.
             if sequence in self.line_up and sequence.is_live:
                 try:
                     self._advance(sequence, len(part.token_ids), output, now)
@@ -138,7 +138,7 @@ class EngineLoop:
             sequence.end()
 
     def _make_room(self, sequence: RunningSequence) -> None:
-        """Room for its next slice if there is some, or the client wakes and queues for it."""
+        """Give it room for its next slice. If there is none, its client wakes and queues for it."""
         if sequence.needs_room:
             try:
                 sequence.request.extend_nowait(sequence.wanted_room)

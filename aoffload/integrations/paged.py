@@ -1,7 +1,7 @@
 """Packed batches over block tables.
 
-Only the linear layers of a model see the packed batch. A caller who wants equal bits keeps the number of packed tokens
-fixed: slices of one sequence on a fixed grid, decoding padded to a fixed batch.
+Only a model's linear layers compute on the packed tokens; attention runs per sequence. For bitwise equal results, keep
+the number of packed tokens fixed: prefill one sequence in slices on a fixed grid, pad decoding to a fixed batch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class SequenceSlice:
     """One sequence's part of a packed forward: compute `token_ids` at the positions from `start` on.
 
     `block_ids` holds the sequence's block tables, one for each group of the model, as `Request.block_ids` does: the
-    rows of the KV tensor for positions [0, start + len(token_ids)). A longer table is fine; what lies behind is not
-    touched. KV of the positions before `start` must be there already; in a group with a window, only inside it.
+    rows of the KV tensor for positions [0, start + len(token_ids)). A longer table is fine; its further blocks
+    are not touched. KV of the positions before `start` must be there already, or arrive behind the batch's fences; in a
+    group with a window, only KV inside the window.
     """
 
     token_ids: Sequence[int]
@@ -36,7 +37,7 @@ class SequenceSlice:
 
 @attrs.define(eq=False)
 class Span:
-    """One sequence inside a batch: rows [first, stop) of the packed tokens are its last ones of `kv_len` positions."""
+    """One sequence of a batch: rows [first, stop) of the packed tokens are the last of its `kv_len` positions."""
 
     first: int
     stop: int
@@ -44,7 +45,7 @@ class Span:
     tables: tuple[torch.Tensor, ...]
     """For each group int64 [ceil(kv_len / block_size)], the blocks that hold positions [0, kv_len)."""
     _masks: dict[tuple[int, int | None], torch.Tensor] = attrs.field(factory=dict)
-    """Made by the first layer of a kind and shared by the others."""
+    """Made by the first layer of an attention kind, shared by the others."""
 
     @property
     def start(self) -> int:
@@ -56,9 +57,9 @@ class Span:
         return 0 if window is None else max(0, self.start - window + 1)
 
     def mask(self, group: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """0 where a query may look, -inf elsewhere: [group * queries, kv_len - first_key(window)].
+        """Additive mask [queries * group, kv_len - first_key(window)]: 0 where a query may look, -inf elsewhere.
 
-        `group` query heads after one another for each position. A single query needs none: it sees all keys there are.
+        Each position has one row for each of its `group` query heads. None for a single position: it sees all keys.
         SDPA's own `is_causal` is aligned to the top left, so it is wrong as soon as a prefix is cached.
         """
         if self.stop - self.first == 1:
@@ -69,7 +70,7 @@ class Span:
             hidden = keys > queries
             if window is not None:
                 hidden |= keys <= queries - window
-            # Additive, because a boolean one would be turned into this again in every layer.
+            # Additive, because SDPA would convert a boolean mask to this again in every layer.
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
             self._masks[group, window] = mask
         return self._masks[group, window]
@@ -84,15 +85,15 @@ class PagedBatch:
     positions: torch.Tensor
     """int64 [T], absolute."""
     slot_blocks: tuple[torch.Tensor, ...]
-    """For each group int64 [T], the block a token's KV is written to…"""
+    """For each group int64 [T], the block that each token's KV is written to."""
     slot_offsets: torch.Tensor
-    """int64 [T], …and where inside it."""
+    """int64 [T], the position inside that block."""
     last_rows: torch.Tensor
     """int64 [num_sequences], the packed row of each slice's last token."""
     block_size: int
     spans: tuple[Span, ...]
     fences: LayerFences = NOTHING_TO_WAIT_FOR
-    """What each layer has to wait for before it reads."""
+    """What each layer waits for before it reads KV."""
 
     @property
     def num_tokens(self) -> int:
@@ -163,30 +164,30 @@ class _Packed:
 
 
 class PagedModel(Protocol):
-    """A decoder whose keys and values live in a paged tensor that somebody else owns."""
+    """A decoder whose keys and values live in a paged tensor that its caller owns."""
 
     vocab_size: int
     groups: tuple[LayerGroup, ...]
     """Its layers by attention kind; slices have a block table for each group, in this order."""
     max_positions: int
-    """The most tokens of a sequence that it was made for, prompt and answer."""
+    """The longest sequence that the model supports, in tokens, prompt and answer."""
     end_token_ids: frozenset[int]
-    """Tokens that say that the answer is complete; empty if it has none."""
+    """Tokens that end an answer; empty if the model has none."""
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
         """Zeros [num_blocks, layers of a group, 2, block_size, num_kv_heads, head_dim], the model's dtype and device.
 
         Block-major, so that all layers of a block are one contiguous piece: a transfer is then one copy per block. A
-        row belongs to one group at a time, and which one is for the block tables to say.
+        row belongs to one group at a time; the block tables decide which.
         """
         ...
 
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
         """Write the batch's keys and values into `kv_cache`; return logits [num_sequences, vocab_size], float32.
 
-        Logits are those after each slice's last token. Before a layer reads, it calls `batch.fences.wait_for` with its
-        place, as `paged_attention` does: what lies before a slice may still be on its way. Enters
-        `torch.inference_mode` itself, because that is local to a thread and a forward belongs in a worker thread.
+        Logits are those after each slice's last token. Before a layer reads KV, it calls `batch.fences.wait_for` with
+        its place, as `paged_attention` does: KV before a slice may still be loading. Enters `torch.inference_mode`
+        itself, because that mode is local to a thread and a forward belongs in a worker thread.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A sequence in the engine: how far it is computed, which slice comes next, what came out."""
+"""A sequence in the engine: how far it is computed, its next slice, its results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RowOutput:
 
 @attrs.frozen
 class SliceResult:
-    """What a slice gave that was computed before its sequence was in the line-up."""
+    """The result of a slice that was computed before its sequence was in the line-up."""
 
     part: SequenceSlice
     output: RowOutput
@@ -41,7 +41,7 @@ class SliceResult:
 
 @attrs.frozen(kw_only=True)
 class Generation:
-    """One finished request. Times are the engine's clock, in seconds; those of its last try, if it had to begin again.
+    """One finished request. Times are the engine's clock, in seconds; all but `arrived_s` are those of its last try.
 
     `num_device_tokens + num_host_tokens + num_computed_tokens == num_prompt_tokens`: where the prompt's KV came from.
     """
@@ -65,10 +65,10 @@ class Generation:
 class PromptTable:
     """Block tables for a sequence whose first `num_ready` tokens are on the device, in slices on a fixed grid.
 
-    Blocks before `num_ready` are shared: nobody writes into them. When `num_ready` is not on the grid (a load that
-    failed half-way), the first slice starts at the grid point before it all the same, or its bits would differ from
-    everybody else's; what it computes anew below `num_ready` goes to the engine's scratch blocks. That is for models
-    with one group; with several a sequence begins on the grid.
+    Blocks before `num_ready` are shared and never written. When `num_ready` is not on the grid (a load that failed
+    half-way), the first slice still starts at the grid point before it, or its bits would differ from those of other
+    requests; KV that it computes again below `num_ready` goes to the engine's scratch blocks. That is for models with
+    one group; with several a sequence begins on the grid.
 
         grid            |               |               |
         num_ready                 ^
@@ -95,12 +95,12 @@ class PromptTable:
 
     @property
     def num_positions(self) -> int:
-        """Of blocks, over all groups."""
+        """Entries of the block tables, over all groups."""
         return sum(len(table) for table in self.block_ids)
 
     @property
     def num_nulls(self) -> int:
-        """Of these, those whose block is null: before the window of their group."""
+        """Null entries of the block tables: blocks before the window of their group."""
         return sum(table.count(NULL_BLOCK) for table in self.block_ids)
 
     def for_slice(self, start: int) -> Sequence[Sequence[int]]:
@@ -118,7 +118,7 @@ class PromptTable:
 
 @attrs.define(eq=False)
 class RunningSequence:
-    """A request between its load and its last token. Touched by the event loop's thread only.
+    """A request between its load and its last token. Used in the event loop's thread only.
 
     Positions [0, num_computed) have their KV on the device. While `num_computed` is inside the prompt the sequence
     prefills; then each decode step computes the last token and appends the next.
@@ -129,11 +129,11 @@ class RunningSequence:
     max_new_tokens: int
     table: PromptTable
     tell: Callable[[int], bool]
-    """Tells the client of a token; whether that was the last one that it wants."""
+    """Tells the client of a token; returns whether that was the last one."""
     num_computed: int
     on_prompt_done: Callable[[], None] = _ignore
     head_start: SliceResult | None = None
-    """Its first slice, if that was computed while its load was under way."""
+    """The result of its first slice, if that was computed while its load was under way."""
     token_ids: list[int] = attrs.field(factory=list)
     logits_digests: list[bytes] = attrs.field(factory=list)
     first_token_s: float = 0.0
@@ -148,7 +148,7 @@ class RunningSequence:
 
     @property
     def is_live(self) -> bool:
-        """Not over, neither for the engine nor for the runtime: a cancelled request's client may not have run yet."""
+        """Over neither for the engine nor for the runtime: a request may be cancelled before its client's task runs."""
         return not self.is_over and self.request.state is RequestState.RUNNING
 
     @property
@@ -158,7 +158,7 @@ class RunningSequence:
 
     @property
     def needs_room(self) -> bool:
-        """Whether the next slice ends behind what has room."""
+        """Whether the next slice needs more room than its table has."""
         stop = self.num_computed + 1
         if self.is_prefilling:
             stop = self.table.stop_of(self.num_computed, len(self.prompt))
@@ -166,7 +166,7 @@ class RunningSequence:
 
     @property
     def wanted_room(self) -> int:
-        """Tokens to have room for, to go on up to the next grid point."""
+        """Tokens to have room for: up to the next grid point, or all of the sequence."""
         next_point = self.num_computed - self.num_computed % self.table.grid + self.table.grid
         return min(next_point, len(self.prompt) + self.max_new_tokens)
 
@@ -176,10 +176,11 @@ class RunningSequence:
 
     @property
     def num_reusable(self) -> int:
-        """The part of the prompt that may be committed: whole slices.
+        """Prompt tokens that may be committed: whole slices.
 
-        The last one is shorter and gives other bits than the slice of a longer prompt would. Were it committed, that
-        prompt would find its blocks cached already and keep them, and later hits would depend on who came first.
+        The last slice is shorter and gives other bits than the same tokens in a whole slice of a longer prompt. If it
+        were committed, that prompt would use the cached blocks in place of its own, and the bits of later hits would
+        depend on the order of the requests.
         """
         return max(self.table.num_ready, self.num_computed - self.num_computed % self.table.grid)
 
@@ -192,7 +193,7 @@ class RunningSequence:
         return SequenceSlice([self.token_ids[-1]], start, self.table.block_ids)
 
     def advance(self, num_tokens: int, output: RowOutput, now: float) -> bool:
-        """Take in a step's result; whether it brought a token (the last slice of a prompt and every decode step do)."""
+        """Take in a step's result; True if it brought a token: the last slice of a prompt, or a decode step."""
         self.num_computed += num_tokens
         if self.is_prefilling:
             return False
@@ -203,11 +204,11 @@ class RunningSequence:
         return True
 
     def take_tables(self) -> None:
-        """Look at the request's block tables again: they have grown, or positions have become null."""
+        """Take the request's block tables anew: they have grown, or entries have become null."""
         self.table = attrs.evolve(self.table, block_ids=self.request.block_ids)
 
     def record(self, arrived_s: float, admitted_s: float, finished_s: float) -> Generation:
-        """What its client gets."""
+        """The result for its client."""
         num_hit = self.table.start
         num_device = min(self.request.match.num_device_tokens, num_hit)
         return Generation(
@@ -225,14 +226,14 @@ class RunningSequence:
         )
 
     def end(self, error: Exception | None = None) -> None:
-        """Wake the client: complete, or with an error. The first call counts."""
+        """End it, complete or with an error, and wake its client. Only the first call counts."""
         if not self.is_over:
             self.error = error
             self.is_over = True
             self.attention.set()
 
     async def wait_for_attention(self) -> None:
-        """Wait until it is over or needs room. Whoever changes either sets `attention`."""
+        """Wait until it is over or needs room. Code that changes either sets `attention`."""
         if not self.is_over and not self.needs_room:
             self.attention = anyio.Event()
             await self.attention.wait()

@@ -1,4 +1,4 @@
-"""What an engine counts."""
+"""Counters of an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["EngineStatistics", "Peaks"]
 
 @attrs.frozen(kw_only=True)
 class EngineStatistics:
-    """Counts since the engine was opened, for every request, also those that did not finish."""
+    """Counts since the engine was opened, over all requests, unfinished ones included."""
 
     num_steps: int
     num_prefilled_tokens: int
@@ -23,23 +23,23 @@ class EngineStatistics:
     num_prefilling: int
     num_decoding: int
     num_head_starts: int
-    """Prompts whose first slice was computed while what lies before it was still being loaded…"""
+    """Prompts whose first slice was computed while their cached prefix was still loading."""
     num_head_starts_used: int
-    """…and those of them that were good for something: the load landed, and the client was still there."""
+    """Those of them whose result was used: the load succeeded, and the client was still there."""
     num_made_way: int
     """Tries that gave up their room to an older request and began again."""
     peak_pinned_blocks: int
-    """The most device blocks that were in use at once, of the runtime's own count."""
+    """Peak of `num_pinned`, the runtime's count of device blocks in use."""
     peak_null_blocks: int
-    """The most blocks that windows have saved at once: null positions in the tables of live requests."""
+    """Peak of the blocks saved by windows: null entries in the block tables of live requests."""
     num_blocks_at_peak: int
-    """All positions of those tables then, the null ones too: the blocks they would take without windows. A prefix that
-    two requests share counts in both."""
+    """All entries of those tables at that peak, null ones included: the blocks they would take without windows. A
+    prefix shared by two requests counts in both."""
 
 
 @attrs.define(eq=False)
 class Peaks:
-    """What the device held at most, looked at in every step."""
+    """Peak use of the device, sampled in every step but head starts."""
 
     num_pinned: int = 0
     num_nulls: int = 0

@@ -1,7 +1,7 @@
-"""Hugging Face models on paged tensors: one function registered with transformers' own attention interface is enough.
+"""Hugging Face models on paged tensors, through one function registered with transformers' attention interface.
 
-The function gets the batch and the KV tensor as keyword arguments of the forward, so no model is patched and nothing is
-kept between calls. Needs the extra: `pip install aoffload[transformers]`.
+The function gets the batch and the KV tensor as keyword arguments of the forward, so no model is patched and no state
+is kept between calls. Needs the extra: `pip install aoffload[transformers]`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .paged import PagedBatch
 
 __all__ = ["ATTENTION_NAME", "TransformersModel"]
 
-# Without "/", "|" or "flash" in it, which transformers would read. It has no mask function of that name either, so it
-# builds no mask.
+# Contains no "/", "|" or "flash", which transformers would interpret. No mask function is registered under this name,
+# so transformers builds no mask.
 ATTENTION_NAME = "aoffload_paged"
 
 WINDOW = 128
-"""Of the sliding layers in the seeded models."""
+"""Window of the sliding layers in the seeded models, in tokens."""
 
-# The class of the config, and what it has beside the sizes that all seeded models share.
+# The config class, and its arguments besides the sizes that all seeded models share.
 _SEEDED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
     # Five sliding layers, then a full one: Gemma's own pattern.
     "gemma3": ("Gemma3TextConfig", {"sliding_window": WINDOW, "query_pre_attn_scalar": DecoderConfig().head_dim}),
-    # Sliding and full layers take turns; the experts are as many and as wide as keeps it as fast as the others.
+    # Sliding and full layers alternate; number and width of the experts make it as fast as the other models.
     "gpt-oss": (
         "GptOssConfig",
         {
@@ -52,8 +52,8 @@ _SEEDED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MAX_POSITIONS = 2**31 - 1
-"""Of models that name no limit."""
-# What a layer may ask of its attention that paged_attention doesn't do: silence would mean wrong tokens.
+"""`max_positions` of models that name no limit."""
+# Attention arguments that paged_attention does not support; ignoring them would give wrong tokens.
 _UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias")
 # Their frequencies depend on the longest position seen so far, so a cached key is not a function of its prefix.
 _UNSUPPORTED_ROPE = ("dynamic", "longrope")
@@ -65,7 +65,7 @@ class TransformersModel:
     def __init__(self, model: Any) -> None:
         """Take over `model`, a `PreTrainedModel`: its attention implementation is changed, its weights are not.
 
-        Raises `ConfigError` naming `model` if its attention is more than a block table describes.
+        Raises `ConfigError` naming `model` if block tables and windows do not describe its attention.
         """
         text = model.config.get_text_config()
         _check_supported(model, text)
@@ -113,7 +113,7 @@ class TransformersModel:
 
     @classmethod
     def from_directory(cls, directory: str, *, device: torch.device | str = "cpu") -> TransformersModel:
-        """Load what `save_pretrained` wrote, config and safetensors: no pickle, no code from there, no network.
+        """Load what `save_pretrained` wrote, config and safetensors: no pickle, no code from the directory, no network.
 
         On a CPU the weights become float32, elsewhere they keep their type. Raises `InvalidArgument` naming `model` if
         the directory can't be read, `ConfigError` if weights are missing or the attention is not supported.
@@ -134,7 +134,7 @@ class TransformersModel:
             # Transformers would draw them at random and only warn.
             raise ConfigError("model", f"{directory!r} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}…")
         for weights in model.parameters():
-            weights.data = weights.data.clone()  # mapped from a file, they lie unaligned, and kernels round otherwise
+            weights.data = weights.data.clone()  # mapped from a file they are unaligned, and kernels round differently
         return cls(model.to(device))
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
@@ -146,15 +146,15 @@ class TransformersModel:
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
         """See `PagedModel.forward`."""
         if self._has_row_experts:
-            # Tokens of one expert are multiplied together, so a row's bits would depend on its neighbours. A product
-            # for each token doesn't, and copies the weights of its experts: cheap for a few tokens of a small model.
+            # A grouped product multiplies all tokens of an expert together, so a row's bits depend on the other rows.
+            # One product per token avoids that, but copies the experts' weights: cheap for few tokens of a small model.
             each_alone = batch.num_tokens == batch.num_sequences
             self.model.set_experts_implementation("batched_mm" if each_alone else "grouped_mm")
         with torch.inference_mode():
             output = self.model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],
-                use_cache=False,  # it defaults to True and would build a cache of its own beside ours
+                use_cache=False,  # the default, True, would build a second cache
                 logits_to_keep=batch.last_rows,
                 paged_batch=batch,
                 paged_kv_cache=kv_cache,
@@ -192,7 +192,7 @@ def _attention_function(
 
 
 def _import_transformers() -> Any:
-    """The package, knowing our attention function."""
+    """Import transformers and register the attention function."""
     try:
         import transformers
     except ImportError as error:
@@ -203,7 +203,7 @@ def _import_transformers() -> Any:
 
 
 def _draw_weights(model: Any, sizes: DecoderConfig, seed: int) -> None:
-    """Everything but the norms from `seed`; those are neutral already, which is one here and zero there."""
+    """Draw all weights but the norms from `seed`. Norms are neutral already: one or zero, depending on the model."""
     generator = torch.Generator().manual_seed(seed)
     head = model.get_output_embeddings().weight
     with torch.no_grad():
@@ -213,7 +213,7 @@ def _draw_weights(model: Any, sizes: DecoderConfig, seed: int) -> None:
             if weight is head:
                 std = sizes.logit_std / sizes.hidden_size**0.5
             else:
-                # Sinks compete with scores; as small as the weights they would all be the same.
+                # Sinks compete with scores; drawn as small as the weights, they would all be nearly equal.
                 std = 1.0 if name.endswith("sinks") else sizes.initializer_range
             weight.normal_(0.0, std, generator=generator)
 
@@ -235,13 +235,13 @@ def _attention_kinds(text: Any) -> list[AttentionKind]:
 
 
 def _end_token_ids(model: Any) -> frozenset[int]:
-    """What `generation_config` names, where the tokens that end an answer are kept: one id, several or none."""
+    """The `eos_token_id` of `generation_config`, which is one id, several or none, as a set."""
     found = getattr(model.generation_config, "eos_token_id", None)
     return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
 
 def _check_supported(model: Any, text: Any) -> None:
-    """Refuse at the door what would give wrong tokens later."""
+    """Raise `ConfigError` for a model that would give wrong tokens."""
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError("model", f"{type(model).__name__} doesn't use transformers' attention interface")
     if getattr(text, "use_bidirectional_attention", False):

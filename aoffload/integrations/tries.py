@@ -1,9 +1,9 @@
-"""A client's tries: usually one. Who came last makes way when nobody can go on, and begins again.
+"""A client's tries, usually one: when no request can proceed, the youngest one gives up its room and starts again.
 
-Requests that get their room piece by piece can hold all of it together and each wait for more. The runtime says so (a
-retryable `OutOfBlocks` from `extend`). Then the request that came last lets go of everything, so the first one always
-gets on; what was committed is found again in the cache. Greedy tokens are the same in every try, bit for bit, so the
-client hears those of the first try and later only what is new.
+Requests that get their room piece by piece can together hold all blocks while each waits for more. The runtime reports
+this with a retryable `OutOfBlocks` from `extend`. The request that came last then releases all its blocks, so the first
+one always proceeds; the next try finds the committed tokens in the cache. Greedy tokens are bit for bit the same in
+every try, so a client is told only those that no earlier try has told.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ def _never(_: int) -> bool:
 
 @attrs.define(eq=False)
 class Ask:
-    """What one client wants, through all its tries."""
+    """One call of `PagedEngine.generate`, over all its tries."""
 
     ticket: int
-    """Its place among all clients, by arrival."""
+    """Number of the call, in order of arrival."""
     tokens: np.ndarray
     prompt: Sequence[int]
     max_new_tokens: int
     request_id: str | None
     options: Mapping[str, Any]
-    """For `OffloadRuntime.request`."""
+    """Further arguments of `OffloadRuntime.request`."""
     deadline_s: float | None
     on_token: Callable[[int], None]
     until: Callable[[int], bool] = _never
     max_hit_tokens: int | None = None
     num_alone: int = 0
-    """Tries that had no room though nobody else held any."""
+    """Times that it found no room although no other request held any."""
     _expires_at: float | None = None
     _num_told: int = 0
 
@@ -62,14 +62,14 @@ class Ask:
         return len(self.prompt) + self.max_new_tokens
 
     def remaining_s(self) -> float | None:
-        """What is left until its deadline, which counts from the first call."""
+        """Seconds until its deadline, which counts from the first call; None without one."""
         if self.deadline_s is None or self._expires_at is None:
             self._expires_at = None if self.deadline_s is None else anyio.current_time() + float(self.deadline_s)
             return self.deadline_s
         return self._expires_at - anyio.current_time()
 
     def listener(self) -> Callable[[int], bool]:
-        """`on_token` and `until` for one try: silent about what an earlier one has told."""
+        """The token callback of one try; True at the last token. Passes on only tokens that no earlier try has told."""
         count = 0
 
         def tell(token_id: int) -> bool:
@@ -79,7 +79,7 @@ class Ask:
                 self._num_told = count
                 self.on_token(token_id)
                 if self.until(token_id):
-                    self.max_new_tokens = count  # for another try, too: it may have to make way before it has left
+                    self.max_new_tokens = count  # also for another try: this one may be made to give way before it ends
             return count == self.max_new_tokens
 
         return tell
@@ -92,7 +92,7 @@ class Try:
     has_made_way: bool = False
     has_left: anyio.Event = attrs.field(factory=anyio.Event)
     is_served: anyio.Event = attrs.field(factory=anyio.Event)
-    """Whoever made way for it stays away until it has its room, or could snatch it away again and again."""
+    """Set when it has its room or has ended. The try that made way waits until then, lest it take the room back."""
     _made_way_for: Try | None = None
 
     @property
@@ -101,20 +101,20 @@ class Try:
         return self.has_made_way and self.request.reason == MADE_WAY
 
     def make_way(self, needy: Try) -> None:
-        """End, wherever its task is; the task then begins again."""
+        """Cancel the request in favour of `needy`; its task then starts another try."""
         self.has_made_way = True
         self._made_way_for = needy
         self.request.cancel(MADE_WAY)
 
     async def wait_to_return(self) -> None:
-        """Until the one that it made way for has its room, or is gone."""
+        """Wait until the try that it made way for has its room or has ended."""
         if self._made_way_for is not None and self._made_way_for is not self:
             await self._made_way_for.is_served.wait()
 
 
 @attrs.define(eq=False)
 class Rivals:
-    """The tries that are under way in one engine."""
+    """The running tries of one engine."""
 
     num_made_way: int = 0
     _tries: list[Try] = attrs.field(factory=list)
@@ -130,13 +130,13 @@ class Rivals:
             one.has_left.set()
 
     def is_alone(self, needy: Try) -> bool:
-        """Whether nobody else holds room."""
+        """Whether no other try holds room."""
         return all(one is needy for one in self._tries if one.request.state in _HOLDS_ROOM)
 
     async def have_one_make_way(self, needy: Try) -> None:
-        """End the try that came last, perhaps `needy` itself, and wait until it has left.
+        """Cancel the youngest try that holds room, perhaps `needy` itself, and wait until it has ended.
 
-        One at a time: while somebody is leaving, nobody else has to.
+        One at a time: while one try is ending, no other is cancelled.
         """
         leaving = next((one for one in self._tries if one.has_made_way), None)
         if leaving is None:
@@ -153,7 +153,7 @@ class Rivals:
 
 @attrs.define(eq=False)
 class PromptPlace:
-    """A place among those whose prompts are computed, until the prompt is done or the block is left."""
+    """One of the places for prompts in progress, held until the prompt is done or the `async with` block is left."""
 
     _places: anyio.Semaphore
     _is_held: bool = False

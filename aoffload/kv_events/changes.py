@@ -1,6 +1,6 @@
-"""What becomes cached and what is no more, as the ledger tells of it, in the order of its calls.
+"""Changes of what is cached, as the ledger reports them, in the order of its calls.
 
-Nothing is hashed and nothing copied here: a change refers to what identifies the blocks, none of which ever changes.
+Nothing is hashed and nothing copied here: a change refers to the data that identify its blocks, which never change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Kind(enum.Enum):
 
 @attrs.frozen(eq=False)
 class Change:
-    """Units `[start, stop)` of a run became cached in `tier`, in every group of `band`, or are no more."""
+    """Units `[start, stop)` of a run became cached in `tier`, or were dropped there, in every group of `band`."""
 
     kind: Kind
     tier: Tier
@@ -38,10 +38,10 @@ class Change:
     stop: int
     run_start: int
     tokens: bytes
-    """Of the run, from `run_start` on."""
+    """Token ids of the run, from `run_start` on."""
     spans: tuple[KeySpan, ...]
     hash_before: Hasher
-    """Of everything before the run."""
+    """The running hash of everything before the run."""
     root: Root
 
 
@@ -54,9 +54,10 @@ Told: TypeAlias = Change | Cleared
 
 
 class Changes:
-    """Watches a ledger; somebody else takes what it was told, in another thread if need be.
+    """Watches a ledger and queues its changes for a publisher, which may run in another thread.
 
-    Holds about `most` of them at most, or twice what is cached: whoever is slower than that is told all anew.
+    Queues at most about `most` changes, or twice as many as tell all that is cached. If the publisher falls behind by
+    more, the queue is replaced by all that is cached.
     """
 
     def __init__(self, ledger: Ledger, most: int, wake: Callable[[], None]) -> None:
@@ -66,22 +67,22 @@ class Changes:
         self._told: deque[Told] = deque()
         self._is_signalled = False
         self._is_behind = False
-        """Somebody has missed more than can be told again."""
+        """A subscriber has missed batches that are no longer kept."""
         self._epoch = ledger.cache.epoch
 
     def check_alone(self) -> None:
-        """A ledger has one watcher: another one would be told no more."""
+        """Raise `WrongState` if the ledger is watched already: a second watcher would replace the first."""
         if any(tier.watcher is not None for tier in self._ledger.cache.tiers):
             raise WrongState("publish: somebody watches this ledger already")
 
     def begin(self) -> None:
-        """Tell of what is cached now, and of each change from now on."""
+        """Queue all that is cached, and each change from here on."""
         self._epoch = self._ledger.cache.epoch
         self._ledger.watch(self)
         self.tell_anew()
 
     def end(self) -> None:
-        """What was cached is of no use to anybody any more."""
+        """Stop watching, and queue that nothing is cached any more."""
         self._ledger.watch(None)
         self._told.append(Cleared())
 
@@ -89,7 +90,7 @@ class Changes:
 
     def part_changed(self, part: Part, first: int, stop: int) -> None:
         if part.run.epoch != self._epoch:
-            return  # a reset has made it unfindable before
+            return  # a reset has already made it unfindable
         if self._is_behind or len(self._told) >= self._limit:
             self.tell_anew()
             return
@@ -106,14 +107,14 @@ class Changes:
         self._signal()
 
     def tell_anew(self) -> None:
-        """Forget what was not taken yet: nothing is cached, and then all that is, prefixes first."""
+        """Replace the queue: first that nothing is cached, then all that is, prefixes first."""
         self._is_behind = False
         self._told.clear()
         self._told.append(Cleared())
         for run in sorted(self._ledger.cache.index.runs.values(), key=lambda run: run.start):
             for part in run.parts:
                 self._tell(part, Kind.STORED, part.first, part.stop)
-        self._limit = max(self._most, 2 * len(self._told))  # or it would be told anew with each change
+        self._limit = max(self._most, 2 * len(self._told))  # else each change would replace the queue again
         self._signal()
 
     def _tell(self, part: Part, kind: Kind, start: int, stop: int) -> None:
@@ -131,14 +132,14 @@ class Changes:
             self._is_signalled = True
             self._wake()
 
-    # -- taken by whoever publishes -------------------------------------------------------------------------------
+    # -- taken by the publisher -----------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """From here on a change wakes again. To be called before taking, or the last one might never be taken."""
+        """Have the next change wake the publisher again. Call it before `take`, or the last change might stay."""
         self._is_signalled = False
 
     def take(self, most: int) -> list[Told]:
-        """The oldest of what was not taken yet."""
+        """Take the oldest changes, at most `most`."""
         taken: list[Told] = []
         while len(taken) < most and (told := self._next()) is not None:
             taken.append(told)
@@ -151,5 +152,5 @@ class Changes:
             return None
 
     def fall_behind(self) -> None:
-        """Somebody has missed what nobody can repeat: with the next change, all is told anew."""
+        """A subscriber has missed batches that are no longer kept: have the next change queue all that is cached."""
         self._is_behind = True

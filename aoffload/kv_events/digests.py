@@ -1,4 +1,4 @@
-"""A digest for each block: what the index never makes. A router knows blocks by these."""
+"""A digest for each block, by which routers know it. The index makes none of these."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MAX_KEPT_RUNS = 8
 @attrs.frozen
 class BlockDigests:
     parent: bytes | None
-    """Of what lies before the first; None at the beginning of a prompt."""
+    """Digest of all before the first unit. None at the beginning of a prompt, and for removed units."""
     digests: list[bytes]
 
 
 class Digests:
-    """One for each unit: that of all tokens up to its end, as in the index (design, section 8b). Where all groups have
-    one block size a unit is a block; else it is what a hit is a multiple of, and nobody can find less.
+    """Makes one digest for each unit, of all tokens up to its end, as in the index. If all groups have one block size,
+    a unit is a block; else it is the least that a hit can cover, and hits are its multiples.
 
-    Runs lose their tail unit by unit. So that this does not hash them from the start each time, the digests of the last
-    few that lost something are kept.
+    Runs lose their tail unit by unit. To avoid hashing them from the start each time, the digests of the last few runs
+    that lost units are kept.
     """
 
     def __init__(self, unit_tokens: int) -> None:
@@ -35,15 +35,15 @@ class Digests:
         self._kept: OrderedDict[tuple[int, int], tuple[Change, list[bytes]]] = OrderedDict()
 
     def of(self, change: Change) -> BlockDigests:
-        """Of units `[change.start, change.stop)`."""
+        """The digests of units `[change.start, change.stop)`."""
         if change.kind is Kind.STORED:
             return self._hash(change, change.start)
         first, last = change.start - change.run_start, change.stop - change.run_start
-        return BlockDigests(None, self._whole(change)[first:last])  # nobody asks what lay before what is gone
+        return BlockDigests(None, self._whole(change)[first:last])  # removed units need no parent
 
     def _whole(self, change: Change) -> list[bytes]:
-        """From the start of the run on."""
-        key = (id(change.tokens), id(change.hash_before))  # both stay as long as the change is kept
+        """The digests of the run's units from its start, at least up to `change.stop`."""
+        key = (id(change.tokens), id(change.hash_before))  # the kept change keeps both objects alive
         found = self._kept.pop(key, None)
         if found is None or found[0].stop < change.stop:
             found = (change, self._hash(change, change.run_start).digests)

@@ -23,19 +23,19 @@ from .digests import Digests
 __all__ = ["MEDIA", "EventEncoder", "EventFormat"]
 
 MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
-"""The names that the field has for the tiers, whatever the device is."""
+"""The values of `medium` for the tiers, whatever the device is."""
 OPTIONAL = ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
-"""Fields that may be left out of a map where they say nothing."""
+"""Fields that a map leaves out when they are None."""
 
 Event: TypeAlias = dict[str, Any]
 
 
 @attrs.frozen
 class EventFormat:
-    """What differs between the consumers of one format."""
+    """The options of the wire format, for different consumers."""
 
     shape: Literal["map", "array"] = attrs.field(default="map")
-    """Of an event: `map` for vLLM 0.23 and later, `array` for what was written for earlier ones."""
+    """Shape of an event: `map` as in vLLM 0.23 and later, `array` for consumers of earlier versions."""
     hash_bits: Literal[64, 256] = attrs.field(default=64)
     """64: the last bits of a digest as an integer, as vLLM does by default. 256: all of it, as bytes."""
 
@@ -51,7 +51,7 @@ class EventFormat:
 
 
 class EventEncoder:
-    """Makes events of changes, and bytes of events. For one thread."""
+    """Turns changes into events, and events into bytes. For one thread."""
 
     def __init__(self, layout: Layout, form: EventFormat, rank: int) -> None:
         self._layout = layout
@@ -114,8 +114,8 @@ def _token_ids(change: Change, unit_tokens: int) -> list[int]:
 
 
 def _extra_keys(change: Change, unit_tokens: int) -> list[list[Any] | None]:
-    """What identifies each block beside its tokens, in the order that vLLM has them: the adapter, what stands for
-    something else (its digest, and where it begins as seen from the block), and the salt with the first block."""
+    """What identifies each block besides its tokens, in vLLM's order: the adapter, the key spans that touch the block
+    (digest, and start relative to the block), and for the first block the salt."""
     root, found = change.root, list[list[Any] | None]()
     for start in range(change.start * unit_tokens, change.stop * unit_tokens, unit_tokens):
         keys: list[Any] = [] if root.adapter_key is None else [_text(root.adapter_key)]

@@ -1,4 +1,4 @@
-"""The publisher: a thread that hashes, encodes and sends what the ledger tells, over ZeroMQ."""
+"""The publisher: a thread that hashes, encodes and sends the ledger's changes over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ __all__ = ["KVEventPublisher"]
 
 LOOPBACK = "tcp://127.0.0.1:5557"
 END = (-1).to_bytes(8, "big", signed=True)
-"""In place of a sequence number: a replay is over."""
+"""Sent in place of a sequence number when a replay is over."""
 CHANGES_PER_BATCH = 1024
 _STOP = b"stop"
 MAX_COUNT = 2**31 - 1
 LEAST_BETWEEN_S = 1.0
-"""Between two times that all is told anew for who asks for what is no longer kept: the loop walks the whole index."""
+"""Least interval between two publications of the whole cache for subscribers that ask for batches no longer kept: the
+event loop walks the whole index for each."""
 LINGER_MS = 500
-"""How long what was sent may take to leave once the publisher is closed."""
+"""How long sent batches may take to leave the process once the publisher is closed."""
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -63,12 +64,12 @@ class ReplayBuffer:
 
 
 class KVEventPublisher:
-    """A `with` block in which what `ledger` (`runtime.ledger`) caches is published. Made and left in the thread that
-    calls the ledger.
+    """Publishes what `ledger` (`runtime.ledger`) caches while its `with` block runs. Made, entered and left in the
+    thread that calls the ledger.
 
     `bind` is the address that subscribers connect to; `connect`, in its place, that of a router that listens itself.
-    `replay` is where missed batches can be asked for. A port listens only where it is asked for; the default is on
-    loopback. The first batch says that nothing is cached, then all that is; so does the last, which leaves it at that.
+    `replay` is the address for requests of missed batches. It listens only at the addresses given; the default for
+    `bind` is on loopback. The first batch says that nothing is cached, then what is; the last one that nothing is.
     """
 
     def __init__(
@@ -105,11 +106,11 @@ class KVEventPublisher:
         self._thread: threading.Thread | None = None
         self._may_tell_anew_s = 0.0
         self.failure: Exception | None = None
-        """What has ended the publishing, if anything has: nothing is sent any more, and the ledger goes on."""
+        """The error that has ended publishing, if one has: nothing is sent any more, and the ledger goes on."""
         self.num_batches = 0
-        """Sent so far; the next one has this number."""
+        """Batches sent so far; the next one has this number."""
         self.endpoint = connect or ""
-        """Where it can be subscribed to, once it is open. A port that was left to the system stands here."""
+        """The address for subscribers, once it is open, with the port that the system chose if that was left to it."""
         self.replay_endpoint = ""
 
     # -- its life -------------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class KVEventPublisher:
             raise RuntimeClosed("a publisher is opened once: make another one")
         self._changes.check_alone()
         self._context = zmq.Context()
-        self._context.linger = LINGER_MS  # a socket's own is not asked by what it had accepted before
+        self._context.linger = LINGER_MS  # a socket's own does not apply to connections accepted before
         try:
             self._open_sockets()
         except zmq.ZMQError as error:
@@ -138,13 +139,13 @@ class KVEventPublisher:
         self._signal(_STOP)
         self._thread.join()
         self._waker.close(linger=0)
-        # In a thread, and not for ever: it waits for connections that may be half open, and an engine has to end.
+        # In a thread, for a bounded time: it waits for connections that may be half open, and an engine has to end.
         end = threading.Thread(target=self._context.term, name="aoffload KV events, closing", daemon=True)
         end.start()
         end.join(CLOSE_TIMEOUT_S)
 
     def tell_anew(self) -> None:
-        """Publish that nothing is cached, then all that is: for a subscriber that can't know better."""
+        """Publish that nothing is cached, then all that is: for a subscriber that has missed batches."""
         self._changes.tell_anew()
 
     def _open_sockets(self) -> None:
@@ -163,11 +164,11 @@ class KVEventPublisher:
         self._waker.connect("inproc://wake")
 
     def _wake(self) -> None:
-        """In the ledger's thread, in the middle of a change."""
+        """Called in the ledger's thread, in the middle of a change."""
         self._signal(b"")
 
     def _signal(self, what: bytes) -> None:
-        """Never blocks: there is one wake-up at a time, and where the thread is gone nobody takes it."""
+        """Never blocks: at most one wake-up is pending, and once the thread has ended it is dropped."""
         with suppress(zmq.Again):
             self._waker.send(what, zmq.NOBLOCK)
 
@@ -196,7 +197,7 @@ class KVEventPublisher:
                 self._publish()
 
     def _publish(self) -> None:
-        """Everything that was told by now."""
+        """Send all changes queued so far."""
         self._changes.expect()
         while told := self._changes.take(CHANGES_PER_BATCH):
             sent = Sent(self.num_batches, self._encoder.batch(told, self._clock()))
@@ -205,7 +206,7 @@ class KVEventPublisher:
             self.num_batches += 1
 
     def _answer(self) -> None:
-        """Send what was missed, as far as it is kept. What is no request is not answered."""
+        """Answer a replay request with the batches that are still kept. Malformed requests get no answer."""
         frames = self._replay.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             return

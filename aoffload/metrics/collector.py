@@ -21,11 +21,11 @@ AGE = "aoffload_snapshot_age_seconds"
 
 
 class MetricsCollector(Collector):
-    """Shows `metrics`, one of the `observers` of `runtime`, to a registry. One for a registry.
+    """Shows `metrics`, one of the `observers` of `runtime`, to a registry. At most one per registry.
 
-    A scrape may come from any thread. What it shows was all read at one moment, in the event loop and between two calls
-    of the runtime: the ledger knows no locks. A loop that does not answer within `timeout_s` makes the scrape show what
-    the last one has shown, and say how old that is.
+    A scrape may come from any thread. All its values are read at one moment, in the event loop and between two calls of
+    the runtime, because the ledger has no locks. If the loop does not answer within `timeout_s`, the scrape shows the
+    values of the one before, and their age.
     """
 
     def __init__(self, runtime: OffloadRuntime, metrics: Metrics, timeout_s: float = 5.0) -> None:
@@ -50,10 +50,10 @@ class MetricsCollector(Collector):
         try:
             self._runtime._session.check_usable()
         except WrongThread:
-            with self._asking:  # the loop need not answer the same question twice at once
+            with self._asking:  # one question to the loop at a time
                 return self._ask_loop()
         except RuntimeClosed:
-            pass  # not open yet, or no more: nobody changes anything
+            pass  # not open yet, or closed: nothing changes
         return self._take()
 
     def _take(self) -> Snapshot:
@@ -61,7 +61,7 @@ class MetricsCollector(Collector):
         return self._last
 
     def _ask_loop(self) -> Snapshot:
-        """Have the loop take it. What goes wrong there is raised here: nothing may reach the worker."""
+        """Have the loop take the snapshot. Its errors are raised here: none may reach the worker."""
         answered = threading.Event()
         errors: list[Exception] = []
 

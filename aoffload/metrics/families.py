@@ -1,4 +1,4 @@
-"""The metrics that there are, as a table: name, kind, labels, meaning. docs/metrics.md says what to do about each."""
+"""All metrics as a table: name, kind, labels, meaning. docs/metrics.md says what to do about each."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ FAMILIES = (
 REASONS = (
     "closed_early", "cancelled", "deadline", "abandoned", "runtime_closed", "prefix_invalidated", "error", "other",
 )  # fmt: skip
-"""Why a request was aborted. Programs may give any reason, so all that are not ours count as `other`."""
+"""Why a request was aborted. Programs may give any reason; those not listed here count as `other`."""
 
 
 def reason_of(reason: str) -> str:
@@ -76,7 +76,7 @@ def reason_of(reason: str) -> str:
 
 
 _STAYS = ("pinned", "allocated", "loading", "draining", "requeued", "stranded", "running", "preempted")
-"""The states that a request stays in. Through the others it goes within one call, which no scrape sees."""
+"""The states that a request stays in. It passes through the others within one call, which no scrape sees."""
 _DIRECTIONS = tuple(direction.value for direction in Direction)
 _TIERS = tuple(tier.name.lower() for tier in Tier)
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)
@@ -102,4 +102,4 @@ LABEL_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("aoffload_copy_throughput_bytes_per_second", "direction"): _DIRECTIONS,
     ("aoffload_fence_latency_seconds", "direction"): _DIRECTIONS,
 }
-"""Every value that a label can have: no label grows with what is served."""
+"""Every value that a label can have, so the number of time series is bounded."""

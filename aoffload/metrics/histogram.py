@@ -1,4 +1,4 @@
-"""A histogram as plain numbers: what is added costs one search, and it is read all at once."""
+"""A histogram as plain numbers: adding a value costs one binary search, and a copy is read all at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import attrs
 __all__ = ["SECONDS", "THROUGHPUT", "Histogram"]
 
 SECONDS = (1e-5, 1e-4, 5e-4, 1e-3, 5e-3, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""From a turn of the loop to a load that was given up and computed."""
+"""Bounds in seconds, from a turn of the event loop to a load that was given up and computed."""
 THROUGHPUT = (1e7, 1e8, 2.5e8, 5e8, 1e9, 2.5e9, 5e9, 1e10, 2e10, 4e10, 8e10)
-"""Bytes per second, from a disk's to a device link's."""
+"""Bounds in bytes per second, from a disk's to a device link's."""
 
 
 @attrs.define

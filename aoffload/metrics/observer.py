@@ -1,4 +1,4 @@
-"""What is counted while it happens. Plain numbers, written in the event loop's thread and read there."""
+"""Counts events as they happen. Plain numbers, written and read in the event loop's thread."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Metrics"]
 _S = RequestState
 _OVER = (_S.DONE, _S.ABORTED)
 MAX_REPORTS = 1024
-"""Reports that no settlement is known for. A job that was given up and reports all the same leaves one behind."""
+"""The most reports kept without a settlement. A job that was given up and still reports leaves one behind."""
 
 
 class Metrics(RuntimeObserver):
-    """One of the `observers` of one runtime. `env` is its clock: the runtime's own, if that is not the default one."""
+    """One of the `observers` of one runtime. `env` is its clock: give the runtime's, if that has one of its own."""
 
     def __init__(self, env: Env | None = None) -> None:
         self._now = (Env() if env is None else env).now
@@ -41,7 +41,7 @@ class Metrics(RuntimeObserver):
         self.throughput = {direction.value: Histogram(THROUGHPUT) for direction in Direction}
         self.fence_latency = {direction.value: Histogram(SECONDS) for direction in Direction}
         self._since: dict[Holding, float] = {}
-        """When each live request came into its state."""
+        """When each live request entered its state."""
         self._ready: dict[Holding, int] = {}
         """Tokens that were ready when it began to run."""
         self._reports: deque[tuple[int, float]] = deque()
@@ -70,7 +70,7 @@ class Metrics(RuntimeObserver):
             self.num_preempted += 1
 
     def _count_ready(self, holding: Holding) -> None:
-        """What it need not compute: hits, as far as they were there after the load. The rest is a fork's own copy."""
+        """Count what it need not compute: hits that are ready after the load. Other ready tokens are a fork's copy."""
         ready, match = holding.num_computed_tokens, holding.match
         on_device = min(ready, match.num_device_tokens)
         self.tokens["device_hit"] += on_device

@@ -1,4 +1,4 @@
-"""One look at a runtime, all at once: what was counted and how it stands, between two calls of it."""
+"""A snapshot of a runtime between two of its calls: its counters and its present state."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Sample:
 @attrs.frozen
 class Snapshot:
     at: float
-    """By the clock of the runtime."""
+    """Time of the snapshot, by the runtime's clock."""
     samples: Mapping[str, list[Sample]]
     """By the name of the metric."""
 
 
 def take_snapshot(runtime: OffloadRuntime, metrics: Metrics) -> Snapshot:
-    """In the event loop's thread, between two calls of the runtime."""
+    """Read all values. In the event loop's thread, between two calls of the runtime."""
     samples = {name: list(found) for name, found in (*_counted(metrics), *_standing(runtime))}
     return Snapshot(runtime.env.now(), samples)
 
 
 def _counted(metrics: Metrics) -> Iterator[tuple[str, Iterable[Sample]]]:
-    """What the observer has counted."""
+    """The observer's counters."""
     yield "aoffload_requests_admitted_total", _one(metrics.num_admitted)
     yield "aoffload_requests_preempted_total", _one(metrics.num_preempted)
     yield "aoffload_requests_finished_total", _finished(metrics)
@@ -58,7 +58,7 @@ def _counted(metrics: Metrics) -> Iterator[tuple[str, Iterable[Sample]]]:
 
 
 def _standing(runtime: OffloadRuntime) -> Iterator[tuple[str, Iterable[Sample]]]:
-    """How things stand now."""
+    """The present state of the runtime."""
     ledger, found = runtime.ledger, runtime.statistics()
     live = Counter(holding.state.value for holding in ledger.holdings.values())
     yield "aoffload_requests", _each("aoffload_requests", "state", live)

@@ -1,1 +1,1 @@
-"""`python -m aoffload.trace LOG`: what a log of the runtime's events says, to look at. See docs/tracing.md."""
+"""`python -m aoffload.trace LOG`: reports on a log of the runtime's events. See docs/tracing.md."""

@@ -1,4 +1,4 @@
-"""The stories that are under way: events go in, and a story that is over goes to the listener and is forgotten."""
+"""Assembles events into stories (request timelines). A story that is over goes to the listener and is forgotten."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .wording import plain
 __all__ = ["MAX_OPEN", "StoryBook"]
 
 MAX_OPEN = 200_000
-"""Stories, and jobs, kept at once. A log with more was cut; the oldest are taken for unfinished."""
+"""The most open stories, and open jobs, kept. A log with more was cut; the oldest count as unfinished."""
 
 _LAST_STATES = {
     *(state.value for state, targets in REQUEST_MOVES.items() if not targets),
@@ -41,7 +41,7 @@ Kept = TypeVar("Kept")
 
 @attrs.define(eq=False)
 class StoryBook:
-    """Memory goes with what is under way at once, not with the length of the log."""
+    """The open stories and jobs. Memory grows with how many are open at once, not with the length of the log."""
 
     listener: Listener
     num_stories: int = 0
@@ -54,18 +54,18 @@ class StoryBook:
     _usages: UsageBook = attrs.field(factory=UsageBook)
 
     def story_moved(self, event: Event, runtime: RuntimeLife) -> None:
-        """A request, an errand or a pin."""
+        """An event of a request, a prefetch, a demotion or a pin."""
         kind, state = event.meaning.kind, event.meaning.state
         name = str(event.count("pin_id")) if kind is Kind.PIN else event.text("request_id")
         facts = {fact: event.count(fact) for fact in FACTS if fact in event.fields}
         reason, previous = "", ""
         if state == RequestState.ABORTED.value:
             reason, previous = event.text("reason"), event.text("previous")
-        # From here on nothing can be wrong with the event.
+        # All fields are read: from here on no `FieldError` is raised.
         key = (runtime.number, kind, name)
         story = self._stories.get(key)
         if story is not None and state == _MATCHED and story.states[-1] != _PREEMPTED:
-            self._give_up(key)  # the log lacks its end, or the name was given twice
+            self._give_up(key)  # the log lacks its end, or the id was used twice
             story = None
         story = story or self._begin(key, event, runtime, previous)
         story.states.append(state)
@@ -82,7 +82,7 @@ class StoryBook:
         if state == _LAUNCHED:
             self._launch(key, event, runtime)
             return
-        # What was never launched has no length, and neither has what was launched before the log begins.
+        # A discarded job was never launched, so it has no duration; nor has a job launched before the log begins.
         num_bytes, copy_s = 0, 0.0
         if state != _DISCARDED:
             num_bytes = event.count("num_bytes") if "num_bytes" in event.fields else 0
@@ -96,7 +96,7 @@ class StoryBook:
         self._end_job(key)
 
     def runtime_over(self, runtime: RuntimeLife) -> None:
-        """Whatever of it is under way has no end in the log."""
+        """End the open stories and jobs of the runtime as unfinished: the log has no end of them."""
         for key in [key for key in self._stories if key[0] == runtime.number]:
             self._give_up(key)
         for job_key in [key for key in self._jobs if key[0] == runtime.number]:
@@ -109,7 +109,7 @@ class StoryBook:
         state = event.meaning.state
         if state not in _FIRST_STATES and not (key[1] is Kind.DEMOTION or key[1] is Kind.PREFETCH):
             self.num_early += 1
-        if previous:  # its beginning is missing, but not what it came from
+        if previous:  # its beginning is missing, but its previous state is known
             story.states.append(plain(previous))
             story.times_s.append(runtime.last_s)
         self._make_room(self._stories, self._give_up)
@@ -117,7 +117,7 @@ class StoryBook:
         return story
 
     def _hold(self, story: Story, state: str) -> None:
-        """Blocks in tables come and go with the state."""
+        """Update the number of blocks in its tables for its new state."""
         num_blocks = story.num_held_blocks
         if state in _TABLE_STATES and story.kind is not Kind.DEMOTION:
             num_blocks = story.facts.get("num_blocks", 0)
@@ -129,7 +129,7 @@ class StoryBook:
             self._report(story.runtime, usage)
 
     def _give_up(self, key: StoryKey) -> None:
-        """It ends with whatever its runtime said last."""
+        """End a story as unfinished, at the last event of its runtime."""
         story = self._stories[key]
         story.states.append(UNFINISHED)
         story.times_s.append(story.runtime.last_s)

@@ -1,4 +1,4 @@
-"""The events of one request, by the times it came: an id may be given again once its request is over."""
+"""The request log: all events with one id, a chapter per request. An id may be used again once its request is over."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class UnknownError(Exception):
 
 @attrs.define(eq=False)
 class Chapter:
-    """Everything with one request id, from one match to what its last job does after its end."""
+    """All events of one request, from its match to the last event of its jobs, which may follow its end."""
 
     runtime: RuntimeLife
     events: list[Event] = attrs.field(factory=list)
@@ -50,7 +50,7 @@ class _Search:
     """Ids that contain the one that was asked for, in the order of the log."""
 
     def look_at(self, event: Event) -> None:
-        """May raise `FieldError`."""
+        """Keep the event if it has the id. May raise `FieldError`."""
         if event.meaning.kind is Kind.RUNTIME:
             self._look_at_runtime(event)
             return
@@ -89,7 +89,7 @@ class _Search:
 
 
 def find_chapters(log: Path, request_id: str, progress: TextIO) -> Sequence[Chapter]:
-    """In the order of the log. Raises `OSError`, or `UnknownError` with what may have been meant."""
+    """The chapters of an id, in the order of the log. Raises `OSError`, or `UnknownError`, which names similar ids."""
     search = _Search(request_id)
     reader = EventReader(LogLines(log, Progress(progress)))
     for event in reader:

@@ -21,7 +21,7 @@ _LIMITS = {"B": 0xFF, "H": 0xFFFF, "I": 0xFFFF_FFFF}
 
 @attrs.define(eq=False)
 class _Deflated:
-    """Bytes that go in, and what is left of them."""
+    """Compresses bytes as they are added."""
 
     _compressor: Any = attrs.field(factory=lambda: zlib.compressobj(6))
     _output: bytearray = attrs.field(factory=bytearray)
@@ -37,7 +37,7 @@ class _Deflated:
 
 @attrs.define(eq=False)
 class NumberColumn:
-    """`typecode` as for `array`: B, H, I (counts, cut at the largest) or d."""
+    """`typecode` as for `array`: B, H, I (counts, limited to the type's largest) or d."""
 
     typecode: str
     num_values: int = 0
@@ -55,7 +55,7 @@ class NumberColumn:
             self._flush()
 
     def finish(self) -> dict[str, Any]:
-        """As the page wants it."""
+        """The column in the page's format."""
         self._flush()
         return {"type": _TYPES[self.typecode], "length": self.num_values, "data": self._deflated.finish()}
 
@@ -68,7 +68,7 @@ class NumberColumn:
 
 @attrs.define(eq=False)
 class TextColumn:
-    """Any text: it goes in as a JSON array."""
+    """Texts, stored as a JSON array."""
 
     num_values: int = 0
     _deflated: _Deflated = attrs.field(factory=_Deflated)
@@ -84,7 +84,7 @@ class TextColumn:
 
 @attrs.define(eq=False)
 class Vocabulary:
-    """Texts that repeat, by number; as many as fit into a column of type H."""
+    """Repeated texts by number. New texts beyond the limit share one entry."""
 
     texts: list[str] = attrs.field(factory=list)
     _numbers: dict[str, int] = attrs.field(factory=dict)

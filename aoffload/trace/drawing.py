@@ -1,4 +1,4 @@
-"""What the page draws, as columns: filled while the log is read."""
+"""The page's data as columns, filled while the log is read."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .stories import FACTS, JobStory, Story
 __all__ = ["Drawing"]
 
 MAX_DRAWN = 500_000
-"""Stories on a page, and as many jobs: more than that no browser likes. The others are counted."""
+"""The most stories, and the most jobs, on a page; browsers cannot take many more. The others are only counted."""
 KINDS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.PIN)
 DIRECTIONS = tuple(Direction)
 _NOT_KNOWN = 0xFFFF_FFFF
-"""For a fact that no event had."""
+"""The value of a fact that no event had."""
 
 
 def _columns(**typecodes: str) -> dict[str, NumberColumn]:
@@ -32,7 +32,7 @@ def _columns(**typecodes: str) -> dict[str, NumberColumn]:
 
 @attrs.define(eq=False)
 class Drawing(Listener):
-    """Times are seconds since 1970 in whole microseconds, as far as a double has them."""
+    """Collects what the page draws. Times are seconds since 1970 as doubles, precise to about a microsecond."""
 
     num_left_out: int = 0
     _names: TextColumn = attrs.field(factory=TextColumn)
@@ -108,7 +108,7 @@ class Drawing(Listener):
             counts.add(at_s, getattr(usage, measure))
 
     def finish(self) -> dict[str, Any]:
-        """As the page wants it; nothing can be added after that."""
+        """The data in the page's format. Nothing can be added after that."""
         return {
             "kinds": [kind.value for kind in KINDS],
             "directions": [direction.value for direction in DIRECTIONS],

@@ -9,9 +9,9 @@ import attrs
 __all__ = ["Durations"]
 
 _EXACT = 4_096
-"""So many are kept as they are."""
+"""Up to this many durations are kept as they are."""
 _GROWTH = math.log(1.01)
-"""Buckets grow by one percent, so what is read off one is at most half a percent off."""
+"""Each bucket is one percent wider than the one before, so its middle is within half a percent of its values."""
 _FLOOR_S = 1e-7
 
 
@@ -38,7 +38,7 @@ class Durations:
         self._count(seconds)
 
     def percentile(self, percent: float) -> float:
-        """The smallest duration that so many percent do not exceed."""
+        """The smallest duration that `percent` percent of all durations do not exceed."""
         rank = max(1, math.ceil(self.num * percent / 100))
         if not self.num or rank == self.num:
             return self.max_s

@@ -1,4 +1,4 @@
-"""Events: what a line of the log says, checked where it is used."""
+"""Events: the lines of a log, with fields that are checked when they are used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .oddities import Oddities, Oddity
 __all__ = ["MEANINGS", "NOTE", "FieldError", "Event", "EventReader", "Kind", "Meaning"]
 
 MAX_TIME_S = 250_000_000_000.0
-"""The year 9892: what is beyond cannot be shown as a date."""
+"""The year 9892: later times cannot be shown as a date."""
 
 
 class Kind(enum.Enum):
@@ -32,23 +32,23 @@ class Kind(enum.Enum):
     SKIPPED_STORE = "store"
     RUNTIME = "runtime"
     OPENING = "opening"
-    """How far a runtime is that is not open yet."""
+    """Progress of a runtime that is not open yet."""
     ALARM = "alarm"
     NOTE = "note"
-    """Not ours: what the program said about a request of ours."""
+    """An event of another logger, about a request of a runtime."""
 
-    __hash__ = object.__hash__  # that of enums is Python, and this is asked for at every event
+    __hash__ = object.__hash__  # that of enums is Python code, too slow for every event
 
 
 @attrs.frozen
 class Meaning:
     kind: Kind
     state: str
-    """That was entered, for what has states; else what happened."""
+    """The state that was entered, for kinds with states; else what happened."""
 
 
 class FieldError(Exception):
-    """A field that is missing, or is not what it has to be."""
+    """A field is missing, or its type or value is wrong."""
 
 
 NOTE = Meaning(Kind.NOTE, "")
@@ -69,7 +69,7 @@ def _meanings() -> dict[str, Meaning]:
 
 
 MEANINGS: Mapping[str, Meaning] = _meanings()
-"""By name: every event of aoffload/telemetry.py, which a test compares."""
+"""The meaning of every event of aoffload/telemetry.py, by name; a test compares the two."""
 
 
 @attrs.frozen(eq=False)
@@ -102,12 +102,12 @@ class Event:
 
 @attrs.define(eq=False)
 class EventReader:
-    """Iterates over the events of a log: ours, and what others say about a request. Counts everything else."""
+    """Iterates over the events of aoffload, and over others with a request id. Counts all other lines."""
 
     lines: LogLines
     oddities: Oddities = attrs.field(factory=Oddities)
     num_events: int = 0
-    """Ours."""
+    """Events of aoffload."""
 
     def __iter__(self) -> Iterator[Event]:
         for line in self.lines:
@@ -116,7 +116,7 @@ class EventReader:
                 yield event
 
     def leave_out(self, event: Event) -> None:
-        """An event of ours that turned out to lack something."""
+        """Count an event of aoffload as malformed after all."""
         self.num_events -= 1
         self.oddities.add(Oddity.MALFORMED, self.lines.num_lines, event.name)
 
@@ -146,7 +146,7 @@ class EventReader:
 
 
 def _time_of(value: Any) -> float | None:
-    """ISO 8601 or seconds since 1970, as structlog's TimeStamper writes them; without a zone it is taken for UTC."""
+    """ISO 8601 or seconds since 1970, as structlog's TimeStamper writes them; UTC if it names no zone."""
     if type(value) is str:
         try:
             moment = datetime.datetime.fromisoformat(value)
@@ -154,5 +154,5 @@ def _time_of(value: Any) -> float | None:
             return None
         value = (moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)).timestamp()
     if type(value) not in (int, float) or not 0.0 <= value < MAX_TIME_S:
-        return None  # also what is no number at all
+        return None  # also other types, and nan
     return float(value)

@@ -1,4 +1,4 @@
-"""What a summary needs to know: figures that are kept up while the log is read."""
+"""The figures of a summary, updated while the log is read."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class JobFigures:
 
     outcomes: Tally = attrs.field(factory=Tally)
     num_blocks: int = 0
-    """Of those that were completed, as the bytes are."""
+    """Blocks of completed jobs; `num_bytes` likewise."""
     num_bytes: int = 0
     copies: Durations = attrs.field(factory=Durations)
-    """The copy alone."""
+    """Durations of the copies alone."""
     spans: Durations = attrs.field(factory=Durations)
-    """From the launch to the moment it is settled."""
+    """Durations from launch to settlement."""
 
     def add(self, job: JobStory) -> None:
         self.outcomes.add(job.outcome)
@@ -43,18 +43,18 @@ class JobFigures:
 
 @attrs.define(eq=False)
 class Figures(Listener):
-    """Little memory, whatever the length of the log."""
+    """Collects the figures. Memory does not grow with the length of the log."""
 
     wanted: str = ""
     """The runtime to look at, by name or number; empty for all of them."""
     outcomes: dict[Kind, Tally] = attrs.field(factory=dict)
     in_state: dict[str, Durations] = attrs.field(factory=dict)
-    """Of requests; a state that is entered twice counts twice."""
+    """Durations of requests by state; a state that is entered twice counts twice."""
     until_running: Durations = attrs.field(factory=Durations)
-    """From the match to the first computed token's turn."""
+    """Durations from the match until the request runs for the first time."""
     in_all: Durations = attrs.field(factory=Durations)
     tokens: Tally = attrs.field(factory=Tally)
-    """By fact, of requests that were given blocks."""
+    """Sums of the facts of requests that were given blocks."""
     aborts: Tally = attrs.field(factory=Tally)
     skipped_stores: Tally = attrs.field(factory=Tally)
     skipped_blocks: Tally = attrs.field(factory=Tally)

@@ -1,4 +1,4 @@
-"""Lanes: as few rows as possible for what overlaps in time."""
+"""Lanes: places items that overlap in time in as few rows as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Lanes"]
 
 @attrs.define(eq=False)
 class Lanes:
-    """Whatever begins takes the lowest row that nobody is in."""
+    """An item takes the lowest free row when it begins."""
 
     num_lanes: int = 0
     _free: list[int] = attrs.field(factory=list)

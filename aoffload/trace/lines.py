@@ -1,4 +1,4 @@
-"""The lines of a log, one after the other, however long the log or a line of it is."""
+"""The lines of a log, one after the other, in bounded memory however long the log or a line is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .progress import Progress
 __all__ = ["MAX_LINE_BYTES", "LogLines"]
 
 MAX_LINE_BYTES = 1 << 20
-"""No event is that long. What is cut here is no JSON any more, and counted as such."""
+"""No event is that long. A longer line is cut, so it is not JSON and counts as such."""
 LINES_PER_UPDATE = 2048
 
 
@@ -25,7 +25,7 @@ class LogLines:
     path: Path
     progress: Progress
     num_lines: int = 0
-    """Read until now, which makes it the number of the line at hand."""
+    """Lines read so far, which is the number of the current line."""
     num_bytes: int = 0
 
     def __iter__(self) -> Iterator[bytes]:
@@ -50,7 +50,7 @@ class LogLines:
             yield line
 
     def _without_rest(self, line: bytes, file: BinaryIO) -> bytes:
-        """As a line of its own, if it is one: the last line of a log may have no end."""
+        """Skip the rest of a line that is too long. It gets its newline only if it had one: a log may be cut off."""
         while rest := file.readline(MAX_LINE_BYTES):
             self.num_bytes += len(rest)
             if rest.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""Who wants to know what is in a log while it is read."""
+"""The interface of reports that are made while a log is read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Listener"]
 
 
 class Listener:
-    """Told of each story when it is over, so that only what is under way has to be kept. Does nothing by itself."""
+    """Receives each story when it is over, so only open stories are kept. The methods here do nothing."""
 
     def runtime_opened(self, runtime: RuntimeLife) -> None:
-        """Also of one whose beginning the log does not have."""
+        """Also called for a runtime whose beginning the log does not have."""
 
     def story_over(self, story: Story) -> None: ...
 
@@ -25,4 +25,4 @@ class Listener:
     def store_skipped(self, event: Event, runtime: RuntimeLife) -> None: ...
 
     def alarm(self, event: Event, runtime: RuntimeLife) -> None:
-        """Something that a person should look at."""
+        """An event that a person should look at."""

@@ -1,4 +1,4 @@
-"""`request ID`: the story of one request in plain words."""
+"""`request ID`: the timeline of one request in plain words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .wording import counted, date_and_time, duration, plain, share, time_of_day
 __all__ = ["UnknownError", "narrative"]
 
 NOTEWORTHY_S = 0.0005
-"""A pause from here on is named."""
+"""Pauses of at least this many seconds are shown."""
 
 
 def narrative(log: Path, request_id: str, progress: TextIO) -> Iterator[str]:
@@ -51,7 +51,7 @@ def _say(event: Event) -> str:
 
 
 def _closing(chapter: Chapter) -> Iterator[str]:
-    """Where its time went, and what the log cannot say by itself."""
+    """Where its time went, and remarks on what the log lacks."""
     moves = [event for event in chapter.events if event.meaning.kind is Kind.REQUEST]
     if not moves:
         return

@@ -1,6 +1,6 @@
-"""How full the pools are, as far as the events say.
+"""How full the pools are, as far as the events tell.
 
-No event carries the counts of a pool. What can be added up is less exact, and says so: see `DERIVED`.
+No event carries the counts of a pool. Sums of other counts are less exact; `DERIVED` says so to the reader.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Usage:
     tables: int = 0
     """Device blocks in tables."""
     loading: int = 0
-    """Blocks that launched loads bring."""
+    """Blocks of launched loads."""
     stored: int = 0
-    """Host blocks that stores have filled: at most so many are in use."""
+    """Host blocks that stores have filled; at most this many are in use."""
     storing: int = 0
-    """Blocks that launched stores take away."""
+    """Blocks of launched stores."""
 
 
 @attrs.define(eq=False)
 class UsageBook:
-    """Adds up for each runtime."""
+    """Adds up the usage of each runtime."""
 
     _usages: dict[int, Usage] = attrs.field(factory=dict)
 
@@ -46,7 +46,7 @@ class UsageBook:
         return self._usages.get(runtime.number, Usage())
 
     def table_changed(self, runtime: RuntimeLife, num_blocks: int) -> Usage:
-        """By so many blocks, up or down."""
+        """Add `num_blocks`, which may be negative, to the blocks in tables."""
         usage = self.of(runtime)
         return self._put(runtime, attrs.evolve(usage, tables=usage.tables + num_blocks))
 

@@ -1,4 +1,4 @@
-"""Lines that say nothing to us: counted by what is wrong with them, with an example of each."""
+"""Parse errors and foreign events: lines left out, counted by reason, with an example of each."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class _Count:
 
 @attrs.define(eq=False)
 class Oddities:
-    """Bounded however odd the log is."""
+    """Counts of the lines left out, in bounded memory."""
 
     _counts: dict[Oddity, _Count] = attrs.field(factory=dict)
 
     def add(self, oddity: Oddity, line_number: int, example: str) -> None:
-        """One more; the first of its kind is kept as the example."""
+        """Count a line; the first of each kind is kept as the example."""
         count = self._counts.get(oddity)
         if count is None:
             self._counts[oddity] = _Count(1, line_number, plain(example[:MAX_EXAMPLE]))
@@ -49,7 +49,7 @@ class Oddities:
         return self._counts[oddity].num_lines if oddity in self._counts else 0
 
     def sentences(self) -> list[str]:
-        """One for each kind that there was."""
+        """One sentence for each kind that occurred."""
         return [
             f"{counted(count.num_lines, 'line')} left out: {oddity.value} (first: line {count.first_line}, {example})"
             for oddity in Oddity

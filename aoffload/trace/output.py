@@ -1,4 +1,4 @@
-"""A file that is there whole, or not at all."""
+"""Writes a file whole, or not at all."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["whole_file"]
 
 @contextmanager
 def whole_file(path: Path, beside: Path) -> Iterator[TextIO]:
-    """Written under another name first. Raises `OSError` at once where nothing can be written, and for `beside` itself:
-    nobody means to write over the log. A device or a pipe is written to, never replaced."""
+    """Write `path` under a temporary name, and rename it at the end. Raises `OSError` at once if nothing can be written
+    there, or if it is `beside`, the log itself. A device or a pipe is written to, never replaced."""
     if path.exists() and beside.exists() and path.samefile(beside):
         raise OSError(errno.EEXIST, "is the log itself", str(path))
     if path.is_dir():
@@ -26,14 +26,14 @@ def whole_file(path: Path, beside: Path) -> Iterator[TextIO]:
         with path.open("w", encoding="utf-8") as device:
             yield device
         return
-    with _replaced(path.resolve()) as file:  # not the link to it
+    with _replaced(path.resolve()) as file:  # the file that a link points to, not the link
         yield file
 
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[TextIO]:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    file = part.open("x", encoding="utf-8")  # what is there already is somebody else's
+    file = part.open("x", encoding="utf-8")  # an existing one belongs to another process
     try:
         with file:
             yield file

@@ -1,4 +1,4 @@
-"""`html FILE`: one page that needs nothing else, neither a network nor another file."""
+"""`html FILE`: one page that needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMAT = 1
 
 
 def write_page(log: Path, file: Path, progress: TextIO) -> str:
-    """Read `log`, write `file`; what to tell about it. Raises `OSError`, or `EmptyLogError`."""
+    """Read `log`, write `file`; returns a line about it. Raises `OSError`, or `EmptyLogError`."""
     drawing = Drawing()
     scan = Scan.of(log, drawing, progress)
     with whole_file(file, beside=log) as output:
@@ -44,7 +44,7 @@ def make_page(scan: Scan, drawing: Drawing) -> str:
         "DATA": _for_script(_data(scan, drawing)),
         "SCRIPT": script,
     }
-    # In one go: what is put in is not looked at again.
+    # In one pass: inserted text is not searched for marks.
     return re.sub("%([A-Z]+)%", lambda mark: parts[mark[1]], _asset("page.html"))
 
 
@@ -85,7 +85,7 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What the page's policy allows to run: this text, and nothing that a log brings along."""
+    """Hash of `text` for the page's policy, which allows this text and nothing that a log contains."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

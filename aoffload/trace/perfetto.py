@@ -1,6 +1,6 @@
 """`perfetto FILE`: a trace in the Trace Event Format (JSON), which the Perfetto viewer and chrome://tracing open.
 
-A runtime is a process, a lane is a thread. Written while the log is read, so nothing is kept.
+A runtime is a process, a lane is a thread. The trace is written while the log is read, so it is not kept in memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .wording import counted
 __all__ = ["PerfettoTrace", "write_perfetto"]
 
 _JOB_THREADS = {Direction.LOAD: 1_000_000, Direction.STORE: 2_000_000}
-"""From here on the lanes of jobs are numbered; those of requests begin at 1."""
+"""First thread number for the lanes of jobs; those of requests begin at 1."""
 
 
 def write_perfetto(log: Path, file: Path, progress: TextIO) -> str:
-    """Read `log`, write `file`; what to tell about it. Raises `OSError`, or `EmptyLogError`."""
+    """Read `log`, write `file`; returns a line about it. Raises `OSError`, or `EmptyLogError`."""
     with whole_file(file, beside=log) as output:
         trace = PerfettoTrace(output)
         scan = Scan.of(log, trace, progress)
@@ -40,7 +40,7 @@ def write_perfetto(log: Path, file: Path, progress: TextIO) -> str:
 
 @attrs.define(eq=False)
 class PerfettoTrace(Listener):
-    """Times are microseconds since 1970, whole ones, so that what is nested stays nested."""
+    """Times are whole microseconds since 1970, so that nested slices stay nested."""
 
     output: TextIO
     num_events: int = 0
@@ -103,7 +103,7 @@ class PerfettoTrace(Listener):
         self._write({**event, "args": about} if about else event)
 
     def _introduce(self, runtime: RuntimeLife, thread: int, group: str) -> None:
-        """Name a thread when it first has something, and keep the lanes of a group together."""
+        """Name a thread before its first slice, and keep the lanes of a group together."""
         if (runtime.number, thread) in self._threads:
             return
         self._threads.add((runtime.number, thread))

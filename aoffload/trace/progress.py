@@ -17,12 +17,12 @@ INTERVAL_S = 0.1
 class Progress:
     stream: TextIO
     total_bytes: int = 0
-    """Zero where nobody knows how long the log is (standard input)."""
+    """Zero if the length of the log is unknown (standard input)."""
     _last_s: float = -1.0
     _on_screen: bool = False
 
     def update(self, num_bytes: int, num_lines: int) -> None:
-        """So much is read. Cheap enough for every thousandth line."""
+        """Show how much is read. Cheap enough for every thousandth line."""
         if not self.stream.isatty():
             return
         now = time.monotonic()
@@ -32,7 +32,7 @@ class Progress:
             self._on_screen = True
 
     def clear(self) -> None:
-        """Leave an empty line to whoever prints next."""
+        """Leave an empty line for other output."""
         if self._on_screen:
             self._on_screen = False
             self._print("\r\x1b[K")

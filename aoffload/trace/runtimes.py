@@ -11,7 +11,7 @@ __all__ = ["RuntimeLife", "Runtimes"]
 
 _OWN_FIELDS = {"event", "level", "timestamp", "num_device_blocks", "num_host_blocks"}
 _PLACES_IN_CODE = {"logger", "logger_name", "pathname", "filename", "module", "func_name", "qual_name", "lineno"}
-"""What structlog may add to an event about where it was written; it differs from event to event."""
+"""Fields that structlog may add about the place in the code; they differ from event to event."""
 _THREADS = {"thread", "thread_name"}
 
 Bound = tuple[tuple[str, str], ...]
@@ -23,7 +23,7 @@ class RuntimeLife:
 
     number: int
     name: str
-    """What its logger was bound to, or its number."""
+    """The fields that its logger was bound to, or its number."""
     opened_s: float
     num_device_blocks: int = 0
     num_host_blocks: int = 0
@@ -32,14 +32,14 @@ class RuntimeLife:
     """Whether the log has its beginning."""
     closed_s: float | None = None
     last_s: float = 0.0
-    """Of its events."""
+    """The time of its latest event."""
 
     def is_called(self, name: str) -> bool:
-        """By its name, with or without the word, or its number."""
+        """Whether `name` is its name, with or without "runtime", or its number."""
         return name in (self.name, self.name.removeprefix("runtime "), str(self.number))
 
     def title(self) -> str:
-        """With its sizes."""
+        """Its name and the sizes of its pools."""
         if not self.was_opened:
             return f"{self.name} (opened before the log begins)"
         return (
@@ -47,24 +47,27 @@ class RuntimeLife:
         )
 
     def describe(self) -> str:
-        """Once the whole log was read."""
+        """Its title, and whether it was closed. After the whole log was read."""
         return self.title() if self.closed_s is not None or not self.was_opened else f"{self.title()}, never closed"
 
 
 @attrs.define(eq=False)
 class Runtimes:
-    """Fields that `runtime_opened` carries beyond its own are those its logger is bound to; its other events carry them
-    as well. Where nothing is bound, whoever opened last is meant."""
+    """Assigns events to runtimes by the fields that their loggers are bound to.
+
+    Those are the fields that `runtime_opened` carries beyond its own; the runtime's other events carry them as well. If
+    none are bound, an event belongs to the runtime that opened last.
+    """
 
     lives: list[RuntimeLife] = attrs.field(factory=list)
     num_reopened: int = 0
     """Runtimes that were opened while another with the same bound fields had not been closed."""
     _names: tuple[str, ...] = ()
-    """Of all fields that runtimes are bound to."""
+    """Names of all fields that runtimes are bound to."""
     _open: dict[Bound, RuntimeLife] = attrs.field(factory=dict)
 
     def opened(self, event: Event) -> tuple[RuntimeLife, RuntimeLife | None]:
-        """The new one, and the one that it takes the place of: that program must have died."""
+        """The new runtime, and the open one with the same bound fields that it replaces: its program must have died."""
         sizes = event.count("num_device_blocks"), event.count("num_host_blocks")
         own = _OWN_FIELDS | _PLACES_IN_CODE | _THREADS
         names = [name for name, value in event.fields.items() if name not in own and not isinstance(value, dict | list)]
@@ -87,11 +90,11 @@ class Runtimes:
         return life
 
     def of(self, event: Event) -> RuntimeLife:
-        """The runtime that wrote `event`; one without a beginning, where the log has none."""
+        """The runtime that wrote `event`; a new one without a beginning if the log names none."""
         life = self._open.get(self._bound(event)) if self._open else None
         if life is None:
             life = self._latest(event)
-        # Written by one thread. Where the clock of the machine was put back, time stands still for us.
+        # One thread writes the events. If the machine's clock was put back, the time stays as it is.
         life.last_s = max(life.last_s, event.at_s)
         return life
 
@@ -105,7 +108,7 @@ class Runtimes:
         if self._open:
             return next(reversed(self._open.values()))
         if self.lives:
-            return self.lives[-1]  # a last word after it was closed
+            return self.lives[-1]  # an event after it was closed
         life = self._add(event, "")
         self._open[self._bound(event)] = life
         return life

@@ -19,12 +19,12 @@ __all__ = ["EmptyLogError", "Scan"]
 
 
 class EmptyLogError(Exception):
-    """There is not one event of ours in it."""
+    """The log has no event of aoffload."""
 
 
 @attrs.define(eq=False)
 class Scan:
-    """Reads `path` and tells `listener`; afterwards it knows what the log as a whole was like."""
+    """Reads `path` and tells `listener`; afterwards it can describe the log as a whole."""
 
     path: Path
     listener: Listener
@@ -48,7 +48,7 @@ class Scan:
         return self.last_s - self.first_s
 
     def run(self) -> None:
-        """Raises `OSError` for a log that cannot be read, `EmptyLogError` for one that is not ours."""
+        """Raises `OSError` for a log that cannot be read, `EmptyLogError` for one without an event of aoffload."""
         for event in self.reader:
             if event.meaning.kind is not Kind.NOTE:
                 self._look_at_time(event)
@@ -62,7 +62,7 @@ class Scan:
             raise EmptyLogError(str(self.path))
 
     def remarks(self) -> list[str]:
-        """What a reader should know about the log before believing it."""
+        """What a reader should know about the quality of the log."""
         found = self.reader.oddities.sentences()
         if self.num_back:
             found.append(
@@ -108,7 +108,7 @@ class Scan:
         elif kind is Kind.SKIPPED_STORE:
             self.listener.store_skipped(event, runtime)
         elif kind is Kind.EARLY_START:
-            event.count("num_tokens")  # it belongs to its request's story, of which it changes no state
+            event.count("num_tokens")  # checked, but not kept: it changes no state of its request
         elif kind is Kind.ALARM:
             self.listener.alarm(event, runtime)
         else:

@@ -18,12 +18,12 @@ REASONS = {
     "prefix_invalidated": "another request took back what it had matched",
     "runtime_closed": "the runtime was closed under it",
 }
-"""Those of docs/tracing.md; everything else speaks for itself."""
+"""Explanations of the reasons in docs/tracing.md; other reasons are shown as they are."""
 SKIPPED = {"host_full": "host memory was full", "in_flight": "too much was under way"}
 
 
 def sentence(event: Event) -> str:
-    """May raise `FieldError`."""
+    """The words for `event`. May raise `FieldError`."""
     tell = _SENTENCES.get(event.name)
     return tell(event) if tell is not None else _note(event)
 

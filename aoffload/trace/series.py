@@ -1,4 +1,4 @@
-"""A count over time in bounded memory: what is close together in time is drawn as one."""
+"""A count over time in bounded memory: values close together in time are merged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Bucket:
 
 @attrs.define(eq=False)
 class Series:
-    """Buckets twice as wide whenever there would be too many. Of each the highest value is kept, and the last one."""
+    """Buckets of time, made twice as wide whenever there are too many. Each keeps its highest and its last value."""
 
     _width_s: float = _FIRST_WIDTH_S
     _buckets: dict[int, _Bucket] = attrs.field(factory=dict)

@@ -1,4 +1,4 @@
-"""Stories: what happened to one request, prefetch, demotion, pin or job, from its first event to its last."""
+"""Stories (timelines) of one request, prefetch, demotion, pin or job, from its first event to its last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .runtimes import RuntimeLife
 __all__ = ["FACTS", "UNFINISHED", "Interval", "JobStory", "Story"]
 
 UNFINISHED = "unfinished"
-"""The outcome of what has no last event."""
+"""The outcome of a story or job without a last event."""
 FACTS = (
     "num_tokens",
     "num_device_tokens",
@@ -22,7 +22,7 @@ FACTS = (
     "num_ready_tokens",
     "num_computed_tokens",
 )
-"""Counts that events carry. The last event that has one is right: a request is matched again when its turn comes."""
+"""Counts that events carry. The last event that has one counts: a request is matched again when its turn comes."""
 
 
 @attrs.frozen
@@ -40,13 +40,13 @@ class Interval:
 
 @attrs.define(eq=False)
 class Story:
-    """States are those of docs/lifecycle.md, in lower case."""
+    """A timeline. States are those of docs/lifecycle.md, in lower case."""
 
     number: int
     """In order of their beginnings, from 1."""
     kind: Kind
     name: str
-    """The request id; of a pin its number."""
+    """The request id; for a pin its number."""
     runtime: RuntimeLife
     lane: int
     states: list[str]
@@ -56,7 +56,7 @@ class Story:
     reason: str = ""
     facts: dict[str, int] = attrs.field(factory=dict)
     num_held_blocks: int = 0
-    """In its tables right now."""
+    """Blocks in its tables at present."""
 
     @property
     def start_s(self) -> float:
@@ -76,7 +76,7 @@ class Story:
             yield Interval(self.states[at], self.times_s[at], self.times_s[at + 1])
 
     def last_state(self) -> str:
-        """The one it was in before it ended."""
+        """The state before it ended."""
         return self.states[-2] if len(self.states) > 1 else ""
 
 
@@ -86,7 +86,7 @@ class JobStory:
     direction: Direction
     num_blocks: int
     owner: str
-    """The id of whoever began it; empty for what a lazy policy stores."""
+    """The id of the request, prefetch or demotion that began it; empty for stores of a lazy policy."""
     owner_number: int
     """The number of that story; zero if there is none."""
     runtime: RuntimeLife
@@ -96,5 +96,5 @@ class JobStory:
     outcome: str = UNFINISHED
     num_bytes: int = 0
     copy_s: float = 0.0
-    """What the copy itself took, as the transport measured it."""
+    """Duration of the copy itself, as the transport measured it."""
     error: str = ""

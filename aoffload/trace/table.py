@@ -1,4 +1,4 @@
-"""A table in plain text: the first column to the left, the others to the right."""
+"""A table in plain text: the first columns flush left, the others flush right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts by name, for names that a log makes up: as many as anybody would read, and the rest together."""
+"""Counts by name, for names from a log: a bounded number of names, and the rest together."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ __all__ = ["counted", "date_and_time", "duration", "plain", "share", "size", "ti
 
 
 def plain(text: str) -> str:
-    """`text` with everything a terminal might obey written out: a log is not to be trusted with escape sequences."""
+    """`text` with all unprintable characters escaped: a log may hold escape sequences that a terminal would obey."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

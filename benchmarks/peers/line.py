@@ -1,4 +1,4 @@
-"""What a peer's process speaks: a JSON object a line in, one out. Plain Python: it runs in every peer's environment."""
+"""The protocol of a peer's process: one JSON object per line, in and out. Plain Python, for any peer's environment."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def timed_once(work: Callable[[], object]) -> dict[str, float]:
 
 
 def timed(work: Callable[[], object], least_s: float) -> dict[str, float]:
-    """Do `work` over and over for `least_s`, an even number of times; what one took: seconds on the wall, and of CPU
-    time of this thread."""
+    """Repeat `work` for `least_s`, an even number of times; for one call, seconds on the wall and of CPU time of this
+    thread."""
     cpu, wall = time.thread_time(), time.perf_counter()
     work()
     number = 1
@@ -33,12 +33,12 @@ def timed(work: Callable[[], object], least_s: float) -> dict[str, float]:
 
 
 def serve(calls: Mapping[str, Callable[..., Any]]) -> None:
-    """Answer until the input ends. Whatever else the peer prints goes to standard error."""
+    """Answer calls until the input ends. All else that the peer prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
         asked = json.loads(line)
         found = calls[asked.pop("call")](**asked)
-        gc.collect()  # before the answer: behind it others are timed, whom a collection of so large a heap slows
+        gc.collect()  # before the answer: after it others are timed, and collecting so large a heap would slow them
         gc.freeze()
         print(json.dumps(found), file=answers)

@@ -1,8 +1,8 @@
 """LMCache in this process, on CPU tensors: its engine and its local CPU backend, built as its own tests build them.
 
-It has no connector for paged CPU tensors in process; ours hands them to LMCache's own operations: by slots, as its
-connectors for vLLM do, or by blocks, as it moves a CPU worker's blocks out of process, which is faster. Of its layouts,
-ours is one that suits it well: a block of one layer lies in one piece on both sides.
+LMCache has no connector for paged CPU tensors in process. The one here hands them to LMCache's own operations: by
+slots, as its connectors for vLLM do, or by blocks, as it moves a CPU worker's blocks out of process, which is faster.
+The layout is one that suits it well: a block of one layer lies in one piece on both sides.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
 
 
 def keep_what_is_freed() -> None:
-    """Its stores copy through temporary memory of 32 MiB; mapped afresh each time, they take four times as long."""
+    """LMCache stores through temporary memory of 32 MiB; mapped afresh each time, stores take four times as long."""
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -58,7 +58,7 @@ class Paged:
 
 
 class Connector(GPUConnectorInterface):
-    """Between paged CPU tensors and memory objects. Like LMCache's own, it is told the place of every token."""
+    """Copies between paged CPU tensors and memory objects. Like LMCache's own, it is told the place of every token."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_slots = num_blocks * BLOCK_SIZE
@@ -100,7 +100,7 @@ class Connector(GPUConnectorInterface):
 
 
 def engine_with(connector: Connector, num_bytes: int) -> Any:
-    """One rank, host memory for `num_bytes`, and nothing behind it."""
+    """An engine with one rank, host memory for `num_bytes`, and no further tier."""
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=OBJECT_SIZE, local_cpu=True, max_local_cpu_size=1.5 * num_bytes / 2**30,
         extra_config={"save_only_first_rank": False},  # else it broadcasts in this layout, and there is one rank only
@@ -125,7 +125,7 @@ class Side:
         self.engine = engine_with(Connector(num_blocks), self.paged.num_bytes)
 
     def store(self, by: str) -> dict[str, float]:
-        self.engine.clear(self.tokens)  # what it has needs no room
+        self.engine.clear(self.tokens)  # what it has already would not be stored again
         took = line.timed_once(lambda: self.engine.store(self.tokens, by=by, paged=self.paged))
         assert self.engine.lookup(self.tokens) == len(self.tokens)
         return took
@@ -137,7 +137,7 @@ class Side:
         return took
 
     def num_arrived(self, by: str) -> int:
-        """Bytes that came back into wiped tensors, each where it was; nothing may have come elsewhere."""
+        """Number of bytes that come back to their places in wiped tensors; fails if any come elsewhere."""
         ids, bits = self.paged.ids, self.paged.bits
         before = [layer[ids] for layer in bits]
         self.store(by)
@@ -156,25 +156,25 @@ SIDES: list[Side] = []
 
 
 def prepare(num_blocks: int, ids: list[int]) -> dict[str, int]:
-    """Bytes that one unit of work moves, and the threads that torch takes by itself."""
+    """Make the side; returns the bytes that one unit of work moves, and torch's default number of threads."""
     keep_what_is_freed()
     SIDES[:] = [Side(num_blocks, ids)]
     return {"num_bytes": SIDES[0].paged.num_bytes, "num_threads": torch.get_num_threads()}
 
 
 def check(by: str) -> int:
-    """How many bytes arrive, to and fro."""
+    """How many bytes arrive after a store and a load."""
     return SIDES[0].num_arrived(by)
 
 
 def store(by: str, num_threads: int) -> dict[str, float]:
-    """All blocks from the paged tensors to host memory; the hashes of the tokens included."""
+    """Store all blocks from the paged tensors to host memory; the time includes the hashes of the tokens."""
     torch.set_num_threads(num_threads)
     return SIDES[0].store(by)
 
 
 def load(by: str, num_threads: int) -> dict[str, float]:
-    """And back."""
+    """Load all blocks back into the paged tensors."""
     torch.set_num_threads(num_threads)
     return SIDES[0].load(by)
 

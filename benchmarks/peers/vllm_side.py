@@ -1,6 +1,6 @@
-"""vLLM's scheduler side, one request at a time, driven by us: `KVCacheManager` and the offloading connector's scheduler
-with its CPU manager, built from a configuration as its own tests build them. No worker, no bytes, no `Scheduler`: every
-transfer is reported finished at once.
+"""vLLM's scheduler side, one request at a time, driven from here: `KVCacheManager` and the offloading connector's
+scheduler with its CPU manager, built from a configuration as its own tests build them. No worker, no bytes, no
+`Scheduler`: every transfer is reported finished at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def config_of(num_device: int, num_host: int) -> VllmConfig:
 
 
 class SchedulerSide:
-    """One device pool, one host pool, and the requests that come one after the other."""
+    """A device pool, a host pool, and requests that are served one after the other."""
 
     def __init__(self, num_device: int, num_host: int) -> None:
         config = config_of(num_device, num_host)
@@ -84,7 +84,7 @@ class SchedulerSide:
         )  # fmt: skip
 
     def serve(self, request: Request, *, decodes: bool = False) -> None:
-        """From the match to the release: prefill, perhaps a decode step, one token more, and all it stored."""
+        """Serve a request, from match to release: prefill, perhaps a decode step, one more token, all its stores."""
         connector, manager = self.connector, self.manager
         connector.on_new_request(request)
         computed, num_local, _ = manager.get_computed_blocks(request)
@@ -122,7 +122,7 @@ class SchedulerSide:
         manager.free(request)
 
     def decode(self, request: Request) -> None:
-        """One step more: room for the token that was sampled, and the next one."""
+        """One decode step: room for the token that was sampled, and the next one."""
         blocks = self.manager.allocate_slots(request, 1)
         assert blocks is not None
         cached = CachedRequestData(
@@ -143,7 +143,7 @@ class SchedulerSide:
         )  # fmt: skip
 
     def finish(self, meta: Any) -> None:
-        """The worker's report: all of it has landed."""
+        """Report all transfers of `meta` as landed, in the worker's place."""
         jobs = [*meta.load_jobs, *meta.store_jobs]
         if jobs:
             found = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(jobs, 1))
@@ -162,7 +162,7 @@ def prepare_cycle(num_blocks: int) -> dict[str, int]:
         side.serve(side.request(prompt))
     before = side.num_host_hits
     side.serve(side.request(prompts[0]))
-    prompts.reverse()  # whoever comes next finds the other one on the device
+    prompts.reverse()  # the next request finds the other prompt on the device
     SIDES[num_blocks] = side, prompts
     return {"num_host_hits": side.num_host_hits - before}
 
@@ -184,7 +184,7 @@ def cycle(num_blocks: int, least_s: float, hashes: bool) -> dict[str, float]:
 
 
 def match(num_blocks: int, least_s: float) -> dict[str, float]:
-    """From the token ids to what is cached of them, nothing precomputed; nothing is taken."""
+    """Look-ups, from token ids to what is cached of them; nothing is precomputed, and no blocks are taken."""
     side, prompts = SIDES[num_blocks]
     turns = itertools.cycle(prompts)
     found: list[int] = []
@@ -195,7 +195,7 @@ def match(num_blocks: int, least_s: float) -> dict[str, float]:
         side.connector.on_new_request(request)
         num_external, _ = side.connector.get_num_new_matched_tokens(request, num_local)
         found.append(num_local + (num_external or 0))
-        side.connector.connector_scheduler._req_status.clear()  # nothing was begun
+        side.connector.connector_scheduler._req_status.clear()  # no transfer was begun
 
     took = line.timed(once, least_s)
     assert min(found) == num_blocks * BLOCK_SIZE, found
@@ -206,9 +206,9 @@ STORES: dict[int, SchedulerSide] = {}
 
 
 def store(num_blocks: int, number: int, has_room: bool) -> dict[str, float]:
-    """So many prompts that nobody has cached, one after the other, all of them stored; their digests are there. The
-    host has never been used, or each takes the place of an older one. What one took, and what is found of the last but
-    one."""
+    """Serve and store `number` uncached prompts, one after the other; their digests are made before. The host is new
+    (`has_room`), or each prompt takes the place of an older one. Returns the time of one, and the host hits of the last
+    but one."""
     gc.unfreeze()
     side = None if has_room else STORES.get(num_blocks)
     if side is None:
@@ -221,7 +221,7 @@ def store(num_blocks: int, number: int, has_room: bool) -> dict[str, float]:
     took = {"wall_s": 0.0, "cpu_s": 0.0}
     prompts = [_new_prompt(num_blocks) for _ in range(number)]
     gc.collect()
-    gc.freeze()  # as the other side does; and what is collected behind this call keeps no core busy while that is timed
+    gc.freeze()  # as the other side does, so that no later collection keeps a core busy while that side is timed
     for prompt in prompts:
         request = side.request(prompt)
         one = line.timed_once(lambda request=request: side.serve(request))
@@ -242,7 +242,7 @@ REPLAYS: dict[str, list[list[int]]] = {}
 
 
 def prepare_replay(path: str, limit: int) -> int:
-    """Prompts of a trace: each id a block, and one more token."""
+    """Read the prompts of a trace: each id is a block, and one more token follows."""
     with open(path) as lines:
         found = [json.loads(text)["hash_ids"] for text in itertools.islice(lines, limit)]
     REPLAYS[path] = [[*(number for number in ids for _ in range(BLOCK_SIZE)), 0] for ids in found]
@@ -250,7 +250,7 @@ def prepare_replay(path: str, limit: int) -> int:
 
 
 def replay(path: str, num_device: int, num_host: int) -> dict[str, float]:
-    """All of them, one after the other, on empty pools: seconds for one request, and the blocks that hit."""
+    """Serve all prompts one after the other, on empty pools: seconds for one request, and the blocks that hit."""
     side, prompts = SchedulerSide(num_device + 1, num_host), REPLAYS[path]
 
     def serve_all() -> None:

@@ -1,7 +1,7 @@
-"""An HTTP server with the face of OpenAI's API around the engine: `python -m aoffload.integrations.openai_server`.
+"""An HTTP server with OpenAI's API around the engine: `python -m aoffload.integrations.openai_server`.
 
-A request lives in the task of its handler, and in nothing else: there is no table of requests that somebody has to keep
-in order. Who hangs up has that task cancelled, and with it goes every pin.
+A request lives only in the task of its handler; there is no table of requests to maintain. When a client disconnects,
+that task is cancelled and the request releases all its blocks.
 
     endpoint `Answering`: body -> `Wish` -> a place of `Admission` -> `Visit` around everything that may be cut short
         engine.generate -> tokens -> `Flow` -> text -> `Stream` or one object -> `Reply`
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`make_app` needs starlette; everything else here doesn't."""
+    """Import `make_app` when it is used: only it needs starlette."""
     if name == "make_app":
         from .app import make_app
 

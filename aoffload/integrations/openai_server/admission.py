@@ -1,4 +1,4 @@
-"""How many requests the server takes in, and until when."""
+"""How many requests the server admits, and until when."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["Admission", "ServerState"]
 class ServerState(enum.Enum):
     OPEN = "ok"
     DRAINING = "draining"
-    """Those inside get their answers, nobody else comes in."""
+    """Admitted requests get their answers; new ones are refused."""
     ENDING = "ending"
-    """Those inside are told to go."""
+    """Admitted requests are ended with 503."""
 
 
 @attrs.define(eq=False)
 class Admission:
-    """Counts those inside: running, waiting for the engine, or being sent their answer."""
+    """Counts admitted requests: running, waiting for the engine, or being sent their answer."""
 
     max_inside: int
     num_inside: int = attrs.field(default=0, init=False)
     num_refused: int = attrs.field(default=0, init=False)
-    """Sent away because there were too many."""
+    """Requests refused with 429, because there were too many."""
     state: ServerState = attrs.field(default=ServerState.OPEN, init=False)
     _ending: anyio.Event = attrs.field(factory=anyio.Event, init=False)
     _empty: anyio.Event = attrs.field(factory=anyio.Event, init=False)
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place inside, for as long as the block; `ApiError` with 429 or 503 if there is none."""
+        """Hold a place for the duration of the block; `ApiError` with 429 or 503 if there is none."""
         if self.state is not ServerState.OPEN:
             raise unavailable("the server is being shut down")
         if self.num_inside >= self.max_inside:
@@ -51,21 +51,21 @@ class Admission:
                 self._empty.set()
 
     def drain(self) -> None:
-        """From now on nobody is taken in."""
+        """Refuse requests from here on."""
         if self.state is ServerState.OPEN:
             self.state = ServerState.DRAINING
 
     def end(self) -> None:
-        """Tell those inside to go."""
+        """End the admitted requests."""
         self.state = ServerState.ENDING
         self._ending.set()
 
     async def wait_ending(self) -> None:
-        """Until those inside have to go."""
+        """Wait for `end`."""
         await self._ending.wait()
 
     async def wait_empty(self) -> None:
-        """Until nobody is inside. Only after `drain`, or somebody may come in again."""
+        """Wait until no request is left. Only after `drain`, or more may be admitted."""
         while self.num_inside:
             self._empty = anyio.Event()
             await self._empty.wait()

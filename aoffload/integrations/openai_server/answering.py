@@ -1,4 +1,4 @@
-"""One endpoint that answers: from the body to the last byte, in the task of its request."""
+"""An endpoint: handles a request from its body to the last byte of the answer, in the request's task."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 __all__ = ["Answering", "Service"]
 
 FAREWELL_S = 1.0
-"""How long a client may take to read that its answer was ended."""
+"""Seconds that a client has to read the error that ends its answer."""
 LONG_TEXT = 8192
-"""Characters of a prompt from which it is worth a thread to turn it into tokens."""
+"""Prompts of at least this many characters are tokenized in a thread."""
 
 
 @attrs.frozen(kw_only=True)
 class Service:
-    """What both endpoints work with."""
+    """What both endpoints share."""
 
     engine: PagedEngine
     tokenizer: Tokenizer
@@ -50,12 +50,12 @@ class Service:
     max_body_bytes: int
     answer_timeout_s: float
     tokenizing: anyio.CapacityLimiter = attrs.field(factory=lambda: anyio.CapacityLimiter(1))
-    """One thread at a time: tokenizers of transformers are not made for more."""
+    """One thread at a time: tokenizers of transformers are not thread-safe."""
 
 
 @attrs.frozen(kw_only=True)
 class Answering:
-    """An ASGI application for one path. Everything that a request holds, it holds inside of this call."""
+    """An ASGI application for one path. All state of a request lives inside this call."""
 
     service: Service
     read: Callable[[Fields, Limits], Wish]

@@ -1,4 +1,4 @@
-"""The application: which path leads where, and an error of one shape wherever there is none."""
+"""The ASGI application: its routes, and errors of one shape for everything else."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["make_app"]
 
 
 def make_app(service: Service) -> Starlette:
-    """An ASGI application around an engine that is open, and stays so for as long as the application is used.
+    """An ASGI application around an engine, which has to stay open for as long as the application is used.
 
-    It has no state besides `service`, and starts nothing by itself. It runs in the event loop of the engine, whichever
-    of asyncio and trio that is.
+    It has no state besides `service` and starts nothing by itself. It runs in the event loop of the engine, asyncio or
+    trio.
     """
     views = _Views(service, int(time.time()))
     completions = Answering(service=service, read=read_completion, new_wire=CompletionWire.new, prompt_field="prompt")
@@ -44,7 +44,7 @@ def make_app(service: Service) -> Starlette:
 
 @attrs.frozen
 class _Views:
-    """What is only looked at."""
+    """The read-only endpoints."""
 
     service: Service
     created: int
@@ -59,7 +59,7 @@ class _Views:
         return JSONResponse(self._model())
 
     async def health(self, _: Request) -> Response:
-        """200 while requests are taken in, 503 once they are not."""
+        """200 while requests are admitted, 503 afterwards."""
         admission = self.service.admission
         status = 200 if admission.state is ServerState.OPEN else 503
         return JSONResponse({"status": admission.state.value, "num_requests": admission.num_inside}, status)
@@ -79,7 +79,7 @@ async def _say(_: Request, error: Exception) -> Response:
 
 
 async def _say_http(request: Request, error: Exception) -> Response:
-    """Of the routes: 404 and 405."""
+    """Errors of the routing: 404 and 405."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path:.200}: {error.detail}"
     found = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None)
@@ -87,6 +87,6 @@ async def _say_http(request: Request, error: Exception) -> Response:
 
 
 async def _say_internal(_: Request, error: Exception) -> Response:
-    """A mistake of ours. Who runs the server reads the traceback in its log."""
+    """A defect of the server. Its log has the traceback."""
     found = ApiError(500, f"internal error: {type(error).__name__}", kind="server_error", code="internal_error")
     return JSONResponse(found.as_dict(), 500)

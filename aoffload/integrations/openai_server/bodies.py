@@ -1,4 +1,4 @@
-"""What a client wants: the bodies of /v1/completions and /v1/chat/completions, checked and as one kind of value."""
+"""The bodies of /v1/completions and /v1/chat/completions, checked and turned into a `Wish`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SALT_CHARACTERS = 1024
 COMPLETION_TOKENS = 16
 """OpenAI's own default."""
 CHAT_TOKENS = 256
-"""OpenAI's default is all there is room for. Room is granted before a request begins, so that has to be asked for."""
+"""OpenAI's default is the rest of the context. Room is granted before a request begins, so more has to be asked for."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -34,25 +34,25 @@ class Limits:
 
 @attrs.frozen(kw_only=True)
 class Wish:
-    """One answer that somebody wants."""
+    """One requested answer."""
 
     prompt: Prompt
     prompt_field: str
     max_tokens: int | None
-    """None: the client leaves it to us."""
+    """None: as many as `default_tokens`."""
     max_tokens_field: str
     default_tokens: int
     stop: tuple[str, ...]
     ignore_eos: bool
     is_streamed: bool
     has_usage: bool
-    """A stream is to end with an event about its tokens."""
+    """Whether a stream ends with an event that has the token counts."""
     cache_salt: str | None
     reads_cache: bool
     is_stored: bool
 
     def num_new_tokens(self, num_prompt_tokens: int, limits: Limits) -> int:
-        """How long its answer may get; `ApiError` naming what is too long."""
+        """The most tokens of its answer; `ApiError` naming the field that is too long."""
         left = limits.num_tokens - num_prompt_tokens
         if left < 1:
             problem = f"has {num_prompt_tokens} tokens; with one of the answer, {limits.num_tokens} fit"
@@ -93,7 +93,7 @@ def read_chat(fields: Fields, limits: Limits) -> Wish:
 def _read_common(
     fields: Fields, prompt: Prompt, prompt_field: str, max_tokens: int | None, max_tokens_field: str, default: int
 ) -> Wish:
-    """What both bodies have, and the end of them."""
+    """Read the fields that both bodies share, then refuse all unread ones."""
     _refuse_sampling(fields)
     is_streamed = fields.optional("stream", boolean, False)
     offload = fields.optional("kv_offload", Fields.inside, Fields({}))
@@ -129,7 +129,7 @@ def no_model(name: str, known: str) -> ApiError:
 
 
 def _refuse_sampling(fields: Fields) -> None:
-    """Answers are greedy, and there is one of them."""
+    """Refuse sampling options: there is one answer, and it is greedy."""
     for name, *neutral in (
         ("n", 1), ("temperature", 0), ("top_p", 1), ("top_k", 0, -1, 1), ("min_p", 0), ("repetition_penalty", 1),
         ("presence_penalty", 0), ("frequency_penalty", 0), ("logit_bias", {}), ("min_tokens", 0),
@@ -150,7 +150,7 @@ def _prompt_reader(limits: Limits) -> Reader[Prompt]:
             if len(value) >= limits.num_tokens:
                 raise too_long(param, f"has {len(value)} tokens; with one of the answer, {limits.num_tokens} fit")
             if set(map(type, value)) == {int} and 0 <= min(value) <= max(value) < limits.vocab_size:
-                return TokenPrompt(value)  # without a call for each of them
+                return TokenPrompt(value)  # saves a call for each id
             return TokenPrompt(items(read_id, most=limits.num_tokens)(param, value))
         return _text_prompt(param, value)
 

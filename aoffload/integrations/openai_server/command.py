@@ -26,7 +26,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal says otherwise."""
+    """Serve until SIGTERM or SIGINT; returns the exit status."""
     options = parse_options(arguments)
     torch.set_num_threads(options.num_threads)
     try:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.write_tokenizer is not None:
             _write_tokenizer(options)
         else:
-            with bind(options.host, options.port) as sock:  # before the work of making a model
+            with bind(options.host, options.port) as sock:  # before the model is loaded, which takes long
                 anyio.run(_serve, options, sock)
     except AoffloadError as error:
         make_parser().error(_by_option(error))
@@ -54,7 +54,7 @@ async def _serve(options: ServerOptions, sock: socket.socket) -> None:
         log = files.enter_context(options.log.open("w", encoding="utf-8")) if options.log is not None else None
         model = load_model(options.model, seed=options.seed, device=options.device)
         async with open_service(options, model, make_logger(log)) as service:
-            gc.freeze()  # what is there stays: going through it over and over holds up the loop for 200 ms at a time
+            gc.freeze()  # these objects stay: scanning them again and again blocks the loop for 200 ms at a time
             listener = Listener(make_app(service), service.admission, sock)
             async with anyio.create_task_group() as group:
                 await group.start(listener.run)
@@ -66,7 +66,7 @@ async def _serve(options: ServerOptions, sock: socket.socket) -> None:
 async def _drain_on_signal(
     signals: AsyncIterator[signal.Signals], listener: Listener, admission: Admission, timeout_s: float
 ) -> None:
-    """The first signal drains, a second one leaves no more time for it."""
+    """Drain at the first signal; a second one ends the drain at once."""
     await anext(signals)
     async with anyio.create_task_group() as group:
 

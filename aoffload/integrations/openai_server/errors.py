@@ -1,4 +1,4 @@
-"""What a client is told when it gets no answer: a status, and an error of OpenAI's shape."""
+"""Errors for clients: a status, and an error object of OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..failures import EngineClosed
 __all__ = ["ApiError", "HungUp", "bad_field", "error_of", "too_long"]
 
 RETRY_AFTER_S = 1
-"""What a client that was sent away is told to wait. Answers take about as long, so there is room again by then."""
+"""How long a refused client is told to wait: about as long as an answer takes, so there should be room again."""
 
 
 class HungUp(Exception):  # noqa: N818 - reads as what it is at the call
-    """The client has closed its connection: there is nobody to tell."""
+    """The client has closed its connection, so there is nothing to answer."""
 
 
 class ApiError(Exception):
-    """`param` names the field it is about; None: no field is to blame. `retry_after_s` becomes a header."""
+    """`param` names the field at fault; None: no field is. `retry_after_s` becomes a header."""
 
     def __init__(
         self,
@@ -57,18 +57,18 @@ def too_long(param: str, problem: str) -> ApiError:
 
 
 def unavailable(message: str) -> ApiError:
-    """503: it would do at another time, or at another server."""
+    """503: the request may succeed later, or at another server."""
     return ApiError(503, message, kind="server_error", code="unavailable", retry_after_s=RETRY_AFTER_S)
 
 
 def too_many(num_inside: int) -> ApiError:
-    """429: the bound of admission."""
+    """429: the server has admitted as many requests as it may."""
     message = f"{num_inside} requests are in the server already, which is all it takes"
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
 
 
 def error_of(error: AoffloadError, prompt_field: str) -> ApiError:
-    """What the engine raised, to the client that asked. `prompt_field` holds its prompt."""
+    """The client's error for an error of the engine. `prompt_field` is the field with its prompt."""
     if isinstance(error, InvalidArgument):
         return bad_field(prompt_field if error.argument == "token_ids" else error.argument, error.problem)
     if isinstance(error, OutOfBlocks):

@@ -1,4 +1,4 @@
-"""The fields of a body: each is read by name and type, and what nobody has read is refused by name."""
+"""The fields of a body: each is read by name and type, and unread fields are refused by name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Fields", "Reader", "boolean", "integer", "is_text", "items", "text"]
 Value = TypeVar("Value")
 Default = TypeVar("Default")
 Reader = Callable[[str, object], Value]
-"""Takes where a value is in the body, and the value; raises `ApiError`."""
+"""Takes the place of a value in the body, and the value; raises `ApiError`."""
 
 
 @attrs.define(eq=False)
 class Fields:
-    """An object of the body. `where` is its place: "" for the body itself. null is the same as not there."""
+    """An object of the body. `where` is its place: "" for the body itself. null counts as missing."""
 
     _values: Mapping[str, object]
     _where: str = ""
@@ -35,7 +35,7 @@ class Fields:
             found = json.loads(body, parse_constant=_refuse_constant)
         except RecursionError:
             raise ApiError(400, "the body is nested too deeply") from None
-        except ValueError as error:  # no UTF-8, no JSON, or an integer of thousands of digits
+        except ValueError as error:  # not UTF-8, not JSON, or an integer of thousands of digits
             raise ApiError(400, f"the body is not JSON: {error}") from None
         if not isinstance(found, dict):
             raise ApiError(400, f"the body must be a JSON object, not {_type_name(found)}")
@@ -60,11 +60,11 @@ class Fields:
         return self.required(name, read)
 
     def ignored(self, *names: str) -> None:
-        """Fields that change nothing about an answer, whatever they hold."""
+        """Accept fields that never change an answer, whatever they hold."""
         self._unread.difference_update(names)
 
     def neutral(self, name: str, *values: object) -> None:
-        """A field that would change the answer in a way that nobody computes here: only `values` are taken."""
+        """Accept a field that is not supported only with one of `values`, which leave the answer as it is."""
         value = self._values.get(name)
         if value is not None and not any(_is_same(value, neutral) for neutral in values):
             known = ", ".join(json.dumps(neutral) for neutral in (*values, None))
@@ -72,7 +72,7 @@ class Fields:
         self._unread.discard(name)
 
     def finish(self) -> None:
-        """Whatever is left is a typing mistake, or something that would silently not be done."""
+        """Refuse unread fields: each is a typing mistake, or would be ignored silently."""
         if self._unread:
             raise bad_field(self._where + min(self._unread), "is no field of this request", "unknown_field")
 
@@ -95,7 +95,7 @@ def is_text(value: str) -> bool:
 
 
 def boolean(param: str, value: object) -> bool:
-    """A `Reader`."""
+    """A `Reader` of booleans."""
     if not isinstance(value, bool):
         raise bad_field(param, f"must be true or false, not {_type_name(value)}")
     return value

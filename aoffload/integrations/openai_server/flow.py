@@ -1,4 +1,4 @@
-"""The text of one answer, as it comes."""
+"""The text of one answer, while it is generated."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Flow"]
 
 @attrs.define(eq=False)
 class Flow:
-    """Takes tokens from the engine's loop, which does not wait, and hands pieces of text to whoever sends them.
+    """Takes tokens from the engine's loop without blocking it, and hands pieces of text to the task that sends them.
 
-    What lies in between is bounded by the length of the answer.
+    The text in between is bounded by the length of the answer.
     """
 
     speller: Speller
     stops: Stops
     end_token_ids: frozenset[int]
-    """Those that end this answer."""
+    """Tokens that end this answer."""
     _finish_reason: str = "length"
     _pieces: list[str] = attrs.field(factory=list)
     _is_over: bool = False
@@ -29,11 +29,11 @@ class Flow:
 
     @property
     def finish_reason(self) -> str:
-        """`stop` if the answer came to its own end or to a stop string; `length` if it was as long as it may get."""
+        """`stop` if the answer ended with an end token or a stop string, `length` if at its limit."""
         return "stop" if self.stops.was_met else self._finish_reason
 
     def take(self, token_id: int) -> bool:
-        """A token; whether it is the last one."""
+        """Take a token; returns whether it is the last one."""
         if token_id in self.end_token_ids:
             self._finish_reason = "stop"
             return True
@@ -41,24 +41,24 @@ class Flow:
         return self.stops.was_met
 
     def finish(self) -> None:
-        """No token comes any more."""
+        """Add the text that was held back: no further token comes."""
         self._put(self.stops.feed(self.speller.finish()))
         self._put(self.stops.finish())
         self.close()
 
     def close(self) -> None:
-        """Whoever waits for more has all there is."""
+        """End the text: `next_text` does not wait any more."""
         self._is_over = True
         self._news.set()
 
     def text(self) -> str:
-        """All text that nobody has taken yet."""
+        """Take all text that was not taken yet."""
         text = "".join(self._pieces)
         self._pieces.clear()
         return text
 
     async def next_text(self) -> str:
-        """Wait for more text: that of one token, or of several where the reader was slower. Empty: it is over."""
+        """Wait for more text: that of one token, or of several if the reader is slower. Empty: the text is over."""
         while not self._pieces and not self._is_over:
             self._news = anyio.Event()
             await self._news.wait()

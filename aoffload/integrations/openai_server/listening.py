@@ -1,4 +1,4 @@
-"""uvicorn around an application, and the way it ends."""
+"""Runs an application in uvicorn and shuts it down."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["Listener", "bind"]
 
 LAST_BYTES_S = 2
-"""What open connections get to take in their last bytes once nobody is inside any more."""
+"""Seconds that open connections get at the end to receive their last bytes."""
 BACKLOG = 2048
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has its address and does not listen yet. Raises `InvalidArgument` naming `port`."""
+    """A socket bound to its address, not listening yet. Raises `InvalidArgument` naming `host` or `port`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
@@ -52,7 +52,7 @@ class Listener:
             timeout_graceful_shutdown=LAST_BYTES_S,
         )
         self._server = uvicorn.Server(config)
-        # Uvicorn's own way to end at a signal knows nothing of `drain`: it cancels those inside after LAST_BYTES_S.
+        # Uvicorn's own handling of signals bypasses `drain`: it cancels requests after LAST_BYTES_S.
         self._server.capture_signals = contextlib.nullcontext
         self._admission = admission
         self._socket = sock
@@ -63,8 +63,8 @@ class Listener:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serve until `drain` is through; nothing is open afterwards. Started once clients can connect."""
-        self._socket.listen(BACKLOG)  # whoever connects before uvicorn has begun waits in the kernel
+        """Serve until `drain` is done, then close the socket. Reports `started` once clients can connect."""
+        self._socket.listen(BACKLOG)  # clients that connect before uvicorn has begun wait in the kernel
         task_status.started()
         try:
             await self._server.serve(sockets=[self._socket])
@@ -72,7 +72,7 @@ class Listener:
             self._socket.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nobody in any more, let those inside get their answers, tell them to go after `timeout_s`; then end."""
+        """Refuse new requests, let admitted ones finish for up to `timeout_s`, end the rest; then stop serving."""
         self._admission.drain()
         with anyio.move_on_after(timeout_s):
             await self._admission.wait_empty()

@@ -1,4 +1,4 @@
-"""The way to `aoffload.metrics`, which has an extra of its own and need not be there."""
+"""Access to `aoffload.metrics`, which needs an extra that may not be installed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["Metrics", "NoMetrics", "PrometheusMetrics", "find_metrics"]
 
 
 class Metrics(Protocol):
-    """What counts the events of a runtime, and says how many there were."""
+    """Counts the events of a runtime."""
 
     @property
     def runtime_options(self) -> Mapping[str, Any]:
-        """What the runtime is to be opened with."""
+        """Arguments that the runtime is opened with."""
         ...
 
     def watch(self, runtime: OffloadRuntime) -> None: ...
 
     def scrape(self) -> tuple[bytes, str]:
-        """Text for Prometheus and its content type; `ApiError` with 501 if there is none. In the loop's thread."""
+        """Text for Prometheus and its content type; `ApiError` with 501 without metrics. In the loop's thread."""
         ...
 
 
 def find_metrics() -> Metrics:
-    """Those of `aoffload.metrics`, if that can be imported."""
+    """The metrics of `aoffload.metrics`, or `NoMetrics` if that cannot be imported."""
     try:
         return PrometheusMetrics(
             importlib.import_module("aoffload.metrics"), importlib.import_module("prometheus_client")
@@ -45,7 +45,7 @@ class NoMetrics:
     runtime_options: Mapping[str, Any] = attrs.field(factory=dict, init=False)
 
     def watch(self, runtime: OffloadRuntime) -> None:
-        """Nothing to watch it with."""
+        """Does nothing."""
 
     def scrape(self) -> tuple[bytes, str]:
         message = f"there are no metrics in this installation: {self.reason}"
@@ -53,7 +53,7 @@ class NoMetrics:
 
 
 class PrometheusMetrics:
-    """A registry of its own: two servers in one process count for themselves."""
+    """Has a registry of its own, so two servers in one process count separately."""
 
     def __init__(self, metrics: Any, client: Any) -> None:
         self._module, self._client = metrics, client

@@ -1,4 +1,4 @@
-"""From options to a service: the model, its tokenizer, the runtime and the engine, open for as long as a block."""
+"""From options to a service: tokenizer, runtime and engine, open for the duration of a block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOST_TOKENS = 32_768
 
 @asynccontextmanager
 async def open_service(options: ServerOptions, model: PagedModel, logger: Any = None) -> AsyncIterator[Service]:
-    """A service on an engine with `model`. Raises `ConfigError` or `InvalidArgument` for what can't work."""
+    """A service on an engine with `model`. Raises `ConfigError` or `InvalidArgument` for options that cannot work."""
     engine_options = EngineOptions(block_size=BLOCK_SIZE, max_running=options.max_running)
     limits = limits_of(options, model)
     tokenizer = tokenizer_of(options, model)
@@ -57,9 +57,9 @@ async def open_service(options: ServerOptions, model: PagedModel, logger: Any = 
 
 
 def limits_of(options: ServerOptions, model: PagedModel) -> Limits:
-    """What one request may have: no more than the model was made for, nor than fits on the device.
+    """The limits of one request: what the model supports and what fits on the device.
 
-    A request of a model with several groups takes a block of each, where a window has not passed by.
+    With several groups a request takes blocks of each group, except before that group's window.
     """
     room = _num_device_blocks(options, model) // len(model.groups) * BLOCK_SIZE
     most = min(model.max_positions, room)
@@ -71,7 +71,7 @@ def limits_of(options: ServerOptions, model: PagedModel) -> Limits:
 
 
 def tokenizer_of(options: ServerOptions, model: PagedModel) -> Tokenizer:
-    """That of the model's directory if it has one, else the byte-level one."""
+    """The tokenizer in the model's directory if there is one, else the byte-level one."""
     if options.model not in MODEL_NAMES:
         found = PretrainedTokenizer.of_directory(options.model, model.end_token_ids)
         if found is not None:

@@ -1,4 +1,4 @@
-"""What the server is told once, and the command line that says it."""
+"""The options of the server, and its command line."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ServerOptions:
     model: str = "llama"
     """A name of `MODEL_NAMES`, or a local directory."""
     served_name: str | None = None
-    """What clients call the model; None: its name, or that of its directory."""
+    """Name of the model for clients; None: its own name, or that of its directory."""
     seed: int = 0
     device: str = "cpu"
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: a free one."""
+    """0: any free port."""
     num_device_blocks: int | None = None
     """None: 8,192 tokens for each group of layers."""
     num_host_blocks: int | None = None
@@ -38,20 +38,20 @@ class ServerOptions:
     max_running: int = 16
     """Requests in the engine at a time."""
     max_requests: int = 256
-    """Requests in the server at a time; who comes on top is sent away with 429."""
+    """Requests in the server at a time; further ones are refused with 429."""
     max_tokens: int | None = None
     """Prompt and answer of one request; None: what the model and the device have room for."""
     max_body_bytes: int = 2**20
     answer_timeout_s: float = 600.0
     """From the end of the body to the last byte read by the client."""
     drain_timeout_s: float = 30.0
-    """What those inside get after SIGTERM to be done."""
+    """How long admitted requests may take to finish after SIGTERM."""
     num_threads: int = 1
-    """Of torch, for the arithmetic."""
+    """Threads of torch."""
     log: Path | None = None
     """One JSON line for each event of the runtime."""
     write_tokenizer: Path | None = None
-    """Write the byte-level tokenizer there, and serve nothing."""
+    """Write the byte-level tokenizer into this directory, and serve nothing."""
 
 
 def make_parser() -> argparse.ArgumentParser:

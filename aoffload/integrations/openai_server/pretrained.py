@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory, by transformers: files only, no code from there, no network."""
+"""The tokenizer of a model directory, by transformers: files only, no code from the directory, no network."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .tokenizer import Message, Speller
 __all__ = ["PretrainedTokenizer"]
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-"""One of them is there where there is a tokenizer."""
+"""A directory with a tokenizer has at least one of these."""
 MAX_HELD = 8
-"""Tokens without whole characters after which they are shown as they are: then they are no part of any."""
+"""Text that ends in an incomplete character is held back for fewer tokens than this, then shown as it is."""
 REPLACEMENT = "\ufffd"
 
 
@@ -31,7 +31,7 @@ class PretrainedTokenizer:
 
     @classmethod
     def of_directory(cls, directory: str | Path, end_token_ids: frozenset[int]) -> PretrainedTokenizer | None:
-        """None: there is none in it. Raises `ConfigError` naming `model` if what is there can't be loaded."""
+        """The tokenizer in `directory`; None if it has none. `ConfigError` naming `model` if it cannot be loaded."""
         if not any((Path(directory) / name).exists() for name in FILES):
             return None
         from transformers import AutoTokenizer

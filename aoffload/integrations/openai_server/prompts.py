@@ -15,7 +15,7 @@ __all__ = ["ChatPrompt", "Prompt", "TextPrompt", "TokenPrompt"]
 class Prompt(Protocol):
     @property
     def num_characters(self) -> int:
-        """How much work it is to turn it into tokens."""
+        """Characters to tokenize."""
         ...
 
     def encode(self, tokenizer: Tokenizer) -> Sequence[int]: ...

@@ -1,4 +1,4 @@
-"""One HTTP response: a JSON object, or a stream of events; and an error, wherever it has got to."""
+"""One HTTP response: a JSON object or a stream of events, and an error at any point."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class _State(enum.Enum):
 
 
 class Reply:
-    """Around `send` of one request."""
+    """Sends one response through the `send` of its request."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._state = _State.NEW
 
     async def whole(self, value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] = NO_HEADERS) -> None:
-        """The response as one JSON object."""
+        """Send the response as one JSON object."""
         body = json.dumps(value, separators=(",", ":")).encode("ascii")
         self._state = _State.OVER
         about = {"content-type": "application/json", "content-length": str(len(body)), **headers}
@@ -41,18 +41,18 @@ class Reply:
         await self._more(body, False)
 
     async def event(self, value: Mapping[str, Any]) -> None:
-        """One event of a stream. The first one begins the response: until then an error has a status of its own."""
+        """Send one event of a stream. The first one begins the response; before it an error can have its own status."""
         await self._begin_stream()
         await self._more(sse.event(value), True)
 
     async def end_stream(self) -> None:
-        """The stream is complete."""
+        """Complete the stream."""
         await self._begin_stream()
         self._state = _State.OVER
         await self._more(sse.DONE, False)
 
     async def fail(self, error: ApiError) -> None:
-        """Say what went wrong: as the response, or as the last event of one that has begun."""
+        """Send the error: as the response with its own status, or as the last event of a stream that has begun."""
         if self._state is _State.NEW:
             await self.whole(error.as_dict(), error.status, error.headers)
         elif self._state is _State.STREAMING:

@@ -1,4 +1,4 @@
-"""Server-sent events, as the streams of this API use them: one line of JSON each, and a last one that says so."""
+"""Server-sent events, as the streams of this API use them: one line of JSON each, and `[DONE]` as the last one."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """One event. JSON in ASCII has no line break and no half character, whatever the text holds."""
+    """One event. JSON in ASCII has no line break and no partial character, whatever the text holds."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n\n"

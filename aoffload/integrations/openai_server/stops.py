@@ -9,9 +9,9 @@ __all__ = ["Stops"]
 
 @attrs.define(eq=False)
 class Stops:
-    """Lets a text through up to the first of `stops`, which it swallows.
+    """Lets a text through up to the first of `stops`, which it drops.
 
-    What may turn out to be the beginning of one is held back until that is known.
+    Text that may be the beginning of a stop string is held back until that is known.
     """
 
     stops: tuple[str, ...]
@@ -19,7 +19,7 @@ class Stops:
     _held: str = ""
 
     def feed(self, text: str) -> str:
-        """What of the text so far can be shown now, and was not yet."""
+        """Add `text`; returns the text that can be shown now and was not before."""
         if self.was_met:
             return ""
         text = self._held + text
@@ -33,7 +33,7 @@ class Stops:
         return text[: len(text) - num_held]
 
     def finish(self) -> str:
-        """The text is over: what was held back was no stop."""
+        """The text is over: returns what was held back, which was no stop string."""
         held, self._held = self._held, ""
         return held
 

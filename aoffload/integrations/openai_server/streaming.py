@@ -19,16 +19,16 @@ __all__ = ["Stream"]
 
 @attrs.define(eq=False)
 class Stream:
-    """Sends what there is while more is made. A reader that is slow holds up nobody, and no block."""
+    """Sends text while more is generated. A slow reader holds up no other request and keeps no blocks."""
 
     flow: Flow
     wire: Wire
     reply: Reply
     has_usage: bool = attrs.field(kw_only=True)
-    """Whether an event about the tokens comes last; then the others say that theirs is null."""
+    """Whether the last event has the token counts; all others then have `usage: null`."""
 
     async def run(self, generate: Callable[[], Awaitable[Generation]]) -> None:
-        """Generate and send; raises what `generate` raised of `AoffloadError`, after all text before that was sent."""
+        """Generate and send. Raises the `AoffloadError` of `generate` after all text before it was sent."""
         outcome: list[Generation | AoffloadError] = []
 
         async def make() -> None:
@@ -48,7 +48,7 @@ class Stream:
         await self._send_end(found)
 
     async def _send_text(self) -> None:
-        """With the first text goes what comes before it: until there is some, an error has a status of its own."""
+        """Send the text. The opening goes with the first piece; until then an error can still have its own status."""
         opening = self.wire.first()
         while text := await self.flow.next_text():
             for value in [*opening, self.wire.piece(text)]:

@@ -14,7 +14,7 @@ __all__ = ["ByteTokenizer", "Message", "Speller", "Tokenizer"]
 
 NUM_BYTES = 256
 SPECIALS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-"""What a chat is made of: ids of their own, which no text is turned into."""
+"""Markers of the parts of a chat. They have ids of their own, which no text is encoded as."""
 SYLLABLES = tuple(consonant + vowel for consonant in "bdklmnrstv" for vowel in "aeiou")
 
 
@@ -26,14 +26,14 @@ class Message:
 
 
 class Speller(Protocol):
-    """Spells one answer. A character may take several tokens, so a token may have no text yet."""
+    """Turns one answer's tokens into text. A character may take several tokens, so a token may give no text yet."""
 
     def feed(self, token_id: int) -> str:
         """The text that is complete with this token."""
         ...
 
     def finish(self) -> str:
-        """What is left, with replacement characters for what never became complete."""
+        """The text that is left, with replacement characters for incomplete ones."""
         ...
 
 
@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
         ...
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a chat, up to where the assistant's answer begins. `ApiError` if the model can't say it."""
+        """The tokens of a chat, up to where the assistant's answer begins. `ApiError` if the model cannot render it."""
         ...
 
     def speller(self) -> Speller: ...
@@ -55,8 +55,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Every byte of UTF-8 is a token, id 0 to 255; four ids mark the parts of a chat.
 
-    The other ids of the vocabulary, which a model with random weights picks as often as any, are words: text in which
-    one can see that two answers differ. No text is turned into them.
+    The other ids of the vocabulary, which a model with random weights picks as often as any, spell words: with them
+    one sees whether two answers differ. No text is encoded as them.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -83,7 +83,7 @@ class ByteTokenizer:
         return _ByteSpeller(self)
 
     def spelling(self, token_id: int) -> bytes:
-        """What a token stands for: nothing, for the parts of a chat."""
+        """The bytes that a token stands for; empty for the markers of a chat."""
         if token_id < NUM_BYTES:
             return bytes([token_id])
         number = token_id - NUM_BYTES - len(SPECIALS)
@@ -103,7 +103,7 @@ class _ByteSpeller:
 
 
 def word(number: int) -> str:
-    """The word of that number, with a space before it: two syllables or more, another one for each number."""
+    """The word of `number`, with a space before it: two syllables or more, a different word for each number."""
     syllables: list[str] = []
     while number or len(syllables) < 2:
         number, index = divmod(number, len(SYLLABLES))

@@ -23,10 +23,10 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(tokenizer: ByteTokenizer, directory: str | Path, *, max_tokens: int) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`; the directory is made if it is not there.
+    """Write `tokenizer.json` and `tokenizer_config.json`; makes the directory if it is missing.
 
-    It encodes as the server does, but for the four names of the parts of a chat, which are text to the server.
-    `max_tokens` is what programs read as the longest prompt. Raises `InvalidArgument` naming `directory`.
+    The files encode text as the server does, except for the four markers of a chat, which the server encodes as plain
+    text. Programs read `max_tokens` as the longest prompt. Raises `InvalidArgument` naming `directory`.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -50,7 +50,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 def _tokenizer_json(tokenizer: ByteTokenizer) -> dict[str, Any]:
-    """The format of the tokenizers library: pair encoding in which no pair is ever joined."""
+    """The format of the tokenizers library: byte-pair encoding without merges."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
@@ -83,7 +83,7 @@ def _vocabulary(tokenizer: ByteTokenizer) -> dict[str, int]:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in such files: itself where it can be seen, else one from 256 on."""
+    """The character that stands for each byte in such files: itself if it is visible, else one from 256 on."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(NUM_BYTES) if byte not in seen]
     return [chr(byte if byte in seen else NUM_BYTES + hidden.index(byte)) for byte in range(NUM_BYTES)]

@@ -1,4 +1,4 @@
-"""A client's visit: as long as it is there, and there is time."""
+"""A client's visit: work that runs while the client is connected and has time left."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Visit", "read_body"]
 
 
 class Visit:
-    """Runs work for a client in a task group of its own. What ends it first, ends all of it.
+    """Runs work for a client in a task group, until it is done, the client leaves, time is up or the server ends.
 
-    Whoever hangs up is noticed by a task that reads from its connection: then the work is cancelled where it waits, and
-    a request of the engine lets go of its blocks in that moment.
+    A task that reads from the connection notices that the client disconnects. The work is then cancelled where it
+    waits, and the engine's request releases its blocks at that moment.
     """
 
     def __init__(self, receive: Receive, admission: Admission, timeout_s: float) -> None:
@@ -30,8 +30,8 @@ class Visit:
         self._timeout_s = timeout_s
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Raises what `work` did of `AoffloadError` and `ApiError`; `HungUp` if the client went; `ApiError` with 503 or
-        504 if the server ends or it took too long."""
+        """Raises the `AoffloadError` or `ApiError` of `work`, `HungUp` if the client disconnects, and `ApiError` with
+        503 if the server ends or 504 if the work takes too long."""
         errors: list[Exception] = []
         async with anyio.create_task_group() as group:
 
@@ -65,8 +65,8 @@ def _took_too_long(timeout_s: float) -> ApiError:
 
 
 async def read_body(receive: Receive, most_bytes: int) -> bytes | None:
-    """The body. None: it is longer than that; all of it was taken from the connection all the same, or the client would
-    still be sending when it is told. Raises `HungUp`."""
+    """The body. None: it is longer than `most_bytes`; it was still read to its end, because a client that is still
+    sending may not read an error. Raises `HungUp`."""
     body = bytearray()
     is_too_long, more = False, True
     while more:

@@ -1,4 +1,4 @@
-"""The objects that answers are made of, in the shape of OpenAI's API."""
+"""The JSON objects of answers, in the shape of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Wire(Protocol):
     def whole(self, text: str, finish_reason: str, usage: Mapping[str, Any]) -> dict[str, Any]: ...
 
     def first(self) -> list[dict[str, Any]]:
-        """What a stream has before its text."""
+        """The objects of a stream before its text."""
         ...
 
     def piece(self, text: str, finish_reason: str | None = None) -> dict[str, Any]: ...
 
     def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """The tokens of the whole, for who has asked for that."""
+        """The token counts of the whole answer, for clients that ask for them."""
         ...
 
 
@@ -110,7 +110,7 @@ class ChatWire:
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
-    """The tokens of one answer, and where those of its prompt came from."""
+    """The token counts of one answer, with the cached tokens of its prompt by tier."""
     num_prompt, num_new = generation.num_prompt_tokens, len(generation.token_ids)
     by_tier = {"device": generation.num_device_tokens, "host": generation.num_host_tokens}
     return {

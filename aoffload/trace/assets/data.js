@@ -1,4 +1,4 @@
-// What the page carries: columns of numbers, each deflated, in base64.
+// The page's data: columns, each deflated, in base64.
 
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f8: Float64Array };
 const NOT_KNOWN = 0xffffffff;
@@ -35,7 +35,7 @@ async function readTrace(raw) {
   return trace;
 }
 
-// Where the moves of each story are, when it began and ended, and in which state it was longest.
+// For each story: where its moves are, when it began and ended, and its longest state.
 function addMoveRanges(trace) {
   const { stories, moves } = trace;
   const count = stories.number.length;

@@ -35,14 +35,14 @@ function shareText(part, whole) {
   return whole ? `${Math.round((100 * part) / whole)} %` : "0 %";
 }
 
-// A step between two marks of the axis: at least so many seconds, and round.
+// The step between two marks of the axis: a round number, at least so many seconds.
 function roundStep(seconds) {
   const power = 10 ** Math.floor(Math.log10(seconds));
   for (const factor of [1, 2, 5]) if (factor * power >= seconds) return clockStep(factor * power);
   return clockStep(10 * power);
 }
 
-// Over a minute, decimal steps are no round ones.
+// Over a minute, decimal steps are not round.
 function clockStep(seconds) {
   if (seconds <= 30) return seconds;
   for (const step of [60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400]) if (step >= seconds) return step;

@@ -1,4 +1,4 @@
-// Bars in lanes. What is narrower than a pixel is drawn once for all that share the pixel.
+// Bars in lanes. Bars narrower than a pixel that share it are drawn once.
 
 const TALLEST = 22;
 const LOWEST = 4;
@@ -15,7 +15,7 @@ class LaneIndex {
     Object.assign(this, { numLanes, startS, stopS });
   }
 
-  // Where the first bar of the lane is that ends at that time or later.
+  // The index of the first bar of the lane that ends at that time or later.
   seek(lane, atS) {
     let [low, high] = [this.offsets[lane], this.offsets[lane + 1]];
     while (low < high) {
@@ -40,7 +40,7 @@ class LaneIndex {
   }
 }
 
-// A scroller with as many lanes as there are, and a canvas as large as what is seen of it.
+// A scroller with all lanes, and a canvas as large as its visible part.
 class Gantt {
   constructor(scroller, index, painter, view) {
     Object.assign(this, { scroller, index, painter, view });
@@ -102,7 +102,7 @@ class Gantt {
   }
 }
 
-// Requests, errands and pins, by state; an abort ends in red.
+// Requests, prefetches, demotions and pins, by state; an abort ends in red.
 class StoryPainter {
   constructor(trace, view) {
     Object.assign(this, { trace, view });

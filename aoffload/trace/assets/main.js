@@ -1,4 +1,4 @@
-// Puts the panels together and listens to whoever looks.
+// Puts the panels together and handles the reader's input.
 
 const MOST_MATCHES = 20;
 const WHEEL_STEP = 0.0015;
@@ -17,7 +17,7 @@ class Page {
     this.isDue = false;
   }
 
-  // However many changes there are, one drawing for each picture that the screen shows.
+  // However many changes there are, draw once per frame.
   redraw() {
     if (this.isDue) return;
     this.isDue = true;
@@ -88,7 +88,7 @@ function fillHeader(trace) {
   $("counts").textContent = outcomeCounts(trace);
 }
 
-// Of requests; errands and pins are drawn among them, but nobody counts those.
+// Counts of requests; prefetches, demotions and pins are drawn among them, but not counted.
 function outcomeCounts(trace) {
   const { kind, outcome } = trace.stories;
   const requests = trace.kinds.indexOf("request");

@@ -21,7 +21,7 @@ class Plot {
     return trace.runtimes.filter((life) => !view.runtime || life.number === view.runtime);
   }
 
-  // The largest pool on the screen, and whatever goes over it.
+  // The largest pool on the screen, or a higher value.
   highest() {
     let highest = 1;
     for (const life of this.runtimes) {

@@ -1,4 +1,4 @@
-// The stretch of time that is on the screen; all panels share it.
+// The time range on the screen; all panels share it.
 
 const MARGIN_SHARE = 0.02;
 const SHORTEST_S = 1e-5;
@@ -46,7 +46,7 @@ class View {
     this.show(this.whole.startS, this.whole.stopS);
   }
 
-  // As much as it needs, and something around it.
+  // Show the whole story, with a margin.
   showStory(startS, stopS) {
     const margin = Math.max((stopS - startS) * 0.5, SHORTEST_S);
     this.show(startS - margin, stopS + margin);
