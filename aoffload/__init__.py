@@ -1,6 +1,6 @@
 """aoffload: a KV cache offload runtime for async LLM serving.
 
-Each request is a task; what it pins lives as long as its `async with` block. See docs/architecture.md.
+Each request is a task. It holds blocks until its `async with` block ends. See docs/architecture.md.
 """
 
 from importlib import import_module as _import_module
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 __version__ = _version("aoffload")
 
-# Imported when first asked for (PEP 562): torch takes seconds, and a program around the `Ledger` does without it.
+# Imported on first access (PEP 562): torch takes seconds to import, and a program around the `Ledger` needs none.
 _NEEDS_TORCH = {
     "Computed": ".steps",
     "OffloadRuntime": ".runtime",
