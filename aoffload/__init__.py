@@ -1,6 +1,6 @@
 """aoffload: a KV cache offload runtime for async LLM serving.
 
-Each request is a task; what it pins lives as long as its `async with` block. See docs/architecture.md.
+Each request is a task. It holds blocks until its `async with` block ends. See docs/architecture.md.
 
 Here is what a program around `OffloadRuntime` names. What programs around the `Ledger`, and plug-ins, need beside it is
 in modules of its own: `aoffload.ledger`, `aoffload.transport`, `aoffload.ranks`, `aoffload.cuda`, `aoffload.keeping`
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __version__ = _version("aoffload")
 
-# Imported when first asked for (PEP 562): torch takes seconds, and a program around the `Ledger` does without it.
+# Imported on first access (PEP 562): torch takes seconds to import, and a program around the `Ledger` needs none.
 _NEEDS_TORCH = {
     "Computed": ".steps",
     "KVRegion": ".transfer.region",

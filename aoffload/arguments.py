@@ -1,6 +1,6 @@
-"""Checks of what callers hand in: a typed error that names the argument, before anything is changed.
+"""Argument checks: each raises a typed error that names the argument, before any state changes.
 
-What is handed in may be anything, also an object that raises when it is compared, read or shown.
+Arguments may be arbitrary objects, including ones that raise when they are compared, iterated or printed.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ __all__ = [
 Kind = TypeVar("Kind")
 
 SHOWN = 80
-"""Characters of a wrong value that a message holds."""
+"""Maximum characters of a rejected value in an error message."""
 
 
 def shown(value: object) -> str:
-    """`value` for a message: short, and whatever its `repr` does."""
+    """A short text of `value` for an error message, even if its `repr` raises."""
     try:
         return f"{value!r:.{SHOWN}}"
-    except Exception:  # noqa: BLE001 - any code may be behind it; the message is about something else
+    except Exception:  # noqa: BLE001 - `repr` may run any code; the error to report is another one
         return f"a {type(value).__name__}"
 
 
 def check_int(
     name: str, value: object, minimum: int, maximum: float = math.inf, error: type[InvalidArgument] = InvalidArgument
 ) -> int:
-    if type(value) is int and minimum <= value <= maximum:  # a subclass may compare otherwise, as bool does
+    if type(value) is int and minimum <= value <= maximum:  # no subclass: bool, or one with other comparisons
         return value
     raise error(name, f"must be an integer in [{minimum}, {maximum}], got {shown(value)}")
 
 
 def number_of(value: object) -> float | None:
-    """`value` as a plain float; None if it is no number, or is not a number."""
+    """`value` as a plain float; None for other types, integers too large for a float, and NaN."""
     if type(value) is not int and not isinstance(value, float):
         return None
     try:
@@ -64,7 +64,7 @@ def check_bool(name: str, value: object) -> None:
 def check_text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(name, f"must be a string, got {shown(value)}")
-    return str.__str__(value)  # a subclass may hash otherwise
+    return str.__str__(value)  # plain: a subclass may override `__hash__`
 
 
 def check_callable(name: str, value: object, error: type[InvalidArgument] = InvalidArgument) -> None:
@@ -81,10 +81,10 @@ def check_type(name: str, value: object, kind: type[Kind], error: type[InvalidAr
 def check_has(
     name: str, value: object, kind: str, attributes: str, error: type[InvalidArgument] = InvalidArgument
 ) -> None:
-    """Whether `value` may be a `kind`, a protocol with these attributes. A class is none, though it has them."""
+    """Raise unless `value` has the `attributes` of the protocol `kind`. Classes are refused even if they have them."""
     try:
         found = not isinstance(value, type) and all(hasattr(value, attribute) for attribute in attributes.split())
-    except Exception:  # noqa: BLE001 - what it raises when it is asked makes it none
+    except Exception:  # noqa: BLE001 - an object whose attributes raise is no `kind`
         found = False
     if not found:
         raise error(name, f"must be a {kind} ({attributes.replace(' ', ', ')}), got {shown(value)}")
@@ -93,7 +93,7 @@ def check_has(
 def as_tuple(
     name: str, value: Iterable[Any], of: str, error: type[InvalidArgument] = InvalidArgument
 ) -> tuple[Any, ...]:
-    """What `value` holds, if it can be read."""
+    """The items of `value`. Raises `error` if it is text or cannot be iterated."""
     if isinstance(value, (str, bytes)):
         raise error(name, f"must be a sequence of {of}, got {shown(value)}")
     try:

@@ -20,7 +20,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class GroupLike(Protocol):
-    """What a configuration asks of a group; `KVCacheGroup` is one."""
+    """The part of a group that the configuration reads; `KVCacheGroup` implements it."""
 
     @property
     def name(self) -> str: ...
@@ -94,7 +94,7 @@ def _as_tuple(groups: Iterable[GroupLike]) -> tuple[GroupLike, ...]:
 
 @attrs.frozen(kw_only=True)
 class OffloadConfig:
-    """Everything the runtime is told once. Times are seconds, sizes bytes.
+    """The configuration of a runtime. Times are in seconds, sizes in bytes.
 
     The host pool is given in blocks (`num_host_blocks`) or in bytes (`host_bytes`), not both.
     """
@@ -103,7 +103,7 @@ class OffloadConfig:
     num_host_blocks: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(0)))
     host_bytes: int | str | None = None
     namespace: str = attrs.field(default="", validator=_text)
-    """Model, revision, dtype: prompts of another namespace never hit."""
+    """Identifies model, revision and dtype: a prompt never hits blocks of another namespace."""
     store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "lazy", "selective", "off"))
     eviction: Any = attrs.field(default="lru", validator=_name_or_object("lru"))
     verify: bool = attrs.field(default=False, validator=_bool)
@@ -111,20 +111,20 @@ class OffloadConfig:
     max_jobs_in_flight: int = attrs.field(default=4, validator=_count(1, 1024))
     max_bytes_in_flight: int | str = "128MiB"
     max_job_bytes: int | str = "32MiB"
-    """A larger transfer is split."""
+    """Larger transfers are split into several jobs."""
     load_timeout_s: float = attrs.field(default=30.0, validator=_seconds)
     """A request stops waiting for a load after this long and computes instead."""
     transfer_timeout_s: float = attrs.field(default=120.0, validator=_seconds)
-    """A launched copy without an end after this long is quarantined."""
+    """After this time, the destination of a launched job without a completion is quarantined."""
     close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
     """How long closing waits for copies in flight before it quarantines them."""
     pending_timeout_s: float = attrs.field(default=2.0, validator=_seconds)
-    """Where an engine keeps its own blocks: how long a request is told to wait for another one's load of the same block
-    before it loads it itself."""
+    """With `engine_blocks`: how long a request is told to wait for another request's load of the same block before it
+    loads the block itself."""
     max_pinned_share: float = attrs.field(default=0.5, validator=_share)
-    """The share of each tier's blocks that `pin` may keep; what requests and transfers pin is not counted."""
+    """Maximum share of each tier's blocks that `pin` may hold. Blocks held by requests and transfers do not count."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
-    """The share of the device's blocks that prefetches under way may take."""
+    """Maximum share of the device's blocks that prefetches under way may take."""
 
     def __attrs_post_init__(self) -> None:
         if not self.groups:
@@ -149,7 +149,7 @@ class OffloadConfig:
         return num_blocks
 
     def blocks_per_job(self, block_bytes: int) -> int:
-        """How many blocks one transfer may carry."""
+        """Maximum blocks per job."""
         bound = min(parse_bytes("max_job_bytes", self.max_job_bytes), self.bytes_in_flight)
         return max(1, bound // max(1, block_bytes))
 

@@ -1,4 +1,4 @@
-"""The seam to the world: clock, randomness, threads. A simulator replaces it."""
+"""Access to clock, randomness and threads. A simulator replaces it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @attrs.define(eq=False)
 class Env:
-    """What the shell and the transports take from outside, and from nowhere else."""
+    """Clock, randomness and threads for the runtime and its transports."""
 
     random: random.Random = attrs.field(factory=random.Random)
 
@@ -42,11 +42,14 @@ class Env:
     async def run_in_thread(
         self, function: Callable[[], Result], limiter: anyio.CapacityLimiter | None = None
     ) -> Result:
-        """The result of `function`, called in a worker thread. Scoped cancellation waits for it; native doesn't."""
+        """Run `function` in a worker thread; returns its result.
+
+        Cancellation by a cancel scope waits for the thread; native task cancellation does not.
+        """
         return await anyio.to_thread.run_sync(function, limiter=limiter)
 
     def loop_clock(self) -> Callable[[], float]:
-        """The clock that cancel scopes in the event loop running now go by; also good outside of a task."""
+        """The clock of cancel scopes in the running event loop. The returned function also works outside of a task."""
         if _in_trio():
             import trio
 
@@ -54,8 +57,10 @@ class Env:
         return asyncio.get_running_loop().time
 
     def call_at(self, deadline: float, function: Callable[[], None]) -> Callable[[], object]:
-        """Have the event loop running now call `function`, which must not raise, when `loop_clock` is at `deadline`.
-        The function that is returned calls it off."""
+        """Have the running event loop call `function`, which must not raise, at `deadline` on `loop_clock`.
+
+        Returns a function that cancels the call.
+        """
         if not _in_trio():
             return asyncio.get_running_loop().call_at(deadline, function).cancel
         import trio
@@ -71,7 +76,7 @@ class Env:
         return scope.cancel
 
     def running_task(self) -> Callable[[], object]:
-        """A function that returns the task it is called in, for the event loop running now."""
+        """A function that returns the current task of the running event loop."""
         if _in_trio():
             import trio
 
@@ -79,9 +84,9 @@ class Env:
         return asyncio.current_task
 
     def loop_waker(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """A function that any thread may call to have `callback` run soon in the event loop running now.
+        """A function that any thread may call to have the running event loop call `callback` soon.
 
-        Calling it after the loop has closed does nothing: who closes the loop drains what was reported by then.
+        It does nothing once the loop has closed: closing the runtime drains what was reported until then.
         """
         if _in_trio():
             return self._trio_waker(callback)
@@ -110,6 +115,6 @@ class Env:
 
 
 def _in_trio() -> bool:
-    """Asked first: in a guest run of trio, there is a running asyncio loop as well."""
+    """Checked before asyncio: in a guest run of trio, an asyncio loop is running as well."""
     trio = sys.modules.get("trio")
     return trio is not None and bool(trio.lowlevel.in_trio_task())

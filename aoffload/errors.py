@@ -1,4 +1,4 @@
-"""The typed errors of the public API. Each says what was wrong by the name of the argument."""
+"""The typed errors of the public API. Errors about an argument name it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = [
 
 
 class AoffloadError(Exception):
-    """Everything this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class InvalidArgument(AoffloadError, ValueError):  # noqa: N818 - reads as what it is at the call
-    """An argument that no state of the runtime would make valid."""
+    """An argument that is invalid in every state of the runtime."""
 
     def __init__(self, argument: str, problem: str) -> None:
         super().__init__(f"{argument}: {problem}")
@@ -47,7 +47,7 @@ class RegionError(InvalidArgument):
 
 
 class CommitError(InvalidArgument):
-    """A commit that goes backwards, past what was allocated, or past the tokens that are known."""
+    """A commit that goes backwards, past the allocated blocks, or past the known tokens."""
 
 
 class DuplicateRequest(InvalidArgument):
@@ -55,7 +55,7 @@ class DuplicateRequest(InvalidArgument):
 
 
 class OutOfBlocks(AoffloadError):  # noqa: N818
-    """There is no room. `retryable` tells whether letting go of other requests would make some."""
+    """Too few blocks are available. `retryable` tells whether the end of other requests or pins could free enough."""
 
     def __init__(self, num_needed: int, num_available: int, *, retryable: bool) -> None:
         advice = "retry when others have let go" if retryable else "it can never fit"
@@ -70,7 +70,7 @@ class WrongState(AoffloadError):  # noqa: N818
 
 
 class IllegalTransition(WrongState):
-    """A move that the state table does not have."""
+    """A state change that the state table does not allow."""
 
     def __init__(self, entity: str, old: str, new: str) -> None:
         super().__init__(f"{entity}: no move from {old} to {new}")
@@ -84,8 +84,8 @@ class LeaseError(WrongState):
 
 
 class RequestAborted(AoffloadError):  # noqa: N818
-    """The request of `OffloadRuntime.run` was aborted before its function returned, or that of an async generator
-    before it was used again."""
+    """A request was aborted: in `OffloadRuntime.run` before its function returned, or in an async generator before the
+    request was used again."""
 
     def __init__(self, request_id: str, reason: str) -> None:
         super().__init__(f"request {request_id} aborted: {reason}")
@@ -98,27 +98,27 @@ class RuntimeClosed(AoffloadError):  # noqa: N818
 
 
 class WrongThread(AoffloadError):  # noqa: N818
-    """A call from another thread than the one the event loop runs in."""
+    """A call from outside of the event loop's thread."""
 
 
 class WrongProcess(AoffloadError):  # noqa: N818
-    """A call in a forked child: neither the copy thread nor the device memory came along."""
+    """A call in a forked child, which has neither the copy threads nor the device memory."""
 
 
 class TransferRefused(AoffloadError):  # noqa: N818
-    """A transport could not start a transfer. Nothing was started, so nothing has to be waited for."""
+    """A transport could not start a transfer or record a fence. Nothing was started, so no completion follows."""
 
 
 class DeviceGone(TransferRefused):
-    """A refusal that is final: the device, or one of several ranks, is lost, and nothing will ever be started on it."""
+    """A final refusal: the device, or one of several ranks, is lost, and the transport starts nothing any more."""
 
 
 class RegionNotLoaded(AoffloadError):  # noqa: N818
-    """A load ended before this region was copied: what its destination holds is anybody's guess."""
+    """A load ended, or the wait was given up, before this region was copied: its destination is undefined."""
 
 
 class WireError(AoffloadError):
-    """Bytes between the deciding process and a rank that are no frame, or a value that no frame can hold."""
+    """Bytes between the deciding process and a rank that are no frame, or a value that fits into none."""
 
 
 class IntegrityError(AoffloadError, AssertionError):

@@ -1,7 +1,7 @@
-"""What a program asks for beside its requests: a prompt kept, fetched ahead, or sent away.
+"""Pins, prefetches and demotions of prompts, independent of requests. Each is a context manager.
 
-Each is a scope. A pin lasts as long as its `with` block, or its time to live; a transfer that was started can be waited
-for, given up, or left to itself.
+A pin lasts until its `with` block ends or its time to live is over. A prefetch or demotion can be awaited, cancelled,
+or left to finish on its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AnyErrand = TypeVar("AnyErrand", bound=Errand)
 
 
 class Identity(TypedDict, total=False):
-    """What identifies KV besides the token ids, as in `OffloadRuntime.request`."""
+    """The arguments that identify KV besides the token ids, as in `OffloadRuntime.request`."""
 
     cache_salt: str | bytes | None
     adapter_key: str | bytes | None
@@ -37,7 +37,7 @@ class Identity(TypedDict, total=False):
 
 
 def time_to_live(value: object) -> float:
-    """Seconds that a pin may last."""
+    """`value` as the time to live of a pin, in seconds."""
     seconds = number_of(value)
     if seconds is None or not 0 < seconds <= MAX_SECONDS:
         raise InvalidArgument("ttl_s", f"must be a positive number of seconds up to 1e9, got {shown(value)}")
@@ -45,10 +45,11 @@ def time_to_live(value: object) -> float:
 
 
 class PinScope:
-    """Made by `OffloadRuntime.pin`, entered once with `with`.
+    """Returned by `OffloadRuntime.pin`; enter it once, with `with`.
 
-    Inside, what was cached on entering stays cached. `has_lapsed` tells that its time was over before; `state`, that it
-    had to yield to a request that could not have been served otherwise, or was dropped by a reset or a close.
+    Blocks that were cached on entering stay cached inside, unless the pin ends early. `has_lapsed` tells that its time
+    to live was over. `state` tells that it yielded to a request that could not be served otherwise (YIELDED), or was
+    dropped by a reset, by closing, or by the end of the copy worker (DROPPED).
     """
 
     def __init__(self, session: Session, prefix: Prefix, ttl_s: float) -> None:
@@ -78,7 +79,7 @@ class PinScope:
     def __del__(self) -> None:
         pin = self._pin
         if pin is not None and pin.state is PinState.HELD:
-            self._session.call_later(lambda: self._session.ledger.unpin(pin))  # first: a warning may be an error
+            self._session.call_later(lambda: self._session.ledger.unpin(pin))  # before the warning, which may raise
             warnings.warn(f"{self!r} was abandoned: leave its with block", ResourceWarning, stacklevel=2, source=self)
 
     @property
@@ -87,7 +88,7 @@ class PinScope:
 
     @property
     def match(self) -> PrefixMatch:
-        """What it keeps: on the device, and in host memory behind that."""
+        """The pinned prefix: its device hit, followed by its host hit."""
         return NO_MATCH if self._pin is None else self._pin.match
 
     @property
@@ -97,7 +98,7 @@ class PinScope:
 
 
 class _Pending(ABC, Generic[AnyErrand]):
-    """A transfer on its way. As a `with` block, it is given up where the block is left; without, it goes on by itself.
+    """A prefetch or demotion under way. A `with` block cancels it at its end; otherwise it finishes on its own.
 
     `wait` may be cancelled and called again.
     """
@@ -127,7 +128,7 @@ class _Pending(ABC, Generic[AnyErrand]):
         return self._errand.is_over
 
     def cancel(self) -> None:
-        """Give up what was not launched yet, unless somebody else wants it."""
+        """Stop waiting. Loads not launched yet are dropped unless another request needs them; other jobs go on."""
         self._session.check_usable()
         self._session.ledger.cancel(self._errand)
 
@@ -148,24 +149,24 @@ class _Pending(ABC, Generic[AnyErrand]):
 
 
 class PendingPrefetch(_Pending[Prefetch]):
-    """What `OffloadRuntime.prefetch_nowait` returns."""
+    """A prefetch under way, as `OffloadRuntime.prefetch_nowait` returns it."""
 
     def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Prefetch:
         return self._session.ledger.prefetch(prefix, wake)
 
     async def wait(self) -> int:
-        """Wait until it is over, however it ends; how many tokens of the prompt are on the device then."""
+        """Wait until it is over, however it ends. Returns how many tokens of the prompt are on the device then."""
         await self._wait()
         return self._errand.num_tokens
 
 
 class PendingDemotion(_Pending[Demotion]):
-    """What `OffloadRuntime.demote_nowait` returns."""
+    """A demotion under way, as `OffloadRuntime.demote_nowait` returns it."""
 
     def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Demotion:
         return self._session.ledger.demote(prefix, wake)
 
     async def wait(self) -> int:
-        """Wait until it is over, however it ends; how many device blocks it has given back."""
+        """Wait until it is over, however it ends. Returns how many device blocks it has freed."""
         await self._wait()
         return self._errand.num_blocks

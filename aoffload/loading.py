@@ -1,4 +1,4 @@
-"""A load that a request waits for, or starts on before it is over."""
+"""Loads that a request waits for, or on which a forward starts before they are over (layer-wise overlap)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AwaitedLoad", "PendingLoad"]
 
 
 class AwaitedLoad:
-    """How a request's task waits for what is brought onto the device."""
+    """Plans and submits a request's load, and waits for it in the request's task."""
 
     def __init__(self, request: Entered, max_tokens: int | None) -> None:
         self._request = request
@@ -32,14 +32,14 @@ class AwaitedLoad:
 
     @property
     def _max_job_bytes(self) -> int | None:
-        """None: as configured."""
+        """Maximum bytes per job; None: as configured."""
         return None
 
     def _watch(self, holding: Holding) -> None:
-        """The jobs are planned, and none of ours is launched."""
+        """Called once the jobs are planned, before the jobs of this request are launched."""
 
     def _give_up(self) -> None:
-        """The load takes too long; nobody waits for it any more."""
+        """Called when the load exceeds `load_timeout_s`, before the request abandons it."""
 
     async def _until_over(self, holding: Holding) -> int:
         request, session = self._request, self._request._session
@@ -51,18 +51,18 @@ class AwaitedLoad:
             has_bound = holding.state is RequestState.LOADING  # else a step or a grant ends the wait
             is_late = await self._wait(session.config.load_timeout_s if has_bound else None)
             if is_late and holding.state is RequestState.LOADING:
-                self._max_tokens = 0  # should it have to queue for room now, it doesn't wait for this load again
+                self._max_tokens = 0  # if it has to queue for room now, its next plan loads nothing
                 self._give_up()
                 session.ledger.abandon_load(holding)
         if holding.state is RequestState.STRANDED:  # it was told that it can never fit, perhaps in another task
             raise WrongState(f"load: {holding} had to let go of its blocks: leave it")
         if holding.state is not RequestState.RUNNING:
-            request._live()  # it is over by now, or the runtime was closed
-            return 0  # another task has preempted it meanwhile: it has no blocks
+            request._live()  # raises if the request is over or the runtime closed
+            return 0  # preempted by another task: no blocks
         return holding.num_computed_tokens
 
     async def _wait(self, bound_s: float | None) -> bool:
-        """Wait to be woken, or until `bound_s` is over; whether it is."""
+        """Wait until woken, at most `bound_s` seconds. Returns whether the time is over."""
         event, worker = anyio.Event(), self._request._session.worker
         if bound_s is not None:
             worker.set_alarm(event, bound_s)
@@ -74,9 +74,9 @@ class AwaitedLoad:
 
 
 class PendingLoad(AwaitedLoad):
-    """A load on its way, as `Request.load_nowait` returns it. `wait` may be cancelled and called again.
+    """A load under way, as `Request.load_nowait` returns it. `wait` may be cancelled and called again.
 
-    A forward may start on it, in a step that names the pending load in place of its request:
+    A forward may start before the load is over, in a step that names the pending load in place of its request:
 
         pending = request.load_nowait()
         if not pending.can_start:
@@ -88,8 +88,8 @@ class PendingLoad(AwaitedLoad):
         if pending.first_invalid_token is None:
             request.commit(...)               # refused before the load is over, and if it fell short
 
-    A forward in which a region has raised `RegionNotLoaded` has computed nothing that may be committed, however the
-    load ends. `load_timeout_s` is counted by `wait`: awaited in another task meanwhile, it ends the forward's wait.
+    If a region raises `RegionNotLoaded`, nothing of that forward may be committed, however the load ends. `wait` counts
+    `load_timeout_s`: if it is awaited in another task meanwhile, it ends the forward's waits for regions, too.
     """
 
     def __init__(self, request: Entered, max_tokens: int | None) -> None:
@@ -107,23 +107,23 @@ class PendingLoad(AwaitedLoad):
         return holding is None or not holding.is_loading
 
     async def wait(self) -> int:
-        """Wait until the load is over, however it ends; the number of tokens that are ready, 0 once it is preempted.
+        """Wait until the load is over, however it ends. Returns how many tokens are ready; 0 if it was preempted.
 
-        Not in the task that holds a step of the request: what a load that failed has to give back, a step may hold.
+        Not in the task that holds a step of the request: a failed load may have to release blocks that the step holds.
         """
         holding = self._live()
         num_ready = await self._until_over(holding)
         if holding.state is RequestState.RUNNING:
             found = self._request._session.ledger.begin_again(holding)
             if found is not None and self._first_invalid_token is None:
-                self._first_invalid_token = found  # it goes on saying so when the next step has begun
+                self._first_invalid_token = found  # kept here: the next step resets it in the ledger
         return num_ready
 
-    # -- starting before it is over -------------------------------------------------------------------------------
+    # -- layer-wise overlap ---------------------------------------------------------------------------------------
 
     @property
     def can_start(self) -> bool:
-        """Whether a step may name it now: all of the load is under way, or it is over and the request runs."""
+        """Whether a step may name this load: all of it is under way, or it is over and the request is RUNNING."""
         holding = self._live()
         if self._is_of_before(holding):
             return False
@@ -131,22 +131,22 @@ class PendingLoad(AwaitedLoad):
 
     @property
     def num_expected_tokens(self) -> int:
-        """Tokens whose KV is on the device once the fences of all regions have passed: where to compute from."""
+        """Tokens whose KV is on the device once the fences of all regions have passed; compute starts behind them."""
         return self._request._session.ledger.num_expected_tokens(self._live())
 
     @property
     def block_ids(self) -> list[list[int]]:
-        """The block table as it will be then, one list per group. To be read inside of a step of this load, which
-        holds those blocks; `WrongState` without one while it is under way."""
+        """The block table after the load, one list per group. Read it inside a step of this load, which holds these
+        blocks. Without a step it raises `WrongState` while the load is under way."""
         return self._request._session.ledger.expected_block_ids(self._live())
 
     @property
     def regions(self) -> tuple[LoadedRegion, ...]:
-        """A fence for each region, in the order of `kv_caches`; one for all, where the transport cannot tell."""
+        """One fence per region, in the order of `kv_caches`; a single one if the transport does not tell them apart."""
         return tuple(self.region(index) for index in range(self._num_regions or 1))
 
     def region(self, index: int) -> LoadedRegion:
-        """The fence of region `index`: passes when the loaded blocks of that region are there. In any thread."""
+        """The fence of region `index`; passes when the region's loaded blocks are on the device. For any thread."""
         num_regions = self._num_regions
         is_one = type(index) is int and index >= 0
         if not is_one or (num_regions is not None and index >= num_regions):
@@ -156,8 +156,9 @@ class PendingLoad(AwaitedLoad):
 
     @property
     def first_invalid_token(self) -> int | None:
-        """From which token on what was computed before the load was over is wrong, and has to be computed again, in a
-        new step. None: nothing is, or the load is not over. Looking changes nothing: only who has waited may commit."""
+        """First token that has to be computed again, in a new step, because the load fell short after a forward had
+        started on it. None: no token, or the load is not over. Reading this does not replace `wait`: a commit is
+        refused until `wait` has returned."""
         holding = self._request._holding
         if self._first_invalid_token is None and holding is not None and not self._is_of_before(holding):
             return self._request._session.ledger.first_invalid_token(holding)
@@ -171,7 +172,7 @@ class PendingLoad(AwaitedLoad):
         return self._request._live()
 
     def _arriving(self, session: Session) -> Holding:
-        """For a step of `session`. Its fences have to be those of the load that is under way."""
+        """The holding, for a step of `session`. `WrongState` if another load of the request is under way."""
         if self._request._session is not session:
             raise InvalidArgument("requests", f"holds what is no request of this runtime: {shown(self._request)}")
         holding = self._live()
@@ -184,17 +185,17 @@ class PendingLoad(AwaitedLoad):
 
     @property
     def _max_job_bytes(self) -> int:
-        """A region is there when the last job has brought it, so there is one job, if it may be in flight."""
+        """A region is complete only with the last job, so one job takes the whole load if it may be in flight."""
         return self._request._session.config.bytes_in_flight
 
     def _watch(self, holding: Holding) -> None:
-        """Others' jobs, too: what they bring is waited for like what our own do."""
+        """Watches all jobs of the load, including those that other requests have started."""
         fences_of = self._request._session.worker.regions.fences_of
         self._load = holding.load
         jobs = () if holding.load is None else sorted(holding.load.jobs, key=lambda job: job.job_id)
         self._jobs = tuple(fences_of(job.job_id, job.parked).fork() for job in jobs)
 
     def _give_up(self) -> None:
-        # A forward that waits for its regions holds a step, and that may hold the room that is needed to go on.
+        # A forward that waits for its regions holds a step, and the step may hold blocks that are needed to go on.
         for fences in self._jobs:
             fences.end("not there within load_timeout_s")

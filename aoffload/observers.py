@@ -1,4 +1,4 @@
-"""Who else is told of what the telemetry is told, and of what only the shell sees: the metrics, say."""
+"""Observers beside the telemetry, such as metrics: they get its events and some that only the runtime sees."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["Observers", "RuntimeObserver"]
 
 
 class RuntimeObserver(NullObserver):
-    """A base for observers of a runtime: what is not overridden does nothing.
+    """Base class for observers of a runtime. Methods that are not overridden do nothing.
 
-    Called in the event loop's thread, after the change and in the middle of a call: it must neither block nor call the
-    runtime. What it raises is counted and goes no further.
+    Except for `completion_delivered`, they are called in the event loop's thread, after the change and in the middle of
+    a call. They must neither block nor call the runtime. Exceptions are counted and dropped.
     """
 
     def waited_for_room(self, holding: Holding, seconds: float) -> None:
         """A wait for room is over, however it ended."""
 
     def completion_delivered(self, completion: Completion) -> None:
-        """The transport has reported, in whatever thread: this is called there. The loop hears of it later."""
+        """The transport has delivered a completion. Called in that thread, before the event loop settles it."""
 
 
 @attrs.define(eq=False)
 class Observers:
-    """The telemetry and the others as one observer. Where there are no others, nothing goes through here."""
+    """The telemetry and the other observers as one. Without others, the ledger reports to the telemetry directly."""
 
     telemetry: Telemetry
     others: tuple[RuntimeObserver, ...] = ()
     num_failures: int = 0
-    """Calls that one of the others raised at. The ledger is in the middle of a change when it reports."""
+    """Calls that raised. Exceptions are swallowed, since the ledger reports in the middle of a change."""
 
     def __attrs_post_init__(self) -> None:
         for observer in self.others:
@@ -51,7 +51,7 @@ class Observers:
         for observer in self.others:
             try:
                 call(observer)
-            except Exception:  # noqa: BLE001 - there is nobody left to tell
+            except Exception:  # noqa: BLE001 - counted; must not reach the ledger
                 self.num_failures += 1
 
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
@@ -82,7 +82,7 @@ class Observers:
         self._tell(lambda observer: observer.waited_for_room(holding, seconds))
 
     def hearing(self, deliver: Callable[[Completion], None]) -> Callable[[Completion], None]:
-        """`deliver`, of whose calls the others are told first."""
+        """A wrapper of `deliver` that first tells the other observers of each completion."""
         if not self.others:
             return deliver
 

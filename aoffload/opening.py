@@ -1,4 +1,4 @@
-"""Opening and closing a transport: at once or in a thread, and whoever comes last closes what was opened."""
+"""Opening and closing a transport, directly or in a worker thread."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Opening"]
 
 @attrs.define(eq=False)
 class Opening:
-    """What one runtime does with its transport, besides transfers."""
+    """Opens and closes the transport of one runtime."""
 
     session: Session
     num_host_blocks: int
 
     async def open(self) -> None:
-        """Bring it up. Pinning gigabytes takes seconds: a transport that says so is opened in a thread."""
+        """Open the transport; in a worker thread if it opens slowly, since page-locking gigabytes takes seconds."""
         transport = self.session.transport
         if isinstance(transport, ReportsPinning):
             transport.report_pinning(self._hear_pinning)
@@ -32,8 +32,8 @@ class Opening:
             self._open()
 
     def close(self, timeout_s: float) -> None:
-        """Close it, or give it up once `timeout_s` are over. A device that does not let go is no reason for an engine
-        not to end."""
+        """Close the transport, waiting up to `timeout_s` seconds. Errors are only logged, so that a device that fails
+        does not keep the engine from ending."""
         try:
             self.session.transport.close(timeout_s)
         except Exception as error:  # noqa: BLE001 - a driver error; what is in flight is quarantined
@@ -45,14 +45,14 @@ class Opening:
         session.transport.open(self.num_host_blocks, verify=session.config.verify, deliver=deliver, env=session.env)
 
     async def _open_in_thread(self) -> None:
-        """The loop goes on meanwhile. A thread can't be recalled: natively cancelled, the task leaves it behind, and
-        whoever of the two comes last closes what was opened."""
+        """Open in a thread, so that the event loop goes on. A native cancellation leaves the thread running; the task
+        or the thread, whichever ends last, then closes the transport."""
         is_over = threading.Lock()  # taken by the thread when it has opened, or by the task when it has given up
         timeout_s = self.session.config.close_timeout_s
 
         def open_or_close() -> None:
             if is_over.locked():
-                return  # given up before it began
+                return  # the task gave up before the thread began
             self._open()
             if not is_over.acquire(blocking=False):
                 self.close(timeout_s)
@@ -65,5 +65,5 @@ class Opening:
             raise
 
     def _hear_pinning(self, progress: PinProgress) -> None:
-        """In the thread that opens; told in the loop, which is not held up by it."""
+        """Called in the thread that opens; logs the progress in the event loop."""
         self.session.worker.call_soon(partial(self.session.telemetry.host_memory_pinned, progress))

@@ -1,6 +1,6 @@
-"""What identifies KV: root keys, token ids and key spans, in one canonical encoding.
+"""The identity of KV: root keys, token ids and key spans, in one canonical encoding.
 
-The digest of a prefix is SHA-256 over the root and every block so far. It does not depend on how the index cut
+The digest of a prefix is SHA-256 over the root and every block up to its end. It does not depend on how the index cut
 its runs, so the same prefix has the same digest in every tier and every process (design, section 8b).
 """
 
@@ -31,9 +31,9 @@ TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2**31 - 1
 INT32 = np.dtype("<i4")
 MAX_LIST = 2**13
-"""Ids of a list that are read in one go, in about a tenth of a millisecond."""
+"""Maximum ids of a list that are encoded in one go, in about a tenth of a millisecond."""
 FEW = 16
-"""Ids up to which a loop is faster than an array, as most commits append none or one."""
+"""Up to this many ids, a loop is faster than numpy. Most commits append none or one."""
 # No token id encodes to this, so a span record can never be mistaken for tokens.
 _SPAN_MARK = b"\xff\xff\xff\xff"
 _KEY_TYPES = (str, bytes)
@@ -62,13 +62,13 @@ class KeySpan:
 
 @attrs.frozen
 class Root:
-    """The root keys: what has to be equal before tokens are even compared."""
+    """The root keys. Prompts with different root keys share no blocks."""
 
     namespace: str
     cache_salt: str | bytes | None = None
     adapter_key: str | bytes | None = None
     hasher: Hasher = attrs.field(init=False, eq=False, repr=False)
-    """The running hash every prefix under this root starts from; copy it, never update it."""
+    """The hash state from which every prefix under this root starts; copy it, never update it."""
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "hasher", hashlib.sha256(self._encode()))
@@ -90,8 +90,11 @@ class Root:
 
 
 class Roots:
-    """Roots of one namespace, kept for their running hash. How many tenants there are, and how long their salts, is not
-    ours to bound, so not all are kept."""
+    """Cache of the roots of one namespace, with their hash states.
+
+    Callers choose the number and length of their keys, so the cache is bounded: it keeps at most `MAX_KEPT` roots, and
+    none whose keys are longer than `MAX_KEY` together.
+    """
 
     MAX_KEPT = 1024
     MAX_KEY = 256
@@ -104,8 +107,8 @@ class Roots:
         return len(self._kept)
 
     def of(self, cache_salt: Any, adapter_key: Any) -> Root:
-        """The root of these keys; `InvalidArgument` naming the one that is none."""
-        is_plain = type(cache_salt) in _KEY_OR_NONE and type(adapter_key) in _KEY_OR_NONE  # others may hash otherwise
+        """The root of these keys. `InvalidArgument` names the key that is invalid."""
+        is_plain = type(cache_salt) in _KEY_OR_NONE and type(adapter_key) in _KEY_OR_NONE  # others may hash differently
         root = self._kept.get((cache_salt, adapter_key)) if is_plain else None
         if root is None:
             root = Root(self._namespace, cache_salt, adapter_key)
@@ -119,7 +122,7 @@ class Roots:
 
 
 def plain(key: str | bytes) -> str | bytes:
-    """`key` as a plain object: a subclass may compare, hash and encode otherwise, and fail in somebody else's call."""
+    """`key` as a plain str or bytes: a subclass may override its methods, and raise in another request's call."""
     return str.__str__(key) if isinstance(key, str) else bytes.join(b"", (key,))
 
 
@@ -132,7 +135,7 @@ def _utf8(name: str, value: str) -> bytes:
 
 @attrs.frozen
 class Prefix:
-    """A prompt as the index sees it: `tokens` are little-endian int32, copied once at the door."""
+    """A prompt as the index sees it. `tokens` are little-endian int32, a copy of the caller's ids."""
 
     root: Root
     tokens: bytes
@@ -167,32 +170,34 @@ class Prefix:
 
 @attrs.frozen
 class LongList:
-    """A prompt that came as so long a list of ids that reading it in one go would hold an event loop for milliseconds:
-    an array of any length is copied in one call, a list id by id."""
+    """A prompt given as a list of more than `MAX_LIST` ids, to be read in slices.
+
+    A list is read id by id, which would block the event loop for milliseconds; an array is copied in one call.
+    """
 
     root: Root
     token_ids: Sequence[int]
     key_spans: Iterable[KeySpan]
 
     def slices(self) -> Iterator[bytes]:
-        """The ids, encoded and checked, so many at a time. Nobody may change the list meanwhile."""
+        """The ids, encoded and checked, up to `MAX_LIST` at a time. The list must not change meanwhile."""
         for at in range(0, len(self.token_ids), MAX_LIST):
             yield encode_tokens(self.token_ids[at : at + MAX_LIST])
 
     def prefix(self, slices: Iterable[bytes]) -> Prefix:
-        """What `Prefix.of` makes of the whole list."""
+        """The prefix of the whole list, as `Prefix.of`, from its encoded `slices`."""
         return Prefix._checked(self.root, b"".join(slices), self.key_spans)
 
 
 def prompt_of(root: Root, token_ids: TokenIds, key_spans: Iterable[KeySpan] = ()) -> Prefix | LongList:
-    """The prefix, or a list that is still to be read."""
+    """The prefix, or a `LongList` that has to be read first."""
     if isinstance(token_ids, (list, tuple)) and len(token_ids) > MAX_LIST:
         return LongList(root, token_ids, key_spans)
     return Prefix.of(root, token_ids, key_spans)
 
 
 def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
-    """`token_ids` as little-endian int32 bytes: the one copy that is ever made of them."""
+    """`token_ids` as little-endian int32 bytes. `InvalidArgument` naming `argument` if they are no token ids."""
     if isinstance(token_ids, (tuple, list)) and len(token_ids) <= FEW and _are_token_ids(token_ids):
         return array("i", token_ids).tobytes()
     if not isinstance(token_ids, np.ndarray):
@@ -201,7 +206,7 @@ def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
         raise InvalidArgument(argument, f"must have one dimension, got shape {tuple(token_ids.shape)}")
     if token_ids.size == 0:
         return b""
-    if token_ids.dtype == INT32:  # seen as unsigned, a negative id is above all others
+    if token_ids.dtype == INT32:  # viewed as unsigned, a negative id is above the maximum
         if np.maximum.reduce(token_ids.view(np.uint32)) > MAX_TOKEN_ID:
             raise InvalidArgument(argument, "holds a negative id")
         return token_ids.tobytes()
@@ -215,8 +220,8 @@ def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
 
 
 def _are_token_ids(token_ids: Sequence[object]) -> bool:
-    """Whether all are plain and in range. What is not gets its error where many are looked at."""
-    for token in token_ids:  # noqa: SIM110 - a generator costs more than it looks at
+    """Whether all are plain ints in range. If not, the path for arrays raises the error."""
+    for token in token_ids:  # noqa: SIM110 - a generator costs more than this loop
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             return False
     return True
@@ -227,7 +232,7 @@ def _as_array(token_ids: TokenIds, argument: str) -> np.ndarray[Any, Any]:
         raise InvalidArgument(argument, f"must be a sequence of integers, got {type(token_ids).__name__}")
     try:
         found = np.asarray(token_ids)
-    except Exception as error:  # any code may be behind `__array__` and `__len__`
+    except Exception as error:  # `__array__` and `__len__` may run any code
         raise InvalidArgument(argument, f"cannot be read as integers: {type(error).__name__}: {error}") from error
     if found.dtype.kind == "O" and found.ndim == 1 and all(isinstance(token, int) for token in found):
         raise InvalidArgument(argument, "holds an id outside of [0, 2**31)")

@@ -1,4 +1,4 @@
-"""A request: a task's view of its holding. Everything it pins lives as long as its `async with` block, no longer."""
+"""The request as its task sees it. It holds blocks until its `async with` block ends, and no longer."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ __all__ = ["Request"]
 
 
 class Request:
-    """Made by `OffloadRuntime.request`, used as an async context manager in the task that serves the request.
+    """Returned by `OffloadRuntime.request`; an async context manager for the task that serves the request.
 
-    Its cancel scope swallows a cancellation that it asked for itself (`cancel`, `deadline_s`); look at `state` and
-    `reason` behind the block. Any other cancellation or exception passes through, and the pins go all the same.
+    Its cancel scope swallows a cancellation by `cancel` or `deadline_s`; check `state` and `reason` after the block.
+    Any other cancellation or exception passes through. The blocks are released in either case.
 
-    The block of an async generator has no cancel scope: while it is suspended at a `yield`, its task runs somebody
-    else's code, which a scope would cancel in its place. There, `cancel` and `deadline_s` let go of the pins at once,
-    and the next use of the request (or what it waits for in one of its methods) raises `RequestAborted`, which the
-    block swallows.
+    In an async generator the block has no cancel scope: while the generator is suspended at a `yield`, its task runs
+    other code, which the scope would cancel instead. There, `cancel` and `deadline_s` release the blocks at once, and
+    the next use of the request (or the method that is waiting) raises `RequestAborted`, which the block swallows.
     """
 
     def __init__(self, session: Session, prompt: Prefix | LongList, options: RequestOptions) -> None:
@@ -46,18 +45,18 @@ class Request:
         self._options = options
         self._holding: Holding | None = None
         self._scope: anyio.CancelScope | None = None
-        """Around the block, once it is entered; none around that of an async generator."""
+        """Around the entered block; None in an async generator."""
         self._cancel_reason = ""
         self._aborted: RequestAborted | None = None
-        """What was raised in a block without a scope."""
+        """The error raised in a block without a scope."""
         self._stop_timer: Callable[[], object] = _nothing
         self._waiting: set[anyio.Event] = set()
-        """One for each task that waits for something here."""
+        """One event per task that waits in a method of this request."""
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r} {self.state.name}>"
 
-    # -- its life -------------------------------------------------------------------------------------------------
+    # -- life cycle -----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         is_scoped = not _may_be_suspended(sys._getframe(1))
@@ -92,7 +91,7 @@ class Request:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # First and synchronously: nothing after this can keep a pin, not even a second cancellation.
+        # First and synchronously: nothing after this can keep blocks held, not even a second cancellation.
         self._close(self._why(error))
         self._stop_timer()
         scope, is_elsewhere = self._scope, id(self._session.running_task()) != self._task_id
@@ -101,7 +100,7 @@ class Request:
         if scope is None:
             return error is not None and error is self._aborted
         if is_elsewhere:
-            scope.deadline = math.inf  # it stays around a task that has nothing to do with this any more
+            scope.deadline = math.inf  # it stays around a task that no longer serves this request
             return False
         return bool(scope.__exit__(exc_type, error, trace))
 
@@ -114,7 +113,7 @@ class Request:
             )
 
     def _why(self, error: BaseException | None) -> str:
-        """The reason of the abort that leaving with `error` means, if it means one."""
+        """The reason to release with, when the block ends with `error`. `closed_early` is DONE after a commit."""
         if self._cancel_reason:
             return self._cancel_reason
         if error is None:
@@ -130,9 +129,11 @@ class Request:
             self._session.release(self._holding, reason)
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Cancel the block this request runs in; it is over (and this swallowed) when that block has unwound. Who is
-        not in it yet is cancelled at the first wait there. In any thread: from another one than the event loop's, it
-        is done at the loop's next turn."""
+        """Cancel the request's block. The request is over, and the cancellation swallowed, once the block has unwound.
+
+        A request that is not entered yet is cancelled at the first wait in its block. Callable in any thread: outside
+        of the event loop's thread, it takes effect at the loop's next turn.
+        """
         reason = check_text("reason", reason)
         self._session.call_in_loop(partial(self._cancel, reason))
 
@@ -147,7 +148,7 @@ class Request:
             self._wake()
 
     def _wake(self) -> None:
-        """Have whoever waits here look again: a load is over, or the runtime was closed."""
+        """Make waiting tasks check again: a load is over, room was granted, or the request or the runtime ended."""
         for event in self._waiting:
             event.set()
 
@@ -165,7 +166,7 @@ class Request:
             raise WrongState(f"{holding} is {holding.state.name}")
         return holding
 
-    # -- what it is -----------------------------------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------------------------------
 
     @property
     def request_id(self) -> str:
@@ -184,17 +185,17 @@ class Request:
 
     @property
     def match(self) -> PrefixMatch:
-        """What was cached when it was matched last: on entering, and again if it had to wait for room."""
+        """The hit of the last matching: on entering, and again if the request had to wait for room."""
         return NO_MATCH if self._holding is None else self._holding.match
 
     @property
     def block_ids(self) -> list[list[int]]:
-        """The block table, one list per group; null block 0 where nothing is needed or a load has not ended."""
+        """The block table, one list per group; null block 0 for blocks that are not needed or still loading."""
         return self._session.ledger.block_ids(self._live())
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is on the device: by a hit, a load or a commit. Behind the block: how far it came."""
+        """Tokens whose KV is on the device: by a hit, a load or a commit. After the block: the last count."""
         return 0 if self._holding is None else self._holding.num_computed_tokens
 
     @property
@@ -202,10 +203,10 @@ class Request:
         """The runtime's logger, bound to this request."""
         return self._session.telemetry.logger.bind(request_id=self.request_id)
 
-    # -- room -----------------------------------------------------------------------------------------------------
+    # -- allocation -----------------------------------------------------------------------------------------------
 
     def allocate_nowait(self, num_tokens: int | None = None) -> None:
-        """Blocks for `num_tokens` tokens in all (the prompt's, if None), or `OutOfBlocks` with nothing changed."""
+        """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` changes nothing."""
         self._session.ledger.allocate_nowait(self._live(), num_tokens)
 
     async def allocate(self, num_tokens: int | None = None) -> None:
@@ -221,12 +222,15 @@ class Request:
         await self._wait_in_line(self._session.ledger.queue_allocation(holding, num_tokens, self._wake))
 
     def extend_nowait(self, num_tokens: int) -> Extension:
-        """Blocks for `num_tokens` in all; what was added to the block tables. Who is refused has no place in the line:
-        what somebody gives up for it by `preempt` goes to who waits, so wait for it by `extend`."""
+        """Allocate blocks for `num_tokens` tokens in total. Returns what was added to the block tables.
+
+        A refused request is not in the waiter queue: blocks that another request frees for it by `preempt` go to
+        waiters, so wait for them with `extend`.
+        """
         return self._session.ledger.extend_nowait(self._live(), num_tokens)
 
     async def extend(self, num_tokens: int) -> Extension:
-        """As `extend_nowait`, but waits. A retryable `OutOfBlocks`: only waiters hold room, so abort one of them."""
+        """As `extend_nowait`, but waits. A retryable `OutOfBlocks`: only waiters hold blocks, so abort one of them."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding = self._live()
         try:
@@ -258,16 +262,16 @@ class Request:
     # -- preemption -----------------------------------------------------------------------------------------------
 
     def preempt_nowait(self) -> Preemption:
-        """Give up every device block, and keep what is computed in host memory, as far as there is room: pinned until
-        `resume`. Not inside of a step. Says how many blocks are free now, and which copies free the rest."""
+        """Release every device block. Computed blocks are stored to host memory as far as there is room, and pinned
+        there until `resume`. Not inside a step. Returns how many blocks are free now, and which jobs free the rest."""
         found = self._session.ledger.preempt_nowait(self._live())
         self._session.worker.submit(found.plans)
         return found
 
     async def preempt(self) -> Preemption:
-        """As `preempt_nowait`, but waits: first for steps that touch its blocks, then until every block is free.
+        """As `preempt_nowait`, but waits: first for steps that hold its blocks, then until every block is free.
 
-        Whoever needs them has to be in line by then (`extend`): a `resume` takes them back if nobody waits."""
+        A request that needs these blocks must be waiting in `extend` by then; otherwise, a `resume` takes them back."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding = self._live()
         while holding.num_steps:
@@ -278,11 +282,11 @@ class Request:
         return found
 
     async def resume(self, num_tokens: int | None = None) -> int:
-        """Wait for room (for `num_tokens`; all tokens that are known, if None) and bring back what is in host memory;
-        the number of tokens that are ready. What was lost is computed again from there on.
+        """Wait for room for `num_tokens` tokens (None: all known tokens) and load what is in host memory. Returns how
+        many tokens are ready; later ones have to be computed again.
 
-        Cancelled, it leaves the request where the wait was: go on with `allocate` (PINNED), `load` (ALLOCATED,
-        LOADING), or leave.
+        A cancellation leaves the request in the state of the wait: go on with `allocate` (PINNED) or `load` (ALLOCATED,
+        LOADING), or leave the block.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._session.ledger.resume(self._live(), num_tokens)
@@ -292,16 +296,16 @@ class Request:
     # -- loading --------------------------------------------------------------------------------------------------
 
     def load_nowait(self, max_tokens: int | None = None) -> PendingLoad:
-        """Start bringing the host hit onto the device, region after region, and go on without waiting for it."""
+        """Start to load the host hit onto the device, region by region, without waiting for it."""
         load = PendingLoad(self, max_tokens)
         load._start(self._live())
         return load
 
     async def load(self, max_tokens: int | None = None) -> int:
-        """Bring the host hit onto the device; how many tokens are ready there. Never raises for a failed copy.
+        """Load the host hit onto the device. Returns how many tokens are ready there. Never raises for a failed copy.
 
-        `max_tokens` takes fewer: rounded down to a block, never below the device hit. `block_ids` is final afterwards.
-        0 as well if another task has preempted it meanwhile: `resume` is what comes next then.
+        `max_tokens` limits the load: rounded down to a block, never below the device hit. `block_ids` is final
+        afterwards. Returns 0 if another task has preempted the request meanwhile: call `resume` then.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding, load = self._live(), AwaitedLoad(self, max_tokens)
@@ -316,20 +320,20 @@ class Request:
     # -- computing ------------------------------------------------------------------------------------------------
 
     def commit(self, num_computed_tokens: int, new_token_ids: TokenIds = (), after: Fence | None = None) -> None:
-        """Publish what is computed: `num_computed_tokens` in all, once `new_token_ids` are appended.
+        """Append `new_token_ids`, then publish the KV of the first `num_computed_tokens` tokens.
 
-        `after` is the fence behind the compute that wrote it; None: everything given to the current stream so far.
+        `after` is the fence behind the compute that wrote it; None: behind all work on the current stream so far.
         """
         holding, session = self._live(), self._session
         session.commit_behind(session.fence_after(after), holding, num_computed_tokens, new_token_ids)
 
     def invalidate(self, from_token: int) -> None:
-        """Take back what a failed forward committed from `from_token` on. Who may have read it meanwhile is aborted."""
+        """Invalidate what a failed forward committed from `from_token` on. Aborts requests that may have read it."""
         self._session.invalidate(self._live(), from_token)
 
 
 async def _read(prompt: LongList) -> Prefix:
-    """Read a long list slice by slice, and let others have their turn in between."""
+    """Read a long list slice by slice, with turns for other tasks in between."""
     slices: list[bytes] = []
     for encoded in prompt.slices():
         slices.append(encoded)
@@ -338,7 +342,7 @@ async def _read(prompt: LongList) -> Prefix:
 
 
 def _nothing() -> None:
-    """There is no timer to stop."""
+    """Default `_stop_timer`: does nothing."""
 
 
 def _expire(reference: ref[Request]) -> None:
@@ -351,9 +355,9 @@ ENTERS = ("__aenter__", "enter_async_context")
 
 
 def _may_be_suspended(frame: FrameType | None) -> bool:
-    """Whether the block entered in `frame` may be left standing at a `yield`, with its task elsewhere: in the body of
-    an async generator. One that is a context manager (`contextlib.asynccontextmanager`) is entered by somebody's block
-    in turn, and it is that block which counts."""
+    """Whether the block entered in `frame` may be suspended at a `yield` while its task runs other code: true in the
+    body of an async generator. A generator that is a context manager (`contextlib.asynccontextmanager`) is entered by
+    another block in turn, and that block decides."""
     while frame is not None:
         driver = frame.f_back
         if frame.f_code.co_name not in ENTERS:
@@ -366,7 +370,7 @@ def _may_be_suspended(frame: FrameType | None) -> bool:
 
 
 def _is_cancellation(error: BaseException) -> bool:
-    """Whether it is nothing but cancellation: task groups inside the block may have put it into groups."""
+    """Whether `error` is only cancellation: task groups inside the block may have wrapped it in exception groups."""
     if isinstance(error, BaseExceptionGroup):
         return all(_is_cancellation(inner) for inner in error.exceptions)
     return isinstance(error, anyio.get_cancelled_exc_class())

@@ -54,8 +54,8 @@ class OffloadRuntime:
     """An async context manager around one engine's KV cache.
 
     `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
-    row 0 is the null block. `transport` takes their place where the tensors are elsewhere. `device_pool` hands out the
-    block ids; by default a free list of our own. `observers` are told of what the log is told.
+    row 0 is the null block. `transport` replaces them if the tensors are elsewhere. `device_pool` hands out the block
+    ids; by default a free list of the runtime's own. `observers` receive the same events as the log.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class OffloadRuntime:
     def __repr__(self) -> str:
         return f"<OffloadRuntime {'open' if self._session.is_open else 'closed'} {self.ledger!r}>"
 
-    # -- its life -------------------------------------------------------------------------------------------------
+    # -- life cycle -----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         self._session.begin()
@@ -118,8 +118,8 @@ class OffloadRuntime:
         return self
 
     async def _start_worker(self) -> TaskGroup:
-        """The worker is under way when this returns: a task that was cancelled before its first step would take the
-        caller with it. Not `TaskGroup.start`, which would wait for the shielded worker if it was cancelled itself."""
+        """Start the worker's task and wait until it runs: cancelled before its first step, it would cancel the caller,
+        too. Not `TaskGroup.start`, which would wait for the shielded worker if it was cancelled itself."""
         async with AsyncExitStack() as stack:
             group = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(self.worker.end)
@@ -132,7 +132,7 @@ class OffloadRuntime:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Live requests first, then what is queued, then what is in flight, each within bounds."""
+        """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight."""
         self._session.is_open = False
         self._session.close_requests()
         self.worker.is_accepting = False
@@ -171,13 +171,13 @@ class OffloadRuntime:
     ) -> Request:
         """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
 
-        `cache_salt`, `adapter_key` and `key_spans` are part of what identifies KV: nothing is shared across them.
-        `deadline_s` is counted from entering. `max_hit_tokens` and `hit_alignment` narrow what is taken from the cache,
-        `reads_cache=False` takes nothing. `store` and `max_store_tokens` narrow what goes to the host: all of it, its
-        prompt or nothing, and how many of its first tokens.
+        `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: it is shared only where they are
+        equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the cache hit;
+        `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first tokens)
+        limit what is stored to the host.
 
-        An array is read here, however long it is. A list or tuple of more than 8,192 ids is read on entering, with
-        turns for others in between, and has to stay as it is until then; `cancel(request_id)` finds it after that.
+        An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
+        other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
         """
         self._session.check_usable()
         seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)
@@ -190,9 +190,9 @@ class OffloadRuntime:
     async def run(
         self, function: Callable[[Request], Awaitable[Result]], token_ids: TokenIds, /, **options: Any
     ) -> Result:
-        """Run `function(request)` in a task of its own; its result. `RequestAborted` if it was cancelled meanwhile.
+        """Run `function(request)` in a new task; returns its result. `RequestAborted` if the request was cancelled.
 
-        Only this form spawns: whoever cancels the calling task, natively too, cancels nothing but this request.
+        Only this method spawns a task for a request: cancelling the caller, natively too, cancels only this request.
         """
         check_callable("function", function)
         request = self.request(token_ids, **options)
@@ -215,7 +215,7 @@ class OffloadRuntime:
         return results[0]
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
-        """Cancel the live request of that id; whether there was one."""
+        """Cancel the live request with that id. Returns whether there was one."""
         self._session.check_usable()
         reason = check_text("reason", reason)
         return self._session.cancel(check_text("request_id", request_id), reason)
@@ -228,41 +228,41 @@ class OffloadRuntime:
         adapter_key: str | bytes | None = None,
         key_spans: Iterable[KeySpan] = (),
     ) -> PrefixMatch:
-        """What is cached of a prompt. Takes nothing, touches nothing: it may be gone at the next await."""
+        """The cached part of a prompt. Pins nothing, refreshes nothing: it may be evicted at the next await."""
         self._session.check_usable()
         return self.ledger.lookup(self._prefix(token_ids, cache_salt, adapter_key, key_spans))
 
     def pin(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> PinScope:
-        """A `with` block in which what is cached of a prompt on entering stays cached, for at most `ttl_s`."""
+        """A context manager that pins the cached part of a prompt from entering on, for at most `ttl_s` seconds."""
         self._session.check_usable()
         return PinScope(self._session, self._prefix(token_ids, **identity), time_to_live(ttl_s))
 
     async def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
-        """Bring what is in host memory of a prompt onto the device; how many of its tokens are there then.
+        """Load the host hit of a prompt onto the device. Returns how many of its tokens are there then.
 
-        Best effort: takes only room that nobody waits for, and never raises for a failed copy. Cancelled, it gives up
-        what was not launched yet.
+        Best effort: it takes only blocks that no request waits for, and never raises for a failed copy. A cancellation
+        drops its jobs that are not launched yet.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         with self.prefetch_nowait(token_ids, **identity) as pending:
             return await pending.wait()
 
     def prefetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingPrefetch:
-        """As `prefetch`, but goes on by itself."""
+        """As `prefetch`, but returns at once, and the transfer goes on in the background."""
         self._session.check_usable()
         return PendingPrefetch(self._session, self._prefix(token_ids, **identity))
 
     async def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
-        """Send a prompt from the device to host memory; how many device blocks that gave back.
+        """Move the blocks of a prompt from the device to host memory. Returns how many device blocks were freed.
 
-        What is pinned, what other cached prompts go on from, and what the host has no room for stays.
+        Pinned blocks, prefix blocks of other cached prompts, and blocks for which the host has no room stay.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         with self.demote_nowait(token_ids, **identity) as pending:
             return await pending.wait()
 
     def demote_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingDemotion:
-        """As `demote`, but goes on by itself."""
+        """As `demote`, but returns at once, and the transfer goes on in the background."""
         self._session.check_usable()
         return PendingDemotion(self._session, self._prefix(token_ids, **identity))
 
@@ -275,41 +275,42 @@ class OffloadRuntime:
 
     @contextmanager
     def step(self, requests: Iterable[Request | PendingLoad]) -> Iterator[None]:
-        """Hold the blocks of `requests` while a forward touches them, wherever it runs and whatever becomes of them.
+        """Hold the blocks of `requests` while a forward uses them, in any thread, even if a request ends meanwhile.
 
-        A pending load in place of its request: the forward starts on what is still on its way (see `PendingLoad`).
+        A pending load in place of its request: the forward starts before the load is over (see `PendingLoad`).
         """
         with hold(self._session, requests):
             yield
 
     async def run_step(self, requests: Iterable[Request | PendingLoad], function: Callable[[], Result]) -> Result:
-        """Run `function()` in a worker thread with the blocks of `requests` held until the *thread* is through.
+        """Run `function()` in a worker thread and hold the blocks of `requests` until the *thread* has finished.
 
         A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
-        the step belongs to the thread, whatever becomes of the task that waits for it. It is over before that task goes
-        on: another one may have preempted a request by then, and `commit` refuses it (`commit_step` leaves it out).
+        the step belongs to the thread, whatever happens to the waiting task. The step ends before that task goes on:
+        another task may preempt a request in between, and then `commit` refuses it (`commit_step` leaves it out).
         """
         return await run_step(self._session, requests, function)
 
     def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> None:
-        """Commit for several requests of one forward behind one fence, all or nothing.
+        """Commit several requests of one forward behind one fence, all or nothing.
 
-        Who was aborted or preempted meanwhile is left out: what was computed of it is gone.
+        Requests that have ended or were preempted meanwhile are left out: what was computed for them is lost.
         """
         commit_step(self._session, computed, after)
 
-    # -- the whole ------------------------------------------------------------------------------------------------
+    # -- whole cache ----------------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """Wait until every transfer planned so far has landed, or is given up."""
+        """Wait until every transfer planned so far has ended or is given up."""
         self._session.check_usable()
         await self.worker.wait_idle()
 
     async def reset(self, tier: Tier | None = None, timeout_s: float | None = None) -> tuple[int, ...]:
-        """Forget everything cached, or what is cached in `tier`, and wait for the transfers in flight: what they bring
-        there is not published any more. Returns the ids of the jobs that were not over within `timeout_s`; empty: all.
+        """Drop the whole cache, or that of `tier`, end all pins, and wait for the transfers in flight: the blocks that
+        they bring there are not published. Returns the ids of the jobs that are not over within `timeout_s` seconds
+        (None: no limit); empty if all are.
 
-        Requests running meanwhile keep their blocks, but publish and store nothing, unless `tier` is a lower one.
+        Running requests keep their blocks. They publish and store nothing any more, unless `tier` is a lower one.
         """
         self._session.check_usable()
         seconds = math.inf if timeout_s is None else _seconds("timeout_s", timeout_s)
@@ -328,7 +329,7 @@ class OffloadRuntime:
         return RuntimeStatistics(**attrs.asdict(found, recurse=False), transfers=transfers, off_reason=off_reason)
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` unless every block is in exactly one hand. Costs a look at every block."""
+        """Raise `IntegrityError` unless every block has exactly one owner. Looks at every block."""
         self.ledger.check_integrity()
 
 
@@ -340,6 +341,6 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _namespace_of(config: OffloadConfig) -> str:
-    """The namespace as the root sees it: another layout of groups is another cache."""
+    """The namespace of root keys: the configured one and the layout of groups, so other layouts never share KV."""
     groups = ",".join(f"{group.name}:{group.block_size}" for group in config.groups)
     return f"{config.namespace}\n{groups}"

@@ -1,6 +1,7 @@
-"""The session: what requests, loads and pins of one open runtime share. Who may call, who is here, behind which fence.
+"""The session: what requests, loads and pins of one open runtime share.
 
-It knows requests by what it needs of them (`Entered`), so it stands below them.
+It checks the calling thread, knows the entered requests, and records the fences of commits. It sees requests only as
+`Entered`, so that it does not depend on their module.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["Entered", "RequestOptions", "Session"]
 
 @attrs.frozen
 class RequestOptions:
-    """What a request was opened with, besides its tokens."""
+    """The options of a request, besides its tokens."""
 
     request_id: str | None
     deadline_s: float | None
@@ -48,7 +49,7 @@ class RequestOptions:
 
 
 class Entered(Protocol):
-    """A request, as the session and its loads know it."""
+    """A request, as the session and its loads see it."""
 
     _session: Session
     _holding: Holding | None
@@ -57,23 +58,23 @@ class Entered(Protocol):
     def state(self) -> RequestState: ...
 
     def _live(self) -> Holding:
-        """Its holding; an error that says why, if it is over or the runtime closed."""
+        """Its holding. Raises if the request is over or the runtime is closed."""
         ...
 
     def _close(self, reason: str) -> None:
-        """Let go of everything, now."""
+        """Release everything now."""
         ...
 
     def _cancel(self, reason: str) -> None:
-        """Have its block end."""
+        """Cancel its block."""
         ...
 
     def _wake(self) -> None:
-        """Have whoever waits in it look again."""
+        """Make the tasks that wait in it check again."""
         ...
 
     async def _wait(self, event: anyio.Event) -> None:
-        """Wait for `event`, or to be woken."""
+        """Wait for `event`, which `_wake` sets, too."""
         ...
 
 
@@ -99,20 +100,20 @@ class Session:
         self.observers = observers
         self.is_open = False
         self.running_task: Callable[[], object] = object
-        """Which task runs; known once it has begun."""
+        """Returns the current task; set by `begin`."""
         self.hashing: anyio.CapacityLimiter | None = None
-        """Not the pool that a program's own threads fill: they may be waiting for us."""
+        """For hashing threads. The program's threads may fill the default limiter while they wait for the runtime."""
         # Weak, or an abandoned request would never be noticed.
         self._entered: dict[str, ref[Entered]] = {}
         self._fences: dict[str, Fence | None] = {}
-        """Behind the last commit of each live request: what is stored when it ends waits for that, too."""
+        """The fence of each live request's last commit; stores at the end of the request wait for it, too."""
         self._thread_id = 0
         self._process_id = 0
 
-    # -- who may call ---------------------------------------------------------------------------------------------
+    # -- calling thread -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """This thread's event loop is the one from here on. Once."""
+        """Bind to the event loop of this thread. `RuntimeClosed` the second time."""
         if self._process_id:
             raise RuntimeClosed("a runtime is entered once: make another one")
         self._thread_id, self._process_id = threading.get_ident(), os.getpid()
@@ -120,7 +121,7 @@ class Session:
         self.hashing = anyio.CapacityLimiter(1)
 
     def check_usable(self) -> None:
-        """Raise unless it is open, and this is its thread."""
+        """Raise unless the runtime is open and this is its process and thread."""
         if not self.is_open or os.getpid() != self._process_id or threading.get_ident() != self._thread_id:
             raise self._why_not()
 
@@ -132,7 +133,7 @@ class Session:
         return WrongThread("call the runtime in its event loop's thread (anyio.from_thread.run_sync gets there)")
 
     def call_in_loop(self, function: Callable[[], None]) -> None:
-        """Now, if this is the event loop's thread, and soon there if it is not."""
+        """Call `function` now in the event loop's thread; from another thread, have it called there soon."""
         if self._process_id and os.getpid() != self._process_id:
             raise self._why_not()
         if threading.get_ident() == self._thread_id:
@@ -141,15 +142,15 @@ class Session:
             self.worker.call_soon(function)
 
     def call_later(self, function: Callable[[], None]) -> None:
-        """For finalisers: they run in any thread, or in this one in the middle of changing the ledger."""
+        """For finalisers, which run in any thread, or in the middle of a ledger change. Does nothing once closed."""
         if self.is_open and os.getpid() == self._process_id:
             self.worker.call_soon(function)
 
-    # -- who is here ----------------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------------
 
     @property
     def requests(self) -> dict[str, Entered]:
-        """Those that were entered, and neither left nor abandoned."""
+        """Requests that were entered and are neither left nor abandoned, by id."""
         found = {name: reference() for name, reference in self._entered.items()}
         return {name: request for name, request in found.items() if request is not None}
 
@@ -169,26 +170,26 @@ class Session:
         return holding
 
     def release(self, holding: Holding, reason: str) -> None:
-        """End a request: its stores wait for what was computed last."""
+        """End a request; its stores wait for the fence of its last commit."""
         self._entered.pop(holding.request_id, None)
         fence = self._fences.pop(holding.request_id, None)
         self.worker.submit(self.ledger.release(holding, reason), fence)
-        if self.is_open:  # nobody comes back to a cache that closes
+        if self.is_open:  # no write-back into a cache that closes
             self.worker.submit(self.ledger.plan_frontier())
 
     def abandon(self, holding: Holding, scope: anyio.CancelScope | None) -> None:
-        """Called by a request's finaliser: see `call_later`."""
+        """End a request that was never left. Called by its finaliser, see `call_later`."""
 
         def let_go() -> None:
             if scope is not None:
-                scope.deadline = math.inf  # it stays around a task that has nothing to do with this any more
+                scope.deadline = math.inf  # it stays around a task that no longer serves this request
             if not holding.is_over:
                 self.release(holding, "abandoned")
 
         self.call_later(let_go)
 
     def cancel(self, request_id: str, reason: str) -> bool:
-        """Cancel the live request of that id; whether there was one."""
+        """Cancel the live request with that id. Returns whether there was one."""
         reference = self._entered.get(request_id)
         request = reference() if reference is not None else None
         if request is None:
@@ -197,26 +198,26 @@ class Session:
         return True
 
     def close_requests(self) -> None:
-        """End whatever is owned: nobody can use it any more."""
+        """End all requests, pins, prefetches and demotions."""
         for request in self.requests.values():
             request._close("runtime_closed")
             request._wake()
-        for holding in tuple(self.ledger.holdings.values()):  # abandoned, and nobody has got round to it yet
+        for holding in tuple(self.ledger.holdings.values()):  # abandoned, and not released yet
             self.release(holding, "abandoned")
         self.ledger.drop_pins()
         self.ledger.cancel_errands()
 
-    # -- what is computed -----------------------------------------------------------------------------------------
+    # -- commits --------------------------------------------------------------------------------------------------
 
     def fence_after(self, after: Fence | None) -> Fence | None:
-        """The fence given by a caller, or one for what was given to the current stream so far."""
+        """`after`; if it is None, a new fence behind all work on the current stream, or None if there can be none."""
         if after is not None:
             check_has("after", after, "Fence", "query synchronize")
             return after
         return self._fence()
 
     def _fence(self) -> Fence | None:
-        """None: the device records none. What is committed can be used on the device, but not stored."""
+        """None if none can be recorded: what is committed then can be used on the device, but not stored."""
         if not self.worker.is_accepting:
             return None
         try:
@@ -231,18 +232,18 @@ class Session:
     def commit_behind(
         self, fence: Fence | None, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds
     ) -> None:
-        """Publish what was computed; store it once `fence` has passed, if there is one."""
+        """Publish what was computed; store it once `fence` has passed, or not at all without a fence."""
         plans = self.ledger.commit(holding, num_computed_tokens, new_token_ids)
         self._fences[holding.request_id] = fence
         if fence is None:
             self.worker.refuse(plans)
         else:
             self.worker.submit(plans, fence)
-        # Behind no fence of one request: what is about to be evicted may have been computed by anybody.
+        # Not behind this fence: blocks that are close to eviction may have been computed by any request.
         self.worker.submit(self.ledger.plan_frontier())
 
     def invalidate(self, holding: Holding, from_token: int) -> None:
-        """Take back what was committed, and abort who may have read it."""
+        """Invalidate what was committed from `from_token` on, and abort requests that may have read it."""
         for tainted in self.ledger.invalidate(holding, from_token):
             self.cancel(tainted.request_id, "prefix_invalidated")
 

@@ -1,4 +1,4 @@
-"""Steps: forwards that touch the blocks of several requests, and what they computed, committed together."""
+"""Steps: forwards over several requests, which hold their blocks and commit their results together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GONE = (RequestState.DONE, RequestState.ABORTED, RequestState.PREEMPTED)
 
 @attrs.frozen
 class Computed:
-    """What one forward computed of one request, for `commit_step`."""
+    """The result of one forward for one request, for `commit_step`."""
 
     request: Request
     num_computed_tokens: int
@@ -35,7 +35,7 @@ class Computed:
 
 
 def hold(session: Session, requests: Iterable[Request | PendingLoad]) -> AbstractContextManager[None]:
-    """The step of a forward that touches the blocks of `requests`."""
+    """A context manager that holds the blocks of `requests` during a forward."""
     session.check_usable()
     held: list[Holding] = []
     arriving: list[Holding] = []
@@ -55,7 +55,7 @@ async def run_step(
     with ExitStack() as stack:
         stack.enter_context(hold(session, requests))
         held = stack.pop_all()
-    begun = threading.Lock()  # taken by the thread, or by whoever gives up before the thread has begun
+    begun = threading.Lock()  # taken by the thread, or by a task that gives up before the thread has begun
 
     def compute() -> Result:
         if not begun.acquire(blocking=False):
@@ -71,7 +71,7 @@ async def run_step(
         if begun.acquire(blocking=False):
             held.close()
         else:
-            session.worker.drain()  # a thread that is through has let go already: don't wait for the worker's turn
+            session.worker.drain()  # a thread that has ended has queued `held.close`: call it now
 
 
 def commit_step(session: Session, computed: Iterable[Computed], after: Fence | None) -> None:

@@ -1,4 +1,4 @@
-"""One structlog event for every state move and every settled job (docs/tracing.md lists them)."""
+"""One structlog event for every state change and every settled job (docs/tracing.md lists them)."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ Arguments = ParamSpec("Arguments")
 def _harmless(
     report: Callable[Concatenate[Telemetry, Arguments], None],
 ) -> Callable[Concatenate[Telemetry, Arguments], None]:
-    """What a logger raises (a full disk, say) stays here: the ledger is in the middle of a change when it reports."""
+    """Swallow what a logger raises (a full disk, say): the ledger reports in the middle of a change."""
 
     @functools.wraps(report)
     def guarded(self: Telemetry, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         try:
             report(self, *args, **kwargs)
-        except Exception:  # noqa: BLE001 - there is nobody left to tell
+        except Exception:  # noqa: BLE001 - counted; must not reach the ledger
             self.num_lost_events += 1
 
     return guarded
 
 
 def default_logger() -> Any:
-    """The program's own structlog logger; only warnings where the program never configured structlog."""
+    """The program's structlog logger. If structlog is not configured, one that prints only warnings to stderr."""
     if structlog.is_configured():
         return structlog.get_logger("aoffload")
     return structlog.wrap_logger(
@@ -59,19 +59,21 @@ def default_logger() -> Any:
 
 
 def _levels_heard(logger: Any) -> Callable[[int], bool]:
-    """Asked before a move is described, each time: levels may change. Who can't say is told everything.
+    """A function that tells whether `logger` emits a level. Loggers that cannot tell get every event.
 
-    Looked up at the class: a logger may take any name for a level, and write an event when asked."""
+    It is called for each event, since levels may change. `is_enabled_for` is looked up at the class: an instance may
+    take any attribute name for a level, and write an event when it is called.
+    """
     is_enabled_for = getattr(type(logger), "is_enabled_for", None)
     try:
         is_enabled_for(logger, _DEBUG)  # type: ignore[misc]
-    except Exception:  # noqa: BLE001 - it has none, or what it wraps has none
+    except Exception:  # noqa: BLE001 - the logger has none, or the one it wraps
         return lambda level: True
     return logger.is_enabled_for  # type: ignore[no-any-return]
 
 
 class Telemetry:
-    """The ledger's observer. A filtered event costs one question; nothing is computed for it."""
+    """The ledger's observer: logs its events. A filtered event costs one check of its level."""
 
     def __init__(self, logger: Any = None) -> None:
         bound = default_logger() if logger is None else logger
@@ -79,10 +81,10 @@ class Telemetry:
         self.logger = bound.bind()
         self._is_heard = _levels_heard(self.logger)
         self.num_lost_events = 0
-        """Events that the logger raised at."""
+        """Events lost because the logger raised."""
 
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
-        # Harmless as well, but in place: these two are called for every move, and mostly filtered.
+        # `_harmless` written out: requests and jobs have the most events, and these are mostly filtered.
         try:
             if self._is_heard(_REQUEST_LEVELS[holding.state]):
                 self._tell_of_request(holding, old, reason)
@@ -102,7 +104,7 @@ class Telemetry:
                 num_host_tokens=found.num_host_tokens,
             )
         elif state is RequestState.ALLOCATED:
-            found = holding.match  # again: who had to wait for room was matched again in the step that granted it
+            found = holding.match  # a request that waited for room was matched again at the grant
             log.debug(
                 event,
                 request_id=name,

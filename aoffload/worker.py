@@ -1,4 +1,4 @@
-"""The copy worker: takes planned jobs from a queue to the transport, and what became of them back to the ledger."""
+"""The copy worker: launches planned jobs on the transport and settles their completions in the ledger."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["CopyWorker"]
 
 
 Queue = deque[tuple[TransferPlan, Fence | None]]
-"""What is to be launched, and what each waits for."""
+"""Jobs to launch, each with the fence that it waits for."""
 
 
 @attrs.frozen
@@ -37,13 +37,13 @@ class InFlight:
 
 @attrs.define(eq=False)
 class CopyWorker:
-    """Loads go before stores; what is in flight is bounded in jobs and bytes.
+    """Launches loads before stores; jobs and bytes in flight are bounded.
 
-    `submit` launches at once where the bounds allow. Completions arrive from any thread through a deque and one
-    coalesced wake-up, and are settled where that arrives: the task here only watches deadlines. A launched job without
-    an end is given up (its destination is quarantined) and nothing more is launched until it reports: a stalled
-    transport makes misses, not queues. Should the ledger itself fail, or the device be lost for good, the cache turns
-    itself off: nothing is launched any more, and no request hears of it but as a miss.
+    `submit` launches at once if the bounds allow. Completions arrive from any thread through a deque and one coalesced
+    wake-up of the event loop, whose callback settles them; the worker's task only watches deadlines. A launched job
+    without a completion in time is given up: its destination is quarantined, and nothing more is launched until it
+    reports. A stalled transport thus makes misses, not queues. If the ledger itself fails, or the device is lost, the
+    cache turns itself off: nothing is launched any more, and requests see only misses.
     """
 
     ledger: Ledger
@@ -57,32 +57,32 @@ class CopyWorker:
     _loads: Queue = attrs.field(factory=deque)
     _stores: Queue = attrs.field(factory=deque)
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
-    """Launched jobs in the order of their launch, so of their deadlines."""
+    """Launched jobs in launch order, which is the order of their deadlines."""
     _num_bytes: int = 0
     _max_bytes: int = 0
     _block_bytes: int = 0
     _overdue: set[int] = attrs.field(factory=set)
     _alarms: dict[anyio.Event, float] = attrs.field(factory=dict)
-    """What is set when its time comes. All are set as long ahead, so in the order of their deadlines."""
+    """Events and the times to set them, in the order of time: all have the same delay."""
     _inbox: deque[Completion] = attrs.field(factory=deque)
     _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
     _looks_at: float = math.inf
-    """When the task looks at deadlines next."""
+    """When the task checks deadlines next."""
     _is_signalled: bool = False
     _wake_loop: Callable[[], None] = lambda: None
     _clock: Callable[[], float] = lambda: 0.0
-    """Not `anyio.current_time`: a commit may come from a plain callback of the loop."""
+    """Not `anyio.current_time`: a commit may come from a plain callback of the loop, outside of any task."""
     _settled: anyio.Event | None = None
-    """Set whenever jobs have ended. Made by who waits for it: elsewhere it may be no task that is running."""
-    # These three are made by `start`: a runtime may be made before there is an event loop.
+    """Set when jobs have ended. Created by the task that waits for it; other callers may run outside of any task."""
+    # `start` creates these three: a runtime may be created before there is an event loop.
     _sleep: anyio.CancelScope = attrs.field(init=False)
     _scope: anyio.CancelScope = attrs.field(init=False)
-    """Around the task: what cancels the engine must not end it before the transfers that are under way."""
+    """Shields the task: cancelling the engine must not end it before the transfers under way."""
     has_begun: anyio.Event = attrs.field(init=False)
-    """From here on, what cancels the task natively is survived."""
+    """Set when the task runs: from then on it survives native cancellation."""
     is_accepting: bool = True
     off_reason: str = ""
-    """Why the cache has turned itself off."""
+    """Why the cache has turned itself off; empty while it is on."""
     _has_ended: bool = False
 
     # -- launching ------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class CopyWorker:
     def submit(self, plans: Sequence[TransferPlan], after: Fence | None = None) -> None:
         """Queue `plans` (stores wait for `after`) and launch what may be launched now."""
         if not plans:
-            return  # as most calls end: whoever makes room for what is queued launches it himself
+            return  # the usual case; queued jobs are launched when a completion makes room
         for plan in plans:
             if not self.is_accepting or self._overdue:
                 self.refuse([plan])
@@ -100,7 +100,7 @@ class CopyWorker:
         self._dispatch()
 
     def refuse(self, plans: Iterable[TransferPlan]) -> None:
-        """Give up jobs that were planned and never queued."""
+        """Discard planned jobs that were never queued."""
         for plan in plans:
             self._discard(plan)
 
@@ -123,7 +123,7 @@ class CopyWorker:
 
     def _may_launch(self, num_bytes: int) -> bool:
         if not self._in_flight:
-            return True  # a job above the bound goes alone
+            return True  # a job above the bound runs alone
         fits = self._num_bytes + num_bytes <= self._max_bytes
         return fits and len(self._in_flight) < self.config.max_jobs_in_flight
 
@@ -140,21 +140,21 @@ class CopyWorker:
             self.deliver(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
             if isinstance(error, DeviceGone):
                 self.turn_off(str(error))
-        except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what was started, the engine goes on
+        except Exception as error:  # noqa: BLE001 - a driver error: what was started is unknown, the engine goes on
             self.deliver(Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
 
     def watch(self, expires_at: float) -> None:
-        """See to it that a pin that was just taken lapses in time."""
+        """Have a new pin lapse at `expires_at`."""
         if self._has_ended:
-            self._tell(self.ledger.drop_pins)  # nobody looks at deadlines any more
+            self._tell(self.ledger.drop_pins)  # no task checks deadlines any more
         else:
             self._wake_by(expires_at)
 
     def set_alarm(self, event: anyio.Event, after_s: float) -> None:
-        """Set `event` in so many seconds, the same number for every event, unless it is cleared before.
+        """Set `event` after `after_s` seconds, the same for every event, unless it is cleared before.
 
-        A cancel scope with a deadline would do the same for the task that waits, at ten times the price. Where nobody
-        looks at deadlines any more, nothing is worth waiting for either: it is set at once.
+        A cancel scope with a deadline would cost the waiting task ten times as much. Once the worker's task has ended,
+        the event is set at once: there is nothing left to wait for.
         """
         if self._has_ended:
             event.set()
@@ -163,7 +163,7 @@ class CopyWorker:
             self._wake_by(deadline)
 
     def clear_alarm(self, event: anyio.Event) -> bool:
-        """Whether its time had not come."""
+        """Remove the alarm of `event`. Returns whether it was still pending."""
         return self._alarms.pop(event, None) is not None
 
     def _wake_by(self, deadline: float) -> None:
@@ -173,12 +173,12 @@ class CopyWorker:
     # -- completions ----------------------------------------------------------------------------------------------
 
     def deliver(self, completion: Completion) -> None:
-        """Take a completion in, from any thread; never blocks."""
+        """Accept a completion from any thread; never blocks."""
         self._inbox.append(completion)
         self._signal()
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Have the worker call `function`. From any thread, and from a finaliser in the middle of whatever."""
+        """Have the worker call `function` soon. For any thread, and for finalisers."""
         self._calls.append(function)
         self._signal()
 
@@ -188,7 +188,7 @@ class CopyWorker:
             self._wake_loop()
 
     def drain(self) -> None:
-        """Settle what has been delivered. The flag is cleared first: what comes later signals again."""
+        """Run queued calls and settle delivered completions. The flag is cleared first, so later ones signal again."""
         self._is_signalled = False
         while self._calls:
             self._tell(self._calls.popleft())
@@ -217,7 +217,7 @@ class CopyWorker:
             self._num_bytes -= found.num_bytes
 
     def _tell(self, function: Callable[..., Any], *args: object) -> Any:
-        """Call into the ledger. A bug there must end neither this task nor the request that happens to call."""
+        """Call into the ledger. A bug there turns the cache off, but must not end this task or a calling request."""
         try:
             return function(*args)
         except Exception as error:  # noqa: BLE001 - see above
@@ -226,24 +226,24 @@ class CopyWorker:
             return None
 
     def turn_off(self, reason: str) -> None:
-        """Launch nothing any more, for good. What is in flight reports as always, or is given up in its time."""
+        """Launch nothing any more. Jobs in flight still report, or are given up at their deadline."""
         if self.is_accepting:
             self.is_accepting, self.off_reason = False, reason
             self.telemetry.cache_turned_off(reason)
             self.discard_queued()
 
     def _ask_device(self) -> None:
-        """Whether it still answers. A completion does not say why a copy has failed; who refuses a fence does."""
+        """Turn off if the device is lost. A completion does not tell why a copy failed; recording a fence does."""
         if self.is_accepting:
             try:
                 self.transport.record_fence()
             except DeviceGone as error:
                 self.turn_off(str(error))
             except TransferRefused:
-                return  # it may again
+                return  # may be temporary
 
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
-        """Stop expecting launched jobs: their destinations are quarantined until somebody proves them over."""
+        """Stop waiting for launched jobs. Their destinations are quarantined until a late completion ends the doubt."""
         for job_id in tuple(job_ids):
             self._forget(job_id)
             self._overdue.add(job_id)
@@ -253,7 +253,7 @@ class CopyWorker:
         self.discard_queued()
 
     def discard_queued(self) -> None:
-        """Drop what was never launched; who waits for it computes instead."""
+        """Drop jobs that were never launched; requests that wait for them compute instead."""
         queued = [*self._loads, *self._stores]
         self._loads.clear()
         self._stores.clear()
@@ -264,23 +264,23 @@ class CopyWorker:
     # -- the task -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Bind to the loop running now."""
+        """Bind to the running event loop."""
         self.has_begun = anyio.Event()
         self._sleep, self._scope = anyio.CancelScope(), anyio.CancelScope(shield=True)
         self._max_bytes, self._block_bytes = self.config.bytes_in_flight, self.transport.block_bytes
         self._clock = self.env.loop_clock()
-        # In the context of who opens the runtime, as the task: what a logger finds there is the program's.
+        # In the context of the task that opens the runtime, as the worker's task: loggers find its context variables.
         self._wake_loop = self.env.loop_waker(partial(copy_context().run, self._wake))
 
     def _wake(self) -> None:
-        """Called by the loop between the steps of its tasks, as long as it runs: late ends count when ours is gone."""
+        """Called by the event loop. Also settles late completions after the worker's task has ended."""
         try:
             self.drain()
         except Exception as error:  # noqa: BLE001 - a supervisor, as in `run`: trio would end of it
             self._fail(error)
 
     async def run(self) -> None:
-        """Watch deadlines until `end`. Whatever goes wrong here must not end the engine."""
+        """Watch deadlines until `end`. An error here must not end the engine."""
         with self._scope:
             self.has_begun.set()
             try:
@@ -288,7 +288,7 @@ class CopyWorker:
             except anyio.get_cancelled_exc_class() as error:
                 if self._scope.cancel_called:
                     raise
-                # `asyncio.Task.cancel` from somewhere. Raised on, it would cancel the group's other tasks, too.
+                # A native `asyncio.Task.cancel`. Re-raised, it would cancel the group's other tasks, too.
                 self._fail(error)
             except Exception as error:  # noqa: BLE001 - a supervisor: the cache turns itself off, the requests go on
                 self._fail(error)
@@ -301,7 +301,7 @@ class CopyWorker:
         while True:
             self._looks_at = self._next_deadline()
             with anyio.CancelScope(deadline=self._looks_at) as self._sleep:
-                await anyio.Event().wait()  # `sleep_forever` is a timer to asyncio, and a loop with one never rests
+                await anyio.Event().wait()  # not `sleep_forever`, a timer in asyncio: a loop with a timer is never idle
             self.drain()  # what has been delivered in time is not late
             self._check_deadlines()
 
@@ -329,16 +329,16 @@ class CopyWorker:
             event.set()
 
     async def wait_idle(self) -> None:
-        """Wait until nothing is queued or in flight."""
+        """Wait until every job planned so far is over or given up."""
         await self.wait_over(self.ledger.jobs.last_id)
 
     async def wait_over(self, job_id: int) -> None:
-        """Wait until every job up to `job_id` is over; jobs planned later don't delay it."""
+        """Wait until every job up to `job_id` is over or given up; jobs planned later don't delay it."""
         while self._oldest() <= job_id:
             await self.wait_settled()
 
     async def wait_settled(self) -> None:
-        """Wait until a job has ended, well or not, or what was queued was dropped."""
+        """Wait until completions were settled, or queued jobs dropped."""
         if self._settled is None:
             self._settled = anyio.Event()
         await self._settled.wait()
@@ -355,7 +355,7 @@ class CopyWorker:
         """Launch nothing any more; what is still in flight is quarantined."""
         self.is_accepting = False
         self.discard_queued()
-        self.drain()  # what was told in time counts: of whom there is no word yet, nobody knows
+        self.drain()  # settle what was delivered: jobs without a completion are quarantined
         self.give_up(self._in_flight, error)
 
     def end(self) -> None:

@@ -1,1 +1,1 @@
-"""Moving bytes: the only room, with `integrations`, that knows torch."""
+"""Transfers of KV bytes. Besides `integrations` and `demo`, the only package that imports torch."""

@@ -1,4 +1,4 @@
-"""A fence: a point in device work, and the only thing that says "done"."""
+"""Fences: points in device work, and the only evidence that work is done."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Fence(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block the calling thread (never the event loop's) until it is."""
+        """Block the calling thread (never the event loop's) until the work before this point is over."""
         ...
 
 
 @attrs.frozen
 class PassedFence:
-    """The fence of work that was over when it was recorded: all work, on a CPU."""
+    """A fence behind work that was already over when it was recorded; on a CPU, all work is."""
 
     def query(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""A lane: the thread that copies in one direction, and the order in which its jobs end."""
+"""A lane: the thread that copies in one direction and ends its jobs in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Stop(enum.Enum):
 class _Job:
     plan: TransferPlan
     before: tuple[Fence, ...]
-    """What has to be over before the first byte moves."""
+    """Fences that have to pass before the first byte moves."""
 
 
 @attrs.frozen
@@ -55,8 +55,8 @@ class LaneCounts:
 class CopyLane:
     """Loads and stores have a lane each: a store that waits for a long forward must not hold back a load.
 
-    Jobs of a lane start and end in the order they were launched in. Several may be running: a job is started as soon as
-    it is known, and the oldest is waited for only when there is nothing to start.
+    Jobs of a lane start and end in launch order. Several may be running: the thread starts a job as soon as it is
+    queued, and waits for the oldest one only when there is nothing to start.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CopyLane:
         self._running: deque[_Running] = deque()
         self._starting: _Job | None = None
         self._last_end_s = 0.0
-        # Guards `_refusal` together with the queue: nothing may be queued behind the drain of a lane that ends.
+        # Guards `_refusal` together with the queue: nothing may be queued after a lane that ends has drained it.
         self._gate = threading.Lock()
         self._refusal = ""
         self._abandoned = False
@@ -93,14 +93,14 @@ class CopyLane:
             self._queue.put(_Job(plan, before))
 
     def stop_launching(self) -> None:
-        """Refuse what comes, end after what was launched. Twice does no harm."""
+        """Refuse new jobs, and end the thread after the launched ones. May be called twice."""
         with self._gate:
             if not self._refusal:
                 self._refusal = "the transport is closed"
                 self._queue.put(_Stop.STOP)
 
     def join(self, timeout_s: float) -> bool:
-        """Whether the lane ended within `timeout_s`. If not, it starts nothing more, should its copy ever end."""
+        """Whether the lane ended within `timeout_s` seconds. If not, it starts no more jobs even if its copy ends."""
         self._thread.join(max(0.0, timeout_s))
         self._abandoned = self._thread.is_alive()
         return not self._abandoned
@@ -112,7 +112,7 @@ class CopyLane:
                 while (job := self._next_job()) is not _Stop.STOP:
                     self._start(job)
                     self._finish_passed()
-        except LostDevice as error:  # which can neither be begun with nor left
+        except LostDevice as error:  # raised on entering or leaving the thread's scope
             self._loss.notice(error)
         finally:
             self._give_up()
@@ -136,14 +136,14 @@ class CopyLane:
         self._starting = job
         try:
             self._backend.wait_for(self.direction, job.before)
-        except Exception as error:  # noqa: BLE001 - becomes the outcome of this job, of which nothing was started
+        except Exception as error:  # noqa: BLE001 - becomes the outcome of this job; nothing of it was started
             self._loss.notice(error)
             self._finish_unstarted(job.plan, error)
             return
         began_s = self._env.now()
         try:
             fence = self._backend.copy(job.plan)
-        except Exception as error:  # noqa: BLE001 - becomes the outcome of this job; the next one may fare better
+        except Exception as error:  # noqa: BLE001 - becomes the outcome of this job; the next one may succeed
             self._loss.notice(error)
             self._finish_failed(job.plan, began_s, error)
         else:
@@ -158,7 +158,7 @@ class CopyLane:
         running = self._running[0]
         try:
             running.fence.synchronize()
-        except Exception as error:  # noqa: BLE001 - a lost device, say: whether the copy still writes nobody knows
+        except Exception as error:  # noqa: BLE001 - a lost device, say: the copy may still be writing
             self._loss.notice(error)
             completion = Completion(running.plan.job_id, Outcome.UNPROVEN, error=repr(error))
         else:
@@ -179,7 +179,7 @@ class CopyLane:
         reason = repr(error.__cause__ or error)
         try:
             self._backend.settle(self.direction)
-        except Exception as doubt:  # noqa: BLE001 - nobody can say whether what the copy had started is over
+        except Exception as doubt:  # noqa: BLE001 - unknown whether the started part of the copy is over
             self._loss.notice(doubt)
             completion = Completion(plan.job_id, Outcome.UNPROVEN, error=f"{reason}, then {doubt!r}")
         else:
@@ -189,7 +189,7 @@ class CopyLane:
         self._deliver(completion)
 
     def _proven(self, plan: TransferPlan, num_copied: int, began_s: float) -> Completion:
-        """What verification says about the leading `num_copied` blocks, at their destination now."""
+        """The completion of a copy whose leading `num_copied` blocks are at their destination, after verification."""
         duration_s = self._count_copy(num_copied, began_s)
         num_bytes = num_copied * self._backend.block_bytes
         landed = Completion(plan.job_id, Outcome.LANDED, num_copied, num_bytes=num_bytes, duration_s=duration_s)
@@ -197,7 +197,7 @@ class CopyLane:
             self._backend.after_copy(plan)
             corrupt = self._verify(plan, num_copied)
             self._backend.after_verify(plan)
-        except Exception as error:  # noqa: BLE001 - it could not be read back: over for certain, and nothing proven
+        except Exception as error:  # noqa: BLE001 - reading back failed: the copy is over, and nothing proven
             self._loss.notice(error)
             return attrs.evolve(landed, outcome=Outcome.FAILED, num_landed=0, error=repr(error))
         if corrupt:
@@ -207,7 +207,7 @@ class CopyLane:
 
     def _count_copy(self, num_copied: int, began_s: float) -> float:
         now_s = self._env.now()
-        # Jobs that ran at the same time shared that time.
+        # Time in which several jobs ran is counted once.
         self.counts.copy_seconds += now_s - max(began_s, self._last_end_s)
         self._last_end_s = now_s
         self.counts.num_jobs += 1
@@ -215,9 +215,10 @@ class CopyLane:
         return now_s - began_s
 
     def _verify(self, plan: TransferPlan, num_copied: int) -> tuple[int, ...]:
-        """Indices of loaded blocks that differ from what was stored; stored ones are remembered as compute left them.
+        """For a load: indices of blocks that differ from what was stored. For a store: records the checksums.
 
-        At their source, which the job still leases: a copy that was not over yet when its fence passed is noticed then.
+        Checksums are taken from the source blocks, which the job still leases, so a load also notices a store that was
+        not over yet when its fence passed.
         """
         if self._checksums is None:
             return ()
@@ -226,7 +227,7 @@ class CopyLane:
                 self._checksums.record(host_id, self._backend.device_block(block_id))
             return ()
         pairs = zip(plan.source_ids[:num_copied], plan.destination_ids, strict=False)
-        # Read back from the device, where the compute reads: so a block at the wrong place is noticed, too.
+        # Read back from the device, where compute reads: this also finds blocks that were copied to the wrong place.
         found = tuple(
             index
             for index, (host_id, block_id) in enumerate(pairs)
@@ -237,7 +238,7 @@ class CopyLane:
         return found
 
     def _give_up(self) -> None:
-        """The thread ends, in order or not: nobody waits for a job that it will not finish."""
+        """Called when the thread ends, in order or not: delivers a completion for each job that it will not finish."""
         with self._gate:
             self._refusal = self._refusal or self._loss.reason or f"the {self.direction.value} thread died"
         reason = f"the {self.direction.value} thread ended"
@@ -250,7 +251,7 @@ class CopyLane:
             if job is not _Stop.STOP:
                 self._deliver(_never_started(job.plan, reason))
         if plans_in_doubt:
-            # Keeps both memories, which this frame refers to, until the device has let go of them.
+            # This frame refers to both memories, and keeps them until the device has finished with them.
             with suppress(Exception):
                 self._backend.settle(self.direction)
 
@@ -262,5 +263,5 @@ def _never_started(plan: TransferPlan, reason: str) -> Completion:
 def _has_passed(fence: Fence) -> bool:
     try:
         return fence.query()
-    except Exception:  # noqa: BLE001 - waiting for it will raise the same, and there it becomes an outcome
+    except Exception:  # noqa: BLE001 - `synchronize` raises it again, and there it becomes an outcome
         return True

@@ -1,4 +1,4 @@
-"""The transport of one process: its own copy threads, its own host memory."""
+"""The transport of one process, with its own copy threads and host memory."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from .turns import Turns
 __all__ = ["LocalTransport"]
 
 _IDLE_S = 10.0
-"""How long threads that were given nothing may take to end."""
+"""How long idle threads may take to end."""
 _LOWEST_ID = {Tier.DEVICE: 1, Tier.HOST: 0}  # device block 0 is the null block
 
 
 class LocalTransport:
     """Copies between `kv_caches` (see `regions_of`) and host memory, on one thread per direction.
 
-    `backend` makes the part that moves the bytes from the regions; by default `CpuBackend` or `CudaBackend`, by where
-    the tensors are. Raises `RegionError` for tensors that a block id cannot address.
+    `backend` makes a `CopyBackend` from the regions; by default `CpuBackend` or `CudaBackend`, by the device of the
+    tensors. Raises `RegionError` for tensors that a block id cannot address.
     """
 
     def __init__(self, kv_caches: object, backend: Callable[[tuple[KVRegion, ...]], CopyBackend] | None = None) -> None:
@@ -67,7 +67,7 @@ class LocalTransport:
 
     @property
     def opens_slowly(self) -> bool:
-        """Pinning takes seconds for each 10 GiB, and then some to find out how copies are fastest."""
+        """Page-locking takes seconds for each 10 GiB, and measuring the break-even of the kernel takes more time."""
         return isinstance(self.backend, ReportsPinning)
 
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
@@ -77,7 +77,7 @@ class LocalTransport:
     def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
         """Allocate and start the threads. `WrongState` the second time; `ConfigError` without enough memory.
 
-        Whatever it raises, nothing is left open.
+        If it raises, it leaves nothing open.
         """
         if self._lanes:
             raise WrongState("this transport was opened before; make another one")
@@ -100,18 +100,18 @@ class LocalTransport:
             self._lanes[direction] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
 
     def record_fence(self) -> Fence:
-        """`TransferRefused` if the device records none; `DeviceGone` if it never will again."""
+        """`TransferRefused` if the device records none; `DeviceGone` if it is lost."""
         self._loss.check()
         try:
             return self.backend.record_fence()
-        except Exception as error:  # whatever the driver says: nothing was started
+        except Exception as error:  # any driver error: nothing was started
             self._loss.notice(error)
             self._loss.check()
             raise TransferRefused(f"no fence could be recorded: {error!r}") from error
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
-        """Hand the plan to its thread. `TransferRefused` for ids that are no blocks, and after closing; `DeviceGone`
-        once the device is lost."""
+        """Hand the plan to its thread. `TransferRefused` for invalid block ids, and after closing; `DeviceGone` once
+        the device is lost."""
         if not self._lanes:
             raise TransferRefused("the transport is not open")
         self._loss.check()
@@ -125,7 +125,7 @@ class LocalTransport:
             raise
 
     def watch(self, job_id: int, fences: RegionFences) -> None:
-        """Copy the load `job_id`, which is launched next, region after region, if the backend can."""
+        """Copy the load `job_id`, which is launched next, region by region, if the backend can."""
         if self._watcher is not None:
             self._watcher.watch(job_id, fences)
 
@@ -134,7 +134,7 @@ class LocalTransport:
             self._watcher.forget(job_id)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse what comes, wait for what was launched. A copy that hangs keeps the memory of both sides."""
+        """Refuse new plans, and wait for launched ones. A copy that hangs keeps the memory of both sides alive."""
         deadline_s = time.monotonic() + timeout_s  # not the `Env`'s clock: joining a thread takes real time
         for lane in self._lanes.values():
             lane.stop_launching()
@@ -167,7 +167,8 @@ class LocalTransport:
         return lane.counts if lane is not None else LaneCounts()
 
     def _fences(self, direction: Direction, after: Fence | None) -> tuple[Fence, ...]:
-        """A load overwrites what the compute may still read; a store without `after` reads what it may still write."""
+        """The fences to wait for. A load overwrites blocks that compute may still read, and a store without `after`
+        reads blocks that it may still write, so both wait for all compute so far, too."""
         given = () if after is None else (after,)
         if direction is Direction.LOAD or not given:
             return (*given, self.record_fence())
@@ -183,11 +184,11 @@ class LocalTransport:
         self._check_ids(plan, "destination_ids", plan.destination, plan.destination_ids)
 
     def _check_ids(self, plan: TransferPlan, name: str, tier: Tier, ids: array[int]) -> None:
-        """Before anything is copied: the calls that copy would clip a bad id instead of refusing it."""
+        """Refuse bad ids before anything is copied: the copy calls would clip them instead."""
         if not ids:
             return
         lowest, stop = _LOWEST_ID[tier], self._num_blocks[tier]
-        if lowest <= ids[0] <= ids[-1] < stop and are_neighbours(ids):  # as most: distinct, and none beyond these two
+        if lowest <= ids[0] <= ids[-1] < stop and are_neighbours(ids):  # the usual case: consecutive ids
             return
         seen = np.frombuffer(ids, np.int32)
         first, last = int(seen.min()), int(seen.max())

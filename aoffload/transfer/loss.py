@@ -1,4 +1,4 @@
-"""What a transport knows of a device that answers no call any more."""
+"""Whether the device of a transport is lost, and why."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ __all__ = ["DeviceLoss"]
 
 
 class DeviceLoss:
-    """Noticed by whichever thread asks the device first, and known to all from then on. Never taken back."""
+    """Shared by the threads of a transport: set by the first thread that finds the device lost, and never reset."""
 
     def __init__(self) -> None:
         self.reason = ""
         """Empty while the device answers."""
 
     def notice(self, error: BaseException | None) -> None:
-        """Look at what a backend has raised. Before anybody is told of it: who is told may ask at once."""
+        """Record the loss if `error` is a `LostDevice`. Called before the error is reported."""
         if isinstance(error, LostDevice):
             self.reason = self.reason or f"device lost: {error}"
 
     def check(self) -> None:
-        """`DeviceGone` once it was noticed."""
+        """Raise `DeviceGone` once a loss is recorded."""
         if self.reason:
             raise DeviceGone(self.reason)

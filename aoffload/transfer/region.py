@@ -1,4 +1,4 @@
-"""Regions: tensors that a block id addresses."""
+"""Regions: tensors addressed by block id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_BYTES = 2**60
 
 
 def _plain(tensor: Any) -> torch.Tensor:
-    """The tensor without its place in an autograd graph: offloading moves bytes, whatever they mean."""
+    """The tensor, checked and detached from autograd: offloading only moves bytes."""
     if not isinstance(tensor, torch.Tensor):
         raise RegionError("tensor", f"must be a torch tensor, got {type(tensor).__name__}")
     if tensor.is_nested:
@@ -41,14 +41,14 @@ class KVRegion:
     Only a block has to be contiguous, so keys and values that alternate inside one tensor are two regions of it. The
     tensor may have any dtype: bytes are never interpreted. A region keeps the tensor's memory alive.
 
-    Raises `RegionError` where a block could not be addressed that way.
+    Raises `RegionError` if blocks cannot be addressed that way.
     """
 
     tensor: torch.Tensor = attrs.field(converter=_plain)
     block_stride_bytes: int
     block_bytes: int
     num_blocks: int = attrs.field(init=False)
-    """How many blocks lie within the tensor's own extent, the null block 0 included."""
+    """Blocks within the tensor's own extent, including the null block 0."""
 
     def __attrs_post_init__(self) -> None:
         for name in ("block_bytes", "block_stride_bytes"):
@@ -84,7 +84,7 @@ class KVRegion:
 
     @property
     def address(self) -> int:
-        """Where block 0 starts."""
+        """The address of block 0."""
         return self.tensor.data_ptr()
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class KVRegion:
 
 
 def byte_rows(region: KVRegion) -> torch.Tensor:
-    """The region as `uint8 [num_blocks, block_bytes]`, sharing its memory: a row is a block."""
+    """The region as `uint8 [num_blocks, block_bytes]`, a view of its memory with one row per block."""
     tensor = region.tensor
     rows = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     offset = tensor.storage_offset() * tensor.element_size()
@@ -108,7 +108,7 @@ def regions_of(kv_caches: object) -> tuple[KVRegion, ...]:
 
     Takes a tensor `[num_blocks, ...]`, a `KVRegion`, or a sequence or mapping of them. Raises `RegionError` naming the
     member (`kv_caches[3]`) that has another number of blocks or another device than the first, blocks that are not
-    contiguous, or memory that another block has too.
+    contiguous, or memory that belongs to another region, too.
     """
     named = dict(_members(kv_caches))
     if not named:
@@ -142,7 +142,7 @@ def _region(name: str, member: object) -> KVRegion:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """From the tensor's first byte to its last, cut off where its storage ends."""
+    """Bytes from the tensor's first to its last, cut off at the end of its storage."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -162,7 +162,7 @@ def _check_alike(regions: Mapping[str, KVRegion]) -> None:
 
 
 def _check_disjoint(regions: Mapping[str, KVRegion]) -> None:
-    """No byte may belong to two blocks, or a load into one would write into the other."""
+    """Raise if two regions share memory: a load into a block of one would write into the other."""
     for (one_name, one), (other_name, other) in itertools.combinations(regions.items(), 2):
         if _share_memory(one, other):
             raise RegionError(other_name, f"shares memory with {one_name}")
@@ -175,15 +175,15 @@ def _share_memory(one: KVRegion, other: KVRegion) -> bool:
         return _interlock(one, other)
     starts = [_starts(one), _starts(other)]
     ends = [starts[0] + one.block_bytes, starts[1] + other.block_bytes]
-    # Blocks of one region are disjoint and ascending: how many of the other's end before each starts, and how many
-    # start before it ends, differ exactly where one of them overlaps it.
+    # Blocks of one region are disjoint and ascending. For each block, count the other region's blocks that end before
+    # it starts, and those that start before it ends: the counts differ exactly if one of them overlaps it.
     ended_before = np.searchsorted(ends[1], starts[0], side="right")
     started_before = np.searchsorted(starts[1], ends[0], side="left")
     return bool((ended_before != started_before).any())
 
 
 def _interlock(one: KVRegion, other: KVRegion) -> bool:
-    """The usual case, keys and values of all layers in one tensor: 64 regions are 2,016 pairs, so no arrays."""
+    """Whether regions of equal stride overlap. No arrays: 64 regions in one tensor, as is usual, are 2,016 pairs."""
     shift, rest = divmod(other.address - one.address, one.block_stride_bytes)
     meets_same = rest < one.block_bytes and abs(shift) < one.num_blocks
     meets_next = rest + other.block_bytes > one.block_stride_bytes and abs(shift + 1) < one.num_blocks

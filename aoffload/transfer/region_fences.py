@@ -1,4 +1,4 @@
-"""A fence for each region of a load: the compute of a layer can start while later layers are still loading."""
+"""One fence per region of a load, for layer-wise overlap: a layer computes while later layers are still loading."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["LoadedRegion", "RegionFence", "RegionFences", "RegionWatch", "Watche
 
 
 class RegionFence:
-    """Passes when one job has brought the bytes of one region. Made before anybody knows when they are copied.
+    """Passes when one job has copied one region. It exists before the copy is submitted to the device.
 
-    A point in device work exists once the copy thread has given the copy to the device; `wait` sleeps until then, so it
-    belongs into the thread of the forward, not into the event loop.
+    There is a point in device work only once the copy thread has submitted the copy. `wait` sleeps until then, so call
+    it in the thread of the forward, not in the event loop.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class RegionFence:
 
     @property
     def is_given(self) -> bool:
-        """Whether `wait` and `synchronize` find a point on the device to wait for, or learn that there is none."""
+        """Whether the copy was submitted, or is known never to be: `wait` does not sleep for the copy thread then."""
         return self._is_given.is_set()
 
     def query(self) -> bool:
@@ -62,16 +62,17 @@ class RegionFence:
         return self._fence
 
     def _end(self, fence: Fence | None, error: str) -> None:
-        with self._ending:  # the copy thread gives, while somebody gives up
+        with self._ending:  # the copy thread may give while a waiter gives up
             if not self._is_given.is_set():
                 self._fence, self._error = fence, error
                 self._is_given.set()
 
 
 class RegionFences:
-    """The fences of one job: `fences[i]` is that of region `i`, in the order of regions.
+    """The fences of one job; `fences[i]` belongs to region `i`.
 
-    The copy thread gives them, in order. Whoever learns how the job ended calls `end`, and nobody waits for ever.
+    The copy thread sets them with `give`, in order. When the job has ended, `end` sets the others, so that no wait
+    lasts for ever.
     """
 
     def __init__(self, num_regions: int) -> None:
@@ -85,20 +86,20 @@ class RegionFences:
         return self.fences[index]
 
     def fork(self) -> RegionFences:
-        """Fences of the same regions for one of those who wait: whoever gives them up does so for nobody else."""
+        """Separate fences of the same regions for one waiter: giving them up does not affect other waiters."""
         forked = RegionFences(len(self))
-        self._forks.append(forked)  # first: what is given from here on is given to it, too
+        self._forks.append(forked)  # first: fences given from here on reach it, too
         for fence, own in zip(self.fences, forked.fences, strict=True):
             if fence.is_given:
                 own._end(fence._fence, fence._error)
         return forked
 
     def give(self, index: int, fence: Fence) -> None:
-        """Region `index` was given to the device; `fence` is behind it."""
+        """The copy of region `index` was submitted to the device; `fence` is behind it."""
         self._end(index, fence, "")
 
     def end(self, error: str = "") -> None:
-        """The job is over: without an `error` every region is there, with one none that was not given before."""
+        """The job is over. Without `error`, all regions are loaded; with it, regions not given before never will be."""
         for index in range(len(self)):
             self._end(index, None if error else PASSED, error)
 
@@ -110,63 +111,63 @@ class RegionFences:
 
 @attrs.frozen
 class LoadedRegion:
-    """A fence: passes when every job of a load has brought the bytes of one region. There may be none, and it has.
+    """A fence that passes when every job of a load has copied one region; without jobs it has passed.
 
-    `torch.cuda.Stream.wait_event` takes it like an event of torch's own.
+    `torch.cuda.Stream.wait_event` accepts it like a torch event.
     """
 
     jobs: tuple[RegionFence, ...]
 
     @property
     def is_given(self) -> bool:
-        """Whether `wait` and `synchronize` find points on the device to wait for, or learn that there are none. Only
-        then do they return without sleeping for the copy thread."""
+        """Whether all copies of the region were submitted to the device, or are known never to be. Otherwise, `wait`
+        and `synchronize` sleep until then."""
         return all(fence.is_given for fence in self.jobs)
 
     def query(self) -> bool:
-        """Whether the bytes are there, without waiting. `RegionNotLoaded` if they never will be."""
+        """Whether the region is loaded, without waiting. `RegionNotLoaded` if it never will be."""
         return all(fence.query() for fence in self.jobs)
 
     def synchronize(self) -> None:
-        """Block the calling thread (never the event loop's) until they are. `RegionNotLoaded` if they never will be."""
+        """Block the calling thread (never the event loop's) until then. `RegionNotLoaded` if it never happens."""
         for fence in self.jobs:
             fence.synchronize()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Have what `stream` (the current one, if None) is given from here on wait for the bytes, on the device.
+        """Make later work on `stream` (None: the current one) wait for the region, on the device.
 
-        For the thread of the forward: it sleeps until the copy was given to the device, and on a CPU until the bytes
-        are there. `RegionNotLoaded` where they never come.
+        For the thread of the forward: it sleeps until the copy was submitted to the device, or, on a CPU, until the
+        region is loaded. `RegionNotLoaded` if it never will be.
         """
         for fence in self.jobs:
             fence.wait(stream)
 
     def give_up(self, error: str) -> None:
-        """Have whoever waits here for the copy thread raise `RegionNotLoaded` now. What was given to the device already
-        is unharmed; so are the load, and others who wait for the same jobs. In any thread."""
+        """Make waits for the copy thread raise `RegionNotLoaded` now. Copies that were already submitted, the load, and
+        other waiters for the same jobs are not affected. Callable in any thread."""
         for fence in self.jobs:
             fence.give_up(error)
 
 
 @runtime_checkable
 class WatchesRegions(Protocol):
-    """A transport or a backend that copies a watched load region after region. Others copy it as any other, and its
-    regions are there when all of it is."""
+    """A transport or a backend that copies a watched load region by region. With any other, the regions are loaded only
+    when the whole load is."""
 
     @property
     def num_regions(self) -> int: ...
 
     def watch(self, job_id: int, fences: RegionFences) -> None:
-        """Copy the load `job_id`, which is launched next, region after region, and give each fence when it is known."""
+        """Copy the load `job_id`, which is launched next, region by region, and give each fence once it is recorded."""
         ...
 
     def forget(self, job_id: int) -> None:
-        """The job is over, or was never launched. In any thread; twice does no harm."""
+        """The job is over, or was never launched. Callable in any thread, and twice."""
         ...
 
 
 class RegionWatch:
-    """Which loads are watched: from being asked for until they are settled. In the event loop's thread."""
+    """The watched loads, from the first `fences_of` until they are settled. For the event loop's thread."""
 
     def __init__(self, transport: object) -> None:
         self._transport = transport if isinstance(transport, WatchesRegions) else None
@@ -174,7 +175,7 @@ class RegionWatch:
 
     @property
     def num_regions(self) -> int | None:
-        """None: the transport does not tell them apart."""
+        """None if the transport does not tell regions apart."""
         return None if self._transport is None else self._transport.num_regions
 
     @property
@@ -182,8 +183,8 @@ class RegionWatch:
         return len(self._fences)
 
     def fences_of(self, job_id: int, completion: Completion | None = None) -> RegionFences:
-        """The fences of a job that is not settled: a `completion` of it has come, or will. What is launched already is
-        watched as a whole. Whoever shares the load later gets the same fences."""
+        """The fences of a job that is not settled. If its `completion` has already arrived, they have ended with it. A
+        job that is already launched is watched as a whole. Requests that share the load later get the same fences."""
         if completion is not None:
             over = RegionFences(1)
             over.end(_error_of(completion))
@@ -193,12 +194,12 @@ class RegionWatch:
         return self._fences[job_id]
 
     def launch(self, job_id: int) -> None:
-        """Before the launch."""
+        """Called before the job is launched."""
         if self._transport is not None and job_id in self._fences:
             self._transport.watch(job_id, self._fences[job_id])
 
     def settle(self, completion: Completion) -> None:
-        """However it ended, nobody waits for it any more. Of jobs that nobody watches, too."""
+        """End the fences of the job, however it ended. Does nothing for a job that is not watched."""
         self.end(completion.job_id, _error_of(completion))
 
     def end(self, job_id: int, error: str) -> None:
@@ -211,5 +212,5 @@ class RegionWatch:
 
 
 def _error_of(completion: Completion) -> str:
-    """Empty: all of it is there."""
+    """The error for the fences; empty if everything has landed."""
     return "" if completion.outcome is Outcome.LANDED else f"{completion.outcome.value}: {completion.error}"

@@ -1,4 +1,4 @@
-"""How plans reach the tensors and completions come back."""
+"""The transport protocol: executes plans on the tensors and delivers completions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["TRANSPORTS", "PinProgress", "ReportsPinning", "SlowToOpen", "Transfe
 
 
 TRANSPORTS = "num_device_blocks block_bytes open record_fence launch close statistics"
-"""What a `Transport` has."""
+"""The attributes of a `Transport`."""
 
 
 @attrs.frozen
 class TransferStatistics:
-    """What a transport copied since it was opened. `blocks_loaded` counts what reached the device, good or bad."""
+    """Counts since the transport was opened. `blocks_loaded` counts blocks that reached the device, corrupt or not."""
 
     num_loads: int = 0
     num_stores: int = 0
     blocks_loaded: int = 0
     blocks_stored: int = 0
     blocks_verified: int = 0
-    """Loaded blocks whose checksum was compared and was right. With `verify`, the rest of them is `blocks_corrupt`."""
+    """Loaded blocks whose checksum matched. With `verify`, the other loaded blocks are `blocks_corrupt`."""
     blocks_corrupt: int = 0
     bytes_loaded: int = 0
     bytes_stored: int = 0
@@ -38,46 +38,47 @@ class TransferStatistics:
 
 @attrs.frozen
 class PinProgress:
-    """Host memory is pinned in pieces, several at a time; this is told after each of them."""
+    """Progress of page-locking host memory, reported after each piece. Several pieces are locked at a time."""
 
     num_bytes: int
-    """Pinned so far."""
+    """Page-locked so far."""
     total_bytes: int
     piece_bytes: int
-    """Of the piece that has just been pinned."""
+    """Size of the piece that was just page-locked."""
     num_pieces: int
-    """How many there are in all."""
+    """Pieces in total."""
 
 
 @runtime_checkable
 class ReportsPinning(Protocol):
-    """A transport, or a part of one, that says how far it is while it opens."""
+    """A transport, or a part of one, that reports the progress of page-locking while it opens."""
 
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
-        """Have `open` call `hear` after each piece of host memory, in whatever thread it runs."""
+        """Have `open` call `hear` after each piece of host memory, in the thread that opens."""
         ...
 
 
 @runtime_checkable
 class SlowToOpen(Protocol):
-    """A transport that says whether `open` may take minutes: the runtime calls it in a worker thread then. Whatever it
-    raises, nothing may be left open."""
+    """A transport that says whether `open` may take minutes: the runtime then calls it in a worker thread. If `open`
+    raises, it must leave nothing open."""
 
     @property
     def opens_slowly(self) -> bool: ...
 
 
 class Transport(Protocol):
-    """One side of the seam between plans and tensors.
+    """Copies blocks between device tensors and host memory, as plans say.
 
-    `launch` and `record_fence` are called in the event loop's thread and never block. Every launched plan is delivered
-    exactly once, from any thread, unless the transport dies or hangs; the ledger survives both. Once one of the two has
-    raised `DeviceGone`, nothing is asked of the transport any more but to close.
+    `launch` and `record_fence` are called in the event loop's thread and must not block. Every launched plan gets
+    exactly one completion, from any thread, and after an UNPROVEN one possibly a late proof. The ledger survives a
+    transport that dies or hangs instead. Once `launch` or `record_fence` has raised `DeviceGone`, the runtime calls
+    neither again; it still closes the transport.
     """
 
     @property
     def num_device_blocks(self) -> int:
-        """Rows of every KV region, the null block 0 included."""
+        """Blocks of every KV region, including the null block 0."""
         ...
 
     @property
@@ -88,28 +89,30 @@ class Transport(Protocol):
     def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
         """Allocate `num_host_blocks` of host memory and be ready to launch; host block ids start at 0.
 
-        In the event loop's thread, unless the transport is one of `SlowToOpen`. Whatever it raises, nothing is left
-        open.
+        Called in the event loop's thread, or in a worker thread if the transport is `SlowToOpen` and says so. If it
+        raises, it leaves nothing open.
         """
         ...
 
     def record_fence(self) -> Fence:
-        """A fence behind all compute that the caller's stream was given so far. `TransferRefused`: none can be had."""
+        """A fence behind all compute on the caller's stream so far. `TransferRefused` if none can be recorded."""
         ...
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
-        """Start copying once `after` has passed; a load, and a store without `after`, also wait for all compute given
-        to the caller's stream so far, which may still read the one's destination and write the other's source.
-        `TransferRefused`: nothing was started, nothing will be delivered."""
+        """Start copying once `after` has passed. `TransferRefused`: nothing was started, and no completion follows.
+
+        A load, and a store without `after`, also wait for all compute on the caller's stream so far: it may still read
+        the load's destination, or write the store's source.
+        """
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Launch nothing more, let what runs end within `timeout_s`; whether all of it did.
+        """Launch nothing more, and wait up to `timeout_s` seconds for running copies. Returns whether all have ended.
 
-        May block: call it off the loop.
+        May block: call it outside of the event loop.
         """
         ...
 
     def statistics(self) -> TransferStatistics:
-        """What was copied so far."""
+        """The counts so far."""
         ...

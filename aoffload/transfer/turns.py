@@ -1,4 +1,4 @@
-"""How soon copy threads get the interpreter lock from an event loop that is never idle."""
+"""Shortens the GIL switch interval, so that copy threads get the GIL beside an event loop that is never idle."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from contextlib import suppress
 __all__ = ["SWITCH_S", "Turns", "wait_precisely"]
 
 SWITCH_S = 1e-5
-"""Far less than the turns of a loop. How soon it is asked for is up to the thread that waits: see `wait_precisely`."""
+"""Far less than a turn of the event loop. The waiting thread has to ask for the GIL in time: see `wait_precisely`."""
 _SET_TIMER_SLACK = 29
-"""Of `prctl` on Linux: how much later than asked, in nanoseconds, a wait of the calling thread may end."""
+"""`PR_SET_TIMERSLACK` of `prctl` on Linux: how many nanoseconds late a wait of the calling thread may end."""
 
 
 class Turns:
-    """Has whoever holds the lock give it up within `SWITCH_S`, as long as copies of one transport are under way.
+    """Sets the GIL switch interval to `SWITCH_S` while copies of one transport are under way.
 
-    Turns of a loop that are shorter than `sys.getswitchinterval()` (5 ms, unless a program sets another) let nobody
-    else in: each gives the lock up for a moment and has it again before a waiting thread is awake, which then begins to
-    wait anew. Copies beside such a loop stand still. So the interval is shortened by the loop's own thread, when it
-    launches. It belongs to the whole process: who finds it short leaves it alone, and another transport that puts it
-    back too early is corrected at the next launch or end.
+    An event loop with turns shorter than `sys.getswitchinterval()` (5 ms by default) starves other threads: each turn
+    releases the GIL for a moment and has it again before a waiting thread is awake, which then starts to wait anew.
+    Copies beside such a loop stand still. So the loop's own thread shortens the interval when it launches a copy. The
+    interval is global to the process: one that is already short is left alone, and if another transport restores it too
+    early, the next launch or end shortens it again.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Turns:
             self._shorten()
 
     def end(self) -> None:
-        """It is over, or was refused. Also called for what has begun before `close`."""
+        """A copy is over, or was refused. May come after `close`."""
         with self._lock:
             self._num_under_way = max(0, self._num_under_way - 1)
             if self._num_under_way:
@@ -46,7 +46,7 @@ class Turns:
                 self._put_back()
 
     def close(self) -> None:
-        """Put the interval back whatever is under way: a copy that hangs ends nowhere."""
+        """Restore the interval even with copies under way: a copy that hangs never ends."""
         with self._lock:
             self._num_under_way = 0
             self._put_back()
@@ -58,19 +58,19 @@ class Turns:
             sys.setswitchinterval(SWITCH_S)
 
     def _put_back(self) -> None:
-        if self._before_s is not None and sys.getswitchinterval() <= SWITCH_S:  # else somebody else has set it
+        if self._before_s is not None and sys.getswitchinterval() <= SWITCH_S:  # otherwise other code has set it
             sys.setswitchinterval(self._before_s)
         self._before_s = None
 
 
 def wait_precisely() -> None:
-    """Have timed waits of the calling thread end when they should, for as long as it lives.
+    """Make timed waits of the calling thread end on time, for as long as the thread lives.
 
-    A thread that waits for the lock asks for it when the interval is over, and begins anew if the lock was given up
-    meanwhile, if only for a moment. Linux ends such a wait up to 50 us late, to save wake-ups: behind the end of a
-    loop's turn of 50 us, each time. Where this cannot be had, copies only wait longer.
+    A thread that waits for the GIL asks for it when the interval is over, and starts anew if the GIL was released
+    meanwhile, if only for a moment. Linux ends such a wait up to 50 us late to save wake-ups, and so misses every turn
+    of a loop with turns of 50 us. Where `prctl` is not available, copies only wait longer.
     """
     if sys.platform != "linux":
         return
-    with suppress(OSError, AttributeError):  # no library to ask
+    with suppress(OSError, AttributeError):  # no `prctl` to call
         ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""What a copy backend is: the part of a local transport that differs between a CPU and a GPU."""
+"""The copy backend: the part of a local transport that differs between a CPU and a GPU."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
 
 
 class LostDevice(AoffloadError):  # noqa: N818
-    """What an error of a backend is besides, if every other call will fail as well from now on."""
+    """Base class of backend errors after which every further call fails, too."""
 
 
 class CopyStopped(Exception):  # noqa: N818 - a result that has to leave several calls, not an error of the caller
-    """A copy that ended early for certain: nothing writes any more, and the leading `num_copied` blocks arrived."""
+    """A copy certainly ended early: nothing writes any more, and the leading `num_copied` blocks arrived."""
 
     def __init__(self, num_copied: int) -> None:
         super().__init__(f"stopped after {num_copied} blocks")
@@ -39,11 +39,11 @@ class CopyStopped(Exception):  # noqa: N818 - a result that has to leave several
 
 
 class CopyBackend(Protocol):
-    """Moves bytes between the regions of one device and host memory that it owns.
+    """Moves bytes between the regions of one device and host memory that the backend owns.
 
-    `record_fence` is called by the event loop's thread, `open` and `close` by that or another one, before and after
-    everything else. The rest is called by the copy threads, one per direction, which may run at the same time. Any call
-    may raise a `LostDevice`: nothing is asked of the device any more then.
+    The event loop's thread calls `record_fence`. Any thread calls `open` before all other methods, and `close` after
+    them. The copy threads, one per direction, call the rest, possibly at the same time. Any call may raise a
+    `LostDevice`; after that, the device is not used any more.
     """
 
     @property
@@ -52,57 +52,57 @@ class CopyBackend(Protocol):
     def block_bytes(self) -> int: ...
 
     def open(self, num_host_blocks: int) -> None:
-        """Allocate the host memory. `ConfigError` with the size where there is not enough."""
+        """Allocate the host memory. `ConfigError` with the size if there is not enough."""
         ...
 
     def close(self) -> None:
-        """Let go of the host memory; called only when no copy can touch it any more."""
+        """Release the host memory; called only when no copy can touch it any more."""
         ...
 
     def record_fence(self) -> Fence:
-        """A fence behind all compute that was given to the device so far."""
+        """A fence behind all compute on the device so far."""
         ...
 
     def thread_scope(self, direction: Direction) -> AbstractContextManager[object]:
-        """What a copy thread holds for as long as it lives."""
+        """The context in which a copy thread runs for as long as it lives."""
         ...
 
     def wait_for(self, direction: Direction, fences: tuple[Fence, ...]) -> None:
-        """Have the next copies of `direction` start only when `fences` have passed."""
+        """Make later copies of `direction` start only when `fences` have passed."""
         ...
 
     def copy(self, plan: TransferPlan) -> Fence:
         """Copy, or start to; the fence passes when every block is at its destination.
 
-        The ids were checked. `CopyStopped` tells how far a copy came; any other exception, that nobody knows.
+        The ids were checked. `CopyStopped` tells how many blocks arrived; after any other exception, this is unknown.
         """
         ...
 
     def settle(self, direction: Direction) -> None:
-        """Return once nothing that was started in `direction` is still writing; raise if that cannot be known."""
+        """Wait until no copy started in `direction` is still writing; raise if that cannot be known."""
         ...
 
     def device_block(self, block_id: int) -> NDArray[np.uint8]:
-        """A copy of the bytes of a device block, read back from where the compute reads them."""
+        """A copy of the bytes of a device block, read from where compute reads them."""
         ...
 
     def write_device_block(self, block_id: int, block: NDArray[np.uint8]) -> None:
-        """Overwrite a device block, for those who tamper on purpose."""
+        """Overwrite a device block, to corrupt data on purpose."""
         ...
 
     def after_copy(self, plan: TransferPlan) -> None:
-        """Called when the blocks of `plan` are at their destination and not yet verified."""
+        """Called when the blocks of `plan` are at their destination, before they are verified."""
         ...
 
     def after_verify(self, plan: TransferPlan) -> None:
-        """Called when they are verified (or verification is off) and nobody was told yet."""
+        """Called after verification (also if it is off), before the completion is delivered."""
         ...
 
 
 class RegionBackend:
-    """What backends have in common. In host memory the regions of a block lie next to each other, block after block.
+    """Base class of backends. Host memory is laid out block by block, with the regions of a block side by side.
 
-    `after_copy` and `after_verify` do nothing here; a subclass may tamper there and see who notices.
+    `after_copy` and `after_verify` do nothing here; a subclass may corrupt data there to test verification.
     """
 
     def __init__(self, regions: tuple[KVRegion, ...]) -> None:
@@ -135,11 +135,11 @@ def host_ids(plan: TransferPlan) -> NDArray[np.int64]:
 
 
 def anonymous_memory(num_blocks: int, block_bytes: int, *advice: str) -> NDArray[np.uint8]:
-    """Page-aligned memory `uint8 [num_blocks, block_bytes]` that no name outlives a killed process.
+    """Page-aligned anonymous memory `uint8 [num_blocks, block_bytes]`: nothing of it outlives a killed process.
 
-    Private, not shared: a shared mapping counts against `/dev/shm` limits and is written to by forked children. In huge
-    pages where the system has them: a killed process is only over when its memory is taken apart, and 3 GiB of small
-    pages took 1.1 s where huge ones took 0.02 s. `advice` is what else the system is told, as `mmap` calls it.
+    Private, not shared: a shared mapping counts against `/dev/shm` limits, and forked children write to it. In huge
+    pages where the system has them: a killed process ends only when its memory is unmapped, which took 1.1 s for 3 GiB
+    of small pages and 0.02 s for huge ones. `advice` names more `madvise` flags of `mmap`.
     """
     size = host_size(num_blocks, block_bytes)
     try:
@@ -147,13 +147,13 @@ def anonymous_memory(num_blocks: int, block_bytes: int, *advice: str) -> NDArray
     except (OSError, OverflowError, MemoryError) as error:
         raise ConfigError("num_host_blocks", f"{size / 2**30:.1f} GiB of host memory cannot be had ({error})") from None
     for name in ("MADV_HUGEPAGE", *advice):
-        with suppress(AttributeError, OSError):  # another system, or a kernel that does not know it: slower, no worse
+        with suppress(AttributeError, OSError):  # other system, or a kernel without it: slower, no worse
             memory.madvise(getattr(mmap, name))
     return np.frombuffer(memory, dtype=np.uint8, count=size).reshape(num_blocks, block_bytes)
 
 
 def host_size(num_blocks: int, block_bytes: int) -> int:
-    """Bytes of a host pool. `ConfigError` where that is no size."""
+    """Bytes of a host pool. `ConfigError` if the size is impossible."""
     if num_blocks < 0 or num_blocks * block_bytes >= 2**60:
         raise ConfigError("num_host_blocks", f"{num_blocks} blocks of {block_bytes} bytes is no possible size")
     return num_blocks * block_bytes

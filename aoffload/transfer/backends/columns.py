@@ -1,4 +1,4 @@
-"""Columns: one region in host memory, where the regions of a block lie side by side. For loads region after region."""
+"""Columns: one region of all blocks in host memory, for loads region by region."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rows import stretches
 __all__ = ["RegionColumns", "columns_of"]
 
 PART_BYTES = 8 * 2**20
-"""What is copied twice stays in the processor's cache in between."""
+"""Bytes per part of a copy in two calls: few enough to stay in the CPU cache in between."""
 
 
 @attrs.frozen(eq=False)
@@ -31,13 +31,13 @@ class RegionColumns:
         return int(self.blocks.shape[1]) * self.blocks.itemsize
 
     def scatter(self, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
-        """One call per stretch of neighbours in host memory."""
+        """Load blocks with one call per stretch of consecutive host blocks."""
         for part in stretches(on_host):
             first = int(on_host[part.start])
             self.blocks[on_device[part]] = self.columns[first : first + part.stop - part.start]
 
     def scatter_twice(self, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
-        """Two calls for many stretches, each of which would have to get the GIL back."""
+        """Load blocks with two calls per part, instead of one per stretch: each call has to reacquire the GIL."""
         num_blocks = max(1, PART_BYTES // self.block_bytes)
         for start in range(0, len(on_host), num_blocks):
             part = slice(start, start + num_blocks)
@@ -45,9 +45,9 @@ class RegionColumns:
 
 
 def columns_of(regions: tuple[KVRegion, ...], host: NDArray[np.uint8]) -> tuple[RegionColumns, ...]:
-    """Each of `regions` with its part of `host`, `uint8 [num_blocks, bytes of all regions]`, in their order.
+    """Each of `regions` with its columns of `host`, `uint8 [num_blocks, bytes of all regions]`, in their order.
 
-    No array reaches from one region to another, so none of them spans `host`.
+    No device array covers more than one region, so none of them spans `host`.
     """
     return tuple(_columns(regions, host))
 
@@ -56,7 +56,7 @@ def _columns(regions: tuple[KVRegion, ...], host: NDArray[np.uint8]) -> Iterator
     start, host_stride = 0, host.shape[1]
     for region in regions:
         stop = start + region.block_bytes
-        # One type on both sides, aligned on both: numpy would copy by way of a buffer of its own.
+        # One type, aligned on both sides; otherwise numpy would copy through a buffer of its own.
         numbers = (region.block_bytes, region.block_stride_bytes, region.address, start, host_stride)
         element = element_type(math.gcd(*numbers))
         yield RegionColumns(byte_rows(region).numpy().view(element), host[:, start:stop].view(element))

@@ -23,14 +23,14 @@ from .waits import LockWaits
 __all__ = ["CpuBackend"]
 
 BATCH_BYTES = 32 * 2**20
-"""Moved by one call: long enough to hide what a call costs, short enough to say how far a copy came."""
+"""Bytes per batch: enough to hide the cost of a call, few enough to tell how many blocks of a failed copy arrived."""
 SHORT_CALL_BYTES = 768 * 1024
-"""What a call has to move at least, or waiting for the GIL behind it takes longer than copying everything twice."""
+"""Bytes per call. Below it, waiting for the GIL after each call takes longer than copying everything twice."""
 MOST_TRIES = 8
 
 
 class CpuBackend(RegionBackend):
-    """The pool is ordinary memory: a copy is over when the call returns, and so is all compute of the caller."""
+    """Backend for CPU tensors: a copy is over when its call returns, and so is all compute of the caller."""
 
     def __init__(self, regions: tuple[KVRegion, ...]) -> None:
         super().__init__(regions)
@@ -67,8 +67,8 @@ class CpuBackend(RegionBackend):
             fence.synchronize()
 
     def watch(self, job_id: int, fences: RegionFences) -> None:
-        """Have the load `job_id` copied region after region, each with a fence of its own. To be called before it is
-        launched; whoever learns of its end calls `end` of `fences`, and `forget`."""
+        """Copy the load `job_id` region by region, each with its own fence. Call it before the launch. When the job is
+        over, the caller calls `fences.end` and `forget`."""
         self._watched[job_id] = fences
 
     def forget(self, job_id: int) -> None:
@@ -84,14 +84,14 @@ class CpuBackend(RegionBackend):
             batch = slice(start, start + self._blocks_per_batch)
             try:
                 self.copy_batch(plan.direction, on_device[batch], on_host[batch])
-            except Exception as error:  # whatever it was: the batches before it arrived, and this one is over
+            except Exception as error:  # any error: earlier batches arrived, and this one is over
                 raise CopyStopped(start) from error
         return PASSED
 
     def copy_batch(self, direction: Direction, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
-        """Copy a few blocks, ids checked, one call per stretch of neighbours in host memory.
+        """Copy a few blocks, whose ids are checked, with one call per stretch of consecutive host blocks.
 
-        While others want the GIL, short stretches are copied together, by way of a buffer.
+        While other threads contend for the GIL, short stretches are copied together, through a buffer.
         """
         waits, num_calls = self._waits[direction], 1 + np.count_nonzero(gaps(on_host))
         if waits.have_begun and len(on_host) * self.block_bytes < num_calls * SHORT_CALL_BYTES:
@@ -103,19 +103,19 @@ class CpuBackend(RegionBackend):
             move(on_device, [self._host[part] for part in _as_slices(on_host)])
 
     def _copy_by_region(self, plan: TransferPlan, watched: RegionFences) -> Fence:
-        """In the order in which a forward needs them."""
+        """Copy the regions in the order in which a forward needs them."""
         on_device, on_host = device_ids(plan), host_ids(plan)
         try:
             for index in range(self.num_regions):
                 self.copy_region(index, on_device, on_host)
                 watched.give(index, PASSED)
-        except Exception as error:  # whatever it was: a forward that sleeps for a region has to hear of it
+        except Exception as error:  # any error: a forward that waits for a region has to raise
             watched.end(repr(error))
             raise CopyStopped(0) from error  # no block has all of its regions
         return PASSED
 
     def copy_region(self, index: int, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
-        """Load one region of blocks, ids checked, as `copy_batch` does: by stretches, or few calls for all of them."""
+        """Load one region of blocks, whose ids are checked: by stretches, or under GIL contention in few calls."""
         columns, waits = self._columns[index], self._waits[Direction.LOAD]
         num_calls = 1 + np.count_nonzero(gaps(on_host))
         if waits.have_begun and num_calls > 2 and len(on_host) * columns.block_bytes < num_calls * SHORT_CALL_BYTES:
@@ -126,7 +126,7 @@ class CpuBackend(RegionBackend):
             columns.scatter(on_device, on_host)
 
     def settle(self, direction: Direction) -> None:
-        """Nothing to wait for: calls that copy return when they are done."""
+        """Nothing to wait for: copy calls return when they are done."""
 
     def device_block(self, block_id: int) -> NDArray[np.uint8]:
         return np.concatenate([rows[block_id] for rows in self._rows])
@@ -138,15 +138,15 @@ class CpuBackend(RegionBackend):
             offset += rows.shape[1]
 
     def _memory(self, num_blocks: int) -> NDArray[np.uint8]:
-        """Host memory that lies outside of what the regions span, if it can be had.
+        """Host memory outside of the addresses that the regions span, if possible.
 
-        Copying between an array and what could be a part of it, numpy makes another copy first: right, but a third as
-        fast. Regions on the heap as well as above it leave no place outside; then no array may span all of them.
+        If one array may be a part of the other, numpy makes another copy first: correct, but a third as fast. With
+        regions both on the heap and above it, there is no memory outside; then no array may span all regions.
         """
         held = [anonymous_memory(num_blocks, self.block_bytes)]
         while self._spans(held[-1]) and len(held) < MOST_TRIES:
             try:
-                held.append(anonymous_memory(num_blocks, self.block_bytes))  # the others keep it out of their places
+                held.append(anonymous_memory(num_blocks, self.block_bytes))  # earlier ones keep their addresses taken
             except ConfigError:
                 break
         return held[-1]
@@ -157,7 +157,7 @@ class CpuBackend(RegionBackend):
 
 
 def _as_slices(on_host: NDArray[np.int64]) -> Iterator[slice]:
-    """The stretches of neighbours, as slices of host memory."""
+    """The stretches of consecutive host blocks, as slices of host memory."""
     for part in stretches(on_host):
         first = int(on_host[part.start])
         yield slice(first, first + part.stop - part.start)

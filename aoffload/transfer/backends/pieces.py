@@ -1,4 +1,4 @@
-"""Pieces: the contiguous parts of a block, as the addresses of the regions give them."""
+"""Pieces: the contiguous parts of a block, found from the addresses of the regions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..region import KVRegion, byte_rows
 __all__ = ["Elements", "Piece", "common_unit", "element_type", "pieces_of", "strided"]
 
 Elements = NDArray[Any]
-"""Bytes, read in the widest integers that fit."""
+"""Bytes, viewed as the widest integers that fit."""
 
 
 @attrs.frozen(eq=False)
@@ -30,24 +30,24 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """The address behind the last block's part."""
+        """The address after the last block's part."""
         return self.address + (len(self.rows) - 1) * self.stride_bytes + self.num_bytes
 
 
 def pieces_of(regions: tuple[KVRegion, ...]) -> tuple[Piece, ...]:
-    """The pieces of a block in the order of host memory, as few as there can be."""
+    """The pieces of a block in the order of host memory, as few as possible."""
     return tuple(_joined(_pieces(regions)))
 
 
 def common_unit(pieces: Sequence[Piece]) -> int:
-    """The largest number of bytes of which every size, stride and distance between pieces is a multiple."""
+    """The largest number of bytes that divides every size, stride and distance between pieces."""
     first = pieces[0].address
     grid = (number for piece in pieces for number in (piece.num_bytes, piece.address - first, piece.stride_bytes))
     return math.gcd(*grid)
 
 
 def element_type(num_bytes: int) -> np.dtype[Any]:
-    """The widest integer that divides `num_bytes`. Void types of the whole size would hold the GIL."""
+    """The widest integer type whose size divides `num_bytes`. Copies of void types would hold the GIL."""
     return np.dtype(f"u{math.gcd(num_bytes, 8)}")
 
 
@@ -64,7 +64,7 @@ def _pieces(regions: tuple[KVRegion, ...]) -> Iterator[Piece]:
 
 
 def _joined(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Neighbours on both sides are one piece: keys and values that follow each other inside a block."""
+    """Merge pieces that are adjacent on both sides, such as keys and values that follow each other inside a block."""
     current = next(pieces)
     for piece in pieces:
         adjacent = piece.address == current.address + current.num_bytes

@@ -1,4 +1,4 @@
-"""How the regions of a CPU pool look to numpy, so that one call that lets go of the GIL moves many blocks."""
+"""Views of CPU regions with which one numpy call, which releases the GIL, moves many blocks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .waits import LockWaits
 __all__ = ["FlatRows", "PatientRows", "RowMover", "Rows", "gaps", "row_mover", "stretches"]
 
 LONG_ROW_BYTES = 16 * 1024
-"""From here on, rows cost no more than their bytes: 4 KiB took a tenth longer."""
+"""From this length on, rows cost no more than their bytes; rows of 4 KiB took a tenth longer."""
 LEAST_ROW_BYTES = 64
-"""The alignment of what torch allocates. With shorter rows the indices would be as long as what they move."""
+"""The alignment of torch's allocations. With shorter rows, indices would be as large as the data."""
 
 
 class RowMover(Protocol):
-    """Moves blocks between scattered rows of the device and stretches of neighbouring rows of host memory.
+    """Moves blocks between scattered device rows and extents, which are stretches of consecutive host rows.
 
-    Such an extent is `uint8 [num_blocks, block_bytes]`, contiguous; all of them together have as many blocks as there
-    are ids. Ids are int64, distinct and were checked.
+    An extent is a contiguous `uint8 [num_blocks, block_bytes]`; all extents together have as many blocks as there are
+    ids. Ids are int64, distinct and already checked.
     """
 
     def gather(self, block_ids: NDArray[np.int64], extents: Extents) -> None: ...
@@ -39,8 +39,8 @@ class RowMover(Protocol):
 class Rows:
     """All regions as one array of equal rows: block `b` is, in this order, the rows `b * strides + offsets`.
 
-    The array runs from the lowest address to the highest, so also over memory between tensors that is nobody's; no
-    index ever names it. Rows may start at closer distances than they are long.
+    The array runs from the lowest address to the highest, and includes foreign memory between tensors, which no index
+    ever names. Rows may overlap: they may start closer together than they are long.
     """
 
     array: Elements
@@ -49,7 +49,7 @@ class Rows:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], unit: int, row_bytes: int) -> Rows:
-        """Rows of `row_bytes`, one at every multiple of `unit`; both divide all that `common_unit` names."""
+        """Rows of `row_bytes`, one per `unit` bytes. `unit` divides `common_unit`, `row_bytes` divides every size."""
         lowest = min(pieces, key=lambda piece: piece.address)
         span = max(piece.end for piece in pieces) - lowest.address
         element = element_type(math.gcd(unit, lowest.address))
@@ -58,14 +58,14 @@ class Rows:
         parts = [(piece, at) for piece in pieces for at in range(0, piece.num_bytes, row_bytes)]
         strides = np.array([piece.stride_bytes // unit for piece, _ in parts], dtype=np.int64)
         offsets = np.array([(piece.address - lowest.address + at) // unit for piece, at in parts], dtype=np.int64)
-        # One number where one is enough, so that indices take one call.
+        # A single stride if all are equal, so that indices take one call.
         return cls(array, strides[:1] if (strides == strides[0]).all() else strides, offsets)
 
     def indices(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return (block_ids[:, None] * self.strides + self.offsets).reshape(-1)
 
     def paired(self, block_ids: NDArray[np.int64], extents: Extents) -> Iterator[tuple[NDArray[np.int64], Elements]]:
-        """Indices and host rows for each extent. All indices come from one call: it lets go of the GIL, too."""
+        """Indices and host rows for each extent. One call makes all indices, since it releases the GIL, too."""
         indices, start = self.indices(block_ids), 0
         for extent in extents:
             stop = start + len(extent) * len(self.offsets)
@@ -78,17 +78,16 @@ class Rows:
 
 @attrs.frozen(eq=False)
 class FlatRows:
-    """One call for each stretch of neighbours in host memory.
+    """Moves blocks with one call per stretch of consecutive host blocks.
 
-    Possible where addresses, strides and sizes have a common divisor that is large enough. That is always so for one
-    dense region, and for layers or keys and values stacked in one tensor; tensors of their own have at least their
-    alignment in common.
+    Needs a common divisor of addresses, strides and sizes that is large enough. One dense region always has one, and so
+    have layers or keys and values stacked in one tensor; separate tensors have at least their alignment in common.
     """
 
     dense: Rows
-    """Rows side by side, as `np.take` wants them: as long as that common divisor."""
+    """Rows side by side, as `np.take` needs them: as long as the common divisor."""
     long: Rows
-    """For loads, which may go to rows that overlap: as long as the pieces of a block allow."""
+    """Rows for loads, which may overlap: as long as the common divisor of the piece sizes."""
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> FlatRows:
@@ -109,9 +108,9 @@ class FlatRows:
 
 @attrs.frozen(eq=False)
 class PatientRows:
-    """Regions whose common rows are short: a few fast calls for a store, or one, if others want the GIL, too.
+    """For regions whose common rows are short. A store takes several fast calls per extent; under GIL contention, one.
 
-    Whether they do is seen from what the calls before had to wait for it. Only one thread stores, so that is its own.
+    Contention is measured by how long earlier calls waited for the GIL. Only one thread stores, so `waits` is its own.
     """
 
     rows: FlatRows
@@ -130,7 +129,7 @@ class PatientRows:
                 return
 
     def _gather_alone(self, block_ids: NDArray[np.int64], extent: NDArray[np.uint8]) -> int:
-        """How many blocks were copied, a few a call, before a call had to wait."""
+        """Copy a few blocks per call until a call had to wait for the GIL. Returns how many blocks were copied."""
         for part in progressions(block_ids):
             if self.waits.have_begun:
                 return int(part.start)
@@ -143,7 +142,7 @@ class PatientRows:
 
 
 def row_mover(regions: tuple[KVRegion, ...]) -> RowMover:
-    """The fastest way to move the blocks of `regions`."""
+    """The fastest `RowMover` for the blocks of `regions`."""
     pieces = pieces_of(regions)
     unit, shortest = common_unit(pieces), min(piece.num_bytes for piece in pieces)
     if unit < min(LEAST_ROW_BYTES, shortest):
@@ -153,13 +152,13 @@ def row_mover(regions: tuple[KVRegion, ...]) -> RowMover:
 
 
 def gaps(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """For each id but the last, whether the next one does not follow it."""
+    """For each id but the last, whether the next one is not its successor."""
     found: NDArray[np.bool_] = ids[1:] - ids[:-1] != 1
     return found
 
 
 def stretches(ids: NDArray[np.int64]) -> Iterator[slice]:
-    """The maximal slices in which each id follows the one before."""
+    """The maximal slices of consecutive ids."""
     bounds = [0, *(np.flatnonzero(gaps(ids)) + 1).tolist(), len(ids)]
     for start, stop in itertools.pairwise(bounds):
         if start < stop:

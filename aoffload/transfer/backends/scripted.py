@@ -41,7 +41,7 @@ class Launched:
     plan: TransferPlan
     after: Fence | None
     recorded: Fence | None = None
-    """For a load, and a store without `after`: the compute that was under way at launch."""
+    """For a load, and a store without `after`: the fence behind the compute under way at launch."""
 
     @property
     def may_start(self) -> bool:
@@ -52,8 +52,8 @@ class ScriptedTransport:
     """Implements `Transport`. Blocks hold tags (`device_content[block_id]`, `host_content[block_id]`) instead of bytes.
 
     A test writes tags where its requests would compute, lets plans land, fail or get lost in any order, and compares
-    the tags afterwards. Tags move when a copy lands, so what overtakes a copy is seen. With `auto`, a plan lands inside
-    `launch` if its fences have passed; otherwise it waits for `land` or `land_all` like any other.
+    the tags afterwards. Tags move when a copy lands, so a write that overtakes a copy shows. With `auto`, a plan lands
+    inside `launch` if its fences have passed; otherwise it waits for `land` or `land_all` as usual.
     """
 
     def __init__(self, num_device_blocks: int, *, block_bytes: int = 1, auto: bool = False) -> None:
@@ -114,18 +114,18 @@ class ScriptedTransport:
         self._num_refusals = num_launches
 
     def land(self, job_id: int) -> None:
-        """Every block arrives. Also the late end of a job that was lost."""
+        """Land every block. Also the late end of a lost job."""
         plan = self._end(job_id)
         self._move(plan, plan.num_blocks)
         self._tell(Completion(job_id, Outcome.LANDED, plan.num_blocks, num_bytes=plan.num_blocks * self.block_bytes))
 
     def land_all(self) -> None:
-        """Land everything in flight but the lost, in launch order; also what is launched meanwhile."""
+        """Land all jobs in flight but the lost ones, in launch order, including jobs launched meanwhile."""
         while waiting := [job_id for job_id in self.in_flight if job_id not in self.lost]:
             self.land(waiting[0])
 
     def fail(self, job_id: int, num_landed: int = 0, error: str = "failed by the script") -> None:
-        """The copy is over for certain after `num_landed` blocks; the block behind them is torn."""
+        """The copy is certainly over after `num_landed` blocks; the next block is torn."""
         plan = self._end(job_id)
         assert num_landed <= plan.num_blocks, f"job {job_id} has {plan.num_blocks} blocks"
         self._move(plan, num_landed)
@@ -133,7 +133,7 @@ class ScriptedTransport:
         self._tell(Completion(job_id, Outcome.FAILED, num_landed, error=error))
 
     def corrupt(self, job_id: int, *indices: int) -> None:
-        """Every block arrives, but those at `indices` with other bytes, and verification says so."""
+        """Land every block, but those at `indices` with other content, which verification reports."""
         plan = self._end(job_id)
         self._move(plan, plan.num_blocks)
         for index in indices:
@@ -142,7 +142,7 @@ class ScriptedTransport:
         self._tell(Completion(job_id, Outcome.CORRUPT, found[0], found, "corrupted by the script"))
 
     def lose(self, job_id: int) -> None:
-        """Nobody can say whether the copy is over. It stays in flight: `land` or `fail` it later to give late proof."""
+        """Report UNPROVEN: the copy may be running. It stays in flight; `land` or `fail` it later as late proof."""
         assert job_id in self.in_flight, f"job {job_id} is not in flight"
         self.lost.add(job_id)
         self._tell(Completion(job_id, Outcome.UNPROVEN, error="lost by the script"))
@@ -152,7 +152,7 @@ class ScriptedTransport:
         self._tell(next(found for found in reversed(self.delivered) if found.job_id == job_id))
 
     def write_device(self, block_ids: array[int] | list[int], tags: array[int] | list[int]) -> None:
-        """What a forward does: put `tags[i]` into device block `block_ids[i]`."""
+        """Put `tags[i]` into device block `block_ids[i]`, as a forward would."""
         for block_id, tag in zip(block_ids, tags, strict=True):
             self.device_content[block_id] = tag
 
@@ -182,7 +182,7 @@ class ScriptedTransport:
         self._deliver(completion)
 
     def _check(self, plan: TransferPlan) -> None:
-        """A plan that a real transport would refuse is a bug in whoever made it, so it is not refused but asserted."""
+        """Assert that a real transport would not refuse the plan: that would be a bug in the code that made it."""
         assert plan.job_id not in self.in_flight, f"job {plan.job_id} is in flight already"
         assert len(plan.source_ids) == len(plan.destination_ids), f"job {plan.job_id}: ids without a counterpart"
         for tier, ids in ((plan.source, plan.source_ids), (plan.destination, plan.destination_ids)):

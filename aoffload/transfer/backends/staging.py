@@ -1,4 +1,4 @@
-"""Blocks that are scattered on both sides, in few calls: by way of a buffer that stays in the processor's cache."""
+"""Copies blocks that are scattered on both sides in few calls, through a buffer that stays in the CPU cache."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ STAGE_BYTES = 8 * 2**20
 
 @attrs.frozen(eq=False)
 class Staging:
-    """Every byte is copied twice: for short stretches, beside others who want the GIL, still the faster way."""
+    """Copies every byte twice, which is still faster for short stretches under GIL contention."""
 
     mover: RowMover
     host: NDArray[np.uint8]
     stage: NDArray[np.uint8]
-    """`uint8 [blocks that fit, block_bytes]`, of one direction alone."""
+    """`uint8 [blocks that fit, block_bytes]`, used by one direction only."""
 
     def move(self, direction: Direction, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
-        """Copy blocks, ids checked, two calls for as many as fit into the buffer."""
+        """Copy blocks, whose ids are checked, with two calls for as many as fit into the buffer."""
         element = element_type(self.host.shape[1])
         host, stage = self.host.view(element), self.stage.view(element)
         for start in range(0, len(on_host), len(stage)):

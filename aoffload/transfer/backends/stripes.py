@@ -1,4 +1,4 @@
-"""Stripes: regions that were allocated one by one, copied a few blocks a call."""
+"""Stripes: copies of separately allocated regions, a few blocks per call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .pieces import Elements, Piece, common_unit, element_type, strided
 __all__ = ["Extents", "Stripe", "Stripes", "progressions"]
 
 Extents = Sequence[NDArray[np.uint8]]
-"""Stretches of neighbouring rows of host memory, `uint8 [num_blocks, block_bytes]` each."""
+"""Stretches of consecutive rows of host memory, `uint8 [num_blocks, block_bytes]` each."""
 
 
 @attrs.frozen(eq=False)
@@ -31,7 +31,7 @@ class Stripe:
         return columns.reshape(len(host_rows), num_pieces, elements)
 
     def at(self, block_ids: NDArray[np.int64]) -> Elements:
-        """Blocks at equal distances, as a view."""
+        """A view of blocks whose ids are evenly spaced."""
         first, last = int(block_ids[0]), int(block_ids[-1])
         if first == last:
             return self.blocks[first : first + 1]
@@ -42,16 +42,17 @@ class Stripe:
 
 @attrs.frozen(eq=False)
 class Stripes:
-    """Any regions. A store takes one call per stripe for every two blocks at least, a load one per stripe.
+    """Moves blocks of any regions. A store takes one call per stripe and progression of ids, a load one per stripe
+    and extent.
 
-    These calls copy long contiguous pieces, so they are fast; but each has to get the GIL back when it is over.
+    The calls copy long contiguous pieces, so they are fast; but each has to reacquire the GIL when it is over.
     """
 
     stripes: tuple[Stripe, ...]
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], divide: int = 0) -> Stripes:
-        """No stripe reaches from one side of the address `divide` to the other."""
+        """The stripes of `pieces`. None reaches from one side of the address `divide` to the other."""
         unit = common_unit(pieces)
         sides = itertools.groupby(pieces, key=lambda piece: piece.address < divide)
         return cls(tuple(_stripe(alike, unit) for _, side in sides for alike in _evenly_spaced(side)))
@@ -63,7 +64,7 @@ class Stripes:
                 self.gather_progression(ids[part], extent[part])
 
     def gather_progression(self, block_ids: NDArray[np.int64], host_rows: NDArray[np.uint8]) -> None:
-        """Copy blocks at equal distances: one call per stripe."""
+        """Store evenly spaced blocks with one call per stripe."""
         for stripe in self.stripes:
             np.copyto(stripe.of_host(host_rows), stripe.at(block_ids))
 
@@ -74,7 +75,7 @@ class Stripes:
 
 
 def progressions(ids: NDArray[np.int64]) -> Iterator[slice]:
-    """Slices, one behind the other, in which neighbours are equally far apart. Any two ids are such a slice."""
+    """Successive slices of evenly spaced ids. Any two ids are such a slice, so all but the last have two or more."""
     distances = np.diff(ids).tolist()
     start = 0
     while start < len(ids):
@@ -93,7 +94,7 @@ def _paired(block_ids: NDArray[np.int64], extents: Extents) -> Iterator[tuple[ND
 
 
 def _evenly_spaced(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Longest runs of pieces of one size and stride at equal distances: the layers, if allocated one by one."""
+    """Maximal sequences of evenly spaced pieces of one size and stride: the layers, if allocated one by one."""
     alike: list[Piece] = []
     for piece in pieces:
         if alike and not _continues(alike, piece):

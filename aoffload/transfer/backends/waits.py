@@ -1,4 +1,4 @@
-"""Whether calls that let go of the interpreter lock have to wait to get it back."""
+"""Measures whether calls that release the GIL have to wait to reacquire it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..turns import SWITCH_S
 __all__ = ["LockWaits"]
 
 LARGE_SHARE = 0.2
-"""Of many small calls few have to wait, for as long as all of them take."""
+"""Share of waiting that counts as contention: few of many small calls wait, but as long as all of them take."""
 
 
 @attrs.define(eq=False)
 class LockWaits:
-    """What the last timed calls of one thread spent neither copying nor computing, in seconds each.
+    """Seconds per call that the last timed calls of one thread spent neither copying nor computing.
 
-    That is time without the lock or without a core, and fewer calls help against both. Who waits for the lock waits
-    `SWITCH_S` at least; who does not, some hundred nanoseconds.
+    That is time without the GIL or without a core, and fewer calls help against both. A wait for the GIL takes
+    `SWITCH_S` at least; a call without a wait loses some hundred nanoseconds.
     """
 
     last_s: float = 0.0
     last_share: float = 0.0
-    """Of the time that those calls took, with what lies between them."""
+    """Share of waiting in the time of those calls, including the time between them."""
 
     @property
     def have_begun(self) -> bool:
@@ -34,7 +34,7 @@ class LockWaits:
 
     @contextmanager
     def timing(self, num_calls: int) -> Iterator[None]:
-        """Around `num_calls` calls."""
+        """Times the `num_calls` calls inside."""
         began_s, began_own_s = time.perf_counter(), time.thread_time()
         yield
         took_s = time.perf_counter() - began_s

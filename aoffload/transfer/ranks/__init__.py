@@ -1,1 +1,1 @@
-"""Several ranks behind one transport: plans go to every one of them, a job is over when all of them are."""
+"""Several ranks behind one transport: a plan goes to every rank, and is over when all ranks have finished it."""

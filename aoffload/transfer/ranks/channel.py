@@ -1,4 +1,4 @@
-"""Frames over a socket between two processes, and how each notices that the other is gone."""
+"""Frames over a socket between two processes, each of which notices when the other is gone."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["Channel"]
 
 
 class Channel:
-    """One end of a socket pair. `send` from any thread, `receive` from one, which also closes.
+    """One end of a socket pair. Any thread may `send`; one thread calls `receive` and `close`.
 
-    The peer is gone when its end is closed, or when its process has ended: a process that it forked may hold its end
-    open for as long as it likes. Neither needs a timeout.
+    The peer is gone when its end is closed, or when its process has ended: a process that it forked may keep its end
+    open. Both are noticed without a timeout.
     """
 
     def __init__(self, connection: Connection, peer_pid: int) -> None:
         self._connection = connection
         self._sending = threading.Lock()
         self._peer = _process_fd(peer_pid)
-        """Readable when the peer's process has ended; empty where the system cannot say, and once it has."""
+        """Descriptor that is readable when the peer's process has ended. Empty if not supported, and after the end."""
 
     def send(self, frame: Frame) -> bool:
-        """Whether there was somebody to send to. Blocks while the peer does not read."""
+        """Send `frame`. Returns whether the peer was still there. Blocks while the peer does not read."""
         return self.send_encoded(encode(frame))
 
     def send_encoded(self, data: bytes) -> bool:
-        """`send`, of what `encode` has written."""
+        """As `send`, for a frame that is already encoded."""
         try:
             with self._sending:
                 self._connection.send_bytes(data)
@@ -41,7 +41,7 @@ class Channel:
         return True
 
     def receive(self) -> Frame | None:
-        """The next frame, or None when the peer is gone and everything it sent was read. `WireError` for garbage."""
+        """The next frame; None if the peer is gone and all it sent was read. `WireError` for any other bytes."""
         while self._peer and self._connection not in wait([self._connection, *self._peer]):
             self._hang_up()
         try:
@@ -50,12 +50,12 @@ class Channel:
             return None
 
     def poll(self, timeout_s: float) -> bool:
-        """Whether `receive` would return at once, within `timeout_s`."""
+        """Wait up to `timeout_s` seconds until `receive` would return at once. Returns whether it would."""
         return bool(wait([self._connection, *self._peer], timeout_s))
 
     def cut(self) -> None:
-        """Nothing goes through any more, and who is blocked in `send` returns. What had arrived can still be read."""
-        with suppress(OSError):  # the peer was faster
+        """Shut the connection down. A blocked `send` returns; data that has arrived can still be read."""
+        with suppress(OSError):  # the peer has closed it before
             with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)
 
@@ -76,5 +76,5 @@ class Channel:
 def _process_fd(pid: int) -> tuple[int, ...]:
     try:
         return (os.pidfd_open(pid),)
-    except (AttributeError, OSError):  # another system, an old kernel, or nobody of that id: then the socket says it
+    except (AttributeError, OSError):  # other system, old kernel, or no such process: then only the socket tells
         return ()

@@ -1,4 +1,4 @@
-"""What the deciding process and a rank tell each other: frozen values, one frame each (`wire.py` has their bytes)."""
+"""The messages between the deciding process and a rank, one frame each (`wire.py` encodes them)."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class Open:
 
 @attrs.frozen
 class RecordFence:
-    """Record a fence behind all compute given to the device so far, and keep it under this number."""
+    """Record a fence behind all compute on the device so far, and keep it under this number."""
 
     number: int
 
 
 @attrs.frozen
 class ReleaseFence:
-    """Nobody names this fence any more."""
+    """Drop this fence: no later frame names it."""
 
     number: int
 
 
 @attrs.frozen
 class Launch:
-    """Copy, once the fence of that number has passed (0: none was given)."""
+    """Start `plan` once fence number `after` has passed (0: no fence was given)."""
 
     plan: TransferPlan
     after: int
@@ -60,7 +60,7 @@ class Launch:
 
 @attrs.frozen
 class Close:
-    """Launch nothing more, wait up to `timeout_s` seconds for what runs, answer `Closed`, and end."""
+    """Launch nothing more, wait up to `timeout_s` seconds for running copies, answer `Closed`, and end."""
 
     timeout_s: float
 
@@ -70,7 +70,7 @@ class Close:
 
 @attrs.frozen
 class Ready:
-    """The tensors are there: rows of every region, the null block included, and bytes of a block over all regions."""
+    """The tensors are built: blocks per region, including the null block, and bytes of a block over all regions."""
 
     num_device_blocks: int
     block_bytes: int
@@ -78,12 +78,12 @@ class Ready:
 
 @attrs.frozen
 class Opened:
-    """The host memory is there."""
+    """The host memory is allocated."""
 
 
 @attrs.frozen
 class Refused:
-    """The tensors or the host memory are not to be had; becomes a `ConfigError` where the decision was made."""
+    """The tensors or the host memory could not be made. Becomes a `ConfigError` in the deciding process."""
 
     argument: str
     problem: str
@@ -91,7 +91,7 @@ class Refused:
 
 @attrs.frozen
 class Completed:
-    """One plan is over on this rank, and what it has copied so far."""
+    """One plan is over on this rank. Carries the rank's statistics so far."""
 
     completion: Completion
     statistics: TransferStatistics
@@ -106,7 +106,7 @@ class Closed:
 
 @attrs.frozen
 class Lost:
-    """The rank's device answers no call any more: nothing will be started from now on."""
+    """The rank's device is lost: nothing will be started from now on."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""A rank in a process of its own, as the deciding process sees it."""
+"""A rank in its own process, as the deciding process sees it."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from .wire import encode
 __all__ = ["ProcessRank", "spawn_ranks"]
 
 _KILL_S = 5.0
-"""How long a killed process may take to be gone before nobody waits for it any more."""
+"""Maximum wait for the end of a killed process."""
 
 _MAX_UNSENT = 8192
-"""Commands that a rank may be behind. One that reads nothing is told nothing more, or its queue would grow for ever."""
+"""Maximum unsent commands of a rank. Further ones are refused, so that the queue of a stuck rank stays bounded."""
 
 
 class ProcessRank:
-    """Starts a process that calls `build(rank, num_ranks)` for its tensors and executes what it is sent, in order.
+    """Starts a process that calls `build(rank, num_ranks)` for its tensors and executes commands in order.
 
-    `build` is a function that can be imported, or picklable, or the string `"module:function"`; starting a process
-    pickles its target, and from then on nothing is pickled. `ConfigError` if it cannot be sent to a process.
+    `build` is a function that can be imported or pickled, or the string `"module:function"`. It is pickled to start the
+    process; after that, nothing is pickled. `ConfigError` if it cannot be sent to a process.
 
-    The process is a daemon (so it has no `multiprocessing` children of its own), ignores Ctrl-C, and ends by itself
-    when this one is gone. A thread reads what it reports and is the only one that reaps it; another one writes, so no
+    The process is a daemon (so it has no `multiprocessing` children), ignores Ctrl-C, and ends by itself when this
+    process is gone. One thread reads its reports, and only that thread reaps it; another thread writes, so that no
     command blocks the event loop.
     """
 
@@ -59,11 +59,11 @@ class ProcessRank:
         self._reader: threading.Thread | None = None
         self._writer: threading.Thread | None = None
         self._refusal = ""
-        """Why nothing is launched any more."""
+        """Why launches are refused; empty while they are not."""
         self._loss = ""
-        """Why its device can do nothing any more, though its process lives."""
+        """Why its device is lost while its process lives; empty otherwise."""
         self._has_ended = False
-        """It said itself that every copy has ended."""
+        """Whether the rank has reported that every copy has ended."""
         self._error: Refused | None = None
         self._statistics = TransferStatistics()
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()  # reentrant: finalisers put into it
@@ -77,7 +77,7 @@ class ProcessRank:
 
     @property
     def pid(self) -> int:
-        """The process id; it may be somebody else's once the rank has ended."""
+        """The process id. The system may give it to another process once the rank has ended."""
         return self._process.pid or 0
 
     @property
@@ -88,11 +88,11 @@ class ProcessRank:
     def block_bytes(self) -> int:
         return self._capacity().block_bytes
 
-    # -- its start ------------------------------------------------------------------------------------------------
+    # -- start ----------------------------------------------------------------------------------------------------
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when `build` has. May block. `ConfigError` if it raised, ended its process, or took too long; the
-        process is gone then."""
+        """Wait until `build` has returned. May block. `ConfigError` if it raised, ended its process, or took longer
+        than `timeout_s` seconds; the process is gone then."""
         if self._ready is not None:
             return
         if self._refusal:
@@ -166,7 +166,7 @@ class ProcessRank:
         self._outbox.put(encode(Close(max(0.0, timeout_s))))
 
     def join(self, timeout_s: float) -> bool:
-        """Kills what has not ended within `timeout_s`; all its copies are over then, too."""
+        """Whether every copy is over. Kills a process that has not ended within `timeout_s` seconds."""
         if self._reader is None:
             self._kill()
             return not self._process.is_alive()
@@ -179,7 +179,7 @@ class ProcessRank:
     def statistics(self) -> TransferStatistics:
         return self._statistics
 
-    # -- its threads ----------------------------------------------------------------------------------------------
+    # -- threads --------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
         while (data := self._outbox.get()) is not None:
@@ -211,7 +211,7 @@ class ProcessRank:
             raise WireError(f"a rank does not say {type(frame).__name__}")
 
     def _end(self, reason: str) -> None:
-        """Only a process that is gone copies nothing any more, so it is made sure of before anybody is told."""
+        """Make sure that the process is gone, which proves its copies over, and then report the rank as lost."""
         self._refusal = self._refusal or reason
         if self._refusal != "closed" or not self._has_ended:
             self._process.kill()
@@ -221,7 +221,7 @@ class ProcessRank:
         self._channel.cut()
         self._outbox.put(None)
         if self._writer is not None:
-            self._writer.join()  # or it might write into whatever gets the descriptor next
+            self._writer.join()  # otherwise it might write to a reused descriptor
         self._channel.close()
 
     def _kill(self) -> None:
@@ -235,19 +235,19 @@ def _start(build: Build | str, rank: int, num_ranks: int) -> tuple[BaseProcess, 
     # Not fork: neither the threads nor the device context of this process would work in the child.
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=True)
-    with theirs:  # or the end of the process would never be seen at ours
+    with theirs:  # close this copy, or `ours` would never see the end of the process
         arguments = (theirs, os.getpid(), rank, num_ranks, build)
         process = context.Process(target=rank_main, args=arguments, name=f"aoffload-rank-{rank}", daemon=True)
         try:
             process.start()
-        except Exception as error:  # whatever pickling says of the caller's function
+        except Exception as error:  # any error of pickling the caller's function
             ours.close()
             raise ConfigError("build", f"cannot be sent to a process: {error!r}") from error
     return process, Channel(ours, process.pid or 0)
 
 
 def spawn_ranks(build: Build | str, num_ranks: int, timeout_s: float) -> Sequence[ProcessRank]:
-    """`num_ranks` processes, started together and ready. `ConfigError` naming the rank that is not; none is left then.
+    """Start `num_ranks` processes together. `ConfigError` names a rank that does not get ready; all are ended then.
 
     May block for `timeout_s`.
     """

@@ -15,19 +15,19 @@ from ..transport import TRANSPORTS, PinProgress, ReportsPinning, TransferStatist
 __all__ = ["RANKS", "LocalRank", "Rank"]
 
 RANKS = "num_device_blocks block_bytes open wait_open record_fence release_fence launch stop join statistics"
-"""What a `Rank` has."""
+"""The attributes of a `Rank`."""
 
 
 class Rank(Protocol):
-    """One device of several that hold a part of every block each.
+    """One of several devices that each hold a part of every block.
 
-    Everything but `open`, `wait_open` and `join` is called in the event loop's thread (`release_fence` in any) and
-    never blocks. Commands take effect in the order they are given. A rank whose device is lost says so by `DeviceGone`.
+    All methods but `open`, `wait_open` and `join` are called in the event loop's thread (`release_fence` in any thread)
+    and must not block. Commands take effect in call order. A rank whose device is lost raises `DeviceGone`.
     """
 
     @property
     def num_device_blocks(self) -> int:
-        """Rows of every KV region of this rank, the null block 0 included."""
+        """Blocks of every KV region of this rank, including the null block 0."""
         ...
 
     @property
@@ -46,40 +46,40 @@ class Rank(Protocol):
     ) -> None:
         """Start allocating `num_host_blocks` of this rank's host memory. Called in the thread that opens the transport.
 
-        From then on `deliver` is called, in any thread, with what becomes of a plan, and `lost` with a reason once the
-        rank has ended, for good and for certain: nothing of it copies any more.
+        From then on, any thread may call `deliver` with the completion of a plan, and `lost` with a reason once the
+        rank has certainly ended: none of its copies is running any more.
         """
         ...
 
     def wait_open(self, timeout_s: float) -> None:
-        """Return when that memory is there. `ConfigError` with its size where it cannot be had. May block."""
+        """Wait until the host memory is allocated. `ConfigError` with its size if it cannot be. May block."""
         ...
 
     def record_fence(self, number: int) -> None:
-        """Record a fence behind all compute that this rank's device was given so far. `TransferRefused`: it cannot."""
+        """Record a fence behind all compute on this rank's device so far. `TransferRefused` if it cannot."""
         ...
 
     def release_fence(self, number: int) -> None:
-        """Nobody will name this fence any more. Called from finalisers, so it takes no lock."""
+        """Drop this fence: no later command names it. Called from finalisers, so it must take no lock."""
         ...
 
     def launch(self, plan: TransferPlan, after: int | None) -> None:
-        """As `Transport.launch`, behind the fence of the number `after`."""
+        """As `Transport.launch`, behind fence number `after`."""
         ...
 
     def stop(self, timeout_s: float) -> None:
-        """Launch nothing more; what runs has `timeout_s` to end."""
+        """Launch nothing more; running copies have `timeout_s` seconds to end."""
         ...
 
     def join(self, timeout_s: float) -> bool:
-        """Whether every copy has ended, waiting up to `timeout_s`. A process is gone afterwards, one way or the other.
+        """Whether every copy has ended, after waiting up to `timeout_s` seconds. A rank's process is gone afterwards.
 
         May block.
         """
         ...
 
     def statistics(self) -> TransferStatistics:
-        """What this rank is known to have copied."""
+        """The counts of this rank, as far as they are known."""
         ...
 
 
@@ -114,7 +114,7 @@ class LocalRank:
         lost: Callable[[str], None],
         env: Env,
     ) -> None:
-        """`ConfigError` with the size where the memory cannot be had. It never reports to `lost`: it lives as we do."""
+        """`ConfigError` with the size if there is no memory. Never calls `lost`: this rank lives in this process."""
         try:
             self.transport.open(num_host_blocks, verify=verify, deliver=deliver, env=env)
         except (MemoryError, RuntimeError, OSError) as error:  # what allocators raise beside our own
@@ -139,11 +139,11 @@ class LocalRank:
             self.transport.launch(plan, None)
         elif after in self._fences:
             self.transport.launch(plan, self._fences[after])
-        else:  # it could not be recorded here; copying without it would copy what is still being computed
+        else:  # recording it failed here; without it, the copy might read blocks that compute still writes
             raise TransferRefused(f"job {plan.job_id}: there is no fence {after}")
 
     def stop(self, timeout_s: float) -> None:
-        """Nothing to do before `join`: whoever would launch is stopped already."""
+        """Nothing to do before `join`: the caller launches nothing more."""
 
     def join(self, timeout_s: float) -> bool:
         return self.transport.close(timeout_s)

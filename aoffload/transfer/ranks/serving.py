@@ -1,4 +1,4 @@
-"""What a rank process does: build its tensors, execute what it is told, report what became of it."""
+"""The rank process: builds its tensors, executes commands, and reports completions."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from .rank import LocalRank
 __all__ = ["Build", "rank_main"]
 
 Build: TypeAlias = Callable[[int, int], Any]
-"""`build(rank, num_ranks)`, called once in the rank's process: its KV caches (what `OffloadRuntime` takes), or a
-`LocalTransport` made of them."""
+"""`build(rank, num_ranks)`, called once in the rank's process. Returns its KV caches, as `OffloadRuntime` takes them,
+or a `LocalTransport` over them."""
 
 _MAX_ERROR = 2000
-"""Characters of an error that are sent on."""
+"""Maximum characters of an error that are sent."""
 
 
 def rank_main(connection: Connection, decider_pid: int, rank: int, num_ranks: int, build: Build | str) -> None:
-    """The whole life of a rank process. It ends when it is told to, or when the deciding process is gone."""
-    # Ctrl-C reaches every process of a terminal. The deciding one closes the ranks when it is through with them.
+    """The main function of a rank process. It ends on `Close`, or when the deciding process is gone."""
+    # Ctrl-C reaches every process of a terminal. The deciding process closes the ranks when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(connection, decider_pid)
     try:
         local = LocalRank(_transport(build, rank, num_ranks))
-    except Exception as error:  # noqa: BLE001 - the caller's own function: its error is told where it was asked for
+    except Exception as error:  # noqa: BLE001 - the caller's own function: the deciding process raises its error
         channel.send(Refused("build", f"rank {rank}: {error!r}"[:_MAX_ERROR]))
         return
     channel.send(Ready(local.num_device_blocks, local.block_bytes))
     if not _Server(channel, local, rank).serve():
-        # Nobody is left to clean up for. Threads of the caller's must not keep this process, and its device memory.
+        # The deciding process is gone. Threads of `build` must not keep this process, and its device memory, alive.
         os._exit(1)
 
 
@@ -53,7 +53,7 @@ def _transport(build: Build | str, rank: int, num_ranks: int) -> LocalTransport:
 
 
 class _Server:
-    """Takes commands from the channel, in order, to the rank's transport."""
+    """Executes commands from the channel on the rank's transport, in order."""
 
     def __init__(self, channel: Channel, local: LocalRank, rank: int) -> None:
         self._channel = channel
@@ -68,7 +68,7 @@ class _Server:
         }
 
     def serve(self) -> bool:
-        """Until told to close, or until the other side is gone or sends garbage; whether it was the former."""
+        """Serve until `Close`, or until the peer is gone or sends an invalid frame. Returns whether it was `Close`."""
         try:
             while (frame := self._channel.receive()) is not None:
                 if isinstance(frame, Close):
@@ -78,7 +78,7 @@ class _Server:
                     raise WireError(f"{type(frame).__name__} is no command")
                 self._handlers[type(frame)](frame)
         except WireError:
-            return False  # whoever sends this decides nothing here
+            return False  # the peer does not speak the protocol: end
         return False
 
     def _open(self, frame: Open) -> None:
@@ -104,16 +104,16 @@ class _Server:
         except TransferRefused as error:
             self._look_at(error)
             self._deliver(end(Outcome.FAILED, error=str(error)))
-        except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what was started, the rank goes on
+        except Exception as error:  # noqa: BLE001 - a driver error: what was started is unknown, the rank goes on
             self._deliver(end(Outcome.UNPROVEN, error=repr(error)))
 
     def _look_at(self, error: TransferRefused) -> None:
-        """Whether it is the last word, which is said once."""
+        """Send `Lost`, once, if the error is a `DeviceGone`."""
         if isinstance(error, DeviceGone) and not self._is_lost:
             self._is_lost = True
             self._channel.send(Lost(str(error)[:_MAX_ERROR]))
 
     def _deliver(self, completion: Completion) -> None:
-        """From any thread of the transport; blocks only while the deciding process does not read."""
+        """Called in any thread of the transport; blocks only while the deciding process does not read."""
         short = attrs.evolve(completion, error=completion.error[:_MAX_ERROR])
         self._channel.send(Completed(short, self._local.statistics()))

@@ -1,4 +1,4 @@
-"""When a job of several ranks is over, and how: pure bookkeeping, no threads."""
+"""Merges the completions of several ranks into one per job: pure bookkeeping, no threads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WORST_FIRST = (Outcome.UNPROVEN, Outcome.CORRUPT, Outcome.FAILED, Outcome.LANDE
 
 
 def merged(reports: Sequence[Completion], num_blocks: int) -> Completion:
-    """What the reports of all ranks about one job of `num_blocks` say together.
+    """One completion from the reports of all ranks about one job of `num_blocks` blocks.
 
-    UNPROVEN if any rank cannot say; LANDED only if every block landed on every rank. CORRUPT goes before FAILED, since
-    it alone has bad entries forgotten; `num_landed` is the least in any case, so nothing behind it is used.
+    UNPROVEN if any rank reports it; LANDED only if every block landed on every rank. CORRUPT goes before FAILED, since
+    only CORRUPT drops bad blocks from the cache. `num_landed` is the minimum, so no later block is used.
     """
     outcome = next(found for found in _WORST_FIRST if found in {report.outcome for report in reports})
     num_landed = min(report.num_landed for report in reports)
@@ -41,13 +41,13 @@ class _Job:
     reports: list[Completion | None]
     """By rank; None while it has not reported."""
     is_in_doubt: bool = False
-    """It was told to be UNPROVEN: proof that comes late is told, too."""
+    """UNPROVEN was delivered; a late proof is delivered, too."""
 
 
 class JobTally:
     """The reports about every job that is not over on all ranks. Not thread-safe: its owner has a lock.
 
-    A rank counts once per job: what it says later is ignored, unless it had said that it doesn't know.
+    Only the first report of a rank about a job counts, unless it was UNPROVEN: then a later proof replaces it.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -62,11 +62,11 @@ class JobTally:
         self._jobs[job_id] = _Job(num_blocks, [None] * self._num_ranks)
 
     def forget(self, job_id: int) -> bool:
-        """Take back `begin`; whether nothing had been told of that job."""
+        """Undo `begin`. Returns whether the job was still open, so that no outcome of it was delivered."""
         return self._jobs.pop(job_id, None) is not None
 
     def report(self, rank: int, completion: Completion) -> Completion | None:
-        """Take in what `rank` reports; what is to be told, now that every rank has reported."""
+        """Take the report of `rank`. Returns the completion to deliver if every rank has reported, otherwise None."""
         job = self._jobs.get(completion.job_id)
         if job is None:
             return None
@@ -77,7 +77,7 @@ class JobTally:
         return self._conclusion(completion.job_id, job)
 
     def lose(self, rank: int, reason: str) -> list[Completion]:
-        """`rank` is dead, and its copies with it: that proves them over. What is to be told, job by job."""
+        """`rank` is dead, which proves its copies over. Returns the completions to deliver."""
         ends = (Completion(job_id, Outcome.FAILED, error=reason) for job_id in tuple(self._jobs))
         told = (self.report(rank, end) for end in ends)
         return [completion for completion in told if completion is not None]

@@ -1,4 +1,4 @@
-"""The transport of several ranks: every plan goes to all of them, and is over when it is over on all of them."""
+"""The transport of several ranks: every plan goes to all ranks, and is over when it is over on all ranks."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ from .tally import JobTally
 __all__ = ["MAX_FENCES", "RankFence", "RankTransport"]
 
 _IDLE_S = 1.0
-"""How long ranks that were given nothing may take to end."""
+"""How long idle ranks may take to end."""
 MAX_RANKS = 1024
 MAX_FENCES = 4096
-"""Fences that are kept at a time. A device that is so far behind is not asked for more: what is committed meanwhile is
-not stored."""
+"""Maximum live fences. Further ones are refused: what is committed while a device is so far behind is not stored."""
 
 
 @attrs.frozen(eq=False)
 class RankFence:
-    """A fence that every rank has recorded on its own device, under this number.
+    """A fence that every rank records on its own device, under this number.
 
-    Only the ranks can tell whether it has passed, so here it can be named, as the `after` of a plan, and not waited
-    for. When nobody refers to it any more, the ranks forget it.
+    Only the ranks can tell whether it has passed. Here it can be the `after` of a plan, but not be waited for. The
+    ranks drop it when this object is garbage-collected.
     """
 
     number: int
 
     def query(self) -> bool:
-        """Never known here."""
+        """Always False: only the ranks know."""
         return False
 
     def synchronize(self) -> None:
@@ -51,20 +50,20 @@ class RankFence:
 
 
 class RankTransport:
-    """Implements `Transport` over `ranks` (`ProcessRank`, `LocalRank`, or one's own), in the order given.
+    """Implements `Transport` over `ranks` (`ProcessRank`, `LocalRank`, or any other `Rank`), in the order given.
 
-    A plan goes to every rank, and is complete when every rank's part is: LANDED if all landed, UNPROVEN if one cannot
-    say, otherwise a failure with the blocks that all of them have. Nothing is told before the last rank has reported or
-    is dead, so the blocks stay with the job until then. When a rank has died, its jobs fail at once, and every launch
-    is refused from then on: a part of every block is gone. Whoever starts that rank again makes a new transport and a
-    new runtime.
+    A plan goes to every rank, and is complete when every rank's part is: LANDED if all landed, UNPROVEN if any rank
+    reports it, otherwise a failure with the blocks that landed on all ranks. The completion is delivered only when the
+    last rank has reported or is dead, so the job keeps its blocks until then. When a rank dies, its jobs fail at once,
+    and every later launch is refused: a part of every block is lost. To go on, start the ranks again with a new
+    transport and a new runtime.
 
-    Capacity is agreed once: `num_device_blocks` is the least of all ranks, `block_bytes` the sum of their parts, and
-    each opens the same number of host blocks.
+    Capacity is fixed from the start: `num_device_blocks` is the minimum of the ranks, `block_bytes` the sum of their
+    parts, and each rank opens the same number of host blocks.
     """
 
     def __init__(self, ranks: Sequence[Rank], *, open_timeout_s: float = 600.0) -> None:
-        """`open_timeout_s`: how long the ranks may take to allocate. Raises `ConfigError` without ranks."""
+        """`open_timeout_s`: seconds that the ranks may take to allocate. Raises `ConfigError` without ranks."""
         self.ranks = as_tuple("ranks", ranks, "Rank", ConfigError)
         for index, rank in enumerate(self.ranks):
             check_has(f"ranks[{index}]", rank, "Rank", RANKS, ConfigError)
@@ -74,8 +73,8 @@ class RankTransport:
         self.num_device_blocks = min(rank.num_device_blocks for rank in self.ranks)
         self.block_bytes = sum(rank.block_bytes for rank in self.ranks)
         self._open_timeout_s = open_timeout_s
-        # Guards the tally and the refusal: a job that begins is either refused or failed by a death, never neither.
-        # Reentrant: whoever is told of an end may launch the next job at once.
+        # Guards the tally and the refusal: when a rank dies, a job that begins is either refused or failed.
+        # Reentrant: `deliver` may launch the next job at once.
         self._lock = threading.RLock()
         self._tally = JobTally(len(self.ranks))
         self._refusal: TransferRefused | None = TransferRefused("the transport is not open")
@@ -88,7 +87,7 @@ class RankTransport:
     def spawn(cls, build: Build | str, num_ranks: int, *, timeout_s: float = 600.0) -> Self:
         """Start `num_ranks` processes that each call `build(rank, num_ranks)` for their tensors; see `ProcessRank`.
 
-        May block for `timeout_s` seconds, as `open` may. `ConfigError` naming the rank that did not get ready.
+        May block for `timeout_s` seconds, as `open` may. `ConfigError` names the rank that did not get ready.
         """
         check_int("num_ranks", num_ranks, 1, MAX_RANKS, ConfigError)
         _check_timeout("timeout_s", timeout_s)
@@ -101,17 +100,17 @@ class RankTransport:
 
     @property
     def opens_slowly(self) -> bool:
-        """It waits for all ranks to allocate."""
+        """Always: `open` waits for all ranks to allocate."""
         return True
 
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
-        """Of ranks in this process. Others have a log of their own."""
+        """For ranks in this process only: rank processes have their own log."""
         for rank in self.ranks:
             if isinstance(rank, ReportsPinning):
                 rank.report_pinning(hear)
 
     def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
-        """Have every rank allocate. `ConfigError` naming the rank and the size it cannot have; all are closed then.
+        """Have every rank allocate. `ConfigError` names the rank and the size that it cannot have; all are closed then.
 
         Blocks until the last rank has answered.
         """
@@ -138,7 +137,7 @@ class RankTransport:
             rank.wait_open(max(0.0, deadline_s - time.monotonic()))
 
     def close(self, timeout_s: float) -> bool:
-        """Have every rank end within `timeout_s`; a process that does not is killed. Whether no copy is in doubt."""
+        """End every rank within `timeout_s` seconds; kill slower processes. Returns whether all copies have ended."""
         deadline_s = time.monotonic() + timeout_s
         self._refuse(TransferRefused("the transport is closed"))
         for rank in self.ranks:
@@ -147,17 +146,18 @@ class RankTransport:
         return all(ended)
 
     def _refuse(self, error: TransferRefused) -> None:
-        """Everything from now on, as `error` says. A rank that is gone for good takes all others with it: a part of
-        every block is there."""
+        """Refuse everything from now on with `error`. A lost rank makes all others useless: it holds a part of every
+        block."""
         with self._lock:
             self._refusal = self._refusal or error
 
     # -- launching ------------------------------------------------------------------------------------------------
 
     def record_fence(self) -> Fence:
-        """A fence on every rank, recorded when the rank gets to it: after all that it was told before.
+        """A fence on every rank, which the rank records after all earlier commands.
 
-        The engine must have handed the forward to every rank's stream before: on a CPU, have heard that it is over.
+        Before the call, the engine must have submitted the forward to every rank's stream; on a CPU, it must know that
+        the forward is over.
         """
         self._check_usable()
         if len(self._fences) >= MAX_FENCES:
@@ -171,14 +171,14 @@ class RankTransport:
                 told.append(rank)
         except DeviceGone as error:
             raise self._gone(len(told), error) from error
-        finally:  # also of a fence that a later rank could not record: nobody will ever name it
+        finally:  # also if a later rank could not record it: then no plan ever names it
             weakref.finalize(fence, _release, told, fence.number).atexit = False
         self._fences.add(fence)
         return fence
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
-        """Tell every rank. `DeviceGone` when one is dead or its device lost, `TransferRefused` for a fence that is not
-        of `record_fence`."""
+        """Send the plan to every rank. `DeviceGone` when one is dead or its device lost, `TransferRefused` for a fence
+        that is not from `record_fence`."""
         number = self._number(after)
         with self._lock:
             self._check_usable()
@@ -190,13 +190,13 @@ class RankTransport:
                 refusal = self._gone(index, error) if isinstance(error, DeviceGone) else error
                 self._not_started(index, plan, refusal)
                 return
-            except Exception as error:  # noqa: BLE001 - a driver error: nobody knows what this rank has started
+            except Exception as error:  # noqa: BLE001 - a driver error: what this rank has started is unknown
                 self._report(index, Completion(plan.job_id, Outcome.UNPROVEN, error=repr(error)))
                 self._skip(index + 1, plan, "an earlier rank could not start")
                 return
 
     def _not_started(self, index: int, plan: TransferPlan, error: TransferRefused) -> None:
-        """Refused as a whole only if no rank has begun; otherwise a failure, once those that did are through."""
+        """Raise `error` only if no rank has begun; otherwise the job fails once the ranks that began have finished."""
         if index == 0:
             with self._lock:
                 nothing_was_told = self._tally.forget(plan.job_id)
@@ -215,7 +215,7 @@ class RankTransport:
 
     def _number(self, after: Fence | None) -> int | None:
         if after is None or isinstance(after, PassedFence):
-            return None  # the rank records a fence of its own, which is later than any that has passed
+            return None  # the rank records its own fence, which is later than any that has passed
         if isinstance(after, RankFence) and after in self._fences:
             return after.number
         raise TransferRefused(f"after: ranks know only the fences of their own record_fence(), got {shown(after)}")
@@ -233,7 +233,7 @@ class RankTransport:
         return lambda reason: self._lose(index, reason)
 
     def _report(self, index: int, completion: Completion) -> None:
-        # Delivered under the lock, or doubt could overtake its proof; `deliver` never blocks.
+        # Delivered under the lock, or UNPROVEN could arrive after its late proof; `deliver` never blocks.
         with self._lock:
             told = self._tally.report(index, completion)
             if told is not None:
@@ -245,11 +245,11 @@ class RankTransport:
             for told in self._tally.lose(index, reason):
                 self._deliver(told)
 
-    # -- looking --------------------------------------------------------------------------------------------------
+    # -- statistics -----------------------------------------------------------------------------------------------
 
     def statistics(self) -> TransferStatistics:
-        """What all ranks have done: jobs and blocks are the least of any rank (`blocks_corrupt`: the most), bytes the
-        sum, seconds the longest. A process reports them with each job that ends; of a dead one, the last are kept."""
+        """Counts over all ranks: the minimum of jobs and blocks (`blocks_corrupt`: the maximum), the sum of bytes, and
+        the maximum of seconds. A rank process reports its counts with each job that ends; a dead one keeps its last."""
         found = [rank.statistics() for rank in self.ranks]
         return TransferStatistics(
             num_loads=min(one.num_loads for one in found),

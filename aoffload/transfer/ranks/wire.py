@@ -1,7 +1,7 @@
-"""The bytes of a frame: a version, a kind, and fields of fixed width, little-endian. Nothing in them is executed.
+"""The encoding of frames: a version, a kind, and little-endian fields of fixed width. Decoding executes nothing.
 
-Block ids are raw int32. Texts are UTF-8 behind their length. A frame that is too short, too long, of another version,
-or holds what no field may hold is refused with `WireError`: garbage never becomes a plan. docs/ranks.md has the table.
+Block ids are raw int32. Texts are UTF-8 after their length. A frame that is too short or too long, has another version,
+or holds an invalid value is refused with `WireError`: invalid bytes never become a plan. docs/ranks.md has the table.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["MAX_FRAME_BYTES", "VERSION", "decode", "encode"]
 
 VERSION = 1
 MAX_FRAME_BYTES = 64 * 2**20
-"""Eight million block pairs: more than any plan has. What claims to be longer is not read."""
+"""Eight million block pairs: more than any plan has. Longer frames are not read."""
 
 _HEADER = struct.Struct("<BB")
 _NUMBER, _COUNT, _BYTE, _SECONDS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct("<B"), struct.Struct("<d")
@@ -48,7 +48,7 @@ _OUTCOMES = (Outcome.LANDED, Outcome.FAILED, Outcome.CORRUPT, Outcome.UNPROVEN)
 
 
 class _Reader:
-    """Takes fields off the front of a frame; every one of them has to be there, and nothing behind the last."""
+    """Reads the fields of a frame in order. `WireError` for missing bytes, and for bytes after the last field."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -112,7 +112,7 @@ def _ids(ids: array[int]) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    # An error's text may hold half of a surrogate pair, and has to arrive all the same.
+    # An error's text may hold a lone surrogate, and has to arrive nevertheless.
     data = text.encode(errors="backslashreplace")
     return _COUNT.pack(len(data)) + data
 
@@ -203,7 +203,7 @@ _NUMBERS = {kind.frame: number for number, kind in _KINDS.items()}
 
 
 def encode(frame: Frame) -> bytes:
-    """The bytes of `frame`. `WireError` where a field doesn't fit into its width."""
+    """The bytes of `frame`. `WireError` if a field does not fit into its width, or the frame is too long."""
     number = _NUMBERS[type(frame)]
     try:
         data = _HEADER.pack(VERSION, number) + _KINDS[number].write(frame)

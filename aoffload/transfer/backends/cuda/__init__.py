@@ -1,4 +1,4 @@
-"""Copies between GPU tensors and pinned host memory."""
+"""Copies between GPU tensors and page-locked host memory."""
 
 from ...transport import PinProgress
 from .backend import CudaBackend, CudaOptions

@@ -1,4 +1,4 @@
-"""The backend of one GPU: which bytes, by which way, behind which fences."""
+"""The backend of one GPU: chooses the pieces of a plan, how they are copied, and behind which fences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .waiting import BlockingWait, WaitPolicy
 __all__ = ["CudaBackend", "CudaOptions", "best_driver"]
 
 SOURCE_ORDERS = {
-    # The live cache: what is written later must not be seen, what was written before must.
+    # The live KV cache: a copy must see all earlier writes and no later ones.
     Direction.STORE: SourceOrder.STREAM,
     # Host blocks are published when they are complete, and leased until the job is over.
     Direction.LOAD: SourceOrder.ANY,
@@ -40,7 +40,7 @@ SOURCE_ORDERS = {
 
 
 def best_driver(regions: tuple[KVRegion, ...]) -> CudaDriver:
-    """NVIDIA's bindings where they are installed and find a driver, torch alone elsewhere."""
+    """A driver over NVIDIA's bindings if they are installed and find the device; otherwise over torch alone."""
     try:
         return NvidiaDriver(regions[0].device.index)
     except (ImportError, CudaError):
@@ -49,19 +49,19 @@ def best_driver(regions: tuple[KVRegion, ...]) -> CudaDriver:
 
 @attrs.frozen(kw_only=True)
 class CudaOptions:
-    """How a backend works, for whoever wants it otherwise than by default."""
+    """The options of a `CudaBackend`."""
 
     driver: Callable[[tuple[KVRegion, ...]], CudaDriver] = best_driver
     kernel: Callable[[torch.device], CopyKernel | None] = triton_kernel
-    """What copies small pieces, if anything does."""
+    """Makes the kernel that copies small pieces, or returns None."""
     break_even: BreakEven | None = None
-    """Which pieces are small. None: measured on this machine, in a few hundred milliseconds, when it is opened."""
+    """Which pieces are small. None: measured when the backend is opened, in a few hundred milliseconds."""
     waiting: WaitPolicy = attrs.field(factory=BlockingWait)
     """How the copy threads wait for the device."""
     progress: Callable[[PinProgress], None] = lambda _: None
-    """Hears of each piece of host memory that was pinned, in the thread that opens the backend. The log does anyway."""
+    """Called after each page-locked piece of host memory, in the thread that opens. The log has these pieces anyway."""
     max_piece_bytes: int = MAX_PIECE_BYTES
-    """Host memory is pinned in pieces of this size at most."""
+    """Maximum bytes of a page-locked piece of host memory."""
 
     def __attrs_post_init__(self) -> None:
         for name in ("driver", "kernel", "progress"):
@@ -74,7 +74,7 @@ class CudaOptions:
 
 @attrs.define(eq=False)
 class Lane:
-    """What belongs to one direction: its stream, and arrays that only its thread uses."""
+    """The stream of one direction, and arrays that only its thread uses."""
 
     stream: Handle
     scratch: Scratch = attrs.field(factory=Scratch)
@@ -83,11 +83,11 @@ class Lane:
 class CudaBackend(RegionBackend):
     """One stream of the lowest priority per direction; each copy waits, on the device, for the fences it was given.
 
-    The compute is taken to run on `compute_stream`, by default on the stream that is current where a fence is recorded.
-    An engine whose forward runs on another stream than the one its event loop sees has to name it.
+    Compute is assumed to run on `compute_stream`, by default on the current stream of the thread that records a fence.
+    An engine whose forward runs on another stream than the current one of its event loop has to name it.
 
-    Needs no `record_stream`: the tensors are held for as long as the backend lives, and a block is given to somebody
-    else only after every copy of it has ended.
+    Needs no `record_stream`: the backend keeps the tensors alive, and a block is reused only after every copy of it has
+    ended.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class CudaBackend(RegionBackend):
         self.driver.learn(self.host.rows)
         self._blocks = Layout.of_block(self.regions, self.host.address, self.host.borders)
         self._each_region = Layout.of_each_region(self.regions, self.host.address, self.host.borders)
-        if self.host.is_pinned and self.driver.maps_host_memory:  # or no kernel could read it
+        if self.host.is_pinned and self.driver.maps_host_memory:  # otherwise no kernel can read it
             self._choose_method()
         else:
             self.break_even = BreakEven(0, 0)
@@ -155,7 +155,7 @@ class CudaBackend(RegionBackend):
     def close(self) -> None:
         host, self.host = self.host, HostMemory(anonymous_memory(0, self.block_bytes))
         lanes, self._lanes = self._lanes, {}
-        # What a lost device refuses to take back goes with the process: pages that it still knows stay pinned so long.
+        # A lost device may refuse to unregister: these pages stay page-locked until the process ends.
         with suppress(CudaError):
             host.unregister(self.driver)
         with suppress(CudaError), self.driver.bound():
@@ -185,8 +185,8 @@ class CudaBackend(RegionBackend):
                 self.driver.wait_event(self._lanes[direction].stream, event)
 
     def watch(self, job_id: int, fences: RegionFences) -> None:
-        """Have the load `job_id` copied region after region, each with a fence of its own. To be called before it is
-        launched; whoever learns of its end calls `end` of `fences`, and `forget`."""
+        """Copy the load `job_id` region by region, each with its own fence. Call it before the launch. When the job is
+        over, the caller calls `fences.end` and `forget`."""
         self._watched[job_id] = fences
 
     def forget(self, job_id: int) -> None:
@@ -206,12 +206,12 @@ class CudaBackend(RegionBackend):
         return self._copy_by_region(plan, watched)
 
     def _copy_by_region(self, plan: TransferPlan, watched: RegionFences) -> Fence:
-        """In the order in which a forward needs them."""
+        """Copy the regions in the order in which a forward needs them."""
         try:
             for index, layout in enumerate(self._each_region):
                 fence = self._copy_blocks(plan, layout)
                 watched.give(index, fence)
-        except Exception as error:  # whatever it was: a forward that sleeps for a region has to hear of it
+        except Exception as error:  # any error: a forward that waits for a region has to raise
             watched.end(repr(error))
             raise
         return fence
@@ -223,7 +223,7 @@ class CudaBackend(RegionBackend):
         return self._events.record(lane.stream)
 
     def copy_pieces(self, pieces: Pieces, direction: Direction) -> None:
-        """Give them to the stream of `direction`, small ones to the kernel. In a bound thread."""
+        """Submit `pieces` to the stream of `direction`, small ones through the kernel. Call it in a bound thread."""
         if not self.host.is_pinned:
             self.driver.copy_each(pieces, self._lanes[direction].stream)
             return

@@ -1,4 +1,4 @@
-"""What is asked of a CUDA device: one small protocol, so that a test can put a device of its own in its place."""
+"""The protocol of a CUDA device, small enough for a test to put its own device in its place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..base import LostDevice
 __all__ = ["LOST_CODES", "CudaDriver", "CudaError", "DeviceLost", "Handle", "Pieces", "SourceOrder", "StreamCaptured"]
 
 Handle: TypeAlias = Any
-"""What a driver calls a stream or an event. Only the driver that made it looks inside."""
+"""A stream or an event of a driver. Only the driver that made it looks inside."""
 
 
 LOST_CODES = frozenset(
@@ -27,7 +27,7 @@ LOST_CODES = frozenset(
         46,  # device unavailable
         100,  # no device
         101,  # invalid device
-        201,  # invalid context: somebody has reset the device
+        201,  # invalid context: the device was reset
         214,  # uncorrectable memory error
         220,  # uncorrectable NVLink error
         226,  # an error that was contained in this context
@@ -42,17 +42,17 @@ LOST_CODES = frozenset(
         718,  # invalid program counter
         719,  # launch failed
         721,  # tensor memory leak
-        806,  # the server that shares the device (MPS) answers no more
+        806,  # the server that shares the device (MPS) does not answer
         810,  # that server has ended this process's use of the device
         911,  # external device
         999,  # unknown
     }
 )
-"""What a context answers to every call from then on; the numbers are the same in the driver and in the runtime."""
+"""Errors that a context returns for every later call. Driver and runtime API use the same numbers."""
 
 
 class CudaError(AoffloadError):
-    """A call that the driver refused: which call, and by what name."""
+    """A call that the driver refused: the call, and the name of the error."""
 
     def __init__(self, call: str, name: str) -> None:
         super().__init__(f"{call}: {name}")
@@ -61,9 +61,9 @@ class CudaError(AoffloadError):
 
 
 class DeviceLost(CudaError, LostDevice):  # noqa: N818
-    """The device, or its context, answers no call any more: an illegal access, an uncorrectable error, a removal.
+    """The device, or its context, fails every further call: an illegal access, an uncorrectable error, a removal.
 
-    What had been started on it may still write, as far as anybody knows.
+    Copies that were started on it may still be writing.
     """
 
 
@@ -81,16 +81,16 @@ class SourceOrder(enum.Enum):
     """When a copy may read its source. Its destination is always written in stream order."""
 
     STREAM = "stream"
-    """Behind everything the stream was given: for what the compute writes."""
+    """After all earlier work on the stream: for memory that compute writes."""
     ANY = "any"
-    """From the moment of the call on: for memory that stays as it is until the copy is over."""
+    """From the call on: for memory that does not change until the copy is over."""
 
 
 @attrs.frozen(eq=False)
 class Pieces:
-    """What one batch copies, piece by piece: `uint64 [num_pieces]` each, addresses and bytes.
+    """The pieces of one batch: addresses and bytes, `uint64 [num_pieces]` each.
 
-    No two pieces may depend on each other: within a batch there is no order.
+    Pieces must not depend on each other: within a batch there is no order.
     """
 
     sources: NDArray[np.uint64]
@@ -105,56 +105,56 @@ class Pieces:
         return int(self.sizes.sum())
 
     def where(self, chosen: NDArray[np.bool_]) -> Pieces:
-        """Those that a mask `[num_pieces]` names."""
+        """The pieces that a mask `[num_pieces]` selects."""
         return Pieces(self.sources[chosen], self.destinations[chosen], self.sizes[chosen])
 
 
 class CudaDriver(Protocol):
-    """One device. Every call may raise `CudaError`, and `DeviceLost` when there will be no other answer.
+    """One device. Every call may raise `CudaError`, and `DeviceLost` if all further calls will fail, too.
 
-    A thread may make them only inside of `bound()`; apart from that, any thread may make any of them.
+    Any thread may make any call, but only inside `bound()`.
     """
 
     @property
     def maps_host_memory(self) -> bool:
-        """Whether a kernel may use addresses of registered host memory as they are."""
+        """Whether a kernel may use host addresses of page-locked memory directly."""
         ...
 
     def bound(self) -> AbstractContextManager[object]:
-        """The device is current in this thread until it is left; the one before is then current again.
+        """Make the device current in this thread; the end of the block restores the previous one.
 
-        A graph that the engine captures meanwhile, in whatever thread, is not harmed by what is called inside.
+        Calls inside do not disturb a graph that the engine captures meanwhile, in any thread.
         """
         ...
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin host memory where it is, so that the device can copy from and to it on its own."""
+        """Page-lock existing host memory, so that the device can copy from and to it directly."""
         ...
 
     def unregister(self, address: int) -> None:
-        """Undo `register` of what begins at `address`."""
+        """Undo `register` of the memory that begins at `address`."""
         ...
 
     def learn(self, memory: NDArray[np.uint8]) -> None:
-        """Host memory that copies will name, pinned or not: for a driver that has to know more than an address."""
+        """Announce host memory that copies will use, page-locked or not: some drivers need more than an address."""
         ...
 
     def create_stream(self) -> Handle:
-        """A stream of the lowest priority, that nobody else has, and that waits for no other by itself."""
+        """A stream of the lowest priority, not shared, and without implicit synchronization with other streams."""
         ...
 
     def destroy_stream(self, stream: Handle) -> None: ...
 
     def current_stream(self) -> Handle:
-        """The stream that the caller's compute goes to. `StreamCaptured` while a graph is made of it."""
+        """The current stream of the calling thread. `StreamCaptured` while it is captured into a graph."""
         ...
 
     def stream_of(self, stream: torch.cuda.Stream) -> Handle:
-        """What this driver calls a stream of torch's. `StreamCaptured` while a graph is made of it."""
+        """The driver's handle of a torch stream. `StreamCaptured` while it is captured into a graph."""
         ...
 
     def on_stream(self, stream: Handle) -> AbstractContextManager[object]:
-        """What torch is asked to do goes to `stream` until it is left."""
+        """Make `stream` torch's current stream inside the block."""
         ...
 
     def create_event(self) -> Handle:
@@ -165,23 +165,23 @@ class CudaDriver(Protocol):
     def query_event(self, event: Handle) -> bool: ...
 
     def synchronize_event(self, event: Handle) -> None:
-        """Block this thread until the event has passed, without keeping the interpreter's lock."""
+        """Block this thread until the event has passed, without holding the GIL."""
         ...
 
     def wait_event(self, stream: Handle, event: Handle) -> None:
-        """What `stream` is given from here on starts only when `event`, as it is recorded now, has passed."""
+        """Make later work on `stream` start only when `event`, as recorded now, has passed."""
         ...
 
     def destroy_event(self, event: Handle) -> None: ...
 
     def event_of(self, fence: Fence) -> Handle | None:
-        """The event inside a fence that somebody else recorded; None where a stream cannot wait for it."""
+        """The event inside any `fence`; None if a stream of this driver cannot wait for it."""
         ...
 
     def copy_batch(self, pieces: Pieces, order: SourceOrder, stream: Handle) -> None:
-        """Start copying between pinned memory and the device. The arrays may be used again after the call."""
+        """Start copies between page-locked memory and the device. The arrays may be reused after the call."""
         ...
 
     def copy_each(self, pieces: Pieces, stream: Handle) -> None:
-        """The same one by one, in stream order: for memory that is not pinned."""
+        """As `copy_batch`, but one by one and in stream order: for memory that is not page-locked."""
         ...

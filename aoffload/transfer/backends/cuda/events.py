@@ -1,4 +1,4 @@
-"""Events as fences: recorded once for whoever holds the fence, and used again when nobody does any more."""
+"""Events as fences: an event is recorded once per fence, and reused when the fence is garbage-collected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CudaFence", "EventPool"]
 class CudaFence:
     """A point in the work of a stream. Immutable: while this object lives, its event is not recorded again.
 
-    `torch.cuda.Stream.wait_event` takes it like an event of torch's own.
+    `torch.cuda.Stream.wait_event` accepts it like a torch event.
     """
 
     __slots__ = ("_pool", "event")
@@ -23,7 +23,7 @@ class CudaFence:
     def __init__(self, pool: EventPool, event: Handle) -> None:
         self._pool = pool
         self.event = event
-        """Good for as long as somebody keeps the fence."""
+        """Valid for as long as the fence lives."""
 
     @property
     def driver(self) -> CudaDriver:
@@ -38,20 +38,20 @@ class CudaFence:
             self._pool.policy.wait(self.query, lambda: self.driver.synchronize_event(self.event))
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Have what `stream` (the current one, if None) is given from here on wait for this point, on the device."""
+        """Make later work on `stream` (None: the current one) wait for this point, on the device."""
         with self.driver.bound():
             waiting = self.driver.current_stream() if stream is None else self.driver.stream_of(stream)
             self.driver.wait_event(waiting, self.event)
 
     def __del__(self) -> None:
-        # Nobody can wait for it any more. Streams that were told to wait for it took what was recorded with them.
+        # No reference is left to wait for. Streams that were told to wait keep the point that was recorded then.
         self._pool.take_back(self.event)
 
 
 class EventPool:
-    """Makes fences from events. Making an event costs more than recording one, so they are kept.
+    """Makes fences from events. Creating an event costs more than recording one, so events are reused.
 
-    Any thread may record, and let go of fences: a deque needs no lock, which a finaliser must not take.
+    Any thread may record and drop fences: a deque needs no lock, which a finaliser must not take.
     """
 
     def __init__(self, driver: CudaDriver, policy: WaitPolicy) -> None:
@@ -64,12 +64,12 @@ class EventPool:
         return len(self._idle)
 
     def record(self, stream: Handle) -> CudaFence:
-        """A fence behind everything that `stream` was given so far. In a bound thread."""
+        """A fence behind all work on `stream` so far. Call it in a bound thread."""
         try:
             event = self._idle.popleft()
         except IndexError:
             event = self.driver.create_event()
-        fence = CudaFence(self, event)  # from here on its end gives the event back, also if recording fails
+        fence = CudaFence(self, event)  # from here on, dropping it returns the event, also if recording fails
         self.driver.record_event(event, stream)
         return fence
 
@@ -77,6 +77,6 @@ class EventPool:
         self._idle.append(event)
 
     def clear(self) -> None:
-        """Destroy what nobody uses. In a bound thread."""
+        """Destroy the events that no fence uses. Call it in a bound thread."""
         while self._idle:
             self.driver.destroy_event(self._idle.popleft())

@@ -1,4 +1,4 @@
-"""A kernel that copies many small pieces at once, where the copy engine pays more for each than it moves."""
+"""A kernel that copies many small pieces at once, for which the copy engine has too much overhead."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .driver import Pieces
 __all__ = ["CopyKernel", "TritonKernel", "triton_kernel"]
 
 NUM_PROGRAMS = 32
-"""How many multiprocessors copy at most: enough to fill a link, few enough to leave the others to the compute."""
+"""Maximum multiprocessors that copy: enough to fill the link, few enough to leave the others to compute."""
 TILE_BYTES = 8 * 1024
 
 
 class CopyKernel(Protocol):
     def copy(self, pieces: Pieces) -> None:
-        """Start copying on the stream that is current for torch. The arrays may be used again after the call."""
+        """Start copying on torch's current stream. The arrays may be reused after the call."""
         ...
 
 
 class TritonKernel:
-    """Reads and writes pinned host memory where it is, over the link; the addresses go to the device as a table."""
+    """Reads and writes page-locked host memory directly, over the link. The device gets the addresses as a table."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Compiled by whoever copies first, so nobody pays for it who has no small pieces.
+        # Compiled by the first copy, so programs without small pieces do not pay for it.
         self._module = importlib.import_module(f"{__package__}.triton_copy")
 
     def copy(self, pieces: Pieces) -> None:
@@ -39,14 +39,14 @@ class TritonKernel:
             self._module.launch(grid, self._table(pieces), len(pieces), alignment, TILE_BYTES)
 
     def _table(self, pieces: Pieces) -> torch.Tensor:
-        """`int64 [num_pieces, 3]` on the device. Both copies of it are torch's: it gives neither of them to somebody
-        else before the stream is through with it."""
+        """The pieces as `int64 [num_pieces, 3]` on the device. Torch allocates the table on both sides, and reuses
+        neither memory before the stream has finished with it."""
         table = torch.from_numpy(_rows(pieces))
         return table if self._device.type == "cpu" else table.pin_memory().to(self._device, non_blocking=True)
 
 
 def triton_kernel(device: torch.device) -> TritonKernel | None:
-    """The kernel, where Triton is installed, as it is beside torch's builds for CUDA."""
+    """The kernel if Triton is installed, as it is with torch's builds for CUDA; otherwise None."""
     try:
         return TritonKernel(device)
     except ImportError:

@@ -1,4 +1,4 @@
-"""Where the blocks lie on both sides, and the fewest pieces that some of them are copied in."""
+"""The addresses of blocks on both sides, and the fewest pieces in which given blocks are copied."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Part:
     stride_bytes: int
     num_bytes: int
     host_offset: int
-    """Where it begins in a block in host memory."""
+    """Its offset in a block in host memory."""
     memory: int
-    """Which allocation it lies in: two that happen to be neighbours are no one piece to a driver."""
+    """The allocation it lies in: a driver accepts no piece that spans two adjacent allocations."""
 
 
 class Scratch:
-    """Descriptor arrays of one thread, kept from batch to batch and grown when they have to be."""
+    """Descriptor arrays of one thread, reused from batch to batch and grown when necessary."""
 
     NUM_ARRAYS = 6
 
@@ -39,7 +39,7 @@ class Scratch:
         self._arrays: Numbers = np.empty((self.NUM_ARRAYS, 0), dtype=np.uint64)
 
     def take(self, shape: tuple[int, int]) -> list[Numbers]:
-        """All arrays with `shape`; whatever was in them before is given up."""
+        """All arrays with `shape`; their previous content is lost."""
         length = shape[0] * shape[1]
         if length > self._arrays.shape[1]:
             self._arrays = np.empty((self.NUM_ARRAYS, 2 * length), dtype=np.uint64)
@@ -47,7 +47,7 @@ class Scratch:
 
 
 class Layout:
-    """Some regions of every block, and host memory in which the regions of a block lie next to each other."""
+    """The addresses of some regions of every block, on the device and in host memory, where they lie side by side."""
 
     def __init__(self, parts: Iterable[Part], host_address: int, block_bytes: int, borders: tuple[int, ...]) -> None:
         self.parts = tuple(_joined(sorted(parts, key=lambda part: part.host_offset)))
@@ -62,24 +62,24 @@ class Layout:
 
     @classmethod
     def of_block(cls, regions: tuple[KVRegion, ...], host_address: int, borders: tuple[int, ...] = ()) -> Layout:
-        """Whole blocks."""
+        """The layout of whole blocks."""
         return cls(_parts(regions), host_address, sum(region.block_bytes for region in regions), borders)
 
     @classmethod
     def of_each_region(
         cls, regions: tuple[KVRegion, ...], host_address: int, borders: tuple[int, ...] = ()
     ) -> tuple[Layout, ...]:
-        """One layout per region: what is needed to copy region after region."""
+        """One layout per region, for copies region by region."""
         block_bytes = sum(region.block_bytes for region in regions)
         return tuple(cls([part], host_address, block_bytes, borders) for part in _parts(regions))
 
     def pieces(
         self, direction: Direction, on_device: NDArray[np.int64], on_host: NDArray[np.int64], scratch: Scratch
     ) -> Pieces:
-        """What to copy for these blocks. Good until `scratch` is used again.
+        """The pieces to copy for these blocks. Valid until `scratch` is used again.
 
-        Neighbours on both sides are one piece, in whatever order the ids come: in the order of host addresses, two
-        pieces that touch on both sides follow each other.
+        Parts that are adjacent on both sides become one piece, in whatever order the ids come: they are sorted by host
+        address, so parts that touch on both sides follow each other.
         """
         order = np.argsort(on_host, kind="stable")
         shape = (len(order), len(self.parts))
@@ -102,7 +102,7 @@ class Layout:
         return Pieces(device, host, sizes)
 
     def _starts(self, device: Numbers, host: Numbers, sizes: Numbers) -> NDArray[np.intp]:
-        """Where a piece begins that does not go on from the one before."""
+        """Indices of parts that do not continue the part before them."""
         begins = np.ones(len(sizes), dtype=bool)
         if len(sizes) > 1:
             follows = (device[1:] == device[:-1] + sizes[:-1]) & (host[1:] == host[:-1] + sizes[:-1])
@@ -111,7 +111,7 @@ class Layout:
         return np.flatnonzero(begins)
 
     def _cut(self, device: Numbers, host: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """No piece goes over a border in host memory. Borders are gigabytes apart, so hardly ever one is cut."""
+        """Cut pieces that cross a border in host memory. Borders are gigabytes apart, so this is rare."""
         for border in self._borders:
             index = int(np.searchsorted(host, np.uint64(border), side="left")) - 1
             if index < 0 or int(host[index]) + int(sizes[index]) <= border:
@@ -133,7 +133,7 @@ def _parts(regions: tuple[KVRegion, ...]) -> Iterator[Part]:
 
 
 def _joined(parts: Iterable[Part]) -> Iterator[Part]:
-    """Neighbours on both sides are one part: keys and values that follow each other inside a block."""
+    """Merge parts that are adjacent on both sides, such as keys and values that follow each other inside a block."""
     current: Part | None = None
     for part in parts:
         if current is not None and _continues(current, part):

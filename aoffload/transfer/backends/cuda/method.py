@@ -1,4 +1,4 @@
-"""Which pieces the copy engine takes, and which the kernel: a size, measured once on the machine."""
+"""The piece size that decides between copy engine and kernel, measured once on the machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .driver import Pieces
 __all__ = ["PUBLISHED", "BreakEven", "Trial", "measure_break_even"]
 
 SIZES = tuple(kib * 1024 for kib in (4, 8, 16, 24, 32, 48, 64, 128))
-"""Tried in turn; from the last one on, copy engines win everywhere that figures were published for."""
+"""Sizes tried in turn. From the last one on, the copy engine is faster in all published measurements."""
 NUM_ROUNDS = 5
 
 
 @attrs.frozen
 class BreakEven:
-    """Pieces below these sizes are copied by the kernel. 0: none, all is left to the copy engine."""
+    """The kernel copies pieces below these sizes, the copy engine all others. 0: the kernel copies none."""
 
     load_bytes: int
     store_bytes: int
@@ -36,10 +36,10 @@ class BreakEven:
 
 
 PUBLISHED = BreakEven(28 * 1024, 28 * 1024)
-"""What others measured on an H100."""
+"""A published measurement on an H100."""
 
 Trial = Callable[[Direction, Pieces], object]
-"""Copies pieces and returns when they are there."""
+"""Copies pieces and returns when they have arrived."""
 
 
 def measure_break_even(
@@ -48,8 +48,8 @@ def measure_break_even(
     pieces_of: Callable[[Direction, int], Pieces],
     clock: Callable[[], float] = time.perf_counter,
 ) -> BreakEven:
-    """The size from which on the copy engine is the faster one, each way. `pieces_of(direction, size)` says what may
-    be copied to find out. The two take turns, so that what slows the machine slows both."""
+    """The size from which on the copy engine is faster, per direction. `pieces_of(direction, size)` returns the pieces
+    to measure with. Engine and kernel take turns, so that other load on the machine slows both."""
     found = {direction: _from(direction, by_engine, by_kernel, pieces_of, clock) for direction in Direction}
     return BreakEven(found[Direction.LOAD], found[Direction.STORE])
 

@@ -1,4 +1,4 @@
-"""The driver itself, through NVIDIA's Python bindings (`pip install aoffload[cuda]`)."""
+"""A `CudaDriver` over NVIDIA's Python bindings (`pip install aoffload[cuda]`)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from .events import CudaFence
 __all__ = ["NvidiaDriver"]
 
 BATCH_VERSION = 12080
-"""The driver that brought `cuMemcpyBatchAsync`. Its form of then is asked for by this number and never changes."""
+"""The driver version that introduced `cuMemcpyBatchAsync`. Asking for it by this number fixes its signature."""
 MAX_BATCH = 4096
-"""Pieces in one call. Drivers take more, but some are reported to end the process on fifty thousand (580.159, on
-Blackwell); a call more is nothing beside the half microsecond that each piece costs a driver."""
+"""Maximum pieces per call. Drivers take more, but some are reported to crash the process on fifty thousand (580.159, on
+Blackwell). The cost of more calls is small against the half microsecond per piece."""
 
 LEGACY_STREAM = 1
-"""Torch's default stream, which torch calls 0. To bindings that were told to have a default stream per thread
-(`CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM`), 0 is another one, in which the compute is not."""
+"""Torch's default stream, which torch calls 0. For bindings with a default stream per thread
+(`CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM`), 0 is another stream, on which no compute runs."""
 
-_BATCH = ctypes.CFUNCTYPE(  # lets go of the interpreter's lock, and takes arrays as they are
+_BATCH = ctypes.CFUNCTYPE(  # releases the GIL, and takes arrays as they are
     ctypes.c_int,
     ctypes.c_void_p,  # destinations
     ctypes.c_void_p,  # sources
     ctypes.c_void_p,  # sizes
     ctypes.c_size_t,
     ctypes.c_void_p,  # attributes
-    ctypes.POINTER(ctypes.c_size_t),  # of which piece on each attribute holds
+    ctypes.POINTER(ctypes.c_size_t),  # the first piece that each attribute applies to
     ctypes.c_size_t,
-    ctypes.POINTER(ctypes.c_size_t),  # which piece was refused
+    ctypes.POINTER(ctypes.c_size_t),  # the piece that was refused
     ctypes.c_void_p,  # stream
 )
 
@@ -46,8 +46,8 @@ _BATCH = ctypes.CFUNCTYPE(  # lets go of the interpreter's lock, and takes array
 class NvidiaDriver:
     """Implements `CudaDriver` for one device, in its primary context, which is also torch's.
 
-    The bindings' own batch call takes a Python object per address, made and read under the interpreter's lock; here the
-    driver is handed the arrays. `ImportError` without the bindings, `CudaError` without a driver or such a device.
+    The bindings' own batch call takes a Python object per address, created and read under the GIL; this class passes
+    arrays to the driver. `ImportError` without the bindings, `CudaError` without a driver or such a device.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -86,8 +86,8 @@ class NvidiaDriver:
 
     @contextmanager
     def _beside_captures(self) -> Iterator[None]:
-        """Asking after an event, or pinning memory, would end the capture of a graph in another thread, as torch begins
-        them by default; nothing that is asked for here can be part of one."""
+        """Relax the capture mode of this thread. In torch's default mode, querying an event or page-locking memory here
+        would end a graph capture in another thread. No call made here can be part of a capture."""
         relaxed = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         mode = self._ask("cuThreadExchangeStreamCaptureMode", relaxed)
         try:
@@ -105,7 +105,7 @@ class NvidiaDriver:
         self._ask("cuMemHostUnregister", address)
 
     def learn(self, memory: NDArray[np.uint8]) -> None:
-        """An address says it all."""
+        """Nothing to do: this driver needs only addresses."""
 
     # -- streams and events ---------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class NvidiaDriver:
 
     def stream_of(self, stream: torch.cuda.Stream) -> Handle:
         found = self._cuda.CUstream(stream.cuda_stream or LEGACY_STREAM)
-        # An event recorded there would pull the copy streams into the graph, and neither would ever be over.
+        # An event recorded there would pull the copy streams into the graph, and event and copies would never end.
         if int(self._ask("cuStreamIsCapturing", found)):
             raise StreamCaptured("cuStreamIsCapturing")
         return found
@@ -156,7 +156,7 @@ class NvidiaDriver:
     def event_of(self, fence: Fence) -> Handle | None:
         if isinstance(fence, CudaFence) and isinstance(fence.driver, NvidiaDriver):
             return fence.event
-        # Torch makes an event when it is recorded first. One that never was has nothing before it.
+        # Torch creates an event at its first recording. One that was never recorded has no work before it.
         if isinstance(fence, torch.cuda.Event) and fence.cuda_event:
             return self._cuda.CUevent(fence.cuda_event)
         return None
@@ -185,14 +185,14 @@ class NvidiaDriver:
             self._check("cuMemcpyBatchAsync", status)
 
     def _batch_call(self) -> Callable[..., int] | None:
-        """The function, as drivers since 12.8 have it; None where there is none."""
+        """The function `cuMemcpyBatchAsync` of drivers since 12.8; None if there is none."""
         flags = self._cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM
         status, address, _ = self._cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", BATCH_VERSION, int(flags))
         is_there = status == self._cuda.CUresult.CUDA_SUCCESS and int(address or 0)
         return _BATCH(int(address)) if is_there else None
 
     def _attributes_of(self, order: SourceOrder) -> Any:
-        """Made by the bindings, which know how it lies in memory. Hints of a location are for managed memory only."""
+        """Copy attributes, made by the bindings, which know their layout. Only managed memory needs location hints."""
         cuda = self._cuda
         if not hasattr(cuda, "CUmemcpyAttributes"):
             self._call_batch = None  # bindings that are older than the driver
@@ -206,10 +206,10 @@ class NvidiaDriver:
         attributes.flags = int(cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
         return attributes
 
-    # -- answers --------------------------------------------------------------------------------------------------
+    # -- calls and errors -----------------------------------------------------------------------------------------
 
     def _ask(self, call: str, *arguments: object) -> Any:
-        """Make a call; its result: nothing, one value, or a tuple of them."""
+        """Make a call. Returns its result: an empty tuple, one value, or a tuple of values."""
         status, *results = self._call(call, *arguments)
         self._check(call, int(status))
         return results[0] if len(results) == 1 else tuple(results)
@@ -217,7 +217,7 @@ class NvidiaDriver:
     def _call(self, call: str, *arguments: object) -> Any:
         try:
             return getattr(self._cuda, call)(*arguments)
-        except ValueError as error:  # an answer of a driver that is newer than the bindings, which have no name for it
+        except ValueError as error:  # a status of a driver newer than the bindings, which have no name for it
             raise CudaError(call, str(error)) from error
 
     def _check(self, call: str, status: int) -> None:

@@ -1,4 +1,4 @@
-"""Host memory that a device copies from and to on its own: registered where it is, in pieces, by several threads."""
+"""Page-locked host memory: existing memory, registered with the device in pieces, by several threads."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["MAX_PIECE_BYTES", "HostMemory", "HostMemoryError", "pinned_memory"]
 MAX_PIECE_BYTES = 64 * 2**30
 """Drivers refuse, or take minutes for, much larger registrations."""
 MIN_PIECE_BYTES = 2**30
-"""Less than this is registered in a fraction of a second: no thread is worth its start."""
+"""Smaller pieces are registered in a fraction of a second, which is not worth a thread."""
 NUM_THREADS = 8
 ALIGNMENT = 2 * 2**20
-"""Pieces end where huge pages do: no page belongs to two of them."""
+"""Pieces end at the end of huge pages, so that no page belongs to two of them."""
 
 _ADVICE = "smaller pools (num_host_blocks, host_bytes) need less; `ulimit -l` and the container's memory bound it"
 
 
 class HostMemoryError(ConfigError):
-    """Host memory that could not be pinned: its whole size, the piece where it failed, and the limits that apply."""
+    """Host memory could not be page-locked: its whole size, the piece that failed, and the limits that apply."""
 
     def __init__(self, size_bytes: int, piece: Piece, num_pieces: int, cause: CudaError, limits: str) -> None:
         place = f"piece {piece.number + 1} of {num_pieces} ({_gib(piece.num_bytes)})"
@@ -54,7 +54,7 @@ class Piece:
 
 
 class _PieceError(Exception):
-    """Out of a thread: which piece."""
+    """Carries the failed piece out of a thread."""
 
     def __init__(self, piece: Piece, cause: CudaError) -> None:
         super().__init__(piece, cause)
@@ -64,14 +64,14 @@ class _PieceError(Exception):
 
 @attrs.frozen(eq=False)
 class HostMemory:
-    """The host pool: `rows` is `uint8 [num_blocks, block_bytes]`, private to this process and without a name.
+    """The host pool: `rows` is `uint8 [num_blocks, block_bytes]`, private to this process and anonymous.
 
-    Nothing of it outlives a killed process: the kernel takes the pages back, and the driver their registration.
+    Nothing of it outlives a killed process: the kernel frees the pages, and the driver their registration.
     """
 
     rows: NDArray[np.uint8]
     pieces: tuple[Piece, ...] = ()
-    """What is registered; empty for pageable memory."""
+    """The registered pieces; empty for pageable memory."""
 
     @property
     def address(self) -> int:
@@ -83,11 +83,11 @@ class HostMemory:
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """Addresses that no single copy may cross: a driver takes one registration at a time."""
+        """Addresses that no single copy may cross: for a driver, a copy lies in one registration."""
         return tuple(piece.address for piece in self.pieces[1:])
 
     def unregister(self, driver: CudaDriver) -> None:
-        """Let the pages go, all that can be; the first refusal is raised when the others are through."""
+        """Unregister every piece. The first error is raised after all pieces were tried."""
         refused = [error for piece in self.pieces for error in _unregistered(driver, piece)]
         if refused:
             raise refused[0]
@@ -100,7 +100,7 @@ def pinned_memory(
     progress: Callable[[PinProgress], None],
     max_piece_bytes: int = MAX_PIECE_BYTES,
 ) -> HostMemory:
-    """Host memory, pinned; pageable, with exactly one `RuntimeWarning` that says why, where it cannot be."""
+    """Page-locked host memory. If that fails: pageable memory, and exactly one `RuntimeWarning` that says why."""
     # A forked child would make the pages copy-on-write, and the device would go on writing to those of the child.
     rows = anonymous_memory(num_blocks, block_bytes, "MADV_DONTFORK")
     try:
@@ -116,9 +116,9 @@ def register_in_pieces(
     progress: Callable[[PinProgress], None],
     max_piece_bytes: int = MAX_PIECE_BYTES,
 ) -> tuple[Piece, ...]:
-    """All of it or nothing: `HostMemoryError`, and what had been registered is not any more."""
+    """Register all of `rows` or nothing: after any error, such as `HostMemoryError`, no piece stays registered."""
     pieces = tuple(_cut(int(rows.ctypes.data), rows.nbytes, max_piece_bytes))
-    registered: list[Piece] = []  # by the threads: also what ends after another one has failed
+    registered: list[Piece] = []  # filled by the threads, also after another one has failed
     try:
         _register_all(driver, pieces, registered, progress)
     except BaseException as error:
@@ -170,7 +170,7 @@ def _unregistered(driver: CudaDriver, piece: Piece) -> list[CudaError]:
 
 
 def _cut(address: int, num_bytes: int, max_piece_bytes: int) -> Iterator[Piece]:
-    """Equal parts, so that all threads end at the same time."""
+    """Equal pieces, so that all threads end at the same time."""
     share = max(min(MIN_PIECE_BYTES, max_piece_bytes), -(-num_bytes // NUM_THREADS))
     step = max(ALIGNMENT, min(max_piece_bytes, share) // ALIGNMENT * ALIGNMENT)
     end, start, number = address + num_bytes, address, 0
@@ -181,7 +181,7 @@ def _cut(address: int, num_bytes: int, max_piece_bytes: int) -> Iterator[Piece]:
 
 
 def _limits() -> str:
-    """What the system allows and has, in words."""
+    """The memlock limit and the free memory, as text."""
     found = [f"memlock limit {_memlock()}"]
     with suppress(OSError, ValueError, AttributeError):
         pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""The same with torch alone: correct everywhere, and one call for each piece."""
+"""A `CudaDriver` over torch alone: correct everywhere, with one call per piece."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LOST_WORDS = (
     *("invalid program counter", "address space", "context is destroyed", "invalid device context", "unknown error"),
     *("busy or unavailable", "MPS", "driver shutting down"),
 )
-"""What a lost device is called by a torch before 2.8, which does not tell the code."""
+"""Parts of error messages for a lost device in torch before 2.8, which does not tell the error code."""
 
 
 class TorchDriver:
-    """Implements `CudaDriver` for whoever has torch and nothing else.
+    """Implements `CudaDriver` with torch only.
 
-    Torch copies between tensors, so it has to be told which memory there is: regions when it is made, and `learn`.
+    Torch copies between tensors, so the driver keeps tensors of all memory: of the regions, and of what `learn` adds.
     """
 
     def __init__(self, regions: tuple[KVRegion, ...]) -> None:
@@ -42,12 +42,12 @@ class TorchDriver:
 
     @property
     def maps_host_memory(self) -> bool:
-        return False  # torch does not say, and a kernel that guesses wrong takes the device with it
+        return False  # torch does not tell, and a kernel with wrong addresses loses the device
 
     @contextmanager
     def bound(self) -> Iterator[None]:
         device = torch.cuda.device(self._device)
-        with _asking("cudaSetDevice"):  # may be the first to hear that the device is lost
+        with _asking("cudaSetDevice"):  # may be the first call to find the device lost
             device.__enter__()  # type: ignore[no-untyped-call]
         try:
             yield
@@ -76,11 +76,11 @@ class TorchDriver:
 
     def create_stream(self) -> Handle:
         with _asking("cudaStreamCreateWithPriority"):
-            # Zero is the lowest priority that torch has a name for, and the lowest there is.
+            # 0 is the lowest priority, for torch and for the device.
             return torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
 
     def destroy_stream(self, stream: Handle) -> None:
-        """Torch keeps its streams."""
+        """Nothing to do: torch keeps its streams."""
 
     def current_stream(self) -> Handle:
         return self.stream_of(torch.cuda.current_stream(self._device))
@@ -115,7 +115,7 @@ class TorchDriver:
             stream.wait_event(event)
 
     def destroy_event(self, event: Handle) -> None:
-        """Torch destroys it when nobody has it."""
+        """Nothing to do: torch destroys an event that is no longer referenced."""
 
     def event_of(self, fence: Fence) -> Handle | None:
         if isinstance(fence, CudaFence) and isinstance(fence.driver, TorchDriver):
@@ -131,7 +131,7 @@ class TorchDriver:
         columns = (pieces.destinations.tolist(), pieces.sources.tolist(), pieces.sizes.tolist())
         with _asking("cudaMemcpyAsync"), self.on_stream(stream):
             for destination, source, num_bytes in zip(*columns, strict=True):
-                # Contiguous on both sides, or torch would copy by way of a temporary of its own and wait for it.
+                # Contiguous on both sides; otherwise torch would copy through a temporary tensor and wait for it.
                 self._at(destination, num_bytes).copy_(self._at(source, num_bytes), non_blocking=True)
 
     def _know(self, memory: torch.Tensor) -> None:
@@ -149,7 +149,7 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tens
 
 @contextmanager
 def _asking(call: str) -> Iterator[None]:
-    """Torch reports whatever a driver says as a `RuntimeError`, in words."""
+    """Turn a `RuntimeError`, as which torch reports driver errors, into a `CudaError` or a `DeviceLost`."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Finding the break-even between copy engine and kernel with a backend that was just opened."""
+"""Measures the break-even between copy engine and kernel with a backend that was just opened."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .pinned import HostMemory
 __all__ = ["Tried", "measured_on"]
 
 BATCH_BYTES = 16 * 2**20
-"""What one trial copies: long enough to hide a launch, short enough to be repeated a hundred times."""
+"""Bytes per trial: enough to hide the cost of a launch, few enough to repeat it a hundred times."""
 MIN_BYTES = 2**20
-"""A host pool below this says nothing about the machine."""
+"""A smaller host pool is not measured: the result would say nothing about the machine."""
 
 
 class Tried(Protocol):
-    """What of a backend is tried."""
+    """The part of a backend that the trials use."""
 
     @property
     def host(self) -> HostMemory: ...
@@ -37,12 +37,12 @@ class Tried(Protocol):
 
 
 def measured_on(backend: Tried) -> BreakEven:
-    """With memory of its own on the device, and with the host pool, in which there is nothing yet."""
+    """Measure with temporary device memory, and with the host pool, which is still empty."""
     num_bytes = min(BATCH_BYTES, backend.host.pieces[0].num_bytes if backend.host.pieces else 0)
     if num_bytes < MIN_BYTES:
         return BreakEven(0, 0)
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=backend.device)
-    for direction in Direction:  # what torch hands out may still be in use by what its stream was given before
+    for direction in Direction:  # earlier work on torch's stream may still use the new memory
         backend.wait_for(direction, (backend.record_fence(),))
 
     def settled(copy: Callable[[Pieces, Direction], None]) -> Callable[[Direction, Pieces], None]:
@@ -57,14 +57,14 @@ def measured_on(backend: Tried) -> BreakEven:
 
     try:
         return measure_break_even(settled(backend.copy_by_engine), settled(backend.copy_by_kernel), pieces_of)
-    except Exception:  # noqa: BLE001 - a kernel that cannot be built here, for whatever reason, is none to choose
+    except Exception:  # noqa: BLE001 - a kernel that cannot be built here is not used
         backend.settle(Direction.LOAD)
         backend.settle(Direction.STORE)
         return BreakEven(0, 0)
 
 
 def scattered(direction: Direction, on_device: int, on_host: int, num_bytes: int, size: int) -> Pieces:
-    """Pieces of `size` that are neighbours on the host and in an order of chance on the device."""
+    """Pieces of `size` bytes that are consecutive on the host and in random order on the device."""
     num_pieces = num_bytes // size
     starts = np.arange(num_pieces, dtype=np.uint64) * np.uint64(size)
     device = np.random.default_rng(0).permutation(starts) + np.uint64(on_device)

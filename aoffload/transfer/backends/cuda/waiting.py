@@ -1,4 +1,4 @@
-"""How a copy thread waits for an event: asleep in the driver, or looking again after ever longer naps."""
+"""How a copy thread waits for an event: blocked in the driver, or polling with ever longer sleeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AdaptivePolling", "BlockingWait", "WaitPolicy"]
 
 
 class WaitPolicy(Protocol):
-    """One object may serve several threads at once."""
+    """How to wait for an event. One object may serve several threads at once."""
 
     def wait(self, has_passed: Callable[[], bool], block: Callable[[], None]) -> None:
         """Return once the event has passed. `block` sleeps until then; `has_passed` asks without waiting."""
@@ -25,7 +25,7 @@ class WaitPolicy(Protocol):
 
 @attrs.frozen
 class BlockingWait:
-    """The driver's own way: the thread sleeps until the device interrupts it."""
+    """Blocks in the driver: the thread sleeps until the device interrupts it."""
 
     def wait(self, has_passed: Callable[[], bool], block: Callable[[], None]) -> None:
         block()
@@ -33,10 +33,10 @@ class BlockingWait:
 
 @attrs.frozen
 class AdaptivePolling:
-    """Naps that are a share of the time waited so far: late by that share at most, and never busy.
+    """Polls with sleeps that are a share of the time waited so far: late by that share at most, and never busy.
 
-    A wait of `t` seconds ends at most `max(shortest_s, share * t)` late, apart from what the system adds to each nap,
-    and looks about `log(t / shortest_s) / share` times. A nap is never longer than `longest_s`.
+    A wait of `t` seconds ends at most `max(shortest_s, share * t)` late, apart from what the system adds to each sleep,
+    and polls about `log(t / shortest_s) / share` times. A sleep is never longer than `longest_s`.
     """
 
     shortest_s: float = 20e-6
