@@ -1,1 +1,1 @@
-"""The proof: what the promise is measured by. `python -m proof`."""
+"""The proof: measures whether the package keeps its promises. `python -m proof`."""

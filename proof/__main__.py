@@ -1,6 +1,6 @@
 """`python -m proof`: run programs, explore schedules, replay and soak; `python -m proof mutants`: plant defects.
 
-What was found is printed and kept in build/proof/. Without `--seconds` everything ends by count, on any machine."""
+The results are printed and kept in build/proof/. Without `--seconds` everything ends by count, on any machine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PROCESSES = 2
 NUM_THIRDS = 3
 OUT = Path("build/proof")
 PARTS = ("programs", "campaign", "traces", "soak")
-"""Without the mutants, which are a run of their own."""
+"""The parts that run by default. The mutants are a run of their own."""
 
 
 def launch(name: str, *words: str, hash_seed: str = "random") -> tuple[Path, subprocess.Popen[bytes]]:
-    """A process that writes `build/proof/NAME.json`."""
+    """Start a process that writes `build/proof/NAME.json`."""
     path = OUT / f"{name}.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-W", "ignore", "-m", *words, "--json", str(path)]
@@ -34,7 +34,7 @@ def launch(name: str, *words: str, hash_seed: str = "random") -> tuple[Path, sub
 
 
 def gather(launched: Iterable[tuple[Path, subprocess.Popen[bytes]]]) -> list[Any]:
-    """Wait for all of them; what each wrote. A process that failed is an error, and its log says why."""
+    """Wait for all processes, and return what each wrote. `SystemExit`, with the log's name, if one wrote nothing."""
     found: list[Any] = []
     for path, process in list(launched):
         status = process.wait()
@@ -47,13 +47,13 @@ def gather(launched: Iterable[tuple[Path, subprocess.Popen[bytes]]]) -> list[Any
 
 
 def part(name: str, *words: str) -> Any:
-    """What one part wrote, computed by workers of its own."""
+    """Run one part in workers of its own, and return what it wrote."""
     (found,) = gather([launch(name, "proof.shard", name, "--of", str(PROCESSES), *words)])
     return found
 
 
 def traces() -> list[dict[str, str]]:
-    """Five processes, two hash seeds."""
+    """Traces of five processes, with two hash seeds."""
     found: list[dict[str, str]] = []
     for first in range(0, 5, PROCESSES):
         numbers = range(first, min(5, first + PROCESSES))
@@ -62,7 +62,7 @@ def traces() -> list[dict[str, str]]:
 
 
 def soaks(num_rests: int, seconds: float) -> list[dict[str, Any]]:
-    """One on each backend, side by side."""
+    """Run a soak on each backend, side by side."""
     backends = ("asyncio", "trio")
     words = ("--rests", str(num_rests), "--seconds", str(seconds), "--backend")
     found = gather([launch(f"soak_{backend}", "proof.soak", *words, backend) for backend in backends])
@@ -79,7 +79,7 @@ def _soak(backend: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def third_of(given: str) -> int | None:
-    """Which third of the mutants: as said, or `auto`, by the commit that is checked out; none: all of them."""
+    """Which third of the mutants to run: as given, or by the checked-out commit (`auto`). None: all of them."""
     if given != "auto":
         return int(given) if given else None
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ __all__ = ["Wait", "missed", "waits"]
 
 PACKAGE = Path(aoffload.__file__).parent
 NOT_SERVING = ("testing", "demo", "integrations/openai_server")
-"""Rooms that are programs around the package, not part of what is served; the server waits for real sockets."""
+"""Subpackages that are programs around the runtime, not part of serving; the server waits for real sockets."""
 NEVER_THERE = {
     "anyio.to_thread.run_sync(": "the seam to real threads: simulated runs have another one in its place",
     "create_task_group())": "entering a task group waits for nothing",
@@ -34,7 +34,7 @@ NEVER_THERE = {
         "a start by layer: its forward's thread blocks, as no simulated one may; test_head_starts.py cancels",
     ),
 }
-"""By a piece of the source: where no simulated task is ever suspended, and why."""
+"""Pieces of the source at which no simulated task is ever suspended, and why."""
 
 
 @attrs.frozen(order=True)
@@ -71,7 +71,7 @@ def _waits() -> Iterator[Wait]:
 
 
 def missed(hit: Iterable[tuple[str, int]]) -> list[Wait]:
-    """Waits at which no cancellation has met anybody."""
+    """Waits at which no cancellation has met a task."""
     lines = set(hit)
     return [
         wait

@@ -1,7 +1,7 @@
-"""The battery: the same thousand runs for every mutant that is to be met there, until one of them breaks.
+"""The battery: the same thousand simulated runs for every mutant that scenarios can meet, until a run breaks a law.
 
-A mutant may name the scenarios whose hazard it is: all of its runs are of those. One that no simulated run can meet
-names a test instead. Whatever a mutant was judged by, the program without it has to pass.
+A mutant may name the scenarios that are about what it breaks: then all its runs are of those. A mutant that no
+simulated run can meet names a test instead. The package without a defect has to pass everything that judged a mutant.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["detect", "runs"]
 
 FIRST_SEED = 5000
 MOST_SECONDS = 4.0
-"""Of this process's own time for one run, which takes milliseconds: no machine is slow enough, and none too busy."""
+"""CPU seconds of this process for one run, which takes milliseconds: enough on any machine, however slow or busy."""
 
 
 def runs(scenarios: Sequence[str] = ()) -> Iterator[Result]:
-    """`scenarios` (all, if none is named) in turn, on both backends in turn, undisturbed and injected into."""
+    """Runs of `scenarios` (all, if none is named) in turn, on both backends in turn, with and without injections."""
     campaign = Campaign()
     rows = [SCENARIOS[name] for name in scenarios or SCENARIOS]
     for seed in itertools.count(FIRST_SEED):
@@ -34,7 +34,7 @@ def runs(scenarios: Sequence[str] = ()) -> Iterator[Result]:
 
 
 def watched(results: Iterator[Result]) -> Iterator[Result]:
-    """Each run within `MOST_SECONDS`: a loop that never ends inside of one step is a violation like any other."""
+    """Limit each run to `MOST_SECONDS`: an endless loop inside one step is a violation like any other."""
 
     def out_of_time(signal_number: int, frame: object) -> None:
         raise Violation("a hang", f"one run took more than {MOST_SECONDS} s")
@@ -42,7 +42,7 @@ def watched(results: Iterator[Result]) -> Iterator[Result]:
     signal.signal(signal.SIGPROF, out_of_time)
     try:
         while True:
-            # Again every second: the first one may end in a handler that survives whatever it is given.
+            # Again every second: a handler that swallows every exception may swallow the first violation.
             signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS, 1.0)
             yield next(results)
     finally:
@@ -62,7 +62,7 @@ def detect(argument: Any) -> dict[str, Any]:
 
 
 def story(plan: str) -> str:
-    """A broken run for a person."""
+    """A broken run as text."""
     from aoffload.testing import replay
 
     scenario = next(word.partition("=")[2] for word in plan.split() if word.startswith("scenario="))

@@ -2,8 +2,8 @@
 
 For each scenario and backend: one seed is swept (each client cancelled at its checkpoints and at global steps, every
 fault at its opportunities, once and from then on), schedules next to the fair one are tried, and seeds are sampled with
-nothing, a cancellation, a fault, or a pair of them injected. `depth` says how much of each. Wherever one of these seeds
-first waits at an `await` line of the package at which no cancellation has met anybody yet, one is aimed there.
+nothing or with two injections: cancellations, faults, or one of each. `depth` says how much of each. If a sampled run
+waits at an `await` line of the package at which no cancellation has met a task yet, another run aims one there.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["BACKENDS", "Campaign"]
 BACKENDS: tuple[Backend, ...] = ("asyncio", "trio")
 MOST_SEEDS = 24
 ENOUGH_TRACES = 70
-"""Distinct ones, of a scenario on one backend: where there is little to choose, more seeds are sampled to get there."""
+"""Distinct traces of a scenario on one backend: where there are few choices, more seeds are sampled to get so many."""
 AT_ANY_STEP = ("leap", "block", "worker")
 """Faults with an opportunity at every step: sampled, not swept."""
 
 
 @attrs.frozen
 class Campaign:
-    """What is run of a scenario on a backend."""
+    """The runs of a scenario on a backend."""
 
     depth: int = 1
     first_seed: int = 1000
@@ -65,7 +65,7 @@ class Campaign:
 
     @staticmethod
     def aimed(row: ScenarioRow, base: Result, tally: Tally) -> Iterator[Result]:
-        """`base` again, with a cancellation where it waits and nobody was met so far."""
+        """`base` again, with a cancellation at each line where it waits and none has met a task so far."""
         for line, cancel in base.waits.items():
             if line not in tally.await_lines:
                 yield simulate(attrs.evolve(base.plan, cancels=(cancel,)), row.run)

@@ -63,8 +63,8 @@ FORBIDDEN = {
         ),
     ),
 }  # fmt: skip
-"""By whose features they are: the ledger's, or the runtime's, on which `prefetch` is a call that may come to nothing,
-and `store` is what a request says."""
+"""By the side whose features they are. On a runtime, `prefetch` is a call that may do nothing, and `store` an option of
+a request."""
 
 
 def refusal(side: str, one: str, other: str) -> str:

@@ -25,7 +25,7 @@ def at_least(what: str, found: int, wanted: int) -> Line:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """As markdown."""
+    """A table in markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 

@@ -1,6 +1,6 @@
 """The planted defects: mistakes that a programmer could make here, each breaking a promise of the design.
 
-Many are the incidents that the project was founded on, put back in. A checker is worth what it finds of these.
+Many put back an incident that motivated the project. A checker is worth as much as it finds of these.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ NOISE = re.compile(
     "|ReplaceComparisonOperator_(Is|IsNot)_(Eq|NotEq|Lt|LtE|Gt|GtE)"
     "|ReplaceComparisonOperator_(Eq|NotEq|Lt|LtE|Gt|GtE)_(Is|IsNot)"
 )
-"""Not tried: on ints and enum members these raise at once, or say the same as one that is tried."""
+"""Operators that are not tried: on ints and enum members they raise at once, or do the same as one that is tried."""
 SKIPPED_METHODS = ("__repr__", "__str__")
 
 
@@ -45,7 +45,7 @@ class Spec:
 
 
 class RemoveStatement(Operator):  # type: ignore[misc]
-    """Leave out one statement that does something: the mistake that Cosmic Ray has no operator for."""
+    """Leaves out one statement with an effect, a mistake that Cosmic Ray has no operator for."""
 
     def mutation_positions(self, node: NodeOrLeaf) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         if (
@@ -66,7 +66,7 @@ class RemoveStatement(Operator):  # type: ignore[misc]
 
 
 def _operators() -> dict[str, Operator]:
-    """Those without arguments, by name."""
+    """The operators without arguments, by name."""
     found: dict[str, Operator] = {"RemoveStatement": RemoveStatement()}
     for name in sorted(cosmic_ray.plugins.operator_names()):
         kind = cosmic_ray.plugins.get_operator(name)
@@ -79,7 +79,7 @@ OPERATORS = _operators()
 
 
 def enumerate_specs(modules: Iterable[str]) -> list[Spec]:
-    """Every automatic mutant of `modules`, without those that change no behaviour by their place."""
+    """Every automatic mutant of `modules`, except at places where a change has no effect."""
     return [spec for module in modules for spec in _specs_of(module)]
 
 
@@ -116,7 +116,7 @@ Place = tuple[int, int]
 
 
 def _skipped(source: str) -> list[tuple[Place, Place]]:
-    """Annotations, docstrings, imports, `__all__`, representations, protocols, and what only a type checker reads."""
+    """The extents of annotations, docstrings, imports, `__all__`, representations, protocols and type-checking code."""
     tree = ast.parse(source)
     return [_extent(found) for node in ast.walk(tree) for found in _left_alone(node)]
 

@@ -1,4 +1,4 @@
-"""Planted defects of what is cached: keys, matching, pins, runs, eviction, publishing."""
+"""Planted defects of the cache: keys, matching, pins, runs, eviction, publishing."""
 
 from __future__ import annotations
 

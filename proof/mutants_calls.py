@@ -1,4 +1,4 @@
-"""Sequences of calls that went wrong once: what mended each is taken out again. No scenario makes them, programs do."""
+"""Planted defects that need certain sequences of calls, which programs make and scenarios do not: fixes taken out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN_RUNS_ONLY = """\
         for run in runs:
             self.cache.tidy(run)
 """
-"""What hangs on a run that `holding` has published goes; of such a run only what is its own, band by band."""
+"""Withdraws the runs behind those that `holding` has published, and of the latter only the bands that it published."""
 
 LOOKED_AT_FIRST = """\
         missing, gained = self.pins.without_islands(holding, num_units)

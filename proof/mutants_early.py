@@ -1,4 +1,4 @@
-"""Defects of early starts: what a forward may read before its load is over, and what must not come of it."""
+"""Planted defects of early starts: what a forward may read before its load is over, and what must not be committed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects of blocks that an engine keeps: which of them are held, what is stored of them, and who waits for whom."""
+"""Planted defects of engine-owned blocks: which are held, what is stored of them, and which request waits for which."""
 
 from __future__ import annotations
 

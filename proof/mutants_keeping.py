@@ -1,4 +1,4 @@
-"""Planted defects of what programs ask for beside their requests: pins, prefetches and demotions."""
+"""Planted defects of pins, prefetches and demotions."""
 
 from __future__ import annotations
 

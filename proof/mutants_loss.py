@@ -1,4 +1,4 @@
-"""Planted defects of what becomes of a lost device, and of an opening that is given up."""
+"""Planted defects of the handling of a lost device, and of an opening that is given up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted defects of what is stored when, and of what a request may have stored."""
+"""Planted defects of the store policies, and of a request's own limits on what is stored."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 `python -m proof.mutation --results FILE [--sample N --seed S] [--workers N] [--front module:function] [--planted]`
 
 Cosmic Ray's operators say what to change. Its runner is not used: it writes each mutant over the source and starts a
-test command for it; here a mutant is planted in a forked child, which costs milliseconds. The battery goes from what is
-cheap to what is thorough and stops at the first stage that objects. A run can be interrupted: results are lines of
-JSON, and what is in the file is not run again.
+test command for it; planting a mutant in a forked child costs milliseconds. The stages of the battery go from cheap to
+thorough, and end at the first one that objects. A run can be interrupted: results are lines of JSON, and a mutant with
+a result in the file is not run again.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ BATTERY = ("proof.mutation:walks", "proof.mutation:oracle", "proof.mutation:core
 TEST_RUN = ("pytest", "pytest_asyncio", "hypothesis", "uvloop")
 FIRST_TIMEOUT_S = 300.0
 LEFT_OUT = ("test_oracle.py", "test_contents.py", "test_soak.py", "test_*_machine*.py")
-"""Tests that the first stages stand for, and those that take long."""
+"""Tests that the first stages replace, and slow tests."""
 
 
 # -- the battery ------------------------------------------------------------------------------------------------------
 
 
 def walks(_: JSON) -> JSON:
-    """Random walks over every call of the ledger, with tagged bytes under it. What goes wrong raises."""
+    """Random walks over every call of the ledger, with tagged bytes. A failure raises."""
     sys.path.insert(0, str(ROOT / "tests" / "core"))
     from walk import Walk  # type: ignore[import-not-found]
 
@@ -53,7 +53,7 @@ def walks(_: JSON) -> JSON:
 
 
 def oracle(_: JSON) -> JSON:
-    """The ledger beside the naive model, one scenario of each shape. What goes wrong raises."""
+    """The ledger compared with the naive model, two scenarios of each shape. A failure raises."""
     sys.path.insert(0, str(ROOT / "tests" / "core"))
     from test_oracle import SHAPES, explore  # type: ignore[import-not-found]
 
@@ -72,7 +72,7 @@ def shell_tests(_: JSON) -> JSON:
 
 
 def named_tests(names: JSON) -> JSON:
-    """Only these, each a file and a function as pytest names it."""
+    """Run only these tests, each a file and a function as pytest names it."""
     return _run_pytest(names)
 
 
@@ -129,7 +129,7 @@ class Candidate:
     line: int
     operator: str
     make: Callable[[], Mutant | None]
-    """None: it is no valid Python, or the same program."""
+    """Makes the mutant. None: it is no valid Python, or the same program."""
 
 
 @attrs.frozen
@@ -142,7 +142,7 @@ class Result:
     outcome: str
     """killed, survived or invalid"""
     stage: str = ""
-    """The one that objected, how it ended, and with what."""
+    """The stage that objected; how that ended, and with what, is in `ending` and `detail`."""
     ending: str = ""
     detail: str = ""
     duration_s: float = 0.0
@@ -185,7 +185,7 @@ def _verdict(result: Result, mutant: Mutant, battery: Sequence[Stage]) -> Result
 
 
 def _timed(functions: Sequence[str]) -> list[Stage]:
-    """The battery on the sound source: it must not object, and how long it takes bounds how long a mutant may."""
+    """Run the battery on the sound source: it must not object, and its duration sets the time limit of a mutant."""
     stages: list[Stage] = []
     for function in functions:
         result = in_child(function, None, None, FIRST_TIMEOUT_S)
@@ -224,7 +224,7 @@ def _known(path: Path) -> list[Result]:
 
 
 def _chosen(options: argparse.Namespace) -> list[Candidate]:
-    """In an order that makes whatever has been done so far a fair sample."""
+    """The candidates in random order, so that those done so far are a fair sample."""
     candidates = _planted() if options.planted else _automatic()
     random.Random(options.seed).shuffle(candidates)
     return candidates[: options.sample]

@@ -1,7 +1,7 @@
-"""Planting: a source of aoffload with one defect in it, and a forked child that meets it.
+"""Planting: puts a defect into aoffload, and calls a function in a forked child that imports it.
 
-A mutant is a patch of one module's source, applied while the module is imported: nothing on disk changes, and what a
-checker finds is exactly what it would find had the defect been committed.
+A mutant is a patch of one module's source, applied while the module is imported: nothing on disk changes, and a checker
+finds exactly what it would find if the defect had been committed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ __all__ = [
 
 JSON: TypeAlias = Any
 PRELOADED = ("torch", "numpy", "anyio", "trio", "structlog", "attrs")
-"""What costs seconds to import: forked, never imported again."""
+"""Modules that take seconds to import: imported once, before the forks."""
 THREAD_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Started while numpy is imported, unless told otherwise: a process with threads must not fork."""
+"""Environment variables that size the thread pools of numpy. One thread means none is started on import: a process with
+threads must not fork."""
 OUTPUT_BYTES = 8192
 MEMORY_BYTES = 4 << 30
-"""What a child may take: a defect that allocates without end ends itself, not its neighbours."""
+"""Memory limit of a child, so that a defect which allocates without end harms no other process."""
 
 
 class PatchDoesNotApply(Exception):  # noqa: N818 - named for what is the matter, as the errors of aoffload are
-    """The text that a mutant replaces is not in its module exactly once: the source has moved on."""
+    """The text that a mutant replaces is not in its module exactly once: the source has changed."""
 
     def __init__(self, name: str, module: str, count: int) -> None:
         super().__init__(f"mutant {name!r} replaces a text that occurs {count} times in {module}, not once")
@@ -54,7 +55,7 @@ class AlreadyImported(Exception):  # noqa: N818 - see above
 
 
 class HasThreads(Exception):  # noqa: N818 - see above
-    """A process with threads must not fork: the child has none of them, and whatever locks they held."""
+    """A process with threads must not fork: the child has none of the threads, but the locks that they held."""
 
 
 @attrs.frozen
@@ -77,13 +78,13 @@ class Mutant:
     promise: str
     """The promise it breaks, in a few words."""
     also: tuple[Patch, ...] = attrs.field(default=(), kw_only=True)
-    """What else was mended with it, taken out again after the first patch."""
+    """Further patches of the same defect, applied after the first one."""
     scenarios: tuple[str, ...] = attrs.field(default=(), kw_only=True)
-    """Whose hazard it is: where its simulated runs are spent. All, if none is named."""
+    """The scenarios that its simulated runs are of. Empty: all of them."""
     test: str = attrs.field(default="", kw_only=True)
-    """The test that meets it, where no simulated run can."""
+    """The test that catches it, where no simulated run can."""
     programs: bool = attrs.field(default=False, kw_only=True)
-    """Whether only a sequence of calls that no scenario makes meets it."""
+    """Whether only programs meet it, because no scenario makes the calls that it takes."""
 
     @property
     def patches(self) -> tuple[Patch, ...]:
@@ -115,7 +116,7 @@ def patched(mutant: Mutant) -> dict[str, str]:
 
 
 def plant(mutant: Mutant) -> None:
-    """Have this process import the mutant instead of its module. Before aoffload is imported; for good."""
+    """Make this process import the mutant instead of its module, for good. Call it before aoffload is imported."""
     _require_not_imported()
     sys.meta_path.insert(0, _finder(mutant))
 
@@ -135,7 +136,7 @@ def _require_alone() -> None:
 
 
 class _Loader(SourceFileLoader):
-    """Compiles the source it was given; no bytecode of the sound module is read, none of this one is left behind."""
+    """Compiles the source it was given; no bytecode of the sound module is read, and none of the mutant is written."""
 
     def __init__(self, module: str, path: Path, source: str) -> None:
         super().__init__(module, str(path))
@@ -167,19 +168,19 @@ class Ending(Enum):
     RETURNED = "returned"
     RAISED = "raised"
     CRASHED = "crashed"
-    """It ended without a word: killed by a signal, or by `os._exit`."""
+    """It ended without a result: killed by a signal, or by `os._exit`."""
     TIMED_OUT = "timed out"
 
 
 @attrs.frozen
 class ChildResult:
-    """How a child ended. Nothing that happens in there is lost, and none of it raises out of `in_child`."""
+    """How a child ended. Whatever goes wrong in the child is in here; nothing of it raises out of `in_child`."""
 
     ending: Ending
     value: JSON = None
     """What the function returned, if it did."""
     detail: str = ""
-    """The error in a line, the exit status or the signal otherwise."""
+    """The error in one line; otherwise the exit status or the signal."""
     output: str = ""
     """The end of what it printed, the traceback included."""
     duration_s: float = 0.0
@@ -198,10 +199,10 @@ def preload(names: Iterable[str] = PRELOADED) -> None:
 
 
 def in_child(function_path: str, argument: JSON, mutant: Mutant | None, timeout_s: float) -> ChildResult:
-    """Call `module:function` with `argument` in a forked child that has `mutant` planted; what became of it.
+    """Call `module:function` with `argument` in a forked child that has `mutant` planted, and return how it ended.
 
-    Call `preload` first. This process must not have imported aoffload, and must have no other thread. What is
-    wrong with the call itself (`PatchDoesNotApply`, say) raises here: it must never look like a defect that was found.
+    Call `preload` first. This process must not have imported aoffload, and must have no other thread. Errors of the
+    call itself (such as `PatchDoesNotApply`) raise here, so that they never look like a defect that was found.
     """
     _require_not_imported()
     _require_alone()
@@ -220,9 +221,9 @@ def in_child(function_path: str, argument: JSON, mutant: Mutant | None, timeout_
 
 
 def _serve(function_path: str, argument: JSON, planted: _Finder | None, writer: int, output: IO[bytes]) -> NoReturn:
-    """The child: whatever happens, it says so in one line and ends here."""
+    """The child's body: it writes its result or error in one line, and in any case exits here."""
     try:
-        os.setsid()  # so that whatever it starts in turn ends with it
+        os.setsid()  # so that processes which it starts end with it
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
@@ -274,11 +275,11 @@ def _read(reader: int) -> bytes:
 
 
 def _reap(pid: int) -> str:
-    """End the child and all it has started; how it ended, in words."""
+    """Kill the child and everything that it has started. Returns how it ended, in words."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
-        os.kill(pid, signal.SIGKILL)  # it has not come to its `setsid`
+        os.kill(pid, signal.SIGKILL)  # it has not reached its `setsid`
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

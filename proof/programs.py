@@ -1,6 +1,6 @@
-"""Random programs over the public calls: a campaign of them, and what planted defects are shown to.
+"""Random programs of public calls: a campaign, and the programs that planted defects are shown to.
 
-Both draw the same programs from the same seeds, so the campaign is what says that they break nothing of their own.
+Both draw the same programs from the same seeds, so the campaign shows that these break no law without a defect.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ __all__ = ["ENGINE_FACES", "FACES", "RUNTIME_FACES", "ProgramPiece", "detect", "
 
 Face = Literal["ledger", "engine", "asyncio", "trio"]
 FACES: tuple[Face, ...] = ("ledger",) * 3 + ("asyncio", "engine") + ("ledger",) * 3 + ("trio", "engine")
-"""In turn: a call of a runtime takes twice as long as one of the ledger, which decides."""
+"""The faces in turn. Most programs are of the ledger, which makes the decisions: a call of a runtime takes twice as
+long."""
 RUNTIME_FACES: tuple[Face, ...] = ("asyncio", "trio")
 ENGINE_FACES: tuple[Face, ...] = ("engine",)
 NUM_CALLS = 48
-"""Of a program, about."""
+"""The calls of a program, about."""
 PIECE = 200
 """Programs that a worker explores at a time."""
 MOST_SECONDS = 20.0
-"""Of this process's own time for one program, which takes milliseconds."""
+"""CPU seconds of this process for one program, which takes milliseconds."""
 MOST_SHORTENINGS = 3000
 TOO_LONG = "a hang"
 
@@ -50,15 +51,15 @@ class ProgramPiece:
 
 
 def pieces(num_programs: int, first_seed: int = 0) -> list[ProgramPiece]:
-    """At least `num_programs` programs, the faces in their shares, each from `first_seed` on."""
+    """Pieces of at least `num_programs` programs in all: faces in their shares, seeds of each from `first_seed` on."""
     num_rounds = -(-num_programs // (PIECE * len(FACES)))
     seeds = {face: itertools.count(first_seed, PIECE) for face in FACES}
     found = [ProgramPiece(face, next(seeds[face])) for _ in range(num_rounds) for face in FACES]
-    return sorted(found, key=lambda piece: piece.face == "ledger")  # those of a runtime take longest: first
+    return sorted(found, key=lambda piece: piece.face == "ledger")  # runtime programs take longest: first
 
 
 def _told(face: Face, found: ProgramTally) -> dict[str, Any]:
-    """A tally as JSON. Of what is broken only the first program is made short."""
+    """A tally as JSON. Of the broken programs only the first is shortened."""
     return {
         "face": face,
         "programs": found.num_programs,
@@ -80,7 +81,7 @@ def _as_test(broken: Broken) -> str:
 
 
 def digests(num_programs: int) -> dict[str, str]:
-    """Of what could be observed of a few programs of each face: equal in every process, or no seed replays anything."""
+    """Digests of what a few programs of each face show: equal in every process, or seeds do not replay programs."""
     from aoffload.testing.programs import explore_programs
 
     return {
@@ -94,7 +95,7 @@ def digests(num_programs: int) -> dict[str, str]:
 
 def detect(argument: Any) -> dict[str, Any]:
     """The first violation within `argument["programs"]` programs of `argument["faces"]` in turn, each from
-    `argument["first_seed"]` on: in which program, after how many calls in all, and in how few it can be shown."""
+    `argument["first_seed"]` on: in which program, after how many calls in all, and how few calls suffice for it."""
     num_programs = num_calls = 0
     for found in _watched(_one_by_one(argument["faces"], argument["first_seed"], argument["programs"])):
         num_programs += 1
@@ -119,7 +120,7 @@ def _caught(broken: Broken) -> dict[str, Any]:
 
 
 def _watched(tallies: Iterator[ProgramTally]) -> Iterator[ProgramTally]:
-    """Each within `MOST_SECONDS`: a loop that never ends inside of one call is a violation like any other."""
+    """Limit each program to `MOST_SECONDS`: an endless loop inside one call is a violation like any other."""
     from aoffload.testing import Violation
 
     def out_of_time(signal_number: int, frame: object) -> None:
@@ -127,7 +128,7 @@ def _watched(tallies: Iterator[ProgramTally]) -> Iterator[ProgramTally]:
 
     signal.signal(signal.SIGPROF, out_of_time)
     while True:
-        # Again every second: the first one may end in a handler that survives whatever it is given.
+        # Again every second: a handler that swallows every exception may swallow the first violation.
         signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS, 1.0)
         try:
             found = next(tallies, None)

@@ -1,4 +1,4 @@
-"""What the parts of the proof add up to: each line with its target beside it, and the tables behind the lines."""
+"""The report of the proof: lines of figures, each with its target, and the tables behind them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planted defects add up to: by what each was caught, and after how much."""
+"""The report on planted defects: what caught each of them, and after how many runs and calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = Sequence[dict[str, Any]]
 
 @attrs.frozen
 class Fate:
-    """What became of a mutant: a row for each that it was shown to."""
+    """The verdict on a mutant: a row for everything that it was shown to."""
 
     name: str
     rows: Rows
@@ -33,8 +33,8 @@ class Fate:
 
     @property
     def judge(self) -> str:
-        """What caught it; empty if it survived most of what had to catch it. Over ranges of seeds, as with any median:
-        with one range, that is all of it."""
+        """What caught it; empty if it survived. Over several ranges of seeds, more than half of them have to catch it.
+        One catch is enough for a mutant that names a test."""
         if self.caught and (self.names_test or 2 * len(self.caught) > len(self.rows)):
             return str(self.caught[0]["judge"])
         return ""
@@ -46,7 +46,7 @@ class Fate:
 
 
 def fates(rows: Rows) -> list[Fate]:
-    """Of each mutant, by name."""
+    """The fate of each mutant, by name."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["mutant"] != TWIN:
@@ -92,7 +92,7 @@ def _twin_line(twins: Rows) -> Line:
 
 
 def mutant_table(rows: Rows) -> str:
-    """As markdown."""
+    """The mutants in a markdown table."""
     head = ("mutant", "module", "promise it breaks", "caught by", "after", "calls", "shortened to", "of")
     return table(head, map(_cells, fates(rows)))
 

@@ -1,4 +1,4 @@
-"""What the programs add up to: how many, in which layouts, what they met in pairs, what they broke."""
+"""The report on programs: how many, in which layouts, which pairs of features they met, which laws they broke."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Parts = Sequence[dict[str, Any]]
 Pair = tuple[str, str]
 MIN_PROGRAMS, MIN_CALLS = 20_000, 1_000_000
 RARE = 20
-"""A feature that fewer programs have met is listed, and not looked at in pairs."""
+"""A feature that fewer programs have met is only listed, and left out of the pairs."""
 MOST_MISSED = 0.01
-"""Of the pairs that nothing forbids, by chance."""
+"""The share of the pairs without a reason that may be missed, by chance."""
 SIDES = {"ledger": ("ledger",), "engine": ("engine",), "runtime": ("asyncio", "trio")}
-"""Features have other names on a ledger than on a runtime, and others where the device is an engine's."""
+"""The faces of each side. Features have different names on a ledger, over an engine's blocks, and on a runtime."""
 
 
 @attrs.frozen
@@ -40,7 +40,7 @@ class Met:
 
 @attrs.frozen
 class Pairs:
-    """`counts`: programs by two features that they have met; a feature with itself: programs that have met it."""
+    """`counts`: how many programs have met both features of a pair; a feature paired with itself: how many met it."""
 
     side: str
     counts: Counter[Pair]
@@ -55,7 +55,7 @@ class Pairs:
 
     @property
     def features(self) -> list[str]:
-        """Those that enough programs have met to be looked at in pairs."""
+        """The features that enough programs have met to be in the pairs."""
         return [one for one, count in self.singly() if count >= RARE]
 
     def singly(self) -> list[tuple[str, int]]:
@@ -66,7 +66,7 @@ class Pairs:
             yield Met(one, other, self.counts[one, other], refusal(self.side, one, other))
 
     def table(self) -> str:
-        """Triangular, as markdown."""
+        """A triangular table in markdown."""
         features, blank = self.features, [""] * len(self.features)
         rows = [
             (str(number), one, *(str(self.counts[other, one]) for other in features[:number]), *blank[number:])
@@ -98,7 +98,7 @@ def _pair_line(pairs: Pairs) -> Line:
 
 
 def tables(parts: Parts) -> Iterator[str]:
-    """As markdown: what is broken, the pairs that were met, those that cannot be."""
+    """In markdown: the broken programs, the pairs that were met, and those that were not."""
     for line, violation, test in (one for part in parts for one in part["violations"]):
         yield f"\n### {line}\n\n{violation}\n" + (f"\n```python\n{test}```\n" if test else "")
     for side in SIDES:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["campaign", "programs", "traces"]
 
 LONG_PROGRAMS = 6000
-"""Between two looks at the clock."""
+"""Programs between two looks at the clock."""
 TRACED_PROGRAMS = 36
-"""Of each face."""
+"""Programs of each face that are compared between processes."""
 
 
 def programs(num_workers: int, num_programs: int, seconds: float) -> list[dict[str, Any]]:
-    """At least that many programs, in pieces; with `seconds`, new seeds until they are over."""
+    """Explore at least `num_programs` programs, in pieces; with `seconds`, go on with new seeds for that long."""
     preload()
     began_s = time.monotonic()
     found = _programs(num_workers, pieces(num_programs))
@@ -49,7 +49,7 @@ def _programs(num_workers: int, todo: Sequence[ProgramPiece]) -> list[dict[str, 
 
 
 def campaign(num_workers: int, depth: int) -> list[dict[str, Any]]:
-    """The campaign, a part for each scenario and backend."""
+    """Run the campaign, a part for each scenario and backend."""
     preload()
     (num_worlds,) = share_out(lambda _: _num_worlds(), 1, 1)  # in a fork: this process must not import the package
     return share_out(lambda number: _explore(number, depth), num_worlds, num_workers)
@@ -92,8 +92,8 @@ def _told(tally: Tally) -> dict[str, Any]:
 
 
 def traces() -> dict[str, Any]:
-    """Every decision of one run of each scenario on each backend, and of some programs, as digests: equal in every
-    process, or no seed replays anything."""
+    """Digests of every decision of one run of each scenario on each backend, and of some programs: equal in every
+    process, or seeds do not replay runs."""
     from aoffload.testing import Cancel, Fault, Plan, simulate
 
     from .campaign import BACKENDS

@@ -1,11 +1,11 @@
 """A soak with real threads and real bytes: `python -m proof.soak --backend asyncio`.
 
-Conversations of which the host remembers a quarter and the device less; a tenth of the requests is cut short natively,
-by scopes, by name, by deadlines. Every block that a request is told is ready is compared with what belongs there; every
-forward and every copy is asked whether its blocks are still its own. With `--device cuda`, forwards are given to a
-stream, and nobody waits for them.
-At rest nothing may be pinned; resident memory and file descriptors must be flat. It ends after so many rests, so that
-a slow machine only makes it slow; or, with `--seconds`, at the first rest after those.
+Clients have conversations, of which the host holds a quarter and the device less; a tenth of the requests is cancelled
+natively, by scopes, by name, or by deadlines. Every block that a request is told is ready is compared with the bytes of
+its prefix. Every forward and every copy checks that its blocks have kept their owner. With `--device cuda`, forwards
+are launched on a stream, without a wait for their end.
+At rest nothing may be pinned; resident memory and file descriptors must be flat. The soak ends after so many rests, so
+that a slow machine only makes it slow; or, with `--seconds`, at the first rest after that time.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "uvloop": ("asyncio", {"use_uvloop": True}),
 }
 NUM_THREADS = 6
-"""For forwards; fewer than there are at times, so some are cancelled before a thread has begun with them."""
+"""Threads for forwards: at times fewer than forwards, so that some are cancelled before a thread has begun them."""
 REQUESTS_PER_SAMPLE = 16
 PATIENCE_S = 60.0
-"""Threads that nobody waits for let go of their blocks within that long."""
+"""How long threads whose tasks are gone may take to let go of their blocks."""
 HANG_S = 300.0
 """If no request has ended for that long, one hangs."""
 CLIENT_GONE = "client gone"
 FROM_OUTSIDE = ("cancelled", "")  # the latter before it was entered
 REASONS = {"native": FROM_OUTSIDE, "scope": FROM_OUTSIDE, "request": (CLIENT_GONE,), "runtime": (CLIENT_GONE,)}
-"""What a request says of itself, by what was done to it."""
+"""The reasons with which a request may end, by the kind of its interruption."""
 
 
 class Alarms:
-    """A logger: whatever is worth a warning is a problem here, where no fault is injected."""
+    """A logger that reports every warning and error as a problem: no fault is injected here."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -76,7 +76,7 @@ class Alarms:
 
 @attrs.define(eq=False)
 class Attempt:
-    """One request on its way, and what has been done to end it."""
+    """One request under way, and the means to interrupt it."""
 
     ticket: Ticket
     server: Server
@@ -101,7 +101,7 @@ class Attempt:
         await self.server.serve(request, self.ticket)
 
     def strike(self, kind: str) -> None:
-        """Cancel it that way, if it is still there to be cancelled."""
+        """Cancel the request in that way, unless it is over."""
         if self.is_over:
             return
         if kind == "native":
@@ -115,7 +115,7 @@ class Attempt:
         self.was_struck = True
 
     def outcome(self) -> str:
-        """What ended it; raises what nobody asked for."""
+        """What ended the request. Raises an error that nothing planned explains."""
         request, ticket = self.request, self.ticket
         if request is not None and request.state is RequestState.DONE and self.error is None:
             return "done"
@@ -136,12 +136,12 @@ class Length:
     """How long a soak is: how much is done before each rest, and how often."""
 
     num_clients: int = 40
-    """At a time."""
+    """Clients at a time."""
     num_sessions: int = 6
-    """Of each client, between two rests; most have two requests."""
+    """Sessions of each client between two rests; most have two requests."""
     num_rests: int = 12
     seconds: float = 0.0
-    """If there are any, that long instead, and up to the next rest."""
+    """If not 0: run that long instead, and up to the next rest."""
 
 
 _LENGTH = Length()
@@ -194,7 +194,7 @@ class Soak:
             self._found.append(f"a request hangs: {[server.runtime for server in self._servers.values()]}")
 
     async def _keeper(self) -> None:
-        """Forgets what one of the caches holds, some time in the first half of every phase."""
+        """Reset one of the caches, some time in the first half of every phase."""
         draw = random.Random(f"{self._seed} keeper {self._num_resets}")
         num_sessions = self._length.num_clients * self._length.num_sessions
         self._reset_at, self._resets = self._num_sessions + 1 + draw.randrange(max(1, num_sessions // 2)), anyio.Event()
@@ -213,7 +213,7 @@ class Soak:
                 self._resets.set()
 
     def _look(self) -> None:
-        """At the end of each request: somebody else goes on, and perhaps somebody waits."""
+        """At the end of each request: no request hangs yet, and some may be waiting."""
         self._patience.deadline = anyio.current_time() + HANG_S
         waiting = [server.runtime.statistics().num_waiting for server in self._servers.values()]
         self._max_waiting = max(self._max_waiting, *waiting)
@@ -245,7 +245,7 @@ class Soak:
             attempt.error = error
 
     async def _in_plain_task(self, attempt: Attempt) -> None:
-        """In a task that anyio knows nothing of; a scope around it can only cancel it natively."""
+        """Serve the request in a task that anyio does not know; a scope around it can only cancel it natively."""
         task = asyncio.get_running_loop().create_task(attempt.serve())
         attempt.cancel_task = attempt.cancel_scope = task.cancel
         await asyncio.wait([task])
@@ -263,7 +263,7 @@ class Soak:
             attempt.strike(planned.kind)
 
     async def _rest(self) -> None:
-        """Nobody is served: within some time for threads that nobody waits for, nothing is held any more."""
+        """No request is left: nothing may be held, once threads whose tasks are gone have had time to end."""
         for name, server in self._servers.items():
             with anyio.move_on_after(PATIENCE_S):
                 while _held(server):  # noqa: ASYNC110 - a forgotten thread sets no event
@@ -334,13 +334,13 @@ def _copies(thread: threading.Thread) -> bool:
 def soak(
     backend: str = "asyncio", seed: int = 0, length: Length = _LENGTH, memory: MakeMemory = HostMemory
 ) -> SoakResult:
-    """Run it in an event loop of that kind, on that memory."""
+    """Run a soak in an event loop of that kind, on that memory."""
     name, options = BACKENDS[backend]
     return anyio.run(Soak(backend, seed, length, memory).run, backend=name, backend_options=options)
 
 
 def cuda_memory(shape: tuple[int, int], num_tensors: int) -> DeviceMemory:
-    """On the current CUDA device, with a compute stream of its own."""
+    """KV on the current CUDA device, with a compute stream of its own."""
     return DeviceMemory(shape, num_tensors, cuda_compute())
 
 

@@ -1,5 +1,5 @@
-"""Where a soak has its KV: in host memory, where a forward is over when it returns, or on a device, where it is given
-to a stream and nobody waits for it."""
+"""Where a soak has its KV: in host memory, where a forward is over when its call returns, or on a device, where it is
+launched on a stream and the host runs ahead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aoffload.transfer.region import KVRegion
 __all__ = ["Compute", "DeviceMemory", "HostMemory", "KVMemory", "MakeMemory", "cuda_compute"]
 
 GARBAGE = -1
-"""What no block ever holds."""
+"""A value that is in no right block."""
 SLEEP_CYCLES = 200_000
 """A tenth of a millisecond on a real device, in the middle of each write: copies that do not wait find the garbage."""
 
@@ -31,27 +31,28 @@ class KVMemory(Protocol):
     name: str
     tensors: list[torch.Tensor]
     backend: Callable[[tuple[KVRegion, ...]], CopyBackend] | None
-    """What copies; None: the default for such tensors."""
+    """Makes the copy backend; None: the default for such tensors."""
 
     def write(self, ids: Sequence[int], blocks: NDArray[np.int64]) -> None:
-        """What a forward writes."""
+        """Write `blocks`, as a forward does."""
         ...
 
     def spoil(self, ids: Sequence[int]) -> None:
-        """Whoever reads them from here on reads garbage."""
+        """Fill the blocks with garbage."""
         ...
 
     def compare(self, about: str, ids: Sequence[int], blocks: NDArray[np.int64]) -> str:
-        """Look whether they hold that. What was found at once to be wrong, or nothing; the rest is told by `settle`."""
+        """Check that the blocks hold `blocks`. Returns what is known at once to be wrong, or an empty string; `settle`
+        returns the rest."""
         ...
 
     def settle(self) -> list[str]:
-        """Wait for all that was given; what was found to be wrong since the last time."""
+        """Wait for everything that was launched. Returns what was found to be wrong since the last call."""
         ...
 
 
 MakeMemory: TypeAlias = Callable[[tuple[int, int], int], KVMemory]
-"""From the shape of a tensor, and how many there are."""
+"""Makes a memory from the shape of a tensor and the number of tensors."""
 
 
 class HostMemory:
@@ -74,7 +75,7 @@ class HostMemory:
 
     def compare(self, about: str, ids: Sequence[int], blocks: NDArray[np.int64]) -> str:
         for rows, wanted in zip(self._rows, blocks, strict=True):
-            # One by one: a copy of them all, in threads that come and go, would be most of what memory there is.
+            # One by one: a copy of all of them, in threads that come and go, would take most of the memory.
             for index, block_id in enumerate(ids):
                 if not np.array_equal(rows[block_id], wanted[index]):
                     return f"{about}, block {index} of {len(ids)} (id {block_id})"
@@ -86,20 +87,20 @@ class HostMemory:
 
 @attrs.frozen
 class Compute:
-    """The stream of the forwards, and the backend that is told of it."""
+    """The stream of the forwards, and the copy backend that knows it."""
 
     device: torch.device
     backend: Callable[[tuple[KVRegion, ...]], CopyBackend]
     give: Callable[[Callable[[], object]], object]
-    """Do this in torch on that stream, behind what it was given before. From any thread."""
+    """Launch this on the stream, behind everything launched before. From any thread."""
     pause: Callable[[], object]
-    """Give it something that takes a while."""
+    """Launch something that takes a while."""
     finish: Callable[[], object]
-    """Wait until all of it is done."""
+    """Wait until everything on the stream is done."""
 
 
 def cuda_compute(backend: type[CudaBackend] = CudaBackend, options: CudaOptions | None = None) -> Compute:
-    """A stream of the current CUDA device. The event loop's thread has another one as its current stream."""
+    """A compute stream of the current CUDA device. The event loop's thread has another current stream."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def give(work: Callable[[], object]) -> None:
@@ -115,7 +116,7 @@ def cuda_compute(backend: type[CudaBackend] = CudaBackend, options: CudaOptions 
 
 @attrs.frozen
 class Look:
-    """What a forward read, and has not told yet: which of `ids` held something else."""
+    """The result on the device of what a forward has read: which of `ids` held other bytes."""
 
     about: str
     ids: Sequence[int]
@@ -127,19 +128,19 @@ class Look:
 
 
 class DeviceMemory:
-    """Forwards are given to the compute stream, and looked at when they are done: the host runs ahead of the device.
+    """Launches forwards on the compute stream, and checks them when they are done: the host runs ahead of the device.
 
-    Each write leaves garbage first and takes its time, so that whoever does not wait for its end reads the garbage.
+    Each write leaves garbage first and takes some time, so that a copy that does not wait for its end reads garbage.
     """
 
     def __init__(self, shape: tuple[int, int], num_tensors: int, compute: Compute) -> None:
         self.name = str(compute.device)
         self.backend = compute.backend
-        # Copied there, which is over when it returns: no stream that a forward uses would wait for a kernel.
+        # Copied there, which is over when the call returns: the streams of forwards would not wait for a fill kernel.
         self.tensors = [torch.zeros(shape, dtype=torch.int64).to(compute.device) for _ in range(num_tensors)]
         self._compute = compute
         self._looks: list[Look] = []
-        self._order = threading.Lock()  # what one forward gives stays together
+        self._order = threading.Lock()  # what one forward launches stays together
 
     def write(self, ids: Sequence[int], blocks: NDArray[np.int64]) -> None:
         index, wanted = self._on_device(np.array(ids, dtype=np.int64)), self._on_device(np.ascontiguousarray(blocks))
@@ -174,7 +175,7 @@ class DeviceMemory:
             self._compute.give(partial(tensor.index_fill_, 0, index, GARBAGE))
 
     def _on_device(self, array: NDArray[np.int64]) -> torch.Tensor:
-        """Without waiting for the device: from pinned memory, on the stream that will read it."""
+        """Copy to the device without waiting for it: from page-locked memory, on the stream that will read the copy."""
         given = torch.from_numpy(array)
         if self._compute.device.type == "cpu":
             return given

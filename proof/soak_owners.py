@@ -1,6 +1,6 @@
-"""Who owns which block while a soak runs: told by the pools, asked by forwards and copies.
+"""The owner of each block while a soak runs: recorded by the pools, checked by forwards and copies.
 
-A block that changes hands is spoiled, as far as forwards are concerned: a hit on it would be wrong bytes.
+A device block that changes hands is filled with garbage: a hit on it would be wrong bytes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Held", "OwnedTransport", "Owners"]
 
 @attrs.frozen
 class Held:
-    """Blocks of a tier in the hands that they were in at some moment."""
+    """Blocks of a tier, with their owners at some moment."""
 
     memory: Memory
     block_ids: Sequence[int]
     generations: tuple[int, ...]
 
     def problem(self, who: str) -> str:
-        """Nothing, or what of it is in other hands by now."""
+        """The first block with another owner by now; empty if there is none."""
         try:
             for block_id, generation in zip(self.block_ids, self.generations, strict=True):
                 self.memory.check_owner(who, block_id, generation)
@@ -41,33 +41,33 @@ class Held:
 
 
 class Owners:
-    """Of all blocks of a runtime, both tiers. To be made before it is entered."""
+    """The owners of all blocks of a runtime, in both tiers. Make it before the runtime is entered."""
 
     def __init__(self, runtime: OffloadRuntime, spoil: Callable[[Sequence[int]], None]) -> None:
         self._unsettled = runtime.ledger.jobs.unsettled
         self._memories: dict[Tier, Memory] = {}
         for tier in runtime.ledger.cache.tiers:
-            first = 1 if tier.tier is Tier.DEVICE else 0  # the null block is nobody's
+            first = 1 if tier.tier is Tier.DEVICE else 0  # the null block has no owner
             memory = self._memories[tier.tier] = Memory(tier.tier, tier.pool.num_blocks + first)
             tier.pool = OwnedPool(tier.pool, memory, spoil if tier.tier is Tier.DEVICE else _nothing)
 
     def held(self, tier: Tier, block_ids: Sequence[int]) -> Held:
-        """By whoever holds them now."""
+        """These blocks with their current owners."""
         memory = self._memories[tier]
         return Held(memory, list(block_ids), memory.generations(block_ids))
 
     def is_doomed(self, job_id: int) -> bool:
-        """Whether the job will publish nothing, since it was given up: its source may be anybody's."""
+        """Whether the job will publish nothing, since it was given up: its source may have another owner."""
         job = self._unsettled.get(job_id)
         return job is None or job.epoch is NoIndex.INVALIDATED
 
 
 def _nothing(block_ids: array[int]) -> None:
-    """Host memory is the transport's own."""
+    """Host blocks are not spoiled: their memory belongs to the transport."""
 
 
 class OwnedTransport(LocalTransport):
-    """Says at the end of each copy whether both its sides have been in the same hands since its launch."""
+    """Checks at the end of each copy that its source and destination blocks have kept their owners since its launch."""
 
     def __init__(self, kv_caches: object, backend: Any, report: Callable[[str], None]) -> None:
         super().__init__(kv_caches, backend)
@@ -90,7 +90,7 @@ class OwnedTransport(LocalTransport):
         super().launch(plan, after)
 
     def _check_hands(self, job_id: int, source: Held, destination: Held) -> None:
-        """A job is doomed before its source is let go of, so that is asked last."""
+        """Check both sides. `is_doomed` is asked last: a job is doomed before its source is freed."""
         assert self.owners is not None
         if problem := destination.problem(f"job {job_id}"):
             self._report(problem)

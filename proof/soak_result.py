@@ -13,7 +13,8 @@ import numpy as np
 __all__ = ["Sample", "SoakResult"]
 
 FEWEST_JUDGED = 3000
-"""Requests. Over fewer, the slope of the memory says more about the start of the process than about leaks."""
+"""Fewest requests for a verdict on the slope of the memory. Over fewer, it says more about the start of the process
+than about leaks."""
 MAX_SLOPE = 0.2
 """MB (10**6 bytes) per thousand requests."""
 
@@ -21,7 +22,7 @@ MAX_SLOPE = 0.2
 @attrs.frozen
 class Sample:
     num_requests: int
-    """That have ended so far."""
+    """Requests that have ended so far."""
     rss_bytes: int
     num_fds: int
     num_threads: int
@@ -66,7 +67,7 @@ class SoakResult:
 
     @property
     def slope(self) -> float:
-        """Of the resident memory after the warm-up, by least squares, in MB (10**6 bytes) per thousand requests."""
+        """Growth of resident memory after the warm-up, by least squares, in MB (10**6 bytes) per thousand requests."""
         requests = np.array([sample.num_requests for sample in self.judged])
         rss = np.array([sample.rss_bytes for sample in self.judged])
         spread = requests - requests.mean()
@@ -88,12 +89,12 @@ class SoakResult:
         return problems
 
     def _never_seen(self) -> list[str]:
-        """A run that was cut short by a problem may miss anything; another one is about all of these."""
+        """Events that a whole run must have and this one never had. A run that a problem cut short may miss any."""
         names = ("blocks_loaded", "blocks_stored", "blocks_verified", "blocks_evicted", "max_waiting", "num_rests")
         return [] if self.found else [f"never happened: {name}" for name in names if not getattr(self, name)]
 
     def table(self) -> str:
-        """One line per figure, for people."""
+        """The figures as text, one line each."""
         rows = list(self._rows())
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:{width}}  {value}" for name, value in rows)

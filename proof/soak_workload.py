@@ -1,4 +1,4 @@
-"""What the soak asks for, and the engine that answers: conversations, tickets, and KV whose every byte is known."""
+"""The workload of the soak, and the engine that serves it: conversations, tickets, and KV whose every byte is known."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ SHARED_BLOCKS = 6
 NUM_TURNS = 4
 TURN_BLOCKS = 4
 ANSWER_TOKENS = 24
-"""Of the tokens of a turn: generated, not asked."""
+"""Tokens of a turn that are generated."""
 SLICE_TOKENS = 8
-"""Generated at a time."""
+"""Tokens that are generated at a time."""
 WORKING_SET_BLOCKS = NUM_FAMILIES * (SHARED_BLOCKS + CONVERSATIONS_PER_FAMILY * NUM_TURNS * TURN_BLOCKS)
 NUM_HOST_BLOCKS = WORKING_SET_BLOCKS // 4
 NUM_DEVICE_BLOCKS = WORKING_SET_BLOCKS // 14
-"""Without the null block; well below what the clients would like to hold at a time."""
+"""Without the null block; well below what the clients could hold at a time."""
 NUM_TENSORS = 2
 VALUES_PER_BLOCK = 256
-"""8 bytes each, in each tensor: a block has 4 KiB."""
+"""Values of 8 bytes, in each tensor: a block has 4 KiB."""
 LONGEST_PAUSE_S = 0.03
 LONGEST_FORWARD_S = 0.002
 
@@ -66,14 +66,14 @@ class Interruption:
 
     kind: Literal["native", "scope", "request", "runtime"]
     num_turns: int
-    """Of the event loop, and after those:"""
+    """Turns of the event loop before it, followed by `pause_s` seconds."""
     pause_s: float
     again_after_turns: int | None
 
 
 @attrs.frozen
 class Ticket:
-    """One request, as it will be made: everything is known before it starts but the timing."""
+    """One request. Everything but the timing is known before it starts."""
 
     name: str
     conversation: Conversation
@@ -86,7 +86,7 @@ class Ticket:
     forward: Literal["inline", "thread"]
     forward_s: float
     fails: Literal["never", "at once", "later"]
-    """Whether its first forward turns out to have failed, when that is committed or some turns of the loop after."""
+    """Whether its first forward turns out to have failed: right after its commit, or some turns of the loop later."""
     deadline_s: float | None
     interruption: Interruption | None
 
@@ -96,7 +96,7 @@ class Ticket:
 
 
 class Workload:
-    """Tickets by number: the same seed and number give the same tickets, whoever draws them and when."""
+    """Tickets by number: the same seed and number give the same tickets, in whatever order they are drawn."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -112,7 +112,7 @@ class Workload:
         return [_ticket(draw, f"s{number}.{turn}", conversation, turn) for turn in turns]
 
     def _conversation(self, family: int, number: int) -> Conversation:
-        """Two tenants say the same, word for word: nothing but the salt keeps their blocks apart."""
+        """Two tenants have the same texts: nothing but the salt keeps their blocks apart."""
         text, salt = family // 2, ("tenant-a", "tenant-b")[family % 2]
         shared = self._tokens(SHARED_BLOCKS, text)
         own = self._tokens(NUM_TURNS * TURN_BLOCKS, text, number)
@@ -173,9 +173,9 @@ def _contents(salt: str, token_ids: NDArray[np.int32]) -> Values:
 
 
 class Server:
-    """A runtime over tensors, and forwards that write what belongs there. A wrong byte is told to `report`, too.
+    """A runtime over tensors, and forwards that write the right bytes. Wrong bytes raise `WrongBytes`.
 
-    A thread that nobody waits for any more finds wrong bytes as well: hence `report`, good from any thread.
+    They also go to `report`, from any thread: a thread whose task is gone may find wrong bytes as well.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Server:
         self._counting = threading.Lock()
 
     def settle(self) -> None:
-        """Hear of what forwards on a device have found by now."""
+        """Report the wrong bytes that forwards on a device have found."""
         for about in self.memory.settle():
             self._report(f"wrong bytes: {about}")
 
@@ -207,7 +207,7 @@ class Server:
         return sum(self.runtime.ledger.cache.tiers[tier].num_evicted for tier in (Tier.DEVICE, Tier.HOST))
 
     async def serve(self, request: Request, ticket: Ticket) -> None:
-        """Room, load, prompt, answer; whatever is said to be ready is looked at."""
+        """Allocate, load, prefill, decode; check every block that is reported as ready."""
         await request.allocate()
         await self._check(request, ticket, request.match.num_device_tokens)
         num_ready = await request.load()
@@ -247,7 +247,7 @@ class Server:
         self._check_hands(ticket, held)
 
     async def _fail(self, request: Request, ticket: Ticket, num_ready: int) -> None:
-        """A forward is committed and taken back; at once: it left garbage, of which nobody may ever hear."""
+        """Commit a forward and invalidate it; at once: it left garbage, which no request may ever read."""
         ids, first, last = request.block_ids[0], num_ready // BLOCK_SIZE, ticket.num_prompt_tokens // BLOCK_SIZE
         self._write(ids, ticket, first, last)
         if ticket.fails == "at once":
@@ -263,7 +263,7 @@ class Server:
             self.memory.write(ids[first:last], ticket.conversation.blocks[:, first:last])
 
     async def _check(self, request: Request, ticket: Ticket, num_ready: int) -> None:
-        """Who is cancelled already, because what it read was invalidated, say, is told nothing any more."""
+        """Check the ready blocks, unless the request is cancelled already, for example by an invalidation."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._compare(request.block_ids[0], ticket, num_ready // BLOCK_SIZE)
 
@@ -282,6 +282,6 @@ class Server:
 
 
 async def turns(count: int) -> None:
-    """Let everybody else run for that many turns of the loop."""
+    """Let all other tasks run for that many turns of the loop."""
     for _ in range(count):
         await anyio.lowlevel.checkpoint()

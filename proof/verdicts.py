@@ -1,8 +1,8 @@
-"""Every planted defect judged, and the program without one by whatever judged them.
+"""Judges every planted defect, and the package without a defect (the twin) by everything that judged a mutant.
 
 A mutant is shown to a thousand simulated runs of scenarios (`battery.py`) or, where no scenario can meet it, to random
 programs (`programs.py`). Where it names a test, it is shown to some programs first, and to that test if they pass. Only
-what comes back in words is a catch: a violation, or a test that failed. A child that died or ran out of time is none.
+a violation or a failed test is a catch; a child that died or ran out of time is none.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TWIN = "(none)"
 TEST_RUN = ("pytest", "pytest_asyncio", "hypothesis", "uvloop")
 MOST_RUNS = 1000
 TWIN_PROGRAMS = 500
-"""Of one face in turn, in one child."""
+"""Programs of one face that the twin runs in one child."""
 SEED_RANGE = 1_000_000
-"""Seeds of a range: another range, other programs."""
+"""Number of seeds in a range. Other ranges have other programs."""
 TIMEOUT_S = 3600.0
-"""Nothing takes a tenth of it: for a child that waits for what never comes."""
+"""Time limit of a child, for one that hangs: no other takes a tenth of it."""
 Row = dict[str, Any]
 
 
@@ -39,11 +39,11 @@ class Budget:
     """How many programs a mutant is shown to at most."""
 
     programs: int = 20_000
-    """If it is only programs that meet it."""
+    """For a mutant that only programs meet."""
     tried_programs: int = 300
-    """If a test does: to see whether programs do by now."""
+    """For a mutant that names a test: to see whether programs meet it, too."""
     num_ranges: int = 1
-    """Ranges of seeds in each of which programs have to meet it."""
+    """Ranges of seeds. In more than half of them, programs have to meet it."""
 
 
 @attrs.frozen
@@ -85,7 +85,7 @@ def _row(case: Case, found: ChildResult) -> Row:
     violation = value.get("violation")
     oracle = value.get("oracle", "test") if violation else None
     if found.ending is not Ending.RETURNED and mutant is None:
-        oracle = found.ending.value  # the twin has to come through
+        oracle = found.ending.value  # the twin has to end with a result
     return row | {
         "judge": case.judge,
         "scenarios": case.scenarios,
@@ -115,7 +115,7 @@ def chosen(third: int | None, only: str = "") -> list[Mutant]:
 
 
 def judge(num_workers: int, mutants: Sequence[Mutant], budget: Budget) -> list[Row]:
-    """Rows for each mutant, one for each that it was shown to, and rows for what the twin was shown to."""
+    """Judge `mutants` and the twin: a row for everything that each of them was shown to."""
     preload((*PRELOADED, *TEST_RUN))
     rows = _judge([case for mutant in mutants for case in _cases(mutant, budget)], num_workers)
     tried = {row["mutant"] for row in rows if row["oracle"]}
@@ -139,7 +139,7 @@ def _cases(mutant: Mutant, budget: Budget) -> list[Case]:
 
 
 def _faces_for(module: str) -> tuple[Face, ...]:
-    """Who meets a defect there at all."""
+    """The faces whose programs can meet a defect in `module`."""
     if module.startswith("aoffload.core.engine"):
         return ENGINE_FACES
     return FACES if module.startswith("aoffload.core.") else RUNTIME_FACES
@@ -150,7 +150,7 @@ def _tested(mutant: Mutant) -> Case:
 
 
 def _twins(rows: Sequence[Row]) -> Iterator[Case]:
-    """The same runs and programs that mutants were judged by, and the same tests."""
+    """The cases of the twin: the same runs, programs and tests that mutants were judged by."""
     tests = tuple(sorted({row["test"] for row in rows if row["test"]}))
     if tests:
         yield Case(None, "test", tests=tests)

@@ -1,4 +1,4 @@
-"""Forked workers over one queue: whoever is free takes the next piece, so none idles while another has many."""
+"""Forked workers over one queue: a free worker takes the next piece, so none idles while another has many."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["WorkerFailed", "share_out"]
 JSON: TypeAlias = Any
 NUMBER_BYTES = 2
 PIPE_BYTES = 1 << 16
-"""What a pipe holds before whoever writes to it has to wait for a reader."""
+"""How many bytes a pipe holds before a writer has to wait for a reader."""
 
 
 class WorkerFailed(Exception):  # noqa: N818 - what happened
-    """A worker ended without a word: what was asked of it is not done."""
+    """A worker failed, and its piece is not done."""
 
 
 def share_out(function: Callable[[int], JSON], num_pieces: int, num_workers: int) -> list[JSON]:
     """`[function(0), function(1), ...]`, computed in `num_workers` forks of this process.
 
-    The caller must have no threads. What `function` returns has to be JSON; what it raises is printed, and raises
-    `WorkerFailed` here once every worker is through.
+    The caller must have no threads. `function` has to return JSON. An error that it raises is printed, and raises
+    `WorkerFailed` here once every worker has ended.
     """
     queue = _queue_of(num_pieces)
     with tempfile.TemporaryFile() as results:
@@ -39,7 +39,7 @@ def share_out(function: Callable[[int], JSON], num_pieces: int, num_workers: int
 
 
 def _queue_of(num_pieces: int) -> int:
-    """A pipe with the numbers in it: reading one takes it away from everybody else."""
+    """A pipe with the numbers of the pieces: a number that one worker has read is gone for the others."""
     assert num_pieces * NUMBER_BYTES <= PIPE_BYTES, f"{num_pieces} pieces do not fit into a pipe"
     reader, writer = os.pipe()
     os.write(writer, b"".join(number.to_bytes(NUMBER_BYTES) for number in range(num_pieces)))

@@ -1,6 +1,6 @@
-"""A machine that explores schedules: the whole runtime under a seeded scheduler, with virtual time and faults.
+"""Schedule exploration: runs the whole runtime under a seeded scheduler, with virtual time and injected faults.
 
-Made for this package's own proof, and for whoever embeds the runtime: write a scenario, `simulate` it, replay it.
+For this package's own proof, and for programs that embed the runtime: write a scenario, `simulate` it, replay it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choosers: who goes next. A run is a function of its seed and of what a chooser answered."""
+"""Choosers pick the next step of a run. A run is a function of its seed and of its chooser's picks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Chooser", "Exactly", "Option", "PriorityChooser", "RandomChooser", "
 
 @attrs.frozen
 class Option:
-    """One thing that can happen next: a step of a task, of a copy, of a thread."""
+    """One step that can run next: of a task, a copy or a thread."""
 
     actor: int
-    """Number of who would take the step, counted from its creation."""
+    """Number of the actor that would take the step, in the order of creation."""
     name: str
     since: int
     """The step at which it became ready."""
@@ -27,7 +27,7 @@ class Option:
 
 class Chooser(Protocol):
     def choose(self, step: int, options: Sequence[Option]) -> int:
-        """The index of one of `options`. They come oldest first, so 0 is what a fair loop would do."""
+        """The index of one of `options`. They come oldest first: a fair loop would always run 0."""
         ...
 
 
@@ -42,10 +42,10 @@ class RandomChooser:
 
 
 class PriorityChooser:
-    """Probabilistic concurrency testing (Burckhardt et al., ASPLOS 2010): the actor of the highest priority runs, and
-    at `depth - 1` steps drawn from the first `num_steps` the one that would run falls behind all others.
+    """Probabilistic concurrency testing (Burckhardt et al., ASPLOS 2010): the actor with the highest priority runs. At
+    `depth - 1` steps, drawn from the first `num_steps`, the actor that would run drops behind all others.
 
-    A bug that takes `depth` ordering constraints among n actors is met with a probability of at least
+    A bug that needs `depth` ordering constraints among n actors is found with a probability of at least
     1 / (n * num_steps ** (depth - 1)) per run, whatever the program does.
     """
 
@@ -69,7 +69,7 @@ class PriorityChooser:
 
 
 class Exactly:
-    """The first option, but for the steps that are listed: what a run shrinks to, and how it is replayed."""
+    """Picks the first option, except at the listed steps. Shrunk runs are written and replayed with it."""
 
     def __init__(self, decisions: Mapping[int, int]) -> None:
         self.decisions = dict(decisions)

@@ -1,4 +1,4 @@
-"""Clients: tasks whose end is known, whoever ends them; and the log that tells what happened."""
+"""Clients: tasks whose outcome is recorded, however they end; and the log that counts the runtime's events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMEOUTS = {"transport_stalled"}
 
 
 class Run(Protocol):
-    """What its clients see of a simulation."""
+    """The part of a simulation that its clients use."""
 
     plan: Plan
     random: Random
@@ -47,7 +47,7 @@ class Run(Protocol):
 
 @attrs.define(eq=False)
 class Client:
-    """One task of a scenario. `outcome`: D done, R done but a hit had to be computed, A aborted, X rejected."""
+    """One task of a scenario. `outcome`: D done, R done but part of a hit was recomputed, A aborted, X rejected."""
 
     name: str
     function: Callable[[Client], Awaitable[None]]
@@ -60,7 +60,7 @@ class Client:
     may_abort: tuple[str, ...] = ()
     """Reasons for which its requests may be aborted, besides injections."""
     may_raise: tuple[type[Exception], ...] = (RuntimeClosed, RequestAborted)
-    """What it may end with when the runtime is closed under it."""
+    """Errors that it may end with when the runtime closes or its copy worker dies."""
     is_running: bool = False
     _scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
     _outer: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
@@ -72,7 +72,7 @@ class Client:
         return self.simulation.scheduler.steps_of[self.name]
 
     async def serve(self, engine: SimulatedEngine, ask: Ask) -> None:
-        """Serve one request, and remember how it ended."""
+        """Serve one request, and record its outcome."""
         self.simulation.asks.append(ask)
 
         def watch(request: Request) -> None:
@@ -82,21 +82,21 @@ class Client:
         self.ended()
 
     def ended(self) -> None:
-        """The block of its request was left without an exception."""
+        """Record the outcome when the request's block is left without an exception."""
         request = self.request
         if request is None or request.state is RequestState.DONE:
             self.outcome = "D"
             if any(self.name in engine.recomputed for engine in self.simulation.engines):
                 self.outcome = "R"
             for engine in self.simulation.engines:
-                # Who ended before the failure was known can't be helped any more.
+                # A request that ended before the failure was known can't be told any more.
                 if self.name in engine.misled and engine.num_invalidations:
                     raise Violation("wrong bytes", f"{self.name} was served what a failed forward had written")
         elif request.state is RequestState.ABORTED:
             self.outcome = "A"
 
     async def run(self) -> None:
-        """What the task runs. Nothing leaves it."""
+        """The task's body. No exception leaves it."""
         self._coroutine = _current_coroutine()
         self.is_running = True
         try:
@@ -117,7 +117,7 @@ class Client:
         await self._over.wait()
 
     def coroutines(self) -> Iterator[Any]:
-        """Its own, and those of tasks that end with it: what `OffloadRuntime.run` spawns, and an engine's loop."""
+        """Those of the client and of tasks that end with it: what `OffloadRuntime.run` spawns, and an engine's loop."""
         yield self._coroutine
         if self.simulation.plan.backend == "asyncio":
             names = {f"aoffload {self.name}"} | ({"aoffload engine"} if self.name == "main" else set())
@@ -126,7 +126,7 @@ class Client:
                     yield task.get_coro()
 
     def cancel(self, kind: str) -> bool:
-        """Whether there was something to cancel in that way."""
+        """Cancel the client in one of the ways of `Cancel.blows`. False: its request is over, or there is none."""
         if kind == "request":
             if self.request is None or self.request.state in (RequestState.DONE, RequestState.ABORTED):
                 return False
@@ -141,7 +141,7 @@ class Client:
         return True
 
     def check(self) -> None:
-        """Whoever was not meant to be aborted is done."""
+        """The client lost no hit and is done, unless an injection or its own options explain another outcome."""
         if self.outcome == "R" and not self.simulation.may_recompute:
             raise Violation("a hit was lost", f"{self.name} had to compute what it had matched")
         if self.was_injected or self.outcome in ("D", "R") or self._is_explained():
@@ -157,12 +157,12 @@ class Client:
             reason = self.request.reason if self.request is not None else ""
             return reason in self.may_abort or (was_closed and reason == "runtime_closed")
         if isinstance(error, OutOfBlocks):
-            # With windows a load may be what made it fit.
+            # With windows, a request may fit only because of its load, which a fault can take.
             has_windows = any(engine.runtime.ledger.layout.windows for engine in self.simulation.engines)
             return error.retryable or faults.may_take_room or (has_windows and bool(faults.fired))
         if isinstance(error, ForwardFailed):
             return bool(faults.fired["compute"])
-        # Cancelled before its first step, a worker can't survive: whoever opens the runtime is told.
+        # A worker that is cancelled before its first step can't survive: the task that opens the runtime gets an error.
         return (was_closed or bool(faults.fired["worker"])) and isinstance(error, self.may_raise)
 
 
@@ -176,7 +176,7 @@ def _current_coroutine() -> Any:
 
 
 class Log:
-    """A logger that counts. With `keep_lines` it remembers what was said, too."""
+    """A logger that counts events. With `keep_lines` it also keeps the lines."""
 
     def __init__(self, scheduler: Scheduler, faults: Faults, keep_lines: bool = False) -> None:
         self.counts: Counter[str] = Counter()
@@ -208,6 +208,6 @@ class Log:
             raise OSError("no space left on the disk of the log")
 
     def take_timeouts(self) -> int:
-        """Timeouts since it was asked last."""
+        """Timeouts since the last call."""
         number, self._num_timeouts = self._num_timeouts, 0
         return number

@@ -1,4 +1,4 @@
-"""A device that computes later: a stream of work in order, and fences in it."""
+"""A device that computes later: a stream that runs work in order, and fences in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SimulatedFence", "Stream"]
 
 @attrs.define(eq=False)
 class SimulatedFence:
-    """Passes once; whoever waits for it goes on then."""
+    """Passes once, and then makes the calls that wait for it."""
 
     has_passed: bool = False
     _waiting: list[Callable[[], None]] = attrs.field(factory=list)
@@ -41,7 +41,8 @@ class SimulatedFence:
 
 
 class Stream:
-    """Work in the order it was given, each piece at a step of its own, some time later."""
+    """Runs work in the order of submission, each piece at its own later step. Fences and poison that follow a piece run
+    in the same step."""
 
     def __init__(self, scheduler: Scheduler, rng: random.Random) -> None:
         self._scheduler = scheduler
@@ -54,7 +55,7 @@ class Stream:
             self._schedule()
 
     def fence(self) -> SimulatedFence:
-        """Behind everything that was submitted so far."""
+        """A fence behind everything submitted so far."""
         fence = SimulatedFence(has_passed=not self._queue)
         if self._queue:
             self.submit("fence", fence.let_pass)

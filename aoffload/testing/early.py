@@ -1,4 +1,4 @@
-"""A forward that starts on a load that is under way, as an engine would have it, and what must not come of it."""
+"""A forward that starts while its load is under way (layer-wise overlap), and the laws about its result."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FIRST_LOOK_S = 0.001
 
 @attrs.define(eq=False)
 class EarlyForward:
-    """Computes `[start, stop)` on what a load still brings. Wrong bytes are no violation before they count."""
+    """Computes `[start, stop)` behind a load under way. Wrong bytes are a violation only if the load succeeds."""
 
     engine: TagEngine
     request: Request
     ask: Ask
     start: int = 0
     stop: int = 0
-    """Up to where it has computed what counts."""
+    """End of the computed tokens that count; 0 if there are none."""
     misread: Violation | None = None
 
     async def load(self) -> int:
-        """Load, and compute meanwhile; how many tokens are ready."""
+        """Load, and compute meanwhile. Returns how many tokens are ready."""
         pending = self.request.load_nowait(self.ask.max_load_tokens)
         if not pending.is_over and pending.can_start:
             await self._run(pending)
@@ -43,7 +43,7 @@ class EarlyForward:
         return num_ready
 
     def commit(self, num_ready: int) -> int:
-        """Commit what was computed, if it counts; from where on to compute."""
+        """Commit what was computed, if it counts. Returns the first token that is still to be computed."""
         if self.stop <= num_ready:
             return num_ready
         self.engine.commit(self.request, self.ask, self.ask.tokens, self.stop)
@@ -88,7 +88,7 @@ class EarlyForward:
         self.stop = stop
 
     def _check_end(self, pending: PendingLoad, num_ready: int) -> None:
-        """Bytes that were wrong must not count, and what does not count can not be committed."""
+        """Tokens computed from wrong bytes must not count, and tokens that do not count can't be committed."""
         first = pending.first_invalid_token
         if first is None:
             if self.misread is not None:
@@ -107,7 +107,8 @@ class EarlyForward:
 
 
 async def until_given(regions: Sequence[LoadedRegion]) -> None:
-    """A simulated thread must not block. In virtual time, which passes at once, it is looked after now and then."""
+    """Wait until `regions` have their fences, or are known to get none. Polls in virtual time, because a simulated
+    thread must not block."""
     delay_s = FIRST_LOOK_S
     while not all(region.is_given for region in regions):
         await anyio.sleep(delay_s)

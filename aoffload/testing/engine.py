@@ -1,4 +1,4 @@
-"""An engine without a model: it writes a tag for every block it computes, and checks every block it doesn't."""
+"""An engine without a model: it writes a tag into every block it computes, and checks every block it reads."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .violations import Violation
 __all__ = ["SPOILED", "ForwardFailed", "TagEngine", "first_read"]
 
 SPOILED = -2
-"""What a failed forward leaves behind."""
+"""The tag that a failed forward writes."""
 
 
 class ForwardFailed(Exception):  # noqa: N818 - what happened
-    """What an engine hears from a device whose kernel failed."""
+    """The device's kernel failed."""
 
 
 @attrs.define(eq=False)
@@ -36,10 +36,10 @@ class TagEngine:
     transport: SimulatedTransport
     env: SimulatedEnv
     ranks: tuple[SimulatedTransport, ...]
-    """`transport`, and those of further ranks."""
+    """`transport`, and the transports of further ranks."""
     tags: Tags = attrs.field(factory=Tags)
     committed: set[object] = attrs.field(factory=set)
-    """Identities of whole blocks that may be cached: what was ever committed since the last reset."""
+    """Identities of whole blocks that may be cached: all that were committed since the last reset."""
     num_resets: int = 0
     num_resets_of_tiers: int = 0
     num_invalidations: int = 0
@@ -47,7 +47,7 @@ class TagEngine:
     misled: set[str] = attrs.field(factory=set)
     """Requests that have read a failed forward's bytes."""
     _born: WeakKeyDictionary[Request, int] = attrs.field(factory=WeakKeyDictionary)
-    """How many resets there were when each request was entered."""
+    """`num_resets` when each request was made."""
 
     @property
     def device(self) -> Memory:
@@ -55,15 +55,15 @@ class TagEngine:
 
     @property
     def proven(self) -> set[int]:
-        """Jobs whose end every rank has told for certain."""
+        """Jobs whose end every rank has proven."""
         return set.intersection(*[rank.proven for rank in self.ranks])
 
     def corrupt(self, job_id: int) -> set[tuple[int, int]]:
-        """Host blocks, and their generation, of which some rank's end of that load said that they are bad."""
+        """Host blocks, with their generation, that some rank's completion of that load reported as corrupt."""
         return {bad for rank in self.ranks for bad in rank.corrupt.get(job_id, ())}
 
     def identity(self, ask: Ask, group: int, tokens: tuple[int, ...]) -> object:
-        """What the KV of a block is a function of."""
+        """Everything that the KV of a block depends on."""
         spans = tuple((span.start, span.digest) for span in ask.key_spans if span.start < len(tokens))
         return (ask.salt, ask.adapter, spans, group, tokens)
 
@@ -76,20 +76,20 @@ class TagEngine:
     def note_commit(self, request: Request, ask: Ask, tokens: tuple[int, ...], stop: int) -> None:
         """From now on, whole blocks of `tokens[:stop]` may hit."""
         if self._born[request] != self.num_resets:
-            return  # of another epoch: it publishes nothing
+            return  # made before a reset: it publishes nothing
         for group, config in enumerate(self.runtime.config.groups):
             for end in range(config.block_size, stop + 1, config.block_size):
                 self.committed.add(self.identity(ask, group, tokens[:end]))
 
     def forget_everything(self) -> None:
-        """What was committed may not be cached any more."""
+        """After a reset, nothing that was committed before may hit."""
         self.num_resets += 1
         self.committed.clear()
 
     # -- forwards -------------------------------------------------------------------------------------------------
 
     async def forward(self, request: Request, ask: Ask, tokens: tuple[int, ...], start: int, stop: int) -> None:
-        """Compute tokens `[start, stop)`, again if the device fails."""
+        """Compute tokens `[start, stop)`. `ForwardFailed` if the device fails three times."""
         for _ in range(3):
             try:
                 await self._forward(request, ask, tokens, start, stop)
@@ -133,7 +133,7 @@ class TagEngine:
             self.device.check_owner(f"the forward of {name}", block_id, generation)
 
     def touched(self, table: list[list[int]], start: int, stop: int) -> list[tuple[int, int]]:
-        """The blocks that tokens `[start, stop)` are written to, with their generation now."""
+        """The blocks that tokens `[start, stop)` are written to, with their current generation."""
         found: list[tuple[int, int]] = []
         for group, config in enumerate(self.runtime.config.groups):
             for block_id in table[group][start // config.block_size : -(-stop // config.block_size)]:
@@ -150,7 +150,7 @@ class TagEngine:
     def write(
         self, ask: Ask, table: list[list[int]], tokens: tuple[int, ...], start: int, stop: int, *, is_spoiled: bool
     ) -> None:
-        """What a forward leaves behind that has read the right bytes, or spoiled ones."""
+        """Write tokens `[start, stop)`: their right tags, or `SPOILED` if the forward has read spoiled bytes."""
         if is_spoiled:
             self.fill(table, start, stop, SPOILED)
             return
@@ -172,8 +172,10 @@ class TagEngine:
     def check_blocks(
         self, request: Request, ask: Ask, table: list[list[int]], tokens: tuple[int, ...], stop: int
     ) -> bool:
-        """Every block that attention reads for the token at `stop` holds the KV of exactly these tokens; or, which is
-        what it returns, some of it is what a failed forward wrote, and was not taken back yet."""
+        """Every block that attention reads for the token at `stop` holds the KV of exactly these tokens.
+
+        Returns True if a wrong block is excused: a failed forward wrote it and it is not invalidated yet, or it was
+        invalidated and `request` is being cancelled."""
         is_spoiled = False
         for group, config in enumerate(self.runtime.ledger.layout.groups):
             size = config.block_size
@@ -183,7 +185,7 @@ class TagEngine:
                 found = next((tag for tag in held if tag != expected), expected)
                 self.num_blocks_checked += len(held)
                 if found != expected and (found == SPOILED or _is_doomed(request)):
-                    self.misled.add(request.request_id)  # it has to hear of that
+                    self.misled.add(request.request_id)  # it has to be told
                     is_spoiled = True
                 elif found != expected:
                     where = f"block {index} of group {group} (id {table[group][index]})"
@@ -192,7 +194,7 @@ class TagEngine:
         return is_spoiled
 
     def check_ready(self, request: Request, ask: Ask, tokens: tuple[int, ...], num_ready: int) -> None:
-        """A load never claims more than was matched, nor the last token; and what it claims is there."""
+        """A load never reports more tokens ready than matched or asked for, nor the last one; and they are there."""
         if num_ready > request.match.num_tokens or num_ready >= len(tokens):
             raise Violation("hit cap", f"{num_ready} of {len(tokens)} ready after a match of {request.match}")
         most = None if ask.max_load_tokens is None else max(ask.max_load_tokens, request.match.num_device_tokens)
@@ -213,7 +215,7 @@ class TagEngine:
 
 
 def _is_doomed(request: Request) -> bool:
-    """Whether what it reads was taken back, and it is being cancelled, for that reason or another one before."""
+    """Whether what `request` reads was invalidated, and it is being cancelled, for that or for an earlier reason."""
     holding = request._holding
     return bool(request._cancel_reason) and holding is not None and holding.epoch is NoIndex.INVALIDATED
 

@@ -1,4 +1,4 @@
-"""The seam to the world, simulated: threads and wake-ups are actors of the scheduler, and its clock is the clock."""
+"""A simulated `Env`: threads and wake-ups are actors of the scheduler, and time is the scheduler's clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SimulatedEnv(Env):
     scheduler: Scheduler = attrs.field(kw_only=True)
     delays: random.Random = attrs.field(kw_only=True)
     others: Callable[[int], None] = attrs.field(default=lambda num_steps: None, kw_only=True)
-    """Has whoever else is ready take that many steps. Only asyncio's loop can; on trio a thread's work is one step."""
+    """Runs up to that many steps of other actors. Only asyncio's loop can; on trio a thread's work is one step."""
 
     def now(self) -> float:
         return self.scheduler.now
@@ -32,17 +32,17 @@ class SimulatedEnv(Env):
         return self.now
 
     def loop_waker(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Each wake-up is a step of its own, as late as the chooser likes."""
+        """Each wake-up is a step of its own, which the chooser may delay."""
         return lambda: self.scheduler.act("wake-up", callback)
 
     def meanwhile(self) -> None:
-        """For what runs in a thread: it is in the middle of its work, and the loop goes on."""
+        """Called in the middle of a thread's work: the loop goes on for a few steps."""
         self.others(self.delays.choice((0, 0, 0, 1, 2, 5, 12)))
 
     async def run_in_thread(
         self, function: Callable[[], Result], limiter: anyio.CapacityLimiter | None = None
     ) -> Result:
-        """As in a worker thread: `function` runs at a step of its own, and its result arrives at another one.
+        """Run `function` as in a worker thread: at a step of its own; its result arrives at another step.
 
         Scoped cancellation waits for the thread; native cancellation leaves it running.
         """

@@ -1,4 +1,4 @@
-"""Exploring: many runs of a scenario, and from a run that broke something to the few decisions that matter."""
+"""Exploration: many runs of a scenario, and shrinking a broken run to the few decisions that matter."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CHOOSERS = ("random", "pct:2", "pct:3", "random", "pct:5")
 def cancel_sweep(
     plan: Plan, scenario: Scenario, victim: str, how: str, at_most: int = 400, *, shuffled: bool = False
 ) -> Iterator[Result]:
-    """`victim` cancelled at its first checkpoint, its second, ... until it completes; for the victim `step`, at every
-    global step. `shuffled`: each time in another order of the same workload, which finds more."""
+    """Cancel `victim` at its first checkpoint, its second, ... until it completes; with the victim `step`, at every
+    global step. `shuffled`: each run in another order of the same workload, which finds more."""
     for at in range(at_most):
         injected = attrs.evolve(plan, cancels=(*plan.cancels, Cancel(victim, at, how)))
         result = simulate(_reordered(injected) if shuffled else injected, scenario)
@@ -35,7 +35,7 @@ def cancel_sweep(
 def fault_sweep(
     plan: Plan, scenario: Scenario, kind: str, lasting: bool = False, at_most: int = 400, *, shuffled: bool = False
 ) -> Iterator[Result]:
-    """The fault at its first opportunity, its second, ... until there is none left. `shuffled`: see `cancel_sweep`."""
+    """Inject the fault at its first opportunity, its second, ... until none is left. `shuffled`: see `cancel_sweep`."""
     for at in range(at_most):
         injected = attrs.evolve(plan, faults=(*plan.faults, Fault(kind, at, lasting)))
         result = simulate(_reordered(injected) if shuffled else injected, scenario)
@@ -45,13 +45,13 @@ def fault_sweep(
 
 
 def _reordered(plan: Plan) -> Plan:
-    """In an order of its own, which depends on nothing but what the plan says."""
+    """The plan with a random order of its own, derived from the plan alone."""
     return attrs.evolve(plan, chooser=f"random:{zlib.crc32(str(plan).encode())}")
 
 
 def exhaust(plan: Plan, scenario: Scenario, num_deviations: int = 2, at_most: int = 2000) -> Iterator[Result]:
-    """Every schedule that differs from the fair one in up to `num_deviations` decisions, nearest first (delay-bounded
-    search; Emmi et al., POPL 2011), or the first `at_most` of them."""
+    """Run every schedule that differs from the fair one in up to `num_deviations` decisions, nearest first
+    (delay-bounded search; Emmi et al., POPL 2011), or the first `at_most` of them."""
     todo: deque[dict[int, int]] = deque([{}])
     for _ in range(at_most):
         if not todo:
@@ -66,13 +66,13 @@ def exhaust(plan: Plan, scenario: Scenario, num_deviations: int = 2, at_most: in
 
 
 def replay(line: str, scenario: Scenario) -> Result:
-    """The run that a printed plan stands for, with its trace and its log."""
+    """Run a printed plan again, with its trace and its log."""
     return simulate(Plan.parse(line), scenario, keep_trace=True)
 
 
 def shrink(plan: Plan, scenario: Scenario, at_most: int = 300) -> Result:
-    """A run that breaks the same law with as few injections and as few decisions besides the fair ones as can be found
-    in `at_most` runs."""
+    """Search, in `at_most` runs, for a run that breaks the same law with as few injections and as few unfair decisions
+    as possible."""
     best = simulate(plan, scenario, keep_trace=True)
     assert best.violation is not None, f"nothing is broken by {plan}"
     oracle = best.violation.oracle
@@ -105,7 +105,7 @@ def shrink(plan: Plan, scenario: Scenario, at_most: int = 300) -> Result:
 
 
 def explain(result: Result) -> str:
-    """A broken run for a person: the line that replays it, what was broken, who did what when."""
+    """A broken run as text: the line that replays it, the violation, and the log with the unfair decisions by step."""
     lines = [str(result.plan), f"  {result.violation}" if result.violation else "  nothing is broken", ""]
     events = [(line[:5], line) for line in result.log]
     events += [(str(one)[:5], f"{one}   <- not the oldest") for one in result.trace if one.index]
@@ -114,7 +114,7 @@ def explain(result: Result) -> str:
 
 @attrs.define
 class Tally:
-    """What a campaign has seen."""
+    """Totals of a campaign."""
 
     min_choices: int = 20
     """Runs with fewer real choices don't count as explored."""
@@ -123,17 +123,17 @@ class Tally:
     num_checks: int = 0
     num_blocks_checked: int = 0
     digests: dict[str, set[str]] = attrs.field(factory=dict)
-    """By scenario."""
+    """Digests of the runs that count as explored, by scenario."""
     backends: Counter[str] = attrs.field(factory=Counter)
     faults: Counter[str] = attrs.field(factory=Counter)
-    """Runs that a kind was injected into; one that lasts counts once."""
+    """Runs that met a kind of fault; a lasting fault counts once."""
     outcomes: Counter[str] = attrs.field(factory=Counter)
     fates: dict[str, Counter[str]] = attrs.field(factory=dict)
-    """How clients ended, by the fault that their run met and no other one."""
+    """Outcomes of clients in runs with one kind of fault and no cancellation, by that kind."""
     events: dict[str, Counter[str]] = attrs.field(factory=dict)
     await_lines: set[tuple[str, int]] = attrs.field(factory=set)
     violations: list[tuple[str, str]] = attrs.field(factory=list)
-    """The plan and what it broke."""
+    """Plans and their violations."""
 
     def add(self, result: Result) -> None:
         plan = result.plan

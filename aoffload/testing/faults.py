@@ -19,7 +19,7 @@ class FaultKind:
     name: str
     about: str
     needs_verify: bool = False
-    """Only checksums can notice it, so it is injected only into a runtime that has them."""
+    """Only checksums can notice it: it is injected only into runtimes with `verify=True`."""
     may_time_out: bool = False
     """A timeout is the only way out."""
     may_take_room: bool = False
@@ -80,7 +80,7 @@ class Fault:
 
 
 class Faults:
-    """The faults of one run: asked at each opportunity, and counted."""
+    """The faults of one run: decides at each opportunity whether one happens, and counts."""
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self.planned = tuple(faults)
@@ -88,7 +88,7 @@ class Faults:
         self.fired: Counter[str] = Counter()
 
     def fire(self, kind: str) -> bool:
-        """Whether `kind` happens here."""
+        """Count this opportunity of `kind`. Returns whether the fault happens here."""
         number = self.opportunities[kind]
         self.opportunities[kind] += 1
         for fault in self.planned:

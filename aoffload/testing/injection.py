@@ -1,4 +1,4 @@
-"""Cancellations: of whom, when, and how. Together with faults, what a run is subjected to."""
+"""Cancellations: which client, when, and how. A plan injects them together with faults."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..errors import InvalidArgument
 __all__ = ["HOWS", "Cancel", "await_lines"]
 
 HOWS = ("request", "scope", "native", "request*2", "scope*2", "native*2", "native*3", "request+native")
-"""By the request's own scope, by one around it, by `asyncio.Task.cancel` (on trio, by the outermost scope); `*2`: again
-at its next step, so during its clean-up."""
+"""How a client is cancelled: by the request's own scope, by a scope around it, or by `asyncio.Task.cancel` (on trio, by
+the outermost scope). `*2`: again at the client's next step, that is, during its clean-up."""
 ANY_STEP = "step"
 
 
 @attrs.frozen
 class Cancel:
-    """`victim` is cancelled when it has been suspended `at + 1` times; for the victim `step`, any live client is at
+    """Cancel `victim` when it has been suspended `at + 1` times. With the victim `step`: cancel some live client at
     global step `at`."""
 
     victim: str
@@ -40,7 +40,7 @@ class Cancel:
 
     @property
     def blows(self) -> list[str]:
-        """What is done to the victim, one at each of its steps."""
+        """The victim's cancellations, one at each of its steps."""
         kind, _, times = self.how.partition("*")
         return kind.split("+") if not times else [kind] * int(times)
 

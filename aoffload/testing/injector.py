@@ -1,4 +1,4 @@
-"""What strikes between the steps of a run: cancellations where the plan wants them, leaps of time, dead workers."""
+"""Injects between the steps of a run: the plan's cancellations, leaps of time, dead workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORKER = "aoffload copy worker"
 
 @attrs.define(eq=False)
 class Injector:
-    """Strikes before each step; remembers at which awaits of the package somebody was met."""
+    """Injects before each step, and records the awaits of the package at which a cancellation met a task."""
 
     plan: Plan
     scheduler: Scheduler
@@ -53,7 +53,7 @@ class Injector:
         if self.num_cancels:
             for client in self.clients:
                 if client.was_injected and client.is_running:
-                    # where it is told: perhaps only at its next checkpoint
+                    # where the cancellation arrives: perhaps only at the next checkpoint
                     self.await_lines.update(_lines(client))
         if self.notes_waits:
             self._note_waits()
@@ -91,7 +91,7 @@ class Injector:
                     self.waits.setdefault(line, Cancel(client.name, number - 1))
 
     def _cancel_worker(self) -> None:
-        """Natively; on trio, a task of a nursery cannot be."""
+        """Cancel the copy worker natively. Does nothing on trio, where a task of a nursery has no native cancel."""
         if self.plan.backend == "asyncio":
             for task in asyncio.all_tasks(asyncio.get_running_loop()):
                 if task.get_name() == WORKER:
@@ -106,7 +106,7 @@ def _lines(client: Client) -> Iterator[tuple[str, int]]:
 
 
 def _served_lines(coroutine: Any) -> Iterator[tuple[str, int]]:
-    """File and line of each await of the package that it is in; what is there for tests only does not count."""
+    """File and line of each await of the package, `testing` excluded, that the coroutine is in."""
     for path, line in await_lines(coroutine):
         if path.startswith(f"{PACKAGE}/") and not path.startswith(TESTING):
             yield path[len(str(PACKAGE)) + 1 :], line

@@ -1,4 +1,4 @@
-"""The oracle of what programs ask for beside their requests: pins, prefetches and demotions."""
+"""The oracle for pins, prefetches and demotions."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ Call = Callable[..., Any]
 
 @attrs.frozen
 class _Kept:
-    """What was there of a prompt when it was pinned, in tokens and units."""
+    """How much of a prompt was cached when it was pinned."""
 
     prefix: Prefix
     num_tokens: int
-    """What the same prompt would have matched."""
+    """Tokens that the same prompt would have matched."""
     host_stop: int
-    """Up to where host memory alone could have served it."""
+    """Units that host memory alone could have served."""
 
 
 @attrs.define(eq=False)
 class KeepingOracle:
-    """Watches the pins and errands of one runtime."""
+    """Watches the pins, prefetches and demotions of one runtime."""
 
     runtime: OffloadRuntime
     engine: SimulatedEngine
@@ -50,7 +50,7 @@ class KeepingOracle:
     _kept: dict[Pin, _Kept] = attrs.field(factory=dict)
 
     def attach(self) -> None:
-        """Before anything else that watches the ledger: what is checked here is checked around the bare calls."""
+        """Wrap the ledger's calls. Must come before every other wrapper: these checks need the bare calls."""
         ledger: Any = self.runtime.ledger
         ledger.pin = self._around(ledger.pin, self._pin)
         ledger.prefetch = self._around(ledger.prefetch, self._prefetch)
@@ -89,7 +89,8 @@ class KeepingOracle:
         return held_stop(self.runtime.ledger.layout, hit.path, Tier.HOST, 0, hit.stop)
 
     def _yield(self, call: Call) -> bool:
-        """A pin ends where nobody else would make room, and then there is some, unless another pin keeps the same."""
+        """A pin yields only where no other holder would free room, and that frees some, unless another pin keeps the
+        same blocks."""
         admission = self.runtime.ledger.admission
         if admission.others_hold_room():
             raise Violation("a pin ended for nothing", "somebody else will let go of room")
@@ -106,7 +107,7 @@ class KeepingOracle:
         return list(self.runtime.ledger._keeping.pins)
 
     def _pump(self, call: Call, *args: Any, **options: Any) -> Any:
-        """No extension fails while a pin keeps room that nobody else refers to."""
+        """No extension fails while ending some pin would free room."""
         extending = tuple(self.runtime.ledger.admission.line.extending)
         result = call(*args, **options)
         for waiter in extending:
@@ -115,7 +116,7 @@ class KeepingOracle:
         return result
 
     def _in_the_way(self) -> Pin | None:
-        """A pin without which there would be more room."""
+        """A pin whose end would free room."""
         ending = Counter(
             part for pin in self._held() for lease in pin.leases if lease.tier is Tier.DEVICE for part in _last(lease)
         )
@@ -135,7 +136,7 @@ class KeepingOracle:
             raise Violation("out of turn", f"{prefetch} took {prefetch.num_blocks} blocks past a line")
         errands = ledger._errands.under_way.values()
         taken = sum(errand.num_blocks for errand in errands if isinstance(errand, Prefetch))
-        # What was taken before a quarantine was a share of more.
+        # Earlier prefetches may exceed the share if a quarantine has lowered the capacity since.
         if prefetch.num_blocks and taken > int(ledger.admission.capacity * self.runtime.config.max_prefetch_share):
             raise Violation("more than its share", f"prefetches take {taken} blocks")
         return prefetch
@@ -147,7 +148,7 @@ class KeepingOracle:
         return demotion
 
     def _settle(self, call: Call, *args: Any) -> Any:
-        """What a completion ends loses nothing that could hit."""
+        """A demotion that this completion ends loses nothing that could hit."""
         errands = [one for one in self.runtime.ledger._errands.under_way.values() if isinstance(one, Demotion)]
         before = [self._there(errand.holding.sequence) for errand in errands]
         result = call(*args)
@@ -207,7 +208,7 @@ def _parts(pin: Pin, tier: Tier) -> Iterator[Part]:
 
 
 def _last(lease: Any) -> Iterator[Part]:
-    """The parts on which `lease` itself counts."""
+    """The parts that count `lease` itself as a reference."""
     yield lease.run.parts[lease.tier]
     for run in lease.run.path():
         for part, start in zip(run.parts_in(lease.tier)[1:], lease.starts, strict=True):

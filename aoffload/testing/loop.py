@@ -17,12 +17,12 @@ __all__ = ["SimulatedLoop"]
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 MOST_QUIET_BATCHES = 4
-"""Batches of plain callbacks that make no task ready before time may pass: anyio asks a cancelled scope's tasks to end
-again at every turn, for as long as one of them does not."""
+"""How many batches of plain callbacks may make no task ready before time passes anyway: at every turn, anyio asks the
+tasks of a cancelled scope again to end, for as long as one of them does not."""
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
-    """Steps of tasks are picked one at a time; plain callbacks run in order before each of them."""
+    """Picks the steps of tasks one at a time; plain callbacks run in order before each step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -32,7 +32,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._actors: dict[asyncio.Task[Any], int] = {}
         self._is_running = self._is_closed = self._is_stopping = False
         self.errors: list[dict[str, Any]] = []
-        """What the exception handler was told."""
+        """The contexts that were passed to the exception handler."""
 
     # -- what programs call ---------------------------------------------------------------------------------------
 
@@ -87,10 +87,10 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return asyncio.Task(coro, loop=self, name=name or getattr(coro, "__name__", "task"), context=context)
 
     def get_task_factory(self) -> None:
-        """Tasks are made by `create_task` alone."""
+        """Only `create_task` makes tasks."""
 
     def _actor_of(self, task: asyncio.Task[Any]) -> int:
-        """The loop hears of a task when its first step is scheduled: at its creation."""
+        """The task's number, given when its first step is scheduled: at its creation."""
         if task not in self._actors:
             self._actors[task] = self._scheduler.new_actor()
         return self._actors[task]
@@ -111,10 +111,10 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.errors.append(context)
 
     async def shutdown_asyncgens(self) -> None:
-        """None is kept track of."""
+        """The loop tracks none."""
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - asyncio's own
-        """There is none."""
+        """The loop has none."""
 
     def stop(self) -> None:
         self._is_stopping = True
@@ -170,7 +170,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._run_timers()
 
     def step_others(self, num_steps: int) -> None:
-        """Up to that many steps of whoever is ready, inside of one that is no task's. No time passes."""
+        """Run up to that many ready steps, from within a step that is no task's. No time passes."""
         for _ in range(num_steps if asyncio.current_task(self) is None else 0):
             if self._is_stopping or not self._scheduler.num_ready:
                 return
@@ -183,7 +183,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
                 handle._run()
 
     def _run_timers(self) -> None:
-        """Those that are due; a clock that leapt makes many due at once."""
+        """Run the timers that are due: several, if the clock has leapt."""
         while self._timers and self._timers[0][0] <= self._scheduler.now:
             timer = heapq.heappop(self._timers)[2]
             if not timer.cancelled():

@@ -1,7 +1,7 @@
-"""Memories that know whose block is whose: contents by tag, an owner's generation per block, poison where nobody is.
+"""Simulated memories that track owners: each block holds a tag, a generation counts its owners, and a change of hands
+poisons it.
 
-The KV of a block is a function of the prefix that ends in it, so a tag that stands for that prefix stands for its
-bytes.
+The KV of a block is a function of the prefix that ends in it, so a tag for that prefix stands for its bytes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .violations import Violation
 __all__ = ["POISON", "TORN", "Memory", "OwnedPool", "Tags"]
 
 POISON = 0
-"""What a block holds that nobody has written to since it changed hands."""
+"""Content of a block that was not written since it changed hands."""
 TORN = -1
-"""What a copy leaves that broke off in the middle of a block."""
+"""Content of a block that a copy left half-written, or that a fault changed."""
 
 
 class Tags:
-    """One number for each prefix, counted in the order in which they are met."""
+    """One number for each prefix, in the order of first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
@@ -33,7 +33,7 @@ class Tags:
         return self._numbers.setdefault(identity, len(self._numbers) + 1)
 
     def name(self, tag: int) -> str:
-        """What a tag stands for, for whoever reads a report."""
+        """What a tag stands for, as text for reports."""
         special = {POISON: "poison", TORN: "torn"}
         found = next((identity for identity, number in self._numbers.items() if number == tag), "garbage")
         return special.get(tag) or repr(found)
@@ -71,7 +71,7 @@ class Memory:
         return tuple(self.generation[block_id] for block_id in block_ids)
 
     def check_owner(self, what: str, block_id: int, generation: int) -> None:
-        """`what` may touch the block only while it is in the hands it was in at `generation`."""
+        """`what` may touch the block only while the block has the owner that `generation` stands for."""
         if not self.is_owned[block_id] or self.generation[block_id] != generation:
             state = "another owner" if self.is_owned[block_id] else "no owner"
             raise Violation("ownership", f"{what} touches {self.tier.name} block {block_id}, which has {state} by now")
@@ -87,12 +87,12 @@ class Memory:
 
 @attrs.define(eq=False)
 class OwnedPool:
-    """A pool whose every change of hands is written down."""
+    """A pool that records every change of hands in its `Memory`."""
 
     pool: DevicePool
     memory: Memory
     poison: Callable[[array[int]], None]
-    """Spoils blocks that change hands, when the device gets round to it."""
+    """Poisons blocks that change hands: at once, or in order on the device's stream."""
 
     @property
     def num_blocks(self) -> int:

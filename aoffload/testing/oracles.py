@@ -1,7 +1,7 @@
 """The oracles: what must hold after every step, and what must hold when everything is over.
 
-Wrong bytes, blocks in the wrong hands and matches that cannot be are noticed where they happen (`memory.py`,
-`engine.py`); here is what can be seen by looking at the ledger from outside.
+Wrong bytes, wrong owners and impossible matches are found where they happen (`memory.py`, `engine.py`). The laws here
+are checked by looking at the ledger from outside.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ class Oracles:
     num_checks: int = 0
     num_timeouts: int = 0
     broken: list[Violation] = attrs.field(factory=list)
-    """Found inside of a call; the first ends the run."""
+    """Violations found inside a call; the first ends the run."""
     stride: int = 1
-    """Looks at every so many-th change; at rest in any case."""
+    """Checks after every `stride` changes of the ledger, and at rest in any case."""
     is_cut_short: bool = False
     """Closing was itself cancelled, so it did not wait for the copies in flight."""
     _given_up: list[Completion] = attrs.field(factory=list)
-    """Launched jobs that somebody stopped expecting."""
+    """UNPROVEN completions of unsettled jobs."""
     _told_corrupt: set[int] = attrs.field(factory=set)
-    """Jobs that the ledger was told of in time: a worker that was cancelled tells it of none any more."""
+    """Jobs whose CORRUPT completion reached the ledger: a cancelled worker passes none on."""
     _version: int = 0
     _checked: int = -1
 
     def attach(self) -> None:
-        """Have every call that changes the ledger noticed, and every refusal compared with what was before it."""
+        """Wrap every call that changes the ledger: count it, and check that a refusal changes no statistics."""
         self.keeping.attach()
         ledger: Any = self.runtime.ledger
         for name in CHANGING:
@@ -75,7 +75,7 @@ class Oracles:
         transport.launch = self._kept(transport.launch)
 
     def _kept(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A violation in `call` is not forgotten where its caller survives whatever it is given."""
+        """`call`, with its violations kept: its caller may swallow every exception."""
 
         @functools.wraps(call)
         def kept(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class Oracles:
         num_timeouts = self.num_timeouts
         found = call(*args, **kwargs)
         if name == "preempt_nowait":
-            self.num_timeouts = num_timeouts  # it has given up its load of itself
+            self.num_timeouts = num_timeouts  # the request gave up its own load: no timeout
         if name == "plan_load" and not had_load and args[0].load is not None:
             self.waits.load_begun(args[0])
         if name == "resume":
@@ -129,7 +129,7 @@ class Oracles:
         return found
 
     def _check_refusal(self, name: str, error: OutOfBlocks) -> None:
-        """Only who has others before it is refused what is there."""
+        """A call is refused room that is there only if others are in line before it."""
         admission = self.runtime.ledger.admission
         is_behind = admission.line.extending or (name == "allocate_nowait" and admission.line.allocating)
         if name.endswith("_nowait") and not is_behind and error.num_needed <= admission.room:
@@ -138,7 +138,7 @@ class Oracles:
             )
 
     def _check_match(self, holding: Holding) -> None:
-        """What is matched is there now: of every band what computing reads on, in the tiers that it was matched in."""
+        """What is matched is cached now: of every band, the units that computing reads next, in the matched tiers."""
         for tiers, tier, stop in (
             ((Tier.DEVICE,), Tier.DEVICE, holding.published),
             (tuple(Tier), Tier.HOST, holding.hit_stop),
@@ -157,7 +157,8 @@ class Oracles:
                     raise Violation("a match of nothing", f"{holding} matched {stop} units, and {over.run} is there")
 
     def _check_turns(self, name: str, extending: tuple[Waiter, ...], allocating: tuple[Waiter, ...]) -> None:
-        """Extensions before allocations, each in its order; nobody new before them; the youngest gives way."""
+        """Extensions are granted before allocations, each in their order; no newcomer passes the line; the youngest
+        extension gives way."""
         line = self.runtime.ledger.admission.line
         if name == "allocate_nowait" and (extending or allocating):
             raise Violation("out of turn", "room was taken past a line")
@@ -173,7 +174,7 @@ class Oracles:
                 raise Violation("out of turn", f"{waiter} gave way before a younger one")
 
     def _settle(self, call: Callable[..., Any], completion: Completion) -> Any:
-        """A transient failure of a load forgets nothing that is in host memory."""
+        """A transient failure of a load frees no host block."""
         ledger = self.runtime.ledger
         job = ledger.jobs.unsettled.get(completion.job_id)
         host = ledger.cache.tiers[Tier.HOST].pool
@@ -188,15 +189,15 @@ class Oracles:
             raise Violation("settled twice", f"{completion} took the place of {parked}")
         is_transient = completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN)
         is_load = job is not None and job.plan.direction is Direction.LOAD and job.epoch == ledger.cache.epoch
-        is_load = is_load and not self.engine.num_resets_of_tiers  # what was reset goes with its last reader
-        is_spoiled = any(self.faults.fired[kind] for kind in ("rot", "flip", "early"))  # what is bad goes when it may
+        is_load = is_load and not self.engine.num_resets_of_tiers  # reset blocks are freed with their last reader
+        is_spoiled = any(self.faults.fired[kind] for kind in ("rot", "flip", "early"))  # then bad blocks are freed
         if is_transient and is_load and not is_spoiled and host.num_free != before:
             raise Violation("forgotten for nothing", f"{completion} freed {host.num_free - before} host blocks")
         return result
 
     def check_launch(self, transport: SimulatedTransport, plan: TransferPlan) -> None:
-        """Nothing is launched by a runtime that closes, behind a stall, or for nobody; loads go before stores; and
-        never above the bounds, but for a job above the bound, which goes alone."""
+        """No launch by a runtime that closes, behind a stall, or for a job that was discarded or queued before a reset.
+        Loads go before stores. The in-flight bounds hold, except that a job larger than the byte bound goes alone."""
         if not self.runtime._session.is_open:
             raise Violation("launched while closing", repr(self.runtime))
         if self.runtime.worker._overdue:
@@ -224,7 +225,7 @@ class Oracles:
     # -- after every step -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """The laws of conservation, and that nobody waits for what is there."""
+        """The conservation laws, and that no request waits for room that is there."""
         if broken := self.broken + self.waits.broken:
             raise broken[0]
         if self._version - self._checked < self.stride and (self.stride > 1 or not self.runtime.ledger._closing):
@@ -249,7 +250,7 @@ class Oracles:
                 raise Violation("a negative count", repr(tier))
 
     def _check_jobs(self) -> None:
-        """Nothing is stored twice at a time, and no load is queued that nobody waits for."""
+        """No block is in two stores at a time, no store lies behind a gap, and no load without a claim is queued."""
         storing: set[int] = set()
         for job in self.runtime.ledger.jobs.unsettled.values():
             if job.plan.direction is Direction.LOAD:
@@ -259,11 +260,12 @@ class Oracles:
                 raise Violation("stored twice", repr(job))
             elif self._is_behind_a_gap(job):
                 raise Violation("a store behind a gap", f"{job} has evicted what it hangs on")
-            elif job.epoch == self.runtime.ledger.cache.epoch:  # what is doomed may be computed, and stored, again
+            elif job.epoch == self.runtime.ledger.cache.epoch:  # other jobs do not count: they publish nothing
                 storing.update(job.plan.source_ids)
 
     def _is_behind_a_gap(self, job: Job) -> bool:
-        """Unless something failed: what lies before a store is in host memory, or on its way there."""
+        """Whether units before this store are neither in host memory nor on their way there. Always False once a fault
+        or an invalidation has happened, and without LRU eviction."""
         is_disturbed = self.faults.fired or self.engine.num_invalidations or self.runtime.config.eviction != "lru"
         if is_disturbed or job.epoch != self.runtime.ledger.cache.epoch or job.band:
             return False
@@ -273,7 +275,7 @@ class Oracles:
         return any(stretch.run.parts[Tier.HOST].stop < stretch.stop for stretch in over)
 
     def _check_pins(self) -> None:
-        """Host pins end when the load does."""
+        """A preempted request has no device lease, a running one no host lease, and a matched one has its leases."""
         for holding in self.runtime.ledger.holdings.values():
             if holding.state is RequestState.PREEMPTED and Tier.DEVICE in holding.leases:
                 raise Violation("a leak", f"{holding} still pins device blocks")
@@ -322,7 +324,7 @@ class Oracles:
         return self.runtime.ledger.layout.width
 
     def _hit(self, holding: Holding) -> Hit:
-        """What it would match now."""
+        """What `holding` would match now."""
         cache = self.runtime.ledger.cache
         if holding.epoch != cache.epoch:
             return Hit(0, 0, ())
@@ -333,7 +335,7 @@ class Oracles:
         return self._hit(holding).device_stop
 
     def _evictable_of(self, holding: Holding) -> int:
-        """Blocks of its own hit that nobody pins yet: room that it would take away from itself."""
+        """Evictable blocks of its own hit: pinning the hit takes them out of the room."""
         hit = self._hit(holding)
         unpinned = [run for run in hit.path if not run.parts[Tier.DEVICE].num_references]
         return sum(max(0, min(run.stop, hit.device_stop) - run.start) for run in unpinned) * self._width
@@ -345,7 +347,7 @@ class Oracles:
     # -- when everything is over ----------------------------------------------------------------------------------
 
     def check_at_rest(self, asks: list[Ask]) -> None:
-        """Nobody is served and nothing is under way."""
+        """The laws for a runtime that serves no request and has nothing under way."""
         self._checked = -self.stride
         self.check()
         rest = Rest(self.runtime, self.engine, self.faults)

@@ -1,4 +1,4 @@
-"""Plans and results: what one run depends on, as a line that replays it, and what became of it."""
+"""Plans and results: everything that one run depends on, as a line that replays it; and how the run ended."""
 
 from __future__ import annotations
 
@@ -62,24 +62,25 @@ class Result:
     plan: Plan
     violation: Violation | None
     outcomes: dict[str, str]
-    """D, R, A or X, by client."""
+    """D, R, A or X (see `Client`), by client."""
     num_steps: int
     num_choices: int
     digest: str
-    """Of the choices that were made where there was one to make."""
+    """Hash of the choices at steps with more than one option."""
     num_cancels: int
     faults: Counter[str]
     opportunities: Counter[str]
     await_lines: frozenset[tuple[str, int]]
-    """Of the package, at which a cancellation met somebody."""
+    """Lines of the package at which a cancellation met a task."""
     waits: dict[tuple[str, int], Cancel]
-    """If asked for: of the package, where somebody was suspended, and the cancellation that meets the first of them."""
+    """With `note_waits`: lines of the package at which a client was suspended, each with a cancellation that meets the
+    first client there."""
     suspensions: dict[str, int]
-    """How often each client was suspended: where it can be cancelled."""
+    """How often each client was suspended: the points at which it can be cancelled."""
     num_checks: int
     num_blocks_checked: int
     counts: Counter[str]
-    """What happened, by the runtime's events: how the workload is known to have reached what it is meant to."""
+    """The runtime's log events: they show whether the workload has reached what it is meant to reach."""
     trace: list[Decision]
     log: list[str]
     time_s: float

@@ -1,4 +1,4 @@
-"""The oracles of the end: when nobody is served and nothing is under way, nothing is left but what is cached."""
+"""The laws at rest: when no request is served and nothing is under way, nothing is left but what is cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Rest:
     faults: Faults
 
     def check_empty(self) -> None:
-        """Nothing is pinned, waited for or known of any more."""
+        """No pin, wait, job, transfer or request is left."""
         found = self.runtime.statistics()
         pinned = (found.device.num_pinned, found.host.num_pinned)
         if (found.num_requests, found.num_waiting, found.num_jobs, *pinned) != (0, 0, 0, 0, 0):
@@ -38,13 +38,13 @@ class Rest:
             raise Violation("a leak", f"requests are still known: {list(self.runtime._session.requests)}")
 
     def check_nothing_is_lost(self) -> None:
-        """No block is in quarantine where no fault explains it."""
+        """No block is in quarantine. Only for runs without a fault that explains one."""
         found = self.runtime.statistics()
         if found.device.num_quarantined or found.host.num_quarantined:
             raise Violation("a leak", f"quarantined without a fault: {found}")
 
     def check_proofs(self) -> None:
-        """Whose end was proven, however late, is in quarantine no more."""
+        """A job whose end was proven, however late, is not quarantined, and no bytes count as in flight."""
         ledger, worker = self.runtime.ledger, self.runtime.worker
         ignored = self.engine.proven & (set(ledger.jobs.quarantined) | worker._overdue)
         if worker._num_bytes or worker._in_flight:
@@ -53,7 +53,7 @@ class Rest:
             raise Violation("a proof was ignored", f"jobs {sorted(ignored)}")
 
     def check_forgotten(self, job_ids: set[int]) -> None:
-        """What the ends of these loads said to be corrupt is forgotten."""
+        """Host blocks that these loads reported as corrupt are freed."""
         bad = {one for job_id in job_ids for one in self.engine.corrupt(job_id)}
         kept = sorted(block_id for block_id, generation in bad if self._is_findable(block_id, generation))
         if kept:
@@ -64,7 +64,7 @@ class Rest:
         return host.is_owned[host_id] and host.generation[host_id] == generation
 
     def check_reachable(self) -> None:
-        """Unless something failed: a prefix loses its tail before its head, so no tier holds a tail without one."""
+        """Unless something failed: LRU evicts a prefix's tail before its head, so no tier holds a tail without one."""
         if self.faults.fired or self.engine.num_invalidations or self.runtime.config.eviction != "lru":
             return
         for run in self.runtime.ledger.cache.index.runs.values():
@@ -74,14 +74,14 @@ class Rest:
                     raise Violation("a tail without its head", f"{run} behind {run.before}")
 
     def check_hits(self, asks: list[Ask]) -> None:
-        """At rest, exactly what lies in memory hits: the device from the start on, behind it the host."""
+        """Exactly what lies in memory hits: device blocks from the start on, then host blocks."""
         lost_bytes = {"rot", "early", "flip"} & set(self.faults.fired)
         for ask in asks:
             expected = self._expected_hit(ask)
             found = self._found_hit(ask)
             if lost_bytes or self.engine.num_invalidations:
                 continue
-            # Without full attention nothing may be needed for a hit, but that somebody has had these tokens.
+            # Without full attention a hit may need no block at all, only that a request had these tokens before.
             is_right = found == expected if self.runtime.ledger.layout.spine.width else found <= expected
             if not is_right:
                 raise Violation("what may hit", f"{found} units of {ask.tokens} hit, memory says {expected}")
@@ -94,15 +94,15 @@ class Rest:
         return hit.device_stop, hit.stop
 
     def _expected_hit(self, ask: Ask) -> tuple[int, int]:
-        """By a search over all lengths."""
+        """The expected hit, by a search over all lengths."""
         ends = range(len(ask.tokens) // self.runtime.ledger.layout.unit_tokens, -1, -1)
         held = {tier: self._held(ask, tier) for tier in Tier}
         stop = next(end for end in ends if self._may_end(end, held, tuple(Tier)))
         return next(end for end in range(stop, -1, -1) if self._may_end(end, held, (Tier.DEVICE,))), stop
 
     def _may_end(self, stop: int, held: dict[Tier, set[tuple[int, int]]], tiers: tuple[Tier, ...]) -> bool:
-        """Whether each group has what it needs of the first `stop` units: of full attention the device from the start
-        on and the host behind it, of the others anywhere."""
+        """Whether each group has what a hit of `stop` units needs: full attention on the device from the start on, then
+        in the host; the other groups in any tier."""
         layout = self.runtime.ledger.layout
         needed = [
             (group, unit)
@@ -118,7 +118,7 @@ class Rest:
         return not behind or (Tier.HOST in tiers and held[Tier.HOST].issuperset(behind))
 
     def _held(self, ask: Ask, tier: Tier) -> set[tuple[int, int]]:
-        """The units of each group that are in memory, whole, and in somebody's hands."""
+        """The units of each group whose blocks are all in memory, owned, and not quarantined."""
         memory = self.engine.device if tier is Tier.DEVICE else self.engine.transport.host
         quarantined = {
             block_id

@@ -1,7 +1,7 @@
-"""The scheduler: everything that can happen next in one list, one of it picked per step, and a clock that jumps.
+"""The scheduler: one list of everything that can happen next, one pick per step, and a clock that jumps.
 
 Tasks, copies, threads and wake-ups are actors alike. Time passes only when nothing is ready, so a wait of minutes costs
-nothing; when nothing is ready and nothing will ever be, that is a deadlock, found at once and not by a timeout.
+nothing. If nothing is ready and nothing ever will be, that is a deadlock, found at once and not by a timeout.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Scheduler:
     after_step: Callable[[], None] = lambda: None
     """Where the oracles look."""
     before_wait: Callable[[float], None] = lambda until: None
-    """Called when nothing is ready, with the time until which nothing will be: where whoever should have been woken,
-    or should be before that, is looked for."""
+    """Called when nothing is ready, with the time until which nothing will be: where the oracles look for tasks that
+    should have been woken, or should be before that time."""
     now: float = 0.0
     step: int = 0
     num_choices: int = 0
     """Steps with more than one option."""
     steps_of: Counter[str] = attrs.field(factory=Counter)
-    """By name: as often as a task was stepped it was suspended, or is over."""
+    """Steps taken, by name: a task was suspended after each of its steps, or is over."""
     trace: list[Decision] = attrs.field(factory=list)
     _ready: list[Option] = attrs.field(factory=list)
     _later: list[tuple[float, int, str, Callable[[], None]]] = attrs.field(factory=list)
@@ -71,7 +71,7 @@ class Scheduler:
 
     @property
     def digest(self) -> str:
-        """Of the choices made so far, those without an alternative left out."""
+        """Hash of the choices made so far at steps with more than one option."""
         return self._hash.hexdigest()
 
     def add(self, actor: int, name: str, run: object) -> None:
@@ -79,15 +79,15 @@ class Scheduler:
         self._ready.append(Option(actor, name, self.step, run))
 
     def act(self, name: str, run: Callable[[], None], delay_s: float = 0.0) -> None:
-        """Have something outside of the event loop happen, `delay_s` from now and then whenever it is picked."""
+        """Schedule something outside the event loop: it is ready `delay_s` from now, and runs when it is picked."""
         if delay_s <= 0.0:
             self.add(self.new_actor(), name, run)
         else:
             heapq.heappush(self._later, (self.now + delay_s, self.new_actor(), name, run))
 
     def pick(self) -> Option:
-        """Take one of what is ready off the list. What became ready at the same step is ordered by number: sets of
-        tasks are ordered by address, which no seed determines."""
+        """Take one ready option off the list. Options that became ready at the same step are ordered by actor number:
+        sets order tasks by address, which no seed determines."""
         self._ready.sort(key=_by_age)
         index = 0
         if len(self._ready) > 1:
@@ -119,12 +119,12 @@ class Scheduler:
         self.collect()
 
     def jump(self, seconds: float) -> None:
-        """Let the clock leap: a loop that was blocked, a machine that slept."""
+        """Let the clock leap, as after a blocked loop or a machine's sleep."""
         self.now += seconds
         self.collect()
 
     def collect(self) -> None:
-        """What is due by now is ready."""
+        """Make everything ready that is due."""
         while self._later and self._later[0][0] <= self.now:
             _, actor, name, run = heapq.heappop(self._later)
             self.add(actor, name, run)

@@ -1,4 +1,4 @@
-"""How an engine serves what it is asked for: every request, from its match to its last token."""
+"""How the simulated engine serves a request, from its match to its last token."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class SimulatedEngine(TagEngine):
     _preempted: WeakKeyDictionary[Request, int] = attrs.field(factory=WeakKeyDictionary)
 
     async def serve(self, name: str, ask: Ask, watch: Callable[[Request], None] = lambda request: None) -> None:
-        """One request, from its match to its last token. `watch` sees it as soon as it is entered."""
+        """Serve one request, from its match to its last token. `watch` gets it as soon as it is entered."""
         async with self.open(name, ask) as request:
             watch(request)
             await self.run(request, ask)
 
     def open(self, name: str, ask: Ask) -> Request:
-        """A request to be entered at once."""
+        """A request. Enter it at once: resets are counted from here."""
         request = self.runtime.request(
             ask.tokens, name, cache_salt=ask.salt, adapter_key=ask.adapter, deadline_s=ask.deadline_s,
             max_hit_tokens=ask.max_hit_tokens, hit_alignment=ask.hit_alignment, key_spans=ask.key_spans,
@@ -42,7 +42,7 @@ class SimulatedEngine(TagEngine):
         return request
 
     async def run(self, request: Request, ask: Ask) -> None:
-        """Room, load, prompt, new tokens."""
+        """Allocate, load, prefill, decode."""
         born = self._born.setdefault(request, self.num_resets)
         self.check_match(request, ask)
         await self._allocate(request, ask)
@@ -75,7 +75,7 @@ class SimulatedEngine(TagEngine):
             except OutOfBlocks:
                 if wanted <= request.match.num_tokens + ask.slice_tokens:
                     raise
-                # The hit that made it fit has gone while it was waiting.
+                # The hit that made the request fit has gone while it was waiting.
         await request.allocate()
 
     async def prefill(self, request: Request, ask: Ask, num_ready: int) -> None:
@@ -99,8 +99,8 @@ class SimulatedEngine(TagEngine):
             await self._perhaps_preempt(request, ask, tokens, len(tokens))
 
     async def _perhaps_preempt(self, request: Request, ask: Ask, tokens: tuple[int, ...], stop: int) -> int:
-        """Give up everything for a while, and have it again up to `stop`: loaded, or computed again. Somebody else may
-        have come further meanwhile."""
+        """Perhaps preempt and resume the request, then recompute what is missing up to `stop`. Returns how many tokens
+        it has: more than `stop` if another request has computed further meanwhile."""
         preempted = self._preempted.setdefault(request, 0)
         if preempted >= ask.num_preemptions or self.transport.random.random() < 0.3:
             return stop

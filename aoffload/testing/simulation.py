@@ -62,14 +62,14 @@ class Simulation:
         self.oracles: list[Oracles] = []
         self.asks: list[Ask] = []
         self.violations: list[Violation] = []
-        """Found inside of clients; the first ends the run."""
+        """Violations found inside clients; the first ends the run."""
         self.injector = Injector(plan, self.scheduler, self.faults, self.log, self.clients, note_waits)
         self.scheduler.before_step = self.injector.strike
         self._group: anyio.abc.TaskGroup | None = None
 
     @property
     def is_native(self) -> bool:
-        """Whether a task may be cancelled natively: a thread that it awaits is not waited for then."""
+        """Whether the plan cancels tasks natively: such a task does not wait for its thread."""
         return any("native" in cancel.how for cancel in self.plan.cancels)
 
     @property
@@ -91,8 +91,8 @@ class Simulation:
         num_ranks: int = 1,
         **options: Any,
     ) -> SimulatedEngine:
-        """An engine on a runtime of its own: `async with engine.runtime: ...`. Groups without an `attention` of their
-        own are of full attention. Several ranks have memories of their own; each must hold the right bytes."""
+        """An engine on a runtime of its own: `async with engine.runtime: ...`. Groups without an entry in `attention`
+        have full attention. Each rank has its own memories, and each must hold the right bytes."""
         options.setdefault("num_host_blocks", 8)
         kinds = (*attention, *[FullAttention()] * len(block_sizes))
         groups = [KVCacheGroup(f"group{i}", kinds[i], size) for i, size in enumerate(block_sizes)]
@@ -109,7 +109,7 @@ class Simulation:
         observers: Iterable[RuntimeObserver] = (),
         kind: type[SimulatedEngine] = SimulatedEngine,
     ) -> SimulatedEngine:
-        """The same for a whole configuration; `num_device_blocks` without the null block."""
+        """Like `runtime`, for a whole configuration; `num_device_blocks` does not count the null block."""
         rng = random.Random(f"device {self.plan.seed}")
         device = Stream(self.scheduler, rng) if stream else None
         num_host_blocks = config.resolve_host_blocks(1)
@@ -132,7 +132,7 @@ class Simulation:
 
     @staticmethod
     def _own_blocks(runtime: OffloadRuntime, rank: SimulatedTransport) -> None:
-        """Have the memories of `rank` know whose block is whose."""
+        """Let the memories of `rank` track the owner of each block."""
         for tier in runtime.ledger.cache.tiers:
             memory = rank.device if tier.tier is Tier.DEVICE else rank.host
             on_stream = rank.stream if tier.tier is Tier.DEVICE else None
@@ -151,11 +151,11 @@ class Simulation:
         return client
 
     async def sleep(self, seconds: float) -> None:
-        """Virtual seconds."""
+        """Sleep for virtual seconds."""
         await anyio.sleep(seconds)
 
     async def jitter(self) -> None:
-        """Arrive a little later, or not."""
+        """Sleep 0 to 10 virtual milliseconds."""
         await anyio.sleep(self.random.choice((0.0, 0.0, 0.001, 0.003, 0.01)))
 
     async def join(self) -> None:
@@ -182,7 +182,7 @@ class Simulation:
     # -- the run --------------------------------------------------------------------------------------------------
 
     async def run(self, scenario: Scenario) -> None:
-        """The scenario is the client `main`; when everybody is over, nothing may be left."""
+        """Run the scenario as the client `main`. When all clients are over, check the laws at rest."""
 
         async def main(client: Client) -> None:
             await scenario(self)
@@ -199,7 +199,7 @@ class Simulation:
         for engine in self.engines:
             if engine.transport.stream is not None:
                 await engine.transport.stream.wait_idle()
-        for _ in range(3):  # what is late comes before the end is looked at, also if the clock has leapt over a sleep
+        for _ in range(3):  # late proofs come before the checks at rest, even if the clock leaps over a sleep
             await anyio.sleep(LATE_S)
         for client in self.clients:
             client.check()
@@ -224,7 +224,7 @@ class Simulation:
 def simulate(plan: Plan, scenario: Scenario, *, keep_trace: bool = False, note_waits: bool = False) -> Result:
     """Run `scenario` as `plan` says. The same plan gives the same run, on every machine and in every process.
 
-    `note_waits`: say where clients can be cancelled, line by line (`Result.waits`).
+    `note_waits`: record the lines at which clients can be cancelled (`Result.waits`).
     """
     with undisturbed():
         result = _simulate(plan, scenario, keep_trace, note_waits)
@@ -239,7 +239,7 @@ def _simulate(plan: Plan, scenario: Scenario, keep_trace: bool, note_waits: bool
 
 
 def violation_of(simulation: Simulation, scenario: Scenario) -> Violation | None:
-    """The law that `scenario` breaks there, if any. `undisturbed`, unless nobody asks for the same run again."""
+    """Run `scenario`, and return its violation, if any. Within `undisturbed`, if the run has to be repeatable."""
     violation: Violation | None = None
     try:
         _run(simulation, scenario)
@@ -267,7 +267,7 @@ def _run(simulation: Simulation, scenario: Scenario) -> None:
 
 
 def _violation_in(error: BaseException) -> Violation | None:
-    """The first one, wherever task groups have put it."""
+    """The first violation in `error`, which may be an exception group."""
     if isinstance(error, Violation):
         return error
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
@@ -276,8 +276,8 @@ def _violation_in(error: BaseException) -> Violation | None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """The collector would run finalizers at steps that no seed determines; what a broken-off run leaves behind says
-    nothing new."""
+    """Without the garbage collector, which would run finalizers at steps that no seed determines, and without warnings,
+    because those about a broken-off run say nothing new."""
     was_enabled, hook = gc.isenabled(), sys.unraisablehook
     gc.disable()
     sys.unraisablehook = lambda unraisable: None

@@ -21,7 +21,7 @@ from .scheduler import Scheduler
 __all__ = ["SimulatedTransport"]
 
 LATE_S = 0.7
-"""How long proof takes that comes late: longer than any copy, shorter than any timeout."""
+"""Delay of a late proof: longer than any copy, shorter than any timeout."""
 
 
 @attrs.define(eq=False)
@@ -34,17 +34,19 @@ class Copy:
     source_generations: tuple[int, ...]
     destination_generations: tuple[int, ...]
     is_doomed: Callable[[], bool]
-    """Whether it will publish nothing, because it was given up or its bytes are wrong: its source may be anybody's."""
+    """Whether it will publish nothing, because it was given up or its bytes are wrong: its source may have another
+    owner."""
     num_moved: int = 0
     is_told: bool = False
-    """Its end was delivered; it may still write."""
+    """Its completion was delivered; it may still write."""
 
     @property
     def name(self) -> str:
         return f"{self.plan.direction.value} {self.plan.job_id}"
 
     def move(self, stop: int) -> None:
-        """Write blocks up to `stop`. Only into blocks that are the job's, and, until its end is known, from such."""
+        """Copy blocks up to `stop`. The destinations must be the job's own; the sources, too, until its completion is
+        delivered."""
         for index in range(self.num_moved, stop):
             source_id, destination_id = self.plan.source_ids[index], self.plan.destination_ids[index]
             self.destination.check_owner(self.name, destination_id, self.destination_generations[index])
@@ -57,7 +59,7 @@ class Copy:
 class SimulatedTransport:
     """Implements `Transport` over two memories of tags.
 
-    With a `stream`, compute runs later and fences matter; without one, as on a CPU, it is over when it returns.
+    With a `stream`, compute runs later and fences matter; without one, as on a CPU, it is over when the call returns.
     """
 
     num_regions = 2
@@ -80,14 +82,14 @@ class SimulatedTransport:
         self.stream = stream
         self.faults = faults
         self.in_flight: dict[int, Copy] = {}
-        """Launched and not yet told over, by job id."""
+        """Launched copies without a completion, by job id."""
         self.check_launch: Callable[[SimulatedTransport, TransferPlan], None] = lambda transport, plan: None
-        """Called at each launch, before it."""
+        """Called before each launch."""
         self.is_doomed: Callable[[int], bool] = lambda job_id: False
         self.proven: set[int] = set()
-        """Jobs whose end was told for certain, in time or late."""
+        """Jobs with a proven end, in time or late."""
         self.corrupt: dict[int, set[tuple[int, int]]] = {}
-        """Host blocks, and their generation, that a load was told to hold other bytes than were stored; by job id."""
+        """Host blocks, with their generation, that a load's completion reported as corrupt; by job id."""
         self._scheduler = scheduler
         self.random = rng
         self._watched: dict[int, RegionFences] = {}
@@ -166,7 +168,7 @@ class SimulatedTransport:
             return
         waiting = [fence for fence in fences if isinstance(fence, SimulatedFence) and not fence.has_passed]
         if not waiting and not late and self.random.random() < 0.2:
-            self._start(copy)  # as fast as the call that launches it
+            self._start(copy)  # within the call that launches it
             return
         self._after_fences(copy, waiting)
 
@@ -208,7 +210,7 @@ class SimulatedTransport:
             self._land_all(copy)
 
     def _give_regions(self, copy: Copy) -> None:
-        """Everything is there, and the end is told later: a forward that waits for its first layer goes on now."""
+        """All bytes are there: a forward that waits for its first layer goes on now. The completion comes later."""
         copy.move(copy.plan.num_blocks)
         fences = self._watched.pop(copy.plan.job_id)
         for index in range(self.num_regions):
@@ -229,12 +231,12 @@ class SimulatedTransport:
             copy.destination.content[self.random.choice(copy.plan.destination_ids)] = TORN
 
     def _land_early(self, copy: Copy) -> None:
-        """Told before the last block is there: till it is, and for good if others write there, the sum differs."""
+        """A store that is reported as landed while its second half is missing: the checksums of those blocks differ."""
         self._tell(copy, self._landed(copy))
         last = copy.plan.destination_ids[-1]
 
         def arrive() -> None:
-            copy.destination.content[last] = TORN  # whoever's it is by now: only a checksum notices
+            copy.destination.content[last] = TORN  # whatever its owner is by now: only a checksum notices
 
         self._scheduler.act(f"{copy.name} really lands", arrive, 0.002)
 
@@ -248,7 +250,7 @@ class SimulatedTransport:
         self._tell(copy, Completion(copy.plan.job_id, Outcome.FAILED, num_landed, error="broke off"))
 
     def _num_right(self, copy: Copy, num_landed: int) -> int:
-        """With checksums, what landed before a copy broke off counts as far as it is right."""
+        """How many of the landed blocks count: with checksums, a load counts only up to the first wrong block."""
         if not self._verify or copy.plan.direction is Direction.STORE:
             return num_landed
         pairs = zip(copy.plan.source_ids[:num_landed], copy.plan.destination_ids, strict=False)
@@ -256,14 +258,15 @@ class SimulatedTransport:
         return next(wrong, num_landed)
 
     def _die(self, direction: Direction) -> None:
-        """Everything that the thread of this direction had begun is in doubt, and no proof will come."""
+        """The copy thread of this direction dies. Its copies end UNPROVEN, without any later proof; those that wrote
+        nothing may end FAILED."""
         self._dead.add(direction)
         for copy in [copy for copy in self.in_flight.values() if copy.plan.direction is direction]:
             outcome = Outcome.UNPROVEN if copy.num_moved or self.random.random() < 0.5 else Outcome.FAILED
             self._tell(copy, Completion(copy.plan.job_id, outcome, error="the copy thread died"))
 
     def _landed(self, copy: Copy) -> Completion:
-        """What is reported of a copy that has moved everything: with checksums, which blocks are wrong."""
+        """The completion of a copy that has moved everything: with checksums, CORRUPT for a load of wrong blocks."""
         plan, num_blocks = copy.plan, copy.plan.num_blocks
         if self._verify and plan.direction is Direction.STORE:
             self._sum(copy, num_blocks)
@@ -278,7 +281,7 @@ class SimulatedTransport:
         return Completion(plan.job_id, Outcome.LANDED, num_blocks, num_bytes=num_blocks * self.block_bytes)
 
     def _sum(self, copy: Copy, num_blocks: int) -> None:
-        """At the source: what arrives later than it should is noticed then."""
+        """Take the checksums at the source, so that a block which arrives too late differs from its checksum."""
         for block_id, host_id in zip(copy.plan.source_ids[:num_blocks], copy.plan.destination_ids, strict=False):
             self._sums[host_id] = copy.source.content[block_id]
 
@@ -290,7 +293,7 @@ class SimulatedTransport:
         self._counts["blocks_loaded" if kind == "load" else "blocks_stored"] += completion.num_landed
         if completion.outcome is not Outcome.UNPROVEN:
             self.proven.add(copy.plan.job_id)
-        # What is said of a job that was given up comes too late: its source may be anybody's.
+        # Not of a job that was given up: its source may have another owner.
         for index in completion.corrupt if not self.is_doomed(copy.plan.job_id) else ():
             bad = self.corrupt.setdefault(copy.plan.job_id, set())
             bad.add((copy.plan.source_ids[index], copy.source_generations[index]))
@@ -302,7 +305,7 @@ class SimulatedTransport:
         return self.device if tier is Tier.DEVICE else self.host
 
     def _check(self, plan: TransferPlan) -> None:
-        """What a real transport would refuse is somebody's mistake, and is said at once."""
+        """Fail at once on a plan that a real transport would refuse: it is a bug of the caller."""
         for tier, ids in ((plan.source, plan.source_ids), (plan.destination, plan.destination_ids)):
             lowest, memory = (1, self.device) if tier is Tier.DEVICE else (0, self.host)
             assert all(lowest <= block_id < memory.num_rows for block_id in ids), f"{plan} names no block"
@@ -311,7 +314,8 @@ class SimulatedTransport:
 
 
 def _otherwise(completion: Completion) -> Completion:
-    """A second completion need not say what the first one did; only doubt stays doubt, or it would be late proof."""
+    """A second completion that contradicts the first: LANDED and FAILED are swapped. UNPROVEN is repeated, because
+    another outcome would be a late proof; so is CORRUPT."""
     if completion.outcome is Outcome.FAILED:
         return Completion(completion.job_id, Outcome.LANDED, completion.num_landed + 1)
     if completion.outcome is Outcome.LANDED:

@@ -1,8 +1,8 @@
 """trio under the scheduler: one task per step instead of trio's batches, and a clock that jumps.
 
 Trio steps every runnable task once per batch, in random order, so no task can get two steps ahead of another. Its queue
-of runnable tasks is replaced by one that hands out a single picked task at a time. That queue is not public: whether it
-is there is checked, and nothing but this module knows of it.
+of runnable tasks is replaced by one that hands out a single picked task at a time. That queue is not public: this
+module checks that it is there, and no other module uses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class PickedQueue:
-    """Stands in for trio's queue: it looks like a queue of one."""
+    """Replaces trio's queue: each iteration hands out one picked task."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -38,7 +38,7 @@ class PickedQueue:
         return self._scheduler.num_ready
 
     def __iter__(self) -> Iterator[trio.lowlevel.Task]:
-        """The task to run now. What is no task's step is done here, outside of any task."""
+        """The task to run now. A step that is no task's runs here, outside any task."""
         scheduler = self._scheduler
         scheduler.after_step()
         if not scheduler.num_ready:
@@ -51,11 +51,11 @@ class PickedQueue:
             option.run()  # type: ignore[operator]
 
     def clear(self) -> None:
-        """What was iterated over is off the list already."""
+        """The picked option is off the list already."""
 
 
 class SimulatedClock(trio.abc.Clock):
-    """Asked how long to sleep only when no task can run: then time jumps."""
+    """A clock that jumps: trio asks it how long to sleep only when no task can run."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -69,7 +69,7 @@ class SimulatedClock(trio.abc.Clock):
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
         if self._polled_at != self._scheduler.step:
-            self._polled_at = self._scheduler.step  # trio wakes itself through a socket: have it looked at first
+            self._polled_at = self._scheduler.step  # trio wakes itself through a socket: let it look there first
             return 0.0
         self._scheduler.advance(deadline)
         return 0.0
@@ -86,7 +86,7 @@ class ReplaceQueue(trio.abc.Instrument):
 
 
 def run_trio(scheduler: Scheduler, function: Callable[[], Awaitable[Result]]) -> Result:
-    """`trio.run` under `scheduler`. What the scheduler or a hook raises comes out as it was."""
+    """`trio.run` under `scheduler`. Errors of the scheduler or a hook are raised as they are, not wrapped by trio."""
 
     async def main() -> Any:
         return await function()

@@ -1,4 +1,4 @@
-"""A broken promise, as the oracle that noticed it says it."""
+"""The error that an oracle raises when a law is broken."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The oracles of waiting: nobody is woken for nothing, nobody sleeps on what is over, and no wait outlasts its bound.
+"""The oracles of waiting: no task is woken for nothing, or sleeps on a wait that is over; no wait outlasts its bound.
 
-They look when nothing is ready and time is about to pass: whoever sleeps then was woken by nobody.
+They check when nothing is ready and time is about to pass: no task that sleeps then was woken.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ MARGIN_S = 1e-6
 
 @attrs.define(eq=False)
 class Waits:
-    """Watches who waits in one runtime."""
+    """Watches the waits of one runtime."""
 
     runtime: OffloadRuntime
     now: Callable[[], float]
     broken: list[Violation] = attrs.field(factory=list)
-    """Found inside of a call whose caller may swallow it."""
+    """Violations found inside a call whose caller may swallow them."""
     _since: dict[int, tuple[Any, float]] = attrs.field(factory=dict)
-    """The events that tasks wait for, by address (they are kept, so that no other one takes it), and since when."""
+    """The events that tasks wait for, by address, and since when. They are kept so that no other takes the address."""
     _loading: set[int] = attrs.field(factory=set)
     """Tickets of holdings that have begun a load."""
 
     def watched(self, holding: Holding, wake: Callable[[], object]) -> Callable[[], object]:
-        """`wake`, but whoever is woken has to have something to see."""
+        """`wake`, with a check that the wait of `holding` is over."""
 
         def checked() -> object:
             waiter = holding.waiter
@@ -47,19 +47,19 @@ class Waits:
         return checked
 
     def load_begun(self, holding: Holding) -> None:
-        """A load that was lost is not tried again: two of them would give each other room for ever."""
+        """A request does not retry a lost load: two that retry would make room for each other for ever."""
         if holding.ticket in self._loading:
             raise Violation("loaded twice", f"{holding} has begun its second load")
         self._loading.add(holding.ticket)
 
     def has_resumed(self, holding: Holding) -> None:
-        """What it had before it was preempted may be loaded again."""
+        """A resumed request may load once more."""
         self._loading.discard(holding.ticket)
 
     # -- when nothing is ready ------------------------------------------------------------------------------------
 
     def check(self, until: float) -> None:
-        """Nothing is ready, nor will be before `until`."""
+        """Check all waits. Nothing is ready, nor will be before `until`."""
         since = self._since
         self._since = {}
         for request in tuple(self.runtime._session.requests.values()):

@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end_in_order() -> None:
-    """When this is terminated, so is what it has started; parts hear Ctrl-C, which who is started in the background
-    ignores; and what is aborted leaves no image of its memory."""
+    """Set up signals and limits. SIGTERM exits, which also ends the running part. Parts react to SIGINT, which a
+    process started in the background would ignore. Aborted processes write no core files."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
@@ -54,7 +54,7 @@ def _end_in_order() -> None:
 
 
 def look(out: Path = OUT) -> dict[str, Any]:
-    """What `proof.gpu.probe` finds, in a process of its own: torch may hang, and this one does not need it."""
+    """What `proof.gpu.probe` finds. It runs in a process of its own, because torch may hang."""
     file = out / "probe.json"
     file.unlink(missing_ok=True)
     needs = sorted({name for part in PARTS for name in part.needs})
@@ -76,9 +76,9 @@ def run_parts(
     ends: Ends = ends_within,
     clock: Clock = time.monotonic,
 ) -> int:
-    """Run them in turn until `deadline_s` of `clock`, and write the report after each. The exit status.
+    """Run the parts in turn until `deadline_s` of `clock`, and write the report after each. Returns the exit status.
 
-    A part has its own limit and whatever those before it have left over.
+    A part has its own limit, and the time that the parts before it have left over.
     """
     report = Report(about, [PartReport(part) for part in parts])
     report.write(out / REPORT)

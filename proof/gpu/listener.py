@@ -1,4 +1,4 @@
-"""A plugin of pytest: a JSON line for each test as soon as it is over, so that a run that is cut off keeps the others.
+"""A pytest plugin: a JSON line for each test as soon as it is over, so that a run that is cut off keeps these results.
 
 `python -m pytest -p proof.gpu.listener --lines FILE`
 """
@@ -20,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Listener:
-    """Writes the last word on each test: its call's, or that of what failed or was skipped before or behind it."""
+    """Writes the outcome of each test: that of its call, or of a set-up or tear-down that failed or was skipped."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

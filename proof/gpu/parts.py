@@ -1,4 +1,4 @@
-"""The parts of a run on a device: a row each, and in it a row for each figure."""
+"""The parts of a run on a device, each with its figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PARTS", "PROBE_S", "PYTEST", "TOTAL_S", "Figure", "Part"]
 TOTAL_S = 540.0
 """Nine minutes."""
 PROBE_S = 40.0
-"""The first import of torch from a cold disk."""
+"""Time limit of the probe, which may be the first import of torch from a cold disk."""
 PACKAGE = ("anyio", "attrs", "numpy", "structlog")
 """What `aoffload` imports besides torch."""
 
@@ -21,19 +21,19 @@ class Figure:
     """A line of the report."""
 
     name: str
-    """What docs/cuda.md calls it."""
+    """Its name in docs/cuda.md."""
     about: str
     source: str
-    """What its part's reader calls it."""
+    """Its name among the readings of its part."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A process of its own, and what it shows."""
+    """A process, and the figures that it gives."""
 
     name: str
     words: tuple[str, ...]
-    """Behind `python`. `{out}` is the file that `read` gets."""
+    """The arguments of `python`. `{out}` stands for the file that `read` gets."""
     limit_s: float
     """It may take longer if the parts before it took less."""
     read: Read
@@ -43,12 +43,12 @@ class Part:
 
 
 PYTEST = (
-    # Without the project's own settings: a plugin that is not installed here, or a warning of another torch, is no
-    # failure of what is looked at.
+    # Without the project's own settings: a missing pytest plugin, or a warning of another torch, is no failure of the
+    # GPU tests.
     *("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-p", "proof.gpu.listener"),
     *("-o", "addopts=", "-W", "default", "-o", "faulthandler_timeout=60", "-m", "gpu", "--lines", "{out}"),
 )
-"""Behind it, files and tests by name."""
+"""The arguments of `python` for GPU tests; the names of files and tests follow."""
 GPU_TESTS = "tests/transfer/test_cuda_gpu.py"
 RULES = f"{GPU_TESTS}::test_gpu_with_the_rule_never_and_without_it_sometimes"
 EARLY = f"{GPU_TESTS}::test_gpu_how_early_copies_read"

@@ -1,4 +1,4 @@
-"""What there is to run on, as JSON: `python -m proof.gpu.probe FILE MODULE...`."""
+"""Writes which device and packages there are, as JSON: `python -m proof.gpu.probe FILE MODULE...`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 DISTRIBUTIONS = ("triton", "cuda-bindings", "numpy", "pytest", "transformers")
-"""Named in the report beside torch."""
+"""Packages whose versions the report names, besides torch."""
 
 
 def main(file: str, *modules: str) -> None:
@@ -22,7 +22,7 @@ def main(file: str, *modules: str) -> None:
 
 
 def _device() -> dict[str, Any]:
-    """`problem`, or `about`: what the report begins with."""
+    """`problem`, or `about`, which the report begins with."""
     if not _is_there("torch"):
         return {"problem": "torch is missing"}
     import torch
@@ -59,7 +59,7 @@ def _versions(names: Iterable[str]) -> list[str]:
 def _is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # not even what it would be inside of
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 

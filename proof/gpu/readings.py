@@ -1,4 +1,4 @@
-"""Figures out of what a part has written: a reader takes the text, and returns readings by what they come from."""
+"""Readers of what a part has written: each takes the text, and returns its figures as readings, by source."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 __all__ = ["ALL_TESTS", "Read", "Reading", "benchmark", "demo", "soak", "suite"]
 
 ALL_TESTS = "all tests"
-"""What a summary of a part's tests is called among its readings."""
+"""Name of the reading that sums up a part's tests."""
 MOST_TTFT = 1 / 3
 SHOWN_TESTS = 8
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One figure: the words of the report, and whether it is what is wanted. None: nothing is wanted of it."""
+    """One figure: its text in the report, and whether it meets its target. `is_met` is None if it has no target."""
 
     text: str
     wanted: str = ""
@@ -40,7 +40,7 @@ Read = Callable[[str], Mapping[str, Reading]]
 
 
 def benchmark(text: str) -> dict[str, Reading]:
-    """The rows of `python -m benchmarks --json`, by what they are called."""
+    """The rows of `python -m benchmarks --json`, by name."""
     return {row["name"]: _row(row) for row in json.loads(text)["rows"]}
 
 
@@ -86,7 +86,7 @@ def soak(text: str) -> dict[str, Reading]:
 
 def suite(text: str) -> dict[str, Reading]:
     """What `proof.gpu.listener` has written, by the name of each test, and a summary of them."""
-    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]  # not one that was cut off
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]  # without a line that was cut off
     found = {line["test"]: line for line in map(json.loads, lines)}
     return {**{name: _test(line) for name, line in found.items()}, ALL_TESTS: _summary(found)}
 

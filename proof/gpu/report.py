@@ -30,7 +30,7 @@ class PartReport:
             yield figure, self.readings.get(figure.source, missing)
 
     def line(self) -> str:
-        """One line for people."""
+        """One line for the console."""
         took = "" if self.took_s is None else f" in {self.took_s:.0f} s"
         return f"{self.part.name}: {self.problem or 'passed'}{took}"
 
@@ -42,11 +42,11 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Everything has run, and every figure is what is wanted."""
+        """Every part has run, and every figure meets its target."""
         return all(part.is_good for part in self.parts)
 
     def write(self, file: Path) -> None:
-        """As a whole or not at all."""
+        """Write the report to `file`, as a whole or not at all."""
         written = file.with_suffix(".new")
         written.write_text(self.markdown())
         written.replace(file)

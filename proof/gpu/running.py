@@ -1,4 +1,4 @@
-"""One process in a session of its own: ended with all that it has started, whatever becomes of it."""
+"""Runs a process in a session of its own, and in any case ends everything that it has started."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from pathlib import Path
 __all__ = ["Clock", "Ended", "Ends", "ends_within", "run_process"]
 
 LAST_WORDS = ((signal.SIGINT, 5.0), (signal.SIGABRT, 2.0))
-"""Before it is killed: a report of what was done so far, then a traceback of each thread; and seconds for each."""
+"""Signals before the kill, each with seconds to react: SIGINT, for a report of what was done so far; then SIGABRT, for
+a traceback of each thread."""
 GRACE_S = sum(seconds for _, seconds in LAST_WORDS)
 
 Clock = Callable[[], float]
 Ends = Callable[["subprocess.Popen[bytes]", float], bool]
-"""Wait for a process for that many seconds; whether it has ended."""
+"""Waits for a process for that many seconds; returns whether it has ended."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 def run_process(
     command: Sequence[str], limit_s: float, log: Path, ends: Ends = ends_within, clock: Clock = time.monotonic
 ) -> Ended:
-    """Run it for `limit_s` at most, the time it takes to end it included. What it prints goes to `log`."""
-    # Each line as it is printed, and a traceback when it is aborted: what hangs says where.
+    """Run `command` for `limit_s` at most, including the time to end it. Its output goes to `log`."""
+    # Unbuffered output, and a traceback on an abort: a process that hangs says where.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     began_s = clock()
     with log.open("wb") as output:
@@ -66,7 +67,7 @@ def _ask_to_end(process: subprocess.Popen[bytes], ends: Ends) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The whole session, and what it leaves behind when it has ended by itself."""
+    """Kill the whole session, also what a process has left behind that ended by itself."""
     _signal(process, signal.SIGKILL)
     process.wait()
 

@@ -1,7 +1,7 @@
-"""The scenarios: what is explored. Each is a small world with a hazard in it, and bystanders who must not notice.
+"""The scenarios that are explored. Each is a small world with a hazard in it, and bystanders that it must not affect.
 
-A scenario is an ordinary program against the public API. It says what must be true where the general oracles of
-`aoffload.testing` can't know it; runs with nothing injected are held to more than disturbed ones.
+A scenario is an ordinary program against the public API. It checks what the general oracles of `aoffload.testing` can't
+know; runs with nothing injected have to meet more of these checks than disturbed ones.
 """
 
 from __future__ import annotations

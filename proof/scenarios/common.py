@@ -10,12 +10,12 @@ from aoffload.testing import Ask, Client, SimulatedEngine, Simulation, Violation
 
 
 def is_calm(sim: Simulation) -> bool:
-    """Nothing is injected: exact numbers may be asked for."""
+    """Whether nothing is injected: exact numbers may be expected."""
     return not sim.plan.cancels and not sim.plan.faults
 
 
 def expect(sim: Simulation, truth: bool, message: str) -> None:
-    """What holds unless something was injected."""
+    """Check what holds unless something is injected."""
     if is_calm(sim) and not truth:
         raise Violation("expectation", message)
 
@@ -41,7 +41,7 @@ def ask(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...], **opt
 
 
 def serve(sim: Simulation, engine: SimulatedEngine, name: str, prompt: tuple[int, ...], **options: Any) -> Client:
-    """A client that arrives some time soon and is served once."""
+    """Spawn a client that arrives some time soon and is served once."""
     wanted = ask(sim, engine, prompt, **options)
 
     async def run(client: Client) -> None:
@@ -52,7 +52,7 @@ def serve(sim: Simulation, engine: SimulatedEngine, name: str, prompt: tuple[int
 
 
 def bystanders(sim: Simulation, engine: SimulatedEngine, number: int = 3, num_tokens: int = 6) -> None:
-    """Others, with prompts of their own."""
+    """Spawn other clients, with prompts of their own."""
     for index in range(number):
         family = 50 + sim.random.randrange(2)
         length = sim.random.randint(2, num_tokens)
@@ -66,7 +66,7 @@ async def store(sim: Simulation, engine: SimulatedEngine, name: str, prompt: tup
 
 
 def canceller(sim: Simulation, engine: SimulatedEngine, *names: str) -> None:
-    """A client that cancels others, one after the other."""
+    """Spawn a client that cancels others, one after the other."""
 
     async def cancel(client: Client) -> None:
         for name in names:
@@ -80,15 +80,15 @@ def canceller(sim: Simulation, engine: SimulatedEngine, *names: str) -> None:
 
 
 async def evict_device(engine: SimulatedEngine) -> None:
-    """Give every unpinned device block to somebody else for a moment."""
+    """Give every unpinned device block to another request for a moment."""
     room, layout = engine.runtime.statistics().device, engine.runtime.ledger.layout
     num_tokens = max(1, (room.num_free + room.num_cached) // layout.width * layout.unit_tokens)
     async with engine.runtime.request((7, 7)) as request:
-        with suppress(OutOfBlocks):  # somebody was faster: then something was evicted, too
+        with suppress(OutOfBlocks):  # another request was faster: that evicts, too
             request.allocate_nowait(num_tokens)
 
 
 async def after(sim: Simulation, engine: SimulatedEngine) -> None:
-    """Everybody ends, and what they have stored lands."""
+    """Wait until all clients are over and their stores have landed."""
     await sim.join()
     await engine.runtime.flush()

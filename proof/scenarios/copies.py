@@ -1,4 +1,4 @@
-"""Copies: split, bounded, verified, and of bytes that a failed forward left."""
+"""Copies: split, bounded, stalled, verified, and on a device that is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def split_transfers(sim: Simulation) -> None:
 
 @scenario("request_loading")
 async def loads_first(sim: Simulation) -> None:
-    """Loads and stores compete for few places: in flight stays bounded, and what is queued may still be discarded."""
+    """Loads and stores compete for few places in flight: the bounds hold, and queued jobs may still be discarded."""
     engine = sim.runtime(
         num_device_blocks=14, num_host_blocks=12, max_jobs_in_flight=sim.random.choice((1, 3)), max_bytes_in_flight=2
     )
@@ -43,7 +43,7 @@ async def loads_first(sim: Simulation) -> None:
 
 @scenario("transport_stalled", faults=("hang", "stuck_fence"))
 async def stalled(sim: Simulation) -> None:
-    """Copies that never end, and more behind them: misses, no queues; and who waits for the rest is told."""
+    """Copies that never end, and more behind them: requests get misses instead of queuing, and every wait ends."""
     engine = sim.runtime(
         num_device_blocks=14, num_host_blocks=14, max_jobs_in_flight=sim.random.choice((1, 2)), max_job_bytes=1,
         load_timeout_s=3.0, transfer_timeout_s=8.0,
@@ -62,7 +62,7 @@ async def stalled(sim: Simulation) -> None:
 
 @scenario("cache_turned_off", faults=("device_lost",))
 async def lost_device(sim: Simulation) -> None:
-    """A device that is lost, before a copy or under it: the cache is off, which is told once, and requests go on."""
+    """A device is lost before or during a copy: the cache is turned off, which is logged once, and requests go on."""
     engine = sim.runtime(
         num_device_blocks=14, num_host_blocks=14, max_jobs_in_flight=sim.random.choice((1, 4)), max_job_bytes=1,
         num_ranks=sim.random.choice((1, 2)), stream=sim.random.random() < 0.3,
@@ -80,7 +80,7 @@ async def lost_device(sim: Simulation) -> None:
 
 @scenario("request_loading", faults=("fail",))
 async def rotten(sim: Simulation) -> None:
-    """Many load what has rotted in host memory, some of it twice at a time: the bad block goes when all are through."""
+    """Many requests load corrupt host blocks, some twice at a time: a bad block is freed when its loads are over."""
     engine = sim.runtime(num_device_blocks=24, num_host_blocks=14, verify=True, max_job_bytes=1, max_jobs_in_flight=8)
     async with engine.runtime:
         await store(sim, engine, "first", tokens(1, 8))

@@ -37,7 +37,7 @@ async def reset_in_flight(sim: Simulation) -> None:
 
 @scenario("runtime_closed")
 async def close_in_flight(sim: Simulation) -> None:
-    """The runtime is closed under live requests and copies: each hears of it, and nothing is left."""
+    """The runtime is closed under live requests and copies: each request is told, and nothing is left."""
     jobs = {"max_jobs_in_flight": sim.random.choice((1, 4)), "max_job_bytes": sim.random.choice((1, 100))}
     engine = sim.runtime(num_device_blocks=6, num_host_blocks=6, **jobs)
     async with engine.runtime:
@@ -66,7 +66,7 @@ async def deadlines(sim: Simulation) -> None:
 
 @scenario("request_done")
 async def run_form(sim: Simulation) -> None:
-    """`runtime.run` spawns: whoever cancels its caller, natively too, cancels nothing but that request."""
+    """`runtime.run` spawns a task: cancelling its caller, natively too, cancels nothing but that request."""
     engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
     async with engine.runtime:
         for index in range(4):
@@ -89,7 +89,7 @@ async def run_form(sim: Simulation) -> None:
 
 @scenario("request_aborted")
 async def abandoned(sim: Simulation) -> None:
-    """Requests that are left by exceptions, cancelled by others, dropped on the floor, or never entered."""
+    """Requests that are left by exceptions, cancelled by others, dropped without closing, or never entered."""
     engine = sim.runtime(num_device_blocks=14, num_host_blocks=6)
     async with engine.runtime:
         for index in range(4):
@@ -110,7 +110,7 @@ async def abandoned(sim: Simulation) -> None:
             engine.open("never entered", ask(sim, engine, tokens(1, 5)))
 
         async def drop_all(client: Client) -> None:
-            """The same with blocks that others wait for."""
+            """Drop a request with blocks that others wait for."""
             request = engine.open("dropped with blocks", ask(sim, engine, tokens(2, 5)))
             await request.__aenter__()
             request._scope.__exit__(None, None, None)
@@ -119,7 +119,7 @@ async def abandoned(sim: Simulation) -> None:
             del request
 
         async def raises(client: Client) -> None:
-            """What the block raises comes out, also of a request that was cancelled meanwhile."""
+            """An error that the block raises comes out, even if the request was cancelled meanwhile."""
             try:
                 async with engine.open(client.name, ask(sim, engine, tokens(1, 5))) as request:
                     request.cancel("somebody said so")
@@ -129,7 +129,7 @@ async def abandoned(sim: Simulation) -> None:
             raise Violation("an error was swallowed", client.name)
 
         async def raises_both(client: Client) -> None:
-            """What comes out beside a cancellation is an error."""
+            """An error that is raised together with a cancellation counts as an error."""
             request = engine.open(client.name, ask(sim, engine, tokens(1, 5)))
             with suppress(BaseExceptionGroup):
                 async with request:
@@ -162,7 +162,7 @@ async def abandoned(sim: Simulation) -> None:
 
 
 async def _cancellation() -> BaseException:
-    """What a cancelled task is told here, caught."""
+    """The exception that cancels a task on this backend."""
     with anyio.CancelScope() as scope:
         scope.cancel()
         try:
@@ -175,8 +175,9 @@ async def _cancellation() -> BaseException:
 
 @scenario("request_done")
 async def tier_resets(sim: Simulation) -> None:
-    """One tier is reset while copies and requests are under way: nothing of it is found at that moment, the other tier
-    stays, and whoever runs keeps its blocks."""
+    """One tier is reset under copies and requests: nothing of it is found right after, and the other tier stays.
+
+    Running requests keep their blocks."""
     engine = sim.runtime(num_device_blocks=9, num_host_blocks=8)
     async with engine.runtime:
         await store(sim, engine, "first", tokens(1, 6))

@@ -1,4 +1,4 @@
-"""What programs ask for beside their requests: prompts kept, fetched ahead and sent away, among requests."""
+"""Pins, prefetches and demotions, among requests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def send_away(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int,
 
 
 async def ask_in_vain(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...]) -> None:
-    """Who is cancelled already is told before anything is taken."""
+    """A task that is cancelled already gets its cancellation before anything is taken."""
     ask_for = sim.random.choice((engine.runtime.prefetch, engine.runtime.demote))
     with anyio.CancelScope() as scope:
         scope.cancel()
@@ -68,7 +68,7 @@ async def ask_in_vain(sim: Simulation, engine: SimulatedEngine, prompt: tuple[in
 def errands(
     sim: Simulation, engine: SimulatedEngine, prompts: list[tuple[int, ...]], number: int = 4, num_turns: int = 3
 ) -> None:
-    """Clients that keep, fetch and send away, one after the other."""
+    """Spawn clients that pin, prefetch and demote, one after the other."""
     for index in range(number):
 
         async def run(client: Client) -> None:
@@ -90,7 +90,7 @@ def errands(
 
 @scenario("pin_held", "pin_lapsed", "prefetch_done", "demotion_done", faults=("fail", "refuse", "vanish", "hang"))
 async def keeping(sim: Simulation) -> None:
-    """Pins, prefetches and demotions of prompts that requests want, too, where there is room for half of them."""
+    """Pins, prefetches and demotions of prompts that requests want, too; there is room for half of them."""
     rng = sim.random
     engine = sim.runtime(
         num_device_blocks=rng.choice((9, 14)), num_host_blocks=rng.choice((0, 6, 16)),
@@ -113,7 +113,7 @@ async def keeping(sim: Simulation) -> None:
 
 @scenario("pin_yielded", "request_done")
 async def pinned_full(sim: Simulation) -> None:
-    """Pins that keep the whole device: every request that fits is served all the same, and waits for no deadline."""
+    """Pins that keep the whole device: every request that fits is served all the same, before any pin expires."""
     engine = sim.runtime(num_device_blocks=9, num_host_blocks=sim.random.choice((0, 12)), max_pinned_share=1.0)
     async with engine.runtime:
         for family in range(3):
@@ -125,7 +125,7 @@ async def pinned_full(sim: Simulation) -> None:
                 await keep(sim, engine, tokens(family, 5), 3600.0)
 
             async def keeps(client: Client, family: int = family) -> None:
-                """Its own request has to get past its own pin."""
+                """The client's request has to get past the client's own pin."""
                 with engine.runtime.pin(tokens(family, 5), 3600.0):
                     await engine.serve(client.name, ask(sim, engine, tokens(9 + family, 13)))
 
@@ -139,7 +139,7 @@ async def pinned_full(sim: Simulation) -> None:
 
 @scenario("pin_held", "prefetch_done", "demotion_done", faults=("fail", "vanish", "hang", "lose"))
 async def kept_windows(sim: Simulation) -> None:
-    """The same with windows, while the cache is reset under them or a runtime closed."""
+    """Pins, prefetches and demotions with windows, while the cache is reset or the runtime is closed."""
     rng = sim.random
     options: dict[str, Any] = {"max_prefetch_share": 1.0, "store_policy": rng.choice(("eager", "off"))}
     engine = sim.runtime(
@@ -171,7 +171,7 @@ async def kept_windows(sim: Simulation) -> None:
 
 @scenario("prefetch_done", "demotion_done", "request_loading", faults=("fail", "refuse", "hang", "vanish"))
 async def sent_away_and_back(sim: Simulation) -> None:
-    """Sessions in turns, on a device that holds two of four: sent to the host after a turn, fetched before the next."""
+    """Four sessions on a device that holds two: each is demoted after a turn, and prefetched before the next one."""
     rng = sim.random
     engine = sim.runtime(
         num_device_blocks=rng.choice((10, 14)), num_host_blocks=rng.choice((10, 20)), store_policy="off",

@@ -1,4 +1,4 @@
-"""Long prompts: what takes long is split or moved, and everything else may happen in between."""
+"""Long prompts: long work is split or moved to a thread, and anything else may happen in between."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from .table import scenario
 
 @scenario("request_done")
 async def long_prompts(sim: Simulation) -> None:
-    """Every prompt is longer than a slice of a list and than the longest run: lists are read with others in between,
-    a thread hashes while the request may be cancelled, and runs end where a prompt does not."""
+    """Every prompt is longer than a slice of a list and than the longest run.
+
+    Lists are read with other tasks in between, a thread hashes while the request may be cancelled, and runs end in the
+    middle of a prompt."""
     with patch("aoffload.prefix.MAX_LIST", 3), patch("aoffload.core.tokens.MAX_RUN_TOKENS", 4):
         engine = sim.runtime(num_device_blocks=9, num_host_blocks=12)
         async with engine.runtime:

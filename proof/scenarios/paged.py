@@ -24,7 +24,7 @@ OPTIONS = EngineOptions(block_size=BLOCK, prefill_tokens=4, max_running=3)
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What the model says after `tokens`."""
+    """The token that the model generates after `tokens`."""
     return hashlib.blake2b(repr(tuple(tokens)).encode(), digest_size=2).digest()[0] % VOCAB
 
 
@@ -53,7 +53,7 @@ class TagModel:
         return logits
 
     def _extend(self, table: list[int], start: int, ids: list[int]) -> tuple[int, ...]:
-        """Read what lies before `start`, write what is computed."""
+        """Read and check the blocks before `start`, and write the computed ones. Returns all tokens."""
         tokens: tuple[int, ...] = ()
         for index in range(-(-start // BLOCK)):
             stop = min(start, (index + 1) * BLOCK)
@@ -67,7 +67,7 @@ class TagModel:
         return (*tokens[:start], *ids)
 
     def _slide(self, number: int, window: int, table: list[int], tokens: tuple[int, ...], start: int) -> None:
-        """The same in a group with a window, whose tokens are known."""
+        """Like `_extend`, for a group with a window: the tokens are known."""
         for index in range(max(0, start - window + 1) // BLOCK, -(-start // BLOCK)):
             found = self._read(table[index])
             if found != (number, tokens[: min(start, (index + 1) * BLOCK)]):
@@ -96,7 +96,7 @@ async def paged_engine(sim: Simulation) -> None:
 
 
 async def paged_windows(sim: Simulation) -> None:
-    """The same with a window: room slice by slice, and whoever came last makes way when nobody can go on."""
+    """The package's engine with a window: room slice by slice; the last request gives way when none can go on."""
     simulated = sim.runtime(
         num_device_blocks=17, num_host_blocks=sim.random.choice((8, 30)),
         block_sizes=(BLOCK, BLOCK), attention=(FullAttention(), SlidingWindow(WINDOW)),

@@ -1,4 +1,4 @@
-"""Store policies: what is stored late, or the second time, or not at all, is right bytes or a miss all the same."""
+"""Store policies: KV that is stored late, or the second time, or not at all, is right bytes or a miss all the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .table import scenario
 
 @scenario("request_loading", "job_completed", faults=("fail", "hang", "vanish"))
 async def about_to_be_evicted(sim: Simulation) -> None:
-    """Lazy stores run while the room they are made for is being taken; who comes back finds what was stored in time."""
+    """Lazy stores run while requests take the room; requests that come back find what was stored in time."""
     rng = sim.random
     engine = sim.runtime(
         num_device_blocks=9, num_host_blocks=rng.choice((6, 30)), store_policy=LazyStore(rng.randint(2, 6)),
@@ -29,7 +29,7 @@ async def about_to_be_evicted(sim: Simulation) -> None:
 
 @scenario("request_loading")
 async def stored_in_time(sim: Simulation) -> None:
-    """Undisturbed and one after the other, nothing that the frontier has room for is lost; then all want it at once."""
+    """Prompts served one by one: nothing within the write-back frontier is lost. Then all are wanted at once."""
     engine = sim.runtime(num_device_blocks=9, num_host_blocks=30, store_policy=LazyStore(6))
     async with engine.runtime:
         for family in range(3):
@@ -46,8 +46,9 @@ async def stored_in_time(sim: Simulation) -> None:
 
 @scenario("request_loading")
 async def asked_for_twice(sim: Simulation) -> None:
-    """A selective policy stores at the second time, also what was evicted everywhere in between, and keeps count for
-    no more than it was told to."""
+    """A selective policy stores a prefix at the second request, even if it was evicted everywhere in between.
+
+    It counts no more prefixes than configured."""
     engine = sim.runtime(num_device_blocks=9, num_host_blocks=30, store_policy=SelectiveStore(2, 2000))
     async with engine.runtime:
         for turn in range(3):
@@ -66,7 +67,7 @@ async def asked_for_twice(sim: Simulation) -> None:
 
 @scenario("request_done")
 async def not_to_be_stored(sim: Simulation) -> None:
-    """Some requests want nothing of theirs in the host, or not all of it: it is not there, whatever the policy."""
+    """Some requests want none or only a part of their KV stored: the rest is not in the host, whatever the policy."""
     rng = sim.random
     policy: Any = rng.choice(("eager", LazyStore(4), LazyStore(9), SelectiveStore(1)))
     engine = sim.runtime(num_device_blocks=10, num_host_blocks=30, store_policy=policy)

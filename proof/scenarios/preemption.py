@@ -17,7 +17,7 @@ _TO_PREEMPT = (_S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED, _S.RUNNING)
 
 @scenario("request_preempted", "request_done", faults=("fail", "refuse", "vanish"))
 async def preemption_storm(sim: Simulation) -> None:
-    """Everybody is preempted at random points, device and host nearly full: all go on where they were."""
+    """All requests are preempted at random points, device and host nearly full: all go on where they were."""
     rng = sim.random
     engine = sim.runtime(
         num_device_blocks=10, num_host_blocks=rng.choice((2, 8, 14)), max_job_bytes=rng.choice((1, 100)),
@@ -32,7 +32,7 @@ async def preemption_storm(sim: Simulation) -> None:
 
 @scenario("request_preempted", "request_done", faults=("fail", "lose", "rot"))
 async def preempted_windows(sim: Simulation) -> None:
-    """The same with windows: what has left them is not needed back."""
+    """Preemptions with windows: blocks that have left a window are not needed back."""
     rng = sim.random
     engine = sim.runtime(
         num_device_blocks=20, num_host_blocks=rng.choice((6, 20)), block_sizes=(2, 2), verify=rng.random() < 0.3,
@@ -46,7 +46,7 @@ async def preempted_windows(sim: Simulation) -> None:
 
 
 async def goes_on(sim: Simulation, engine: SimulatedEngine, client: Client) -> None:
-    """A request that somebody else may preempt whenever it waits: it comes back and goes on."""
+    """A request that another client may preempt whenever it waits: it resumes and goes on."""
     prompt = tokens(sim.random.randrange(2), 8)
     wanted = ask(sim, engine, prompt)
     await sim.jitter()

@@ -11,7 +11,7 @@ from .table import scenario
 
 @scenario("request_loading", "job_completed", faults=("fail", "lose", "hang", "refuse", "rot"))
 async def two_ranks(sim: Simulation) -> None:
-    """Each rank has memories of its own, and its own faults: what one has not got, nobody has."""
+    """Each rank has its own memories and its own faults: a block that one rank lacks is a miss on all."""
     rng = sim.random
     engine = sim.runtime(
         num_device_blocks=12, num_host_blocks=rng.choice((6, 14)), num_ranks=2, verify=rng.random() < 0.5,
@@ -27,8 +27,7 @@ async def two_ranks(sim: Simulation) -> None:
 
 @scenario("request_loading", "store_skipped", faults=("fail", "lose", "vanish"))
 async def hours_with_a_full_host(sim: Simulation) -> None:
-    """Incident I1 in its own setting: two ranks, a model of five windows to one full layer, the host full, and requests
-    that come back for hours."""
+    """Incident I1: two ranks, five window layers to one full layer, a full host, and requests that return for hours."""
     rng = sim.random
     kinds = (*[SlidingWindow(4)] * 5, FullAttention())
     engine = sim.runtime(
@@ -44,7 +43,7 @@ async def hours_with_a_full_host(sim: Simulation) -> None:
                     wanted = ask(sim, engine, tokens(number, 6 + 2 * (turn % 3)), num_new_tokens=turn % 2)
                     async with engine.open(f"{client.name}.{turn}", wanted) as request:
                         client.request = request
-                        await sim.jitter()  # between the match and what comes of it
+                        await sim.jitter()  # between the match and its use
                         await engine.run(request, wanted)
                     client.ended()
 

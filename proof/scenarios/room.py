@@ -1,4 +1,4 @@
-"""Not enough room: lines, growth, and those who give up."""
+"""Not enough room: lines, growth, and waits that are given up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .table import scenario
 
 @scenario("request_aborted")
 async def growing(sim: Simulation) -> None:
-    """Everybody grows and nobody has room: extensions go first, and the youngest is told when only waiters hold it."""
+    """All requests grow and none has room: extensions go first, and the youngest fails when only waiters hold room."""
     engine = sim.runtime(num_device_blocks=6, num_host_blocks=4)
     async with engine.runtime:
         for index in range(5):
@@ -54,7 +54,7 @@ async def retries(sim: Simulation) -> None:
 
 @scenario("request_allocated", faults=("vanish", "raise", "lose"))
 async def second_try(sim: Simulation) -> None:
-    """Room is lost to quarantine under those who wait for all of it: each is told, and asks for less."""
+    """Quarantine takes room while requests wait for all of it: each gets an error, and asks for less."""
     engine = sim.runtime(num_device_blocks=6, num_host_blocks=8)
     async with engine.runtime:
         await store(sim, engine, "first", tokens(1, 8))
@@ -84,7 +84,7 @@ async def second_try(sim: Simulation) -> None:
 
 @scenario("request_loading", faults=("lose",))
 async def late_room(sim: Simulation) -> None:
-    """Room comes back with late proof, while somebody keeps the rest: whoever waits for it is served then."""
+    """Late proof gives room back while a request keeps the rest: requests that wait for it are served then."""
     engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
     async with engine.runtime:
         await store(sim, engine, "first", tokens(1, 6))

@@ -16,7 +16,7 @@ from .table import scenario
 
 @scenario("request_loading", faults=("fail", "refuse", "vanish", "hang"))
 async def shared_load(sim: Simulation) -> None:
-    """Several requests want the same blocks from the host at once; whoever leads may go."""
+    """Several requests want the same blocks from the host at once; the one that began the load may leave."""
     engine = sim.runtime(
         num_device_blocks=16, num_host_blocks=10, max_job_bytes=sim.random.choice((1, 2, 100)),
         max_jobs_in_flight=sim.random.choice((1, 4)),
@@ -34,7 +34,7 @@ async def shared_load(sim: Simulation) -> None:
 
 @scenario("request_loading", "request_done", faults=("fail", "lose", "twice"))
 async def branches(sim: Simulation) -> None:
-    """Prompts that part ways inside of blocks and runs which others load, compute and evict at the same time."""
+    """Prompts that diverge inside blocks and runs which other requests load, compute and evict at the same time."""
     engine = sim.runtime(num_device_blocks=9, num_host_blocks=12, max_job_bytes=2)
     async with engine.runtime:
         for index in range(6):
@@ -85,7 +85,7 @@ async def tenants(sim: Simulation) -> None:
 
 @scenario("request_done")
 async def least_recently_used(sim: Simulation) -> None:
-    """Under pressure, what was touched last survives, in both tiers, and a prefix loses its tail first."""
+    """Under pressure, prefixes touched last survive in both tiers, and a prefix loses its tail first."""
     engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
     async with engine.runtime:
         for family in (1, 2, 1, 2):  # a store that lands is a touch, too: each is waited for
@@ -115,7 +115,7 @@ class NewestFirst:
 
 @scenario("request_done")
 async def evicted_otherwise(sim: Simulation) -> None:
-    """An order of one's own evicts heads before their tails: what lies behind a gap is no hit, and harms nobody."""
+    """A custom eviction order takes heads before their tails: blocks behind a gap do not hit, and do no harm."""
     engine = sim.runtime(
         num_device_blocks=8, num_host_blocks=sim.random.choice((5, 16)), eviction=NewestFirst,
         max_job_bytes=sim.random.choice((1, 100)),
@@ -157,7 +157,7 @@ async def early_starts(sim: Simulation) -> None:
 
 @scenario("job_completed", faults=("vanish", "lose", "fail"))
 async def stored_twice(sim: Simulation) -> None:
-    """I3: others hit the same device blocks while they are being stored, and again when that has failed."""
+    """Incident I3: requests hit device blocks while they are being stored, and again when the store has failed."""
     engine = sim.runtime(num_device_blocks=14, num_host_blocks=10, max_job_bytes=sim.random.choice((1, 100)))
     async with engine.runtime:
         for index in range(4):

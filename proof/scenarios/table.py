@@ -18,9 +18,9 @@ class ScenarioRow:
     run: Scenario
     about: str
     events: tuple[str, ...] = ()
-    """Events that the scenario is for: a campaign in which one never happened was not about it."""
+    """Events that the scenario is for: a campaign in which one never happened fails."""
     faults: tuple[str, ...] = ()
-    """Faults that it is for: drawn more often than the others."""
+    """Faults that the scenario is for: they are drawn more often than others."""
 
 
 SCENARIOS: dict[str, ScenarioRow] = {}

@@ -1,4 +1,4 @@
-"""Forwards that were committed and turn out to have failed: what they wrote is taken back, from whoever has it."""
+"""Forwards that were committed and turn out to have failed: what they wrote is invalidated, wherever it is."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from .table import scenario
 
 PROMPT = tokens(1, 9)
 SHORT_OF_ROOM = ("prefix_invalidated",)
-"""Who takes back what others still read may find no room to compute it elsewhere."""
+"""Abort reasons of a request that invalidates blocks which others still read: it may find no room to compute them again
+elsewhere."""
 
 
 async def fails(sim: Simulation, engine: SimulatedEngine, client: Client) -> None:
-    """Commits what its forward has not computed, takes it back and computes it again."""
+    """Commits what its forward has not computed, invalidates it and computes it again."""
     wanted = ask(sim, engine, PROMPT, style="inline")
     async with engine.open(client.name, wanted) as request:
         client.request = request
@@ -64,8 +65,9 @@ async def resets_device(sim: Simulation, engine: SimulatedEngine, client: Client
 
 @scenario("request_done")
 async def failed_forwards(sim: Simulation) -> None:
-    """A forward that was committed turns out to have failed: what it wrote is taken back, also from who matched it, and
-    from who waits for the rest of its room on a device that is full."""
+    """A committed forward turns out to have failed: what it wrote is invalidated, also for requests that matched it.
+
+    Some of these wait for the rest of their room on a full device."""
     engine = sim.runtime(num_device_blocks=sim.random.choice((6, 16)), num_host_blocks=14)
     async with engine.runtime:
         sim.spawn("fails", lambda client: fails(sim, engine, client)).may_abort = SHORT_OF_ROOM
@@ -81,7 +83,7 @@ async def failed_forwards(sim: Simulation) -> None:
 
 @scenario("request_preempted", "request_done")
 async def failed_in_turmoil(sim: Simulation) -> None:
-    """The same while the others are preempted and come back, and the device is reset under everybody."""
+    """A committed forward has failed, while other requests are preempted and resumed, and the device is reset."""
     rng = sim.random
     engine = sim.runtime(num_device_blocks=rng.choice((6, 8, 12)), num_host_blocks=rng.choice((0, 4, 14)))
     async with engine.runtime:

@@ -1,4 +1,4 @@
-"""Requests that are served by several tasks and threads at once, or by a device that computes when it likes."""
+"""Requests that are served by several tasks and threads at once, or by a device that computes later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .table import scenario
 
 @scenario("request_loading", faults=("hang", "fail", "vanish", "lose"))
 async def two_tasks(sim: Simulation) -> None:
-    """Two tasks of one request wait for its load, which others share: all of them hear of its end."""
+    """Two tasks of one request wait for its load, which others share: all of them are told of its end."""
     engine = sim.runtime(num_device_blocks=14, num_host_blocks=8, max_job_bytes=sim.random.choice((1, 100)))
     async with engine.runtime:
         await store(sim, engine, "first", tokens(1, 8))
@@ -42,7 +42,7 @@ async def two_tasks(sim: Simulation) -> None:
 
 
 async def _wait_twice(pending: PendingLoad) -> int:
-    """What two tasks that wait for one load are told; or what the first of them is told went wrong."""
+    """Let two tasks wait for one load. Returns what both are told, or raises the first error."""
     found: list[int] = []
     errors: list[AoffloadError] = []
 
@@ -63,7 +63,7 @@ async def _wait_twice(pending: PendingLoad) -> int:
 
 @scenario("request_aborted")
 async def overlapping_steps(sim: Simulation) -> None:
-    """Several forwards of one request at a time, in threads of other tasks: its blocks stay until all are through."""
+    """Several forwards of one request at a time, in threads of other tasks: its blocks stay until all are over."""
     engine = sim.runtime(num_device_blocks=8, num_host_blocks=4)
     async with engine.runtime:
         for index in range(2):
@@ -73,7 +73,7 @@ async def overlapping_steps(sim: Simulation) -> None:
 
 
 def _serve_by_others(sim: Simulation, engine: SimulatedEngine, name: str, wanted: Ask) -> None:
-    """A client that only holds the request, and two that compute for it; none of them waits for the others."""
+    """Spawn a client that only holds the request, and two that compute for it; none waits for the others to end."""
     begun = anyio.Event()
     held: list[Request] = []
 
@@ -104,7 +104,7 @@ def _serve_by_others(sim: Simulation, engine: SimulatedEngine, name: str, wanted
 
 @scenario("request_done")
 async def threads_left(sim: Simulation) -> None:
-    """Tasks are cancelled natively, over and over, while threads compute for them: what a thread touches stays."""
+    """Tasks are cancelled natively, over and over, while threads compute for them: blocks of a thread stay in place."""
     engine = sim.runtime(num_device_blocks=7, num_host_blocks=4)
     async with engine.runtime:
         victims = []
@@ -126,7 +126,7 @@ async def threads_left(sim: Simulation) -> None:
 
 @scenario("request_loading", faults=("refuse", "fail"))
 async def computed_later(sim: Simulation) -> None:
-    """What is committed behind a fence of the engine's own is stored once that has passed, and not before."""
+    """Tokens that are committed behind a fence of the engine are stored once that has passed, and not before."""
     engine = sim.runtime(num_device_blocks=14, num_host_blocks=14)
     async with engine.runtime:
         fences: list[SimulatedFence] = []
@@ -158,7 +158,7 @@ async def computed_later(sim: Simulation) -> None:
 
 
 def _compute_later(sim: Simulation, engine: SimulatedEngine, request: Request, wanted: Ask) -> SimulatedFence:
-    """Have all of the prompt computed some time; the fence behind it. A step holds the blocks until then."""
+    """Schedule a forward over the whole prompt, and return the fence behind it. A step holds the blocks until then."""
     assert request.state is RequestState.RUNNING
     fence, held, table = SimulatedFence(), ExitStack(), request.block_ids
     held.enter_context(engine.runtime.step([request]))

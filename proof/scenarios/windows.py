@@ -1,4 +1,4 @@
-"""Models whose layers see different distances: windows slide, and what has left one is room for others."""
+"""Models whose layers see different distances: windows slide, and blocks that have left one are room for others."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ async def mixed_windows(sim: Simulation) -> None:
 
 @scenario("store_skipped", "request_done")
 async def stale_window(sim: Simulation) -> None:
-    """I4 as it was: stores are refused while decoding slides the window and its blocks change hands; then there is room
-    again, and what is stored is what is still there."""
+    """Incident I4: stores are refused while decoding slides the window and its blocks change hands.
+
+    When there is room again, only blocks that are still there are stored."""
     engine = sim.runtime(num_device_blocks=7, num_host_blocks=2, block_sizes=(2,), attention=(SlidingWindow(4),))
     async with engine.runtime:
 
         async def hold(client: Client) -> None:
-            """Fill the host, and let it go later."""
+            """Fill the host, and keep it full for a while."""
             await engine.serve("filler", ask(sim, engine, tokens(9, 5)))
             async with engine.open("holds", ask(sim, engine, tokens(9, 5))):
                 await sim.jitter()

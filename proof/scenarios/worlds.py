@@ -23,13 +23,13 @@ async def mixed(sim: Simulation) -> None:
 
 @scenario("request_loading", "job_completed")
 async def mixed_on_stream(sim: Simulation) -> None:
-    """The same on a device whose compute runs later, in order: fences are all that keeps the copies right."""
+    """Mixed traffic on a device whose compute runs later, in order: fences are all that keeps the copies right."""
     await traffic(sim, stream=True)
 
 
 @scenario("request_done", faults=("fail", "rot", "flip"))
 async def two_groups(sim: Simulation) -> None:
-    """Two groups of layers with block sizes of their own share one pool; a unit of both may be above the bound."""
+    """Two groups of layers with different block sizes share one pool; a unit of both may exceed the bound in flight."""
     stream, verify = sim.random.random() < 0.3, sim.random.random() < 0.5
     await traffic(
         sim, stream=stream, verify=verify, block_sizes=(2, 4), num_device_blocks=18, num_host_blocks=24, shared=8,
@@ -75,7 +75,7 @@ async def two_runtimes(sim: Simulation) -> None:
 
 @scenario("request_done")
 async def bad_input(sim: Simulation) -> None:
-    """What no program should ask for is refused by name, and changes nothing for those who are served meanwhile."""
+    """Invalid calls are refused with typed errors, and change nothing for requests that are served meanwhile."""
     engine = sim.runtime(num_device_blocks=6, num_host_blocks=6)
     async with engine.runtime:
         bystanders(sim, engine, 4)

@@ -1,7 +1,7 @@
-"""Random programs over the public calls, with oracles under them: explored, shortened and replayed from one line.
+"""Random programs of public calls, checked by oracles: explored, shortened, and replayed from one line.
 
-A program is a world (layout, pools, policy) and calls, as plain data. `explore_programs` draws them from seeds and runs
-them under every law; what it finds broken is shortened (`Broken.shortest`) and printed as a test (`as_test`).
+A program is a world (layout, pools, policy) and calls, as plain data. `explore_programs` draws programs from seeds and
+checks every law; a program that breaks one can be shortened (`Broken.shortest`) and printed as a test (`as_test`).
 """
 
 from __future__ import annotations

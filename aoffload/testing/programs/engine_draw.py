@@ -1,4 +1,4 @@
-"""Which call comes next over a ledger whose device blocks are an engine's."""
+"""Draws the next call of a program over a ledger whose device blocks belong to an engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EngineDraw(JobDraw):
         self._ahead: list[Call] = []
 
     def next(self) -> Call:
-        """A call that is drawn for what is there; one that finds nothing to do draws again."""
+        """A call drawn for the current state; a kind of call that has nothing to do is drawn again."""
         while True:
             if self._ahead:
                 return self._ahead.pop(0)
@@ -81,7 +81,7 @@ class EngineDraw(JobDraw):
         return args
 
     def _twins(self) -> Call:
-        """A prompt that the host may have, wanted by several: one of them brings it."""
+        """Several requests want a prompt that the host may have: one of them loads it."""
         rng, prompt = self.rng, self.prompts.identity()
         self.prompts.served(prompt["tokens"])
         names = [self._name("t") for _ in range(rng.choice((2, 2, 3)))]
@@ -167,7 +167,7 @@ class EngineDraw(JobDraw):
         name = self.rng.choice(list(self.machine.plans))
         return self._go_on_with(name)
 
-    # -- the whole ------------------------------------------------------------------------------------------------
+    # -- the whole ledger -----------------------------------------------------------------------------------------
 
     def _pin(self) -> Call:
         args: dict[str, Any] = {"name": self._name("p"), **self.prompts.identity()}

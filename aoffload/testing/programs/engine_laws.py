@@ -1,4 +1,4 @@
-"""What must hold after each call of a program over a ledger whose device blocks are an engine's."""
+"""The laws after each call of a program over a ledger whose device blocks belong to an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EngineLaws(Laws):
         super().after(call, number)
 
     def _held_by_jobs(self) -> None:
-        """Held is what jobs touch, as often as they do, and nothing else."""
+        """A block is held once for each job that touches it, and no other block is held."""
         jobs, expected = self._ledger.jobs, Counter[int]()
         for job in (*jobs.unsettled.values(), *jobs.quarantined.values()):
             if job.plan.destination is Tier.DEVICE:
@@ -34,7 +34,7 @@ class EngineLaws(Laws):
             raise Violation("a job's blocks", f"held are {self._machine.pool.held}, jobs touch {expected}")
 
     def _nobody_elses(self) -> None:
-        """What a copy may write to stands in no table but that of the request that it is for."""
+        """A block that a copy may write to is in no block table but that of the copy's request."""
         jobs = self._ledger.jobs
         for job in (*jobs.unsettled.values(), *jobs.quarantined.values()):
             if job.plan.destination is not Tier.DEVICE:
@@ -50,7 +50,7 @@ class EngineLaws(Laws):
                 self._machine.bytes.read(client.text, client.tables, client.num_computed, client.name)
 
     def _progress(self, call: Call) -> None:
-        """Who was told to ask again waits for somebody, or was woken."""
+        """A request that was told to ask again waits for a request that brings its next blocks, or was woken."""
         for client in self._machine.clients.values():
             if client.holding.match.is_pending and not client.is_woken and not self._is_brought(client):
                 raise Violation("a wait without a need", f"after {call}: {client.name} waits for nobody")

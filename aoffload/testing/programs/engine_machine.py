@@ -1,7 +1,7 @@
-"""Programs over a ledger whose device blocks are an engine's own: a pool with a prefix cache, which frees at once.
+"""Programs over a ledger whose device blocks belong to an engine: a pool with a prefix cache, which frees at once.
 
-The engine computes into blocks of its own choosing, caches them when they are full, and hits them there first. It gives
-blocks back the moment a request ends, and reuses them: only what jobs hold it leaves alone.
+The engine computes into blocks of its own choosing, caches full blocks, and hits its own cache first. It gives blocks
+back the moment a request ends, and reuses them; only blocks that jobs hold stay.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EngineMachine(EngineState, Machine):
     # -- the engine's own hit -------------------------------------------------------------------------------------
 
     def _hit(self, text: Text, fewer: int) -> tuple[int, list[list[int]]]:
-        """Tokens that the engine's own cache has, at least `fewer` units less than it could, and their blocks."""
+        """How many tokens the engine's own cache has, and their blocks. The `fewer` longest hits are left aside."""
         most = (len(text.tokens) - 1) // self.unit
         for units in range(most, 0, -1):
             tables = self._tables_of(text, units * self.unit)
@@ -63,8 +63,8 @@ class EngineMachine(EngineState, Machine):
         client.tables = []
 
     def _grow(self, client: EngineClient, num_tokens: int, skipped_before: int = 0) -> bool:
-        """Have blocks for `num_tokens`; null blocks for what nobody who computes behind `skipped_before` reads. False:
-        there is no room."""
+        """Extend the tables to `num_tokens`, with null blocks where computing token `skipped_before` reads nothing.
+        False: there is no room."""
         wanted: list[list[bool]] = []
         for group, table in zip(self.groups, client.tables, strict=True):
             first = group.attention.required_blocks(skipped_before, group.block_size).start if skipped_before else 0
@@ -121,7 +121,7 @@ class EngineMachine(EngineState, Machine):
         self._note("pending", match.is_pending)
 
     def do_ask(self, who: str, fewer: int = 0) -> str:
-        """The engine asks again, with what its cache has by now."""
+        """The engine matches again, with what its own cache has at this moment."""
         client = self.clients.get(who)
         if client is None or client.holding.state not in (_S.MATCHED, _S.PINNED) or client.marks:
             return "skipped"
@@ -137,12 +137,12 @@ class EngineMachine(EngineState, Machine):
         return f"{client.holding.match}"
 
     def do_load(self, who: str, max_tokens: int | None = None, sparse: bool = False) -> str:
-        """Blocks for the prompt, and a load into them; `sparse`: none where a window is past once it has landed."""
+        """Take blocks for the prompt and load into them; `sparse`: null blocks where a window is past after that."""
         client = self.clients.get(who)
         if client is None or client.holding.state not in (_S.PINNED, _S.LOADING, _S.RUNNING):
             return "skipped"
         if client.holding.state is _S.PINNED and client.marks:
-            return "skipped"  # it has computed instead, and not offered so far
+            return "skipped"  # it has computed instead, without an offer so far
         holding, before = client.holding, client.num_computed
         if is_new := holding.state is _S.PINNED:
             hit_stop = holding.match.num_tokens
@@ -163,7 +163,7 @@ class EngineMachine(EngineState, Machine):
         return f"{holding.state.name} {client.tables}"
 
     def _shrink(self, client: EngineClient, num_tokens: int) -> None:
-        """Give back the blocks behind the first `num_tokens`, whole blocks of every group."""
+        """Keep the whole blocks of the first `num_tokens` in every group, and give back the rest."""
         for group, table in zip(self.groups, client.tables, strict=True):
             self.pool.drop(table[num_tokens // group.block_size :])
             del table[num_tokens // group.block_size :]
@@ -175,8 +175,8 @@ class EngineMachine(EngineState, Machine):
         return self._loads_over(partial(super().do_discard, job))
 
     def _loads_over(self, ends_a_job: Callable[[], str]) -> str:
-        """Whose load is over computes the rest; what was not loaded into other blocks, for a copy may still write to
-        those."""
+        """Requests whose load is over compute the rest. Tokens that were not loaded get other blocks: a copy may still
+        write to the old ones."""
         loading = [client for client in self.clients.values() if client.holding.state is _S.LOADING]
         said = ends_a_job()
         for client in loading:
@@ -187,7 +187,8 @@ class EngineMachine(EngineState, Machine):
         return said
 
     def _loaded(self, client: EngineClient, before: int) -> None:
-        """Nothing has to be waited for: it computes what is not there, from where `before` was or further on."""
+        """Let a running request go on from what is there: null the past of its windows behind `before`, the tokens that
+        it had before the load, and give back blocks that were not loaded."""
         holding = client.holding
         if holding.state is not _S.RUNNING:
             return
@@ -197,8 +198,8 @@ class EngineMachine(EngineState, Machine):
             self._shrink(client, client.num_computed)
 
     def _null_the_past(self, client: EngineClient, start: int) -> None:
-        """A load brings of windows what is needed at its end. In the blocks before, from token `start` on, is nothing:
-        the engine gives them back, or goes on naming them until its windows move on."""
+        """Of a window, a load brings only what is needed at its end. Nothing is written to the blocks before that, from
+        token `start` on: the engine gives them back, or keeps them in its tables until its windows move on."""
         for number, (group, table) in enumerate(zip(self.groups, client.tables, strict=True)):
             first = start // group.block_size
             past = group.attention.required_blocks(client.num_computed, group.block_size).start
@@ -210,7 +211,7 @@ class EngineMachine(EngineState, Machine):
     def do_compute(
         self, who: str, stop: int, new: Sequence[int] = (), offers: bool = True, is_last: bool = False
     ) -> str:
-        """A forward up to token `stop`; what it has sampled, and computed, is offered at once or some other time."""
+        """A forward up to token `stop`, which samples `new`. `offers`: the result is offered at once."""
         client = self.clients.get(who)
         if client is None or client.holding.state not in (_S.PINNED, _S.RUNNING) or client.is_told:
             return "skipped"
@@ -256,14 +257,14 @@ class EngineMachine(EngineState, Machine):
         return f"{[plan.num_blocks for plan in plans]} {client.tables}"
 
     def do_offer(self, who: str, is_last: bool = False) -> str:
-        """Once more, or what was not offered so far."""
+        """Offer again, or offer what was not offered so far."""
         client = self.clients.get(who)
         if client is None or client.holding.state not in (_S.PINNED, _S.RUNNING):
             return "skipped"
         return self._offer(client, is_last=is_last)
 
     def do_invalidate(self, who: str, from_token: int) -> str:
-        """What was computed from some token on was wrong. The engine forgets it, too, and computes it again."""
+        """Tokens from `from_token` on were computed wrongly. The engine's cache forgets them; the request goes back."""
         client = self.clients.get(who)
         if client is None or client.unoffered or client.holding.num_computed_tokens != client.num_computed:
             return "skipped"
@@ -286,7 +287,7 @@ class EngineMachine(EngineState, Machine):
             client.unwritten[number] = range(unwritten.start, min(unwritten.stop, start // group.block_size))
             needed = group.attention.required_blocks(start, group.block_size)
             if any(not table[at] or at in unwritten for at in needed):
-                client.is_told = True  # what it would read there has left a window
+                client.is_told = True  # blocks that it would read there have left a window
         del client.marks[start:]
 
     def _nobody_else_has_it(self, author: EngineClient) -> None:
@@ -300,7 +301,7 @@ class EngineMachine(EngineState, Machine):
                 raise Violation("not told", f"{client.name} goes on with what a failed forward has left")
 
     def do_release(self, who: str, reason: str = "closed_early") -> str:
-        """Its blocks are the engine's to reuse at once, but for those that jobs hold."""
+        """The engine may reuse its blocks at once, except those that jobs hold."""
         if (client := self.clients.pop(who, None)) is None:
             return "skipped"
         self.take(self.ledger.release(client.holding, reason))
@@ -309,7 +310,7 @@ class EngineMachine(EngineState, Machine):
         return client.holding.state.name
 
     def do_serve(self, tokens: Sequence[int], salt: str | None = None, new: Sequence[int] = ()) -> str:
-        """A request comes, loads, computes, is stored as far as the policy wants it, and is done."""
+        """Serve a whole request: load, compute, store as far as the policy wants it, release."""
         self.num_served += 1
         who = f"served{self.num_served}"
         self.do_admit(who, tokens, salt)
@@ -322,7 +323,7 @@ class EngineMachine(EngineState, Machine):
             self.do_land(who)
 
     def do_evict(self) -> str:
-        """The engine's own cache is of use no more."""
+        """Empty the engine's own cache."""
         for block_id in self.pool.all_cached():
             self.pool.forget(block_id)
         self.features.add("evict")

@@ -1,5 +1,5 @@
-"""The blocks of a simulated engine: counted by requests and by jobs, free at once, and hit as long as nobody reuses
-them."""
+"""The blocks of a simulated engine: referenced by block tables and jobs, free without a reference, and hit until they
+are reused."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Key: TypeAlias = tuple[int, int]
 
 
 class EnginePool:
-    """Blocks `[1, num_rows)`. What is free keeps its bytes, and hits, until it is taken: the last one given back first,
-    or the oldest."""
+    """Blocks `[1, num_rows)`. A free block keeps its bytes, and hits, until it is taken: the last one given back first
+    (`reuses_last`), or the oldest first."""
 
     def __init__(self, num_rows: int, *, reuses_last: bool) -> None:
         self.num_tables: Counter[int] = Counter()
         """How many tables name a block."""
         self.held: Counter[int] = Counter()
-        """How often jobs hold it."""
+        """How often jobs hold a block."""
         self.free = dict.fromkeys(range(1, num_rows))
         self.texts: dict[str, Text] = {}
         self.block_sizes: list[int] = []
@@ -35,7 +35,7 @@ class EnginePool:
         self._keys: dict[int, Key] = {}
 
     def told(self) -> Any:
-        """What the ledger tells. It hangs on functions: the fingerprint of a ledger must not go on in here."""
+        """The `engine_blocks` of a ledger: methods only, so that a ledger's fingerprint leaves the pool out."""
         return SimpleNamespace(hold=self.hold, give=self.give)
 
     # -- what the ledger tells ------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ class EnginePool:
     # -- what requests do -----------------------------------------------------------------------------------------
 
     def take(self, num_blocks: int) -> list[int]:
-        """Blocks for a table; the caller has looked that there are as many."""
+        """Take blocks for a table; the caller has checked that enough are free."""
         found = list(self.free)[-num_blocks:] if self._reuses_last else list(self.free)[:num_blocks]
         for block_id in found if num_blocks else ():
             del self.free[block_id]
@@ -63,13 +63,13 @@ class EnginePool:
         return found if num_blocks else []
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Another table names them, too."""
+        """Another table names these blocks, too."""
         for block_id in filter(None, block_ids):
             self.num_tables[block_id] += 1
             self.free.pop(block_id, None)
 
     def drop(self, block_ids: Iterable[int]) -> None:
-        """A table names them no more."""
+        """A table names these blocks no more."""
         for block_id in filter(None, block_ids):
             self._less(self.num_tables, block_id)
 
@@ -87,7 +87,7 @@ class EnginePool:
             self._cached[key], self._keys[block_id] = block_id, key
 
     def cached(self, key: Key) -> int:
-        """0: nowhere."""
+        """The block that caches `key`; 0: none."""
         return self._cached.get(key, 0)
 
     def forget(self, block_id: int) -> None:
@@ -98,7 +98,7 @@ class EnginePool:
 
 
 class FindingPool(EnginePool):
-    """One that can say where its prefix cache has what a table names no more."""
+    """A pool that can find cached blocks which a request's tables name no more (`find`)."""
 
     def told(self) -> Any:
         return SimpleNamespace(hold=self.hold, give=self.give, find=self.find)

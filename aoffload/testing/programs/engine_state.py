@@ -1,4 +1,4 @@
-"""What a program over an engine's own device blocks works on: the engine's pool, clock and requests besides."""
+"""The state of a program over an engine's device blocks: a ledger, and the engine's pool, clock and requests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["EngineClient", "EngineState"]
 
 @attrs.define(eq=False)
 class EngineClient(Client):
-    """One request of the engine's."""
+    """One request as the engine knows it."""
 
     tables: list[list[int]] = attrs.field(factory=list)
-    """The engine's own, one for each group."""
+    """The engine's block tables, one for each group."""
     num_computed: int = 0
-    """Tokens whose KV is in them, also those that were not offered yet."""
+    """Tokens whose KV is in the tables, including those not offered yet."""
     unoffered: list[int] = attrs.field(factory=list)
     """Tokens that were sampled since the last offer."""
     unwritten: dict[int, range] = attrs.field(factory=dict)
-    """Of a group, by its number: blocks in which nobody has written anything."""
+    """By group: positions in its table whose blocks were never written."""
     has_loaded: bool = False
-    """A load was planned, and nothing was offered since: others may wait for that."""
+    """A load was planned, and nothing was offered since: other requests may wait for that."""
     is_woken: bool = False
     """It was told to ask again."""
 
@@ -34,7 +34,7 @@ class EngineClient(Client):
 
 
 class EngineState(LedgerState):
-    """A ledger on the blocks of an engine, whose pool and clock stand beside it."""
+    """A ledger on an engine's blocks, with the engine's pool and clock."""
 
     clients: dict[str, EngineClient]  # type: ignore[assignment]
 

@@ -1,4 +1,5 @@
-"""Exploring: programs from seeds, what they meet, what they break; replay from one line, and the shortest program."""
+"""Exploration of programs: drawn from seeds, with the features that they meet and the laws that they break; replayed
+from one line, and shortened."""
 
 from __future__ import annotations
 
@@ -38,10 +39,10 @@ __all__ = [
 NUM_CALLS = 60
 LINE = re.compile(r"(?P<face>ledger|engine|asyncio|trio) seed=(?P<seed>[0-9]+)(?: calls=(?P<calls>[1-9][0-9]*))?")
 WHOLE_EVERY = 4
-"""Calls of a drawn program after which the whole ledger is looked at. A program that is run again, to be made short or
-as a test, is looked at after each: the fewest calls that break a law are none that only wait for the next look."""
+"""The whole ledger is checked once in so many calls of a drawn program. A program that is run again, to be shortened or
+as a test, is checked after each call, so that no call is kept only to get to the next check."""
 LOOKS_AT_REFUSALS = 8
-"""One in so many programs is run again, to see that what was refused has changed nothing."""
+"""One in so many programs is run again, to check that refused calls have changed nothing."""
 
 
 @attrs.frozen
@@ -54,7 +55,7 @@ class _Kind:
 
 
 def _not_lazy(world: World) -> World:
-    """When an engine evicts what of its own blocks, only it knows."""
+    """`world` without a lazy store policy: only the engine knows which of its blocks it evicts next."""
     return attrs.evolve(world, store_policy="eager") if world.store_policy.startswith("lazy") else world
 
 
@@ -65,7 +66,7 @@ LEDGERS: Mapping[str, _Kind] = {
 
 
 def call(name: str, /, **args: Any) -> Call:
-    """A call of a program, as printed ones are written."""
+    """A call of a program, in the notation of printed programs."""
     return Call(name, args)
 
 
@@ -74,11 +75,11 @@ class Broken:
     """A program that breaks a law."""
 
     line: str
-    """Replays it."""
+    """Replays the program."""
     violation: str
     program: Program
     num_calls: int
-    """Up to the violation."""
+    """Calls made up to the violation."""
 
     def shortest(self, at_most: int = 2000) -> Program:
         return shorten(self.program, lambda program: run_program(program).violation, at_most)
@@ -86,12 +87,12 @@ class Broken:
 
 @attrs.define
 class ProgramTally:
-    """What was explored."""
+    """Totals of an exploration."""
 
     num_programs: int = 0
     num_calls: int = 0
     pairs: Counter[tuple[str, str]] = attrs.field(factory=Counter)
-    """Programs in which two features have met; a feature with itself: programs that met it."""
+    """How many programs have met both features of a pair; a feature paired with itself: how many have met it."""
     layouts: set[object] = attrs.field(factory=set)
     broken: list[Broken] = attrs.field(factory=list)
     digest: str = ""
@@ -114,7 +115,7 @@ def explore_programs(
     *,
     stop: Callable[[], bool] = lambda: False,
 ) -> ProgramTally:
-    """`num_programs` programs of about `num_calls` calls, from `first_seed` on; fewer once `stop` says so."""
+    """Run `num_programs` programs of about `num_calls` calls, drawn from `first_seed` on; fewer once `stop` says so."""
     check_int("first_seed", first_seed, 0)
     check_int("num_programs", num_programs, 0)
     check_callable("stop", stop)
@@ -128,7 +129,7 @@ def explore_programs(
 
 
 def program_of(face: Face, seed: int, num_calls: int = NUM_CALLS) -> tuple[Program, Outcome]:
-    """The program that a seed stands for, and how it ends."""
+    """The program that a seed stands for, and its outcome."""
     check_int("seed", seed, 0)
     check_int("num_calls", num_calls, 2)
     if check_face(face) not in LEDGERS:
@@ -150,7 +151,8 @@ def replay_program(line: str) -> tuple[Program, Outcome]:
 
 
 def run_program(program: Program) -> Outcome:
-    """Make the calls of a program, under every law; on a ledger twice, to look at what was refused."""
+    """Make the calls of a program, and check every law. A ledger program with refused calls runs twice, to check that
+    they change nothing."""
     check_type("program", program, Program).check()
     if program.face not in LEDGERS:
         from .runtime_face import run_runtime_program

@@ -1,7 +1,7 @@
 """The fingerprint of a ledger: everything that is reachable from it, as one value that can be compared.
 
-It knows no field by name (but the ones it leaves out), so that nothing is forgotten when the ledger learns something
-new: pools, orders, runs with parts and references, jobs, the line, holdings, counters.
+It names no field (except those that it leaves out), so a new field of the ledger is included without a change here:
+pools, orders, runs with parts and references, jobs, the line, holdings, counters.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 __all__ = ["changes", "fingerprint"]
 
 MEMOS = frozenset({"_hash_after"})
-"""Computed on demand from what else is there: looking may fill them in."""
+"""Fields computed on demand from other fields: reading may fill them in."""
 PLAIN = (int, float, str, bytes, type(None))
 
 
 def fingerprint(*roots: object) -> dict[str, object]:
     """Each object reachable from `roots`, field by field. Objects are named in the order they are met, so two
-    fingerprints are equal if and only if the same values hang together in the same way."""
+    fingerprints are equal if and only if both have the same values and the same references between objects."""
     names: dict[int, str] = {}
     waiting: list[object] = []
 
@@ -67,7 +67,7 @@ def _fields(thing: object) -> Iterator[tuple[str, object]]:
 
 
 def changes(before: dict[str, object], after: dict[str, object]) -> list[str]:
-    """What differs, readably; empty if nothing does."""
+    """What differs, as readable lines; empty if nothing does."""
     if before == after:
         return []
     return [

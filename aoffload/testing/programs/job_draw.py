@@ -1,4 +1,4 @@
-"""Calls about jobs: what becomes of the copies that are planned, drawn alike over every kind of ledger."""
+"""Draws calls about jobs, alike for every kind of ledger: what becomes of planned copies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class JobDraw:
     rng: random.Random
     machine: JobCalls
     outcomes: Sequence[int]
-    """How often a copy lands, fails, brings rotten blocks, or is never proven, in relation to one another."""
+    """Weights of a copy's outcomes: it lands, fails, brings corrupt blocks, or ends unproven."""
 
     def _go_on_with(self, name: str) -> Call | None:
-        """A planned job is launched or given up, a launched one ends."""
+        """Launch or discard a queued job, or end a launched one."""
         job = self.machine.job(name)
         if job is None or job.state is JobState.QUEUED:
             return Call("discard" if self.rng.random() < 0.05 else "launch", {"job": name})

@@ -1,4 +1,4 @@
-"""Which call comes next: drawn from what is there, so that most calls mean something, and some do not."""
+"""Draws the next call of a ledger program for the current state, so that most calls are valid, and some are not."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ WRONG = (None, -1, True, 1.5, "x", 2**70)
 
 
 class LedgerDraw(JobDraw):
-    """Draws calls for one machine. In each program some calls are much more frequent than in others: what two of them
-    do to each other is seen soonest where there is little else."""
+    """Draws calls for one machine. In each program some calls are much more frequent than in others: two calls interact
+    soonest where few others come in between."""
 
     def __init__(self, rng: random.Random, machine: LedgerMachine) -> None:
         self.rng = rng
@@ -50,10 +50,10 @@ class LedgerDraw(JobDraw):
         self.options = rng.random() < 0.3
         self.starts_early = rng.random() < 0.4
         self.recent = ""
-        """Whom the last call was about: rather than anybody else, the next one is."""
+        """The request of the last call, which the next call prefers."""
 
     def next(self) -> Call:
-        """A call that is drawn for what is there; one that finds nothing to do draws again."""
+        """A call drawn for the current state; a kind of call that has nothing to do is drawn again."""
         while True:
             (name,) = self.rng.choices(list(WEIGHTS), self.weights)
             draw: Callable[[], Call | None] = getattr(self, f"_{name}")
@@ -194,7 +194,7 @@ class LedgerDraw(JobDraw):
         return Call("serve", args)
 
     def _evict(self) -> Call:
-        """As much as can be had, or less: what is cached and nobody uses loses its blocks from the end on."""
+        """Ask for all the room there is, or a little less: unused prefixes lose their blocks, tail first."""
         machine = self.machine
         room = machine.ledger.statistics().device
         units = (room.num_free + room.num_cached) // machine.ledger.layout.width
@@ -270,7 +270,7 @@ class LedgerDraw(JobDraw):
         name = self.rng.choice(loads if loads and self.rng.random() < 0.6 else list(self.machine.plans))
         return self._go_on_with(name)
 
-    # -- what no request asks for ---------------------------------------------------------------------------------
+    # -- pins, prefetches and demotions ---------------------------------------------------------------------------
 
     def _cached(self, name: str, stem: str) -> Call:
         return Call(name, {"name": self._name(stem), **self.prompts.identity()})
@@ -296,7 +296,7 @@ class LedgerDraw(JobDraw):
     def _cancel(self) -> Call | None:
         return Call("cancel", {"name": self.rng.choice(list(self.machine.errands))}) if self.machine.errands else None
 
-    # -- the whole ------------------------------------------------------------------------------------------------
+    # -- the whole ledger -----------------------------------------------------------------------------------------
 
     def _reset(self) -> Call:
         tier = self.rng.choice((None, "DEVICE", "HOST"))

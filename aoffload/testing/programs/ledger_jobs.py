@@ -13,7 +13,7 @@ __all__ = ["JobCalls"]
 
 
 class JobCalls(LedgerState):
-    """Jobs have names of their own: whose they are, what they do, and the how manyeth of those."""
+    """Jobs are named by request, direction and running number: `r1:load:0`."""
 
     def take(self, plans: Iterable[TransferPlan]) -> None:
         for plan in plans:
@@ -34,20 +34,20 @@ class JobCalls(LedgerState):
             if self.job(job) is None:
                 del self.plans[job]
             return "not wanted"
-        self.bytes.spoil(plan.destination, plan.destination_ids)  # it may write as early as that
+        self.bytes.spoil(plan.destination, plan.destination_ids)  # a launched copy may write at any time
         for block_id in plan.destination_ids if plan.destination is Tier.HOST else ():
             self.rotten.pop(block_id, None)
         return "launched"
 
     def do_settle(self, job: str, outcome: str = "landed", at: int = 0) -> str:
-        """The copy is over. FAILED: `at` blocks are there. CORRUPT: block `at` is rotten, of a load where it was read,
-        of a store where it was written."""
+        """The copy is over. FAILED: `at` blocks have arrived. CORRUPT: block `at` is corrupt, of a load at its source,
+        of a store at its destination."""
         found, plan = self.job(job), self.plans.get(job)
         if found is None or plan is None or found.state is not JobState.LAUNCHED or found.parked is not None:
             return "skipped"
         how, index = Outcome(outcome), at % plan.num_blocks
         if plan.direction is Direction.LOAD and not self.rotten.keys().isdisjoint(plan.source_ids):
-            how = Outcome.CORRUPT  # as every load of such a block
+            how = Outcome.CORRUPT  # every load of a corrupt block ends so
             index = next(number for number, block_id in enumerate(plan.source_ids) if block_id in self.rotten)
         num_landed = {Outcome.LANDED: plan.num_blocks, Outcome.UNPROVEN: 0}.get(how, index)
         self._copy(plan, num_landed)
@@ -71,7 +71,7 @@ class JobCalls(LedgerState):
             self.bytes.copy(plan.source, source_id, plan.destination, block_id)
 
     def do_land(self, who: str = "") -> str:
-        """Everything that was planned so far lands, in order; or what was planned for `who`."""
+        """All jobs planned so far land, in order; with `who`, only those of that request."""
         for name in [name for name in self.plans if not who or name.startswith(f"{who}:")]:
             self.do_launch(name)
             self.do_settle(name)
@@ -86,7 +86,7 @@ class JobCalls(LedgerState):
         return "discarded"
 
     def do_late(self, job: str) -> str:
-        """Proof that a copy which nobody could vouch for is over."""
+        """Late proof that an unproven copy is over."""
         if job not in self.unproven:
             return "skipped"
         plan = self.unproven.pop(job)
@@ -97,7 +97,7 @@ class JobCalls(LedgerState):
         return "proven"
 
     def do_stray(self, job: str) -> str:
-        """A copy that nobody could prove to be over writes on."""
+        """An unproven copy writes on."""
         if job not in self.unproven:
             return "skipped"
         plan = self.unproven[job]
@@ -105,7 +105,7 @@ class JobCalls(LedgerState):
         return "written"
 
     def do_again(self, job: str) -> str:
-        """A completion that came before comes once more."""
+        """A completion is delivered again."""
         if job not in self.over:
             return "skipped"
         self.ledger.settle(self.over[job])

@@ -15,8 +15,8 @@ __all__ = ["Laws"]
 
 
 class Laws:
-    """Looks at every law after a call. The whole ledger is looked at after every `whole_every` calls and at the end;
-    what is cheap, after each."""
+    """Checks the laws after a call: the cheap ones after each; the whole ledger after every `whole_every` calls, after
+    calls that change much, and at the end."""
 
     def __init__(self, machine: LedgerState, *, watches: bool, whole_every: int) -> None:
         self._machine = machine
@@ -41,15 +41,15 @@ class Laws:
     def _whole(self) -> None:
         try:
             self._ledger.check_integrity()
-        except Exception as error:  # whatever it is that makes no sense to it any more
+        except Exception as error:  # an inconsistent ledger may raise anything
             raise Violation("integrity", str(error) or repr(error)) from error
         self._findable()
         if self._watcher is not None:
             self._watcher.compare()
 
     def _findable(self) -> None:
-        """Whatever can be found in a tier was written, hangs on no forward that was taken back, and is not known to be
-        rotten: what a job has found so is a miss for everybody once that job is settled."""
+        """Every block that can be found was written, depends on no invalidated forward, and is not known to be corrupt:
+        a block that a job found corrupt is a miss as soon as that job is settled."""
         machine = self._machine
         rotten = {block_id: job.completion is not None for block_id, job in machine.rotten.items()}
         for run in self._ledger.cache.index.runs.values():
@@ -62,14 +62,14 @@ class Laws:
                     raise Violation(law, f"{part.tier.name} {how}: {run}")
 
     def after_reset(self, tier: Tier | None) -> None:
-        """Nothing from before can be found any more."""
+        """Nothing from before the reset can be found."""
         for run in self._ledger.cache.index.runs.values():
             for part in run.parts:
                 if part.blocks and tier in (None, part.tier):
                     raise Violation("may not hit", f"{run} can be found after a reset of {tier or 'all'}")
 
     def _readable(self) -> None:
-        """Whoever runs could compute on with right bytes, unless it was told not to."""
+        """Every running request could go on with the right bytes, unless it was told to abort."""
         for client in self._machine.clients.values():
             holding = client.holding
             if holding.state is RequestState.RUNNING and not client.is_told and not _in_doubt(holding):
@@ -77,7 +77,7 @@ class Laws:
                 self._machine.bytes.read(client.text, tables, holding.num_computed_tokens, client.name)
 
     def _nobody_elses(self) -> None:
-        """What a step or a job touches is neither free nor private to somebody else."""
+        """Blocks that a step or a job touches are neither free nor private to another request."""
         free = set(self._ledger.cache.tiers[Tier.DEVICE].pool.free_ids())
         for step in self._machine.steps.values():
             for forward in step.forwards:
@@ -93,7 +93,7 @@ class Laws:
     def _held(self, forward: Forward, free: set[int]) -> None:
         machine, mine = self._machine, forward.client.holding
         held = set(machine.written_by(forward))
-        if not forward.is_early:  # else the load may fail, and what it was to bring is anybody's
+        if not forward.is_early:  # else the load may fail, and its blocks may get another owner
             held.update(machine.read_by(forward))
         if not free.isdisjoint(held):
             raise Violation("a step's blocks", f"{sorted(held & free)} of {mine} are free")
@@ -109,7 +109,8 @@ class Laws:
         return job.plan.destination is Tier.DEVICE and mine not in job.claims
 
     def _progress(self, call: Call) -> None:
-        """Where nobody but those who wait holds room, somebody is granted it or told."""
+        """The first waiter waits only while its room is missing. If only waiters hold room, one of them is granted room
+        or fails."""
         ledger = self._ledger
         line = ledger.admission.line
         for first in (line.extending or line.allocating)[:1]:
@@ -124,7 +125,7 @@ class Laws:
         raise Violation("progress", f"after {call}: {line} waits for nobody, {ledger.statistics()}")
 
     def at_rest(self) -> None:
-        """Nobody is left: nothing is held, and every block is free or cached."""
+        """With no request left, nothing is held: every block is free or cached."""
         ledger = self._ledger
         self._whole()
         found = ledger.statistics()
@@ -136,12 +137,12 @@ class Laws:
 
 
 def _in_doubt(holding: Holding) -> bool:
-    """Whether what it has computed waits for the engine to begin again."""
+    """Whether its forward started early and the engine still has to begin again."""
     return holding.early is not None
 
 
 class _Watcher:
-    """What is cached, as the ledger tells it: a set of units, each by all that identifies its KV."""
+    """The cached units as the ledger reports them, each by everything that identifies its KV."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -1,4 +1,4 @@
-"""Programs over a ledger with device blocks of its own: an engine, its copies and its bytes, one call at a time."""
+"""Programs over a ledger with device blocks of its own: simulates an engine, its copies and its bytes, call by call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LedgerMachine(RequestCalls, Machine):
     LAWS = Laws
     FAREWELL = ("drop_pins", "cancel_errands")
 
-    # -- what no request asks for ---------------------------------------------------------------------------------
+    # -- prefetches, demotions and the frontier -------------------------------------------------------------------
 
     def do_prefetch(self, name: str, tokens: Sequence[int], salt: str | None = None) -> str:
         return self._errand("prefetch", name, self.ledger.prefetch(Prefix.of(Root("programs", salt), tokens)))

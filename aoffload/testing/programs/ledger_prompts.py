@@ -1,4 +1,4 @@
-"""The prompts of a program over the ledger: few texts, cut anywhere, so that they share at every offset."""
+"""The prompts of a program over the ledger: few texts, cut anywhere, so that prompts share prefixes of any length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Prompts"]
 
 
 class Prompts:
-    """Draws them. What was served once is drawn again, for it may be cached."""
+    """Draws prompts. A served prompt is drawn again, because it may be cached."""
 
     def __init__(self, rng: random.Random, most_tokens: int) -> None:
         self._rng = rng
@@ -20,13 +20,13 @@ class Prompts:
         self._salts = (None,) * 9 + ("other",)
         self._uses_spans = rng.random() < 0.15
         self._known: list[list[int]] = []
-        """What was served."""
+        """Prompts that were served."""
 
     def tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(self._vocabulary) for _ in range(count)]
 
     def draw(self) -> list[int]:
-        """The front of a well-known text, cut anywhere, and perhaps something of its own."""
+        """A served prompt, or a base text cut anywhere; perhaps with a tail of its own."""
         rng = self._rng
         if self._known and rng.random() < 0.5:  # the same once more: with windows only the same end hits
             return rng.choice(self._known) + self.tokens(rng.choice((0, 0, 1, 4)))
@@ -37,7 +37,7 @@ class Prompts:
         return tokens
 
     def identity(self) -> dict[str, Any]:
-        """What identifies KV, but the spans, as arguments of a call."""
+        """What identifies KV, except the spans, as arguments of a call."""
         tokens, salt = self.draw(), self._rng.choice(self._salts)
         return {"tokens": tokens} if salt is None else {"tokens": tokens, "salt": salt}
 

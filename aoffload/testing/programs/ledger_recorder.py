@@ -1,4 +1,4 @@
-"""An observer of a ledger that looks at what it is told."""
+"""A ledger observer that checks the events that it gets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Recorder"]
 
 
 class Recorder(NullObserver):
-    """Hears of every move: each begins where the one before has ended."""
+    """Checks that every state change begins in the state in which the one before ended."""
 
-    __slots__ = ("_hear",)  # the fingerprint of a ledger must not go on in here
+    __slots__ = ("_hear",)  # a function: the fingerprint of a ledger leaves its states out
 
     def __init__(self) -> None:
         states: dict[int, tuple[Any, Any]] = {}
@@ -22,7 +22,7 @@ class Recorder(NullObserver):
             known = states.get(id(entity))
             if known is not None and known[1] is not old:
                 raise Violation("events", f"{entity} moved from {old}, but was told to be {known[1]}")
-            states[id(entity)] = entity, entity.state  # kept, so that no id comes twice
+            states[id(entity)] = entity, entity.state  # keeps the entity, so that its id is not reused
 
         self._hear = hear
 

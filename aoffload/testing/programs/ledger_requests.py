@@ -20,7 +20,7 @@ _S = RequestState
 
 
 class RequestCalls(StepCalls):
-    """Requests are named; who is not there (any more) is asked for nothing."""
+    """Calls name their request. A call about a request that is not there (any more) is skipped."""
 
     def do_admit(
         self,
@@ -118,7 +118,7 @@ class RequestCalls(StepCalls):
         return client.holding.state.name
 
     def do_serve(self, tokens: Sequence[int], salt: str | None = None, new: Sequence[int] = ()) -> str:
-        """A request comes, is computed at once if there is room, stored as far as the policy wants it, and done."""
+        """Serve a whole request if there is room: load, compute, store as far as the policy wants it, release."""
         self.num_served += 1
         who = f"served{self.num_served}"
         self.do_admit(who, tokens, salt)
@@ -137,7 +137,7 @@ class RequestCalls(StepCalls):
         return "served"
 
     def do_evict(self, num_tokens: int, token: int) -> str:
-        """A request that nobody shares anything with comes, takes its room, and leaves without a word."""
+        """A request that shares nothing takes its room, and is released without computing."""
         holding = self.ledger.admit(Prefix.of(Root("programs", "pressure"), [token] * num_tokens))
         try:
             self.ledger.allocate_nowait(holding)
@@ -190,7 +190,7 @@ class RequestCalls(StepCalls):
                 raise Violation("not told", f"{other.name} goes on with what a failed forward has sampled")
         for step in self.steps.values():
             for forward in step.forwards:
-                # Who is over was not told: there is nobody left to be told.
+                # A request that is over is not told: there is nothing left to abort.
                 is_over = self.clients.get(forward.client.name) is not forward.client
                 forward.is_void |= forward.client is client or is_over
         self.features.add("invalidate")

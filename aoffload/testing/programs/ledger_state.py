@@ -1,4 +1,4 @@
-"""What a program over the ledger works on: the ledger, its engine's requests, its copies and its bytes."""
+"""The state of a program over the ledger: the ledger, its engine's requests, its copies and its bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Client:
     text: Text
     num_prompt: int
     is_told: bool = False
-    """It has to be aborted: what it has read was taken back. Nobody asks for its bytes any more."""
+    """It has to be aborted: what it has read was invalidated. Its bytes are not checked any more."""
     marks: list[int] = attrs.field(factory=list)
     """The mark of each token that it has computed itself, 0 where it was loaded."""
 
@@ -49,7 +49,7 @@ class Forward:
     tables: list[list[int]]
     is_early: bool
     is_void: bool = False
-    """Its request has taken back what it began on."""
+    """Its request has invalidated tokens since it began, or was over when another one did."""
 
 
 @attrs.define(eq=False)
@@ -72,11 +72,11 @@ class LedgerState:
         self.pins: dict[str, Pin] = {}
         self.errands: dict[str, Errand] = {}
         self.plans: dict[str, TransferPlan] = {}
-        """Jobs that are not over, by whose they are, what they do and the how manyeth."""
+        """Jobs that are not over, by name: request, direction and running number."""
         self.unproven: dict[str, TransferPlan] = {}
         self.over: dict[str, Completion] = {}
         self.rotten: dict[int, Job] = {}
-        """Host blocks that hold other bytes than were stored, each with the job that has said so."""
+        """Host blocks that hold other bytes than were stored, each with the job that has reported it."""
         self.features: set[str] = set()
         self.num_planned: Counter[str] = Counter()
         self.num_served = 0
@@ -96,7 +96,8 @@ class LedgerState:
         return f"{client.holding.state.name} {self.ledger.block_ids(client.holding)}"
 
     def _forget(self, client: Client, from_token: int, told: Sequence[Holding]) -> None:
-        """What `client` has computed from some token on is void, with what was sampled behind it; who was told, is."""
+        """Mark as invalid what `client` has computed from `from_token` on, drop the tokens sampled behind it, and mark
+        the requests that were told."""
         for marks in client.marks[from_token:]:
             self.bytes.invalid |= marks
         del client.marks[from_token:]

@@ -15,11 +15,11 @@ __all__ = ["BROKEN", "StepCalls"]
 
 _S = RequestState
 BROKEN = (IllegalTransition, IntegrityError, LeaseError)
-"""Errors that say something inside is wrong: no call may be refused with them."""
+"""Errors that report an internal inconsistency: no call may be refused with them."""
 
 
 class StepCalls(JobCalls):
-    """A forward reads and writes at its end: the latest that it can."""
+    """A forward reads and writes at its end, the latest possible moment."""
 
     def do_compute(self, who: str, stop: int, new: Sequence[int] = ()) -> str:
         """A forward up to token `stop`, and its commit with the `new` tokens that it has sampled."""
@@ -39,7 +39,7 @@ class StepCalls(JobCalls):
         return self._commit(client, forward, marks, new, num_drafts)
 
     def do_commit(self, who: str, num_computed_tokens: int) -> str:
-        """A commit of what nobody computed: only what is computed already may be said again."""
+        """A commit without a forward, of tokens that are committed already."""
         client = self.clients.get(who)
         if client is None or num_computed_tokens > client.holding.num_computed_tokens:
             return "skipped"
@@ -47,7 +47,7 @@ class StepCalls(JobCalls):
         return "committed again"
 
     def do_begin(self, step: str, who: Sequence[str], arriving: Sequence[str] = ()) -> str:
-        """A forward begins. Of each client it computes what there is room for."""
+        """Begin a forward. It computes as many tokens of each client as there is room for."""
         clients = [self.clients[name] for name in who if name in self.clients]
         early = [self.clients[name] for name in arriving if name in self.clients]
         if step in self.steps or not (clients or early) or any(c.holding.num_steps for c in (*clients, *early)):
@@ -61,7 +61,7 @@ class StepCalls(JobCalls):
         return f"{[(f.start, f.stop, f.tables) for f in forwards]}"
 
     def do_end(self, step: str, commits: bool = True, new: Sequence[int] = ()) -> str:
-        """The forward is over, and what it has computed is committed, while the step is held or right after it."""
+        """End the forward and its step, and then commit what it has computed."""
         if step not in self.steps:
             return "skipped"
         ended = self.steps.pop(step)
@@ -99,9 +99,9 @@ class StepCalls(JobCalls):
         return Forward(client, start, stop, self.ledger.block_ids(client.holding), is_early)
 
     def _run(self, forward: Forward) -> list[int]:
-        """Read and write what a forward does, at its end: that is the latest. The marks of what it has computed.
+        """Do the reads and writes of a forward, at its end. Returns the marks of the tokens that it has computed.
 
-        What an early start reads may still be on its way, so it is looked at when it is committed."""
+        What an early start reads may still be on its way, so its reads are checked at the commit."""
         client, marks = forward.client, 0
         if client.is_told or forward.is_void:
             self.bytes.garble(forward.tables, forward.start, forward.stop)

@@ -1,4 +1,4 @@
-"""Calls that belong together, in their order: how most of what can go wrong begins. Anything may come in between."""
+"""Stories: sequences of calls that belong together. Most failures need one; any other call may come in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .program import Call
 __all__ = ["LedgerStories"]
 
 Step: TypeAlias = Callable[[], Call | None]
-"""Draws the next call of a story for what is there by then; nothing, if it does not fit any more."""
+"""Draws the next call of a story for the current state; None, if it does not fit any more."""
 
 
 class LedgerStories(LedgerDraw):
@@ -49,7 +49,7 @@ class LedgerStories(LedgerDraw):
     # -- stories ----------------------------------------------------------------------------------------------------
 
     def _away_and_back(self) -> list[Step]:
-        """A prompt goes to the host and is wanted again: by one or several, who find more or less of it there."""
+        """A prompt goes to the host, and one or two requests want it again, which find more or less of it there."""
         rng, policy = self.rng, self.machine.world.store_policy
         served, known = self._served()
         wanted, names = self._longer(known, 0, 0, 1, 4), [self._name("r") for _ in range(rng.choice((1, 1, 2)))]
@@ -69,7 +69,7 @@ class LedgerStories(LedgerDraw):
         return story + (self._in_vain(names[0], known) if rng.random() < 0.4 else [])
 
     def _twin(self, known: dict[str, Any]) -> list[Step]:
-        """Somebody computes the same first tokens beside it, and may hold what room there is besides."""
+        """Another request computes the same first tokens, and may hold the rest of the room."""
         rng, who = self.rng, self._name("t")
         num_same = rng.randint(1, len(known["tokens"]))
         tokens = known["tokens"][:num_same] + self.prompts.tokens(rng.choice((0, 0, 2, 8)))
@@ -81,7 +81,7 @@ class LedgerStories(LedgerDraw):
         return [*story, _call("compute", {"who": who, "stop": rng.randint(num_same, len(tokens))})]
 
     def _in_vain(self, name: str, known: dict[str, Any]) -> list[Step]:
-        """Somebody may start on a load, others come by meanwhile, and it comes to nothing."""
+        """A load fails or is abandoned. A forward may have started on it, and other requests may come meanwhile."""
         rng, story = self.rng, list[Step]()
         if rng.random() < 0.5:
             story.append(partial(self._start_early, name))
@@ -102,12 +102,13 @@ class LedgerStories(LedgerDraw):
         return [*story, *rng.choice(afterwards)]
 
     def _kept_and_wanted(self) -> list[Step]:
-        """A prompt is kept, and somebody who wants it, and most of the room there is, waits for nobody else."""
+        """A prompt is pinned. A request wants it and most of the room, and no other request holds room that it could
+        wait for. Or the cache is reset while the request waits."""
         rng, (served, known) = self.rng, self._served()
         who, num_tokens = self._name("r"), len(known["tokens"])
         kept = {**known, "tokens": known["tokens"][: rng.choice((num_tokens, rng.randint(1, num_tokens)))]}
         wanted = self._longer(rng.choice((kept, known)), 0, 1, 4, 8)
-        # With a hit, windows need fewer blocks than tokens: who asks for a little more than there is may fit.
+        # With a hit, windows need fewer blocks than tokens: a request for a little more than the capacity may fit.
         unit = self.machine.unit
         most = max(1, self.capacity + rng.choice((2 * unit, unit, 0, 0, 0, -1, -2, -5)))
         begins: list[Step] = [_call(served.name, served.args), *[self._evict] * rng.choice((0, 1))]
@@ -115,13 +116,13 @@ class LedgerStories(LedgerDraw):
         leaves: list[Step] = [partial(self._release_but, who)] * 3
         if rng.random() < 0.7:
             return [*begins, _call("pin", {"name": self._name("p"), **kept}), asks, *leaves, waits]
-        # What it wants is gone before its turn comes.
+        # The prompt is gone before the request's turn comes.
         holder = self._name("r")
         holds: list[Step] = [_call("admit", {"who": holder, "tokens": [9]}), partial(self._squeeze, holder)]
         return [*begins, *leaves, *holds, asks, waits, self._reset, *leaves]
 
     def _forked(self) -> list[Step]:
-        """A request is forked, the fork lives on or is preempted, and what it was forked from was wrong."""
+        """A request is forked, the fork goes on or is preempted, and then its parent is invalidated."""
         child, names = self._name("f"), list[str]()
 
         def forks() -> Call | None:
@@ -154,7 +155,7 @@ class LedgerStories(LedgerDraw):
         return Call("extend", {"who": name, "num_tokens": reach + self.rng.choice((1, 4, self.capacity))})
 
     def _squeeze(self, name: str) -> Call:
-        """Most of the room there is."""
+        """Allocate all the room there is, or one unit less."""
         room = self.machine.ledger.statistics().device
         units = (room.num_free + room.num_cached) // self.machine.ledger.layout.width
         num_tokens = (units - self.rng.choice((0, 0, 1))) * self.machine.unit
@@ -167,7 +168,7 @@ class LedgerStories(LedgerDraw):
         return Call("begin", {"step": self._name("s"), "who": [], "arriving": [name]})
 
     def _lose(self, name: str) -> Call | None:
-        """One of the copies that a load waits for is launched, or fails."""
+        """Launch one of the copies that a load waits for, or let it fail."""
         client = self.machine.clients.get(name)
         jobs = client.holding.load.jobs if client is not None and client.holding.load is not None else ()
         for planned in self.machine.plans:

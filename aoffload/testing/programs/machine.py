@@ -1,7 +1,7 @@
-"""What the machines of both kinds of ledgers have in common: a call is made, and every law is looked at.
+"""The base of the machines for both kinds of ledgers: it makes a call, and checks every law.
 
-Each `do_...` makes one public call, as an engine would, and keeps the bytes beside it true. A call that has no object
-(the calls before it were left out) is skipped. A call that the ledger refuses must have changed nothing.
+Each `do_...` makes one public call, as an engine would, and keeps the simulated bytes up to date. A call without an
+object (the calls before it were left out) is skipped. A call that the ledger refuses must change nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["Machine"]
 
 
 class Machine(JobCalls):
-    """Makes calls. `refused_before` are the numbers of calls that an earlier run of the same program has seen refused:
-    what they leave unchanged is looked at this time. `watches`: what `BlockWatcher` is told is looked at, too."""
+    """Makes calls. `refused_before`: the numbers of the calls that were refused in an earlier run of the same program;
+    this run checks that they change nothing. `watches`: check what a `BlockWatcher` is told, too."""
 
     LAWS: ClassVar[type[Laws]]
     FAREWELL: ClassVar[tuple[str, ...]]
-    """Calls that end what no request holds."""
+    """Final calls, which end pins, prefetches and demotions."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Machine(JobCalls):
         self.laws = self.LAWS(self, watches=watches, whole_every=whole_every)
 
     def apply(self, call: Call) -> None:
-        """Make `call`, and look at whatever it may have broken."""
+        """Make `call`, and check the laws that it may have broken."""
         number, self.num_calls = self.num_calls, self.num_calls + 1
         make: Callable[..., str] = getattr(self, f"do_{call.name}")
         before = fingerprint(self.ledger) if number in self._refused_before else None
@@ -74,7 +74,7 @@ class Machine(JobCalls):
         return self._digest.hexdigest()[:32]
 
     def finish(self) -> None:
-        """Everybody leaves, everything lands or is proven: nothing may be held."""
+        """Release every request, land or prove every copy, and check that nothing is held."""
         for name in list(self.steps):
             self.apply(Call("end", {"step": name, "commits": False}))
         for name in list(self.clients):
@@ -87,7 +87,7 @@ class Machine(JobCalls):
             self.apply(Call("late", {"job": name}))
         self.laws.at_rest()
 
-    # -- what no request asks for ---------------------------------------------------------------------------------
+    # -- pins -----------------------------------------------------------------------------------------------------
 
     def do_pin(self, name: str, tokens: Sequence[int], salt: str | None = None, expires_at: float = 1e9) -> str:
         if name in self.pins:
@@ -112,7 +112,7 @@ class Machine(JobCalls):
         self.ledger.drop_pins()
         return "dropped"
 
-    # -- the whole ------------------------------------------------------------------------------------------------
+    # -- the whole ledger -----------------------------------------------------------------------------------------
 
     def do_reset(self, tier: str | None = None) -> str:
         self.ledger.reset(None if tier is None else Tier[tier])
@@ -121,7 +121,7 @@ class Machine(JobCalls):
         return "reset"
 
     def do_lookup(self, tokens: Sequence[int], salt: str | None = None) -> str:
-        """What it says is what a request would match."""
+        """A lookup reports what a request would match."""
         found = self.ledger.lookup(Prefix.of(Root("programs", salt), tokens))
         holding = self.ledger.admit(Prefix.of(Root("programs", salt), tokens))
         match = holding.match

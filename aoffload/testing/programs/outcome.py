@@ -15,6 +15,6 @@ class Outcome:
     num_calls: int
     """Public calls made, refused ones included."""
     features: frozenset[str]
-    """What this program has met, by name: for the table of what met what."""
+    """Names of the features that this program has met, for the table of pairs."""
     digest: str
-    """Of everything that could be observed: equal in every process."""
+    """Hash of everything that could be observed: equal in every process."""

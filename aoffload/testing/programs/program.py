@@ -19,8 +19,8 @@ from .vocabulary import check_call
 __all__ = ["Call", "Face", "GroupShape", "Program", "World", "check_face", "draw_world"]
 
 Face = Literal["ledger", "engine", "asyncio", "trio"]
-"""What a program calls: a ledger with device blocks of its own, one whose device blocks are an engine's, or the runtime
-in a simulated loop of that kind."""
+"""What a program calls: a ledger with device blocks of its own, one whose device blocks belong to an engine, or the
+runtime in a simulated loop of that kind."""
 
 
 def check_face(face: object) -> Face:
@@ -31,7 +31,7 @@ def check_face(face: object) -> Face:
 
 @attrs.frozen
 class Call:
-    """One call of a program. Who and what it is about is named, not counted: without the calls before it, it still
+    """One call of a program. It refers to requests and other objects by name: if calls before it are left out, it still
     means the same, or nothing."""
 
     name: str
@@ -68,12 +68,12 @@ class World:
 
     groups: tuple[GroupShape, ...]
     num_device_blocks: int
-    """Rows, with the null block."""
+    """Rows, including the null block."""
     num_host_blocks: int
     max_job_bytes: int
     """A block counts as one byte."""
     store_policy: str
-    """"eager", "off", "lazy:3" (its frontier), "selective:2" (times seen)."""
+    """"eager", "off", "lazy:3" (blocks of its frontier), "selective:2" (times that a prefix must be asked for)."""
     max_pinned_share: float = 0.5
     max_prefetch_share: float = 0.5
 
@@ -123,7 +123,7 @@ class Program:
         check_int("seed", self.seed, 0)
 
     def check(self) -> None:
-        """`InvalidArgument`, unless each call is one that its face knows."""
+        """Raise `InvalidArgument` if the face does not know one of the calls."""
         for one in self.calls:
             check_call(self.face, one)
 
@@ -132,9 +132,9 @@ class Program:
 
 
 def draw_world(rng: random.Random) -> World:
-    """Any layout of one to three groups, pools from two blocks up, a host from none up, any policy.
+    """Draw a world: one to three groups of any kind, a device of two or more rows, a host of none or more, any policy.
 
-    Blocks are small, so that little is enough to fill them."""
+    Blocks are small, so that few tokens fill the pools."""
     shapes = tuple(_draw_shape(rng) for _ in range(rng.choice((1, 1, 1, 2, 2, 3))))
     unit = _unit(shapes)
     width = sum(unit // shape.block_size for shape in shapes)

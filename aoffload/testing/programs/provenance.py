@@ -1,9 +1,8 @@
-"""Bytes by provenance: for every token of every block, whose KV it is and which computations it hangs on.
+"""Bytes by provenance: for every token of every block, which prefix's KV it is and which computations it depends on.
 
 The KV of a token is a function of the prefix that it ends and of its group, so an interned prefix stands for the right
-bytes. Beside it stand marks: one bit for each token that was ever computed, of this token and of all that its forward
-has read. When a forward is taken back, its bits become invalid, and whoever reads a cell with one of them reads bytes
-that were never right.
+bytes. With it go marks: every token ever computed has a bit, and a cell has the bits of its own token and of all that
+its forward has read. When a forward is invalidated, its bits become invalid: a cell with one of them was never right.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Text:
     spans: tuple[KeySpan, ...]
     prefixes: list[int]
     sampled_marks: list[int] = attrs.field(factory=list)
-    """For each generated token: what it was sampled from."""
+    """For each generated token: the marks of what it was sampled from."""
 
     @property
     def marks(self) -> int:
@@ -84,7 +83,7 @@ class Bytes:
     # -- computing ------------------------------------------------------------------------------------------------
 
     def read(self, text: Text, tables: Sequence[Sequence[int]], stop: int, reader: str) -> int:
-        """Look at everything that computing token `stop` reads; the marks of all of it. Wrong bytes are a violation."""
+        """Check everything that computing token `stop` reads, and return its marks. Wrong bytes are a violation."""
         device, marks = self.tiers[0], 0
         for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             size = group.block_size
@@ -103,7 +102,7 @@ class Bytes:
         return marks
 
     def write(self, text: Text, tables: Sequence[Sequence[int]], start: int, stop: int, marks: int) -> list[int]:
-        """Have a forward write tokens `[start, stop)`, having read `marks`; the mark of each."""
+        """Write tokens `[start, stop)` as a forward that has read `marks`. Returns the new mark of each token."""
         device, own = self.tiers[0], [1 << (self._num_marks + at) for at in range(stop - start)]
         self._num_marks += stop - start
         for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
@@ -121,7 +120,7 @@ class Bytes:
         return own
 
     def garble(self, tables: Sequence[Sequence[int]], start: int, stop: int) -> None:
-        """A forward that is void writes tokens `[start, stop)`."""
+        """Write garbage to tokens `[start, stop)`, as a void forward does."""
         for group, table in zip(self.groups, tables, strict=True):
             for at in range(start, stop):
                 block = self.tiers[0][table[at // group.block_size]]
@@ -129,7 +128,7 @@ class Bytes:
                     block[at % group.block_size] = GARBAGE
 
     def spoil(self, tier: int, block_ids: Sequence[int] | array[int]) -> None:
-        """Whoever wrote there left nothing that anybody may read."""
+        """Leave nothing in these blocks that a request may read."""
         for block_id in block_ids:
             self.tiers[tier][block_id] = []
 
@@ -137,7 +136,7 @@ class Bytes:
         self.tiers[destination][destination_id] = list(self.tiers[source][source_id])
 
     def problem(self, tier: int, block_ids: Sequence[int]) -> tuple[str, str] | None:
-        """Why nobody may read one of these blocks, whoever it is: the law that is broken, and how."""
+        """Why no request at all may read one of these blocks: the broken law, and how. None: each may be read."""
         for block_id in block_ids:
             block = self.tiers[tier][block_id]
             if not block or GARBAGE in block:

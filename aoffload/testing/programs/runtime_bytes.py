@@ -1,8 +1,8 @@
-"""Who computed which bytes, and from what: a memory of tags in which every token knows the forward that wrote it.
+"""A memory of tags in which every token records the forward that wrote it, and a forward what it has read.
 
-A block holds the tag of the prefix that ends in it, as in every simulation; beside it, token by token, which prefix its
-KV stands for and which forward has written it. A forward that is taken back makes wrong what was computed on it,
-however far away; nobody may read that who was not told.
+A block holds the tag of the prefix that ends in it, as in every simulation; and, token by token, the prefix that its KV
+stands for and the forward that has written it. Invalidating a forward makes everything wrong that was computed from it,
+however indirectly; only requests that were told may read that.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Tables: TypeAlias = list[list[int]]
 
 @attrs.define(eq=False)
 class Forward:
-    """Tokens `[start, stop)` of one request, computed at once."""
+    """One forward of a request, over tokens `[start, stop)`."""
 
     by: str
     start: int
     stop: int
     wrong_from: float = math.inf
-    """From which token on it was taken back, or has read what was."""
+    """The first token that is wrong: it was invalidated, or computed from something that was."""
     _children: list[tuple[Forward, int]] = attrs.field(factory=list)
-    """Who has read it, and up to which token."""
+    """The forwards that have read it, each with the token up to which it did."""
 
     def __str__(self) -> str:
         return f"the forward of {self.by} over [{self.start}, {self.stop})"
@@ -47,7 +47,7 @@ class Forward:
             child.take_back(child.start)
 
     def take_back(self, start: int) -> None:
-        """What it has computed from `start` on was never right, nor was what others have computed on that."""
+        """Invalidate its tokens from `start` on, and every forward that has read them."""
         if max(start, self.start) >= self.wrong_from:
             return
         self.wrong_from = max(start, self.start)
@@ -57,7 +57,7 @@ class Forward:
 
 
 Cell: TypeAlias = "tuple[int, Forward, int] | None"
-"""Of one token: the prefix that it ends, who has computed it, and its place in the prompt."""
+"""One token: the number of the prefix that it ends, the forward that computed it, and its position in the prompt."""
 
 
 class Written(int):
@@ -74,14 +74,14 @@ class Written(int):
 
 @attrs.define
 class Read:
-    """What attention has found where it looked."""
+    """What attention has found in the blocks that it read."""
 
     forwards: dict[Forward, int] = attrs.field(factory=dict)
-    """Each with the token up to which it was read."""
+    """The forwards that wrote it, each with the token up to which it was read."""
     problem: str = ""
-    """Other bytes than those of the prefix."""
+    """The first bytes that are not those of the prefix."""
     stale: str = ""
-    """The right ones, but taken back by now."""
+    """The first bytes that are those of the prefix, but were invalidated."""
 
 
 @attrs.define(eq=False)
@@ -89,7 +89,7 @@ class ProgramEngine(SimulatedEngine):
     """Writes and reads blocks token by token."""
 
     _chains: dict[object, int] = attrs.field(factory=dict)
-    """Every prefix has a number: of the prefix before its last token, that token, and the span that it lies in."""
+    """The number of every prefix, by the number of the prefix before its last token, that token, and its span."""
 
     def chain(self, roots: tuple[object, object], tokens: Sequence[int], spans: Iterable[KeySpan] = ()) -> list[int]:
         """The numbers of the prefixes of `tokens`, the shortest first."""
@@ -97,7 +97,7 @@ class ProgramEngine(SimulatedEngine):
         return extend_chain(self._chains, found, roots, tokens, tuple(spans))
 
     def lengthened(self, chain: list[int], tokens: Sequence[int]) -> list[int]:
-        """`chain` with generated `tokens` behind it: no span touches them."""
+        """`chain` with generated `tokens` behind it, which lie in no span."""
         return extend_chain(self._chains, list(chain), None, tokens, ())
 
     def identity(self, ask: Ask, group: int, tokens: tuple[int, ...]) -> object:
@@ -139,7 +139,7 @@ class ProgramEngine(SimulatedEngine):
                     found.stale = found.stale or f"token {position} (block {block_id}), which {forward} has taken back"
 
     def write_tokens(self, tables: Tables, chain: Sequence[int], forward: Forward, start: int, stop: int) -> None:
-        """Leave the KV of tokens `[start, stop)` in their blocks; what was before them there stays."""
+        """Write the KV of tokens `[start, stop)` to their blocks. Earlier tokens in the same blocks stay."""
         content = self.device.content
         for group, config in enumerate(self.runtime.config.groups):
             size, table = config.block_size, tables[group]
@@ -153,7 +153,7 @@ class ProgramEngine(SimulatedEngine):
                 content[table[index]] = Written.of(tag, tuple(cells))
 
     def check_written(self, name: str, tables: Tables, chain: Sequence[int], start: int, stop: int) -> None:
-        """What was computed is still there, where no window has left it."""
+        """Computed tokens are still in their blocks, except where a window has moved on."""
         for group, config in enumerate(self.runtime.config.groups):
             for position in range(start, stop):
                 index, offset = divmod(position, config.block_size)
@@ -165,7 +165,7 @@ class ProgramEngine(SimulatedEngine):
                     raise Violation("wrong bytes", f"{name} computed {_about(position, block_id, held, cell)}")
 
     def check_findable(self) -> None:
-        """Nothing that was taken back can be found, in any tier."""
+        """Nothing that was invalidated can be found in any tier."""
         memories = {Tier.DEVICE: self.device.content, Tier.HOST: self.transport.host.content}
         for run in self.runtime.ledger.cache.index.runs.values():
             for part in run.parts:
@@ -179,7 +179,7 @@ class ProgramEngine(SimulatedEngine):
                 raise Violation("wrong bytes", f"{where} can be found, and {cell[1]} has taken back token {cell[2]}")
 
     def blocks_of(self, tables: Tables, start: int) -> list[tuple[int, int]]:
-        """Every block in `tables` from token `start` on, with its generation now."""
+        """Every block in `tables` from token `start` on, with its current generation."""
         generation, groups = self.device.generation, self.runtime.config.groups
         return [
             (block_id, generation[block_id])

@@ -17,16 +17,16 @@ from .runtime_stage import Role, Stage
 __all__ = ["GIVE_UP_S", "RequestCalls"]
 
 GIVE_UP_S = 0.005
-"""How long a client waits for what another one's request waits for: it may wait for the client."""
+"""How long a client waits in a call about another client's request, which may itself wait for this client."""
 
 
 @attrs.define(eq=False)
 class RequestCalls(Role):
-    """What each call does, by its name, and what must have come of it."""
+    """Makes each call by its name, and checks its result."""
 
     stage: Stage
     _steps: list[tuple[AbstractContextManager[None], list[Work]]] = attrs.field(factory=list, init=False)
-    """Steps that are held from one call to a later one."""
+    """Steps that are held over several calls."""
 
     # -- room -----------------------------------------------------------------------------------------------------
 
@@ -36,13 +36,13 @@ class RequestCalls(Role):
         return None if other is None else other.served
 
     def _give_up_s(self, args: Any) -> float | None:
-        """None: it waits as long as it takes."""
+        """How long the call may wait. None: as long as it takes."""
         given: float | None = args.get("give_up_s")
         return GIVE_UP_S if given is None and args.get("of", self.name) != self.name else given
 
     @staticmethod
     def _wanted(served: Served, args: Any) -> Any:
-        """How many tokens are asked for: a number, `by` more than are known, or what is known."""
+        """How many tokens to ask for: `num`, or `by` more than the request knows. None: leave it to the call."""
         if "num" in args:
             return args["num"]
         return max(1, len(served.tokens) + args["by"]) if "by" in args else None
@@ -98,7 +98,7 @@ class RequestCalls(Role):
         num_ready = await self.stage.attempt_async(
             f"load {served.name}", lambda: served.request.load(args.get("max_tokens")), self._give_up_s(args)
         )
-        if served.num_commits == num_commits:  # else another task has gone on with it before this one was woken
+        if served.num_commits == num_commits:  # else another task has gone on with the request before this one woke
             self._check_hit_cap(served, num_ready, before, hit)
         self._loaded(served, num_ready, before)
 
@@ -197,7 +197,7 @@ class RequestCalls(Role):
         async def run() -> bool:
             pending = self._pending(requests, early)
             named = [load or served.request for served, load in zip(requests, pending, strict=True)]
-            # The tables of a load can only be read inside of a step.
+            # The tables of a load can only be read inside a step.
             with self.stage.runtime.step(named):
                 self._begin_works(requests, args, pending, works)
                 if any(pending):
@@ -217,7 +217,7 @@ class RequestCalls(Role):
         await self._finish_steps(last_only=True)
 
     async def _finish_steps(self, *, last_only: bool = False) -> None:
-        """Compute, and let go of the blocks."""
+        """Finish the forwards of all held steps (`last_only`: of the last one), and end these steps."""
         for step, works in self._steps[-1 if last_only else 0 :]:
             regions = [region for work in works for region in work.regions]
             if regions:
@@ -228,7 +228,7 @@ class RequestCalls(Role):
             step.__exit__(None, None, None)
 
     def _end_steps(self) -> None:
-        """The forwards break off; until now nobody else has had their blocks."""
+        """Break off the forwards of all held steps, after a check that their blocks still have the same owner."""
         steps, self._steps = self._steps, []
         for step, works in steps:
             for work in works:
@@ -280,7 +280,7 @@ class RequestCalls(Role):
     async def _do_preempt(self, args: Any) -> None:
         if (served := self._target(args)) is not None:
             await self._finish_steps()
-            # It waits for steps of others, who may wait for this client.
+            # It waits for steps of other clients, which may wait for this one.
             give_up_s = args.get("give_up_s", GIVE_UP_S)
             await self.stage.attempt_async(f"preempt {served.name}", served.request.preempt, give_up_s)
 

@@ -1,4 +1,4 @@
-"""The clients of a program: tasks that take their own calls, one after the other, and survive what is done to them."""
+"""The clients of a program: tasks that take their own calls, one after the other, and survive cancellations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Actor(ClientCalls):
 
     calls: deque[Call | None] = attrs.field(factory=deque, init=False)
     scope: anyio.CancelScope | None = attrs.field(default=None, init=False)
-    """Around its request, from before it is entered."""
+    """The cancel scope around its request, opened before the request is entered."""
     client: Client | None = attrs.field(default=None, init=False)
     idle: anyio.Event = attrs.field(factory=anyio.Event, init=False)
     _wake: anyio.Event = attrs.field(factory=anyio.Event, init=False)
@@ -55,7 +55,7 @@ class Actor(ClientCalls):
                 pin.__exit__(None, None, None)
 
     async def _survive(self, function: Callable[[], Awaitable[bool]]) -> bool:
-        """Whether it came to its end. A native cancellation ends what it was doing, and nothing else."""
+        """Run `function`, and return its result; False if it was cancelled natively, which the client survives."""
         try:
             return await function()
         except asyncio.CancelledError:
@@ -100,7 +100,7 @@ class Actor(ClientCalls):
         self._left()
 
     def _left(self) -> None:
-        """Its block was left, and not by a crash."""
+        """Clean up after the request's block was left, other than by a crash, and check how it ended."""
         served, self.served, self.scope = self.served, None, None
         self._end_steps()
         if served is not None:
@@ -117,7 +117,7 @@ class Actor(ClientCalls):
         entered = await self.stage.attempt_async(f"enter {request.request_id}", request.__aenter__)
         if entered is None:
             return
-        # As `async with request` does it: whoever refuses to be entered is refused like any other call.
+        # As `async with request` does it; but a refusal to enter is judged like that of any other call.
         try:
             self.served = self.stage.admitted(request, args)
             self.served.check_match(is_first=True)
@@ -144,7 +144,7 @@ class Actor(ClientCalls):
             await self._make(call)
 
     def _check_end(self, served: Served) -> None:
-        """Over, and for a reason."""
+        """The request is over: done with a commit, or aborted for a reason that follows from the program."""
         request, stage = served.request, self.stage
         stage.note(served.name, request.state.name, request.reason)
         if request.state is RequestState.DONE:

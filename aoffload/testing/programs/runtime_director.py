@@ -1,4 +1,4 @@
-"""Who hands out the calls of a program to its clients, and cancels them."""
+"""Hands out the calls of a program to its clients, and cancels clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .runtime_stage import Stage
 __all__ = ["Director"]
 
 SETTLE_S = 0.1
-"""How long the next call waits for the one before it, unless that hurries: every copy is over by then."""
+"""How long the next call waits for the one before it, unless that one has `hurry`: every copy is over by then."""
 
 
 class Director(Stage):
@@ -39,7 +39,7 @@ class Director(Stage):
         await self._end_clients()
 
     async def _hand_out(self, calls: Iterator[Call]) -> None:
-        """Up to the end, or to where the runtime is closed."""
+        """Hand out calls up to the end, or to the first `close`."""
         for call in calls:
             if call.name == "cancel":
                 self._arm(call.args)
@@ -78,7 +78,7 @@ class Director(Stage):
     # -- cancelling -----------------------------------------------------------------------------------------------
 
     def _arm(self, args: Any) -> None:
-        """The victim is cancelled when it was suspended `after` more times."""
+        """Cancel the victim when it has been suspended `after` more times."""
         actor = self.actors.get(args["who"])
         if actor is not None:
             at = self.simulation.scheduler.steps_of[actor.name] + args.get("after", 0)
@@ -90,7 +90,7 @@ class Director(Stage):
             self._strikes = [strike for strike in self._strikes if not self._strike(*strike)]
 
     def _strike(self, actor: Actor, how: str, at: int) -> bool:
-        """Whether it is done with."""
+        """Cancel `actor` if its time has come. False: not yet."""
         if self.simulation.scheduler.steps_of[actor.name] < at:
             return False
         served, client = actor.served, actor.client

@@ -1,4 +1,4 @@
-"""Drawing programs over the runtime: what a client calls next follows from what it called before, mostly."""
+"""Draws programs over the runtime: a client's next call mostly follows from its earlier calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Drawing", "draw_opening", "draw_runtime_world"]
 NAMES = ("a", "b", "c", "d")
 MOST_TOKENS = 24
 FAULTS_THAT_LAST = ("fail", "refuse", "no_fence", "log")
-"""Those that may happen at every opportunity from one on."""
+"""Faults that may last: from one opportunity on they happen at every one."""
 NO_FAULTS = ("compute", "device_lost")
 _MANY = {"leap": 250, "block": 250, "worker": 250, "log": 60}
 """Faults with many opportunities in a program."""
@@ -32,7 +32,7 @@ STATES = {
 
 
 def draw_runtime_world(rng: random.Random) -> World:
-    """Most of what is worth meeting is in host memory, so in most worlds something gets there."""
+    """Draw a world. Most bugs need KV in host memory, so most worlds have a host, and a policy that stores there."""
     world = draw_world(rng)
     kind = rng.random()
     if kind < 0.3:
@@ -42,7 +42,7 @@ def draw_runtime_world(rng: random.Random) -> World:
 
 
 def draw_opening(rng: random.Random) -> list[Call]:
-    """What has to be known before the first call: the configuration, and faults."""
+    """The calls that have to come first: the configuration and the faults."""
     faults = _faults(rng) if rng.random() < 0.6 else []
     needs_verify = any(FAULTS[fault.args["kind"]].needs_verify for fault in faults)
     return _configure(rng, verify=needs_verify or rng.random() < 0.25) + faults
@@ -74,7 +74,7 @@ def _faults(rng: random.Random) -> list[Call]:
 
 @attrs.define(eq=False)
 class Drawing:
-    """Of the calls of one program."""
+    """Draws the calls of one program."""
 
     rng: random.Random
     _director: Director
@@ -82,7 +82,7 @@ class Drawing:
     _prompts: list[tuple[int, ...]] = attrs.field(factory=list)
 
     def calls(self, num_calls: int) -> Iterator[Call]:
-        """About so many calls, each drawn when the ones before it have been handed out."""
+        """About `num_calls` calls, each drawn when the ones before it have been handed out."""
         rng = self.rng
         names = NAMES[: rng.choice((1, 2, 3, 3, 4))]
         self._states = dict.fromkeys(names, "none")
@@ -99,7 +99,7 @@ class Drawing:
             yield Call(call.name, {**call.args, "hurry": True}) if rng.random() < is_hurried else call
 
     def _client(self, names: tuple[str, ...]) -> str:
-        """Rather one that waits for nothing."""
+        """A client, preferably an idle one."""
         idle = [name for name in names if self._is_idle(name)]
         return self.rng.choice(idle if idle and self.rng.random() < 0.8 else names)
 
@@ -108,14 +108,14 @@ class Drawing:
         return actor is None or actor.idle.is_set()
 
     def _state(self, name: str) -> str:
-        """How far its request has come; what is to be expected, while it has calls to make."""
+        """How far the client's request has come; how far it is expected to come, while the client has calls to make."""
         actor = self._director.actors.get(name)
         if actor is None or not actor.idle.is_set():
             return self._states[name]
         return "none" if actor.served is None else STATES[actor.served.request.state]
 
     def _warm(self, names: tuple[str, ...]) -> list[Call]:
-        """Prompts that were served before, and lie in host memory by now, most of them."""
+        """Calls that serve some prompts first and leave most of them in host memory."""
         rng, found, policy = self.rng, list[Call](), self._director.program.world.store_policy
         for _ in range(rng.randint(1, 3)):
             served = self._serve()
@@ -152,7 +152,7 @@ class Drawing:
         return Call(name_of, {"who": name, **args})
 
     def _away(self, name: str) -> Call:
-        """What is on the device goes, one way or another, and may be in host memory."""
+        """Take prompts off the device: by a demotion, or by a request that fills it."""
         rng = self.rng
         is_only_way = self._director.program.world.store_policy == "off"
         if self._prompts and (is_only_way or rng.random() < 0.5):
@@ -163,7 +163,7 @@ class Drawing:
     # -- prompts --------------------------------------------------------------------------------------------------
 
     def _tokens(self) -> tuple[int, ...]:
-        """A prompt that was there before, goes on behind one, or shares any number of its first tokens."""
+        """An earlier prompt, a longer one that begins with it, or one that shares any number of its first tokens."""
         rng = self.rng
         favourites = self._prompts[:3] if rng.random() < 0.6 else self._prompts
         before, kind = rng.choice(favourites) if favourites else (), rng.random()
@@ -185,7 +185,7 @@ class Drawing:
         return (world.num_device_blocks - 1) // sum(max(sizes) // size for size in sizes) * max(sizes)
 
     def _more(self) -> int:
-        """Room beyond what is known; now and then most of what there is."""
+        """How many more tokens than are known to ask room for; now and then up to the whole device."""
         rng = self.rng
         return rng.randint(0, self._room) if rng.random() < 0.3 else rng.choice((0, 1, 2, 3, 4, 6, 10))
 
@@ -229,7 +229,7 @@ class Drawing:
         return {"by": by} if rng.random() < 0.4 else {}
 
     def _patience(self) -> dict[str, Any]:
-        """A scope around a wait."""
+        """Perhaps a time limit for the wait."""
         rng = self.rng
         return {"give_up_s": rng.choice((0.0, 0.001, 0.01, 0.05))} if rng.random() < 0.15 else {}
 

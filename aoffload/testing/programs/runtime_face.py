@@ -25,8 +25,8 @@ def run_runtime_program(program: Program) -> Outcome:
 
 
 def draw_and_run(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcome]:
-    """A program of about `num_calls` calls, and what it comes to; `seed` decides everything. A call is drawn when those
-    before it were made, so that most of them fit. To run the program again comes to the same."""
+    """Draw and run a program of about `num_calls` calls; `seed` decides everything. A call is drawn when those before
+    it were made, so that most of them fit. Running the program again has the same outcome."""
     rng = random.Random(f"program {face} {seed}")
     world = draw_runtime_world(rng)
     opening = Program(face, world, tuple(draw_opening(rng)), seed)
@@ -46,7 +46,8 @@ def _undisturbed(program: Program, calls_for: Callable[[Director], Iterator[Call
 
 
 def _run(program: Program, calls_for: Callable[[Director], Iterator[Call]]) -> tuple[Program, Outcome]:
-    """The program as it was run: `program` has to say no more than how it opens."""
+    """Run the calls of `calls_for`; the program with the calls that were made. `program` need only have those that
+    configure the run."""
     faults = tuple(Fault(**call.args) for call in program.calls if call.name == "fault")
     plan = Plan(scenario="program", backend=program.face, seed=program.seed, faults=faults)  # type: ignore[arg-type]
     simulation = Simulation(plan)
@@ -72,7 +73,7 @@ def _run(program: Program, calls_for: Callable[[Director], Iterator[Call]]) -> t
 
 
 def _features_of(program: Program) -> set[str]:
-    """What kind of world it is."""
+    """The features of the program's world and configuration."""
     world = program.world
     found = {shape.kind for shape in world.groups} | {world.store_policy.partition(":")[0]}
     if len(world.groups) > 1:

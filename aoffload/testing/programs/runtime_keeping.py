@@ -1,4 +1,4 @@
-"""The calls that a client of a program makes beside its requests: pins, transfers, resets, and requests of others."""
+"""The calls that a client makes beside its request: pins, prefetches, demotions, resets, aborts, further requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 0.08
 
 @attrs.define(eq=False)
 class ClientCalls(RequestCalls):
-    """The same for the rest of the public calls."""
+    """Makes the rest of the public calls, and checks their results."""
 
     _num_requests: int = attrs.field(default=0, init=False)
     _pins: list[PinScope] = attrs.field(factory=list, init=False)
@@ -118,7 +118,7 @@ class ClientCalls(RequestCalls):
         await anyio.sleep(args["s"])
 
     async def _do_leave(self, args: Any) -> None:
-        """There is nothing to leave."""
+        """Does nothing: the client has no request to leave."""
 
     async def _do_abort(self, args: Any) -> None:
         """Cancel a request by its own method, or by its id."""
@@ -148,7 +148,7 @@ class ClientCalls(RequestCalls):
             return True
 
         tokens, options = args["tokens"], self.stage.options(args)
-        # Who waits for room while it holds some may wait for itself.
+        # A client that waits for room while its own request holds some may wait for itself.
         give_up_s = self._give_up_s(args) if self.served is None else args.get("give_up_s", PATIENCE_S)
         found = await self.stage.attempt_async(
             "run", lambda: self.stage.runtime.run(serve, tokens, request_id=name, **options), give_up_s

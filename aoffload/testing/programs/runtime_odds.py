@@ -1,4 +1,4 @@
-"""How often a program over the runtime calls what, and arguments that nobody should give."""
+"""Weights of the calls of a program over the runtime, and arguments that are never valid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEXT: dict[str, tuple[tuple[str, int], ...]] = {
     ),
     "preempted": (("resume", 62), ("leave", 6), ("keep", 6), ("whole", 5), ("any", 6)),
 }  # fmt: skip
-"""What comes next, and how often, by how far the client's request has come if all went well."""
+"""Weights of the next call, by how far the client's request has come if all went well."""
 BECOMES = {
     "request": "entered", "allocate": "allocated", "allocate_nowait": "allocated", "load": "running",
     "load_nowait": "loading", "wait": "running", "preempt": "preempted", "preempt_nowait": "preempted",
@@ -73,4 +73,4 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"call": "resume", "num": 10**9},
     {"call": "resume", "num": 0},
 )
-"""Arguments that no state makes valid."""
+"""Calls with arguments that are valid in no state."""

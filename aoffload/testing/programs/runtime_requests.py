@@ -21,7 +21,7 @@ _COMPUTING = (RequestState.ALLOCATED, RequestState.RUNNING)
 
 @attrs.define(eq=False)
 class Served:
-    """What an engine knows of one request. It never commits what it has not computed."""
+    """What an engine knows of one request. The engine never commits what it has not computed."""
 
     engine: ProgramEngine
     request: Request
@@ -30,21 +30,21 @@ class Served:
     chain: list[int]
     """The number of each prefix of `tokens`."""
     born: int
-    """How many resets there were when it was matched."""
+    """The number of resets before it was matched."""
     written: list[int] = attrs.field(factory=list)
-    """As `chain`, of what lies in its blocks: a prefix, or drafts that were not accepted."""
+    """Like `chain`, of the tokens that lie in its blocks: a prefix, perhaps with drafts that were not accepted."""
     life: int = 0
-    """Counts what makes of no use what a forward computes that is under way."""
+    """Counts the preemptions and invalidations that void the result of a forward under way."""
     num_works: int = 0
     """Forwards under way."""
     pending: PendingLoad | None = None
     early: Work | None = None
-    """What was computed before its load was over."""
+    """The forward that has computed before its load was over."""
     num_commits: int = 0
     forwards: dict[Forward, int] = attrs.field(factory=dict)
-    """Its own, each with the token up to which it counts: what it has taken back itself it knows."""
+    """Its own forwards, each with the token up to which it counts: the rest the request has invalidated itself."""
     _now: set[Forward] = attrs.field(factory=set)
-    """Those since it has had its blocks: what it had computed before it was preempted is a hit like any other now."""
+    """Its forwards since it got its blocks: what it computed before a preemption is a hit like any other."""
     _known_in: RequestState | None = None
     """The state in which `written` was true."""
 
@@ -59,13 +59,13 @@ class Served:
         return is_over or bool(self.request._cancel_reason)
 
     def look(self) -> None:
-        """What a load has brought, or a match, is written when nobody was looking."""
+        """Update `written` with the tokens that a match or a load has brought."""
         state = self.request.state
         if state in _COMPUTING and state is not self._known_in:
             self.written, self._known_in = self.chain[: self.request.num_computed_tokens], state
 
     def start_again(self) -> None:
-        """It has given up its blocks."""
+        """Forget what lay in the blocks that the request has given up."""
         self.written, self._known_in, self.pending, self.early = [], None, None, None
         self._now.clear()
         self.life += 1
@@ -85,7 +85,7 @@ class Served:
     # -- what was read --------------------------------------------------------------------------------------------
 
     def check_read(self, read: Read, what: str) -> None:
-        """The right bytes, and none that were taken back, unless it was told so."""
+        """The bytes are right and none of them was invalidated, unless the request was told."""
         if self.is_told:
             return
         if read.problem:
@@ -112,7 +112,7 @@ class Served:
         return found % ask.hit_alignment == 0
 
     def check_ready(self, num_ready: int) -> None:
-        """What a load says is there, is there."""
+        """The tokens that a load reports as ready are there."""
         read = self.engine.read(self.request.block_ids, self.chain, num_ready)
         self.check_read(read, f"of {num_ready} tokens that are ready")
 
@@ -145,7 +145,7 @@ class Served:
             self.engine.may_be_cached(chain[:stop])
 
     def taken_back(self, start: int) -> None:
-        """Its own forwards were wrong from `start` on."""
+        """The request has invalidated its own forwards from `start` on."""
         for forward in self._now:
             if forward.stop > start:
                 forward.take_back(start)
@@ -166,7 +166,7 @@ class Served:
         return any(forward.wrong_from < min(forward.stop, stop) for forward, stop in self.forwards.items())
 
     def loaded(self, pending: PendingLoad, num_ready: int) -> None:
-        """Its load is over: what was computed before counts, or the engine is told that it does not."""
+        """Its load is over: what an early start has computed counts, or the engine is told that it does not."""
         self.look()
         work, first = self.early, pending.first_invalid_token
         self.early = self.pending = None
@@ -182,7 +182,7 @@ class Served:
             self.written += work.chain[work.start : work.stop]
 
     def _check_refused(self, work: Work, num_ready: int) -> None:
-        """What stood on a load that fell short can't be committed."""
+        """Tokens computed behind a load that fell short can't be committed."""
         if work.stop <= num_ready:
             return
         try:
@@ -204,7 +204,7 @@ class Work:
     start: int
     stop: int
     pending: PendingLoad | None
-    """Of a forward that has begun before its load was over."""
+    """The load, if the forward has begun before that was over."""
     regions: tuple[LoadedRegion, ...] = ()
     misread: str = ""
     life: int = 0
@@ -213,7 +213,7 @@ class Work:
 
     @classmethod
     def begin(cls, served: Served, num_tokens: int, drafts: tuple[int, ...], pending: PendingLoad | None) -> Work:
-        """In a step that holds its blocks. Behind another forward it only reads."""
+        """Begin the forward, in a step that holds its blocks. It only reads while another one is under way."""
         engine = served.engine
         served.look()
         tables = served.request.block_ids if pending is None else pending.block_ids
@@ -225,26 +225,26 @@ class Work:
         if served.num_works:
             stop = start
         if start < stop and pending is None:
-            del served.written[start:]  # drafts of before, which it may write over at any time
+            del served.written[start:]  # earlier drafts, which this forward may overwrite at any time
         regions = () if pending is None else pending.regions
         served.num_works += 1
-        # What a load is still bringing is its jobs' until it is there.
+        # Blocks that a load still fills belong to its jobs.
         touched = engine.blocks_of(tables, 0 if pending is None else start)
         return cls(served, tables, chain, start, stop, pending, regions, life=served.life, touched=touched)
 
     def check_owners(self) -> None:
-        """Every block is still in the hands that it was in."""
+        """Every block still has the same owner."""
         for block_id, generation in self._touched:
             self.served.engine.device.check_owner(f"a step of {self.served.name}", block_id, generation)
 
     def drop(self) -> None:
-        """It ends with nothing computed."""
+        """End the forward without computing."""
         if not self._is_over:
             self._is_over = True
             self.served.num_works -= 1
 
     def finish(self) -> None:
-        """Read, and write."""
+        """End the forward: check what it reads, and write what it computes."""
         if self._is_over:
             return
         self.drop()
@@ -254,7 +254,7 @@ class Work:
         served, engine = self.served, self.served.engine
         read = engine.read(self.tables, self.chain, self.start)
         if self.life != served.life:
-            read.stale = ""  # it is the request itself that has taken back what this forward reads
+            read.stale = ""  # the request itself has invalidated what this forward reads, or has given it up
         if self.pending is None:
             served.check_read(read, f"computing from token {self.start} on")
         else:

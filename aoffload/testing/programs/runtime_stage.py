@@ -1,4 +1,4 @@
-"""The stage of a program: one runtime in a simulated loop, and what is watched while clients call."""
+"""The stage of a program: one runtime in a simulated loop, and the checks of the calls that clients make."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ __all__ = ["Role", "Stage"]
 
 Found = TypeVar("Found")
 STRIDE = 4
-"""The full law is checked at every so many-th change of the ledger."""
+"""The full laws are checked once in so many changes of the ledger."""
 MOST_ASKS = 6
 """Prompts that are looked up at rest."""
 
 
 @attrs.define(eq=False)
 class Role:
-    """What everybody on a stage sees of one client."""
+    """The part of a client that the stage uses."""
 
     name: str
     served: Served | None = attrs.field(default=None, kw_only=True)
-    """Its request."""
+    """The client's request."""
     was_struck: bool = attrs.field(default=False, init=False)
     """Whether its request was cancelled from outside."""
 
 
 class Stage:
-    """Where the clients of a program make its calls; judges what comes of them."""
+    """Makes the public calls of a program's clients, and judges their results."""
 
     def __init__(self, program: Program, simulation: Simulation) -> None:
         self.program = program
@@ -78,13 +78,13 @@ class Stage:
         self.features.add(feature)
 
     def note(self, *words: object) -> None:
-        """Something that could be observed."""
+        """Add something observable to the digest."""
         self._hash.update(repr(words).encode())
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def attempt(self, what: str, call: Callable[[], Found]) -> Found | None:
-        """What a public call returns; None if it refuses, which changes nothing."""
+        """Make a public call, and return its result; None if it is refused, which must change nothing."""
         self.num_calls += 1
         before = picture(self.runtime.ledger)
         with self._judged(what, lambda error: before):
@@ -94,7 +94,7 @@ class Stage:
         return None
 
     def make(self, what: str, call: Callable[[], object]) -> bool:
-        """The same for a call that returns nothing; whether it was made."""
+        """Like `attempt`, for a call that returns nothing: whether it was made."""
 
         def made() -> bool:
             call()
@@ -108,12 +108,12 @@ class Stage:
         call: Callable[[], Awaitable[Found]],
         give_up_s: float | None = None,
     ) -> Found | None:
-        """The same for one that may wait; None, too, if the wait is given up after so many seconds."""
+        """Like `attempt`, for a call that may wait; None, too, if the wait is given up after `give_up_s`."""
         self.num_calls += 1
         before, step = picture(self.runtime.ledger), self.simulation.scheduler.step
 
         def unchanged(error: AoffloadError) -> Any:
-            # Who is refused room has been in the line for it, if only for a moment, and was matched again there.
+            # A request that is refused room was in the line, if only for a moment, and was matched again there.
             is_at_once = step == self.simulation.scheduler.step and not isinstance(error, OutOfBlocks)
             return before if is_at_once else None
 
@@ -132,7 +132,7 @@ class Stage:
 
     @contextmanager
     def _judged(self, what: str, unchanged: Callable[[AoffloadError], Any]) -> Iterator[None]:
-        """A call that may be refused: with a typed error, and nothing is different from `unchanged` then."""
+        """Around a call that may be refused: only with a typed error, and with the `picture` that `unchanged` gives."""
         try:
             yield
         except AoffloadError as error:
@@ -168,7 +168,7 @@ class Stage:
         return {"cache_salt": args.get("salt"), "adapter_key": args.get("adapter"), "key_spans": spans}
 
     def admitted(self, request: Request, args: Any) -> Served:
-        """A request that was entered."""
+        """Register a request that was entered."""
         ask = _ask_of(args)
         engine = self.engine
         chain = engine.chain((ask.salt, ask.adapter), ask.tokens, ask.key_spans)
@@ -196,7 +196,7 @@ class Stage:
                 actor.was_struck = True
 
     def reasons(self, actor: Role, served: Served) -> set[str]:
-        """Why a request may have been aborted."""
+        """The reasons for which a request may have been aborted."""
         found = {"closed_early", "error: Left"}
         if actor.was_struck:
             found |= {"injected", "cancelled"}
@@ -211,14 +211,14 @@ class Stage:
     # -- judging --------------------------------------------------------------------------------------------------
 
     def check_told(self) -> None:
-        """Who has computed on what was taken back knows of it, and nobody can find it any more."""
+        """Requests that have computed on invalidated tokens were told, and nothing invalidated can be found."""
         for served in self.live:
             if served.is_misled and not served.is_told:
                 raise Violation("not told", f"{served.name} has computed on what was taken back")
         self.engine.check_findable()
 
     def _note_calls(self) -> None:
-        """What changes what others may expect is noted when it happens: its caller may hear of it later."""
+        """Record resets and preemptions at the moment they happen: their caller may learn of them later."""
         ledger: Any = self.runtime.ledger
         reset, preempt = ledger.reset, ledger.preempt_nowait
 
@@ -240,7 +240,7 @@ class Stage:
         ledger.reset, ledger.preempt_nowait = noted, preempted
 
     def check_end(self) -> None:
-        """At rest."""
+        """The laws at rest."""
         self.engine.check_findable()
         self.told.check(self.runtime)
         if self.told.states:
@@ -250,12 +250,12 @@ class Stage:
 
 
 def _options_of(program: Program) -> dict[str, Any]:
-    """Of the configuration, what the program's own calls say of it."""
+    """The options that the program's `configure` calls set."""
     return {name: value for call in program.calls if call.name == "configure" for name, value in call.args.items()}
 
 
 def _seen(found: object) -> str:
-    """What of a result is the same in every process."""
+    """The part of a result that is the same in every process."""
     return repr(found) if isinstance(found, (int, str, tuple, bool)) else type(found).__name__
 
 

@@ -1,4 +1,4 @@
-"""What a refused call must not change, and what observers are told, put beside what is."""
+"""What a refused call must not change; and what observers are told, compared with the ledger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Told", "picture"]
 
 
 def picture(ledger: Ledger) -> tuple[Any, ...]:
-    """Everything that a call may change, but for counters and how the index is cut into runs."""
+    """Everything that a call may change, except counters and how the index is cut into runs."""
     line = ledger.admission.line
     return (
         [
@@ -59,10 +59,10 @@ class Told(RuntimeObserver):
 
     def __init__(self) -> None:
         self.states: dict[Any, Any] = {}
-        """Of all that is not over, as it was told last."""
+        """The last reported state of everything that is not over."""
         self.counts: Counter[str] = Counter()
         self.num_cached: Counter[tuple[Tier, int]] = Counter()
-        """Units that are cached, by the number of the part: band after band, tier after tier."""
+        """Cached units as reported, by the position of the part in its run: band after band, tier after tier."""
         self._epoch = 0
         self.problem = ""
 
@@ -99,10 +99,10 @@ class Told(RuntimeObserver):
         self._epoch = epoch
         self.num_cached.clear()
 
-    # -- beside what is -------------------------------------------------------------------------------------------
+    # -- compared with the ledger ---------------------------------------------------------------------------------
 
     def check(self, runtime: OffloadRuntime) -> None:
-        """What was told is what there is."""
+        """The reported states and counts are those of the ledger."""
         if self.problem or runtime.observers.num_failures:
             raise Violation("told otherwise", self.problem or "an observer failed")
         for holding in runtime.ledger.holdings.values():

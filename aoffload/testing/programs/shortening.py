@@ -1,4 +1,4 @@
-"""Shortening: the fewest calls of a program that still break the same law, and how they are printed."""
+"""Shortening: finds the fewest calls of a program that still break the same law, and prints them as a test."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from .vocabulary import calls_of
 __all__ = ["as_test", "shorten"]
 
 Run: TypeAlias = Callable[[Program], Violation | None]
-"""Runs a program; the law that it breaks, if any."""
+"""Runs a program, and returns its violation, if any."""
 StillBreaks: TypeAlias = Callable[[Program], bool]
 
 
 def shorten(program: Program, run: Run, at_most: int = 2000) -> Program:
-    """The shortest program found in `at_most` runs that breaks the law that `program` breaks: calls are left out by
-    whom they are about, in halves, quarters, and one by one, and the world is made plainer, until nothing can be
-    spared."""
+    """The shortest program found in `at_most` runs that breaks the same law as `program`. Leaves out calls (all about
+    one object, halves, quarters, single ones) and makes the world plainer, until nothing can be spared."""
     broken = run(program)
     assert broken is not None, "nothing is broken"
     num_left = at_most
@@ -60,7 +59,7 @@ def _about(call: Call) -> list[object]:
 
 
 def _fewer(program: Program, still_breaks: StillBreaks) -> Program:
-    """Without whatever can be spared: halves, quarters, one by one."""
+    """Without the calls that can be spared: halves, quarters, one by one."""
     size = max(1, len(program.calls) // 2)
     while True:
         before = len(program.calls)
@@ -71,7 +70,7 @@ def _fewer(program: Program, still_breaks: StillBreaks) -> Program:
 
 
 def _without_pieces(program: Program, size: int, still_breaks: StillBreaks) -> Program:
-    """Less every piece of `size` that can be spared, last first: what comes later hangs on what came before."""
+    """Without every piece of `size` calls that can be spared, last first: later calls depend on earlier ones."""
     for start in range((len(program.calls) - 1) // size * size, -1, -size):
         fewer = program.with_calls(program.calls[:start] + program.calls[start + size :])
         if fewer.calls and still_breaks(fewer):
@@ -104,7 +103,7 @@ def _less_its_last_token(call: Call) -> Call:
 
 
 def _plainer(program: Program, still_breaks: StillBreaks) -> Program:
-    """Fewer options and shorter prompts, which other calls may then be spared for."""
+    """Fewer options and shorter prompts, after which other calls may be spared."""
     for number in range(len(program.calls)):
         for plainer in _variants(program.face, program.calls[number]):
             changed = program.with_calls((*program.calls[:number], plainer, *program.calls[number + 1 :]))
@@ -115,9 +114,9 @@ def _plainer(program: Program, still_breaks: StillBreaks) -> Program:
 
 
 def _extended_at_once(program: Program, still_breaks: StillBreaks) -> Program:
-    """With the room that is asked for later asked for at first."""
+    """With `extend` calls left out, and their room asked for by `allocate`."""
     for call in program.calls:
-        if call.name == "extend" and "num_tokens" in call.args:  # of the ledger: absolute
+        if call.name == "extend" and "num_tokens" in call.args:  # the ledger's `extend`: an absolute number
             rest = [other for other in program.calls if other is not call]
             changed = program.with_calls([_with_room_of(call, other) for other in rest])
             if still_breaks(changed):
@@ -144,7 +143,7 @@ def _variants(face: str, call: Call) -> Iterator[Call]:
 
 
 def _plainer_world(program: Program, still_breaks: StillBreaks) -> Program:
-    """Stored at once, in one job, in fewer groups, and on a device with less room to fill."""
+    """With eager stores, large jobs, a host with room for all, fewer groups, or a smaller device."""
     world = program.world
     plainer = [
         attrs.evolve(world, store_policy="eager"), attrs.evolve(world, max_job_bytes=1000),

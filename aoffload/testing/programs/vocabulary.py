@@ -1,6 +1,7 @@
-"""Which calls a program may make, and with which arguments: what no face knows is refused before anything runs.
+"""Which calls a program may make, and with which arguments: any others are refused before anything runs.
 
-What is handed on to the package (a number of tokens, a time) may be anything: to refuse it is the package's part.
+Arguments that are handed on to the package (a number of tokens, a time) may be anything: the package has to refuse
+them.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
     ("step", "style"): ("inline", "thread", "held"),
     ("fault", "kind"): tuple(FAULTS),
 }
-"""What an argument of a call that the program itself is about may be."""
+"""The values of arguments that the program itself interprets."""
 COUNTS = ("after", "at", "back", "token", "stop")
 FLAGS = ("hurry", "early", "holding", "lasting", "commits", "sparse", "offers", "is_last")
 SECONDS = ("give_up_s", "s", "seconds")
@@ -107,7 +108,7 @@ def calls_of(face: str) -> Mapping[str, Words]:
 
 
 def check_call(face: str, call: Any) -> None:
-    """`InvalidArgument`, unless the `Call` is one that `face` knows, with arguments that it has, made of plain data."""
+    """Raise `InvalidArgument` unless `face` knows the `Call` and its arguments, and these are plain data."""
     table = calls_of(face)
     words = table.get(call.name)
     if words is None:
@@ -128,7 +129,7 @@ def check_call(face: str, call: Any) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a printed test shows it as it is."""
+    """Whether a printed test reproduces the value."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str, bytes)
