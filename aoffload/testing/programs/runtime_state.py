@@ -62,7 +62,7 @@ class Told(RuntimeObserver):
         """The last reported state of everything that is not over."""
         self.counts: Counter[str] = Counter()
         self.num_cached: Counter[tuple[Tier, int]] = Counter()
-        """Cached units as reported, by the position of the part in its run: band after band, tier after tier."""
+        """Cached units as reported, by tier and band."""
         self._epoch = 0
         self.problem = ""
 
