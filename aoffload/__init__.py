@@ -3,7 +3,7 @@
 Each request is a task. It holds blocks until its `async with` block ends. See docs/architecture.md.
 
 Here is what a program around `OffloadRuntime` names. What programs around the `Ledger`, and plug-ins, need beside it is
-in modules of its own: `aoffload.ledger`, `aoffload.transport`, `aoffload.ranks`, `aoffload.cuda`, `aoffload.keeping`
+in modules of its own: `aoffload.ledger`, `aoffload.transport`, `aoffload.ranks`, `aoffload.cuda`, `aoffload.pins`
 and `aoffload.env`. docs/api.md has every name.
 """
 
@@ -58,7 +58,7 @@ _NEEDS_TORCH = {
 _NAMES_BY_MODULE = {
     "aoffload.cuda": "AdaptivePolling BlockingWait BreakEven CudaBackend CudaOptions StreamCaptured",
     "aoffload.env": "Env",
-    "aoffload.keeping": "PendingDemotion PendingPrefetch PinScope",
+    "aoffload.pins": "PendingDemotion PendingPrefetch PinScope",
     "aoffload.ledger": (
         "Answer AttentionKind BlockWatcher Completion Demotion DevicePool Direction EarlyStart EarlyState EngineBlocks "
         "Errand ErrandState EvictionOrder Fork Holding IllegalTransition JobState LeaseError LedgerStatistics Observer "
@@ -72,6 +72,12 @@ _NAMES_BY_MODULE = {
 }
 _MOVED = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 """Names that were here, and the modules that have them now. They can be had from here for one more release."""
+_RENAMED = {
+    "EarlyStart": "LoadOverlap",
+    "EarlyState": "OverlapState",
+    "Errand": "CacheTransfer",
+    "ErrandState": "CacheTransferState",
+}
 
 # A type checker that saw this function would take any misspelled name.
 if not TYPE_CHECKING:
@@ -79,8 +85,9 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name in _MOVED:
             # Not kept: each place that names it is to hear of it.
-            _warn(f"import {name} from {_MOVED[name]}, not from aoffload", DeprecationWarning, stacklevel=2)
-            return getattr(_import_module(_MOVED[name]), name)
+            new, old = (_RENAMED[name], f"{name} from") if name in _RENAMED else (name, "from")
+            _warn(f"import {new} from {_MOVED[name]}, not {old} aoffload", DeprecationWarning, stacklevel=2)
+            return getattr(_import_module(_MOVED[name]), new)
         if name not in _NEEDS_TORCH:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(_import_module(_NEEDS_TORCH[name], __name__), name)

@@ -9,12 +9,12 @@ from .core.blocks import DevicePool
 from .core.engine_blocks import EngineBlocks
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
-from .core.kept import Demotion, Errand, Pin, Prefetch
+from .core.kept import CacheTransfer, Demotion, Pin, Prefetch
 from .core.kinds import AttentionKind
 from .core.ledger import LedgerStatistics
-from .core.lifecycle import EarlyState, ErrandState, JobState, PinState
+from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
 from .core.observer import Observer
-from .core.owners import EarlyStart, Holding, Waiter
+from .core.owners import Holding, LoadOverlap, Waiter
 from .core.plan import Completion, Direction, Outcome, TransferPlan
 from .core.policy import StorePolicy, StoreScope
 from .core.tiers import BlockWatcher, TierStatistics
@@ -25,15 +25,13 @@ __all__ = [
     "Answer",
     "AttentionKind",
     "BlockWatcher",
+    "CacheTransfer",
+    "CacheTransferState",
     "Completion",
     "Demotion",
     "DevicePool",
     "Direction",
-    "EarlyStart",
-    "EarlyState",
     "EngineBlocks",
-    "Errand",
-    "ErrandState",
     "EvictionOrder",
     "Fork",
     "Holding",
@@ -41,8 +39,10 @@ __all__ = [
     "JobState",
     "LeaseError",
     "LedgerStatistics",
+    "LoadOverlap",
     "Observer",
     "Outcome",
+    "OverlapState",
     "Pin",
     "PinState",
     "Prefetch",

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import attrs
 
 from .arguments import shown
-from .core.kept import Errand, Pin
-from .core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
+from .core.kept import CacheTransfer, Pin
+from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.observer import NullObserver
-from .core.owners import EarlyStart, Holding
+from .core.owners import Holding, LoadOverlap
 from .core.plan import Completion
 from .core.records import Job
 from .errors import InvalidArgument
@@ -70,13 +70,13 @@ class Observers:
         self.telemetry.pin_moved(pin, old)
         self._tell(lambda observer: observer.pin_moved(pin, old))
 
-    def errand_moved(self, errand: Errand, old: ErrandState) -> None:
-        self.telemetry.errand_moved(errand, old)
-        self._tell(lambda observer: observer.errand_moved(errand, old))
+    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None:
+        self.telemetry.cache_transfer_moved(transfer, old)
+        self._tell(lambda observer: observer.cache_transfer_moved(transfer, old))
 
-    def early_moved(self, early: EarlyStart, old: EarlyState) -> None:
-        self.telemetry.early_moved(early, old)
-        self._tell(lambda observer: observer.early_moved(early, old))
+    def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None:
+        self.telemetry.overlap_moved(overlap, old)
+        self._tell(lambda observer: observer.overlap_moved(overlap, old))
 
     def waited_for_room(self, holding: Holding, seconds: float) -> None:
         self._tell(lambda observer: observer.waited_for_room(holding, seconds))

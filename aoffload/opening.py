@@ -66,4 +66,4 @@ class Opening:
 
     def _hear_pinning(self, progress: PinProgress) -> None:
         """Called in the thread that opens; logs the progress in the event loop."""
-        self.session.worker.call_soon(partial(self.session.telemetry.host_memory_pinned, progress))
+        self.session.worker.call_soon(partial(self.session.telemetry.host_memory_page_locked, progress))

@@ -22,10 +22,10 @@ from .core.plan import Tier
 from .core.policy import StoreScope
 from .env import Env
 from .errors import InvalidArgument, RequestAborted, RuntimeClosed
-from .keeping import Identity, PendingDemotion, PendingPrefetch, PinScope, time_to_live
 from .loading import PendingLoad
 from .observers import Observers, RuntimeObserver
 from .opening import Opening
+from .pins import Identity, PendingDemotion, PendingPrefetch, PinScope, time_to_live
 from .prefix import KeySpan, Prefix, Roots, TokenIds, prompt_of
 from .request import Request
 from .session import RequestOptions, Session

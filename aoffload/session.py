@@ -175,7 +175,7 @@ class Session:
         fence = self._fences.pop(holding.request_id, None)
         self.worker.submit(self.ledger.release(holding, reason), fence)
         if self.is_open:  # no write-back into a cache that closes
-            self.worker.submit(self.ledger.plan_frontier())
+            self.worker.submit(self.ledger.plan_write_back())
 
     def abandon(self, holding: Holding, scope: anyio.CancelScope | None) -> None:
         """End a request that was never left. Called by its finaliser, see `call_later`."""
@@ -205,7 +205,7 @@ class Session:
         for holding in tuple(self.ledger.holdings.values()):  # abandoned, and not released yet
             self.release(holding, "abandoned")
         self.ledger.drop_pins()
-        self.ledger.cancel_errands()
+        self.ledger.cancel_cache_transfers()
 
     # -- commits --------------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Session:
         else:
             self.worker.submit(plans, fence)
         # Not behind this fence: blocks that are close to eviction may have been computed by any request.
-        self.worker.submit(self.ledger.plan_frontier())
+        self.worker.submit(self.ledger.plan_write_back())
 
     def invalidate(self, holding: Holding, from_token: int) -> None:
         """Invalidate what was committed from `from_token` on, and abort requests that may have read it."""

@@ -10,9 +10,9 @@ from typing import Any, Concatenate, ParamSpec
 import attrs
 import structlog
 
-from .core.kept import Demotion, Errand, Pin, Prefetch
-from .core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
-from .core.owners import EarlyStart, Holding
+from .core.kept import CacheTransfer, Demotion, Pin, Prefetch
+from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
+from .core.owners import Holding, LoadOverlap
 from .core.records import Job
 from .transfer.transport import PinProgress
 
@@ -21,9 +21,9 @@ __all__ = ["Telemetry", "default_logger"]
 _REQUEST_EVENTS = {state: f"request_{state.value}" for state in RequestState}
 _JOB_EVENTS = {state: f"job_{state.value}" for state in JobState}
 _PIN_EVENTS = {state: f"pin_{state.value}" for state in PinState}
-_PREFETCH_EVENTS = {state: f"prefetch_{state.value}" for state in ErrandState}
-_DEMOTION_EVENTS = {state: f"demotion_{state.value}" for state in ErrandState}
-_EARLY_EVENTS = {state: f"early_start_{state.value}" for state in EarlyState}
+_PREFETCH_EVENTS = {state: f"prefetch_{state.value}" for state in CacheTransferState}
+_DEMOTION_EVENTS = {state: f"demotion_{state.value}" for state in CacheTransferState}
+_OVERLAP_EVENTS = {state: f"load_overlap_{state.value}" for state in OverlapState}
 _DEBUG, _INFO, _WARNING = 10, 20, 30
 _REQUEST_LEVELS = {**dict.fromkeys(RequestState, _DEBUG), RequestState.DONE: _INFO, RequestState.ABORTED: _INFO}
 _JOB_LEVELS = {**dict.fromkeys(JobState, _DEBUG), JobState.FAILED: _WARNING}
@@ -156,18 +156,18 @@ class Telemetry:
         log(_PIN_EVENTS[pin.state], pin_id=pin.pin_id, num_tokens=pin.match.num_tokens)
 
     @_harmless
-    def errand_moved(self, errand: Errand, old: ErrandState) -> None:
-        name = errand.holding.request_id
-        if isinstance(errand, Prefetch):
-            event, num_tokens = _PREFETCH_EVENTS[errand.state], errand.num_tokens
-            self.logger.debug(event, request_id=name, num_blocks=errand.num_blocks, num_tokens=num_tokens)
-        elif isinstance(errand, Demotion):
-            self.logger.debug(_DEMOTION_EVENTS[errand.state], request_id=name, num_blocks=errand.num_blocks)
+    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None:
+        name = transfer.holding.request_id
+        if isinstance(transfer, Prefetch):
+            event, num_tokens = _PREFETCH_EVENTS[transfer.state], transfer.num_tokens
+            self.logger.debug(event, request_id=name, num_blocks=transfer.num_blocks, num_tokens=num_tokens)
+        elif isinstance(transfer, Demotion):
+            self.logger.debug(_DEMOTION_EVENTS[transfer.state], request_id=name, num_blocks=transfer.num_blocks)
 
     @_harmless
-    def early_moved(self, early: EarlyStart, old: EarlyState) -> None:
-        log = self.logger.info if early.state is EarlyState.REFUTED else self.logger.debug
-        log(_EARLY_EVENTS[early.state], request_id=early.holding.request_id, num_tokens=early.num_tokens)
+    def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None:
+        log = self.logger.info if overlap.state is OverlapState.INVALID else self.logger.debug
+        log(_OVERLAP_EVENTS[overlap.state], request_id=overlap.holding.request_id, num_tokens=overlap.num_tokens)
 
     @_harmless
     def transport_stalled(self, num_jobs: int) -> None:
@@ -190,8 +190,8 @@ class Telemetry:
         self.logger.error("cache_turned_off", reason=reason)
 
     @_harmless
-    def host_memory_pinned(self, progress: PinProgress) -> None:
-        self.logger.info("host_memory_pinned", **attrs.asdict(progress))
+    def host_memory_page_locked(self, progress: PinProgress) -> None:
+        self.logger.info("host_memory_page_locked", **attrs.asdict(progress))
 
     @_harmless
     def runtime_opened(self, num_device_blocks: int, num_host_blocks: int) -> None:

@@ -82,8 +82,8 @@ def replay(name: str, policy: Any, prompts: Iterable[Tokens], num_device: int, n
         found.num_host_hits += holding.match.num_host_tokens // BLOCK_TOKENS
         ledger.allocate_nowait(holding)
         found.num_loaded += _land(ledger, ledger.plan_load(holding))
-        found.num_stored += _land(ledger, chain(ledger.commit(holding, len(prompt)), ledger.plan_frontier()))
-        found.num_stored += _land(ledger, chain(ledger.release(holding), ledger.plan_frontier()))
+        found.num_stored += _land(ledger, chain(ledger.commit(holding, len(prompt)), ledger.plan_write_back()))
+        found.num_stored += _land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
     found.seconds = time.perf_counter() - begun
     return found
 
@@ -114,10 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", type=int, default=3000, help="device blocks (%(default)s)")
     parser.add_argument("--host", type=int, default=20_000, help="host blocks (%(default)s)")
     parser.add_argument("--limit", type=int, default=4000, help="so many requests (%(default)s)")
-    parser.add_argument("--frontier", type=int, nargs="*", default=(), help="lazy with these frontiers, too")
+    parser.add_argument("--watermark", type=int, nargs="*", default=(), help="lazy with these watermarks, too")
     given = parser.parse_args(arguments)
     prompts = read_trace(given.trace, given.limit)
-    policies = POLICIES | {f"lazy, {size}": LazyStore(size) for size in given.frontier}
+    policies = POLICIES | {f"lazy, {size}": LazyStore(size) for size in given.watermark}
     print(f"{len(prompts):,} requests, {sum(len(p) // BLOCK_TOKENS for p in prompts):,} blocks asked for")
     print(as_table(replay(name, policies[name], prompts, given.device, given.host) for name in policies))
 

@@ -30,7 +30,7 @@ CHROMIUM = next((path for name in NAMES if (path := shutil.which(name)) is not N
 
 
 def run(vllm: Peer | None = None) -> list[Row]:
-    """Milliseconds from asking for the file until all is drawn, and from typing an id until its story is shown."""
+    """Milliseconds from asking for the file until all is drawn, and from typing an id until its timeline is shown."""
     if CHROMIUM is None or find_spec("playwright") is None:
         print("trace_page: there is no Chromium, or no playwright (extra `browser`)", file=sys.stderr)
         return []
@@ -64,7 +64,7 @@ def _open_and_find(browser: Any, uri: str) -> tuple[float, float]:
     is_there = time.perf_counter()
     page.locator("#wanted").fill("req-010000")
     page.locator("#wanted").press("Enter")
-    page.locator("#story", has_text="req-010000").wait_for()
+    page.locator("#timeline", has_text="req-010000").wait_for()
     is_found = time.perf_counter()
     page.close()
     return (is_there - began) * 1e3, (is_found - is_there) * 1e3

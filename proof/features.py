@@ -27,14 +27,14 @@ NO_COPIES = "without host blocks nothing is copied"
 FORBIDDEN = {
     "ledger": (
         ONE_POLICY,
-        Forbidden(_of("frontier"), POLICIES - {"lazy"}, "only a lazy policy has a frontier"),
-        Forbidden(_of("store"), _of("lazy", "off", "frontier"), "of these policies none stores what is just committed"),
+        Forbidden(_of("watermark"), POLICIES - {"lazy"}, "only a lazy policy has a watermark"),
+        Forbidden(_of("store"), _of("lazy", "off", "watermark"), "none of these policies stores at commit"),
         Forbidden(
             _of("no host"),
             _of(
                 "load", "load landed", "load failed", "load corrupt", "load unproven", "load abandoned", "load shared",
                 "host hit", "prefetch", "demote", "early start", "early start committed", "begin again", "store",
-                "store landed", "store failed", "store unproven", "frontier", "bands", "discard", "late proof",
+                "store landed", "store failed", "store unproven", "watermark", "bands", "discard", "late proof",
             ),
             NO_COPIES,
         ),

@@ -7,7 +7,7 @@ from .planting import Mutant
 __all__ = ["CACHE_MUTANTS"]
 
 PREFIX, TOKENS, MATCHING = "aoffload.prefix", "aoffload.core.tokens", "aoffload.core.matching"
-PINS, CACHE, TIERS = "aoffload.core.pins", "aoffload.core.cache", "aoffload.core.tiers"
+PINS, CACHE, TIERS = "aoffload.core.request_leases", "aoffload.core.cache", "aoffload.core.tiers"
 EVICTION, INDEX, RECORDS = "aoffload.core.eviction", "aoffload.core.index", "aoffload.core.records"
 PUBLISH, COMMITS, OWNERS = "aoffload.core.publish", "aoffload.core.commits", "aoffload.core.owners"
 
@@ -126,7 +126,7 @@ _RUNS = (
     ),
     Mutant(
         "runs merged with a job in flight",
-        "aoffload.core.borders",
+        "aoffload.core.splits",
         "            if front.num_references or behind.num_references:\n                return False\n"
         "            if front.incoming is not None or behind.incoming is not None:\n                return False\n",
         "",
@@ -196,7 +196,7 @@ _RUNS = (
     Mutant(
         "corrupt block freed under a reader",
         CACHE,
-        "part.condemn(position, part.drop_behind(position))",
+        "part.entomb(position, part.drop_behind(position))",
         "self.tiers[part.tier].pool.give(part.drop_behind(position))",
         "a block is free when everybody has let go",
         scenarios=("rotten",),
@@ -207,8 +207,8 @@ _PUBLISHING = (
     Mutant(
         "partial block published",
         COMMITS,
-        "publish(self.pins, holding, num_computed_tokens // self.cache.layout.unit_tokens)",
-        "publish(self.pins, holding, self.cache.layout.num_units(num_computed_tokens))",
+        "publish(self.request_leases, holding, num_computed_tokens // self.cache.layout.unit_tokens)",
+        "publish(self.request_leases, holding, self.cache.layout.num_units(num_computed_tokens))",
         "partial blocks are never cached",
     ),
     Mutant(

@@ -8,7 +8,7 @@ from .planting import Mutant, Patch
 
 __all__ = ["CALL_MUTANTS"]
 
-ADMISSION, PINS, LOADS = "aoffload.core.admission", "aoffload.core.pins", "aoffload.core.loads"
+ADMISSION, PINS, LOADS = "aoffload.core.admission", "aoffload.core.request_leases", "aoffload.core.loads"
 COMMITS, PUBLISH = "aoffload.core.commits", "aoffload.core.publish"
 
 OWN_RUNS_ONLY = """\
@@ -27,17 +27,17 @@ OWN_RUNS_ONLY = """\
 """Withdraws the runs behind those that `holding` has published, and of the latter only the bands that it published."""
 
 LOOKED_AT_FIRST = """\
-        missing, gained = self.pins.without_islands(holding, num_units)
+        missing, gained = self.request_leases.without_islands(holding, num_units)
         if missing > self.room + gained:
             return False
-        self.pins.match_again(holding, islands=False)
+        self.request_leases.match_again(holding, islands=False)
         return self.num_missing(holding, num_units) <= self.room
 """
 MATCHED_TO_LOOK = """\
-        self.pins.match_again(holding, islands=False)
+        self.request_leases.match_again(holding, islands=False)
         if self.num_missing(holding, num_units) <= self.room:
             return True
-        self.pins.match_again(holding)
+        self.request_leases.match_again(holding)
         return False
 """
 
@@ -46,7 +46,7 @@ LINE_LEFT = """\
             first.fail(OutOfBlocks(self.num_needed(first.holding, first.num_units), self.capacity, retryable=False))
 """
 WAITS_ON = """\
-            self.pins.match_again(first.holding)
+            self.request_leases.match_again(first.holding)
             return False
 """
 

@@ -6,14 +6,14 @@ from .planting import Mutant
 
 __all__ = ["EARLY_MUTANTS"]
 
-EARLY, WORKER = "aoffload.core.early", "aoffload.worker"
+EARLY, WORKER = "aoffload.core.overlap", "aoffload.worker"
 TEST = "tests/core/test_early_starts.py::"
 
 EARLY_MUTANTS = (
     Mutant(
         "a load taken for landed, however it ended",
         EARLY,
-        "    if all(_is_as_taken(early, holding.tables[band.number], band) for band in bands):",
+        "    if all(_is_as_taken(overlap, holding.tables[band.number], band) for band in bands):",
         "    if holding.tables:",
         "what was computed on bytes that never came is never committed",
         test=f"{TEST}test_a_load_that_is_waited_for_no_longer_refutes",
@@ -21,32 +21,32 @@ EARLY_MUTANTS = (
     Mutant(
         "only the first block compared",
         EARLY,
-        "    return table.at(first, early.stop) == early.tables[band.number][first * band.width :]",
-        "    return table.at(first, first + 1)[:1] == early.tables[band.number][first * band.width :][:1]",
+        "    return table.at(first, overlap.stop) == overlap.tables[band.number][first * band.width :]",
+        "    return table.at(first, first + 1)[:1] == overlap.tables[band.number][first * band.width :][:1]",
         "what was read of blocks that were somebody else's by then is never committed",
         test=f"{TEST}test_a_load_that_is_waited_for_no_longer_refutes",
     ),
     Mutant(
         "compared only when all of the load is over",
         EARLY,
-        "    if lacking:\n        moves.early",
-        "    if not early.tables:\n        moves.early",
+        "    if lacking:\n        moves.overlap",
+        "    if not early.tables:\n        moves.overlap",
         "what was read of a block that came back with other bytes is never committed",
         test=f"{TEST}test_a_block_that_comes_back_to_its_place_refutes",
     ),
     Mutant(
         "committed on a load that fell short",
         EARLY,
-        "    if holding.early is not None and num_computed_tokens > ready:\n",
-        "    if holding.early is not None and num_computed_tokens < ready:\n",
+        "    if holding.overlap is not None and num_computed_tokens > ready:\n",
+        "    if holding.overlap is not None and num_computed_tokens < ready:\n",
         "commit refuses what stood on a load that failed",
         scenarios=("early_starts",),
     ),
     Mutant(
         "counted again before anybody has heard",
         EARLY,
-        "    if holding.early is not None and holding.early.state is _S.TOLD:",
-        "    if holding.early is not None and holding.early.state is not _S.TRUSTING:",
+        "    if holding.overlap is not None and holding.overlap.state is _S.ACKNOWLEDGED:",
+        "    if holding.overlap is not None and holding.overlap.state is not _S.SPECULATIVE:",
         "slice after slice on a load that failed: none of them counts",
         scenarios=("early_starts",),
     ),

@@ -6,19 +6,19 @@ from .planting import Mutant
 
 __all__ = ["KEEPING_MUTANTS"]
 
-KEEPING, ERRANDS, ADMISSION = "aoffload.core.keeping", "aoffload.core.errands", "aoffload.core.admission"
-LEDGER, WORKER, SHELL = "aoffload.core.ledger", "aoffload.worker", "aoffload.keeping"
+KEEPING, CACHE_TRANSFERS, ADMISSION = "aoffload.core.pins", "aoffload.core.cache_transfers", "aoffload.core.admission"
+LEDGER, WORKER, SHELL = "aoffload.core.ledger", "aoffload.worker", "aoffload.pins"
 
-ERRANDS_AMONG_REQUESTS = ("keeping", "pinned_full", "kept_windows")
+TRANSFERS_AMONG_REQUESTS = ("keeping", "pinned_full", "kept_windows")
 
 KEEPING_MUTANTS = (
     Mutant(
         "demotion evicts what is hit in the host",
-        "aoffload.core.errands",
+        "aoffload.core.cache_transfers",
         "kept = self._keep_hit(sequence)",
         "kept = None",
         "a demotion loses nothing that could hit",
-        test="tests/core/test_keeping.py::test_a_demotion_does_not_evict_what_is_hit_in_the_host",
+        test="tests/core/test_pins.py::test_a_demotion_does_not_evict_what_is_hit_in_the_host",
     ),
     Mutant(
         "pins in the way of the line",
@@ -33,7 +33,7 @@ KEEPING_MUTANTS = (
         "        if self.others_hold_room():\n            return False\n        pool = ",
         "        pool = ",
         "a pin ends for a request only where nobody else will make room",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "extension fails before pins yield",
@@ -41,7 +41,7 @@ KEEPING_MUTANTS = (
         "        if self.yield_pin():\n            return True",
         "        if False:\n            return True",
         "no request is starved by pins",
-        test="tests/core/test_keeping.py::test_a_pin_yields_before_an_extension_fails",
+        test="tests/core/test_pins.py::test_a_pin_yields_before_an_extension_fails",
     ),
     Mutant(
         "pin yields for nothing",
@@ -49,7 +49,7 @@ KEEPING_MUTANTS = (
         "            if any(part in kept for lease in leases[pin] for part in _parts(lease)):\n",
         "            if any(True for lease in leases[pin] for part in _parts(lease)):\n",
         "what a pin shares with a request is no room",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "pin keeps the device only",
@@ -57,7 +57,7 @@ KEEPING_MUTANTS = (
         "        elif (host_stop := held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)) > 0:\n",
         "        elif (host_stop := held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)) < 0:\n",
         "what is cached stays where it is cached",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "window of a shorter hit not kept",
@@ -65,7 +65,7 @@ KEEPING_MUTANTS = (
         "        again = self._hit_again(sequence, hit)\n",
         "        again = hit\n",
         "a pin of a prompt serves the same prompt again",
-        test="tests/core/test_keeping.py::test_a_pin_of_a_window_serves_the_same_prompt_and_longer_ones",
+        test="tests/core/test_pins.py::test_a_pin_of_a_window_serves_the_same_prompt_and_longer_ones",
     ),
     Mutant(
         "share of pins not looked at",
@@ -73,20 +73,20 @@ KEEPING_MUTANTS = (
         "            if num_kept + added > bound:\n",
         "            if added > bound:\n",
         "all pins together keep at most their share",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "wrong blocks stay pinned",
         KEEPING,
-        "            if any(part.condemned for lease in pin.leases for part in _parts(lease)):\n",
+        "            if any(part.tombstones for lease in pin.leases for part in _parts(lease)):\n",
         "            if False:\n",
         "what turned out to be wrong takes no room",
-        test="tests/core/test_keeping.py::test_a_pin_does_not_keep_what_turned_out_to_be_wrong",
+        test="tests/core/test_pins.py::test_a_pin_does_not_keep_what_turned_out_to_be_wrong",
     ),
     Mutant(
         "reset leaves pins",
         LEDGER,
-        "        self._keeping.end_all(PinState.DROPPED)\n        if tier is None:\n",
+        "        self._pins.end_all(PinState.DROPPED)\n        if tier is None:\n",
         "        if tier is None:\n",
         "a reset leaves nothing pinned that nobody reads",
         scenarios=("kept_windows",),
@@ -94,8 +94,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "nobody served when a pin ends",
         LEDGER,
-        "            self._keeping.end(pin, PinState.RELEASED)\n            self.admission.serve_line()\n",
-        "            self._keeping.end(pin, PinState.RELEASED)\n",
+        "            self._pins.end(pin, PinState.RELEASED)\n            self.admission.serve_line()\n",
+        "            self._pins.end(pin, PinState.RELEASED)\n",
         "everything that changes room serves the line",
     ),
     Mutant(
@@ -104,7 +104,7 @@ KEEPING_MUTANTS = (
         "math.inf), self.ledger.next_lapse)\n",
         "math.inf))\n",
         "a pin ends when its time is over",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "later pin delays an earlier deadline",
@@ -112,84 +112,85 @@ KEEPING_MUTANTS = (
         "        if deadline < self._looks_at:\n            self._looks_at = self._sleep.deadline = deadline\n",
         "        self._sleep.deadline = deadline\n",
         "a pin ends when its time is over, and so does a copy",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "prefetch past a line",
-        ERRANDS,
+        CACHE_TRANSFERS,
         "            if holding.hit_stop <= holding.published or not self.admission.line.is_empty:\n",
         "            if holding.hit_stop <= holding.published:\n",
         "a prefetch takes nothing while somebody waits for room",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "budget of prefetches not shared",
-        ERRANDS,
+        CACHE_TRANSFERS,
         "        share = int(self.admission.capacity * self.max_share) - taken\n",
         "        share = int(self.admission.capacity * self.max_share)\n",
         "all prefetches together take at most their share",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "prefetch beyond the room",
-        ERRANDS,
+        CACHE_TRANSFERS,
         "        return wanted - min(share, self.admission.room)\n",
         "        return wanted - share\n",
         "a prefetch takes only room that is there",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "cancelled prefetch stays under way",
-        ERRANDS,
-        "        settled = self.loads.abandon(errand.holding)\n        self._end(errand, _S.CANCELLED)\n",
-        "        settled = self.loads.abandon(errand.holding)\n        self.moves.errand(errand, _S.CANCELLED)\n",
+        CACHE_TRANSFERS,
+        "        settled = self.loads.abandon(transfer.holding)\n        self._end(transfer, _S.CANCELLED)\n",
+        "        settled = self.loads.abandon(transfer.holding)\n"
+        "        self.moves.cache_transfer(transfer, _S.CANCELLED)\n",
         "a budget goes back however a prefetch ends",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "prefetch keeps its pins",
-        ERRANDS,
-        "        self.pins.let_go(errand.holding)\n",
-        "        self.pins.end_host_lease(errand.holding)\n",
+        CACHE_TRANSFERS,
+        "        self.request_leases.let_go(transfer.holding)\n",
+        "        self.request_leases.end_host_lease(transfer.holding)\n",
         "what was prefetched is cached, and pinned by nobody",
     ),
     Mutant(
         "prefetch that nobody wants is launched",
-        ERRANDS,
-        "        settled = self.loads.abandon(errand.holding)\n",
+        CACHE_TRANSFERS,
+        "        settled = self.loads.abandon(transfer.holding)\n",
         "        settled: list[Job] = []\n",
         "a load lives as long as one waiter does",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "read blocks sent away",
-        ERRANDS,
+        CACHE_TRANSFERS,
         "            if agreed < run.stop or run.num_after > bool(found) or is_needed:\n",
         "            if agreed < run.stop or run.num_after > bool(found):\n",
         "what somebody reads stays",
     ),
     Mutant(
         "shared prefix sent away",
-        ERRANDS,
+        CACHE_TRANSFERS,
         "            if agreed < run.stop or run.num_after > bool(found) or is_needed:\n",
         "            if agreed < run.stop or is_needed:\n",
         "what other cached prompts go on from stays",
     ),
     Mutant(
         "sent away without a copy",
-        ERRANDS,
+        CACHE_TRANSFERS,
         "        if host_stop < hit.stop or not _is_known_by(Tier.HOST, hit):\n            return\n",
         "",
         "a demotion loses nothing",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
     Mutant(
         "old demotion frees a new epoch",
-        ERRANDS,
-        "        if errand.holding.epoch != cache.epoch:\n            return\n",
+        CACHE_TRANSFERS,
+        "        if transfer.holding.epoch != cache.epoch:\n            return\n",
         "",
         "what was asked for before a reset changes nothing after it",
-        test="tests/core/test_keeping.py::test_a_demotion_from_before_a_reset_frees_nothing_after_it",
+        test="tests/core/test_pins.py::test_a_demotion_from_before_a_reset_frees_nothing_after_it",
     ),
     Mutant(
         "whoever waits is not told of a close",
@@ -197,7 +198,7 @@ KEEPING_MUTANTS = (
         "            self._session.check_usable()\n\n\nclass PendingPrefetch",
         "            pass\n\n\nclass PendingPrefetch",
         "who waits hears that the runtime was closed",
-        test="tests/shell/test_keeping_scopes.py::test_a_close_with_all_three_in_flight[asyncio-True]",
+        test="tests/shell/test_pin_scopes.py::test_a_close_with_all_three_in_flight[asyncio-True]",
     ),
     Mutant(
         "pin outlives its block",
@@ -205,6 +206,6 @@ KEEPING_MUTANTS = (
         "        if self._pin is not None:\n            self._session.ledger.unpin(self._pin)\n",
         "        if self._pin is not None and error is None:\n            self._session.ledger.unpin(self._pin)\n",
         "a pin is released by its scope, however it is left",
-        scenarios=ERRANDS_AMONG_REQUESTS,
+        scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
 )

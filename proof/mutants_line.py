@@ -44,7 +44,7 @@ _LINE = (
     ),
     Mutant(
         "who waits keeps what it matched first",
-        "aoffload.core.pins",
+        "aoffload.core.request_leases",
         "        if self.cache.layout.windows or not self._pins_just(",
         "        if self.cache.layout.windows and not self._pins_just(",
         "who waited matches again in the step that grants",
@@ -67,14 +67,15 @@ _LINE = (
     Mutant(
         "no match at the grant",
         ADMISSION,
-        "        self.pins.keep_match(holding)  # in the step that grants\n",
+        "        self.request_leases.keep_match(holding)  # in the step that grants\n",
         "",
         "who waited matches again in the step that grants",
     ),
     Mutant(
         "refused without its match",
         ADMISSION,
-        "            if holding.state is _S.PINNED:\n                self.pins.match_again(holding)\n            elif",
+        "            if holding.state is _S.PINNED:\n"
+        "                self.request_leases.match_again(holding)\n            elif",
         "            if",
         "who was refused may try again with what is cached",
         scenarios=("second_try",),
@@ -84,7 +85,7 @@ _LINE = (
         ADMISSION,
         "        self.leave(waiter)\n"
         "        if holding.state is _S.PINNED:\n"
-        "            self.pins.match_again(holding)\n",
+        "            self.request_leases.match_again(holding)\n",
         "        self.leave(waiter)\n",
         "a cancelled allocate leaves PINNED and may be tried again",
         scenarios=("retries",),
@@ -171,9 +172,9 @@ _LINE = (
     Mutant(
         "host lease ends at allocation",
         ADMISSION,
-        "        self.pins.start_tables(holding, num_units, blocks)\n        holding.computed(",
-        "        self.pins.start_tables(holding, num_units, blocks)\n"
-        "        self.pins.end_host_lease(holding)\n"
+        "        self.request_leases.start_tables(holding, num_units, blocks)\n        holding.computed(",
+        "        self.request_leases.start_tables(holding, num_units, blocks)\n"
+        "        self.request_leases.end_host_lease(holding)\n"
         "        holding.computed(",
         "a hit that was matched is there to be loaded (I1)",
     ),
@@ -271,7 +272,7 @@ _WAKING = (
     ),
     Mutant(
         "lost load tried again",
-        "aoffload.core.pins",
+        "aoffload.core.request_leases",
         "        if holding.state is RequestState.REQUEUED:\n",
         "        if holding.state is RequestState.QUEUED:\n",
         "a failed load is not retried for ever",
@@ -300,8 +301,8 @@ _STEPS = (
         "step holds no blocks",
         "aoffload.core.ledger_work",
         "        if holding.num_steps:\n            self._closing.add(holding)\n        else:\n"
-        "            self._pins.let_go(holding)\n",
-        "        self._pins.let_go(holding)\n",
+        "            self._request_leases.let_go(holding)\n",
+        "        self._request_leases.let_go(holding)\n",
         "a step holds what it touches",
     ),
     Mutant(
@@ -315,7 +316,7 @@ _STEPS = (
     Mutant(
         "step keeps the blocks",
         "aoffload.core.ledger_work",
-        "            self._closing.discard(holding)\n            self._pins.let_go(holding)\n",
+        "            self._closing.discard(holding)\n            self._request_leases.let_go(holding)\n",
         "            self._closing.discard(holding)\n",
         "nothing leaks behind a step",
     ),

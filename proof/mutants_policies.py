@@ -6,27 +6,27 @@ from .planting import Mutant
 
 __all__ = ["POLICY_MUTANTS"]
 
-FRONTIER, SEEN, COMMITS = "aoffload.core.frontier", "aoffload.core.seen", "aoffload.core.commits"
+WATERMARK, HIT_COUNTS, COMMITS = "aoffload.core.watermark", "aoffload.core.hit_counts", "aoffload.core.commits"
 CACHE, POLICY, LEDGER = "aoffload.core.cache", "aoffload.core.policy", "aoffload.core.ledger"
 
 POLICY_MUTANTS = (
     Mutant(
-        "frontier a part too far",
-        FRONTIER,
+        "watermark a part too far",
+        WATERMARK,
         "            if left <= 0:",
         "            if left < 0:",
-        "a lazy store stores what the next blocks of the frontier evict, and no more",
+        "a lazy store stores what the next blocks of the watermark evict, and no more",
     ),
     Mutant(
-        "frontier at the hot end",
-        FRONTIER,
+        "watermark at the hot end",
+        WATERMARK,
         "for part in device.order:",
         "for part in reversed(list(device.order)):",
         "what is about to be evicted is stored before it is lost",
     ),
     Mutant(
         "stored after eviction",
-        FRONTIER,
+        WATERMARK,
         "left = self.num_blocks - device.pool.num_free - self.jobs.num_stored_now()",
         "left = device.num_evicted and self.num_blocks - device.pool.num_free - self.jobs.num_stored_now()",
         "what is about to be evicted is stored before it is lost",
@@ -47,14 +47,14 @@ POLICY_MUTANTS = (
     ),
     Mutant(
         "a count that never grows",
-        SEEN,
+        HIT_COUNTS,
         "self._counts[run] += 1",
         "self._counts[run] = 1",
         "what was asked for often enough is stored",
     ),
     Mutant(
         "counts without bound",
-        SEEN,
+        HIT_COUNTS,
         "while self.num_tokens > self._max_tokens:",
         "while self.num_tokens > 1000 * self._max_tokens:",
         "memory for counts is bounded",
@@ -68,7 +68,7 @@ POLICY_MUTANTS = (
     ),
     Mutant(
         "stored with what was not offered",
-        FRONTIER,
+        WATERMARK,
         "        stop = min(run.offered_stop, run.stop)\n",
         "        stop = run.stop\n",
         "what a request does not want stored is not stored later on either",

@@ -234,14 +234,14 @@ _SHARING = (
     Mutant(
         "failed load keeps the path",
         LOADS,
-        "            step_back(self.pins, holding, ready)\n",
+        "            step_back(self.request_leases, holding, ready)\n",
         "",
         "what is recomputed is private",
     ),
     Mutant(
         "host lease kept after the load",
         LOADS,
-        "        self.pins.end_host_lease(holding)\n        if layout.windows:\n            slide_off",
+        "        self.request_leases.end_host_lease(holding)\n        if layout.windows:\n            slide_off",
         "        if layout.windows:\n            slide_off",
         "host pins end when the load settles",
     ),

@@ -7,10 +7,10 @@ from .planting import Mutant
 __all__ = ["WINDOW_MUTANTS"]
 
 GROUPS, MATCHING, WINDOWS = "aoffload.core.groups", "aoffload.core.matching", "aoffload.core.windows"
-CACHE, PINS, STORES = "aoffload.core.cache", "aoffload.core.pins", "aoffload.core.stores"
+CACHE, PINS, STORES = "aoffload.core.cache", "aoffload.core.request_leases", "aoffload.core.stores"
 LOADS, ADMISSION, PREEMPTION = "aoffload.core.loads", "aoffload.core.admission", "aoffload.core.preemption"
-BORDERS, RECORDS, COMMITS = "aoffload.core.borders", "aoffload.core.records", "aoffload.core.commits"
-LEDGER, ERRANDS = "aoffload.core.ledger", "aoffload.core.errands"
+SPLITS, RECORDS, COMMITS = "aoffload.core.splits", "aoffload.core.records", "aoffload.core.commits"
+LEDGER, CACHE_TRANSFERS = "aoffload.core.ledger", "aoffload.core.cache_transfers"
 TAKEN_BACK = "tests/core/test_taken_back.py"
 
 _WINDOWS = (
@@ -64,7 +64,7 @@ _WINDOWS = (
     ),
     Mutant(
         "border moved under another's pin",
-        "aoffload.core.borders",
+        "aoffload.core.splits",
         "                if (front.num_references, back.num_references) != (0, 1):\n",
         "                if front.num_references:\n",
         "nobody else's pins move with a window",
@@ -106,8 +106,8 @@ _WINDOWS = (
         "room of a reserve not granted again",
         ADMISSION,
         "        if missing > self.room + gained:\n            return False\n"
-        "        self.pins.match_again(holding, islands=False)\n",
-        "        self.pins.match_again(holding, islands=False)\n"
+        "        self.request_leases.match_again(holding, islands=False)\n",
+        "        self.request_leases.match_again(holding, islands=False)\n"
         "        if missing > self.room:\n            return False\n",
         "refusing changes nothing: the match is as it was",
         test="tests/core/test_bands.py::test_a_refusal_keeps_what_the_load_would_adopt",
@@ -118,7 +118,7 @@ _PREEMPTION = (
     Mutant(
         "preempted request keeps its pins",
         PREEMPTION,
-        "            self.pins.end_device_lease(holding)\n",
+        "            self.request_leases.end_device_lease(holding)\n",
         "            pass\n",
         "preemption gives up every device block",
         scenarios=("preemption_storm", "preempted_windows"),
@@ -126,7 +126,7 @@ _PREEMPTION = (
     Mutant(
         "preempted request keeps its tables",
         PREEMPTION,
-        "        self.pins.give_up_tables(holding)\n",
+        "        self.request_leases.give_up_tables(holding)\n",
         "",
         "preemption gives up every device block",
         scenarios=("preemption_storm", "preempted_windows"),
@@ -161,7 +161,7 @@ _TAKEN_BACK = (
     Mutant(
         "condemned blocks stay with the tail",
         "aoffload.core.records",
-        "        front.condemned, front.last_use = self.divide_condemned(at), self.last_use\n",
+        "        front.tombstones, front.last_use = self.divide_tombstones(at), self.last_use\n",
         "        front.last_use = self.last_use\n",
         "whoever runs keeps its blocks, whatever is reset",
         scenarios=("failed_in_turmoil",),
@@ -169,8 +169,8 @@ _TAKEN_BACK = (
     Mutant(
         "what others have computed since is thrown away",
         RECORDS,
-        "        self.condemned = tuple([unit for unit in units if unit.ids[0] not in ids])",
-        "        self.condemned = ()",
+        "        self.tombstones = tuple([unit for unit in units if unit.ids[0] not in ids])",
+        "        self.tombstones = ()",
         "every block is in one hand",
         test=f"{TAKEN_BACK}::test_what_two_have_computed_is_taken_back_by_the_first_after_a_reset",
     ),
@@ -224,11 +224,11 @@ _TAKEN_BACK = (
     ),
     Mutant(
         "what hits without bytes sent away",
-        ERRANDS,
+        CACHE_TRANSFERS,
         " or not _is_known_by(Tier.HOST, hit):\n",
         ":\n",
         "a demotion loses nothing",
-        test="tests/core/test_keeping.py::test_what_hits_without_a_byte_in_the_host_stays",
+        test="tests/core/test_pins.py::test_what_hits_without_a_byte_in_the_host_stays",
     ),
 )
 

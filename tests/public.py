@@ -3,8 +3,8 @@
 import aoffload
 import aoffload.cuda
 import aoffload.env
-import aoffload.keeping
 import aoffload.ledger
+import aoffload.pins
 import aoffload.ranks
 import aoffload.transport
 
@@ -14,6 +14,6 @@ MODULES = [
     aoffload.transport,
     aoffload.ranks,
     aoffload.cuda,
-    aoffload.keeping,
+    aoffload.pins,
     aoffload.env,
 ]

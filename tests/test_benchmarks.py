@@ -288,7 +288,7 @@ def test_a_replay_counts_blocks(trace: Path, policy: Any, counted: tuple[int, ..
 
 def test_the_study_prints_a_line_for_every_policy(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From the command line, with as many requests as asked for."""
-    policies.main(["--trace", str(trace), "--device", "7", "--host", "20", "--limit", "3", "--frontier", "2"])
+    policies.main(["--trace", str(trace), "--device", "7", "--host", "20", "--limit", "3", "--watermark", "2"])
     about, heading, *lines = capsys.readouterr().out.splitlines()
     assert about == "3 requests, 9 blocks asked for"
     assert heading.split()[:3] == ["policy", "device", "hits"]

@@ -21,7 +21,7 @@ from public import MODULES
 import aoffload
 import aoffload.testing
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Request, telemetry
-from aoffload.core.lifecycle import EARLY_MOVES, ERRAND_MOVES, JOB_MOVES, PIN_MOVES, REQUEST_MOVES
+from aoffload.core.lifecycle import CACHE_TRANSFER_MOVES, JOB_MOVES, OVERLAP_MOVES, PIN_MOVES, REQUEST_MOVES
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aoffload"
@@ -129,12 +129,12 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
-    """The program in docs/keeping.md is whole, and the block behind it is its output."""
-    page = ROOT / "docs/keeping.md"
+    """The program in docs/pins.md is whole, and the block behind it is its output."""
+    page = ROOT / "docs/pins.md"
     (code,), (shown,) = code_blocks(page, "python"), code_blocks(page, "text")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "keeping.md", "exec"), {"__name__": "keeping_page"})
+        exec(compile(code, "pins.md", "exec"), {"__name__": "keeping_page"})
     assert printed.getvalue() == shown
 
 
@@ -190,10 +190,10 @@ def test_every_event_has_a_row() -> None:
     written = {f"request_{state}" for state in moves}
     written |= {f"job_{state.value}" for targets in JOB_MOVES.values() for state in targets}  # type: ignore[union-attr]
     written |= {f"pin_{state.value}" for targets in PIN_MOVES.values() for state in targets}  # type: ignore[union-attr]
-    errands = {state.value for targets in ERRAND_MOVES.values() for state in targets}  # type: ignore[union-attr]
-    written |= {f"{kind}_{state}" for kind in ("prefetch", "demotion") for state in errands}
-    early = {state.value for targets in EARLY_MOVES.values() for state in targets}  # type: ignore[union-attr]
-    written |= {f"early_start_{state}" for state in early}
+    transfers = {state.value for targets in CACHE_TRANSFER_MOVES.values() for state in targets}  # type: ignore[union-attr]
+    written |= {f"{kind}_{state}" for kind in ("prefetch", "demotion") for state in transfers}
+    early = {state.value for targets in OVERLAP_MOVES.values() for state in targets}  # type: ignore[union-attr]
+    written |= {f"load_overlap_{state}" for state in early}
     for call in ast.walk(ast.parse(inspect.getsource(telemetry))):
         if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
             name = call.args[0].value

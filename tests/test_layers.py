@@ -14,7 +14,7 @@ ROOMS = {
     "core": 1,
     "transfer": 2,
     "worker": 3, "telemetry": 3, "observers": 3,
-    "session": 4, "request": 5, "loading": 5, "keeping": 5, "opening": 5, "steps": 5,
+    "session": 4, "request": 5, "loading": 5, "pins": 5, "opening": 5, "steps": 5,
     "runtime": 6,
     "ledger": 7, "transport": 7, "ranks": 7, "cuda": 7,
     "demo": 8, "integrations": 8, "testing": 8, "trace": 8, "metrics": 8, "kv_events": 8,
@@ -22,17 +22,17 @@ ROOMS = {
 FACES = ("ledger", "transport", "ranks", "cuda")
 """Where public names are imported from that are defined further down."""
 FLOORS = (
-    "answer blocks condemned intervals kinds lifecycle plan tokens",
+    "answer blocks intervals kinds lifecycle plan tokens tombstones",
     "arguments groups records table",
     "engine_ids eviction index owners paths",
-    "engine_arrivals kept presence seen tiers waiting",
+    "engine_arrivals hit_counts kept presence tiers waiting",
     "components engine_blocks matching observer policy",
-    "borders",
+    "splits",
     "cache",
-    "jobs keeping pins windows",
-    "admission early integrity publish stores",
-    "forks frontier loads",
-    "commits errands preemption",
+    "jobs pins request_leases windows",
+    "admission integrity overlap publish stores",
+    "forks watermark loads",
+    "cache_transfers commits preemption",
     "engine_offers",
     "engine_owned",
     "ledger_rooms",
@@ -160,9 +160,9 @@ RECORDS = ("records", "owners", "table")
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 SEVERAL_WRITERS = {
     "epoch": {"owners", "records"},  # of a request; of a job
-    "leases": {"keeping", "pins"},  # of a pin; of a request
+    "leases": {"pins", "request_leases"},  # of a pin; of a request
     "load": {"owners", "records"},  # of a request, which is a claim
-    "match": {"keeping", "owners"},  # of a pin; of a request
+    "match": {"owners", "pins"},  # of a pin; of a request
     "start": {"index", "table"},  # of a run; of a block table
     "sequence": {"commits", "engine_owned"},  # which only appends to itself
     "state": {"observer"},
@@ -170,8 +170,8 @@ SEVERAL_WRITERS = {
     "wake": {"owners", "records"},  # of a waiter; of a load
     "_hash_after": {"index", "records"},  # computed when it is asked for first
     "last_use": {"components", "eviction", "records"},  # in use; its place in the order; a part that is cut in two
-    "num_after": {"index", "seen"},  # of the cache; of what is counted, which is an index of its own
-    "offered_stop": {"frontier", "index"},
+    "num_after": {"hit_counts", "index"},  # of the cache; of what is counted, which is an index of its own
+    "offered_stop": {"watermark", "index"},
 }
 """Names of fields that more than one file of the core writes. All others are written by one."""
 
@@ -183,7 +183,7 @@ def test_a_field_has_one_writer() -> None:
     fields = {
         line.target.id
         for node in classes
-        if isinstance(node, ast.ClassDef) and node.name not in {"Errand", "Prefetch", "Demotion"}
+        if isinstance(node, ast.ClassDef) and node.name not in {"CacheTransfer", "Prefetch", "Demotion"}
         for line in node.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
     }

@@ -13,8 +13,8 @@ from .cache import PrefixCache
 from .lifecycle import RequestState, require
 from .observer import Moves
 from .owners import Extension, Holding, Waiter, nobody
-from .pins import Pins
 from .plan import Tier
+from .request_leases import RequestLeases
 from .waiting import Line, require_idle
 
 __all__ = ["Admission"]
@@ -27,7 +27,7 @@ class Admission:
     """Who gets device blocks, and when. Granting never waits, and refusing changes no count."""
 
     cache: PrefixCache
-    pins: Pins
+    request_leases: RequestLeases
     moves: Moves
     others_hold_room: Callable[[], bool]
     """Whether anybody who does not wait holds device blocks (and will let go of them some day)."""
@@ -66,7 +66,7 @@ class Admission:
         num_units = self._units_to_extend(holding, num_tokens)
         before = holding.num_units
         blocks = self._take_nowait(holding, num_units, behind=bool(self.line.extending))
-        self.pins.lengthen_tables(holding, num_units, blocks)
+        self.request_leases.lengthen_tables(holding, num_units, blocks)
         return self.extension(holding, before)
 
     def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
@@ -90,7 +90,7 @@ class Admission:
         holding.waiter = None
         if waiter.granted is None:
             if holding.state is _S.PINNED:
-                self.pins.match_again(holding)
+                self.request_leases.match_again(holding)
             elif holding.state is _S.REQUEUED:
                 self.moves.request(holding, _S.STRANDED)
             raise waiter.error  # type: ignore[misc]
@@ -98,7 +98,7 @@ class Admission:
         if holding.may_match_again:
             self._allocated(holding, waiter.num_units, waiter.granted)
         else:
-            self.pins.lengthen_tables(holding, waiter.num_units, waiter.granted)
+            self.request_leases.lengthen_tables(holding, waiter.num_units, waiter.granted)
         return self.extension(holding, before)
 
     def withdraw(self, waiter: Waiter) -> None:
@@ -110,7 +110,7 @@ class Admission:
             raise WrongState(f"withdraw: {holding} has let go of everything and waits to begin again: release it")
         self.leave(waiter)
         if holding.state is _S.PINNED:
-            self.pins.match_again(holding)
+            self.request_leases.match_again(holding)
 
     def match_again(self, holdings: Iterable[Holding]) -> None:
         """What `holdings` have matched, and not yet read, is gone.
@@ -122,13 +122,13 @@ class Admission:
         for holding in unread:
             waiter = holding.waiter
             if waiter is None and holding.state is _S.PINNED:
-                self.pins.pin(holding)
+                self.request_leases.pin(holding)
             elif waiter is not None and waiter.granted is not None:  # it was too little now
                 self.cache.give(Tier.DEVICE, waiter.take_back())
                 self.wait_for_allocation(waiter)
 
     def _allocated(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
-        self.pins.start_tables(holding, num_units, blocks)
+        self.request_leases.start_tables(holding, num_units, blocks)
         holding.computed(holding.published * self.cache.layout.unit_tokens)
         self.moves.request(holding, _S.ALLOCATED)
 
@@ -156,19 +156,19 @@ class Admission:
         """Blocks that a table of `num_units` units still needs."""
         if holding.tables:
             return max(0, num_units - holding.num_units) * self.cache.layout.width
-        return self.pins.num_fresh(holding.published, holding.hit_stop, num_units)
+        return self.request_leases.num_fresh(holding.published, holding.hit_stop, num_units)
 
     def num_needed(self, holding: Holding, num_units: int) -> int:
         """Blocks that a table of `num_units` units takes: less what has left the windows, or never was in them."""
         if holding.tables:
             gone = sum(table.start * table.width for table in holding.tables)
             return num_units * self.cache.layout.width - gone
-        fresh = self.pins.num_fresh(holding.published, holding.hit_stop, num_units)
-        return fresh + self.pins.num_kept(holding)
+        fresh = self.request_leases.num_fresh(holding.published, holding.hit_stop, num_units)
+        return fresh + self.request_leases.num_kept(holding)
 
     def check_could_fit(self, num_tokens: int) -> None:
         """Refuse what no match could make fit."""
-        needed = self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1)) * self.cache.layout.spine.width
+        needed = self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1)) * self.cache.layout.full.width
         if needed > self.capacity:
             raise OutOfBlocks(needed, self.capacity, retryable=False)
 
@@ -195,10 +195,10 @@ class Admission:
             return True
         if holding.reserve is None or not holding.may_match_again:
             return False
-        missing, gained = self.pins.without_islands(holding, num_units)
+        missing, gained = self.request_leases.without_islands(holding, num_units)
         if missing > self.room + gained:
             return False
-        self.pins.match_again(holding, islands=False)
+        self.request_leases.match_again(holding, islands=False)
         return self.num_missing(holding, num_units) <= self.room
 
     # -- the line -------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Admission:
 
     def _forget_match(self, holding: Holding) -> None:
         """Let it pin nothing while it waits; it is matched again when the line is served next."""
-        self.pins.forget_match(holding)
+        self.request_leases.forget_match(holding)
         if holding.waiter is not None:
             holding.waiter.changes_seen = -1
 
@@ -300,7 +300,7 @@ class Admission:
         holding, device = waiter.holding, self.cache.tiers[Tier.DEVICE]
         if waiter.changes_seen == device.num_changes and waiter.num_missing > device.room:
             return False  # it would hit what it hit before
-        self.pins.keep_match(holding)  # in the step that grants
+        self.request_leases.keep_match(holding)  # in the step that grants
         if self._has_room(holding, waiter.num_units):
             self.line.allocating.pop(0)
             waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))
@@ -319,7 +319,7 @@ class Admission:
         """Blocks that it takes at least, whatever will hit."""
         if waiter.holding.tables:
             return self.num_needed(waiter.holding, waiter.num_units)
-        return waiter.num_units * self.cache.layout.spine.width
+        return waiter.num_units * self.cache.layout.full.width
 
     def _fail_who_cannot_fit(self, over: list[Waiter]) -> None:
         """Room was lost to quarantine: whoever can no longer fit hears of it now, wherever in the line."""

@@ -19,18 +19,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import LeaseError
-from .borders import Borders
 from .eviction import EvictionOrder
 from .groups import Band, Layout
 from .index import RunIndex
 from .plan import Tier
 from .records import Lease, Part, Run
+from .splits import SplitsAndMerges
 from .tiers import BlockWatcher, TierBlocks
 
 __all__ = ["PrefixCache"]
 
 
-class PrefixCache(Borders):
+class PrefixCache(SplitsAndMerges):
     """What is cached where. Never blocks, never raises for want of room: callers look at `room` first."""
 
     def __init__(self, layout: Layout, tiers: tuple[TierBlocks, ...], new_order: Callable[[], EvictionOrder]) -> None:
@@ -92,7 +92,7 @@ class PrefixCache(Borders):
         for current in reversed(_between(lease.run, lease.starts[at], start)):
             if current.stop <= start:
                 window.unpin_run(blocks, current)
-            elif not self.move_border(current, start, band):
+            elif not self.shift_boundary(current, start, band):
                 window.unpin_run(blocks, self.split(current, start))
         lease.starts[at] = max(lease.starts[at], start)
 
@@ -153,7 +153,7 @@ class PrefixCache(Borders):
         if position + 1 < run.stop and part.stop > position + 1:
             part = self.split(run, position + 1).part(part.tier, part.band)
         first, stop = part.first, part.stop
-        part.condemn(position, part.drop_behind(position))
+        part.entomb(position, part.drop_behind(position))
         self.tiers[part.tier].part_changed(part, first, stop)
 
     def reset(self) -> None:
@@ -194,7 +194,7 @@ class PrefixCache(Borders):
             tier.make_pinned(part)
             tier.pool.give(part.clear())
         elif part.blocks:
-            part.condemn(first, part.clear())
+            part.entomb(first, part.clear())
         if first < stop and part.run.epoch == self.epoch:  # else it was told by the reset
             tier.part_changed(part, first, stop)
 

@@ -12,19 +12,19 @@ from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .admission import Admission
 from .arguments import check_int
 from .cache import PrefixCache
-from .early import check_valid
 from .forks import taken_from
-from .frontier import Frontier
-from .keeping import Keeping
 from .lifecycle import RequestState, require
 from .loads import Loads, require_no_holes
+from .overlap import check_valid
 from .owners import Holding
 from .pins import Pins
 from .plan import TransferPlan
 from .policy import StorePolicy
 from .publish import first_published, publish, published_by, read_by, runs_from, step_back, take_private
 from .records import Run
+from .request_leases import RequestLeases
 from .stores import Stores
+from .watermark import EvictionWatermark
 from .windows import slide
 
 __all__ = ["Commits", "check_known", "check_progress", "is_at_end"]
@@ -35,13 +35,13 @@ _S = RequestState
 @attrs.define(eq=False)
 class Commits:
     cache: PrefixCache
-    pins: Pins
+    request_leases: RequestLeases
     stores: Stores
     admission: Admission
     loads: Loads
     policy: StorePolicy
-    frontier: Frontier
-    keeping: Keeping
+    watermark: EvictionWatermark
+    pins: Pins
 
     def admitted(self, holding: Holding) -> None:
         """Have the policy know of its prompt."""
@@ -54,7 +54,7 @@ class Commits:
         """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
         added = self.check(holding, num_computed_tokens, new_token_ids)
         if holding.state is _S.ALLOCATED:
-            self.pins.end_host_lease(holding)
+            self.request_leases.end_host_lease(holding)
             self.loads.ready(holding)
         if added:
             holding.sequence.append(added)
@@ -62,7 +62,7 @@ class Commits:
         plans: tuple[TransferPlan, ...] = ()
         first = holding.published
         if holding.epoch == self.cache.epoch:
-            publish(self.pins, holding, num_computed_tokens // self.cache.layout.unit_tokens)
+            publish(self.request_leases, holding, num_computed_tokens // self.cache.layout.unit_tokens)
             plans = self.offer_stores(holding, first)
         if self.cache.layout.windows:
             slide(self.cache, holding)
@@ -79,7 +79,7 @@ class Commits:
 
     def _check_commit(self, holding: Holding, num_computed_tokens: int, num_added: int) -> None:
         check_progress(num_computed_tokens, holding.num_computed_tokens)
-        if holding.early is not None:
+        if holding.overlap is not None:
             check_valid(holding, num_computed_tokens)
         allocated = holding.num_units * self.cache.layout.unit_tokens
         if num_computed_tokens > allocated:
@@ -98,8 +98,8 @@ class Commits:
         if is_last:
             self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
         stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
-        if self.frontier.num_blocks:
-            self.frontier.offer(run, stop)
+        if self.watermark.num_blocks:
+            self.watermark.offer(run, stop)
             return ()
         with_windows = False
         if self.cache.layout.windows:
@@ -107,9 +107,9 @@ class Commits:
         jobs = self.stores.offer(holding, run, first, stop, with_windows=with_windows)
         return tuple([job.plan for job in jobs]) if jobs else ()
 
-    def plan_frontier(self) -> tuple[TransferPlan, ...]:
-        """Stores of what is about to be evicted; none unless the policy has a frontier."""
-        return tuple([job.plan for job in self.frontier.plan()]) if self.frontier.num_blocks else ()
+    def plan_write_back(self) -> tuple[TransferPlan, ...]:
+        """Stores of what is about to be evicted; none unless the policy has a watermark."""
+        return tuple([job.plan for job in self.watermark.plan()]) if self.watermark.num_blocks else ()
 
     def invalidate(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> tuple[Holding, ...]:
         """Take back what a failed forward committed: nothing from `from_token` on was ever right.
@@ -130,7 +130,7 @@ class Commits:
         wrong = dict.fromkeys(runs_from(self.cache, holding, first_published(self.cache, holding, start), ()))
         tainted = self._taint(wrong, others, {holding: from_token})
         self.cache.withdraw_all(wrong)
-        self.keeping.renew()
+        self.pins.renew()
         self.admission.match_again(other for other in others if other in tainted or _leases_any(other, wrong))
         goes_on = self._compute_again(holding, from_token, tainted)
         holding.sequence.drop_after(from_token + 1)
@@ -151,7 +151,7 @@ class Commits:
         if shared and (holding.num_steps or needed > self.admission.room or is_half_right):
             return False
         take_private(self.cache, holding, published, shared)
-        step_back(self.pins, holding, start)
+        step_back(self.request_leases, holding, start)
         return True
 
     def _reaches_back(self, holding: Holding) -> bool:

@@ -74,7 +74,7 @@ class EngineOffers:
             return []
         path = list(self.cache.index.walk(holding.sequence, stop))
         find = partial(self.device.find, holding.request_id)
-        found = list(self._of_spine(path, stop, ids, find))
+        found = list(self._of_full(path, stop, ids, find))
         if is_last or is_at_end(holding) or stop == holding.store_limit:
             end = self.stores.last_end(holding, stop)
             for band in self.cache.layout.windows:
@@ -95,9 +95,9 @@ class EngineOffers:
                 if wrong := doubtful.intersection(offer.blocks):
                     raise InvalidArgument("block_ids", f"names block {min(wrong)}, which a copy may still write to")
 
-    def _of_spine(self, path: Path, stop: int, ids: EngineIds, find: Find) -> Iterator[Offer]:
+    def _of_full(self, path: Path, stop: int, ids: EngineIds, find: Find) -> Iterator[Offer]:
         """Up to the first null block: nothing behind a gap is found."""
-        spine = self.cache.layout.spine
+        spine = self.cache.layout.full
         for units in _lacking(path, spine, 0, stop) if spine.width else ():
             blocks = ids.with_found(spine, units.start, units.stop, find)
             if 0 in blocks:

@@ -30,7 +30,6 @@ from .engine_ids import EngineIds
 from .engine_offers import EngineOffers, are_distinct
 from .groups import Band
 from .jobs import JobBook
-from .keeping import Keeping
 from .lifecycle import JobState, RequestState, require
 from .matching import Hit, find_hit_behind
 from .observer import Moves
@@ -39,6 +38,7 @@ from .pins import Pins
 from .plan import Direction, Outcome, Tier
 from .presence import held_stop
 from .records import Job, Load, Run
+from .request_leases import RequestLeases
 from .table import NO_LIMIT
 
 __all__ = ["EngineOwned"]
@@ -49,12 +49,12 @@ _S = RequestState
 @attrs.define(eq=False)
 class EngineOwned:
     cache: PrefixCache
-    pins: Pins
+    request_leases: RequestLeases
     moves: Moves
     jobs: JobBook
     offers: EngineOffers
     arrivals: Arrivals
-    keeping: Keeping
+    pins: Pins
     num_rows: int
     _unwritten: dict[Holding, dict[int, range]] = attrs.field(factory=dict)
     """Units of a band, by its number, for which a load has brought nothing: they lay before the window at its end.
@@ -73,7 +73,7 @@ class EngineOwned:
         if hit.stop > hit.device_stop and self.arrivals.under_way:
             num_tokens = (hit.device_stop + 1) * self.cache.layout.unit_tokens
             bringer = self.arrivals.bringer(holding, hit.device_stop, num_tokens)
-        self.pins.end_host_lease(holding)
+        self.request_leases.end_host_lease(holding)
         if holding.state is not _S.MATCHED:
             self.moves.request(holding, _S.MATCHED)
         if bringer is not None:
@@ -101,14 +101,14 @@ class EngineOwned:
         unit = self.cache.layout.unit_tokens
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
-            self.pins.keep_in_host(holding, run)
+            self.request_leases.keep_in_host(holding, run)
         holding.matched(0, hit.stop, PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit))
 
     def forget_matches(self, holdings: Iterable[Holding]) -> None:
         """What `holdings` have matched, and not begun to load, may be gone: match again what is left of it."""
         for holding in holdings:
             if holding.state is _S.PINNED and not self._is_held(holding):
-                self.pins.end_host_lease(holding)
+                self.request_leases.end_host_lease(holding)
                 self._pin(holding, self._hit(holding, holding.hit_stop))
 
     def left(self, holding: Holding) -> None:
@@ -202,7 +202,7 @@ class EngineOwned:
 
     def _run(self, holding: Holding, ready: int) -> None:
         """Let `holding` compute on from unit `ready`."""
-        self.pins.end_host_lease(holding)
+        self.request_leases.end_host_lease(holding)
         holding.hit_up_to(ready)
         holding.ready_up_to(ready, max(holding.engine_tokens, ready * self.cache.layout.unit_tokens))
         self.moves.request(holding, _S.RUNNING)
@@ -253,7 +253,7 @@ class EngineOwned:
             raise
         holding.committed(num_computed_tokens)
         if holding.state is _S.PINNED:  # without a load
-            self.pins.end_host_lease(holding)
+            self.request_leases.end_host_lease(holding)
             holding.hit_up_to(0)
             self.moves.request(holding, _S.ALLOCATED)
             self.moves.request(holding, _S.RUNNING)
@@ -279,7 +279,7 @@ class EngineOwned:
         queued = self._queued_behind(wrong)
         self.cache.withdraw_all(wrong)  # first: whatever is let go of may join runs
         settled = [job for one in queued if not one.is_settled for job in self.jobs.discard(one)]
-        self.keeping.renew()
+        self.pins.renew()
         for other in tainted:
             other.taint()
         self.forget_matches(other for other in others if other not in tainted)

@@ -16,9 +16,9 @@ from .lifecycle import RequestState
 from .observer import Moves
 from .owners import Holding
 from .paths import stretches
-from .pins import Pins
 from .plan import Tier
 from .records import NoIndex
+from .request_leases import RequestLeases
 from .table import BlockTable
 from .waiting import require_idle
 
@@ -40,7 +40,7 @@ class Fork:
 @attrs.define(eq=False)
 class Forks:
     cache: PrefixCache
-    pins: Pins
+    request_leases: RequestLeases
     admission: Admission
     moves: Moves
     over: dict[Holding, None] = attrs.field(factory=dict)
@@ -121,7 +121,7 @@ class Forks:
         if shared:
             lease = parent.leases[Tier.DEVICE]
             run = self.cache.cut(stretches(lease.run, shared - 1, shared)[0].run, shared)
-            self.pins.share(parent, child, run)
+            self.request_leases.share(parent, child, run)
         bands = self.cache.layout.bands
         tables = tuple(self._table(parent, child, band, shared, own) for band, own in zip(bands, blocks, strict=True))
         unit = self.cache.layout.unit_tokens

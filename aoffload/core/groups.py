@@ -140,7 +140,7 @@ class Layout:
     """The bands of limited reach: all but the spine."""
     width: int
     """Ids of a unit in all groups together: what a request needs for one more."""
-    spine: Band
+    full: Band
     """The first of the bands."""
 
     @classmethod

@@ -97,7 +97,7 @@ class RunIndex:
         """`run`, which is new, holds `parts`."""
         run.parts = tuple(parts)
 
-    def move_border(self, head: Run, run: Run, at: int) -> None:
+    def shift_boundary(self, head: Run, run: Run, at: int) -> None:
         """Let `head`, which nothing else follows, go on to unit `at`, where `run` begins from now on. Tokens and place
         only."""
         moved = run.tokens[: (at - run.start) * self._unit_bytes]

@@ -108,7 +108,7 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
     for run in runs:
         for part in run.parts_in(tier):
             hands += part.blocks
-            hands += part.condemned_ids()
+            hands += part.tombstone_ids()
     quarantined = [job for job in jobs.quarantined.values() if job.plan.destination is tier]
     for job in (*jobs.unsettled.values(), *quarantined):
         if job.plan.destination is tier:
@@ -164,7 +164,7 @@ def _check_kept(holding: Holding, band: int, table: BlockTable) -> None:
     for current in run.path() if run is not None else ():
         part = current.part(Tier.DEVICE, band)
         kept.update(part.blocks)
-        kept.update(part.condemned_ids())
+        kept.update(part.tombstone_ids())
     for unit in range(table.start, min(holding.published, holding.num_units)):
         is_kept = unit in private or kept.issuperset(table.at(unit, unit + 1))
         _demand(is_kept, "a table names blocks in no hand of its own", holding, unit)

@@ -154,7 +154,7 @@ class JobBook:
     # -- settling -------------------------------------------------------------------------------------------------
 
     def settle(self, completion: Completion) -> list[Job]:
-        """Take in a completion, early, late or repeated; the jobs that it settled, in order."""
+        """Take in a completion, overlap, late or repeated; the jobs that it settled, in order."""
         job = self.unsettled.get(completion.job_id)
         if job is None:
             self._late(completion)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .answer import NO_MATCH, PrefixMatch
-from .lifecycle import ErrandState, PinState
+from .lifecycle import CacheTransferState, PinState
 from .owners import Holding
 from .plan import TransferPlan
 from .records import Lease
 from .tokens import TokenSequence
 
-__all__ = ["Demotion", "Errand", "Pin", "Prefetch"]
+__all__ = ["Demotion", "CacheTransfer", "Pin", "Prefetch"]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -45,11 +45,11 @@ class Pin:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Errand:
+class CacheTransfer:
     holding: Holding
     wake: Callable[[], object]
     """Called once it is over."""
-    state: ErrandState = ErrandState.NEW
+    state: CacheTransferState = CacheTransferState.NEW
     plans: tuple[TransferPlan, ...] = ()
     """To be launched. There may be none, and yet jobs of others to wait for."""
 
@@ -61,11 +61,11 @@ class Errand:
 
     @property
     def is_over(self) -> bool:
-        return self.state in (ErrandState.DONE, ErrandState.CANCELLED)
+        return self.state in (CacheTransferState.DONE, CacheTransferState.CANCELLED)
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Prefetch(Errand):
+class Prefetch(CacheTransfer):
     num_blocks: int = 0
     """Device blocks that it has taken: they count while it is under way."""
     num_tokens: int = 0
@@ -73,6 +73,6 @@ class Prefetch(Errand):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Demotion(Errand):
+class Demotion(CacheTransfer):
     num_blocks: int = 0
     """Device blocks that it has given back."""

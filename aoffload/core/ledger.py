@@ -17,7 +17,7 @@ from ..errors import InvalidArgument
 from ..prefix import Prefix
 from .arguments import check_prefix, check_tier
 from .integrity import check_integrity
-from .kept import Demotion, Errand, Pin, Prefetch
+from .kept import CacheTransfer, Demotion, Pin, Prefetch
 from .ledger_requests import BeginningRequests
 from .ledger_work import WorkingRequests
 from .lifecycle import PinState
@@ -62,54 +62,54 @@ class Ledger(BeginningRequests, WorkingRequests):
     def pin(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
         """Keep what is cached of `prefix` where it is, until `unpin`, or until `lapse` is told of a time from
         `expires_at` on. `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
-        return self._keeping.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
+        return self._pins.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
 
     def unpin(self, pin: Pin) -> None:
         """End a pin. One that has ended by itself is left as it is; ending it twice raises."""
         if not isinstance(pin, Pin) or pin.ledger is not self:
             raise InvalidArgument("pin", f"was not made by this ledger: {shown(pin)}")
         if pin.state in (PinState.HELD, PinState.RELEASED):
-            self._keeping.end(pin, PinState.RELEASED)
+            self._pins.end(pin, PinState.RELEASED)
             self.admission.serve_line()
 
     @property
     def next_lapse(self) -> float:
         """When the first pin lapses; infinity without one."""
-        return self._keeping.next_lapse
+        return self._pins.next_lapse
 
     def lapse(self, now: float) -> None:
         """End the pins that expire at `now` or before."""
-        if self._keeping.lapse(now):
+        if self._pins.lapse(now):
             self.admission.serve_line()
 
     def drop_pins(self) -> None:
         """End every pin, whoever holds it."""
-        self._keeping.end_all(PinState.DROPPED)
+        self._pins.end_all(PinState.DROPPED)
         self.admission.serve_line()
 
     def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
         """Start bringing onto the device what a request for `prefix` would load: its `plans` have to be launched."""
         self._require_own_device("prefetch")
         check_callable("wake", wake)
-        return self._errands.prefetch(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
+        return self._cache_transfers.prefetch(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
 
     def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
         """Start sending `prefix` from the device to the host: its `plans` have to be launched."""
         self._require_own_device("demote")
         check_callable("wake", wake)
-        return self._errands.demote(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
+        return self._cache_transfers.demote(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
 
-    def cancel(self, errand: Errand) -> None:
+    def cancel(self, transfer: CacheTransfer) -> None:
         """Wait for a prefetch or a demotion no more. One that is over is left as it is."""
-        if not isinstance(errand, Errand) or errand.holding.ledger is not self:
-            raise InvalidArgument("errand", f"was not begun by this ledger: {shown(errand)}")
-        if not errand.is_over:
-            self._settled(self._errands.cancel(errand))
-            errand.wake()
+        if not isinstance(transfer, CacheTransfer) or transfer.holding.ledger is not self:
+            raise InvalidArgument("transfer", f"was not begun by this ledger: {shown(transfer)}")
+        if not transfer.is_over:
+            self._settled(self._cache_transfers.cancel(transfer))
+            transfer.wake()
 
-    def cancel_errands(self) -> None:
-        for errand in tuple(self._errands.under_way.values()):
-            self.cancel(errand)
+    def cancel_cache_transfers(self) -> None:
+        for transfer in tuple(self._cache_transfers.under_way.values()):
+            self.cancel(transfer)
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Ledger(BeginningRequests, WorkingRequests):
         alone, they publish and store nothing any more. Every pin ends."""
         if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
             self._require_own_device("reset of this tier")
-        self._keeping.end_all(PinState.DROPPED)
+        self._pins.end_all(PinState.DROPPED)
         if tier is None:
             self.cache.reset()
         else:
@@ -137,13 +137,13 @@ class Ledger(BeginningRequests, WorkingRequests):
         device, host = (tier.statistics() for tier in self.cache.tiers)
         line = self.admission.line
         waiting = len(line.extending) + len(line.allocating)
-        num_jobs, num_pins = len(self.jobs.unsettled), len(self._keeping.pins)
+        num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
         return LedgerStatistics(device, host, len(self.holdings), waiting, num_jobs, self.jobs.num_late, num_pins)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block is in exactly one hand and every reference is a lease's."""
-        owners = (*self.holdings.values(), *self._closing, *self._errands.under_way)
-        check_integrity(self.cache, self.jobs, self.admission.line, owners, self._keeping.pins)
+        owners = (*self.holdings.values(), *self._closing, *self._cache_transfers.under_way)
+        check_integrity(self.cache, self.jobs, self.admission.line, owners, self._pins.pins)
 
     def watch(self, watcher: BlockWatcher | None) -> None:
         """Tell `watcher` (nobody, if None) of every block that is cached from now on, and of every one that is no

@@ -84,7 +84,7 @@ class BeginningRequests(LedgerRooms):
         if self._engine is not None:
             self._engine.match(holding, num_device_tokens, wake)
             return holding
-        self._pins.pin(holding)
+        self._request_leases.pin(holding)
         self._moves.request(holding, _S.MATCHED)
         self._moves.request(holding, _S.PINNED)
         return holding

@@ -11,18 +11,16 @@ from .admission import Admission
 from .arguments import check_int
 from .blocks import DevicePool, ExtentPool, FreeList
 from .cache import PrefixCache
+from .cache_transfers import CacheTransfers
 from .commits import Commits
 from .engine_arrivals import Arrivals
 from .engine_blocks import EngineBlocks, EngineTier
 from .engine_offers import EngineOffers
 from .engine_owned import EngineOwned
-from .errands import Errands
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .forks import Forks
-from .frontier import Frontier
 from .groups import KVCacheGroup, Layout
 from .jobs import JobBook
-from .keeping import Keeping
 from .loads import Loads
 from .observer import Moves, Observer
 from .owners import Holding
@@ -31,13 +29,15 @@ from .plan import Outcome, Tier
 from .policy import store_policy_of
 from .preemption import Preemptions
 from .records import Job
+from .request_leases import RequestLeases
 from .stores import Stores
 from .tiers import TierBlocks
+from .watermark import EvictionWatermark
 
 __all__ = ["LedgerRooms"]
 
 
-OBSERVES = "request_moved job_moved store_skipped pin_moved errand_moved early_moved"
+OBSERVES = "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved"
 ORDERS = "add add_newer add_back remove oldest __iter__"
 
 
@@ -82,32 +82,43 @@ class LedgerRooms:
         self._block_bytes = block_bytes
         units_per_job = self._units_per_job(config.blocks_per_job(block_bytes))
         self._moves = Moves(observer)
-        self._pins = Pins(self.cache)
+        self._request_leases = RequestLeases(self.cache)
         self.jobs = JobBook(self.cache, self._moves, units_per_job)
-        self._keeping = Keeping(self.cache, self._moves, config.max_pinned_share)
-        yield_pin = self._keeping.yield_one
-        self.admission = Admission(self.cache, self._pins, self._moves, self._others_hold_room, yield_pin)
-        self._loads = Loads(self.cache, self._pins, self._moves, self.jobs, self.admission)
-        self._forks = Forks(self.cache, self._pins, self.admission, self._moves)
+        self._pins = Pins(self.cache, self._moves, config.max_pinned_share)
+        yield_pin = self._pins.yield_one
+        self.admission = Admission(self.cache, self._request_leases, self._moves, self._others_hold_room, yield_pin)
+        self._loads = Loads(self.cache, self._request_leases, self._moves, self.jobs, self.admission)
+        self._forks = Forks(self.cache, self._request_leases, self.admission, self._moves)
         policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
         stores = Stores(self.cache, self.jobs, self._moves)
-        frontier = Frontier(self.cache, self.jobs, stores, policy.num_frontier_blocks)
+        watermark = EvictionWatermark(self.cache, self.jobs, stores, policy.num_watermark_blocks)
         self._commits = Commits(
-            self.cache, self._pins, stores, self.admission, self._loads, policy, frontier, self._keeping
+            self.cache, self._request_leases, stores, self.admission, self._loads, policy, watermark, self._pins
         )
-        self._preemptions = Preemptions(self.cache, self._pins, self._moves, self.jobs, stores, self.admission, policy)
+        self._preemptions = Preemptions(
+            self.cache, self._request_leases, self._moves, self.jobs, stores, self.admission, policy
+        )
         share = config.max_prefetch_share
-        self._errands = Errands(self.cache, self._pins, self._moves, self._loads, stores, self.admission, share)
+        self._cache_transfers = CacheTransfers(
+            self.cache, self._request_leases, self._moves, self._loads, stores, self.admission, share
+        )
         self._engine: EngineOwned | None = None
         self._conclude_loads = self._loads.conclude_all
         if isinstance(device, EngineTier) and clock is not None:
-            if policy.num_frontier_blocks:
+            if policy.num_watermark_blocks:
                 raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
             most = max(1, config.bytes_in_flight // block_bytes)
             offers = EngineOffers(self.cache, self.jobs, stores, self._moves, policy, device, most)
             arrivals = Arrivals(clock, config.pending_timeout_s)
             self._engine = EngineOwned(
-                self.cache, self._pins, self._moves, self.jobs, offers, arrivals, self._keeping, num_device_blocks
+                self.cache,
+                self._request_leases,
+                self._moves,
+                self.jobs,
+                offers,
+                arrivals,
+                self._pins,
+                num_device_blocks,
             )
             self._conclude_loads = self._engine.conclude_all
         self._num_admitted = 0
@@ -149,13 +160,13 @@ class LedgerRooms:
             over.append(also)
         for job in jobs:
             if job.completion is not None and job.completion.outcome is Outcome.CORRUPT:
-                self._keeping.renew()
+                self._pins.renew()
                 break
         wakes: list[Callable[[], object]] = []
         requests = over
-        if self._errands.under_way:
-            requests = [holding for holding in over if holding not in self._errands.under_way]
-            wakes = self._errands.conclude(over)
+        if self._cache_transfers.under_way:
+            requests = [holding for holding in over if holding not in self._cache_transfers.under_way]
+            wakes = self._cache_transfers.conclude(over)
         wakes += self._conclude_loads(requests)
         self.admission.serve_line(wakes)
 

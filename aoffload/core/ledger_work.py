@@ -9,10 +9,10 @@ from ..arguments import as_tuple, check_callable
 from ..errors import InvalidArgument, WrongState
 from ..prefix import TokenIds
 from .arguments import check_bool, check_completion, check_int, check_text
-from .early import begin_step, can_start, expected_ids, first_invalid_token, tell
 from .ledger_rooms import LedgerRooms
 from .lifecycle import RequestState, require
 from .loads import require_no_holes
+from .overlap import begin_step, can_start, expected_ids, first_invalid_token, tell
 from .owners import Holding, nobody
 from .plan import Completion, TransferPlan
 from .preemption import Preemption
@@ -122,13 +122,13 @@ class WorkingRequests(LedgerRooms):
         jobs = engine.offer(holding, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
         return tuple([job.plan for job in jobs])
 
-    def plan_frontier(self) -> tuple[TransferPlan, ...]:
+    def plan_write_back(self) -> tuple[TransferPlan, ...]:
         """Stores of what the next allocations would evict, for a policy that waits for that (`LazyStore`), else none.
 
         Call it after `commit` and `release`: where nothing has changed it costs nothing. What it stores was computed
         at any time: the copies have to wait for all compute given to the device so far.
         """
-        return self._commits.plan_frontier()
+        return self._commits.plan_write_back()
 
     def invalidate(self, holding: Holding, from_token: int) -> tuple[Holding, ...]:
         """Take back what a failed forward committed: nothing from `from_token` on was ever right.
@@ -161,9 +161,9 @@ class WorkingRequests(LedgerRooms):
         otherwise, what it has computed cannot be committed. Whose load is over by now is held like the others.
         """
         self._require_own_device("step")
-        held, early = as_tuple("holdings", holdings, "Holding"), as_tuple("arriving", arriving, "Holding")
-        self._check_step(held, early)
-        held += early
+        held, arrived = as_tuple("holdings", holdings, "Holding"), as_tuple("arriving", arriving, "Holding")
+        self._check_step(held, arrived)
+        held += arrived
         for holding in held:
             begin_step(self.cache, self._moves, holding)
             holding.began_step()
@@ -190,7 +190,7 @@ class WorkingRequests(LedgerRooms):
         holding.when_idle()
         if holding in self._closing:
             self._closing.discard(holding)
-            self._pins.let_go(holding)
+            self._request_leases.let_go(holding)
         elif holding.state is _S.DRAINING:
             return self._loads.conclude_all([holding])
         else:
@@ -243,7 +243,7 @@ class WorkingRequests(LedgerRooms):
         if holding.num_steps:
             self._closing.add(holding)
         else:
-            self._pins.let_go(holding)
+            self._request_leases.let_go(holding)
         del self.holdings[holding.request_id]
         if not done:
             holding.aborted(reason)

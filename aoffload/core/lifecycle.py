@@ -1,4 +1,4 @@
-"""The states of requests, jobs, pins, errands and early starts, as tables. `Moves` moves them.
+"""The states of requests, jobs, pins, transfers and early starts, as tables. `Moves` moves them.
 
 `python -m aoffload.core.lifecycle` prints the diagrams that docs/lifecycle.md shows.
 """
@@ -12,13 +12,13 @@ from typing import Any, Protocol, TypeAlias
 from ..errors import WrongState
 
 __all__ = [
-    "EARLY_MOVES",
-    "ERRAND_MOVES",
+    "OVERLAP_MOVES",
+    "CACHE_TRANSFER_MOVES",
     "JOB_MOVES",
     "PIN_MOVES",
     "REQUEST_MOVES",
-    "EarlyState",
-    "ErrandState",
+    "OverlapState",
+    "CacheTransferState",
     "JobState",
     "PinState",
     "RequestState",
@@ -63,27 +63,27 @@ class PinState(_State):
     DROPPED = "dropped"
 
 
-class ErrandState(_State):
+class CacheTransferState(_State):
     NEW = "new"
     MOVING = "moving"
     DONE = "done"
     CANCELLED = "cancelled"
 
 
-class EarlyState(_State):
+class OverlapState(_State):
     NEW = "new"
-    TRUSTING = "trusting"
+    SPECULATIVE = "speculative"
     CONFIRMED = "confirmed"
-    REFUTED = "refuted"
-    TOLD = "told"
+    INVALID = "invalid"
+    ACKNOWLEDGED = "acknowledged"
 
 
 _R = RequestState
 _J = JobState
 _P = PinState
-_E = ErrandState
-_S = EarlyState
-State: TypeAlias = RequestState | JobState | PinState | ErrandState | EarlyState
+_E = CacheTransferState
+_S = OverlapState
+State: TypeAlias = RequestState | JobState | PinState | CacheTransferState | OverlapState
 
 REQUEST_MOVES: Mapping[State, frozenset[State]] = {
     _R.QUEUED: frozenset({_R.MATCHED, _R.ABORTED}),
@@ -114,18 +114,18 @@ PIN_MOVES: Mapping[State, frozenset[State]] = {
     _P.YIELDED: frozenset(),
     _P.DROPPED: frozenset(),
 }
-ERRAND_MOVES: Mapping[State, frozenset[State]] = {
+CACHE_TRANSFER_MOVES: Mapping[State, frozenset[State]] = {
     _E.NEW: frozenset({_E.MOVING, _E.DONE}),
     _E.MOVING: frozenset({_E.DONE, _E.CANCELLED}),
     _E.DONE: frozenset(),
     _E.CANCELLED: frozenset(),
 }
-EARLY_MOVES: Mapping[State, frozenset[State]] = {
-    _S.NEW: frozenset({_S.TRUSTING}),
-    _S.TRUSTING: frozenset({_S.CONFIRMED, _S.REFUTED}),
+OVERLAP_MOVES: Mapping[State, frozenset[State]] = {
+    _S.NEW: frozenset({_S.SPECULATIVE}),
+    _S.SPECULATIVE: frozenset({_S.CONFIRMED, _S.INVALID}),
     _S.CONFIRMED: frozenset(),
-    _S.REFUTED: frozenset({_S.TOLD}),
-    _S.TOLD: frozenset(),
+    _S.INVALID: frozenset({_S.ACKNOWLEDGED}),
+    _S.ACKNOWLEDGED: frozenset(),
 }
 
 
@@ -153,4 +153,4 @@ def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
 
 
 if __name__ == "__main__":
-    print(*map(mermaid, (REQUEST_MOVES, JOB_MOVES, PIN_MOVES, ERRAND_MOVES, EARLY_MOVES)), sep="\n\n")
+    print(*map(mermaid, (REQUEST_MOVES, JOB_MOVES, PIN_MOVES, CACHE_TRANSFER_MOVES, OVERLAP_MOVES)), sep="\n\n")

@@ -10,19 +10,19 @@ from ..errors import WrongState
 from .admission import Admission
 from .arguments import check_int
 from .cache import PrefixCache
-from .early import compare, compare_job
 from .groups import Band
 from .intervals import without
 from .jobs import JobBook
 from .lifecycle import RequestState, require
 from .observer import Moves
+from .overlap import compare, compare_job
 from .owners import Holding, Waiter, nobody
 from .paths import stretches
-from .pins import Pins
 from .plan import EVERY_TIER, Direction, Tier, TransferPlan
 from .presence import accepted, coming, held_stop, incoming, present_stop
 from .publish import step_back
 from .records import Job, Load, Run
+from .request_leases import RequestLeases
 from .table import BlockTable
 from .waiting import require_idle
 from .windows import slide_off
@@ -35,7 +35,7 @@ _S = RequestState
 @attrs.define(eq=False)
 class Loads:
     cache: PrefixCache
-    pins: Pins
+    request_leases: RequestLeases
     moves: Moves
     jobs: JobBook
     admission: Admission
@@ -70,7 +70,7 @@ class Loads:
         if holding.load is None and has_holes(holding):
             holding.began_load(Load(holding.published, wake))
         if holding.load is None:
-            self.pins.end_host_lease(holding)
+            self.request_leases.end_host_lease(holding)
             self.ready(holding)
             return ()
         self.moves.request(holding, _S.LOADING)
@@ -107,9 +107,9 @@ class Loads:
         load = Load(stop, wake, units_per_job=units_per_job)
         holding.began_load(load)
         on_its_way = min(on_its_way, stop)
-        new = self._launch(holding, load, layout.spine, on_its_way, stop)
+        new = self._launch(holding, load, layout.full, on_its_way, stop)
         if start < on_its_way:
-            self._give_up(holding, layout.spine, start, on_its_way)
+            self._give_up(holding, layout.full, start, on_its_way)
         for band in layout.windows:
             first = max(start, band.first_needed(stop * layout.unit_tokens))
             shared += self._bring_window(holding, load, band, first, new)
@@ -134,7 +134,7 @@ class Loads:
 
     def on_its_way(self, path: list[Run], start: int, stop: int) -> tuple[list[Job], int]:
         """Jobs of others that bring the spine from `start` on, and up to where it is there with them."""
-        if not self.cache.layout.spine.width:
+        if not self.cache.layout.full.width:
             return [], stop
         there, last = present_stop(path, Tier.DEVICE, start, stop), path[-1]
         if last.start <= there and last.parts[Tier.DEVICE].incoming is None:  # as most
@@ -143,21 +143,21 @@ class Loads:
 
     def _held_stop(self, path: list[Run], start: int, stop: int) -> int:
         """Up to where the host holds the spine from `start` on."""
-        return present_stop(path, Tier.HOST, start, stop) if self.cache.layout.spine.width else stop
+        return present_stop(path, Tier.HOST, start, stop) if self.cache.layout.full.width else stop
 
     def _lease_path(self, holding: Holding, stop: int) -> None:
         """Pin, on the device, the path up to `stop`: what is published there from now on is pinned as it lands."""
         last = holding.leases[Tier.HOST].run
         if last.stop != stop:
             last = self.cache.cut(stretches(last, stop - 1, stop)[0].run, stop)
-        self.pins.follow(holding, last)  # all of its windows, should the load fail
+        self.request_leases.follow(holding, last)  # all of its windows, should the load fail
 
     def _lease_path_again(self, holding: Holding, before: Run | None) -> None:
         """Pin, on the device, the path up to the end of `before`, as it was."""
         if before is None:
-            self.pins.end_device_lease(holding)
+            self.request_leases.end_device_lease(holding)
         else:
-            self.pins.follow(holding, before)
+            self.request_leases.follow(holding, before)
 
     def _launch(self, holding: Holding, load: Load, band: Band, start: int, stop: int) -> list[Job]:
         """Have units `[start, stop)` copied into blocks of the holding's own, which are the jobs' from now on."""
@@ -203,15 +203,15 @@ class Loads:
             if table.width:
                 if start < first:
                     self.cache.give(Tier.DEVICE, table.null(start, first))
-                ids = self.pins.ready_ids(holding, band.number, first, ready)
+                ids = self.request_leases.ready_ids(holding, band.number, first, ready)
                 self.cache.give(Tier.DEVICE, table.exchange(first, ids))
         holding.ready_up_to(ready, ready * layout.unit_tokens)
-        if holding.early is not None:
+        if holding.overlap is not None:
             compare(self.moves, holding, layout.bands)
         if ready < load.stop:
             holding.lost((load.stop - ready) * layout.unit_tokens)
-            step_back(self.pins, holding, ready)
-        self.pins.end_host_lease(holding)
+            step_back(self.request_leases, holding, ready)
+        self.request_leases.end_host_lease(holding)
         if layout.windows:
             slide_off(self.cache, holding)
         missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
@@ -222,7 +222,7 @@ class Loads:
                     self.moves.request(holding, _S.DRAINING)
                 return
             num_units = holding.num_units
-            self.pins.let_go(holding)
+            self.request_leases.let_go(holding)
             self.moves.request(holding, _S.REQUEUED)
             self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
             return
@@ -270,7 +270,7 @@ class Loads:
         for job in jobs:
             for holding in job.claims:
                 assert isinstance(holding, Holding)
-                if holding.early is not None:
+                if holding.overlap is not None:
                     compare_job(self.moves, holding, job, self.cache.layout.bands[job.band])
                 if holding.load is not None:
                     holding.load.jobs.discard(job)

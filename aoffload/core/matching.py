@@ -46,7 +46,7 @@ def find_hit(
     shared. Behind that, each position has to be in a lower tier. A hit ends where every band has what it needs.
     Without `islands`, what the device holds behind where it alone could go on counts for no band.
     """
-    path, device_stop, stop = _spine(index, sequence, layout, limit)
+    path, device_stop, stop = _full_path(index, sequence, layout, limit)
     if not layout.windows:
         stop -= stop % alignment
         return Hit(min(device_stop, stop), stop, path)
@@ -56,7 +56,7 @@ def find_hit(
     near = device_stop
     while True:
         near = accepted(layout, path, near, (Tier.DEVICE,))
-        reached = present_stop(path, Tier.HOST, near, stop) if layout.spine.width else stop
+        reached = present_stop(path, Tier.HOST, near, stop) if layout.full.width else stop
         reached = accepted(layout, path, reached, EVERY_TIER, alignment, device_limit=near)
         if near <= reached:
             return Hit(near, reached, path)
@@ -77,15 +77,17 @@ def find_hit_behind(
     return Hit(start, max(start, stop), tuple(path))
 
 
-def _spine(index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int) -> tuple[tuple[Run, ...], int, int]:
+def _full_path(
+    index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int
+) -> tuple[tuple[Run, ...], int, int]:
     """The path, up to where the device holds the spine, and up to where any tier does."""
     device_stop = stop = 0
     path: list[Run] = []
-    has_spine = layout.spine.width > 0
+    has_full = layout.full.width > 0
     for run, agreed in index.walk(sequence, limit):
         path.append(run)
         stop = agreed
-        if has_spine:
+        if has_full:
             reached = run.start
             for part in run.parts[1 : len(Tier)]:
                 if part.stop > reached:

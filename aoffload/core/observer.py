@@ -7,22 +7,22 @@ from typing import Protocol
 import attrs
 
 from ..errors import IllegalTransition
-from .kept import Errand, Pin
+from .kept import CacheTransfer, Pin
 from .lifecycle import (
-    EARLY_MOVES,
-    ERRAND_MOVES,
+    CACHE_TRANSFER_MOVES,
     JOB_MOVES,
+    OVERLAP_MOVES,
     PIN_MOVES,
     REQUEST_MOVES,
-    EarlyState,
-    ErrandState,
+    CacheTransferState,
     JobState,
+    OverlapState,
     PinState,
     RequestState,
     State,
     Stateful,
 )
-from .owners import EarlyStart, Holding
+from .owners import Holding, LoadOverlap
 from .records import Job
 
 __all__ = ["Moves", "NullObserver", "Observer"]
@@ -37,8 +37,8 @@ class Observer(Protocol):
         """`holding` is None for what would have been stored because it is about to be evicted."""
 
     def pin_moved(self, pin: Pin, old: PinState) -> None: ...
-    def errand_moved(self, errand: Errand, old: ErrandState) -> None: ...
-    def early_moved(self, early: EarlyStart, old: EarlyState) -> None: ...
+    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None: ...
+    def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None: ...
 
 
 class NullObserver:
@@ -48,8 +48,8 @@ class NullObserver:
     def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None: ...
     def pin_moved(self, pin: Pin, old: PinState) -> None: ...
-    def errand_moved(self, errand: Errand, old: ErrandState) -> None: ...
-    def early_moved(self, early: EarlyStart, old: EarlyState) -> None: ...
+    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None: ...
+    def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None: ...
 
 
 @attrs.frozen
@@ -83,21 +83,21 @@ class Moves:
         if self.observer is not None:
             self.observer.pin_moved(pin, old)
 
-    def errand(self, errand: Errand, state: ErrandState) -> None:
-        old = errand.state
-        if state not in ERRAND_MOVES[old]:
-            raise _illegal(errand, state)
-        errand.state = state
+    def cache_transfer(self, transfer: CacheTransfer, state: CacheTransferState) -> None:
+        old = transfer.state
+        if state not in CACHE_TRANSFER_MOVES[old]:
+            raise _illegal(transfer, state)
+        transfer.state = state
         if self.observer is not None:
-            self.observer.errand_moved(errand, old)
+            self.observer.cache_transfer_moved(transfer, old)
 
-    def early(self, early: EarlyStart, state: EarlyState) -> None:
-        old = early.state
-        if state not in EARLY_MOVES[old]:
-            raise _illegal(early, state)
-        early.state = state
+    def overlap(self, overlap: LoadOverlap, state: OverlapState) -> None:
+        old = overlap.state
+        if state not in OVERLAP_MOVES[old]:
+            raise _illegal(overlap, state)
+        overlap.state = state
         if self.observer is not None:
-            self.observer.early_moved(early, old)
+            self.observer.overlap_moved(overlap, old)
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
         """Nothing moves: blocks that were to be stored are not."""

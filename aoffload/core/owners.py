@@ -1,7 +1,7 @@
 """Owners: what a request, a pin, and a transfer without a request own, each in one place.
 
 A request is a `Holding`: everything it owns is given back in one call. While it waits for room it has a `Waiter`, while
-a step runs on what its load still brings an `EarlyStart`.
+a step runs on what its load still brings an `LoadOverlap`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import attrs
 
 from ..errors import OutOfBlocks
 from .answer import NO_MATCH, PrefixMatch
-from .lifecycle import EarlyState, RequestState
+from .lifecycle import OverlapState, RequestState
 from .plan import Tier
 from .records import Claim, Job, Lease, NoIndex, Run
 from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence
 
 __all__ = [
-    "EarlyStart",
+    "LoadOverlap",
     "Extension",
     "Holding",
     "Waiter",
@@ -86,7 +86,7 @@ class Holding(Claim):
     has_committed: bool = False
     read_before: int = 0
     """Units that were findable when it was preempted last: it may have read what others had computed of them."""
-    early: EarlyStart | None = None
+    overlap: LoadOverlap | None = None
     """A step has begun on what a load was still bringing."""
     num_lost_tokens: int = 0
     """Tokens that its loads were to bring and have not."""
@@ -304,7 +304,7 @@ class Waiter:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class EarlyStart:
+class LoadOverlap:
     holding: Holding
     stop: int
     """The unit up to which it takes its load for landed."""
@@ -312,7 +312,7 @@ class EarlyStart:
     """The same in tokens."""
     tables: tuple[array[int], ...]
     """What it takes the block tables for up to there, one for each band."""
-    state: EarlyState = EarlyState.NEW
+    state: OverlapState = OverlapState.NEW
 
     def __str__(self) -> str:
         return f"early start of {self.holding}"

@@ -1,216 +1,198 @@
-"""Pins: what a holding takes from the cache when it is matched, and how it gives everything back."""
+"""Pins: pins that a program asks for, so that what is cached of a prompt stays cached until they end.
+
+A pin owns leases, as a request does, but it is nobody's room: it computes nothing and waits for nothing. So it may
+never be what a request waits for in vain. Two rules see to that. All pins together keep at most a share of each tier,
+and where nobody but pins could make room for the first in line, a pin that keeps some ends now (YIELDED).
+
+Pins end by their deadlines too. The core has no clock: who drives it looks at `next_lapse` and calls `lapse`.
+"""
 
 from __future__ import annotations
 
-from array import array
+import itertools
+import math
+from bisect import insort
+from collections.abc import Iterator
 
 import attrs
 
+from ..arguments import number_of, shown
+from ..errors import InvalidArgument, OutOfBlocks
 from .answer import PrefixMatch
 from .cache import PrefixCache
-from .groups import Band
-from .lifecycle import RequestState
+from .kept import Pin
+from .lifecycle import PinState
 from .matching import Hit, find_hit
-from .owners import Holding
-from .paths import held_ids, stretches
+from .observer import Moves
+from .paths import stretches
 from .plan import Tier
-from .records import Lease, Part, Run
-from .table import BlockTable
+from .presence import held_stop
+from .records import Lease, Part
+from .tokens import TokenSequence
 
 __all__ = ["Pins"]
+
+_S = PinState
+
+
+@attrs.frozen
+class _Wish:
+    """A lease to be taken: of `tier`, up to unit `stop`; of the windows from `starts` on."""
+
+    tier: Tier
+    stop: int
+    starts: list[int]
 
 
 @attrs.define(eq=False)
 class Pins:
-    """Leases of requests: on the device for what is there, on the host for what is to be loaded."""
-
     cache: PrefixCache
+    moves: Moves
+    max_share: float
+    pins: list[Pin] = attrs.field(factory=list)
+    """Those that are held, the one that ends first in front: the only deadlines there are."""
+    num_pins: int = 0
+    """How many there have ever been."""
 
-    def pin(self, holding: Holding, *, islands: bool = True) -> None:
-        """Match and pin, in one step: nothing can be evicted in between. `islands`: see `find_hit`."""
-        hit = self._find(holding, islands=islands)
-        self._take_leases(holding, hit, islands=islands)
+    # -- beginning and end ----------------------------------------------------------------------------------------
+
+    def pin(self, sequence: TokenSequence, expires_at: float, ledger: object) -> Pin:
+        """Keep what is cached of `sequence`, to its last whole unit; `OutOfBlocks` beyond the share changes nothing."""
+        expires_at = _check_time("expires_at", expires_at)
+        limit = sequence.num_tokens // self.cache.layout.unit_tokens
+        hit, wishes = self._wishes(sequence, limit)
+        self._check_share(hit, wishes)
+        self.num_pins += 1
+        pin = Pin(self.num_pins, sequence, expires_at, ledger)
+        self._take(pin, hit, wishes)
+        insort(self.pins, pin, key=lambda held: held.expires_at)
+        self.moves.pin(pin, _S.HELD)
+        return pin
+
+    def end(self, pin: Pin, state: PinState) -> None:
+        """Let go of what `pin` keeps."""
+        self.moves.pin(pin, state)  # first: twice is refused with nothing changed
+        self.pins.remove(pin)
+        self._let_go(pin)
+
+    def end_all(self, state: PinState) -> None:
+        for pin in tuple(self.pins):
+            self.end(pin, state)
+
+    @property
+    def next_lapse(self) -> float:
+        """When the first pin lapses; infinity without one."""
+        return self.pins[0].expires_at if self.pins else math.inf
+
+    def lapse(self, now: float) -> bool:
+        """End every pin whose time is over; whether any."""
+        now = _check_time("now", now)
+        before = len(self.pins)
+        while self.pins and self.pins[0].expires_at <= now:
+            self.end(self.pins[0], _S.LAPSED)
+        return len(self.pins) < before
+
+    def yield_one(self) -> bool:
+        """End the first pin to end of those that keep device blocks from others; whether there was one."""
+        leases = {pin: [lease for lease in pin.leases if lease.tier is Tier.DEVICE] for pin in self.pins}
+        alone = self.cache.pinned_by_none_but(itertools.chain.from_iterable(leases.values()))
+        kept = {part for part in alone if part.blocks or part.tombstones}
+        for pin in self.pins:
+            if any(part in kept for lease in leases[pin] for part in _parts(lease)):
+                self.end(pin, _S.YIELDED)
+                return True
+        return False
+
+    def renew(self) -> None:
+        """Some of what is cached turned out to be wrong: keep what is right, and no room for what is not."""
+        for pin in self.pins:
+            if any(part.tombstones for lease in pin.leases for part in _parts(lease)):
+                limit = pin.match.num_tokens // self.cache.layout.unit_tokens
+                self._let_go(pin)
+                self._take(pin, *self._wishes(pin.sequence, limit))
+
+    # -- what it takes --------------------------------------------------------------------------------------------
+
+    def _wishes(self, sequence: TokenSequence, limit: int) -> tuple[Hit, list[_Wish]]:
+        """The hit, and the leases that keep it: in each tier as far as it holds something of it."""
+        cache = self.cache
+        hit = find_hit(cache.index, sequence, cache.layout, limit)
+        ends: list[tuple[Tier, int]] = []
+        if hit.stop > hit.device_stop:
+            ends.append((Tier.HOST, hit.stop))
+            if cache.layout.windows:  # what the device holds behind where it alone could go on
+                ends.append((Tier.DEVICE, hit.stop))
+        elif (host_stop := held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)) > 0:
+            ends.append((Tier.HOST, host_stop))
+        if hit.device_stop:
+            ends.append((Tier.DEVICE, hit.device_stop))
+        # The same prompt again has to compute its last token: its windows begin where a shorter hit needs them.
+        again = self._hit_again(sequence, hit)
+        device_start = again.device_stop or again.stop
+        starts = {Tier.DEVICE: device_start, Tier.HOST: again.stop}
+        return hit, [_Wish(tier, stop, self._starts(min(stop, starts[tier]))) for tier, stop in ends]
+
+    def _hit_again(self, sequence: TokenSequence, hit: Hit) -> Hit:
+        """What a request for the same prompt would match of `hit`."""
+        layout = self.cache.layout
+        limit = (sequence.num_tokens - 1) // layout.unit_tokens
+        return hit if hit.stop <= limit or not layout.windows else find_hit(self.cache.index, sequence, layout, limit)
+
+    def _starts(self, stop: int) -> list[int]:
+        return list(self.cache.layout.window_starts(stop))
+
+    def _take(self, pin: Pin, hit: Hit, wishes: list[_Wish]) -> None:
         unit = self.cache.layout.unit_tokens
-        match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
-        holding.matched(hit.device_stop, hit.stop, match)
-
-    def _find(self, holding: Holding, *, islands: bool) -> Hit:
-        if holding.epoch != self.cache.epoch:
-            return Hit(0, 0, ())
-        layout = self.cache.layout
-        limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit)
-        hit = find_hit(self.cache.index, holding.sequence, layout, limit, holding.hit_alignment, islands=islands)
-        if holding.state is RequestState.REQUEUED:
-            # It computes now: two whose loads fail at once would give each other room for the next try for ever.
-            hit = attrs.evolve(hit, stop=hit.device_stop)
-        return hit
-
-    def _take_leases(self, holding: Holding, hit: Hit, *, islands: bool) -> None:
-        if not hit.stop:
+        pin.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+        if not wishes:
             return
-        layout = self.cache.layout
-        # Exactly what is used is pinned: a request must never be short of room because of what it pins itself.
-        last = hit.path[-1]
-        if last.stop != hit.stop:
-            last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
-        if hit.stop > hit.device_stop:
-            self.keep_in_host(holding, last)
-            if islands and layout.windows:
-                # The device may hold more than it alone could go on with, and the host need not have that.
-                holding.reserve = self.lease(Tier.DEVICE, last)
-        if hit.device_stop:
-            on_device = next(run for run in last.path() if run.start < hit.device_stop)
-            run = self.cache.cut(on_device, hit.device_stop)
-            holding.leases[Tier.DEVICE] = self.lease(Tier.DEVICE, run)
+        # Exactly what is there is pinned: what is published behind it later is its publisher's.
+        last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
+        for wish in wishes:
+            run = next(run for run in last.path() if run.start < wish.stop)
+            pin.leases.append(self.cache.lease(wish.tier, self.cache.cut(run, wish.stop), wish.starts))
 
-    def lease(self, tier: Tier, run: Run) -> Lease:
-        """Pin, in `tier`, what is needed for computing to go on at the end of `run`."""
-        layout = self.cache.layout
-        return self.cache.lease(tier, run, layout.window_starts(run.stop) if layout.windows else ())
-
-    def keep_in_host(self, holding: Holding, run: Run) -> None:
-        """Pin in the host what `holding` is to load up to the end of `run`."""
-        holding.leases[Tier.HOST] = self.lease(Tier.HOST, run)
-
-    def follow(self, holding: Holding, run: Run) -> None:
-        """Pin on the device the path that ends with `run`, and of windows what the tables reach back to."""
-        lease = holding.leases.get(Tier.DEVICE)
-        if lease is None:
-            starts = [table.start for table in holding.tables[1:]]
-            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
-        else:
-            self.cache.move_lease(lease, run)
-
-    def share(self, parent: Holding, child: Holding, run: Run) -> None:
-        """Let `child` pin on the device what `parent` does, up to the end of `run`."""
-        starts = [min(start, run.stop) for start in parent.leases[Tier.DEVICE].starts]
-        child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
-
-    def end_device_lease(self, holding: Holding) -> None:
-        lease = holding.leases.pop(Tier.DEVICE, None)
-        if lease is not None:
+    def _let_go(self, pin: Pin) -> None:
+        for lease in pin.leases:
             self.cache.release(lease)
+        pin.leases.clear()
 
-    def forget_match(self, holding: Holding) -> None:
-        """Let go of the leases and of what was matched: it is matched again when its turn comes. Does not free private
-        blocks."""
-        self.end_host_lease(holding)
-        self.end_device_lease(holding)
-        holding.forgot_match()
+    # -- the share ------------------------------------------------------------------------------------------------
 
-    def match_again(self, holding: Holding, *, islands: bool = True) -> None:
-        """What was cached or evicted meanwhile counts."""
-        assert holding.may_match_again, "matched again under its block tables"
-        self.forget_match(holding)
-        self.pin(holding, islands=islands)
+    def _check_share(self, hit: Hit, wishes: list[_Wish]) -> None:
+        for tier in self.cache.tiers:
+            leases = [lease for pin in self.pins for lease in pin.leases if lease.tier is tier.tier]
+            kept = {part for lease in leases for part in _parts(lease)}
+            bound = int(tier.pool.num_blocks * self.max_share)
+            num_kept = sum(len(part.blocks) for part in kept)
+            added = self._num_added(hit, [wish for wish in wishes if wish.tier is tier.tier], kept)
+            if num_kept + added > bound:
+                raise OutOfBlocks(added, max(0, bound - num_kept), retryable=added <= bound)
 
-    def keep_match(self, holding: Holding) -> None:
-        """Match again, unless that would pin what is pinned already: who is first in line is asked over and over."""
-        if self.cache.layout.windows or not self._pins_just(holding, self._find(holding, islands=True)):
-            self.match_again(holding)
-
-    @staticmethod
-    def _pins_just(holding: Holding, hit: Hit) -> bool:
-        """Whether its leases are those that `hit` would take."""
-        if (holding.published, holding.hit_stop) != (hit.device_stop, hit.stop) or not holding.leases:
-            return False
-        wanted: dict[Tier, Run] = {}
-        if hit.stop > hit.device_stop:
-            wanted[Tier.HOST] = hit.run_at(hit.stop)
-        if hit.device_stop:
-            wanted[Tier.DEVICE] = hit.run_at(hit.device_stop)
-        return wanted == {tier: lease.run for tier, lease in holding.leases.items()}
-
-    def end_host_lease(self, holding: Holding) -> None:
-        """Pins for a load end when it settles, or when nothing loads."""
-        lease = holding.leases.pop(Tier.HOST, None)
-        if lease is not None:
-            self.cache.release(lease)
-        if holding.reserve is not None:
-            self.cache.release(holding.reserve)
-            holding.reserve = None
-
-    def let_go(self, holding: Holding) -> None:
-        """Give back everything the holding owns; synchronous, complete, whatever its state."""
-        self.give_up_tables(holding)
-        self.forget_match(holding)
-
-    def give_up_tables(self, holding: Holding) -> None:
-        """Give back what is private, and forget the tables. What is leased stays leased."""
-        private = holding.private_blocks()
-        holding.gave_up_tables()
-        self.cache.give(Tier.DEVICE, private)
-
-    # -- tables ---------------------------------------------------------------------------------------------------
-
-    def num_fresh(self, device_stop: int, hit_stop: int, num_units: int) -> int:
-        """Blocks that tables of `num_units` units take, besides the device hit: of a window only what will be needed
-        once the host hit is loaded."""
-        found = max(0, num_units - device_stop) * self.cache.layout.spine.width
-        for band in self.cache.layout.windows:
-            found += max(0, num_units - _first_fresh(band, device_stop, hit_stop)) * band.width
-        return found
-
-    def without_islands(self, holding: Holding, num_units: int) -> tuple[int, int]:
-        """What would be if `holding` were matched again without islands: the blocks that tables of `num_units` units
-        would take, and how many more could be had then. Changes nothing."""
-        hit = self._find(holding, islands=False)
-        leases = [lease for lease in holding.all_leases() if lease.tier is Tier.DEVICE]
-        let_go = self.cache.pinned_by_none_but(leases)
-        taken = [part for run in hit.path for part in run.parts_in(Tier.DEVICE) if not part.num_references]
-        gained = sum(len(part.blocks) + len(part.condemned_ids()) for part in let_go)
-        gained -= sum(self._num_needed(part, hit.device_stop) for part in (*let_go, *taken))
-        return self.num_fresh(hit.device_stop, hit.stop, num_units), gained
-
-    def _num_needed(self, part: Part, stop: int) -> int:
-        """Blocks of `part` that computing at unit `stop` needs."""
-        band = self.cache.layout.bands[part.band]
-        first = band.first_needed(stop * band.unit_tokens)
-        return len(range(max(part.first, first), min(part.stop, stop))) * part.width
-
-    def num_kept(self, holding: Holding) -> int:
-        """Blocks of the device hit."""
-        stop, bands = holding.published, self.cache.layout.bands
-        return sum((stop - band.first_needed(stop * band.unit_tokens)) * band.width for band in bands)
-
-    def start_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
-        """The block tables: the ids of the device hit, as far as they are needed, then `blocks`. What is before the
-        window of the host hit stays null, and gets blocks should the load fail."""
-        stop, taken = holding.published, 0
-        num_units = max(num_units, stop)  # it may have been matched again, and hit more than it asked room for
-        tables: list[BlockTable] = []
-        for band in self.cache.layout.bands:
-            table = BlockTable(band.width, array("i"))
-            if stop:
-                table.begin_at(band.first_needed(stop * band.unit_tokens))
-                table.append_null(table.start)
-                table.extend(self.ready_ids(holding, band.number, table.start, stop))
-            fresh = min(num_units, _first_fresh(band, holding.published, holding.hit_stop))
-            if stop < fresh:
-                table.append_null(fresh - stop)
-            count = (num_units - fresh) * band.width
-            table.extend(blocks[taken : taken + count])
-            taken += count
-            tables.append(table)
-        holding.given_tables(tuple(tables), num_units)
-
-    def lengthen_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
-        """Enter `blocks`, which were taken for units up to `num_units`."""
-        added = num_units - holding.num_units
-        if added > 0:
-            for table, ids in zip(holding.tables, self.cache.layout.deal(blocks, added), strict=True):
-                table.extend(ids)
-            holding.given_tables(holding.tables, num_units)
-
-    def ready_ids(self, holding: Holding, band: int, start: int, stop: int) -> array[int]:
-        """The ids of units `[start, stop)` of the path that `holding` leases on the device."""
-        if start >= stop:
-            return array("i")
-        return held_ids(stretches(holding.device_run, start, stop), Tier.DEVICE, band)
+    def _num_added(self, hit: Hit, wishes: list[_Wish], kept: set[Part]) -> int:
+        """Blocks of one tier that no pin keeps so far."""
+        wanted: dict[Part, range] = {}
+        for wish in wishes:
+            for band, start in zip(self.cache.layout.bands, (0, *wish.starts), strict=True):
+                for over in stretches(hit.path[-1], start, wish.stop):
+                    part = over.run.part(wish.tier, band.number)
+                    first, stop = max(over.start, part.first), min(over.stop, part.stop)
+                    if part not in kept and first < stop:
+                        before = wanted.get(part, range(first, stop))
+                        wanted[part] = range(min(first, before.start), max(stop, before.stop))
+        return sum(len(units) * part.width for part, units in wanted.items())
 
 
-def _first_fresh(band: Band, device_stop: int, hit_stop: int) -> int:
-    """The first unit behind the device hit that needs a block in `band`."""
-    if not band.number:
-        return device_stop
-    return max(device_stop, band.first_needed(hit_stop * band.unit_tokens))
+def _parts(lease: Lease) -> Iterator[Part]:
+    """Every part that `lease` pins: of the spine all, of a window from its start on."""
+    for run in lease.run.path():
+        for part, start in zip(run.parts_in(lease.tier), (0, *lease.starts), strict=True):
+            if run.start >= start:
+                yield part
+
+
+def _check_time(name: str, value: object) -> float:
+    seconds = number_of(value)
+    if seconds is None:
+        raise InvalidArgument(name, f"must be a number of seconds, got {shown(value)}")
+    return seconds

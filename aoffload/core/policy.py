@@ -17,8 +17,8 @@ from ..errors import ConfigError, InvalidArgument
 from ..prefix import Prefix
 from .arguments import check_int
 from .groups import Layout
+from .hit_counts import HitCounts
 from .owners import Holding
-from .seen import SeenPrefixes
 from .table import NO_LIMIT
 
 __all__ = [
@@ -49,7 +49,7 @@ class StorePolicy(Protocol):
     """Asked by the ledger; positions are units of the layout. `EagerStore` is a base for policies of one's own."""
 
     @property
-    def num_frontier_blocks(self) -> int:
+    def num_watermark_blocks(self) -> int:
         """0: what is wanted is stored at once. Else as late as possible: once it is among the next so many device
         blocks that allocations will take."""
         ...
@@ -74,7 +74,7 @@ class EagerStore:
     """At once, whatever is confirmed computed."""
 
     @property
-    def num_frontier_blocks(self) -> int:
+    def num_watermark_blocks(self) -> int:
         return 0
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
@@ -104,21 +104,23 @@ def _int_in(minimum: int, maximum: int) -> Any:
 
 @attrs.frozen
 class LazyStore:
-    """Just before it would be lost: once the room for `frontier_blocks` more device blocks would have to evict it.
+    """Just before it would be lost: once the room for `watermark_blocks` more device blocks would have to evict it.
 
     None is an eighth of the device pool. Best effort: what is evicted faster than it can be stored is lost.
     """
 
-    frontier_blocks: int | None = attrs.field(default=None, validator=attrs.validators.optional(_int_in(1, MAX_BLOCKS)))
+    watermark_blocks: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_int_in(1, MAX_BLOCKS))
+    )
 
     @property
-    def num_frontier_blocks(self) -> int:
-        return self.frontier_blocks or 0
+    def num_watermark_blocks(self) -> int:
+        return self.watermark_blocks or 0
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
-        if self.frontier_blocks is not None:
+        if self.watermark_blocks is not None:
             return self
-        return attrs.evolve(self, frontier_blocks=max(layout.width, num_device_blocks // 8, 1))
+        return attrs.evolve(self, watermark_blocks=max(layout.width, num_device_blocks // 8, 1))
 
     def seen(self, holding: Holding, first: int, stop: int) -> None:
         """Counts nothing."""
@@ -136,16 +138,16 @@ class SelectiveStore:
 
     min_seen: int = attrs.field(default=2, validator=_int_in(1, MAX_SEEN))
     max_counted_tokens: int = attrs.field(default=2**24, validator=_int_in(1, MAX_COUNTED_TOKENS))
-    counts: SeenPrefixes | None = attrs.field(default=None, init=False)
+    counts: HitCounts | None = attrs.field(default=None, init=False)
     """A ledger's own; None in a configuration."""
 
     @property
-    def num_frontier_blocks(self) -> int:
+    def num_watermark_blocks(self) -> int:
         return 0
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> Self:
         found = type(self)(self.min_seen, self.max_counted_tokens)
-        found.counts = SeenPrefixes(layout, self.max_counted_tokens)
+        found.counts = HitCounts(layout, self.max_counted_tokens)
         return found
 
     def seen(self, holding: Holding, first: int, stop: int) -> None:
@@ -164,7 +166,7 @@ def store_policy_of(value: Any) -> StorePolicy:
         policy: StorePolicy = named[value]()
         return policy
     kind = "name, or a policy such as LazyStore()"
-    check_has("store_policy", value, kind, "for_ledger seen wanted_stop num_frontier_blocks", ConfigError)
+    check_has("store_policy", value, kind, "for_ledger seen wanted_stop num_watermark_blocks", ConfigError)
     return value  # type: ignore[no-any-return]
 
 

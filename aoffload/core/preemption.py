@@ -7,14 +7,14 @@ import attrs
 from ..errors import WrongState
 from .admission import Admission
 from .cache import PrefixCache
-from .early import tell
 from .jobs import JobBook
 from .lifecycle import RequestState, require
 from .observer import Moves
+from .overlap import tell
 from .owners import Holding
-from .pins import Pins
 from .plan import Tier, TransferPlan
 from .policy import NoStore, StorePolicy
+from .request_leases import RequestLeases
 from .stores import Stores
 from .waiting import require_idle
 
@@ -40,7 +40,7 @@ class Preemption:
 @attrs.define(eq=False)
 class Preemptions:
     cache: PrefixCache
-    pins: Pins
+    request_leases: RequestLeases
     moves: Moves
     jobs: JobBook
     stores: Stores
@@ -63,14 +63,14 @@ class Preemptions:
         if holding.waiter is not None:
             self.admission.leave(holding.waiter)
         if holding.state is not _S.RUNNING:
-            self.pins.end_host_lease(holding)
+            self.request_leases.end_host_lease(holding)
             holding.computed(holding.published * self.cache.layout.unit_tokens)
         plans = self._store(holding)
         run, held = holding.device_run, self._held(holding)
-        self.pins.give_up_tables(holding)
+        self.request_leases.give_up_tables(holding)
         if run is not None:
-            self.pins.keep_in_host(holding, run)
-            self.pins.end_device_lease(holding)
+            self.request_leases.keep_in_host(holding, run)
+            self.request_leases.end_device_lease(holding)
         holding.preempted(self.cache.layout.unit_tokens)
         self.moves.request(holding, _S.PREEMPTED)
         tell(self.moves, holding)
@@ -85,7 +85,7 @@ class Preemptions:
         if num_tokens is not None:
             self.admission.check_could_fit(num_tokens)
         self.moves.request(holding, _S.MATCHED)
-        self.pins.match_again(holding)
+        self.request_leases.match_again(holding)
         self.moves.request(holding, _S.PINNED)
 
     def _store(self, holding: Holding) -> tuple[TransferPlan, ...]:

@@ -33,7 +33,7 @@ def held_stop(
 ) -> int:
     """Up to where `tier` alone holds what computing there needs of every band, from unit `start` on and at most up to
     `stop`. `alignment` and `given`: see `accepted`."""
-    if layout.spine.width:
+    if layout.full.width:
         stop = present_stop(path, tier, start, stop)
     if layout.windows or alignment > 1:
         stop = accepted(layout, path, stop, (tier,), alignment, given=given)

@@ -9,9 +9,9 @@ from .groups import Band
 from .intervals import without
 from .owners import Holding
 from .paths import stretches
-from .pins import Pins
 from .plan import Tier
 from .records import Part, Run
+from .request_leases import RequestLeases
 
 __all__ = ["first_published", "publish", "published_by", "read_by", "runs_from", "step_back", "take_private"]
 
@@ -20,26 +20,26 @@ MAX_GROWN_BYTES = 2**14
 """Of tokens: a longer run does not grow. What follows begins another one; both are joined once they are let go of."""
 
 
-def publish(pins: Pins, holding: Holding, stop: int) -> None:
+def publish(leases: RequestLeases, holding: Holding, stop: int) -> None:
     """Make units `[holding.published, stop)` findable and pin their path.
 
     What somebody cached meanwhile is pinned too, since later blocks hang on it; the private copy stays until close.
     If nobody uses what was cached, one copy is enough: the holding's blocks take the place of those.
     """
-    cache, sequence = pins.cache, holding.sequence
+    cache, sequence = leases.cache, holding.sequence
     while (position := holding.published) < stop:
         run = holding.device_run
         if run is None or run.stop == position:
             following = cache.index.find(sequence, run, position)
             if following is None:
-                _append(pins, holding, run, sequence.run_stop(position, stop))
+                _append(leases, holding, run, sequence.run_stop(position, stop))
                 continue
             run = following
         agreed = sequence.common_stop(run, stop)
         run = cache.cut(run, agreed)
         if _is_unused(run):
             _take_place(cache, holding, run)
-        pins.follow(holding, run)
+        leases.follow(holding, run)
         _fill(cache, holding, run, agreed)
 
 
@@ -95,14 +95,14 @@ def _divided(cache: PrefixCache, run: Run, at: int, band: Band) -> tuple[Run, Pa
     return head, head.part(Tier.DEVICE, band.number)
 
 
-def _append(pins: Pins, holding: Holding, run: Run | None, stop: int) -> None:
+def _append(leases: RequestLeases, holding: Holding, run: Run | None, stop: int) -> None:
     """Nobody has these tokens: grow the last run if it is ours alone, else start a new one."""
-    cache, sequence, position = pins.cache, holding.sequence, holding.published
+    cache, sequence, position = leases.cache, holding.sequence, holding.published
     if run is not None and _may_grow(cache, run) and run.spans == sequence.spans_at(position):
         cache.index.grow(run, sequence, stop)
     else:
         run = cache.index.insert(sequence, run, position, stop)
-        pins.follow(holding, run)
+        leases.follow(holding, run)
     _fill(cache, holding, run, stop)
 
 
@@ -192,14 +192,14 @@ def take_private(
             run.part(Tier.DEVICE, band.number).disown(set(table.at(run.start, run.stop)))
 
 
-def step_back(pins: Pins, holding: Holding, start: int) -> None:
+def step_back(leases: RequestLeases, holding: Holding, start: int) -> None:
     """Let `holding` compute again from unit `start` on: what it has there is private, its lease ends before."""
     start = min(start, holding.published)  # after a reset more may be computed than was published
     path = stretches(holding.device_run, 0, start)
     if path:
-        pins.follow(holding, pins.cache.cut(path[-1].run, start))
+        leases.follow(holding, leases.cache.cut(path[-1].run, start))
     else:
-        pins.end_device_lease(holding)
+        leases.end_device_lease(holding)
     holding.published_up_to(start)
     for table in holding.tables:
         table.step_back(start)

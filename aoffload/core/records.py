@@ -14,10 +14,10 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..prefix import Hasher, KeySpan, Root
-from .condemned import Condemned
 from .lifecycle import JobState
 from .plan import Completion, Tier, TransferPlan
 from .tokens import hash_run
+from .tombstones import Tombstone
 
 __all__ = [
     "Claim", "Job", "Lease", "Load", "NoIndex", "Part", "Run",
@@ -56,7 +56,7 @@ class Part:
     cover this run. 0: evictable, and in the order."""
     incoming: Job | None = None
     """The last job in flight that adds to this part."""
-    condemned: tuple[Condemned, ...] = ()
+    tombstones: tuple[Tombstone, ...] = ()
     """Forgotten blocks that references still protect; free when they are gone."""
     last_use: int = 0
     """When the last one who used it let go, as its order counts; 0 while somebody uses it."""
@@ -118,7 +118,7 @@ class Part:
     def cut_off(self, head: Run, start: int, at: int, num_references: int, incoming: Job | None) -> Part:
         """A part of `head`, which begins at unit `start`, with what it holds before unit `at`. It keeps the rest."""
         front = Part(self.tier, self.band, self.width, head, start, start, _no_ids(), num_references, incoming)
-        front.condemned, front.last_use = self.divide_condemned(at), self.last_use
+        front.tombstones, front.last_use = self.divide_tombstones(at), self.last_use
         if self.first < at:
             front.first, front.stop = self.first, min(at, self.stop)
         cut = (front.stop - front.first) * self.width
@@ -130,7 +130,7 @@ class Part:
 
     def hand_over(self, front: Part, at: int) -> int:
         """Give `front`, which lies right before it, what it holds before unit `at`; how many blocks."""
-        front.condemned += self.divide_condemned(at)
+        front.tombstones += self.divide_tombstones(at)
         count = (min(max(at, self.first), self.stop) - self.first) * self.width
         if count and not front.blocks:
             front.first = front.stop = self.first
@@ -178,28 +178,28 @@ class Part:
         """Let the part hold nothing; what it has held."""
         return self.drop_behind(self.first)
 
-    def condemn(self, start: int, ids: array[int]) -> None:
+    def entomb(self, start: int, ids: array[int]) -> None:
         """Forget `ids`, which it has held from unit `start` on, without freeing them."""
-        self.condemned = (*self.condemned, Condemned(start, ids))
+        self.tombstones = (*self.tombstones, Tombstone(start, ids))
 
-    def condemned_ids(self) -> array[int]:
-        return sum((one.ids for one in self.condemned), array("i"))
+    def tombstone_ids(self) -> array[int]:
+        return sum((one.ids for one in self.tombstones), array("i"))
 
-    def take_condemned(self) -> array[int]:
+    def take_tombstones(self) -> array[int]:
         """The condemned blocks, which it has no more."""
-        ids, self.condemned = self.condemned_ids(), ()
+        ids, self.tombstones = self.tombstone_ids(), ()
         return ids
 
-    def divide_condemned(self, at: int) -> tuple[Condemned, ...]:
+    def divide_tombstones(self, at: int) -> tuple[Tombstone, ...]:
         """Keep those from unit `at` on; the others, which go when the references to another run do."""
-        units = [unit for one in self.condemned for unit in one.units(self.width)]
-        self.condemned = tuple([unit for unit in units if unit.start >= at])
+        units = [unit for one in self.tombstones for unit in one.units(self.width)]
+        self.tombstones = tuple([unit for unit in units if unit.start >= at])
         return tuple([unit for unit in units if unit.start < at])
 
     def disown(self, ids: Container[int]) -> None:
         """Know nothing more of `ids`, which are condemned here and another's from now on."""
-        units = [unit for one in self.condemned for unit in one.units(self.width)]
-        self.condemned = tuple([unit for unit in units if unit.ids[0] not in ids])
+        units = [unit for one in self.tombstones for unit in one.units(self.width)]
+        self.tombstones = tuple([unit for unit in units if unit.ids[0] not in ids])
 
 
 @dataclass(slots=True, eq=False, repr=False)

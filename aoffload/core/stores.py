@@ -34,7 +34,7 @@ class Stores:
         if not self.cache.tiers[Tier.HOST].pool.num_blocks:
             return []
         jobs: list[Job] = []
-        spine = self.cache.layout.spine
+        spine = self.cache.layout.full
         missing = self.cache.full.lacking(run, Tier.DEVICE, Tier.HOST, first, stop) if spine.width else []
         for over in _together(missing) if missing else ():
             jobs += self.store(holding, spine, over)

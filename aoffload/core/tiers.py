@@ -97,8 +97,8 @@ class TierBlocks:
 
     def let_go_of(self, part: Part) -> None:
         """No lease protects `part` any more: what can be found of it is evictable, the rest is free."""
-        if part.condemned:
-            self.pool.give(part.take_condemned())
+        if part.tombstones:
+            self.pool.give(part.take_tombstones())
         if not part.blocks:
             return
         if part.run.epoch == self.epoch:

@@ -20,7 +20,7 @@ def slide(cache: PrefixCache, holding: Holding) -> None:
 
 
 def slide_off(cache: PrefixCache, holding: Holding) -> None:
-    """The same at the end of a load: a step that runs has begun early, and reads nothing before where the load ends."""
+    """The same at the end of a load: a step that runs overlaps it, and reads nothing before its end."""
     for band in cache.layout.windows:
         table = holding.tables[band.number]
         start = min(band.first_needed(holding.num_computed_tokens), holding.num_units)

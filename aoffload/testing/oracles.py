@@ -22,7 +22,7 @@ from ..errors import IntegrityError, OutOfBlocks
 from ..runtime import OffloadRuntime
 from .asks import Ask
 from .faults import Faults
-from .keeping import KeepingOracle
+from .pin_oracle import PinOracle
 from .rest import Rest
 from .serving import SimulatedEngine
 from .transport import SimulatedTransport
@@ -34,7 +34,8 @@ __all__ = ["Oracles"]
 CHANGING = (
     "admit", "allocate_nowait", "queue_allocation", "extend_nowait", "queue_extension", "accept", "withdraw",
     "plan_load", "abandon_load", "launch", "settle", "discard", "commit", "invalidate", "step", "release", "reset",
-    "preempt_nowait", "resume", "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel", "cancel_errands",
+    "preempt_nowait", "resume", "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel",
+    "cancel_cache_transfers",
 )  # fmt: skip
 REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension", "pin")
 ENDING = ("settle", "discard")
@@ -49,7 +50,7 @@ class Oracles:
     engine: SimulatedEngine
     faults: Faults
     waits: Waits
-    keeping: KeepingOracle
+    keeping: PinOracle
     num_checks: int = 0
     num_timeouts: int = 0
     broken: list[Violation] = attrs.field(factory=list)

@@ -30,8 +30,10 @@ class Rest:
         pinned = (found.device.num_pinned, found.host.num_pinned)
         if (found.num_requests, found.num_waiting, found.num_jobs, *pinned) != (0, 0, 0, 0, 0):
             raise Violation("a leak", f"at rest: {found}")
-        if found.num_pins or self.runtime.ledger._errands.under_way:
-            raise Violation("a leak", f"at rest: {found.num_pins} pins, {list(self.runtime.ledger._errands.under_way)}")
+        if found.num_pins or self.runtime.ledger._cache_transfers.under_way:
+            raise Violation(
+                "a leak", f"at rest: {found.num_pins} pins, {list(self.runtime.ledger._cache_transfers.under_way)}"
+            )
         if self.runtime.worker.regions.num_watched:
             raise Violation("a leak", f"at rest: regions of {self.runtime.worker.regions.num_watched} loads")
         if len(self.runtime._session.requests):
@@ -82,7 +84,7 @@ class Rest:
             if lost_bytes or self.engine.num_invalidations:
                 continue
             # Without full attention a hit may need no block at all, only that a request had these tokens before.
-            is_right = found == expected if self.runtime.ledger.layout.spine.width else found <= expected
+            is_right = found == expected if self.runtime.ledger.layout.full.width else found <= expected
             if not is_right:
                 raise Violation("what may hit", f"{found} units of {ask.tokens} hit, memory says {expected}")
 

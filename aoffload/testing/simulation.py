@@ -29,10 +29,10 @@ from .device import Stream
 from .env import SimulatedEnv
 from .faults import Faults
 from .injector import Injector
-from .keeping import KeepingOracle
 from .loop import SimulatedLoop
 from .memory import OwnedPool
 from .oracles import Oracles
+from .pin_oracle import PinOracle
 from .plans import Plan, Result
 from .scheduler import Scheduler
 from .serving import SimulatedEngine
@@ -122,7 +122,7 @@ class Simulation:
         for rank in ranks:
             self._own_blocks(runtime, rank)
         engine = kind(runtime, ranks[0], self.env, tuple(ranks))
-        keeping = KeepingOracle(runtime, engine, self.faults, self.env.now)
+        keeping = PinOracle(runtime, engine, self.faults, self.env.now)
         oracles = Oracles(runtime, engine, self.faults, Waits(runtime, self.env.now), keeping)
         oracles.attach()
         ranks[0].check_launch = oracles.check_launch

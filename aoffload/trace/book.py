@@ -1,4 +1,4 @@
-"""Assembles events into stories (request timelines). A story that is over goes to the listener and is forgotten."""
+"""Assembles events into request timelines. A timeline that is over goes to the listener and is forgotten."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ from typing import TypeVar
 
 import attrs
 
-from ..core.lifecycle import REQUEST_MOVES, ErrandState, JobState, PinState, RequestState
+from ..core.lifecycle import REQUEST_MOVES, CacheTransferState, JobState, PinState, RequestState
 from ..core.plan import Direction
 from .events import Event, FieldError, Kind
 from .lanes import Lanes
 from .listener import Listener
 from .occupancy import Usage, UsageBook
 from .runtimes import RuntimeLife
-from .stories import FACTS, UNFINISHED, JobStory, Story
+from .timelines import FACTS, UNFINISHED, JobTimeline, Timeline
 from .wording import plain
 
-__all__ = ["MAX_OPEN", "StoryBook"]
+__all__ = ["MAX_OPEN", "TimelineBook"]
 
 MAX_OPEN = 200_000
-"""The most open stories, and open jobs, kept. A log with more was cut; the oldest count as unfinished."""
+"""The most open timelines, and open jobs, kept. A log with more was cut; the oldest count as unfinished."""
 
 _LAST_STATES = {
     *(state.value for state, targets in REQUEST_MOVES.items() if not targets),
     *(state.value for state in (PinState.RELEASED, PinState.LAPSED, PinState.YIELDED, PinState.DROPPED)),
-    *(state.value for state in (ErrandState.DONE, ErrandState.CANCELLED)),
+    *(state.value for state in (CacheTransferState.DONE, CacheTransferState.CANCELLED)),
 }
 _PREEMPTED, _MATCHED = RequestState.PREEMPTED.value, RequestState.MATCHED.value
 _LAUNCHED, _DISCARDED = JobState.LAUNCHED.value, JobState.DISCARDED.value
-_FIRST_STATES = {_MATCHED, ErrandState.MOVING.value, PinState.HELD.value}
+_FIRST_STATES = {_MATCHED, CacheTransferState.MOVING.value, PinState.HELD.value}
 _OWNERS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION)
-_TABLE_STATES = {RequestState.ALLOCATED.value, ErrandState.MOVING.value}
+_TABLE_STATES = {RequestState.ALLOCATED.value, CacheTransferState.MOVING.value}
 
-StoryKey = tuple[int, Kind, str]
+TimelineKey = tuple[int, Kind, str]
 JobKey = tuple[int, int]
 Key = TypeVar("Key")
 Kept = TypeVar("Kept")
 
 
 @attrs.define(eq=False)
-class StoryBook:
-    """The open stories and jobs. Memory grows with how many are open at once, not with the length of the log."""
+class TimelineBook:
+    """The open timelines and jobs. Memory grows with how many are open at once, not with the length of the log."""
 
     listener: Listener
-    num_stories: int = 0
+    num_timelines: int = 0
     num_early: int = 0
-    """Stories whose beginning the log does not have."""
+    """Timelines whose beginning the log does not have."""
     lanes: Lanes = attrs.field(factory=Lanes)
     job_lanes: dict[Direction, Lanes] = attrs.field(factory=lambda: {direction: Lanes() for direction in Direction})
-    _stories: dict[StoryKey, Story] = attrs.field(factory=dict)
-    _jobs: dict[JobKey, JobStory] = attrs.field(factory=dict)
+    _timelines: dict[TimelineKey, Timeline] = attrs.field(factory=dict)
+    _jobs: dict[JobKey, JobTimeline] = attrs.field(factory=dict)
     _usages: UsageBook = attrs.field(factory=UsageBook)
 
-    def story_moved(self, event: Event, runtime: RuntimeLife) -> None:
+    def timeline_moved(self, event: Event, runtime: RuntimeLife) -> None:
         """An event of a request, a prefetch, a demotion or a pin."""
         kind, state = event.meaning.kind, event.meaning.state
         name = str(event.count("pin_id")) if kind is Kind.PIN else event.text("request_id")
@@ -63,17 +63,17 @@ class StoryBook:
             reason, previous = event.text("reason"), event.text("previous")
         # All fields are read: from here on no `FieldError` is raised.
         key = (runtime.number, kind, name)
-        story = self._stories.get(key)
-        if story is not None and state == _MATCHED and story.states[-1] != _PREEMPTED:
+        timeline = self._timelines.get(key)
+        if timeline is not None and state == _MATCHED and timeline.states[-1] != _PREEMPTED:
             self._give_up(key)  # the log lacks its end, or the id was used twice
-            story = None
-        story = story or self._begin(key, event, runtime, previous)
-        story.states.append(state)
-        story.times_s.append(runtime.last_s)
-        story.facts |= facts
-        self._hold(story, state)
+            timeline = None
+        timeline = timeline or self._begin(key, event, runtime, previous)
+        timeline.states.append(state)
+        timeline.times_s.append(runtime.last_s)
+        timeline.facts |= facts
+        self._hold(timeline, state)
         if state in _LAST_STATES:
-            story.outcome, story.reason = state, plain(reason)
+            timeline.outcome, timeline.reason = state, plain(reason)
             self._end(key)
 
     def job_moved(self, event: Event, runtime: RuntimeLife) -> None:
@@ -96,51 +96,51 @@ class StoryBook:
         self._end_job(key)
 
     def runtime_over(self, runtime: RuntimeLife) -> None:
-        """End the open stories and jobs of the runtime as unfinished: the log has no end of them."""
-        for key in [key for key in self._stories if key[0] == runtime.number]:
+        """End the open timelines and jobs of the runtime as unfinished: the log has no end of them."""
+        for key in [key for key in self._timelines if key[0] == runtime.number]:
             self._give_up(key)
         for job_key in [key for key in self._jobs if key[0] == runtime.number]:
             self._give_up_job(job_key)
         self._report(runtime, self._usages.closed(runtime))
 
-    def _begin(self, key: StoryKey, event: Event, runtime: RuntimeLife, previous: str) -> Story:
-        self.num_stories += 1
-        story = Story(self.num_stories, key[1], plain(key[2]), runtime, self.lanes.take(), [], [])
+    def _begin(self, key: TimelineKey, event: Event, runtime: RuntimeLife, previous: str) -> Timeline:
+        self.num_timelines += 1
+        timeline = Timeline(self.num_timelines, key[1], plain(key[2]), runtime, self.lanes.take(), [], [])
         state = event.meaning.state
         if state not in _FIRST_STATES and not (key[1] is Kind.DEMOTION or key[1] is Kind.PREFETCH):
             self.num_early += 1
         if previous:  # its beginning is missing, but its previous state is known
-            story.states.append(plain(previous))
-            story.times_s.append(runtime.last_s)
-        self._make_room(self._stories, self._give_up)
-        self._stories[key] = story
-        return story
+            timeline.states.append(plain(previous))
+            timeline.times_s.append(runtime.last_s)
+        self._make_room(self._timelines, self._give_up)
+        self._timelines[key] = timeline
+        return timeline
 
-    def _hold(self, story: Story, state: str) -> None:
+    def _hold(self, timeline: Timeline, state: str) -> None:
         """Update the number of blocks in its tables for its new state."""
-        num_blocks = story.num_held_blocks
-        if state in _TABLE_STATES and story.kind is not Kind.DEMOTION:
-            num_blocks = story.facts.get("num_blocks", 0)
+        num_blocks = timeline.num_held_blocks
+        if state in _TABLE_STATES and timeline.kind is not Kind.DEMOTION:
+            num_blocks = timeline.facts.get("num_blocks", 0)
         elif state in _LAST_STATES or state == _PREEMPTED:
             num_blocks = 0
-        if num_blocks != story.num_held_blocks:
-            usage = self._usages.table_changed(story.runtime, num_blocks - story.num_held_blocks)
-            story.num_held_blocks = num_blocks
-            self._report(story.runtime, usage)
+        if num_blocks != timeline.num_held_blocks:
+            usage = self._usages.table_changed(timeline.runtime, num_blocks - timeline.num_held_blocks)
+            timeline.num_held_blocks = num_blocks
+            self._report(timeline.runtime, usage)
 
-    def _give_up(self, key: StoryKey) -> None:
-        """End a story as unfinished, at the last event of its runtime."""
-        story = self._stories[key]
-        story.states.append(UNFINISHED)
-        story.times_s.append(story.runtime.last_s)
-        if story.num_held_blocks:
-            self._report(story.runtime, self._usages.table_changed(story.runtime, -story.num_held_blocks))
+    def _give_up(self, key: TimelineKey) -> None:
+        """End a timeline as unfinished, at the last event of its runtime."""
+        timeline = self._timelines[key]
+        timeline.states.append(UNFINISHED)
+        timeline.times_s.append(timeline.runtime.last_s)
+        if timeline.num_held_blocks:
+            self._report(timeline.runtime, self._usages.table_changed(timeline.runtime, -timeline.num_held_blocks))
         self._end(key)
 
-    def _end(self, key: StoryKey) -> None:
-        story = self._stories.pop(key)
-        self.lanes.give(story.lane)
-        self.listener.story_over(story)
+    def _end(self, key: TimelineKey) -> None:
+        timeline = self._timelines.pop(key)
+        self.lanes.give(timeline.lane)
+        self.listener.timeline_over(timeline)
 
     def _launch(self, key: JobKey, event: Event, runtime: RuntimeLife) -> None:
         try:
@@ -151,10 +151,10 @@ class StoryBook:
         if key in self._jobs:
             self._give_up_job(key)
         self._make_room(self._jobs, self._give_up_job)
-        found = (self._stories.get((runtime.number, kind, owner)) for kind in _OWNERS)
-        number = next((story.number for story in found if story is not None), 0) if owner else 0
+        found = (self._timelines.get((runtime.number, kind, owner)) for kind in _OWNERS)
+        number = next((timeline.number for timeline in found if timeline is not None), 0) if owner else 0
         lane, at_s = self.job_lanes[direction].take(), runtime.last_s
-        job = JobStory(key[1], direction, num_blocks, plain(owner), number, runtime, lane, at_s, at_s)
+        job = JobTimeline(key[1], direction, num_blocks, plain(owner), number, runtime, lane, at_s, at_s)
         self._jobs[key] = job
         self._report(runtime, self._usages.job_launched(job))
 

@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     whole = add("summary", help="percentiles of each state, the slowest requests, reasons (the default)")
     whole.add_argument("--runtime", default="", metavar="NAME", help="only this one of several, by name or number")
     whole.set_defaults(run=_summary)
-    request = add("request", help="one request's story in plain words")
+    request = add("request", help="one request's timeline in plain words")
     request.add_argument("request_id", metavar="ID")
     request.set_defaults(run=_request)
     page = add("html", help="one page to look at: requests, jobs and pools over time")

@@ -14,12 +14,12 @@ from .listener import Listener
 from .occupancy import MEASURES, Usage
 from .runtimes import RuntimeLife
 from .series import Series
-from .stories import FACTS, JobStory, Story
+from .timelines import FACTS, JobTimeline, Timeline
 
 __all__ = ["Drawing"]
 
 MAX_DRAWN = 500_000
-"""The most stories, and the most jobs, on a page; browsers cannot take many more. The others are only counted."""
+"""The most timelines, and the most jobs, on a page; browsers cannot take many more. The others are only counted."""
 KINDS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.PIN)
 DIRECTIONS = tuple(Direction)
 _NOT_KNOWN = 0xFFFF_FFFF
@@ -39,7 +39,7 @@ class Drawing(Listener):
     _owners: TextColumn = attrs.field(factory=TextColumn)
     _words: Vocabulary = attrs.field(factory=Vocabulary)
     """States, outcomes, reasons and errors."""
-    _stories: dict[str, NumberColumn] = attrs.field(
+    _timelines: dict[str, NumberColumn] = attrs.field(
         factory=lambda: _columns(
             number="I", kind="B", runtime="H", lane="I", moves="I", outcome="H", reason="H", **dict.fromkeys(FACTS, "I")
         )
@@ -47,7 +47,7 @@ class Drawing(Listener):
     _moves: dict[str, NumberColumn] = attrs.field(factory=lambda: _columns(state="H", at_s="d"))
     _jobs: dict[str, NumberColumn] = attrs.field(
         factory=lambda: _columns(
-            job_id="d", direction="B", runtime="H", lane="I", outcome="H", error="H", story="I", num_blocks="I",
+            job_id="d", direction="B", runtime="H", lane="I", outcome="H", error="H", timeline="I", num_blocks="I",
             num_bytes="d", launched_s="d", ended_s="d", copy_s="d",
         )
     )  # fmt: skip
@@ -57,27 +57,27 @@ class Drawing(Listener):
         for state in RequestState:
             self._words.number(state.value)
 
-    def story_over(self, story: Story) -> None:
-        columns = self._stories
+    def timeline_over(self, timeline: Timeline) -> None:
+        columns = self._timelines
         if columns["number"].num_values >= MAX_DRAWN:
             self.num_left_out += 1
             return
-        self._names.append(story.name)
+        self._names.append(timeline.name)
         number = self._words.number
-        columns["number"].append(story.number)
-        columns["kind"].append(KINDS.index(story.kind))
-        columns["runtime"].append(story.runtime.number)
-        columns["lane"].append(story.lane)
-        columns["moves"].append(len(story.states))
-        columns["outcome"].append(number(story.outcome))
-        columns["reason"].append(number(story.reason))
+        columns["number"].append(timeline.number)
+        columns["kind"].append(KINDS.index(timeline.kind))
+        columns["runtime"].append(timeline.runtime.number)
+        columns["lane"].append(timeline.lane)
+        columns["moves"].append(len(timeline.states))
+        columns["outcome"].append(number(timeline.outcome))
+        columns["reason"].append(number(timeline.reason))
         for fact in FACTS:
-            columns[fact].append(story.facts.get(fact, _NOT_KNOWN))
-        for state, at_s in zip(story.states, story.times_s, strict=True):
+            columns[fact].append(timeline.facts.get(fact, _NOT_KNOWN))
+        for state, at_s in zip(timeline.states, timeline.times_s, strict=True):
             self._moves["state"].append(number(state))
             self._moves["at_s"].append(at_s)
 
-    def job_over(self, job: JobStory) -> None:
+    def job_over(self, job: JobTimeline) -> None:
         columns = self._jobs
         if columns["job_id"].num_values >= MAX_DRAWN:
             self.num_left_out += 1
@@ -90,7 +90,7 @@ class Drawing(Listener):
             "lane": job.lane,
             "outcome": self._words.number(job.outcome),
             "error": self._words.number(job.error),
-            "story": job.owner_number,
+            "timeline": job.owner_number,
             "num_blocks": job.num_blocks,
             "num_bytes": job.num_bytes,
             "launched_s": job.launched_s,
@@ -112,7 +112,7 @@ class Drawing(Listener):
         return {
             "kinds": [kind.value for kind in KINDS],
             "directions": [direction.value for direction in DIRECTIONS],
-            "stories": {"name": self._names.finish(), **_finish(self._stories)},
+            "timelines": {"name": self._names.finish(), **_finish(self._timelines)},
             "moves": _finish(self._moves),
             "jobs": {"owner": self._owners.finish(), **_finish(self._jobs)},
             "words": self._words.texts,

@@ -10,9 +10,9 @@ from typing import Any
 
 import attrs
 
-from ..core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
+from ..core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .lines import LogLines
-from .oddities import Oddities, Oddity
+from .parse_errors import ParseError, ParseErrors
 
 __all__ = ["MEANINGS", "NOTE", "FieldError", "Event", "EventReader", "Kind", "Meaning"]
 
@@ -58,13 +58,14 @@ def _meanings() -> dict[str, Meaning]:
     found = {f"request_{state.value}": Meaning(Kind.REQUEST, state.value) for state in RequestState}
     found |= {f"job_{state.value}": Meaning(Kind.JOB, state.value) for state in JobState}
     found |= {f"pin_{state.value}": Meaning(Kind.PIN, state.value) for state in PinState}
-    found |= {f"early_start_{state.value}": Meaning(Kind.EARLY_START, state.value) for state in EarlyState}
+    found |= {f"load_overlap_{state.value}": Meaning(Kind.EARLY_START, state.value) for state in OverlapState}
     for kind in (Kind.PREFETCH, Kind.DEMOTION):
-        found |= {f"{kind.value}_{state.value}": Meaning(kind, state.value) for state in ErrandState}
+        found |= {f"{kind.value}_{state.value}": Meaning(kind, state.value) for state in CacheTransferState}
     found |= {f"runtime_{state}": Meaning(Kind.RUNTIME, state) for state in ("opened", "closed")}
     alarms = ("transport_stalled", "transport_recovered", "transport_failed", "worker_failed", "cache_turned_off")
     return found | {name: Meaning(Kind.ALARM, name) for name in alarms} | {
-        "store_skipped": Meaning(Kind.SKIPPED_STORE, "skipped"), "host_memory_pinned": Meaning(Kind.OPENING, "pinned")
+        "store_skipped": Meaning(Kind.SKIPPED_STORE, "skipped"),
+        "host_memory_page_locked": Meaning(Kind.OPENING, "page-locked"),
     }  # fmt: skip
 
 
@@ -105,7 +106,7 @@ class EventReader:
     """Iterates over the events of aoffload, and over others with a request id. Counts all other lines."""
 
     lines: LogLines
-    oddities: Oddities = attrs.field(factory=Oddities)
+    parse_errors: ParseErrors = attrs.field(factory=ParseErrors)
     num_events: int = 0
     """Events of aoffload."""
 
@@ -118,31 +119,31 @@ class EventReader:
     def leave_out(self, event: Event) -> None:
         """Count an event of aoffload as malformed after all."""
         self.num_events -= 1
-        self.oddities.add(Oddity.MALFORMED, self.lines.num_lines, event.name)
+        self.parse_errors.add(ParseError.MALFORMED, self.lines.num_lines, event.name)
 
     def _parse(self, line: bytes) -> Event | None:
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError):
-            self._count(Oddity.NOT_JSON if line.endswith(b"\n") else Oddity.CUT_OFF, line)
+            self._count(ParseError.NOT_JSON if line.endswith(b"\n") else ParseError.CUT_OFF, line)
             return None
         name = fields.get("event") if type(fields) is dict else None
         if type(name) is not str:
-            self._count(Oddity.NO_EVENT, line)
+            self._count(ParseError.NO_EVENT, line)
             return None
         meaning = MEANINGS.get(name, NOTE)
         at_s = _time_of(fields.get("timestamp"))
         if meaning is NOTE:
-            self.oddities.add(Oddity.FOREIGN, self.lines.num_lines, name)
+            self.parse_errors.add(ParseError.FOREIGN, self.lines.num_lines, name)
             return Event(name, at_s, fields, NOTE) if at_s is not None and "request_id" in fields else None
         if at_s is None:
-            self._count(Oddity.NO_TIME, line)
+            self._count(ParseError.NO_TIME, line)
             return None
         self.num_events += 1
         return Event(name, at_s, fields, meaning)
 
-    def _count(self, oddity: Oddity, line: bytes) -> None:
-        self.oddities.add(oddity, self.lines.num_lines, line[:80].decode(errors="replace").strip())
+    def _count(self, parse_error: ParseError, line: bytes) -> None:
+        self.parse_errors.add(parse_error, self.lines.num_lines, line[:80].decode(errors="replace").strip())
 
 
 def _time_of(value: Any) -> float | None:

@@ -11,8 +11,8 @@ from .durations import Durations
 from .events import Event, Kind
 from .listener import Listener
 from .runtimes import RuntimeLife
-from .stories import JobStory, Story
 from .tally import Tally
+from .timelines import JobTimeline, Timeline
 
 __all__ = ["NUM_SLOWEST", "Figures", "JobFigures"]
 
@@ -32,7 +32,7 @@ class JobFigures:
     spans: Durations = attrs.field(factory=Durations)
     """Durations from launch to settlement."""
 
-    def add(self, job: JobStory) -> None:
+    def add(self, job: JobTimeline) -> None:
         self.outcomes.add(job.outcome)
         if job.outcome == "completed":
             self.num_blocks += job.num_blocks
@@ -60,20 +60,20 @@ class Figures(Listener):
     skipped_blocks: Tally = attrs.field(factory=Tally)
     alarms: Tally = attrs.field(factory=Tally)
     jobs: dict[Direction, JobFigures] = attrs.field(factory=lambda: {way: JobFigures() for way in Direction})
-    _slowest: list[tuple[float, int, Story]] = attrs.field(factory=list)
+    _slowest: list[tuple[float, int, Timeline]] = attrs.field(factory=list)
 
-    def slowest(self) -> list[Story]:
+    def slowest(self) -> list[Timeline]:
         """Requests, the slowest first."""
-        return [story for _, _, story in sorted(self._slowest, key=lambda entry: (-entry[0], entry[1]))]
+        return [timeline for _, _, timeline in sorted(self._slowest, key=lambda entry: (-entry[0], entry[1]))]
 
-    def story_over(self, story: Story) -> None:
-        if not self._is_wanted(story.runtime):
+    def timeline_over(self, timeline: Timeline) -> None:
+        if not self._is_wanted(timeline.runtime):
             return
-        self.outcomes.setdefault(story.kind, Tally()).add(story.outcome)
-        if story.kind is Kind.REQUEST:
-            self._add_request(story)
+        self.outcomes.setdefault(timeline.kind, Tally()).add(timeline.outcome)
+        if timeline.kind is Kind.REQUEST:
+            self._add_request(timeline)
 
-    def job_over(self, job: JobStory) -> None:
+    def job_over(self, job: JobTimeline) -> None:
         if not self._is_wanted(job.runtime):
             return
         self.jobs[job.direction].add(job)
@@ -96,18 +96,18 @@ class Figures(Listener):
     def _is_wanted(self, runtime: RuntimeLife) -> bool:
         return not self.wanted or runtime.is_called(self.wanted)
 
-    def _add_request(self, story: Story) -> None:
-        for interval in story.intervals():
+    def _add_request(self, timeline: Timeline) -> None:
+        for interval in timeline.intervals():
             self.in_state.setdefault(interval.state, Durations()).add(interval.duration_s)
-        self.in_all.add(story.duration_s)
-        if "running" in story.states:
-            self.until_running.add(story.times_s[story.states.index("running")] - story.start_s)
-        if "num_blocks" in story.facts:
-            for fact, count in story.facts.items():
+        self.in_all.add(timeline.duration_s)
+        if "running" in timeline.states:
+            self.until_running.add(timeline.times_s[timeline.states.index("running")] - timeline.start_s)
+        if "num_blocks" in timeline.facts:
+            for fact, count in timeline.facts.items():
                 self.tokens.add(fact, count)
-        if story.outcome == "aborted":
-            self.aborts.add(f"{story.reason} while {story.last_state()}")
-        entry = (story.duration_s, -story.number, story)
+        if timeline.outcome == "aborted":
+            self.aborts.add(f"{timeline.reason} while {timeline.last_state()}")
+        entry = (timeline.duration_s, -timeline.number, timeline)
         if len(self._slowest) < NUM_SLOWEST:
             heapq.heappush(self._slowest, entry)
         else:

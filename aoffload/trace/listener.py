@@ -5,20 +5,20 @@ from __future__ import annotations
 from .events import Event
 from .occupancy import Usage
 from .runtimes import RuntimeLife
-from .stories import JobStory, Story
+from .timelines import JobTimeline, Timeline
 
 __all__ = ["Listener"]
 
 
 class Listener:
-    """Receives each story when it is over, so only open stories are kept. The methods here do nothing."""
+    """Receives each timeline when it is over, so only open timelines are kept. The methods here do nothing."""
 
     def runtime_opened(self, runtime: RuntimeLife) -> None:
         """Also called for a runtime whose beginning the log does not have."""
 
-    def story_over(self, story: Story) -> None: ...
+    def timeline_over(self, timeline: Timeline) -> None: ...
 
-    def job_over(self, job: JobStory) -> None: ...
+    def job_over(self, job: JobTimeline) -> None: ...
 
     def usage_changed(self, runtime: RuntimeLife, at_s: float, usage: Usage) -> None: ...
 

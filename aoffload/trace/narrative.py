@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
-from .chapters import Chapter, UnknownError, find_chapters
 from .events import Event, FieldError, Kind
+from .request_log import RequestLog, UnknownError, find_request_logs
 from .sentences import sentence
 from .table import text_table
 from .wording import counted, date_and_time, duration, plain, share, time_of_day
@@ -21,26 +21,26 @@ NOTEWORTHY_S = 0.0005
 
 def narrative(log: Path, request_id: str, progress: TextIO) -> Iterator[str]:
     """Lines of text. Raises `OSError` or `UnknownError`."""
-    chapters = find_chapters(log, request_id, progress)
-    if len(chapters) > 1:
-        yield f"{counted(len(chapters), 'request')} had the id {plain(request_id)}"
+    request_logs = find_request_logs(log, request_id, progress)
+    if len(request_logs) > 1:
+        yield f"{counted(len(request_logs), 'request')} had the id {plain(request_id)}"
         yield ""
-    for at, chapter in enumerate(chapters):
+    for at, request_log in enumerate(request_logs):
         if at:
             yield ""
-        yield from _tell(chapter, request_id)
+        yield from _tell(request_log, request_id)
 
 
-def _tell(chapter: Chapter, request_id: str) -> Iterator[str]:
-    yield f"{plain(request_id)}, {date_and_time(chapter.start_s)} UTC, {chapter.runtime.describe()}"
-    rows, previous = [], chapter.start_s
-    for event in chapter.events:
+def _tell(request_log: RequestLog, request_id: str) -> Iterator[str]:
+    yield f"{plain(request_id)}, {date_and_time(request_log.start_s)} UTC, {request_log.runtime.describe()}"
+    rows, previous = [], request_log.start_s
+    for event in request_log.events:
         waited = event.at_s - previous
         pause = f"+{duration(waited)}" if waited >= NOTEWORTHY_S else ""
         rows.append([f"  {time_of_day(event.at_s)}", pause, _say(event)])
         previous = event.at_s
     yield from text_table(rows, 3)
-    yield from _closing(chapter)
+    yield from _closing(request_log)
 
 
 def _say(event: Event) -> str:
@@ -50,9 +50,9 @@ def _say(event: Event) -> str:
         return f"{event.name}, without a {error} that can be read"
 
 
-def _closing(chapter: Chapter) -> Iterator[str]:
+def _closing(request_log: RequestLog) -> Iterator[str]:
     """Where its time went, and remarks on what the log lacks."""
-    moves = [event for event in chapter.events if event.meaning.kind is Kind.REQUEST]
+    moves = [event for event in request_log.events if event.meaning.kind is Kind.REQUEST]
     if not moves:
         return
     whole = moves[-1].at_s - moves[0].at_s
@@ -68,7 +68,7 @@ def _closing(chapter: Chapter) -> Iterator[str]:
     yield f"  {duration(whole)} in all{': ' if parts else ''}{', '.join(parts)}"
     if moves[0].name != "request_matched":
         yield "  Its beginning is not in this log."
-    if not chapter.is_over:
+    if not request_log.is_over:
         yield "  It has no end in this log."
-    if "loading" in sums and not any(event.fields.get("direction") == "load" for event in chapter.events):
+    if "loading" in sums and not any(event.fields.get("direction") == "load" for event in request_log.events):
         yield "  It loaded without a job of its own: another request had begun to bring the same blocks."

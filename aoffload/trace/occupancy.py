@@ -9,7 +9,7 @@ import attrs
 
 from ..core.plan import Direction
 from .runtimes import RuntimeLife
-from .stories import JobStory
+from .timelines import JobTimeline
 
 __all__ = ["DERIVED", "MEASURES", "Usage", "UsageBook"]
 
@@ -50,10 +50,10 @@ class UsageBook:
         usage = self.of(runtime)
         return self._put(runtime, attrs.evolve(usage, tables=usage.tables + num_blocks))
 
-    def job_launched(self, job: JobStory) -> Usage:
+    def job_launched(self, job: JobTimeline) -> Usage:
         return self._put(job.runtime, self._under_way(job, job.num_blocks))
 
-    def job_ended(self, job: JobStory) -> Usage:
+    def job_ended(self, job: JobTimeline) -> Usage:
         usage = self._under_way(job, -job.num_blocks)
         if job.direction is Direction.STORE and job.outcome == "completed":
             room = job.runtime.num_host_blocks or usage.stored + job.num_blocks
@@ -64,7 +64,7 @@ class UsageBook:
         self._usages.pop(runtime.number, None)
         return Usage()
 
-    def _under_way(self, job: JobStory, num_blocks: int) -> Usage:
+    def _under_way(self, job: JobTimeline, num_blocks: int) -> Usage:
         usage = self.of(job.runtime)
         if job.direction is Direction.LOAD:
             return attrs.evolve(usage, loading=usage.loading + num_blocks)

@@ -31,7 +31,7 @@ def write_page(log: Path, file: Path, progress: TextIO) -> str:
         scan.run()
         page = make_page(scan, drawing)
         output.write(page)
-    return f"{file}: {size(len(page))}, {counted(scan.book.num_stories, 'story', 'stories')}"
+    return f"{file}: {size(len(page))}, {counted(scan.book.num_timelines, 'timeline', 'timelines')}"
 
 
 def make_page(scan: Scan, drawing: Drawing) -> str:

@@ -18,7 +18,7 @@ from .occupancy import DERIVED, Usage
 from .output import whole_file
 from .runtimes import RuntimeLife
 from .scan import Scan
-from .stories import JobStory, Story
+from .timelines import JobTimeline, Timeline
 from .wording import counted
 
 __all__ = ["PerfettoTrace", "write_perfetto"]
@@ -56,21 +56,25 @@ class PerfettoTrace(Listener):
     def runtime_opened(self, runtime: RuntimeLife) -> None:
         self._name("process", runtime.number, 0, runtime.title())
 
-    def story_over(self, story: Story) -> None:
-        thread = 1 + story.lane
-        self._introduce(story.runtime, thread, "requests")
-        at = {"pid": story.runtime.number, "tid": thread}
-        name = f"pin {story.name}" if story.kind is Kind.PIN else story.name
-        about = {"outcome": story.outcome, **({"reason": story.reason} if story.reason else {}), **story.facts}
-        self._slice(name, story.kind.value, story.start_s, story.stop_s, at, about)
-        for interval in story.intervals():
+    def timeline_over(self, timeline: Timeline) -> None:
+        thread = 1 + timeline.lane
+        self._introduce(timeline.runtime, thread, "requests")
+        at = {"pid": timeline.runtime.number, "tid": thread}
+        name = f"pin {timeline.name}" if timeline.kind is Kind.PIN else timeline.name
+        about = {
+            "outcome": timeline.outcome,
+            **({"reason": timeline.reason} if timeline.reason else {}),
+            **timeline.facts,
+        }
+        self._slice(name, timeline.kind.value, timeline.start_s, timeline.stop_s, at, about)
+        for interval in timeline.intervals():
             if _micros(interval.stop_s) > _micros(interval.start_s):
                 self._slice(interval.state, "state", interval.start_s, interval.stop_s, at, {})
-        if story.outcome == "aborted":
-            mark = {"ph": "i", "s": "t", "name": f"aborted: {story.reason}", "cat": "abort"}
-            self._write({**mark, "ts": _micros(story.stop_s), **at})
+        if timeline.outcome == "aborted":
+            mark = {"ph": "i", "s": "t", "name": f"aborted: {timeline.reason}", "cat": "abort"}
+            self._write({**mark, "ts": _micros(timeline.stop_s), **at})
 
-    def job_over(self, job: JobStory) -> None:
+    def job_over(self, job: JobTimeline) -> None:
         thread = _JOB_THREADS[job.direction] + job.lane
         self._introduce(job.runtime, thread, f"{job.direction.value}s")
         about: dict[str, Any] = {"outcome": job.outcome, "num_blocks": job.num_blocks, "num_bytes": job.num_bytes}

@@ -7,7 +7,7 @@ from typing import TextIO
 
 import attrs
 
-from .book import StoryBook
+from .book import TimelineBook
 from .events import Event, EventReader, FieldError, Kind
 from .lines import LogLines
 from .listener import Listener
@@ -29,7 +29,7 @@ class Scan:
     path: Path
     listener: Listener
     reader: EventReader
-    book: StoryBook
+    book: TimelineBook
     runtimes: Runtimes = attrs.field(factory=Runtimes)
     first_s: float = 0.0
     last_s: float = 0.0
@@ -41,7 +41,7 @@ class Scan:
 
     @classmethod
     def of(cls, path: Path, listener: Listener, progress: TextIO) -> Scan:
-        return cls(path, listener, EventReader(LogLines(path, Progress(progress))), StoryBook(listener))
+        return cls(path, listener, EventReader(LogLines(path, Progress(progress))), TimelineBook(listener))
 
     @property
     def duration_s(self) -> float:
@@ -63,13 +63,13 @@ class Scan:
 
     def remarks(self) -> list[str]:
         """What a reader should know about the quality of the log."""
-        found = self.reader.oddities.sentences()
+        found = self.reader.parse_errors.sentences()
         if self.num_back:
             found.append(
                 f"{counted(self.num_back, 'event')} older than the one before: merged logs, or a clock put back"
             )
         if self.book.num_early:
-            early = counted(self.book.num_early, "story", "stories")
+            early = counted(self.book.num_early, "timeline", "timelines")
             found.append(f"{early} without a beginning: a log from the middle, or of a level above debug")
         if self.runtimes.num_reopened:
             found.append(
@@ -112,7 +112,7 @@ class Scan:
         elif kind is Kind.ALARM:
             self.listener.alarm(event, runtime)
         else:
-            self.book.story_moved(event, runtime)
+            self.book.timeline_moved(event, runtime)
 
     def _take_runtime(self, event: Event) -> None:
         if event.meaning.state == "closed":

@@ -99,10 +99,10 @@ def _demotion(event: Event) -> str:
 
 def _early(event: Event) -> str:
     words = {
-        "trusting": "starts to compute while {} are still being loaded",
+        "speculative": "starts to compute while {} are still being loaded",
         "confirmed": "{} that it had started on were loaded as expected",
-        "refuted": "fewer than the {} that it had started on were loaded: it has to compute again",
-        "told": "knows that the {} were not all loaded",
+        "invalid": "fewer than the {} that it had started on were loaded: it has to compute again",
+        "acknowledged": "knows that the {} were not all loaded",
     }
     return words[event.meaning.state].format(counted(event.count("num_tokens"), "token"))
 
@@ -129,10 +129,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "job_failed": _failed,
     "job_discarded": _discarded,
     "store_skipped": _skipped,
-    "early_start_trusting": _early,
-    "early_start_confirmed": _early,
-    "early_start_refuted": _early,
-    "early_start_told": _early,
+    "load_overlap_speculative": _early,
+    "load_overlap_confirmed": _early,
+    "load_overlap_invalid": _early,
+    "load_overlap_acknowledged": _early,
     "prefetch_moving": _prefetch,
     "prefetch_done": _prefetch,
     "prefetch_cancelled": _prefetch,

@@ -9,9 +9,9 @@ from .durations import Durations
 from .events import Kind
 from .figures import Figures
 from .scan import Scan
-from .stories import Story
 from .table import text_table
 from .tally import Tally
+from .timelines import Timeline
 from .wording import counted, duration, plain, share, size, time_of_day
 
 __all__ = ["summary"]
@@ -121,23 +121,23 @@ def _outcomes(tally: Tally) -> str:
 def _slowest(figures: Figures) -> list[str]:
     rows = [
         [
-            f"  {duration(story.duration_s)}",
-            story.name,
-            _longest_states(story),
-            story.outcome,
-            f"from {time_of_day(story.start_s)}",
+            f"  {duration(timeline.duration_s)}",
+            timeline.name,
+            _longest_states(timeline),
+            timeline.outcome,
+            f"from {time_of_day(timeline.start_s)}",
         ]
-        for story in figures.slowest()
+        for timeline in figures.slowest()
     ]
     return ["slowest requests", *text_table(rows, 5)] if rows else []
 
 
-def _longest_states(story: Story) -> str:
+def _longest_states(timeline: Timeline) -> str:
     sums: dict[str, float] = {}
-    for interval in story.intervals():
+    for interval in timeline.intervals():
         sums[interval.state] = sums.get(interval.state, 0.0) + interval.duration_s
     longest = sorted(sums.items(), key=lambda item: -item[1])[:2]
-    return ", ".join(f"{state} {share(seconds, story.duration_s)}" for state, seconds in longest if seconds)
+    return ", ".join(f"{state} {share(seconds, timeline.duration_s)}" for state, seconds in longest if seconds)
 
 
 def _skipped(figures: Figures) -> list[str]:

@@ -18,7 +18,7 @@ MODULES = (
     "aoffload.transport",
     "aoffload.ranks",
     "aoffload.cuda",
-    "aoffload.keeping",
+    "aoffload.pins",
     "aoffload.env",
     "aoffload.integrations",
     "aoffload.integrations.openai_server",

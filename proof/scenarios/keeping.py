@@ -65,7 +65,7 @@ async def ask_in_vain(sim: Simulation, engine: SimulatedEngine, prompt: tuple[in
         raise Violation("deaf to a cancellation", f"{ask_for} came to its end")
 
 
-def errands(
+def transfers(
     sim: Simulation, engine: SimulatedEngine, prompts: list[tuple[int, ...]], number: int = 4, num_turns: int = 3
 ) -> None:
     """Spawn clients that pin, prefetch and demote, one after the other."""
@@ -85,7 +85,7 @@ def errands(
                 else:
                     await ask_in_vain(sim, engine, prompt)
 
-        sim.spawn(f"errand{index}", run)
+        sim.spawn(f"transfer{index}", run)
 
 
 @scenario("pin_held", "pin_lapsed", "prefetch_done", "demotion_done", faults=("fail", "refuse", "vanish", "hang"))
@@ -103,7 +103,7 @@ async def keeping(sim: Simulation) -> None:
         for index in range(2):
             await store(sim, engine, f"first{index}", prompts[index])
         await evict_device(engine)
-        errands(sim, engine, prompts)
+        transfers(sim, engine, prompts)
         for index in range(5):
             serve(sim, engine, f"r{index}", rng.choice(prompts), num_new_tokens=index % 2)
         if rng.random() < 0.5:
@@ -150,7 +150,7 @@ async def kept_windows(sim: Simulation) -> None:
     async with engine.runtime:
         await store(sim, engine, "first", prompts[0])
         await evict_device(engine)
-        errands(sim, engine, prompts, number=3)
+        transfers(sim, engine, prompts, number=3)
         for index in range(3):
             serve(sim, engine, f"r{index}", prompts[index % 2], num_new_tokens=index)
         if rng.random() < 0.4:

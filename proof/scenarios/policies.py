@@ -29,7 +29,7 @@ async def about_to_be_evicted(sim: Simulation) -> None:
 
 @scenario("request_loading")
 async def stored_in_time(sim: Simulation) -> None:
-    """Prompts served one by one: nothing within the write-back frontier is lost. Then all are wanted at once."""
+    """Prompts served one by one: nothing within the write-back watermark is lost. Then all are wanted at once."""
     engine = sim.runtime(num_device_blocks=9, num_host_blocks=30, store_policy=LazyStore(6))
     async with engine.runtime:
         for family in range(3):

@@ -128,8 +128,8 @@ async def evicted_otherwise(sim: Simulation) -> None:
 
 
 @scenario(
-    "early_start_confirmed",
-    "early_start_refuted",
+    "load_overlap_confirmed",
+    "load_overlap_invalid",
     "request_loading",
     faults=("fail", "vanish", "refuse", "hang", "die"),
 )

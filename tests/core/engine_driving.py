@@ -61,7 +61,7 @@ class Seen:
 
     def _nothing(self, *_: Any) -> None: ...
 
-    request_moved = job_moved = pin_moved = errand_moved = early_moved = _nothing
+    request_moved = job_moved = pin_moved = cache_transfer_moved = overlap_moved = _nothing
 
 
 class EngineDriven:

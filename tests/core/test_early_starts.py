@@ -11,7 +11,7 @@ import pytest
 from driving import BLOCK, Driven, prompt
 
 from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
-from aoffload.core.lifecycle import EarlyState, RequestState
+from aoffload.core.lifecycle import OverlapState, RequestState
 from aoffload.core.owners import Holding
 from aoffload.core.plan import Outcome, Tier, TransferPlan
 from aoffload.errors import CommitError, InvalidArgument, WrongState
@@ -81,7 +81,7 @@ def test_a_request_as_such_takes_no_step_while_it_loads() -> None:
         begin_ordinary(driven, holding)
     with pytest.raises(WrongState, match="no step of"):
         driven.ledger.expected_block_ids(holding)
-    assert holding.num_steps == 0 and holding.early is None
+    assert holding.num_steps == 0 and holding.overlap is None
 
 
 def begin_ordinary(driven: Driven, holding: Holding) -> None:
@@ -356,7 +356,7 @@ def test_every_turn_of_an_early_start_is_told() -> None:
     told: list[str] = []
 
     class Witness:
-        def early_moved(self, early: Any, old: EarlyState) -> None:
+        def overlap_moved(self, early: Any, old: OverlapState) -> None:
             told.append(f"{old.name}>{early.state.name} {early.num_tokens}")
 
         def __getattr__(self, name: str) -> Any:
@@ -370,8 +370,8 @@ def test_every_turn_of_an_early_start_is_told() -> None:
         driven.ledger.begin_again(holding)
         driven.release(holding)
         driven.evict_device()
-    assert told == ["NEW>TRUSTING 16", "TRUSTING>CONFIRMED 16", "NEW>TRUSTING 16", "TRUSTING>REFUTED 16",
-                    "REFUTED>TOLD 16"]  # fmt: skip
+    assert told == ["NEW>SPECULATIVE 16", "SPECULATIVE>CONFIRMED 16", "NEW>SPECULATIVE 16", "SPECULATIVE>INVALID 16",
+                    "INVALID>ACKNOWLEDGED 16"]  # fmt: skip
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def num_early_starts(rng: random.Random) -> int:
     for plan in plans:
         driven.end(plan)
     for holding, tables, stop in zip(early, expected, stops, strict=True):
-        assert holding.early is None and holding.num_computed_tokens == stop
+        assert holding.overlap is None and holding.num_computed_tokens == stop
         assert driven.ledger.block_ids(holding) == tables
     end(driven, step)
     for holding, _ in under_way:

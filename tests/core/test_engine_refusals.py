@@ -59,7 +59,7 @@ EVERYWHERE = {
     "lookup", "admit", "plan_load", "launch", "settle", "discard", "invalidate", "release", "pin", "unpin", "lapse",
     "drop_pins", "reset", "statistics", "check_integrity", "watch",
 }  # fmt: skip
-IDLE = {"accept", "withdraw", "cancel", "cancel_errands", "plan_frontier"}
+IDLE = {"accept", "withdraw", "cancel", "cancel_cache_transfers", "plan_write_back"}
 """Calls about what is never made there."""
 
 

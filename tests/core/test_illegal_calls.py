@@ -54,8 +54,8 @@ ENGINE_CALLS = {"match_again", "offer"}
 """Calls that a ledger with blocks of its own never takes: see test_engine_owned.py."""
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
-    "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel", "cancel_errands",
-    "plan_frontier", "watch",
+    "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel", "cancel_cache_transfers",
+    "plan_write_back", "watch",
 }  # fmt: skip
 
 LOOKING = "block_ids can_start_early num_expected_tokens first_invalid_token expected_block_ids"

@@ -15,14 +15,14 @@ import pytest
 from driving import Driven, prompt
 
 from aoffload.core.lifecycle import (
-    EARLY_MOVES,
-    ERRAND_MOVES,
+    CACHE_TRANSFER_MOVES,
     JOB_MOVES,
+    OVERLAP_MOVES,
     PIN_MOVES,
     REQUEST_MOVES,
-    EarlyState,
-    ErrandState,
+    CacheTransferState,
     JobState,
+    OverlapState,
     PinState,
     RequestState,
     State,
@@ -32,7 +32,13 @@ from aoffload.core.observer import Moves, NullObserver
 from aoffload.errors import IllegalTransition, WrongState
 
 PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
-TABLES = {"request": REQUEST_MOVES, "job": JOB_MOVES, "pin": PIN_MOVES, "errand": ERRAND_MOVES, "early": EARLY_MOVES}
+TABLES = {
+    "request": REQUEST_MOVES,
+    "job": JOB_MOVES,
+    "pin": PIN_MOVES,
+    "cache_transfer": CACHE_TRANSFER_MOVES,
+    "overlap": OVERLAP_MOVES,
+}
 
 
 class Entity(SimpleNamespace):
@@ -55,10 +61,10 @@ class Told(NullObserver):
     def pin_moved(self, pin: Any, old: PinState) -> None:
         self.left.append(old)
 
-    def errand_moved(self, errand: Any, old: ErrandState) -> None:
+    def cache_transfer_moved(self, transfer: Any, old: CacheTransferState) -> None:
         self.left.append(old)
 
-    def early_moved(self, early: Any, old: EarlyState) -> None:
+    def overlap_moved(self, early: Any, old: OverlapState) -> None:
         self.left.append(old)
 
 
@@ -183,5 +189,5 @@ def test_the_diagrams_in_the_documentation_are_the_tables() -> None:
     shown = re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL)
     assert "\n".join(shown).strip() == printed.strip()
     assert shown == [mermaid(moves) + "\n" for moves in TABLES.values()]
-    for state in (*RequestState, *JobState, *PinState, *ErrandState, *EarlyState):
+    for state in (*RequestState, *JobState, *PinState, *CacheTransferState, *OverlapState):
         assert f"| `{state.name}` |" in text, f"docs/lifecycle.md says nothing about {state.name}"

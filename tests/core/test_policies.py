@@ -22,11 +22,11 @@ from aoffload import (
 )
 from aoffload.core.eviction import LeastRecentlyUsed
 from aoffload.core.groups import FullAttention, Layout
+from aoffload.core.hit_counts import RUN_TOKENS, HitCounts
 from aoffload.core.observer import NullObserver
 from aoffload.core.owners import Holding
 from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.core.records import Part
-from aoffload.core.seen import RUN_TOKENS, SeenPrefixes
 from aoffload.core.tokens import TokenSequence
 from aoffload.ledger import Prefix, Root, StoreScope
 
@@ -36,19 +36,19 @@ WINDOWED = [KVCacheGroup("full", block_size=BLOCK), KVCacheGroup("window", Slidi
 
 
 class Lazy(Driven):
-    """With everything that the frontier asks for landed at once, unless a test takes it itself."""
+    """With everything that the watermark asks for landed at once, unless a test takes it itself."""
 
-    def __init__(self, num_device: int, num_host: int = 32, *, frontier: int = 4, **config: Any) -> None:
-        super().__init__(num_device, num_host, store_policy=LazyStore(frontier), **config)
+    def __init__(self, num_device: int, num_host: int = 32, *, watermark: int = 4, **config: Any) -> None:
+        super().__init__(num_device, num_host, store_policy=LazyStore(watermark), **config)
 
-    def frontier(self) -> list[Any]:
-        plans = list(self.ledger.plan_frontier())
+    def watermark(self) -> list[Any]:
+        plans = list(self.ledger.plan_write_back())
         self.ledger.check_integrity()
         return plans
 
     def serve(self, tokens: list[int], **options: Any) -> Holding:
         holding = super().serve(tokens, **options)
-        self.land(self.frontier())
+        self.land(self.watermark())
         return holding
 
     def stored(self, tokens: list[int]) -> int:
@@ -65,19 +65,19 @@ def in_host(driven: Driven) -> int:
 # -- lazy ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("frontier", "num_stored"), [(4, 0), (5, 4)])
-def test_lazy_stores_what_the_next_blocks_will_evict(frontier: int, num_stored: int) -> None:
-    """Not while the room for the next `frontier_blocks` is free; as whole prefixes once one of them would evict."""
-    driven = Lazy(9, frontier=frontier)
+@pytest.mark.parametrize(("watermark", "num_stored"), [(4, 0), (5, 4)])
+def test_lazy_stores_what_the_next_blocks_will_evict(watermark: int, num_stored: int) -> None:
+    """Not while the room for the next `watermark_blocks` is free; as whole prefixes once one of them would evict."""
+    driven = Lazy(9, watermark=watermark)
     holding = driven.running(A)
-    assert driven.commit(holding) == [] == driven.frontier(), "nobody evicts what is in use"
+    assert driven.commit(holding) == [] == driven.watermark(), "nobody evicts what is in use"
     assert driven.release(holding) == []
     driven.serve(prompt(8, 4), max_hit_tokens=0)
     assert driven.ledger.statistics().device.num_free == 4
     assert in_host(driven) == num_stored
 
 
-def test_lazy_leaves_alone_what_is_behind_the_frontier() -> None:
+def test_lazy_leaves_alone_what_is_behind_the_watermark() -> None:
     """The hot end of the device is not copied."""
     driven = Lazy(13)
     for tokens in (A, B, C):
@@ -108,7 +108,7 @@ def test_a_use_during_the_store_counts(before_it_lands: bool) -> None:
         driven.serve(tokens)
     holding = driven.running(C)
     driven.commit(holding)
-    stores = driven.launch(driven.frontier())
+    stores = driven.launch(driven.watermark())
     assert sum(plan.num_blocks for plan in stores) == 4
     reader = driven.running(A)
     if before_it_lands:
@@ -123,21 +123,21 @@ def test_a_use_during_the_store_counts(before_it_lands: bool) -> None:
 
 
 def test_what_is_being_stored_counts_and_is_held() -> None:
-    """No more than a frontier is pinned by stores at a time. Who needs room meanwhile takes what lies behind."""
+    """No more than a watermark is pinned by stores at a time. Who needs room meanwhile takes what lies behind."""
     driven = Lazy(13)
     for tokens in (A, B, C):
         holding = driven.running(tokens)
         driven.commit(holding)
         driven.release(holding)
-    (store,) = driven.launch(driven.frontier())
+    (store,) = driven.launch(driven.watermark())
     assert store.num_blocks == 4 == driven.num_pinned()[0]
-    assert driven.frontier() == []
+    assert driven.watermark() == []
     holding = driven.running(D)
     driven.commit(holding)
-    assert driven.frontier() == [], "what is in flight is the frontier"
+    assert driven.watermark() == [], "what is in flight is the watermark"
     assert [driven.hit(tokens)[0] for tokens in (A, B, C)] == [16, 0, 16]
     driven.end(store)
-    assert driven.frontier() == [], "A is safe, and the next to go"
+    assert driven.watermark() == [], "A is safe, and the next to go"
     driven.land(driven.launch(driven.release(holding)))
     driven.serve(B)
     assert (driven.hit(A), driven.hit(C)) == ((0, 16), (16, 0))
@@ -149,16 +149,16 @@ def test_a_lazy_store_that_failed_is_offered_again() -> None:
     driven.serve(A)
     holding = driven.running(prompt(9, 4))
     driven.commit(holding)
-    (store,) = driven.launch(driven.frontier())
+    (store,) = driven.launch(driven.watermark())
     driven.end(store, Outcome.FAILED)
     driven.release(holding)
-    (again,) = driven.frontier()
+    (again,) = driven.watermark()
     assert list(again.source_ids) == list(store.source_ids)
     driven.land([again])
     assert driven.stored(A) == 16
 
 
-def test_a_look_at_the_frontier_costs_nothing_where_nothing_has_changed() -> None:
+def test_a_look_at_the_watermark_costs_nothing_where_nothing_has_changed() -> None:
     """It is asked after every commit of every decoding request: only when room has changed does it look."""
     looks: list[int] = []
 
@@ -169,39 +169,39 @@ def test_a_look_at_the_frontier_costs_nothing_where_nothing_has_changed() -> Non
 
     driven = Driven(8, store_policy=LazyStore(8), eviction=Watched)
     driven.serve(A)
-    driven.land(driven.ledger.plan_frontier())
+    driven.land(driven.ledger.plan_write_back())
     before = len(looks)
-    driven.ledger.plan_frontier()
+    driven.ledger.plan_write_back()
     assert len(looks) == before
     holding = driven.ledger.admit(Prefix.of(ROOT, prompt(9, 4)))
     driven.ledger.allocate_nowait(holding)
     before = len(looks)
-    driven.ledger.plan_frontier()
+    driven.ledger.plan_write_back()
     assert len(looks) == before + 1
 
 
 def test_lazy_stores_windows_near_the_end() -> None:
     """Of a window only what a hit near the end can use, with its margin, and the whole of full attention."""
     long = prompt(1, 41)
-    driven = Lazy(40, 60, frontier=36, groups=WINDOWED)
+    driven = Lazy(40, 60, watermark=36, groups=WINDOWED)
     holding = driven.running(long)
     driven.commit(holding)
     driven.release(holding)
-    stores = driven.launch(driven.frontier())
+    stores = driven.launch(driven.watermark())
     assert [plan.num_blocks for plan in stores] == [10, 3], "two blocks of the window, and one before"
     for plan in stores:
         driven.end(plan)
-    assert driven.frontier() == []
+    assert driven.watermark() == []
     driven.evict_device()
     assert driven.hit(long) == (0, 40)
 
 
-def test_the_default_frontier_is_an_eighth_of_the_pool() -> None:
+def test_the_default_watermark_is_an_eighth_of_the_pool() -> None:
     """Resolved by the ledger: the same object may serve pools of any size."""
     layout = Layout.of([KVCacheGroup("full", block_size=BLOCK)])
-    sizes = [LazyStore().for_ledger(layout, num).num_frontier_blocks for num in (3000, 4)]
+    sizes = [LazyStore().for_ledger(layout, num).num_watermark_blocks for num in (3000, 4)]
     assert sizes == [375, 1]
-    assert LazyStore(7).for_ledger(layout, 3000).num_frontier_blocks == 7
+    assert LazyStore(7).for_ledger(layout, 3000).num_watermark_blocks == 7
 
 
 class Places:
@@ -320,9 +320,9 @@ def test_another_root_is_another_prefix() -> None:
     assert in_host(driven) == 0
 
 
-def counts_of(driven: Driven) -> SeenPrefixes:
+def counts_of(driven: Driven) -> HitCounts:
     counts = driven.ledger._commits.policy.counts  # type: ignore[attr-defined]
-    assert isinstance(counts, SeenPrefixes)
+    assert isinstance(counts, HitCounts)
     return counts
 
 
@@ -334,7 +334,7 @@ def sequence(tokens: list[int]) -> TokenSequence:
 def test_the_counts_are_those_of_a_count_for_every_block(seed: int) -> None:
     """By runs or block by block: the same numbers, for prompts that part anywhere."""
     rng, naive = random.Random(seed), Counter[tuple[int, ...]]()
-    seen = SeenPrefixes(Layout.of([KVCacheGroup("full", FullAttention(), BLOCK)]), 10**9)
+    seen = HitCounts(Layout.of([KVCacheGroup("full", FullAttention(), BLOCK)]), 10**9)
     for _ in range(40):
         units = [rng.randrange(2) for _ in range(rng.randint(1, 8))]
         tokens = sequence([unit for unit in units for _ in range(BLOCK)])
@@ -361,7 +361,7 @@ def live(driven: Driven, tokens: list[int], generated: int = 8, **options: Any) 
     driven.land(driven.commit(holding, len(tokens) + generated, range(700, 700 + generated)))
     driven.land(driven.release(holding))
     for _ in range(2):
-        driven.land(driven.ledger.plan_frontier())
+        driven.land(driven.ledger.plan_write_back())
 
 
 @every_policy
@@ -398,9 +398,9 @@ def test_the_window_at_the_limit_is_stored(policy: Any, limit: int) -> None:
     holding = driven.running(prompt(1, 41), max_store_tokens=limit)
     for stop in (8, 16, 24, 32, 41):
         driven.land(driven.commit(holding, stop))
-        driven.land(driven.ledger.plan_frontier())
+        driven.land(driven.ledger.plan_write_back())
     driven.land(driven.release(holding))
-    driven.land(driven.ledger.plan_frontier())
+    driven.land(driven.ledger.plan_write_back())
     driven.evict_device()
     assert driven.hit(prompt(1, 41)) == (0, limit)
 
@@ -410,10 +410,10 @@ def test_somebody_else_may_have_it_stored(policy: Any) -> None:
     """Not to store is one request's wish, not a property of the tokens: who hits them and may store, does."""
     driven = Driven(8, store_policy=policy)
     driven.serve(A, store="none")
-    driven.land(driven.ledger.plan_frontier())
+    driven.land(driven.ledger.plan_write_back())
     assert in_host(driven) == 0
     driven.serve(A)
-    driven.land(driven.ledger.plan_frontier())
+    driven.land(driven.ledger.plan_write_back())
     assert in_host(driven) == 4
 
 
@@ -454,7 +454,7 @@ def test_bad_wishes_are_refused_by_name(argument: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("argument", "make"),
     [
-        *(("frontier_blocks", lambda v=v: LazyStore(v)) for v in (0, -1, True, 2**31, 1.5, "8")),
+        *(("watermark_blocks", lambda v=v: LazyStore(v)) for v in (0, -1, True, 2**31, 1.5, "8")),
         *(("min_seen", lambda v=v: SelectiveStore(v)) for v in (0, -1, True, 10**7, 1.5, None)),
         *(("max_counted_tokens", lambda v=v: SelectiveStore(max_counted_tokens=v)) for v in (0, 2**40, None)),
     ],
@@ -483,9 +483,9 @@ def test_a_refused_store_is_offered_again(policy: Any, again: str) -> None:
 
     driven = Driven(9, 4, store_policy=policy, observer=Watcher())
     driven.serve(B, store="all")
-    driven.land(driven.ledger.plan_frontier())
+    driven.land(driven.ledger.plan_write_back())
     driven.evict_device()
-    driven.land(driven.ledger.plan_frontier())
+    driven.land(driven.ledger.plan_write_back())
     assert in_host(driven) == 4
     keeper = driven.admit(B)
     assert keeper.match.num_host_tokens == 16, "all of the host is pinned"
@@ -495,15 +495,15 @@ def test_a_refused_store_is_offered_again(policy: Any, again: str) -> None:
         driven.release(holding, "left")
         holding = driven.running(A)
         assert holding.match.num_device_tokens == 16
-    assert driven.ledger.plan_frontier() == ()
+    assert driven.ledger.plan_write_back() == ()
     driven.release(keeper, "left")
     plans = driven.commit(holding) if again != "release" else []
-    plans += [*driven.release(holding), *driven.ledger.plan_frontier()]
+    plans += [*driven.release(holding), *driven.ledger.plan_write_back()]
     assert sum(plan.num_blocks for plan in plans if plan.direction is Direction.STORE) == 4
     assert skipped or isinstance(policy, LazyStore)
 
 
-def test_the_frontier_says_what_it_could_not_store() -> None:
+def test_the_watermark_says_what_it_could_not_store() -> None:
     """`store_skipped` without a request: it is on nobody's behalf. With room it is stored."""
     skipped: list[tuple[object, int]] = []
 
@@ -511,14 +511,14 @@ def test_the_frontier_says_what_it_could_not_store() -> None:
         def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
             skipped.append((holding, num_blocks))
 
-    driven = Lazy(9, 4, frontier=9, observer=Watcher())
+    driven = Lazy(9, 4, watermark=9, observer=Watcher())
     driven.serve(B)
     driven.evict_device()
     keeper = driven.admit(B)
     driven.serve(A)
     assert skipped == [(None, 4)]
     driven.release(keeper, "left")
-    driven.land(driven.frontier())
+    driven.land(driven.watermark())
     assert driven.stored(A) == 16
 
 

@@ -85,7 +85,7 @@ class Case:
             needed = {token // unit for token in attended(kind, stop * unit)}
             if band and not all(any(at in self.present[tier, band] for tier in tiers) for at in needed):
                 return False
-        if not self.layout.spine.width:
+        if not self.layout.full.width:
             return True
         device, host = self.present[Tier.DEVICE, 0], self.present[Tier.HOST, 0]
         near = next((at for at in range(stop) if at not in device), stop)
@@ -112,7 +112,7 @@ def test_a_hit_is_the_longest_that_every_group_accepts() -> None:
         happened["shrunk"] += 0 < hit.stop < min(limit, case.num_units)
         happened["on the device"] += hit.device_stop > 0
         happened["further in the host"] += 0 < hit.device_stop < hit.stop
-        happened["without a spine"] += hit.stop > 0 and not case.layout.spine.width
+        happened["without a spine"] += hit.stop > 0 and not case.layout.full.width
         happened["several windows"] += hit.stop > 0 and len(case.layout.windows) > 1
     assert all(happened[event] > 300 for event in MUST_HAPPEN), happened
 

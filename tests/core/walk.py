@@ -314,7 +314,7 @@ class Walk:
                 self.device[table[position]] = self.tag(client, group, position)
         self.allow(client, num_computed)
         self.take(self.ledger.commit(holding, num_computed, new))
-        self.take(self.ledger.plan_frontier())
+        self.take(self.ledger.plan_write_back())
         self.counts["committed"] += 1
 
     def allow(self, client: Client, num_tokens: int) -> None:
@@ -346,7 +346,7 @@ class Walk:
         self.clients.remove(client)
         self.take(self.ledger.release(client.holding, reason))
         if self.choices.random() < 0.9:  # it may be forgotten
-            self.take(self.ledger.plan_frontier())
+            self.take(self.ledger.plan_write_back())
         self.counts[client.holding.state.value] += 1
 
     def step(self) -> None:

@@ -135,9 +135,9 @@ async def test_every_piece_that_is_pinned_is_in_the_log() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(live)
         await until(told)
-        assert [event["event"] for _, event in events] == ["host_memory_pinned"]
+        assert [event["event"] for _, event in events] == ["host_memory_page_locked"]
         transport.may_open.set()
-    pinned = [event for _, event in events if event["event"] == "host_memory_pinned"]
+    pinned = [event for _, event in events if event["event"] == "host_memory_page_locked"]
     names = ("piece_bytes", "num_bytes", "total_bytes", "num_pieces")
     assert [[event[name] for name in names] for event in pinned] == [[10, 10, 30, 2], [20, 30, 30, 2]]
     assert {event["engine"] for event in pinned} == {"first"}

@@ -12,8 +12,8 @@ import pytest
 
 from aoffload import Request, WrongState
 from aoffload.core.owners import Holding
-from aoffload.core.pins import Pins
 from aoffload.core.plan import Direction, TransferPlan
+from aoffload.core.request_leases import Pins
 from aoffload.transfer.backends.cpu import CpuBackend
 from proof import soak as soak_module
 from proof.soak import Length, soak

@@ -345,7 +345,7 @@ async def test_a_load_ends_where_its_request_is_preempted(bound_s: float) -> Non
                 for job_id in list(transport.in_flight):
                     transport.lose(job_id)
                 await turns()
-                assert request.state is RequestState.LOADING and not request.block_ids[0]
+                assert request.state is RequestState.REQUEUED and not request.block_ids[0]
                 request.preempt_nowait()
                 await turns()
             assert ready == [0] and request.state is RequestState.PREEMPTED

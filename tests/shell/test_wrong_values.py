@@ -341,7 +341,7 @@ LEDGER: dict[str, Row] = {
     "prefetch wake": Row(lambda c, v: c.ledger.prefetch(prefix(8), v), "wake", CALLABLES),
     "demote": Row(lambda c, v: c.ledger.demote(v), PREFIX),
     "demote wake": Row(lambda c, v: c.ledger.demote(prefix(8), v), "wake", CALLABLES),
-    "cancel": Row(lambda c, v: c.ledger.cancel(v), "errand"),
+    "cancel": Row(lambda c, v: c.ledger.cancel(v), "transfer"),
     "reset": Row(lambda c, v: c.ledger.reset(v), "tier", "None"),
     "watch": Row(lambda c, v: c.ledger.watch(v), "watcher", "None"),
 }  # fmt: skip

@@ -70,7 +70,7 @@ def test_a_program_is_made_of_the_right_things() -> None:
     """Of a face, a world, calls and a number."""
     for change, name in (
         ({"face": "uvloop"}, "face"), ({"world": None}, "world"), ({"calls": ("serve",)}, "calls"),
-        ({"calls": call("frontier")}, "calls"), ({"seed": "x"}, "seed"),
+        ({"calls": call("watermark")}, "calls"), ({"seed": "x"}, "seed"),
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=name):
             attrs.evolve(Program("ledger", PLAIN, ()), **change)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def test_drawn_programs_make_known_calls_only(face: Any) -> None:
 @pytest.mark.parametrize("text", ['says """this"""', "ends in a \\", "a name like \\N{", 'ends in "'])
 def test_whatever_was_broken_the_printed_test_is_python(text: str) -> None:
     """Violations quote errors, and errors quote anything."""
-    compile(as_test(Program("ledger", PLAIN, (call("frontier"),)), "found", text), "found", "exec")
+    compile(as_test(Program("ledger", PLAIN, (call("watermark"),)), "found", text), "found", "exec")
 
 
 def test_a_name_that_no_test_can_have_is_refused() -> None:

@@ -15,7 +15,7 @@ from aoffload.core.admission import Admission
 from aoffload.core.cache import PrefixCache
 from aoffload.core.components import FullComponent
 from aoffload.core.owners import Holding
-from aoffload.core.pins import Pins
+from aoffload.core.request_leases import Pins
 from aoffload.core.tiers import TierBlocks
 from aoffload.errors import OutOfBlocks
 from aoffload.testing import Violation

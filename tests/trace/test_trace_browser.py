@@ -124,8 +124,8 @@ def test_the_panels_are_drawn(opened: Any, small: Path) -> None:
     picture(page, "small.png")
 
 
-def test_search_finds_a_request_and_shows_its_story(opened: Any, small: Path) -> None:
-    """Typing part of an id lists who has it; Enter goes there, and the story stands below."""
+def test_search_finds_a_request_and_shows_its_timeline(opened: Any, small: Path) -> None:
+    """Typing part of an id lists who has it; Enter goes there, and the timeline stands below."""
     page = opened(small)
     before = page.locator("#axis").screenshot()
     page.keyboard.press("/")
@@ -133,13 +133,13 @@ def test_search_finds_a_request_and_shows_its_story(opened: Any, small: Path) ->
     assert page.locator("#matches li").count() == 2
     assert page.locator("#found").inner_text() == "2 found"
     page.keyboard.press("Enter")
-    story = page.locator("#story")
-    assert "waiter" in story.inner_text() and "aborted: the client left" in story.inner_text()
-    assert "pinned" in story.inner_text() and "prompt tokens" in story.inner_text()
+    timeline = page.locator("#timeline")
+    assert "waiter" in timeline.inner_text() and "aborted: the client left" in timeline.inner_text()
+    assert "pinned" in timeline.inner_text() and "prompt tokens" in timeline.inner_text()
     page.evaluate("() => new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
     assert axis_labels_changed(page, before)
     page.keyboard.press("Escape")
-    assert not story.is_visible()
+    assert not timeline.is_visible()
 
 
 def test_hovering_says_what_a_bar_is(opened: Any, small: Path) -> None:
@@ -174,7 +174,7 @@ def test_the_view_zooms_moves_and_comes_back(opened: Any, small: Path) -> None:
     page.mouse.move(700, 260, steps=4)
     page.mouse.up()
     assert axis() not in (whole, zoomed)
-    assert not page.locator("#story").is_visible()  # a drag is no click
+    assert not page.locator("#timeline").is_visible()  # a drag is no click
     page.keyboard.press("0")
     assert axis() == whole
     page.mouse.move(0, 0)
@@ -192,6 +192,6 @@ def test_two_hundred_thousand_events_can_be_looked_at(opened: Any, large: Path) 
     assert num_coloured(page, "#gantt canvas") > 10_000
     picture(page, "large.png")
     search(page, "req-010000")
-    assert "req-010000" in page.locator("#story").inner_text()
+    assert "req-010000" in page.locator("#timeline").inner_text()
     assert "16 tokens" not in tip_at_middle(page, "req-010000")
     picture(page, "found.png")

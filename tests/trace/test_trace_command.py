@@ -28,7 +28,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
 
 
 def test_the_summary_counts_what_the_log_says(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests, aborts with their reasons, jobs and errands of a real log: the same numbers as counting its lines."""
+    """Requests, aborts with their reasons, jobs and transfers of a real log: the same numbers as counting its lines."""
     path, events = real
     assert main([str(path), "summary"]) == 0
     text = capsys.readouterr().out
@@ -69,7 +69,7 @@ def test_the_summary_of_one_runtime_is_a_part_of_the_whole(real: Real, capsys: p
 
 
 def test_a_request_is_told_from_its_match_to_its_end(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
-    """The story says what was found, what it waited for, and how it ended, in the order of the log."""
+    """The timeline says what was found, what it waited for, and how it ended, in the order of the log."""
     assert main([str(real[0]), "request", "waiter"]) == 0
     text = capsys.readouterr().out
     assert "2 requests had the id waiter" in text
@@ -85,7 +85,7 @@ def test_a_request_is_told_from_its_match_to_its_end(real: Real, capsys: pytest.
 
 
 def test_a_request_that_came_twice_is_told_twice(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two requests of one id in one runtime are two stories; the note of the program stands in its place."""
+    """Two requests of one id in one runtime are two timelines; the note of the program stands in its place."""
     assert main([str(real[0]), "request", "talk-0"]) == 0
     text = capsys.readouterr().out
     assert "4 requests had the id talk-0" in text
@@ -94,7 +94,7 @@ def test_a_request_that_came_twice_is_told_twice(real: Real, capsys: pytest.Capt
     assert len(re.findall(r"load of \d blocks?: launched", text)) == 2  # in the second turn of each run
 
 
-def test_a_preempted_request_is_one_story(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preempted_request_is_one_timeline(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
     """The match after a preemption begins no other request."""
     assert main([str(real[0]), "request", "aside"]) == 0
     text = capsys.readouterr().out

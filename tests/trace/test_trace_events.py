@@ -16,7 +16,7 @@ from aoffload import telemetry
 from aoffload.trace.events import MEANINGS
 from aoffload.trace.figures import Figures
 from aoffload.trace.lines import MAX_LINE_BYTES
-from aoffload.trace.oddities import Oddity
+from aoffload.trace.parse_errors import ParseError
 from aoffload.trace.scan import EmptyLogError, Scan
 from aoffload.trace.summary import summary
 from benchmarks.synthetic_log import line, write_synthetic
@@ -49,46 +49,46 @@ def test_every_event_of_the_telemetry_has_a_meaning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "oddity"),
+    ("bad", "parse_error"),
     [
-        (b"\n", Oddity.NOT_JSON),
-        (b"2026-01-01 INFO something else\n", Oddity.NOT_JSON),
-        (b"\xff\xfe\x00\x80\n", Oddity.NOT_JSON),
-        (b"[" * 100_000 + b"\n", Oddity.NOT_JSON),
-        (b'{"event": ' + b"9" * 5_000 + b"}\n", Oddity.NOT_JSON),
-        (b"{" + b" " * (2 * MAX_LINE_BYTES) + b'"event": "request_done"}\n', Oddity.NOT_JSON),
-        (b"17\n", Oddity.NO_EVENT),
-        (b"[]\n", Oddity.NO_EVENT),
-        (b'{"level": "info"}\n', Oddity.NO_EVENT),
-        (b'{"event": ["request_done"]}\n', Oddity.NO_EVENT),
-        (b'{"event": "started", "timestamp": "2026-01-01T00:00:00Z"}\n', Oddity.FOREIGN),
-        (b'{"event": "request_done", "request_id": "b", "num_computed_tokens": 1}\n', Oddity.NO_TIME),
-        (b'{"event": "request_done", "timestamp": "yesterday"}\n', Oddity.NO_TIME),
-        (b'{"event": "request_done", "timestamp": NaN}\n', Oddity.NO_TIME),
-        (b'{"event": "request_done", "timestamp": 1e400}\n', Oddity.NO_TIME),
-        (b'{"event": "request_done", "timestamp": 1' + b"0" * 400 + b"}\n", Oddity.NO_TIME),
-        (b'{"event": "request_done", "timestamp": true}\n', Oddity.NO_TIME),
-        (b'{"event": "request_done", "timestamp": 5, "num_computed_tokens": 1}\n', Oddity.MALFORMED),
-        (b'{"event": "request_done", "timestamp": 5, "request_id": 3}\n', Oddity.MALFORMED),
-        (b'{"event": "request_done", "timestamp": 5, "request_id": "b", "num_tokens": -1}\n', Oddity.MALFORMED),
-        (b'{"event": "request_done", "timestamp": 5, "request_id": "b", "num_tokens": 1.5}\n', Oddity.MALFORMED),
-        (b'{"event": "job_launched", "timestamp": 5, "job_id": 1, "direction": "up"}\n', Oddity.MALFORMED),
-        (b'{"event": "job_launched", "timestamp": 5, "job_id": true}\n', Oddity.MALFORMED),
-        (b'{"event": "runtime_opened", "timestamp": 5}\n', Oddity.MALFORMED),
-        (b'{"event": "store_skipped", "timestamp": 5, "reason": null}\n', Oddity.MALFORMED),
-        (b'{"event": "request_done", "timestamp": "2026-01-01T00:00:00Z", "request_id": "b", "num_c', Oddity.CUT_OFF),
+        (b"\n", ParseError.NOT_JSON),
+        (b"2026-01-01 INFO something else\n", ParseError.NOT_JSON),
+        (b"\xff\xfe\x00\x80\n", ParseError.NOT_JSON),
+        (b"[" * 100_000 + b"\n", ParseError.NOT_JSON),
+        (b'{"event": ' + b"9" * 5_000 + b"}\n", ParseError.NOT_JSON),
+        (b"{" + b" " * (2 * MAX_LINE_BYTES) + b'"event": "request_done"}\n', ParseError.NOT_JSON),
+        (b"17\n", ParseError.NO_EVENT),
+        (b"[]\n", ParseError.NO_EVENT),
+        (b'{"level": "info"}\n', ParseError.NO_EVENT),
+        (b'{"event": ["request_done"]}\n', ParseError.NO_EVENT),
+        (b'{"event": "started", "timestamp": "2026-01-01T00:00:00Z"}\n', ParseError.FOREIGN),
+        (b'{"event": "request_done", "request_id": "b", "num_computed_tokens": 1}\n', ParseError.NO_TIME),
+        (b'{"event": "request_done", "timestamp": "yesterday"}\n', ParseError.NO_TIME),
+        (b'{"event": "request_done", "timestamp": NaN}\n', ParseError.NO_TIME),
+        (b'{"event": "request_done", "timestamp": 1e400}\n', ParseError.NO_TIME),
+        (b'{"event": "request_done", "timestamp": 1' + b"0" * 400 + b"}\n", ParseError.NO_TIME),
+        (b'{"event": "request_done", "timestamp": true}\n', ParseError.NO_TIME),
+        (b'{"event": "request_done", "timestamp": 5, "num_computed_tokens": 1}\n', ParseError.MALFORMED),
+        (b'{"event": "request_done", "timestamp": 5, "request_id": 3}\n', ParseError.MALFORMED),
+        (b'{"event": "request_done", "timestamp": 5, "request_id": "b", "num_tokens": -1}\n', ParseError.MALFORMED),
+        (b'{"event": "request_done", "timestamp": 5, "request_id": "b", "num_tokens": 1.5}\n', ParseError.MALFORMED),
+        (b'{"event": "job_launched", "timestamp": 5, "job_id": 1, "direction": "up"}\n', ParseError.MALFORMED),
+        (b'{"event": "job_launched", "timestamp": 5, "job_id": true}\n', ParseError.MALFORMED),
+        (b'{"event": "runtime_opened", "timestamp": 5}\n', ParseError.MALFORMED),
+        (b'{"event": "store_skipped", "timestamp": 5, "reason": null}\n', ParseError.MALFORMED),
+        (b'{"event": "request_done", "timestamp": "2026-01-01T00:00:00Z", "request_id": "b", "num', ParseError.CUT_OFF),
     ],
 )  # fmt: skip
-def test_a_line_that_says_nothing_is_counted(bad: bytes, oddity: Oddity, tmp_path: Path) -> None:
+def test_a_line_that_says_nothing_is_counted(bad: bytes, parse_error: ParseError, tmp_path: Path) -> None:
     """It is left out under its own heading, and what is good before it is read as if it were not there."""
     clean, _ = scanned(tmp_path / "clean.log", good())
     scan, figures = scanned(tmp_path / "odd.log", good() + bad)
-    assert {kind: scan.reader.oddities.num_lines(kind) for kind in Oddity} == {
-        kind: int(kind is oddity) for kind in Oddity
+    assert {kind: scan.reader.parse_errors.num_lines(kind) for kind in ParseError} == {
+        kind: int(kind is parse_error) for kind in ParseError
     }
     assert scan.reader.num_events == clean.reader.num_events == 2
     (remark,) = [remark for remark in scan.remarks() if "left out" in remark]
-    assert oddity.value in remark and "line 3" in remark
+    assert parse_error.value in remark and "line 3" in remark
     assert figures.in_all.num == 1
 
 
@@ -97,7 +97,7 @@ def test_what_follows_a_line_that_is_too_long_is_read(tmp_path: Path) -> None:
     endless = b'{"event": "' + b"x" * (3 * MAX_LINE_BYTES) + b'"}\n'
     scan, figures = scanned(tmp_path / "long.log", endless + good())
     assert scan.reader.num_events == 2 and figures.in_all.num == 1
-    assert scan.reader.oddities.num_lines(Oddity.NOT_JSON) == 1
+    assert scan.reader.parse_errors.num_lines(ParseError.NOT_JSON) == 1
 
 
 @pytest.mark.parametrize(
@@ -143,5 +143,7 @@ def test_no_damage_to_a_log_makes_it_crash(tmp_path_factory: pytest.TempPathFact
         scan, figures = scanned(path, bytes(content))
     except EmptyLogError:
         return
-    assert scan.reader.num_events + sum(map(scan.reader.oddities.num_lines, Oddity)) == scan.reader.lines.num_lines
+    assert (
+        scan.reader.num_events + sum(map(scan.reader.parse_errors.num_lines, ParseError)) == scan.reader.lines.num_lines
+    )
     assert list(summary(scan, figures))

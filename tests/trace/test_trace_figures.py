@@ -88,7 +88,7 @@ def test_the_slowest_requests_come_slowest_first(tmp_path: Path) -> None:
     figures = Figures()
     Scan.of(path, figures, io.StringIO()).run()
     expected = sorted(lengths, key=lambda name: -lengths[name])[:NUM_SLOWEST]
-    assert [story.name for story in figures.slowest()] == expected
+    assert [timeline.name for timeline in figures.slowest()] == expected
 
 
 def test_skipped_stores_alarms_and_failures_are_named(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_skipped_stores_alarms_and_failures_are_named(tmp_path: Path) -> None:
         info = warning = error = debug
 
     telemetry = Telemetry(Logger())
-    telemetry.host_memory_pinned(PinProgress(8, 8, 8, 1))
+    telemetry.host_memory_page_locked(PinProgress(8, 8, 8, 1))
     telemetry.runtime_opened(4, 4)
     for num_blocks in (3, 4):
         telemetry.store_skipped(None, num_blocks, "host_full")

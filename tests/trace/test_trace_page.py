@@ -53,18 +53,18 @@ def test_the_data_are_those_of_the_log(real: tuple[Path, list[dict[str, Any]]]) 
     """Names, states, times, jobs and pool sizes come back as they were written."""
     page, events = real
     data = page_data(page)
-    stories, moves, jobs = columns(data["stories"]), columns(data["moves"]), columns(data["jobs"])
-    kinds = [data["kinds"][kind] for kind in stories["kind"]]
-    names = [name for name, kind in zip(stories["name"], kinds, strict=True) if kind == "request"]
+    timelines, moves, jobs = columns(data["timelines"]), columns(data["moves"]), columns(data["jobs"])
+    kinds = [data["kinds"][kind] for kind in timelines["kind"]]
+    names = [name for name, kind in zip(timelines["name"], kinds, strict=True) if kind == "request"]
     ended = [event["request_id"] for event in events if event["event"] in ("request_done", "request_aborted")]
     assert names == ended
     states = Counter(data["words"][state] for state in moves["state"])
     assert states["running"] == sum(event["event"] == "request_running" for event in events)
-    assert sum(stories["moves"]) == len(moves["state"]) == len(moves["at_s"])
+    assert sum(timelines["moves"]) == len(moves["state"]) == len(moves["at_s"])
     launched = [event for event in events if event["event"] == "job_launched"]
     assert sorted(jobs["num_blocks"]) == sorted(event["num_blocks"] for event in launched)
     assert Counter(data["directions"][at] for at in jobs["direction"]) == Counter(e["direction"] for e in launched)
-    assert set(jobs["story"]) <= {0, *stories["number"]}
+    assert set(jobs["timeline"]) <= {0, *timelines["number"]}
     assert [(life["num_device_blocks"], life["num_host_blocks"]) for life in data["runtimes"]] == [(8, 9), (8, 9)]
     assert "Derived, since no event carries the counts of a pool" in data["derived"]
 
@@ -93,7 +93,7 @@ def test_no_request_id_breaks_out_of_the_data(name: str, tmp_path: Path) -> None
     assert text.isascii() and len(re.findall("<script", text)) == 2 and "%SCRIPT%" not in text.replace(name, "")
     assert "<title>%STYLE%&lt;b&gt;&#252;.log - aoffload trace</title>" in text
     shown = name.encode("unicode_escape").decode() if not name.isprintable() else name
-    assert len(column(page_data(page)["stories"]["name"])[0]) >= min(len(name), len(shown))
+    assert len(column(page_data(page)["timelines"]["name"])[0]) >= min(len(name), len(shown))
 
 
 def test_what_a_page_cannot_hold_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_what_a_page_cannot_hold_is_counted(tmp_path: Path, monkeypatch: pytest.
     write_synthetic(tmp_path / "log", 3_000)
     write_page(tmp_path / "log", tmp_path / "page.html", io.StringIO())
     data = page_data(tmp_path / "page.html")
-    assert data["stories"]["name"]["length"] == data["jobs"]["job_id"]["length"] == 50
+    assert data["timelines"]["name"]["length"] == data["jobs"]["job_id"]["length"] == 50
     assert any("not drawn: a page holds the first" in remark for remark in data["remarks"])
 
 
@@ -120,12 +120,12 @@ def test_the_scripts_read_the_data_back(real: tuple[Path, list[dict[str, Any]]],
     data.write_text(json.dumps(page_data(page)))
     program = "\n".join((ASSETS / name).read_text() for name in ("format.js", "data.js", "gantt.js")) + (
         "\nreadTrace(JSON.parse(require('fs').readFileSync(process.argv[2]))).then((trace) => {"
-        " const found = searchStories(trace, 'waiter', 9);"
-        " const states = found.stories.map((at) => intervalsOf(trace, at).map((one) => one.state));"
-        " const { lane, startS, stopS, name } = trace.stories;"
+        " const found = searchTimelines(trace, 'waiter', 9);"
+        " const states = found.timelines.map((at) => intervalsOf(trace, at).map((one) => one.state));"
+        " const { lane, startS, stopS, name } = trace.timelines;"
         " const index = new LaneIndex(trace.num_lanes, Uint32Array.from(lane.keys()), lane, startS, stopS);"
         " const near = name.map((_, at) => index.nearest(lane[at], (startS[at] + stopS[at]) / 2, 0, () => true));"
-        " console.log(JSON.stringify([found.count, states, factsOf(trace, found.stories[0]), near])); });"
+        " console.log(JSON.stringify([found.count, states, factsOf(trace, found.timelines[0]), near])); });"
     )
     (tmp_path / "program.js").write_text(program)
     done = subprocess.run(["node", str(tmp_path / "program.js"), str(data)], capture_output=True, check=True)
@@ -136,5 +136,5 @@ def test_the_scripts_read_the_data_back(real: tuple[Path, list[dict[str, Any]]],
     assert states == [["matched", "pinned"]] * 2
     assert facts == {"num_tokens": 100, "num_device_tokens": 0, "num_host_tokens": 0}
     starts = columns(page_data(page)["moves"])["at_s"]
-    assert len(near) == len(column(page_data(page)["stories"]["name"])) and starts == sorted(starts, key=lambda _: 0)
+    assert len(near) == len(column(page_data(page)["timelines"]["name"])) and starts == sorted(starts, key=lambda _: 0)
     assert near == list(range(len(near)))

@@ -76,7 +76,7 @@ def traced(log: Path) -> dict[str, Any]:
 
 
 def test_a_real_log_becomes_a_valid_trace(tmp_path: Path) -> None:
-    """Each request, job and errand is a slice with its facts, an abort is marked, and runtimes are processes."""
+    """Each request, job and transfer is a slice with its facts, an abort is marked, and runtimes are processes."""
     events = write_real(tmp_path / "real.log")
     trace = traced(tmp_path / "real.log")["traceEvents"]
     slices = Counter(event["cat"] for event in trace if event["ph"] == "X")

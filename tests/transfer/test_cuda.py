@@ -189,7 +189,7 @@ def test_a_kernel_that_cannot_be_built_is_not_chosen() -> None:
     backend = CudaBackend(regions_of(torch.zeros(8, MIB)), options=on(cuda, kernel=lambda device: Broken()))
     backend.open(2)
     assert backend.break_even == BreakEven(0, 0)
-    assert backend.host.is_pinned
+    assert backend.host.is_page_locked
     backend.close()
 
 

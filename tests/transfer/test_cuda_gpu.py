@@ -87,7 +87,7 @@ def test_gpu_round_trip(open_copies: Callable[..., Copies], driver: Any, break_e
     for block_id in (3, 4, 9, 31):
         assert torch.equal(pool[block_id, ::2], wanted[block_id, ::2])
         assert not pool[block_id, 1].any()
-    assert backend.host.is_pinned
+    assert backend.host.is_page_locked
     assert torch.from_numpy(backend.host.rows).is_pinned()
 
 

@@ -22,10 +22,10 @@ from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload.env import Env
 from aoffload.transfer.backends.base import anonymous_memory
 from aoffload.transfer.backends.cuda import CudaBackend, CudaError, HostMemoryError, PinProgress
-from aoffload.transfer.backends.cuda.pinned import (
+from aoffload.transfer.backends.cuda.page_locked import (
     ALIGNMENT,
     MAX_PIECE_BYTES,
-    pinned_memory,
+    page_locked_memory,
     register_in_pieces,
 )
 from aoffload.transfer.region import regions_of
@@ -41,7 +41,7 @@ def ignored(progress: PinProgress) -> None:
 def test_the_whole_pool_is_registered_in_pieces_where_it_is() -> None:
     """The pieces cover the pool without gap or overlap, end between huge pages, and are told of one by one."""
     cuda, heard = SimulatedCuda(), list[PinProgress]()
-    memory = pinned_memory(cuda, 9, MIB, heard.append, max_piece_bytes=2 * MIB)
+    memory = page_locked_memory(cuda, 9, MIB, heard.append, max_piece_bytes=2 * MIB)
     assert cuda.registered == {piece.address: piece.num_bytes for piece in memory.pieces}
     assert sum(piece.num_bytes for piece in memory.pieces) == 9 * MIB
     assert memory.pieces[0].address == memory.address
@@ -115,7 +115,7 @@ def test_what_cannot_be_pinned_is_used_as_it_is_with_one_warning() -> None:
         backend.open(16)
     assert [str(warning.message).partition(":")[0] for warning in given] == ["copies will be slow"]
     assert given[0].category is RuntimeWarning
-    assert not backend.host.is_pinned
+    assert not backend.host.is_page_locked
     assert "pageable" in repr(backend)
     backend.close()
 
@@ -143,7 +143,7 @@ def test_a_pool_without_blocks_is_no_special_case() -> None:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
 def test_forked_children_do_not_get_the_pool() -> None:
     """Their first write would part the memory from what the device sees (`dc`: do not copy on fork)."""
-    memory = pinned_memory(SimulatedCuda(), 4, MIB, ignored)
+    memory = page_locked_memory(SimulatedCuda(), 4, MIB, ignored)
     found = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line[:1] in "0123456789abcdef" and "-" in line.split()[0]:
@@ -157,8 +157,8 @@ KILLED = """
 import sys
 sys.path[:0] = sys.argv[1:]
 from simulated_cuda import SimulatedCuda
-from aoffload.transfer.backends.cuda.pinned import pinned_memory
-memory = pinned_memory(SimulatedCuda(), 64, 2**20, lambda progress: None)
+from aoffload.transfer.backends.cuda.page_locked import page_locked_memory
+memory = page_locked_memory(SimulatedCuda(), 64, 2**20, lambda progress: None)
 memory.rows[:] = 7
 lines = [line.split() for line in open("/proc/self/maps")]
 at = memory.address
@@ -233,7 +233,7 @@ async def test_a_runtime_that_pins_holds_up_nobody_and_leaves_nothing_pinned(lea
         for _ in range(10):
             await anyio.lowlevel.checkpoint()
         cuda.may_pin.set()
-    pieces = [call.kwargs for call in log.calls if call.kwargs["event"] == "host_memory_pinned"]
+    pieces = [call.kwargs for call in log.calls if call.kwargs["event"] == "host_memory_page_locked"]
     assert entered == ([] if leaves else [9 * MIB])
     assert cuda.registered == {}
     assert all(not lane._thread.is_alive() for lane in transport._lanes.values())

@@ -21,7 +21,7 @@ _LOADING = (_S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED)
 WEIGHTS = {
     "admit": 5, "go_on": 14, "any_request": 2, "transfer": 8, "land": 2, "begin": 1.5, "end": 1.5, "invalidate": 0.7,
     "release": 1, "preempt": 0.8, "resume": 1.2, "fork": 0.8, "pin": 0.7, "unpin": 0.5, "lapse": 0.2, "prefetch": 0.6,
-    "demote": 0.6, "cancel": 0.2, "reset": 0.25, "frontier": 0.3, "late": 0.6, "stray": 0.3, "again": 0.2,
+    "demote": 0.6, "cancel": 0.2, "reset": 0.25, "watermark": 0.3, "late": 0.6, "stray": 0.3, "again": 0.2,
     "lookup": 0.2,
     "serve": 4, "evict": 2.5, "wrong": 0.2, "extend": 0.8, "withdraw": 0.4, "abandon": 0.4,
     "begin_again": 0.2,
@@ -40,7 +40,7 @@ class LedgerDraw(JobDraw):
         core = ("admit", "go_on", "transfer", "land", "serve", "evict")
         self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in WEIGHTS.items()]
         if machine.world.store_policy.startswith("lazy"):
-            self.weights[list(WEIGHTS).index("frontier")] = 4.0
+            self.weights[list(WEIGHTS).index("watermark")] = 4.0
         self.num_named = 0
         self.capacity = (machine.world.num_device_blocks - 1) // machine.ledger.layout.width * machine.unit
         """Tokens that fit on the device."""
@@ -115,7 +115,7 @@ class LedgerDraw(JobDraw):
             return self._transfer()
         if holding.state is _S.PREEMPTED:
             return Call("resume", {"who": who})
-        if holding.early is not None:
+        if holding.overlap is not None:
             return Call("begin_again", {"who": who})
         return self._compute(client)
 
@@ -294,7 +294,11 @@ class LedgerDraw(JobDraw):
         return self._cached("demote", "e")
 
     def _cancel(self) -> Call | None:
-        return Call("cancel", {"name": self.rng.choice(list(self.machine.errands))}) if self.machine.errands else None
+        return (
+            Call("cancel", {"name": self.rng.choice(list(self.machine.cache_transfers))})
+            if self.machine.cache_transfers
+            else None
+        )
 
     # -- the whole ledger -----------------------------------------------------------------------------------------
 
@@ -302,8 +306,8 @@ class LedgerDraw(JobDraw):
         tier = self.rng.choice((None, "DEVICE", "HOST"))
         return Call("reset", {"tier": tier} if tier else {})
 
-    def _frontier(self) -> Call:
-        return Call("frontier")
+    def _watermark(self) -> Call:
+        return Call("watermark")
 
     def _lookup(self) -> Call:
         return Call("lookup", {"tokens": self.prompts.draw()})

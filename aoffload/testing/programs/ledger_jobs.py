@@ -18,7 +18,7 @@ class JobCalls(LedgerState):
     def take(self, plans: Iterable[TransferPlan]) -> None:
         for plan in plans:
             job = self.ledger.jobs.unsettled[plan.job_id]
-            stem = f"{job.request_id or 'frontier'}:{plan.direction.value}"
+            stem = f"{job.request_id or 'watermark'}:{plan.direction.value}"
             self.plans[f"{stem}:{self.num_planned[stem]}"] = plan
             self.num_planned[stem] += 1
             self._note("bands", job.band)

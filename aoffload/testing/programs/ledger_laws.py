@@ -138,7 +138,7 @@ class Laws:
 
 def _in_doubt(holding: Holding) -> bool:
     """Whether its forward started early and the engine still has to begin again."""
-    return holding.early is not None
+    return holding.overlap is not None
 
 
 class _Watcher:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...core.kept import Errand
+from ...core.kept import CacheTransfer
 from ...prefix import Prefix, Root
 from .ledger_laws import Laws
 from .ledger_requests import RequestCalls
@@ -15,34 +15,34 @@ __all__ = ["LedgerMachine"]
 
 class LedgerMachine(RequestCalls, Machine):
     LAWS = Laws
-    FAREWELL = ("drop_pins", "cancel_errands")
+    FAREWELL = ("drop_pins", "cancel_cache_transfers")
 
-    # -- prefetches, demotions and the frontier -------------------------------------------------------------------
+    # -- prefetches, demotions and the watermark -------------------------------------------------------------------
 
     def do_prefetch(self, name: str, tokens: Sequence[int], salt: str | None = None) -> str:
-        return self._errand("prefetch", name, self.ledger.prefetch(Prefix.of(Root("programs", salt), tokens)))
+        return self._transfer("prefetch", name, self.ledger.prefetch(Prefix.of(Root("programs", salt), tokens)))
 
     def do_demote(self, name: str, tokens: Sequence[int], salt: str | None = None) -> str:
-        return self._errand("demote", name, self.ledger.demote(Prefix.of(Root("programs", salt), tokens)))
+        return self._transfer("demote", name, self.ledger.demote(Prefix.of(Root("programs", salt), tokens)))
 
-    def _errand(self, kind: str, name: str, errand: Errand) -> str:
-        self.errands[name] = errand
-        self.take(errand.plans)
-        self._note(kind, errand.plans)
-        return f"{errand}"
+    def _transfer(self, kind: str, name: str, transfer: CacheTransfer) -> str:
+        self.cache_transfers[name] = transfer
+        self.take(transfer.plans)
+        self._note(kind, transfer.plans)
+        return f"{transfer}"
 
     def do_cancel(self, name: str) -> str:
-        if name not in self.errands:
+        if name not in self.cache_transfers:
             return "skipped"
-        self.ledger.cancel(self.errands.pop(name))
+        self.ledger.cancel(self.cache_transfers.pop(name))
         return "cancelled"
 
-    def do_cancel_errands(self) -> str:
-        self.ledger.cancel_errands()
+    def do_cancel_cache_transfers(self) -> str:
+        self.ledger.cancel_cache_transfers()
         return "cancelled"
 
-    def do_frontier(self) -> str:
-        plans = self.ledger.plan_frontier()
+    def do_watermark(self) -> str:
+        plans = self.ledger.plan_write_back()
         self.take(plans)
-        self._note("frontier", plans)
+        self._note("watermark", plans)
         return f"{len(plans)}"

@@ -35,8 +35,8 @@ class Recorder(NullObserver):
     def pin_moved(self, pin: Any, old: Any) -> None:
         self._hear(pin, old)
 
-    def errand_moved(self, errand: Any, old: Any) -> None:
-        self._hear(errand, old)
+    def cache_transfer_moved(self, transfer: Any, old: Any) -> None:
+        self._hear(transfer, old)
 
-    def early_moved(self, early: Any, old: Any) -> None:
+    def overlap_moved(self, early: Any, old: Any) -> None:
         self._hear(early, old)

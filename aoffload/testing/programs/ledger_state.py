@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import attrs
 
-from ...core.kept import Errand, Pin
+from ...core.kept import CacheTransfer, Pin
 from ...core.ledger import Ledger
 from ...core.owners import Holding
 from ...core.plan import Completion, TransferPlan
@@ -70,7 +70,7 @@ class LedgerState:
         self.clients: dict[str, Client] = {}
         self.steps: dict[str, Step] = {}
         self.pins: dict[str, Pin] = {}
-        self.errands: dict[str, Errand] = {}
+        self.cache_transfers: dict[str, CacheTransfer] = {}
         self.plans: dict[str, TransferPlan] = {}
         """Jobs that are not over, by name: request, direction and running number."""
         self.unproven: dict[str, TransferPlan] = {}

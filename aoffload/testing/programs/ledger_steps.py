@@ -124,7 +124,7 @@ class StepCalls(JobCalls):
     ) -> str:
         plans = self.ledger.commit(client.holding, forward.stop, new)
         self.take(plans)
-        self.take(self.ledger.plan_frontier())
+        self.take(self.ledger.plan_write_back())
         client.computed(forward.start, marks)
         sampled = new[num_drafts:]
         self.bytes.append(client.text, sampled)

@@ -57,7 +57,7 @@ class LedgerStories(LedgerDraw):
         if policy == "off" or rng.random() < 0.1:
             story.append(_call("demote", {"name": self._name("e"), **known}))
         elif policy.startswith("lazy"):
-            story.append(self._frontier)
+            story.append(self._watermark)
         story += [_call("land"), self._evict]
         story += [_call("admit", {"who": name, **wanted}) for name in names]
         story += [_call("allocate", {"who": name}) for name in names]

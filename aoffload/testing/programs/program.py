@@ -73,7 +73,7 @@ class World:
     max_job_bytes: int
     """A block counts as one byte."""
     store_policy: str
-    """"eager", "off", "lazy:3" (blocks of its frontier), "selective:2" (times that a prefix must be asked for)."""
+    """"eager", "off", "lazy:3" (blocks of its watermark), "selective:2" (times that a prefix must be asked for)."""
     max_pinned_share: float = 0.5
     max_prefetch_share: float = 0.5
 

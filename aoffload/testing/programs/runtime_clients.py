@@ -16,7 +16,7 @@ from ...request import Request
 from ..clients import Client
 from ..violations import Violation
 from .program import Call
-from .runtime_keeping import ClientCalls
+from .runtime_pins import ClientCalls
 from .runtime_requests import Served
 
 __all__ = ["Actor", "Left"]

@@ -310,7 +310,7 @@ class Drawing:
         return self._identity()
 
     _demote_nowait = _lookup = _prefetch_nowait
-    _errand_wait = _flush = _wait
+    _transfer_wait = _flush = _wait
 
     def _reset(self) -> dict[str, Any]:
         return {**({"timeout_s": 0.01} if self.rng.random() < 0.2 else {}), **self._patience()}

@@ -30,7 +30,7 @@ BECOMES = {
 }  # fmt: skip
 KEEPING = (
     ("pin", 30), ("unpin", 12), ("prefetch", 16), ("prefetch_nowait", 10), ("demote", 14), ("demote_nowait", 8),
-    ("errand_wait", 6), ("errand_cancel", 6),
+    ("transfer_wait", 6), ("transfer_cancel", 6),
 )  # fmt: skip
 WHOLE = (
     ("flush", 18), ("reset_device", 30), ("away", 24), ("reset", 8), ("reset_host", 8), ("lookup", 8),

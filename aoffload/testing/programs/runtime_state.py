@@ -6,10 +6,10 @@ from collections import Counter
 from typing import Any
 
 from ...core.cache import PrefixCache
-from ...core.kept import Errand, Pin
+from ...core.kept import CacheTransfer, Pin
 from ...core.ledger import Ledger
-from ...core.lifecycle import EarlyState, ErrandState, JobState, PinState, RequestState
-from ...core.owners import EarlyStart, Holding
+from ...core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
+from ...core.owners import Holding, LoadOverlap
 from ...core.plan import Tier
 from ...core.records import Job, Part
 from ...observers import RuntimeObserver
@@ -31,9 +31,9 @@ def picture(ledger: Ledger) -> tuple[Any, ...]:
         [_of_holding(holding) for holding in ledger.holdings.values()],
         [(holding.request_id, holding.num_steps) for holding in ledger._closing if holding.num_steps],
         [(job.job_id, job.state, len(job.claims)) for job in ledger.jobs.unsettled.values()],
-        [(pin.pin_id, pin.state) for pin in ledger._keeping.pins],
+        [(pin.pin_id, pin.state) for pin in ledger._pins.pins],
         [(waiter.holding.ticket, waiter.num_units) for waiter in (*line.extending, *line.allocating)],
-        len(ledger._errands.under_way),
+        len(ledger._cache_transfers.under_way),
     )
 
 
@@ -75,10 +75,10 @@ class Told(RuntimeObserver):
     def pin_moved(self, pin: Pin, old: PinState) -> None:
         self._moved(pin, old, PinState.NEW, tuple(state for state in PinState if state is not PinState.HELD))
 
-    def errand_moved(self, errand: Errand, old: ErrandState) -> None:
-        self._moved(errand, old, ErrandState.NEW, (ErrandState.DONE, ErrandState.CANCELLED))
+    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None:
+        self._moved(transfer, old, CacheTransferState.NEW, (CacheTransferState.DONE, CacheTransferState.CANCELLED))
 
-    def early_moved(self, early: EarlyStart, old: EarlyState) -> None:
+    def overlap_moved(self, early: LoadOverlap, old: OverlapState) -> None:
         self.counts[early.state.value] += 1
 
     def _moved(self, entity: Any, old: Any, first: Any, last: tuple[Any, ...]) -> None:

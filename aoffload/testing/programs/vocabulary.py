@@ -49,8 +49,8 @@ LEDGER_CALLS = _table({
     "launch": "job!", "settle": "job! outcome at", "land": "who", "discard": "job!", "late": "job!", "stray": "job!",
     "again": "job!",
     "pin": f"name! {KEY} expires_at", "unpin": "name!", "lapse": "now!", "drop_pins": "",
-    "prefetch": f"name! {KEY}", "demote": f"name! {KEY}", "cancel": "name!", "cancel_errands": "",
-    "reset": "tier", "frontier": "", "lookup": KEY, "serve": f"{KEY} new", "evict": "num_tokens! token!",
+    "prefetch": f"name! {KEY}", "demote": f"name! {KEY}", "cancel": "name!", "cancel_cache_transfers": "",
+    "reset": "tier", "watermark": "", "lookup": KEY, "serve": f"{KEY} new", "evict": "num_tokens! token!",
     "wrong": "method! who! num_tokens num_computed_tokens from_token max_tokens",
 })  # fmt: skip
 
@@ -82,7 +82,7 @@ RUNTIME_CALLS = _table({
     "preempt_nowait": CLIENT, "resume": f"{CLIENT} num by", "abort": f"{CLIENT} how",
     "pin": f"{CLIENT} {IDENTITY} ttl_s!", "unpin": CLIENT, "prefetch": f"{CLIENT} {IDENTITY}",
     "prefetch_nowait": f"{CLIENT} {IDENTITY}", "demote": f"{CLIENT} {IDENTITY}",
-    "demote_nowait": f"{CLIENT} {IDENTITY}", "errand_wait": CLIENT, "errand_cancel": CLIENT,
+    "demote_nowait": f"{CLIENT} {IDENTITY}", "transfer_wait": CLIENT, "transfer_cancel": CLIENT,
     "flush": CLIENT, "reset": f"{CLIENT} tier timeout_s", "lookup": f"{CLIENT} {IDENTITY}", "statistics": CLIENT,
     "integrity": CLIENT, "pause": f"{CLIENT} s!",
 })  # fmt: skip

@@ -27,29 +27,29 @@ async function readUsages(usages) {
 }
 
 async function readTrace(raw) {
-  const [stories, moves, jobs] = await Promise.all([raw.stories, raw.moves, raw.jobs].map(readColumns));
-  const trace = { ...raw, stories, moves, jobs, usages: await readUsages(raw.usages) };
+  const [timelines, moves, jobs] = await Promise.all([raw.timelines, raw.moves, raw.jobs].map(readColumns));
+  const trace = { ...raw, timelines, moves, jobs, usages: await readUsages(raw.usages) };
   addMoveRanges(trace);
-  trace.storyByNumber = new Map(Array.from(stories.number, (number, at) => [number, at]));
-  trace.jobsByStory = groupJobs(jobs);
+  trace.timelineByNumber = new Map(Array.from(timelines.number, (number, at) => [number, at]));
+  trace.jobsByTimeline = groupJobs(jobs);
   return trace;
 }
 
-// For each story: where its moves are, when it began and ended, and its longest state.
+// For each timeline: where its moves are, when it began and ended, and its longest state.
 function addMoveRanges(trace) {
-  const { stories, moves } = trace;
-  const count = stories.number.length;
-  stories.first = new Uint32Array(count + 1);
-  stories.startS = new Float64Array(count);
-  stories.stopS = new Float64Array(count);
-  stories.main = new Uint16Array(count);
+  const { timelines, moves } = trace;
+  const count = timelines.number.length;
+  timelines.first = new Uint32Array(count + 1);
+  timelines.startS = new Float64Array(count);
+  timelines.stopS = new Float64Array(count);
+  timelines.main = new Uint16Array(count);
   for (let at = 0, move = 0; at < count; at++) {
-    const end = move + stories.moves[at];
-    stories.first[at] = move;
-    stories.first[at + 1] = end;
-    stories.startS[at] = moves.at_s[move];
-    stories.stopS[at] = moves.at_s[end - 1];
-    stories.main[at] = mainState(moves, move, end);
+    const end = move + timelines.moves[at];
+    timelines.first[at] = move;
+    timelines.first[at + 1] = end;
+    timelines.startS[at] = moves.at_s[move];
+    timelines.stopS[at] = moves.at_s[end - 1];
+    timelines.main[at] = mainState(moves, move, end);
     move = end;
   }
 }
@@ -66,7 +66,7 @@ function mainState(moves, first, end) {
 
 function groupJobs(jobs) {
   const grouped = new Map();
-  jobs.story.forEach((number, at) => {
+  jobs.timeline.forEach((number, at) => {
     if (!number) return;
     if (!grouped.has(number)) grouped.set(number, []);
     grouped.get(number).push(at);
@@ -74,25 +74,25 @@ function groupJobs(jobs) {
   return grouped;
 }
 
-// The states of a story, each with its length.
-function intervalsOf(trace, story) {
-  const { stories, moves, words } = trace;
+// The states of a timeline, each with its length.
+function intervalsOf(trace, timeline) {
+  const { timelines, moves, words } = trace;
   const intervals = [];
-  for (let move = stories.first[story]; move < stories.first[story + 1] - 1; move++) {
+  for (let move = timelines.first[timeline]; move < timelines.first[timeline + 1] - 1; move++) {
     const [startS, stopS] = [moves.at_s[move], moves.at_s[move + 1]];
     intervals.push({ state: words[moves.state[move]], startS, stopS });
   }
   return intervals;
 }
 
-function factsOf(trace, story) {
-  const known = FACTS.filter((fact) => trace.stories[fact][story] !== NOT_KNOWN);
-  return Object.fromEntries(known.map((fact) => [fact, trace.stories[fact][story]]));
+function factsOf(trace, timeline) {
+  const known = FACTS.filter((fact) => trace.timelines[fact][timeline] !== NOT_KNOWN);
+  return Object.fromEntries(known.map((fact) => [fact, trace.timelines[fact][timeline]]));
 }
 
-// At most `most` stories whose name contains the text: the same name first, then in the order of the log.
-function searchStories(trace, text, most) {
-  const names = trace.stories.name;
+// At most `most` timelines whose name contains the text: the same name first, then in the order of the log.
+function searchTimelines(trace, text, most) {
+  const names = trace.timelines.name;
   const same = [];
   const others = [];
   let count = 0;
@@ -102,5 +102,5 @@ function searchStories(trace, text, most) {
     if (names[at] === text) same.push(at);
     else if (others.length < most) others.push(at);
   }
-  return { count, stories: [...same, ...others].slice(0, most) };
+  return { count, timelines: [...same, ...others].slice(0, most) };
 }

@@ -17,34 +17,34 @@ function element(name, text, className) {
   return made;
 }
 
-function storyTitle(trace, story) {
-  const kind = trace.kinds[trace.stories.kind[story]];
-  return kind === "pin" ? `pin ${trace.stories.name[story]}` : trace.stories.name[story];
+function timelineTitle(trace, timeline) {
+  const kind = trace.kinds[trace.timelines.kind[timeline]];
+  return kind === "pin" ? `pin ${trace.timelines.name[timeline]}` : trace.timelines.name[timeline];
 }
 
-function outcomeText(trace, story) {
-  const reason = trace.words[trace.stories.reason[story]];
-  return trace.words[trace.stories.outcome[story]] + (reason ? `: ${reason}` : "");
+function outcomeText(trace, timeline) {
+  const reason = trace.words[trace.timelines.reason[timeline]];
+  return trace.words[trace.timelines.outcome[timeline]] + (reason ? `: ${reason}` : "");
 }
 
 function runtimeName(trace, number) {
   return trace.runtimes[number - 1].name;
 }
 
-function storyTip(trace, story, atS) {
-  const { stories } = trace;
-  const whole = stories.stopS[story] - stories.startS[story];
-  const now = intervalsOf(trace, story).find((interval) => interval.startS <= atS && atS <= interval.stopS);
-  const facts = factsOf(trace, story);
-  const lines = [storyTitle(trace, story)];
+function timelineTip(trace, timeline, atS) {
+  const { timelines } = trace;
+  const whole = timelines.stopS[timeline] - timelines.startS[timeline];
+  const now = intervalsOf(trace, timeline).find((interval) => interval.startS <= atS && atS <= interval.stopS);
+  const facts = factsOf(trace, timeline);
+  const lines = [timelineTitle(trace, timeline)];
   if (now) lines.push(`${now.state} for ${durationText(now.stopS - now.startS)}, from ${timeText(now.startS)}`);
-  lines.push(`${durationText(whole)} in all, ${outcomeText(trace, story)}`);
+  lines.push(`${durationText(whole)} in all, ${outcomeText(trace, timeline)}`);
   if ("num_tokens" in facts) {
     const { num_tokens: tokens, num_device_tokens: device, num_host_tokens: host } = facts;
     lines.push(`${countText(tokens, "token")}: ${device} on the device, ${host} in host memory`);
   }
   if ("num_blocks" in facts) lines.push(countText(facts.num_blocks, "block"));
-  lines.push(runtimeName(trace, stories.runtime[story]));
+  lines.push(runtimeName(trace, timelines.runtime[timeline]));
   return lines.join("\n");
 }
 
@@ -65,8 +65,8 @@ function copyText(jobs, job) {
 }
 
 function ownerOf(trace, job) {
-  const story = trace.storyByNumber.get(trace.jobs.story[job]);
-  return story === undefined ? trace.jobs.owner[job] : storyTitle(trace, story);
+  const timeline = trace.timelineByNumber.get(trace.jobs.timeline[job]);
+  return timeline === undefined ? trace.jobs.owner[job] : timelineTitle(trace, timeline);
 }
 
 function table(header, rows, numbersFrom) {
@@ -80,36 +80,36 @@ function table(header, rows, numbersFrom) {
   return made;
 }
 
-function showStory(panel, trace, story) {
-  const { stories } = trace;
-  const whole = stories.stopS[story] - stories.startS[story];
-  const heading = element("h2", `${storyTitle(trace, story)} `);
-  const when = `${timeText(stories.startS[story])}, ${durationText(whole)}, ${runtimeName(trace, stories.runtime[story])}`;
-  heading.append(element("small", `${outcomeText(trace, story)} (${when})`));
+function showTimeline(panel, trace, timeline) {
+  const { timelines } = trace;
+  const whole = timelines.stopS[timeline] - timelines.startS[timeline];
+  const heading = element("h2", `${timelineTitle(trace, timeline)} `);
+  const when = `${timeText(timelines.startS[timeline])}, ${durationText(whole)}, ${runtimeName(trace, timelines.runtime[timeline])}`;
+  heading.append(element("small", `${outcomeText(trace, timeline)} (${when})`));
   const columns = element("div", undefined, "columns");
-  columns.append(statesTable(trace, story, whole), factsTable(trace, story), jobsTable(trace, story));
+  columns.append(statesTable(trace, timeline, whole), factsTable(trace, timeline), jobsTable(trace, timeline));
   panel.replaceChildren(heading, columns);
   panel.hidden = false;
 }
 
-function statesTable(trace, story, whole) {
-  const rows = intervalsOf(trace, story).map(({ state, startS, stopS }) => {
+function statesTable(trace, timeline, whole) {
+  const rows = intervalsOf(trace, timeline).map(({ state, startS, stopS }) => {
     return [state, timeText(startS), durationText(stopS - startS), shareText(stopS - startS, whole)];
   });
-  const { stories, moves, words } = trace;
-  const last = stories.first[story + 1] - 1;
+  const { timelines, moves, words } = trace;
+  const last = timelines.first[timeline + 1] - 1;
   rows.push([words[moves.state[last]], timeText(moves.at_s[last]), "", ""]);
   return table(["state", "from", "for", "share"], rows, 1);
 }
 
-function factsTable(trace, story) {
-  const rows = Object.entries(factsOf(trace, story)).map(([fact, count]) => [FACT_NAMES[fact], count.toLocaleString("en")]);
+function factsTable(trace, timeline) {
+  const rows = Object.entries(factsOf(trace, timeline)).map(([fact, count]) => [FACT_NAMES[fact], count.toLocaleString("en")]);
   return table(["", ""], rows, 1);
 }
 
-function jobsTable(trace, story) {
+function jobsTable(trace, timeline) {
   const { jobs } = trace;
-  const found = trace.jobsByStory.get(trace.stories.number[story]) || [];
+  const found = trace.jobsByTimeline.get(trace.timelines.number[timeline]) || [];
   const rows = found.slice(0, MOST_JOBS).map((job) => [
     `${jobs.job_id[job]} ${trace.directions[jobs.direction[job]]}`,
     trace.words[jobs.outcome[job]],

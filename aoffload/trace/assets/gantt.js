@@ -103,7 +103,7 @@ class Gantt {
 }
 
 // Requests, prefetches, demotions and pins, by state; an abort ends in red.
-class StoryPainter {
+class TimelinePainter {
   constructor(trace, view) {
     Object.assign(this, { trace, view });
     this.aborted = trace.words.indexOf("aborted");
@@ -120,30 +120,30 @@ class StoryPainter {
     return this.view.selected;
   }
 
-  isShown(story) {
-    return !this.view.runtime || this.trace.stories.runtime[story] === this.view.runtime;
+  isShown(timeline) {
+    return !this.view.runtime || this.trace.timelines.runtime[timeline] === this.view.runtime;
   }
 
-  paint(box, story, left, right) {
-    const { stories } = this.trace;
+  paint(box, timeline, left, right) {
+    const { timelines } = this.trace;
     if (right - left < 1.5) {
-      this.fill(box, stories.outcome[story] === this.aborted ? this.bad : this.colours[stories.main[story]], left, 1);
+      this.fill(box, timelines.outcome[timeline] === this.aborted ? this.bad : this.colours[timelines.main[timeline]], left, 1);
     } else {
-      this.paintStates(box, story);
+      this.paintStates(box, timeline);
     }
-    if (story === this.view.selected) this.outline(box, left, right);
+    if (timeline === this.view.selected) this.outline(box, left, right);
   }
 
-  paintStates(box, story) {
-    const { stories, moves } = this.trace;
-    const end = stories.first[story + 1] - 1;
-    for (let move = stories.first[story]; move < end; move++) {
+  paintStates(box, timeline) {
+    const { timelines, moves } = this.trace;
+    const end = timelines.first[timeline + 1] - 1;
+    for (let move = timelines.first[timeline]; move < end; move++) {
       const left = box.view.toX(moves.at_s[move], box.width);
       const right = box.view.toX(moves.at_s[move + 1], box.width);
       if (right >= 0 && left <= box.width) this.fill(box, this.colours[moves.state[move]], left, right - left);
     }
     const stop = box.view.toX(moves.at_s[end], box.width);
-    if (stories.outcome[story] === this.aborted) this.fill(box, this.bad, stop - 3, 3);
+    if (timelines.outcome[timeline] === this.aborted) this.fill(box, this.bad, stop - 3, 3);
   }
 
   fill(box, style, left, width) {
@@ -160,7 +160,7 @@ class StoryPainter {
 }
 
 // Jobs of one direction.
-class JobPainter extends StoryPainter {
+class JobPainter extends TimelinePainter {
   refreshColours() {
     this.colours = this.trace.directions.map((direction) => colour(direction === "load" ? "loading" : "pool"));
     this.failed = this.trace.words.indexOf("failed");
@@ -177,10 +177,10 @@ class JobPainter extends StoryPainter {
   }
 
   paint(box, job, left, right) {
-    const { jobs, stories } = this.trace;
+    const { jobs, timelines } = this.trace;
     const style = jobs.outcome[job] === this.failed ? this.bad : this.colours[jobs.direction[job]];
     this.fill(box, style, left, Math.max(1, right - left));
     const selected = this.view.selected;
-    if (selected >= 0 && jobs.story[job] && jobs.story[job] === stories.number[selected]) this.outline(box, left, right);
+    if (selected >= 0 && jobs.timeline[job] && jobs.timeline[job] === timelines.number[selected]) this.outline(box, left, right);
   }
 }

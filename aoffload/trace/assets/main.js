@@ -9,7 +9,7 @@ class Page {
     this.trace = trace;
     this.view = new View(trace.first_s, trace.last_s);
     this.view.changed = () => this.redraw();
-    this.gantt = new Gantt($("gantt"), storyIndex(trace), new StoryPainter(trace, this.view), this.view);
+    this.gantt = new Gantt($("gantt"), timelineIndex(trace), new TimelinePainter(trace, this.view), this.view);
     this.jobs = trace.directions.map((name) => {
       return new Gantt($(`${name}s`), jobIndex(trace, name), new JobPainter(trace, this.view), this.view);
     });
@@ -32,36 +32,36 @@ class Page {
     for (const panel of [this.gantt, ...this.jobs, ...this.plots]) panel.draw();
   }
 
-  select(story) {
-    this.view.selected = story;
-    if (story < 0) {
-      $("story").hidden = true;
+  select(timeline) {
+    this.view.selected = timeline;
+    if (timeline < 0) {
+      $("timeline").hidden = true;
     } else {
-      showStory($("story"), this.trace, story);
+      showTimeline($("timeline"), this.trace, timeline);
     }
     this.redraw();
   }
 
-  goTo(story) {
-    const { stories } = this.trace;
+  goTo(timeline) {
+    const { timelines } = this.trace;
     const { runtime } = this.view;
-    if (runtime && runtime !== stories.runtime[story]) this.showRuntime(0);
-    this.select(story);
-    this.view.showStory(stories.startS[story], stories.stopS[story]);
-    this.gantt.reveal(stories.lane[story]);
+    if (runtime && runtime !== timelines.runtime[timeline]) this.showRuntime(0);
+    this.select(timeline);
+    this.view.showTimeline(timelines.startS[timeline], timelines.stopS[timeline]);
+    this.gantt.reveal(timelines.lane[timeline]);
   }
 
   showRuntime(number) {
     this.view.runtime = number;
     $("runtime").value = String(number);
     const life = this.trace.runtimes[number - 1];
-    if (life) this.view.showStory(life.start_s, life.stop_s);
+    if (life) this.view.showTimeline(life.start_s, life.stop_s);
     else this.view.showAll();
   }
 }
 
-function storyIndex(trace) {
-  const { lane, startS, stopS } = trace.stories;
+function timelineIndex(trace) {
+  const { lane, startS, stopS } = trace.timelines;
   return new LaneIndex(Math.max(1, trace.num_lanes), Uint32Array.from(lane.keys()), lane, startS, stopS);
 }
 
@@ -90,7 +90,7 @@ function fillHeader(trace) {
 
 // Counts of requests; prefetches, demotions and pins are drawn among them, but not counted.
 function outcomeCounts(trace) {
-  const { kind, outcome } = trace.stories;
+  const { kind, outcome } = trace.timelines;
   const requests = trace.kinds.indexOf("request");
   const counts = new Map();
   outcome.forEach((word, at) => {
@@ -170,11 +170,11 @@ function wheeled(event, view, target) {
 
 function listenToPanels(page) {
   const { trace, gantt } = page;
-  const ofStory = (event) => {
+  const ofTimeline = (event) => {
     const { bar, atS } = gantt.barAt(event);
-    return bar < 0 ? "" : storyTip(trace, bar, atS);
+    return bar < 0 ? "" : timelineTip(trace, bar, atS);
   };
-  listenToPointer(page, gantt, gantt.canvas, ofStory, (event) => page.select(gantt.barAt(event).bar));
+  listenToPointer(page, gantt, gantt.canvas, ofTimeline, (event) => page.select(gantt.barAt(event).bar));
   for (const jobs of page.jobs) listenToJobs(page, jobs);
   for (const plot of page.plots) listenToPointer(page, plot, plot.canvas, (event) => plot.tip(event), () => {});
 }
@@ -187,8 +187,8 @@ function listenToJobs(page, jobs) {
   };
   const toOwner = (event) => {
     const { bar } = jobs.barAt(event);
-    const story = bar < 0 ? undefined : trace.storyByNumber.get(trace.jobs.story[bar]);
-    if (story !== undefined) page.select(story);
+    const timeline = bar < 0 ? undefined : trace.timelineByNumber.get(trace.jobs.timeline[bar]);
+    if (timeline !== undefined) page.select(timeline);
   };
   listenToPointer(page, jobs, jobs.canvas, tip, toOwner);
 }
@@ -196,31 +196,31 @@ function listenToJobs(page, jobs) {
 function listenToSearch(page) {
   const [wanted, list] = [$("wanted"), $("matches")];
   const look = () => {
-    const found = wanted.value ? searchStories(page.trace, wanted.value, MOST_MATCHES) : { count: 0, stories: [] };
+    const found = wanted.value ? searchTimelines(page.trace, wanted.value, MOST_MATCHES) : { count: 0, timelines: [] };
     $("found").textContent = wanted.value ? `${found.count.toLocaleString("en")} found` : "";
-    list.hidden = !found.stories.length;
-    list.replaceChildren(...found.stories.map((story) => matchLine(page, story, list)));
-    return found.stories;
+    list.hidden = !found.timelines.length;
+    list.replaceChildren(...found.timelines.map((timeline) => matchLine(page, timeline, list)));
+    return found.timelines;
   };
   wanted.addEventListener("input", look);
   $("search").addEventListener("submit", (event) => {
     event.preventDefault();
-    const stories = look();
-    if (stories.length) page.goTo(stories[0]);
+    const timelines = look();
+    if (timelines.length) page.goTo(timelines[0]);
     list.hidden = true;
   });
 }
 
-function matchLine(page, story, list) {
+function matchLine(page, timeline, list) {
   const line = element("li");
-  const { stories } = page.trace;
-  const button = element("button", `${storyTitle(page.trace, story)} `);
-  const whole = durationText(stories.stopS[story] - stories.startS[story]);
-  button.append(element("span", `${timeText(stories.startS[story])}, ${whole}, ${outcomeText(page.trace, story)}`, "soft"));
+  const { timelines } = page.trace;
+  const button = element("button", `${timelineTitle(page.trace, timeline)} `);
+  const whole = durationText(timelines.stopS[timeline] - timelines.startS[timeline]);
+  button.append(element("span", `${timeText(timelines.startS[timeline])}, ${whole}, ${outcomeText(page.trace, timeline)}`, "soft"));
   button.type = "button";
   button.addEventListener("click", () => {
     list.hidden = true;
-    page.goTo(story);
+    page.goTo(timeline);
   });
   line.append(button);
   return line;

@@ -46,8 +46,8 @@ class View {
     this.show(this.whole.startS, this.whole.stopS);
   }
 
-  // Show the whole story, with a margin.
-  showStory(startS, stopS) {
+  // Show the whole timeline, with a margin.
+  showTimeline(startS, stopS) {
     const margin = Math.max((stopS - startS) * 0.5, SHORTEST_S);
     this.show(startS - margin, stopS + margin);
   }

@@ -5,7 +5,7 @@ from .backend import CudaBackend, CudaOptions
 from .driver import CudaDriver, CudaError, DeviceLost, Pieces, SourceOrder, StreamCaptured
 from .events import CudaFence
 from .method import BreakEven
-from .pinned import HostMemoryError
+from .page_locked import HostMemoryError
 from .waiting import AdaptivePolling, BlockingWait, WaitPolicy
 
 __all__ = [

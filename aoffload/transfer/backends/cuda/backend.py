@@ -24,7 +24,7 @@ from .kernel import CopyKernel, triton_kernel
 from .layout import Layout, Scratch
 from .method import BreakEven
 from .nvidia import NvidiaDriver
-from .pinned import MAX_PIECE_BYTES, HostMemory, pinned_memory
+from .page_locked import MAX_PIECE_BYTES, HostMemory, page_locked_memory
 from .plain import TorchDriver
 from .trials import measured_on
 from .waiting import BlockingWait, WaitPolicy
@@ -113,7 +113,7 @@ class CudaBackend(RegionBackend):
         self._listeners = [self.options.progress]
 
     def __repr__(self) -> str:
-        memory = "pinned" if self.host.is_pinned else "pageable"
+        memory = "pinned" if self.host.is_page_locked else "pageable"
         return f"<CudaBackend {self.device} {self.driver!r} host={self.host.rows.nbytes} {memory}>"
 
     @property
@@ -133,13 +133,13 @@ class CudaBackend(RegionBackend):
     def open(self, num_host_blocks: int) -> None:
         with self.driver.bound():
             self._lanes = {direction: Lane(self.driver.create_stream()) for direction in Direction}
-        self.host = pinned_memory(
+        self.host = page_locked_memory(
             self.driver, num_host_blocks, self.block_bytes, self._hear, self.options.max_piece_bytes
         )
         self.driver.learn(self.host.rows)
         self._blocks = Layout.of_block(self.regions, self.host.address, self.host.borders)
         self._each_region = Layout.of_each_region(self.regions, self.host.address, self.host.borders)
-        if self.host.is_pinned and self.driver.maps_host_memory:  # otherwise no kernel can read it
+        if self.host.is_page_locked and self.driver.maps_host_memory:  # otherwise no kernel can read it
             self._choose_method()
         else:
             self.break_even = BreakEven(0, 0)
@@ -224,7 +224,7 @@ class CudaBackend(RegionBackend):
 
     def copy_pieces(self, pieces: Pieces, direction: Direction) -> None:
         """Submit `pieces` to the stream of `direction`, small ones through the kernel. Call it in a bound thread."""
-        if not self.host.is_pinned:
+        if not self.host.is_page_locked:
             self.driver.copy_each(pieces, self._lanes[direction].stream)
             return
         is_small = pieces.sizes < np.uint64(self.break_even.of(direction))

@@ -111,7 +111,7 @@ class Layout:
         return np.flatnonzero(begins)
 
     def _cut(self, device: Numbers, host: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """Cut pieces that cross a border in host memory. Borders are gigabytes apart, so this is rare."""
+        """Cut pieces that cross a border in host memory. SplitsAndMerges are gigabytes apart, so this is rare."""
         for border in self._borders:
             index = int(np.searchsorted(host, np.uint64(border), side="left")) - 1
             if index < 0 or int(host[index]) + int(sizes[index]) <= border:

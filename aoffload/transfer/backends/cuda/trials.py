@@ -12,7 +12,7 @@ from ....core.plan import Direction
 from ...fence import Fence
 from .driver import Pieces
 from .method import BreakEven, measure_break_even
-from .pinned import HostMemory
+from .page_locked import HostMemory
 
 __all__ = ["Tried", "measured_on"]
 

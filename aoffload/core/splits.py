@@ -1,5 +1,5 @@
-"""Borders: where runs begin and end. A run is cut where a prompt leaves it or a lease needs less of it, joined again
-when nobody needs the border, and hands over to the run before what has left a window.
+"""Node split and merge: where runs begin and end. A run is split where a prompt leaves it or a lease needs less of it,
+merged again when nothing needs the boundary, and hands over to the run before what has left a window.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from .records import Job, Part, Run
 from .tiers import TierBlocks
 from .tokens import max_run_units
 
-__all__ = ["Borders"]
+__all__ = ["SplitsAndMerges"]
 
 
-class Borders:
+class SplitsAndMerges:
     """What a prefix cache does to the borders of its runs. Whatever was pinned, findable or in flight stays so."""
 
     def __init__(self, layout: Layout, tiers: tuple[TierBlocks, ...]) -> None:
         self.layout = layout
         self.tiers = tiers
-        self.full = FullComponent(layout.spine)
+        self.full = FullComponent(layout.full)
         self.windows = window_components(layout)
         self.components: tuple[Component, ...] = (self.full, *self.windows)
         """Band by band."""
@@ -65,7 +65,7 @@ class Borders:
         self.index.shorten(run, at)  # nothing lies behind: a tail of its own would be kept for nothing
         return run
 
-    def move_border(self, run: Run, at: int, band: Band) -> bool:
+    def shift_boundary(self, run: Run, at: int, band: Band) -> bool:
         """Whether the run before could take over what lies before `at`, where `band` alone is let go of. A window
         that moves on with every block would leave a run behind for each of them."""
         head = run.before
@@ -73,7 +73,7 @@ class Borders:
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
             self._take_over(self.tiers[back.tier], front, back, at)
-        self.index.move_border(head, run, at)
+        self.index.shift_boundary(head, run, at)
         return True
 
     def _may_take_over(self, head: Run, run: Run, band: Band) -> bool:
@@ -99,8 +99,8 @@ class Borders:
         """Move what `back` holds before `at` to `front`."""
         was_empty = not front.blocks
         count = back.hand_over(front, at)
-        if front.condemned and not front.num_references:
-            tier.pool.give(front.take_condemned())
+        if front.tombstones and not front.num_references:
+            tier.pool.give(front.take_tombstones())
         if not count:
             return
         if back.num_references:

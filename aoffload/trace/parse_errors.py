@@ -8,12 +8,12 @@ import attrs
 
 from .wording import counted, plain
 
-__all__ = ["Oddities", "Oddity"]
+__all__ = ["ParseErrors", "ParseError"]
 
 MAX_EXAMPLE = 60
 
 
-class Oddity(enum.Enum):
+class ParseError(enum.Enum):
     """Why a line was left out, in words for `1 line ...`."""
 
     NOT_JSON = "no JSON"
@@ -32,26 +32,27 @@ class _Count:
 
 
 @attrs.define(eq=False)
-class Oddities:
+class ParseErrors:
     """Counts of the lines left out, in bounded memory."""
 
-    _counts: dict[Oddity, _Count] = attrs.field(factory=dict)
+    _counts: dict[ParseError, _Count] = attrs.field(factory=dict)
 
-    def add(self, oddity: Oddity, line_number: int, example: str) -> None:
+    def add(self, parse_error: ParseError, line_number: int, example: str) -> None:
         """Count a line; the first of each kind is kept as the example."""
-        count = self._counts.get(oddity)
+        count = self._counts.get(parse_error)
         if count is None:
-            self._counts[oddity] = _Count(1, line_number, plain(example[:MAX_EXAMPLE]))
+            self._counts[parse_error] = _Count(1, line_number, plain(example[:MAX_EXAMPLE]))
         else:
             count.num_lines += 1
 
-    def num_lines(self, oddity: Oddity) -> int:
-        return self._counts[oddity].num_lines if oddity in self._counts else 0
+    def num_lines(self, parse_error: ParseError) -> int:
+        return self._counts[parse_error].num_lines if parse_error in self._counts else 0
 
     def sentences(self) -> list[str]:
         """One sentence for each kind that occurred."""
         return [
-            f"{counted(count.num_lines, 'line')} left out: {oddity.value} (first: line {count.first_line}, {example})"
-            for oddity in Oddity
-            if (count := self._counts.get(oddity)) is not None and (example := count.example or "empty")
+            f"{counted(count.num_lines, 'line')} left out: {parse_error.value} "
+            f"(first: line {count.first_line}, {example})"
+            for parse_error in ParseError
+            if (count := self._counts.get(parse_error)) is not None and (example := count.example or "empty")
         ]

@@ -1,4 +1,4 @@
-"""Stories put together from events, also where the log lacks some of them."""
+"""Timelines put together from events, also where the log lacks some of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aoffload.trace.listener import Listener
 from aoffload.trace.occupancy import Usage
 from aoffload.trace.runtimes import RuntimeLife
 from aoffload.trace.scan import Scan
-from aoffload.trace.stories import JobStory, Story
+from aoffload.trace.timelines import JobTimeline, Timeline
 from benchmarks.synthetic_log import line
 
 Said = tuple[float, str, dict[str, Any]]
@@ -26,14 +26,14 @@ GRANT = {"num_blocks": 4, "num_device_tokens": 16, "num_host_tokens": 0}
 
 @attrs.define(eq=False)
 class Recorder(Listener):
-    stories: list[Story] = attrs.field(factory=list)
-    jobs: list[JobStory] = attrs.field(factory=list)
+    timelines: list[Timeline] = attrs.field(factory=list)
+    jobs: list[JobTimeline] = attrs.field(factory=list)
     usages: list[Usage] = attrs.field(factory=list)
 
-    def story_over(self, story: Story) -> None:
-        self.stories.append(story)
+    def timeline_over(self, timeline: Timeline) -> None:
+        self.timelines.append(timeline)
 
-    def job_over(self, job: JobStory) -> None:
+    def job_over(self, job: JobTimeline) -> None:
         self.jobs.append(job)
 
     def usage_changed(self, runtime: RuntimeLife, at_s: float, usage: Usage) -> None:
@@ -73,15 +73,15 @@ def test_states_and_times_are_those_of_the_events(read: Any) -> None:
             (18, "request_done", {"request_id": "a", "num_computed_tokens": 40}),
         ]
     )  # fmt: skip
-    (story,) = recorder.stories
-    lengths = {interval.state: interval.duration_s for interval in story.intervals()}
+    (timeline,) = recorder.timelines
+    lengths = {interval.state: interval.duration_s for interval in timeline.intervals()}
     assert lengths == {"matched": 0.0, "pinned": 3.0, "allocated": 1.0, "running": 4.0}
-    assert story.outcome == "done" and story.duration_s == 8.0
-    assert story.facts["num_device_tokens"] == 16 and story.facts["num_computed_tokens"] == 40
+    assert timeline.outcome == "done" and timeline.duration_s == 8.0
+    assert timeline.facts["num_device_tokens"] == 16 and timeline.facts["num_computed_tokens"] == 40
 
 
 def test_what_has_no_end_is_unfinished(read: Any) -> None:
-    """A program that died leaves stories that end with its last event; what it opens again is another runtime."""
+    """A program that died leaves timelines that end with its last event; what it opens again is another runtime."""
     recorder, scan = read(
         [
             opened(1),
@@ -92,7 +92,10 @@ def test_what_has_no_end_is_unfinished(read: Any) -> None:
             (11, "request_aborted", {"request_id": "a", "reason": "deadline", "previous": "matched"}),
         ]
     )
-    assert [(story.outcome, story.stop_s) for story in recorder.stories] == [("unfinished", 3.0), ("aborted", 11.0)]
+    assert [(timeline.outcome, timeline.stop_s) for timeline in recorder.timelines] == [
+        ("unfinished", 3.0),
+        ("aborted", 11.0),
+    ]
     assert [(found.outcome, found.ended_s) for found in recorder.jobs] == [("unfinished", 3.0)]
     assert [life.number for life in scan.runtimes.lives] == [1, 2]
     assert any("opened before the last one had closed" in remark for remark in scan.remarks())
@@ -108,8 +111,8 @@ def test_a_log_from_the_middle_is_read_as_far_as_it_goes(read: Any) -> None:
             job(9, "completed", 4, 2, outcome="landed", num_bytes=64, duration_s=0.5),
         ]
     )
-    assert [(story.name, story.duration_s) for story in recorder.stories] == [("a", 2.0), ("b", 0.0)]
-    assert recorder.stories[1].last_state() == "loading"
+    assert [(timeline.name, timeline.duration_s) for timeline in recorder.timelines] == [("a", 2.0), ("b", 0.0)]
+    assert recorder.timelines[1].last_state() == "loading"
     assert recorder.jobs[0].num_bytes == 64
     assert scan.book.num_early == 2
     assert "opened before the log begins" in scan.runtimes.lives[0].describe()
@@ -131,14 +134,14 @@ def test_two_runtimes_side_by_side_are_told_apart_by_what_is_bound(read: Any) ->
             (at_s + 2, "runtime_closed", {"num_quarantined_jobs": 0, "worker": worker}),
         ]
     recorder, scan = read(events)
-    assert [(story.runtime.name, story.start_s) for story in recorder.stories] == [
+    assert [(timeline.runtime.name, timeline.start_s) for timeline in recorder.timelines] == [
         ("runtime worker 1", 3.0),
         ("runtime worker 0", 2.0),
     ]
     assert len(recorder.jobs) == 2 and scan.remarks() == []
 
 
-def test_lanes_are_as_few_as_stories_at_once(read: Any) -> None:
+def test_lanes_are_as_few_as_timelines_at_once(read: Any) -> None:
     """Whoever comes after another one takes its row."""
     events: list[Said] = []
     for number in range(30):
@@ -149,7 +152,7 @@ def test_lanes_are_as_few_as_stories_at_once(read: Any) -> None:
     recorder, scan = read(events)
     assert scan.book.lanes.num_lanes == 4
     for lane in range(4):
-        mine = sorted((s for s in recorder.stories if s.lane == lane), key=lambda story: story.start_s)
+        mine = sorted((s for s in recorder.timelines if s.lane == lane), key=lambda timeline: timeline.start_s)
         assert all(one.stop_s <= other.start_s for one, other in pairwise(mine))
 
 
@@ -179,9 +182,9 @@ def test_occupancy_is_what_was_given_loaded_and_stored(read: Any) -> None:
     ]  # fmt: skip
 
 
-def test_stories_that_never_end_take_bounded_memory(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timelines_that_never_end_take_bounded_memory(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log that lost all ends keeps the newest; the oldest are told as unfinished."""
     monkeypatch.setattr(book, "MAX_OPEN", 10)
     recorder, scan = read([(n, "request_matched", {"request_id": f"r{n}", **MATCH}) for n in range(50)])
-    assert len(recorder.stories) == 50 and {story.outcome for story in recorder.stories} == {"unfinished"}
+    assert len(recorder.timelines) == 50 and {timeline.outcome for timeline in recorder.timelines} == {"unfinished"}
     assert scan.book.lanes.num_lanes == 11

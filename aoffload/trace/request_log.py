@@ -1,4 +1,4 @@
-"""The request log: all events with one id, a chapter per request. An id may be used again once its request is over."""
+"""Request logs: all events with one id, by request. An id may be used again once its request is over."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .progress import Progress
 from .runtimes import RuntimeLife, Runtimes
 from .wording import counted, plain
 
-__all__ = ["Chapter", "UnknownError", "find_chapters"]
+__all__ = ["RequestLog", "UnknownError", "find_request_logs"]
 
 MAX_SIMILAR = 5
 _OVER = {"done", "aborted", "cancelled"}
-_STORIES = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION)
+_TIMELINES = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION)
 
 
 class UnknownError(Exception):
@@ -26,7 +26,7 @@ class UnknownError(Exception):
 
 
 @attrs.define(eq=False)
-class Chapter:
+class RequestLog:
     """All events of one request, from its match to the last event of its jobs, which may follow its end."""
 
     runtime: RuntimeLife
@@ -45,7 +45,7 @@ class _Search:
 
     request_id: str
     runtimes: Runtimes = attrs.field(factory=Runtimes)
-    found: list[Chapter] = attrs.field(factory=list)
+    found: list[RequestLog] = attrs.field(factory=list)
     similar: dict[str, None] = attrs.field(factory=dict)
     """Ids that contain the one that was asked for, in the order of the log."""
 
@@ -58,7 +58,7 @@ class _Search:
         if name != self.request_id:
             self._compare(name)
             return
-        self._chapter_of(event, self.runtimes.of(event)).events.append(event)
+        self._log_of(event, self.runtimes.of(event)).events.append(event)
 
     def _look_at_runtime(self, event: Event) -> None:
         if event.meaning.state == "closed":
@@ -70,26 +70,26 @@ class _Search:
         if type(name) is str and len(self.similar) < MAX_SIMILAR and self.request_id in name:
             self.similar[name] = None
 
-    def _chapter_of(self, event: Event, runtime: RuntimeLife) -> Chapter:
-        mine = [chapter for chapter in self.found[-MAX_SIMILAR:] if chapter.runtime is runtime]
+    def _log_of(self, event: Event, runtime: RuntimeLife) -> RequestLog:
+        mine = [request_log for request_log in self.found[-MAX_SIMILAR:] if request_log.runtime is runtime]
         if event.meaning.kind is Kind.JOB:
             job_id = event.count("job_id")
-            mine = [chapter for chapter in mine if job_id in chapter.job_ids] or mine
-            chapter = mine[-1] if mine else self._begin(runtime)
-            chapter.job_ids.add(job_id)
-            return chapter
-        begins_story = event.meaning.kind in _STORIES and bool(mine) and mine[-1].is_over
-        chapter = mine[-1] if mine and not begins_story else self._begin(runtime)
-        chapter.is_over = chapter.is_over or (event.meaning.kind in _STORIES and event.meaning.state in _OVER)
-        return chapter
+            mine = [request_log for request_log in mine if job_id in request_log.job_ids] or mine
+            request_log = mine[-1] if mine else self._begin(runtime)
+            request_log.job_ids.add(job_id)
+            return request_log
+        begins_timeline = event.meaning.kind in _TIMELINES and bool(mine) and mine[-1].is_over
+        request_log = mine[-1] if mine and not begins_timeline else self._begin(runtime)
+        request_log.is_over = request_log.is_over or (event.meaning.kind in _TIMELINES and event.meaning.state in _OVER)
+        return request_log
 
-    def _begin(self, runtime: RuntimeLife) -> Chapter:
-        self.found.append(Chapter(runtime))
+    def _begin(self, runtime: RuntimeLife) -> RequestLog:
+        self.found.append(RequestLog(runtime))
         return self.found[-1]
 
 
-def find_chapters(log: Path, request_id: str, progress: TextIO) -> Sequence[Chapter]:
-    """The chapters of an id, in the order of the log. Raises `OSError`, or `UnknownError`, which names similar ids."""
+def find_request_logs(log: Path, request_id: str, progress: TextIO) -> Sequence[RequestLog]:
+    """The requests of an id, in the order of the log. Raises `OSError`, or `UnknownError`, which names similar ids."""
     search = _Search(request_id)
     reader = EventReader(LogLines(log, Progress(progress)))
     for event in reader:

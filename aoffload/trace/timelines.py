@@ -1,4 +1,4 @@
-"""Stories (timelines) of one request, prefetch, demotion, pin or job, from its first event to its last."""
+"""Timelines (timelines) of one request, prefetch, demotion, pin or job, from its first event to its last."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..core.plan import Direction
 from .events import Kind
 from .runtimes import RuntimeLife
 
-__all__ = ["FACTS", "UNFINISHED", "Interval", "JobStory", "Story"]
+__all__ = ["FACTS", "UNFINISHED", "Interval", "JobTimeline", "Timeline"]
 
 UNFINISHED = "unfinished"
-"""The outcome of a story or job without a last event."""
+"""The outcome of a timeline or job without a last event."""
 FACTS = (
     "num_tokens",
     "num_device_tokens",
@@ -39,7 +39,7 @@ class Interval:
 
 
 @attrs.define(eq=False)
-class Story:
+class Timeline:
     """A timeline. States are those of docs/lifecycle.md, in lower case."""
 
     number: int
@@ -81,14 +81,14 @@ class Story:
 
 
 @attrs.define(eq=False)
-class JobStory:
+class JobTimeline:
     job_id: int
     direction: Direction
     num_blocks: int
     owner: str
     """The id of the request, prefetch or demotion that began it; empty for stores of a lazy policy."""
     owner_number: int
-    """The number of that story; zero if there is none."""
+    """The number of that timeline; zero if there is none."""
     runtime: RuntimeLife
     lane: int
     launched_s: float

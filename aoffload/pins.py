@@ -17,7 +17,7 @@ import anyio
 from .arguments import number_of, shown
 from .config import MAX_SECONDS
 from .core.answer import NO_MATCH, PrefixMatch
-from .core.kept import Demotion, Errand, Pin, Prefetch
+from .core.kept import CacheTransfer, Demotion, Pin, Prefetch
 from .core.lifecycle import PinState
 from .errors import InvalidArgument, WrongState
 from .prefix import KeySpan, Prefix
@@ -25,7 +25,7 @@ from .session import Session
 
 __all__ = ["PendingDemotion", "PendingPrefetch", "PinScope"]
 
-AnyErrand = TypeVar("AnyErrand", bound=Errand)
+AnyTransfer = TypeVar("AnyTransfer", bound=CacheTransfer)
 
 
 class Identity(TypedDict, total=False):
@@ -97,7 +97,7 @@ class PinScope:
         return self._pin is not None and self._pin.has_lapsed
 
 
-class _Pending(ABC, Generic[AnyErrand]):
+class _Pending(ABC, Generic[AnyTransfer]):
     """A prefetch or demotion under way. A `with` block cancels it at its end; otherwise it finishes on its own.
 
     `wait` may be cancelled and called again.
@@ -106,14 +106,14 @@ class _Pending(ABC, Generic[AnyErrand]):
     def __init__(self, session: Session, prefix: Prefix) -> None:
         self._session = session
         self._waiting: set[anyio.Event] = set()
-        self._errand = self._start(prefix, self._wake)
-        session.worker.submit(self._errand.plans)
+        self._transfer = self._start(prefix, self._wake)
+        session.worker.submit(self._transfer.plans)
 
     @abstractmethod
-    def _start(self, prefix: Prefix, wake: Callable[[], None]) -> AnyErrand: ...
+    def _start(self, prefix: Prefix, wake: Callable[[], None]) -> AnyTransfer: ...
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._errand!r}>"
+        return f"<{type(self).__name__} {self._transfer!r}>"
 
     def __enter__(self) -> Self:
         return self
@@ -121,16 +121,16 @@ class _Pending(ABC, Generic[AnyErrand]):
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.ledger.cancel(self._errand)
+        self._session.ledger.cancel(self._transfer)
 
     @property
     def is_over(self) -> bool:
-        return self._errand.is_over
+        return self._transfer.is_over
 
     def cancel(self) -> None:
         """Stop waiting. Loads not launched yet are dropped unless another request needs them; other jobs go on."""
         self._session.check_usable()
-        self._session.ledger.cancel(self._errand)
+        self._session.ledger.cancel(self._transfer)
 
     def _wake(self) -> None:
         for event in self._waiting:
@@ -138,7 +138,7 @@ class _Pending(ABC, Generic[AnyErrand]):
 
     async def _wait(self) -> None:
         self._session.check_usable()
-        while not self._errand.is_over:
+        while not self._transfer.is_over:
             event = anyio.Event()
             self._waiting.add(event)
             try:
@@ -157,7 +157,7 @@ class PendingPrefetch(_Pending[Prefetch]):
     async def wait(self) -> int:
         """Wait until it is over, however it ends. Returns how many tokens of the prompt are on the device then."""
         await self._wait()
-        return self._errand.num_tokens
+        return self._transfer.num_tokens
 
 
 class PendingDemotion(_Pending[Demotion]):
@@ -169,4 +169,4 @@ class PendingDemotion(_Pending[Demotion]):
     async def wait(self) -> int:
         """Wait until it is over, however it ends. Returns how many device blocks it has freed."""
         await self._wait()
-        return self._errand.num_blocks
+        return self._transfer.num_blocks

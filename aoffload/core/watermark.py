@@ -1,9 +1,9 @@
-"""The eviction frontier: what the next allocations would evict, stored before they do.
+"""The eviction watermark: what the next allocations would evict, stored before they do.
 
     device order, oldest first:   [in flight | in the host | not yet | ...............]
-                                   <-- free blocks + these: frontier -->
+                                   <-- free blocks + these: watermark -->
 
-What is in flight counts, so no more than about a frontier is pinned by such stores at a time; what is behind it can be
+What is in flight counts, so no more than about a watermark is pinned by such stores at a time; what is behind it can be
 evicted meanwhile and is lost then.
 """
 
@@ -17,11 +17,11 @@ from .plan import Tier
 from .records import Job, Part, Run
 from .stores import Stores
 
-__all__ = ["Frontier"]
+__all__ = ["EvictionWatermark"]
 
 
 @attrs.define(eq=False)
-class Frontier:
+class EvictionWatermark:
     cache: PrefixCache
     jobs: JobBook
     stores: Stores
@@ -66,7 +66,7 @@ class Frontier:
         return now == before
 
     def _about_to_lose(self) -> list[Run]:
-        """Runs with blocks in the frontier that the host may lack, the next to be evicted first."""
+        """Runs with blocks in the watermark that the host may lack, the next to be evicted first."""
         device = self.cache.tiers[Tier.DEVICE]
         left = self.num_blocks - device.pool.num_free - self.jobs.num_stored_now()
         found: dict[Run, None] = {}

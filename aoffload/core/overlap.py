@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from ..errors import CommitError, WrongState
 from .cache import PrefixCache
 from .groups import Band
-from .lifecycle import EarlyState, RequestState
+from .lifecycle import OverlapState, RequestState
 from .observer import Moves
-from .owners import EarlyStart, Holding
+from .owners import Holding, LoadOverlap
 from .paths import Stretch, stretches
 from .plan import Tier
 from .presence import coming
@@ -34,20 +34,20 @@ __all__ = [
     "tell",
 ]
 
-_S = EarlyState
+_S = OverlapState
 
 
 def can_start(cache: PrefixCache, holding: Holding) -> bool:
     """Whether a step may take its load for landed: all of it is under way, and there is room behind it. After a reset
     it is not: what the jobs bring is entered nowhere."""
-    load, early = holding.load, holding.early
+    load, overlap = holding.load, holding.overlap
     if load is None:
         return False
     if holding.num_steps:
         return True  # it keeps its blocks anyway, also when the load is over by now
     if not load.jobs:
         return False
-    if early is not None and early.state is _S.REFUTED:
+    if overlap is not None and overlap.state is _S.INVALID:
         return False  # of a load before this one, and its engine does not know yet
     if any(table.num_null(load.stop, holding.num_units) for table in holding.tables):
         return False
@@ -59,57 +59,57 @@ def can_start(cache: PrefixCache, holding: Holding) -> bool:
 
 def begin_step(cache: PrefixCache, moves: Moves, holding: Holding) -> None:
     """What the first early step of a load takes for granted counts: those behind it go on with what it computes."""
-    if holding.early is not None and holding.early.state is _S.TOLD:
-        holding.early = None
-    if holding.early is None and holding.load is not None:
+    if holding.overlap is not None and holding.overlap.state is _S.ACKNOWLEDGED:
+        holding.overlap = None
+    if holding.overlap is None and holding.load is not None:
         tables = tuple(_once_landed(cache, holding, holding.load, band) for band in cache.layout.bands)
         stop = holding.load.stop
-        holding.early = EarlyStart(holding, stop, stop * cache.layout.unit_tokens, tables)
-        moves.early(holding.early, _S.TRUSTING)
+        holding.overlap = LoadOverlap(holding, stop, stop * cache.layout.unit_tokens, tables)
+        moves.overlap(holding.overlap, _S.SPECULATIVE)
 
 
 def expected_ids(holding: Holding) -> list[array[int]]:
     """Its block tables once its load has landed, as an early step takes them."""
-    early = holding.early
+    overlap = holding.overlap
     if holding.load is None or not holding.load.jobs:
         return [table.ids for table in holding.tables]
-    if early is None or (early.state is not _S.TRUSTING and not holding.num_steps):  # it may be of a load before
+    if overlap is None or (overlap.state is not _S.SPECULATIVE and not holding.num_steps):  # it may be of a load before
         raise WrongState(f"block_ids: no step of {holding} has begun: a load may end otherwise until one has")
     return [
-        ids + table.ids[table.width * early.stop :] for ids, table in zip(early.tables, holding.tables, strict=True)
+        ids + table.ids[table.width * overlap.stop :] for ids, table in zip(overlap.tables, holding.tables, strict=True)
     ]
 
 
 def compare(moves: Moves, holding: Holding, bands: Sequence[Band]) -> None:
     """Its load is over, and what it has not brought is null: is everything as an early step has taken it? Another's
     copy of the same bytes is another block: the one that the step may still read is anybody's by now."""
-    early = holding.early
-    if early is None or early.state is not _S.TRUSTING:
+    overlap = holding.overlap
+    if overlap is None or overlap.state is not _S.SPECULATIVE:
         return
-    if all(_is_as_taken(early, holding.tables[band.number], band) for band in bands):
-        moves.early(early, _S.CONFIRMED)
-        holding.early = None
+    if all(_is_as_taken(overlap, holding.tables[band.number], band) for band in bands):
+        moves.overlap(overlap, _S.CONFIRMED)
+        holding.overlap = None
     else:
-        moves.early(early, _S.REFUTED)
+        moves.overlap(overlap, _S.INVALID)
 
 
 def compare_job(moves: Moves, holding: Holding, job: Job, band: Band) -> None:
     """A job of its load is over: is what it was to bring to where an early step reads there? Asked now, while the load
     still goes on: what it has not brought is anybody's, and may come back to the same place with other bytes."""
-    early = holding.early
-    if early is None or early.state is not _S.TRUSTING:
+    overlap = holding.overlap
+    if overlap is None or overlap.state is not _S.SPECULATIVE:
         return
-    first = _first_read(band, early.stop)
-    lacking = set(early.tables[band.number][first * band.width :]) & set(job.plan.destination_ids)
-    for stretch in stretches(holding.device_run, first, early.stop) if lacking else ():
+    first = _first_read(band, overlap.stop)
+    lacking = set(overlap.tables[band.number][first * band.width :]) & set(job.plan.destination_ids)
+    for stretch in stretches(holding.device_run, first, overlap.stop) if lacking else ():
         lacking.difference_update(stretch.run.part(Tier.DEVICE, band.number).blocks)
     if lacking:
-        moves.early(early, _S.REFUTED)
+        moves.overlap(overlap, _S.INVALID)
 
 
-def _is_as_taken(early: EarlyStart, table: BlockTable, band: Band) -> bool:
-    first = _first_read(band, early.stop)
-    return table.at(first, early.stop) == early.tables[band.number][first * band.width :]
+def _is_as_taken(overlap: LoadOverlap, table: BlockTable, band: Band) -> bool:
+    first = _first_read(band, overlap.stop)
+    return table.at(first, overlap.stop) == overlap.tables[band.number][first * band.width :]
 
 
 def _first_read(band: Band, stop: int) -> int:
@@ -120,22 +120,22 @@ def _first_read(band: Band, stop: int) -> int:
 def check_valid(holding: Holding, num_computed_tokens: int) -> None:
     """Refuse to commit what was computed on a load that fell short."""
     ready = holding.num_computed_tokens
-    if holding.early is not None and num_computed_tokens > ready:
+    if holding.overlap is not None and num_computed_tokens > ready:
         problem = f"is {num_computed_tokens}, but the load of {holding} fell short of what its step took for loaded"
         raise CommitError("num_computed_tokens", f"{problem}: compute again from token {ready} on, in a new step")
 
 
 def first_invalid_token(holding: Holding) -> int | None:
     """From where on to compute again, now that the load is over; None: nothing that was computed is in doubt."""
-    early = holding.early
-    is_wrong = early is not None and early.state is not _S.TRUSTING and holding.state is RequestState.RUNNING
+    overlap = holding.overlap
+    is_wrong = overlap is not None and overlap.state is not _S.SPECULATIVE and holding.state is RequestState.RUNNING
     return holding.num_computed_tokens if is_wrong else None
 
 
 def tell(moves: Moves, holding: Holding) -> None:
     """Its engine has heard of it, or has given up what was computed: there is nothing left to hear."""
-    if holding.early is not None and holding.early.state is _S.REFUTED:
-        moves.early(holding.early, _S.TOLD)
+    if holding.overlap is not None and holding.overlap.state is _S.INVALID:
+        moves.overlap(holding.overlap, _S.ACKNOWLEDGED)
 
 
 def _once_landed(cache: PrefixCache, holding: Holding, load: Load, band: Band) -> array[int]:

@@ -6,17 +6,17 @@ from array import array
 
 import attrs
 
-__all__ = ["Condemned"]
+__all__ = ["Tombstone"]
 
 
 @attrs.frozen
-class Condemned:
+class Tombstone:
     """Blocks that a part has held from unit `start` on, and that nobody finds there any more."""
 
     start: int
     ids: array[int]
 
-    def units(self, width: int) -> list[Condemned]:
+    def units(self, width: int) -> list[Tombstone]:
         """The same, unit by unit."""
         count = len(self.ids) // width
-        return [Condemned(self.start + at, self.ids[at * width : (at + 1) * width]) for at in range(count)]
+        return [Tombstone(self.start + at, self.ids[at * width : (at + 1) * width]) for at in range(count)]

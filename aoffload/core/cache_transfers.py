@@ -1,6 +1,6 @@
-"""Errands: transfers that no request waits for. A prefetch brings a prompt onto the device, a demotion sends it away.
+"""Prefetches and demotions: cache transfers that no request waits for.
 
-An errand is a holding without a request: it is matched like one and its load is waited for like one, but it never
+A cache transfer has a holding without a request: it is matched, and its load waited for, like a request's, but it never
 stands in the line, computes nothing, and when its jobs are over it lets go of everything. What has landed is cached.
 """
 
@@ -12,36 +12,36 @@ import attrs
 
 from .admission import Admission
 from .cache import PrefixCache
-from .kept import Demotion, Errand, Prefetch
-from .lifecycle import ErrandState
+from .kept import CacheTransfer, Demotion, Prefetch
+from .lifecycle import CacheTransferState
 from .loads import Loads
 from .matching import Hit, find_hit
 from .observer import Moves
 from .owners import Holding
-from .pins import Pins
 from .plan import Tier
 from .presence import coming, held_stop
 from .records import Job, Lease, Load, Run
+from .request_leases import RequestLeases
 from .stores import Stores
 from .table import BlockTable
 from .tokens import TokenSequence
 
-__all__ = ["Errands"]
+__all__ = ["CacheTransfers"]
 
-_S = ErrandState
+_S = CacheTransferState
 
 
 @attrs.define(eq=False)
-class Errands:
+class CacheTransfers:
     cache: PrefixCache
-    pins: Pins
+    request_leases: RequestLeases
     moves: Moves
     loads: Loads
     stores: Stores
     admission: Admission
     max_share: float
-    under_way: dict[Holding, Errand] = attrs.field(factory=dict)
-    num_errands: int = 0
+    under_way: dict[Holding, CacheTransfer] = attrs.field(factory=dict)
+    num_cache_transfers: int = 0
     """How many there have ever been."""
 
     # -- fetching -------------------------------------------------------------------------------------------------
@@ -49,20 +49,20 @@ class Errands:
     def prefetch(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Prefetch:
         """Bring what a request for `sequence` would load onto the device, as far as there is room that nobody wants."""
         limit = (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
-        errand = Prefetch(self._holding("prefetch", sequence, limit, ledger), wake)
-        holding = errand.holding
-        self.pins.pin(holding)
-        if self._take_room(errand):
+        transfer = Prefetch(self._holding("prefetch", sequence, limit, ledger), wake)
+        holding = transfer.holding
+        self.request_leases.pin(holding)
+        if self._take_room(transfer):
             stop = holding.hit_stop
             jobs = self.loads.start(holding, stop, lambda: None)
-            errand.num_blocks = sum(job.plan.num_blocks for job in jobs)
-            errand.plans = tuple(job.plan for job in jobs)
-        self._begin(errand)
-        return errand
+            transfer.num_blocks = sum(job.plan.num_blocks for job in jobs)
+            transfer.plans = tuple(job.plan for job in jobs)
+        self._begin(transfer)
+        return transfer
 
-    def _take_room(self, errand: Prefetch) -> bool:
+    def _take_room(self, transfer: Prefetch) -> bool:
         """Whether there is something to bring, and room for it: for all of it, or for its front."""
-        holding = errand.holding
+        holding = transfer.holding
         for _ in range(2):
             if holding.hit_stop <= holding.published or not self.admission.line.is_empty:
                 return False
@@ -70,11 +70,11 @@ class Errands:
             if excess <= 0:
                 self._start_tables(holding, first)
                 return True
-            spine = self.cache.layout.spine.width
+            spine = self.cache.layout.full.width
             holding.narrow_hit(holding.hit_stop - -(-excess // spine) if spine else 0)
             if holding.hit_limit <= first:
                 return False
-            self.pins.match_again(holding)
+            self.request_leases.match_again(holding)
         return False
 
     def _first_missing(self, holding: Holding) -> int:
@@ -85,10 +85,10 @@ class Errands:
     def _excess(self, holding: Holding) -> int:
         """Blocks that it would take beyond what may be had: beyond the room, or the share of all prefetches."""
         layout, stop = self.cache.layout, holding.hit_stop
-        wanted = (stop - self._first_missing(holding)) * layout.spine.width
+        wanted = (stop - self._first_missing(holding)) * layout.full.width
         for band in layout.windows:
             wanted += (stop - max(holding.published, band.first_needed(stop * band.unit_tokens))) * band.width
-        taken = sum(errand.num_blocks for errand in self.under_way.values() if isinstance(errand, Prefetch))
+        taken = sum(transfer.num_blocks for transfer in self.under_way.values() if isinstance(transfer, Prefetch))
         share = int(self.admission.capacity * self.max_share) - taken
         return wanted - min(share, self.admission.room)
 
@@ -107,17 +107,17 @@ class Errands:
 
     def demote(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Demotion:
         """Store what the host lacks of `sequence`, and free its device blocks once the host could serve it alone."""
-        errand = Demotion(self._holding("demotion", sequence, self._whole(sequence), ledger), wake)
+        transfer = Demotion(self._holding("demotion", sequence, self._whole(sequence), ledger), wake)
         kept = self._keep_hit(sequence)
         leaving = self._leaving(sequence)
         if leaving:
-            jobs = self._offer(errand.holding, leaving)
-            errand.plans = tuple(job.plan for job in jobs)
-            self._wait_for_stores(errand.holding)
+            jobs = self._offer(transfer.holding, leaving)
+            transfer.plans = tuple(job.plan for job in jobs)
+            self._wait_for_stores(transfer.holding)
         if kept is not None:
             self.cache.release(kept)
-        self._begin(errand)
-        return errand
+        self._begin(transfer)
+        return transfer
 
     def _keep_hit(self, sequence: TokenSequence) -> Lease | None:
         """Pin in the host what is hit there now of windows: what is stored must not evict it. The spine before it is
@@ -162,13 +162,13 @@ class Errands:
             for job in jobs:
                 job.claimed_by(holding)
 
-    def _free(self, errand: Demotion) -> None:
+    def _free(self, transfer: Demotion) -> None:
         """Give back what is still unpinned. What the host had no room for stays, and with it what lies before it: a
         demotion loses nothing that could hit."""
-        cache, sequence = self.cache, errand.holding.sequence
-        if errand.holding.epoch != cache.epoch:
+        cache, sequence = self.cache, transfer.holding.sequence
+        if transfer.holding.epoch != cache.epoch:
             return
-        hit = find_hit(cache.index, sequence, cache.layout, errand.holding.hit_limit)
+        hit = find_hit(cache.index, sequence, cache.layout, transfer.holding.hit_limit)
         host_stop = held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)
         if host_stop < hit.stop or not _is_known_by(Tier.HOST, hit):
             return
@@ -176,48 +176,48 @@ class Errands:
         for run in self._leaving(sequence):
             for part in run.parts_in(Tier.DEVICE):
                 if part.blocks:
-                    errand.num_blocks += len(part.blocks)
+                    transfer.num_blocks += len(part.blocks)
                     device.trim(part, part.stop - part.first)
             cache.tidy(run)
 
     # -- both -----------------------------------------------------------------------------------------------------
 
     def _holding(self, kind: str, sequence: TokenSequence, limit: int, ledger: object) -> Holding:
-        self.num_errands += 1
-        name = f"{kind}-{self.num_errands}"
-        return Holding(name, sequence, self.cache.epoch, self.num_errands, limit, 1, ledger=ledger)
+        self.num_cache_transfers += 1
+        name = f"{kind}-{self.num_cache_transfers}"
+        return Holding(name, sequence, self.cache.epoch, self.num_cache_transfers, limit, 1, ledger=ledger)
 
-    def _begin(self, errand: Errand) -> None:
-        holding = errand.holding
+    def _begin(self, transfer: CacheTransfer) -> None:
+        holding = transfer.holding
         if holding.load is None or not holding.load.jobs:
-            self._end(errand, _S.DONE)
+            self._end(transfer, _S.DONE)
             return
-        self.under_way[holding] = errand
-        self.moves.errand(errand, _S.MOVING)
+        self.under_way[holding] = transfer
+        self.moves.cache_transfer(transfer, _S.MOVING)
 
     def conclude(self, over: list[Holding]) -> list[Callable[[], object]]:
-        """End the errands among those whose jobs are over; whom to wake once the line was served."""
-        errands = [self.under_way[holding] for holding in over if holding in self.under_way]
-        for errand in errands:
-            self._end(errand, _S.DONE)
-        return [errand.wake for errand in errands]
+        """End the transfers among those whose jobs are over; whom to wake once the line was served."""
+        transfers = [self.under_way[holding] for holding in over if holding in self.under_way]
+        for transfer in transfers:
+            self._end(transfer, _S.DONE)
+        return [transfer.wake for transfer in transfers]
 
-    def cancel(self, errand: Errand) -> list[Job]:
+    def cancel(self, transfer: CacheTransfer) -> list[Job]:
         """Wait for nothing any more; the jobs that were given up. Launched ones go on, and so do stores."""
-        settled = self.loads.abandon(errand.holding)
-        self._end(errand, _S.CANCELLED)
+        settled = self.loads.abandon(transfer.holding)
+        self._end(transfer, _S.CANCELLED)
         return settled
 
-    def _end(self, errand: Errand, state: ErrandState) -> None:
-        self.under_way.pop(errand.holding, None)
-        self.pins.let_go(errand.holding)
-        if isinstance(errand, Demotion) and state is _S.DONE:
-            self._free(errand)
-        if isinstance(errand, Prefetch):
-            sequence, layout = errand.holding.sequence, self.cache.layout
+    def _end(self, transfer: CacheTransfer, state: CacheTransferState) -> None:
+        self.under_way.pop(transfer.holding, None)
+        self.request_leases.let_go(transfer.holding)
+        if isinstance(transfer, Demotion) and state is _S.DONE:
+            self._free(transfer)
+        if isinstance(transfer, Prefetch):
+            sequence, layout = transfer.holding.sequence, self.cache.layout
             hit = find_hit(self.cache.index, sequence, layout, (sequence.num_tokens - 1) // layout.unit_tokens)
-            errand.num_tokens = hit.device_stop * layout.unit_tokens
-        self.moves.errand(errand, state)
+            transfer.num_tokens = hit.device_stop * layout.unit_tokens
+        self.moves.cache_transfer(transfer, state)
 
 
 def _is_known_by(tier: Tier, hit: Hit) -> bool:

@@ -15,13 +15,13 @@ from .index import RunIndex
 from .records import Run
 from .tokens import TokenSequence
 
-__all__ = ["SeenPrefixes"]
+__all__ = ["HitCounts"]
 
 RUN_TOKENS = 256
 """What a run costs besides its tokens (about 1 KB), counted as tokens of 4 bytes."""
 
 
-class SeenPrefixes:
+class HitCounts:
     """Counts, the least recently seen forgotten first and the end of a prefix before its start."""
 
     def __init__(self, layout: Layout, max_tokens: int) -> None:
@@ -34,7 +34,7 @@ class SeenPrefixes:
         """What is kept, with what its runs cost."""
 
     def __repr__(self) -> str:
-        return f"<SeenPrefixes {len(self._counts)} runs, {self.num_tokens}/{self._max_tokens} tokens>"
+        return f"<HitCounts {len(self._counts)} runs, {self.num_tokens}/{self._max_tokens} tokens>"
 
     def see(self, sequence: TokenSequence, first: int, stop: int) -> None:
         """Units `[first, stop)` of `sequence` were asked for once more; what lies before them is only kept."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from aoffload.core.kept import Demotion, Pin, Prefetch
-from aoffload.core.lifecycle import ErrandState, PinState
+from aoffload.core.lifecycle import CacheTransferState, PinState
 from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.errors import IllegalTransition, InvalidArgument, OutOfBlocks
 from aoffload.prefix import Prefix, Root
@@ -357,14 +357,14 @@ def test_what_another_ledger_made_is_refused() -> None:
     """Its blocks are not ours."""
     driven, other = Driven(8), Driven(8)
     driven.on_host_only(A)
-    held, errand = pin(driven, A), prefetch(driven, A)
+    held, transfer = pin(driven, A), prefetch(driven, A)
     for bad in (held, None, 7):
         with pytest.raises(InvalidArgument, match="pin"):
             other.ledger.unpin(bad)  # type: ignore[arg-type]
-    for bad in (errand, None, held):
-        with pytest.raises(InvalidArgument, match="errand"):
+    for bad in (transfer, None, held):
+        with pytest.raises(InvalidArgument, match="transfer"):
             other.ledger.cancel(bad)  # type: ignore[arg-type]
-    assert held.state is PinState.HELD and not errand.is_over
+    assert held.state is PinState.HELD and not transfer.is_over
 
 
 # -- prefetches ---------------------------------------------------------------------------------------------------
@@ -375,11 +375,11 @@ def test_a_prefetch_brings_what_a_request_would_load(groups: Any) -> None:
     """Afterwards the prompt hits on the device, nothing is pinned, and nothing has to be loaded."""
     driven = Driven(16, 16, groups=groups, max_prefetch_share=1.0)
     driven.on_host_only(A)
-    errand = prefetch(driven, A)
-    assert errand.state is ErrandState.MOVING
-    assert errand.num_blocks == sum(plan.num_blocks for plan in errand.plans) > 0
-    driven.land(errand.plans)
-    assert (errand.state, errand.num_tokens) == (ErrandState.DONE, 8)
+    transfer = prefetch(driven, A)
+    assert transfer.state is CacheTransferState.MOVING
+    assert transfer.num_blocks == sum(plan.num_blocks for plan in transfer.plans) > 0
+    driven.land(transfer.plans)
+    assert (transfer.state, transfer.num_tokens) == (CacheTransferState.DONE, 8)
     assert driven.num_pinned() == (0, 0)
     assert driven.hit(A) == (8, 0)
     holding = driven.allocated(A)
@@ -407,8 +407,8 @@ def test_a_prefetch_under_a_full_device_changes_nothing(groups: Any) -> None:
     room = driven.ledger.statistics().device.num_free + driven.ledger.statistics().device.num_cached
     hog = driven.allocated(prompt(8, room // driven.ledger.layout.width * 4))
     before = driven.ledger.statistics()
-    errand = prefetch(driven, A)
-    assert (errand.state, errand.plans, errand.num_tokens) == (ErrandState.DONE, (), 0)
+    transfer = prefetch(driven, A)
+    assert (transfer.state, transfer.plans, transfer.num_tokens) == (CacheTransferState.DONE, (), 0)
     assert driven.ledger.statistics() == before
     driven.release(hog)
 
@@ -421,9 +421,9 @@ def test_a_prefetch_evicts_only_what_is_unpinned() -> None:
     driven.serve(C)
     held, reading = pin(driven, B), driven.running(C)
     assert driven.ledger.statistics().device.num_free == 1
-    errand = prefetch(driven, A)
-    driven.land(errand.plans)
-    assert errand.num_tokens == 4  # as much as there was room for
+    transfer = prefetch(driven, A)
+    driven.land(transfer.plans)
+    assert transfer.num_tokens == 4  # as much as there was room for
     assert driven.hit(B) == (8, 0) and driven.hit(C) == (8, 0)
     driven.release(reading)
     unpin(driven, held)
@@ -435,8 +435,8 @@ def test_a_prefetch_takes_nothing_while_somebody_waits_for_room() -> None:
     driven.on_host_only(A)
     hog, waits = driven.allocated(prompt(8, 20)), driven.admit(prompt(9, 20))
     waiter = driven.ledger.queue_allocation(waits)
-    errand = prefetch(driven, A)
-    assert errand.is_over and not errand.plans
+    transfer = prefetch(driven, A)
+    assert transfer.is_over and not transfer.plans
     driven.release(hog)
     assert waiter.granted is not None
 
@@ -472,13 +472,13 @@ def test_the_budget_is_back_however_a_prefetch_ends(end: str) -> None:
     """Given up, failed, lost, reset, closed: its blocks, its pins and its share go back, once."""
     driven = Driven(8, max_prefetch_share=0.25)
     driven.on_host_only(A)
-    errand = prefetch(driven, A)
-    (plan,) = errand.plans
+    transfer = prefetch(driven, A)
+    (plan,) = transfer.plans
     assert driven.ledger.prefetch(prefix(B)).is_over
     if end == "discard":
         driven.ledger.discard(plan.job_id)
     elif end in ("cancel", "close"):
-        (driven.ledger.cancel_errands if end == "close" else lambda: driven.ledger.cancel(errand))()
+        (driven.ledger.cancel_cache_transfers if end == "close" else lambda: driven.ledger.cancel(transfer))()
         assert not driven.ledger.launch(plan.job_id)  # nobody else wants it
     else:
         driven.launch([plan])
@@ -487,8 +487,8 @@ def test_the_budget_is_back_however_a_prefetch_ends(end: str) -> None:
         outcomes = {"fail": Outcome.FAILED, "corrupt": Outcome.CORRUPT, "unproven": Outcome.UNPROVEN}
         driven.end(plan, outcomes.get(end, Outcome.LANDED), 0, (0,) if end == "corrupt" else ())
     driven.ledger.check_integrity()
-    assert errand.state is (ErrandState.CANCELLED if end in ("cancel", "close") else ErrandState.DONE)
-    assert errand.num_tokens == 0
+    assert transfer.state is (CacheTransferState.CANCELLED if end in ("cancel", "close") else CacheTransferState.DONE)
+    assert transfer.num_tokens == 0
     assert driven.num_pinned() == (0, 0)
     if end == "unproven":
         assert driven.ledger.statistics().device.num_quarantined == 2
@@ -504,12 +504,12 @@ def test_a_cancelled_prefetch_leaves_a_launched_copy_alone() -> None:
     """It can't be recalled: it lands in blocks of its own, and what it brought is cached."""
     driven = Driven(8, max_prefetch_share=1.0)
     driven.on_host_only(A)
-    errand = prefetch(driven, A)
-    plans = driven.launch(errand.plans)
-    driven.ledger.cancel(errand)
-    driven.ledger.cancel(errand)  # over is over
+    transfer = prefetch(driven, A)
+    plans = driven.launch(transfer.plans)
+    driven.ledger.cancel(transfer)
+    driven.ledger.cancel(transfer)  # over is over
     driven.ledger.check_integrity()
-    assert errand.state is ErrandState.CANCELLED
+    assert transfer.state is CacheTransferState.CANCELLED
     driven.end(plans[0])
     assert driven.hit(A) == (8, 0)
     assert driven.num_pinned() == (0, 0)
@@ -528,7 +528,7 @@ def test_two_prefetches_of_one_prompt_share_a_load(groups: Any) -> None:
     assert driven.ledger.plan_load(holding) == ()
     driven.ledger.cancel(first)
     driven.land(first.plans)  # wanted by the others
-    assert (second.state, second.num_tokens) == (ErrandState.DONE, 8)
+    assert (second.state, second.num_tokens) == (CacheTransferState.DONE, 8)
     assert holding.num_computed_tokens == 8
     driven.release(holding)
     assert driven.num_pinned() == (0, 0)
@@ -538,9 +538,9 @@ def test_a_failed_prefetch_keeps_what_landed() -> None:
     """What is proven is cached; the rest is a miss for the device and still in the host."""
     driven = Driven(8, max_prefetch_share=1.0)
     driven.on_host_only(A)
-    errand = prefetch(driven, A)
-    driven.end(driven.launch(errand.plans)[0], Outcome.FAILED, 1)
-    assert (errand.state, errand.num_tokens) == (ErrandState.DONE, 4)
+    transfer = prefetch(driven, A)
+    driven.end(driven.launch(transfer.plans)[0], Outcome.FAILED, 1)
+    assert (transfer.state, transfer.num_tokens) == (CacheTransferState.DONE, 4)
     assert driven.hit(A) == (4, 4)
 
 
@@ -555,12 +555,12 @@ def test_a_demotion_stores_and_frees(groups: Any) -> None:
     for plan in (*driven.commit(holding), *driven.release(holding)):
         driven.ledger.discard(plan.job_id)  # the host knows nothing of it
     cached = driven.ledger.statistics().device.num_cached
-    errand = demote(driven, A)
-    assert errand.state is ErrandState.MOVING
-    assert {plan.direction for plan in errand.plans} == {Direction.STORE}
+    transfer = demote(driven, A)
+    assert transfer.state is CacheTransferState.MOVING
+    assert {plan.direction for plan in transfer.plans} == {Direction.STORE}
     assert driven.hit(A) == (8, 0)
-    driven.land(errand.plans)
-    assert (errand.state, errand.num_blocks) == (ErrandState.DONE, cached)
+    driven.land(transfer.plans)
+    assert (transfer.state, transfer.num_blocks) == (CacheTransferState.DONE, cached)
     assert driven.hit(A) == (0, 8)
     statistics = driven.ledger.statistics().device
     assert (statistics.num_free, statistics.num_cached) == (statistics.num_blocks, 0)
@@ -570,8 +570,8 @@ def test_what_is_in_the_host_already_is_freed_at_once() -> None:
     """Nothing has to be copied, so nothing has to be waited for."""
     driven = Driven(8)
     driven.serve(A)
-    errand = demote(driven, A)
-    assert (errand.state, errand.plans, errand.num_blocks) == (ErrandState.DONE, (), 2)
+    transfer = demote(driven, A)
+    assert (transfer.state, transfer.plans, transfer.num_blocks) == (CacheTransferState.DONE, (), 2)
     assert driven.hit(A) == (0, 8)
     assert demote(driven, A).num_blocks == 0
     assert demote(driven, B).num_blocks == 0
@@ -582,8 +582,8 @@ def test_a_demotion_waits_for_stores_of_others() -> None:
     driven = Driven(8)
     holding = driven.running(A)
     stores = [*driven.commit(holding), *driven.release(holding)]
-    errand = demote(driven, A)
-    assert errand.is_over and errand.num_blocks == 0  # the store reads them: they are pinned
+    transfer = demote(driven, A)
+    assert transfer.is_over and transfer.num_blocks == 0  # the store reads them: they are pinned
     driven.land(stores)
     assert demote(driven, A).num_blocks == 2
 
@@ -617,10 +617,10 @@ def test_who_comes_while_it_is_stored_keeps_the_blocks() -> None:
     holding = driven.running(A)
     for plan in (*driven.commit(holding), *driven.release(holding)):
         driven.ledger.discard(plan.job_id)
-    errand = demote(driven, A)
+    transfer = demote(driven, A)
     reading = driven.running(A)
-    driven.land(errand.plans)
-    assert (errand.state, errand.num_blocks) == (ErrandState.DONE, 0)
+    driven.land(transfer.plans)
+    assert (transfer.state, transfer.num_blocks) == (CacheTransferState.DONE, 0)
     assert driven.hit(A) == (8, 0)
     driven.release(reading)
 
@@ -646,8 +646,8 @@ def test_what_the_host_has_no_room_for_stays() -> None:
     holding = driven.running(A)
     driven.commit(holding)
     driven.release(holding)
-    errand = demote(driven, A)
-    assert (errand.state, errand.plans, errand.num_blocks) == (ErrandState.DONE, (), 0)
+    transfer = demote(driven, A)
+    assert (transfer.state, transfer.plans, transfer.num_blocks) == (CacheTransferState.DONE, (), 0)
     assert driven.hit(A) == (8, 0)
     unpin(driven, held)
     driven.land(demote(driven, A).plans)
@@ -655,7 +655,7 @@ def test_what_the_host_has_no_room_for_stays() -> None:
 
 
 def pin_all_of_the_host(driven: Driven) -> Pin:
-    driven.ledger._keeping.max_share = 1.0
+    driven.ledger._pins.max_share = 1.0
     return pin(driven, B)
 
 
@@ -678,11 +678,11 @@ def test_a_demotion_that_does_not_come_off_frees_nothing(end: str) -> None:
     holding = driven.running(A)
     for plan in (*driven.commit(holding), *driven.release(holding)):
         driven.ledger.discard(plan.job_id)
-    errand = demote(driven, A)
-    (plan,) = errand.plans
+    transfer = demote(driven, A)
+    (plan,) = transfer.plans
     if end in ("cancel", "close"):
-        (driven.ledger.cancel_errands if end == "close" else lambda: driven.ledger.cancel(errand))()
-        assert errand.state is ErrandState.CANCELLED
+        (driven.ledger.cancel_cache_transfers if end == "close" else lambda: driven.ledger.cancel(transfer))()
+        assert transfer.state is CacheTransferState.CANCELLED
         driven.land([plan])  # a store belongs to nobody: it goes on
         assert driven.hit(A) == (8, 0)
         assert driven.ledger.statistics().host.num_cached == 2
@@ -695,7 +695,7 @@ def test_a_demotion_that_does_not_come_off_frees_nothing(end: str) -> None:
         outcomes = {"fail": Outcome.FAILED, "unproven": Outcome.UNPROVEN}
         driven.end(plan, outcomes.get(end, Outcome.LANDED))
     driven.ledger.check_integrity()
-    assert errand.is_over and errand.num_blocks == 0
+    assert transfer.is_over and transfer.num_blocks == 0
     assert driven.hit(A) == ((0, 0) if end == "reset" else (8, 0))
     assert driven.num_pinned() == (0, 0)
 
@@ -706,12 +706,12 @@ def test_a_demotion_from_before_a_reset_frees_nothing_after_it() -> None:
     holding = driven.running(A)
     for plan in (*driven.commit(holding), *driven.release(holding)):
         driven.ledger.discard(plan.job_id)
-    errand = demote(driven, A)
-    driven.launch(errand.plans)
+    transfer = demote(driven, A)
+    driven.launch(transfer.plans)
     driven.ledger.reset()
     driven.serve(A)
-    driven.end(errand.plans[0])
-    assert (errand.state, errand.num_blocks) == (ErrandState.DONE, 0)
+    driven.end(transfer.plans[0])
+    assert (transfer.state, transfer.num_blocks) == (CacheTransferState.DONE, 0)
     assert driven.hit(A) == (8, 0)
 
 
@@ -729,9 +729,9 @@ def test_a_demotion_does_not_evict_what_is_hit_in_the_host() -> None:
     driven.land([*driven.commit(holding := driven.running(long)), *driven.release(holding)])
     driven.evict_device()
     before = num_hit(driven, long)
-    errand = demote(driven, long)
+    transfer = demote(driven, long)
     assert (before, num_hit(driven, long)) == (12, 12)
-    driven.land(errand.plans)
+    driven.land(transfer.plans)
     assert num_hit(driven, long) == 12
     unpin(driven, held)
 
@@ -765,7 +765,7 @@ def ask_for_anything(groups: Any, seed: Any, num_device: int, num_host: int) -> 
     driven = Driven(num_device, num_host, groups=groups, max_pinned_share=share, max_prefetch_share=share)
     ledger = driven.ledger
     pins: list[tuple[Pin, list[int]]] = []
-    errands: list[Any] = []
+    transfers: list[Any] = []
     queued: list[Any] = []
     for step in range(30):
         text = seed.choice(TEXTS)
@@ -791,13 +791,13 @@ def ask_for_anything(groups: Any, seed: Any, num_device: int, num_host: int) -> 
             unpin(driven, pins.pop(seed.randrange(len(pins)))[0])
         elif call in ("prefetch", "demote"):
             before = num_hit(driven, text)
-            errands.append((prefetch if call == "prefetch" else demote)(driven, text))
-            queued += errands[-1].plans
+            transfers.append((prefetch if call == "prefetch" else demote)(driven, text))
+            queued += transfers[-1].plans
             assert call == "prefetch" or num_hit(driven, text) == before  # all that a demotion changes is where
         elif call == "end" and queued:
             end_one(driven, queued.pop(seed.randrange(len(queued))), seed)
-        elif call == "cancel" and errands:
-            ledger.cancel(seed.choice(errands))
+        elif call == "cancel" and transfers:
+            ledger.cancel(seed.choice(transfers))
         elif call == "evict":
             driven.evict_device()
         elif call == "lapse":
@@ -808,7 +808,7 @@ def ask_for_anything(groups: Any, seed: Any, num_device: int, num_host: int) -> 
                 assert sum(driven.hit([*kept, 0])) >= held.match.num_tokens, (call, held)
     while queued:
         end_one(driven, queued.pop(0), seed)
-    assert all(errand.is_over for errand in errands)
+    assert all(transfer.is_over for transfer in transfers)
     ledger.drop_pins()
     ledger.check_integrity()
     statistics = ledger.statistics()

@@ -28,8 +28,8 @@ from serving import (
 
 from aoffload import InvalidArgument, OutOfBlocks, RuntimeClosed, WrongState, WrongThread
 from aoffload.core.plan import Direction
-from aoffload.keeping import PinScope
 from aoffload.ledger import PinState
+from aoffload.pins import PinScope
 
 pytestmark = pytest.mark.anyio
 

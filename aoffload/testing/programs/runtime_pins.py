@@ -9,7 +9,7 @@ import attrs
 
 from ...core.lifecycle import PinState
 from ...core.plan import Tier
-from ...keeping import PendingDemotion, PendingPrefetch, PinScope
+from ...pins import PendingDemotion, PendingPrefetch, PinScope
 from ...request import Request
 from ..violations import Violation
 from .runtime_calls import RequestCalls
@@ -26,7 +26,7 @@ class ClientCalls(RequestCalls):
 
     _num_requests: int = attrs.field(default=0, init=False)
     _pins: list[PinScope] = attrs.field(factory=list, init=False)
-    _errands: list[PendingPrefetch | PendingDemotion] = attrs.field(factory=list, init=False)
+    _cache_transfers: list[PendingPrefetch | PendingDemotion] = attrs.field(factory=list, init=False)
 
     # -- beside requests ------------------------------------------------------------------------------------------
 
@@ -49,12 +49,12 @@ class ClientCalls(RequestCalls):
                 raise Violation("a leak", f"{pin} outlives its block")
 
     async def _do_prefetch(self, args: Any) -> None:
-        await self._errand("prefetch", args)
+        await self._transfer("prefetch", args)
 
     async def _do_demote(self, args: Any) -> None:
-        await self._errand("demote", args)
+        await self._transfer("demote", args)
 
-    async def _errand(self, name: str, args: Any) -> None:
+    async def _transfer(self, name: str, args: Any) -> None:
         await self._finish_steps()
         call = getattr(self.stage.runtime, name)
         found = await self.stage.attempt_async(
@@ -64,27 +64,27 @@ class ClientCalls(RequestCalls):
             self.stage.met(name)
 
     async def _do_prefetch_nowait(self, args: Any) -> None:
-        self._begin_errand("prefetch", args)
+        self._begin_transfer("prefetch", args)
 
     async def _do_demote_nowait(self, args: Any) -> None:
-        self._begin_errand("demote", args)
+        self._begin_transfer("demote", args)
 
-    def _begin_errand(self, name: str, args: Any) -> None:
+    def _begin_transfer(self, name: str, args: Any) -> None:
         call = getattr(self.stage.runtime, f"{name}_nowait")
         found = self.stage.attempt(f"{name}_nowait", lambda: call(args["tokens"], **self.stage.identity(args)))
         if found is not None:
-            self._errands.append(found)
+            self._cache_transfers.append(found)
             if not found.is_over:
                 self.stage.met(name)
 
-    async def _do_errand_wait(self, args: Any) -> None:
-        if self._errands:
+    async def _do_transfer_wait(self, args: Any) -> None:
+        if self._cache_transfers:
             await self._finish_steps()
-            await self.stage.attempt_async("errand wait", self._errands.pop(0).wait, self._give_up_s(args))
+            await self.stage.attempt_async("transfer wait", self._cache_transfers.pop(0).wait, self._give_up_s(args))
 
-    async def _do_errand_cancel(self, args: Any) -> None:
-        if self._errands:
-            self.stage.make("errand cancel", self._errands.pop(0).cancel)
+    async def _do_transfer_cancel(self, args: Any) -> None:
+        if self._cache_transfers:
+            self.stage.make("transfer cancel", self._cache_transfers.pop(0).cancel)
 
     async def _do_flush(self, args: Any) -> None:
         await self._finish_steps()

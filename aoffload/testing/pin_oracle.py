@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from ..core.kept import Demotion, Pin, Prefetch
-from ..core.lifecycle import ErrandState, JobState, PinState
+from ..core.lifecycle import CacheTransferState, JobState, PinState
 from ..core.matching import Hit, find_hit
 from ..core.owners import Holding, claimants
 from ..core.plan import Direction, Tier
@@ -23,7 +23,7 @@ from .faults import Faults
 from .serving import SimulatedEngine
 from .violations import Violation
 
-__all__ = ["KeepingOracle"]
+__all__ = ["PinOracle"]
 
 Call = Callable[..., Any]
 
@@ -40,7 +40,7 @@ class _Kept:
 
 
 @attrs.define(eq=False)
-class KeepingOracle:
+class PinOracle:
     """Watches the pins, prefetches and demotions of one runtime."""
 
     runtime: OffloadRuntime
@@ -104,7 +104,7 @@ class KeepingOracle:
         return found
 
     def _held(self) -> list[Pin]:
-        return list(self.runtime.ledger._keeping.pins)
+        return list(self.runtime.ledger._pins.pins)
 
     def _pump(self, call: Call, *args: Any, **options: Any) -> Any:
         """No extension fails while ending some pin would free room."""
@@ -126,7 +126,7 @@ class KeepingOracle:
                     return pin
         return None
 
-    # -- errands --------------------------------------------------------------------------------------------------
+    # -- transfers --------------------------------------------------------------------------------------------------
 
     def _prefetch(self, call: Call, *args: Any) -> Prefetch:
         ledger = self.runtime.ledger
@@ -134,8 +134,8 @@ class KeepingOracle:
         prefetch: Prefetch = call(*args)
         if has_line and prefetch.num_blocks:
             raise Violation("out of turn", f"{prefetch} took {prefetch.num_blocks} blocks past a line")
-        errands = ledger._errands.under_way.values()
-        taken = sum(errand.num_blocks for errand in errands if isinstance(errand, Prefetch))
+        transfers = ledger._cache_transfers.under_way.values()
+        taken = sum(transfer.num_blocks for transfer in transfers if isinstance(transfer, Prefetch))
         # Earlier prefetches may exceed the share if a quarantine has lowered the capacity since.
         if prefetch.num_blocks and taken > int(ledger.admission.capacity * self.runtime.config.max_prefetch_share):
             raise Violation("more than its share", f"prefetches take {taken} blocks")
@@ -149,11 +149,13 @@ class KeepingOracle:
 
     def _settle(self, call: Call, *args: Any) -> Any:
         """A demotion that this completion ends loses nothing that could hit."""
-        errands = [one for one in self.runtime.ledger._errands.under_way.values() if isinstance(one, Demotion)]
-        before = [self._there(errand.holding.sequence) for errand in errands]
+        transfers = [
+            one for one in self.runtime.ledger._cache_transfers.under_way.values() if isinstance(one, Demotion)
+        ]
+        before = [self._there(transfer.holding.sequence) for transfer in transfers]
         result = call(*args)
-        for errand, stop in zip(errands, before, strict=True):
-            self._check_nothing_is_lost(errand, stop)
+        for transfer, stop in zip(transfers, before, strict=True):
+            self._check_nothing_is_lost(transfer, stop)
         return result
 
     def _there(self, sequence: TokenSequence) -> int:
@@ -162,18 +164,18 @@ class KeepingOracle:
         limit = sequence.num_tokens // ledger.layout.unit_tokens
         return find_hit(ledger.cache.index, sequence, ledger.layout, limit).stop
 
-    def _check_nothing_is_lost(self, errand: Demotion, before: int) -> None:
-        now = self._there(errand.holding.sequence)
-        if errand.num_blocks and errand.is_over and now < before and not self.faults.fired:
-            raise Violation("a demotion that loses", f"{errand}: {now} units hit, {before} did before")
+    def _check_nothing_is_lost(self, transfer: Demotion, before: int) -> None:
+        now = self._there(transfer.holding.sequence)
+        if transfer.num_blocks and transfer.is_over and now < before and not self.faults.fired:
+            raise Violation("a demotion that loses", f"{transfer}: {now} units hit, {before} did before")
 
     # -- after every step -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
         self._check_pins()
-        for errand in self.runtime.ledger._errands.under_way.values():
-            if errand.state is not ErrandState.MOVING:
-                raise Violation("a leak", f"{errand!r} is over and still under way")
+        for transfer in self.runtime.ledger._cache_transfers.under_way.values():
+            if transfer.state is not CacheTransferState.MOVING:
+                raise Violation("a leak", f"{transfer!r} is over and still under way")
         for job in self.runtime.ledger.jobs.unsettled.values():
             if job.plan.direction is Direction.LOAD and job.state is JobState.QUEUED:
                 for holding in claimants(job):
@@ -181,7 +183,7 @@ class KeepingOracle:
 
     def _check_claim(self, holding: Holding) -> None:
         ledger = self.runtime.ledger
-        if holding.request_id not in ledger.holdings and holding not in ledger._errands.under_way:
+        if holding.request_id not in ledger.holdings and holding not in ledger._cache_transfers.under_way:
             raise Violation("a load for nobody", f"{holding} is over, and its load is queued")
 
     def _check_pins(self) -> None:

@@ -17,7 +17,7 @@ from ...transport import PinProgress
 from ..base import anonymous_memory
 from .driver import CudaDriver, CudaError
 
-__all__ = ["MAX_PIECE_BYTES", "HostMemory", "HostMemoryError", "pinned_memory"]
+__all__ = ["MAX_PIECE_BYTES", "HostMemory", "HostMemoryError", "page_locked_memory"]
 
 MAX_PIECE_BYTES = 64 * 2**30
 """Drivers refuse, or take minutes for, much larger registrations."""
@@ -78,7 +78,7 @@ class HostMemory:
         return int(self.rows.ctypes.data)
 
     @property
-    def is_pinned(self) -> bool:
+    def is_page_locked(self) -> bool:
         return bool(self.pieces)
 
     @property
@@ -93,7 +93,7 @@ class HostMemory:
             raise refused[0]
 
 
-def pinned_memory(
+def page_locked_memory(
     driver: CudaDriver,
     num_blocks: int,
     block_bytes: int,

@@ -1,0 +1,216 @@
+"""RequestLeases: what a holding takes from the cache when it is matched, and how it gives everything back."""
+
+from __future__ import annotations
+
+from array import array
+
+import attrs
+
+from .answer import PrefixMatch
+from .cache import PrefixCache
+from .groups import Band
+from .lifecycle import RequestState
+from .matching import Hit, find_hit
+from .owners import Holding
+from .paths import held_ids, stretches
+from .plan import Tier
+from .records import Lease, Part, Run
+from .table import BlockTable
+
+__all__ = ["RequestLeases"]
+
+
+@attrs.define(eq=False)
+class RequestLeases:
+    """Leases of requests: on the device for what is there, on the host for what is to be loaded."""
+
+    cache: PrefixCache
+
+    def pin(self, holding: Holding, *, islands: bool = True) -> None:
+        """Match and pin, in one step: nothing can be evicted in between. `islands`: see `find_hit`."""
+        hit = self._find(holding, islands=islands)
+        self._take_leases(holding, hit, islands=islands)
+        unit = self.cache.layout.unit_tokens
+        match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+        holding.matched(hit.device_stop, hit.stop, match)
+
+    def _find(self, holding: Holding, *, islands: bool) -> Hit:
+        if holding.epoch != self.cache.epoch:
+            return Hit(0, 0, ())
+        layout = self.cache.layout
+        limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit)
+        hit = find_hit(self.cache.index, holding.sequence, layout, limit, holding.hit_alignment, islands=islands)
+        if holding.state is RequestState.REQUEUED:
+            # It computes now: two whose loads fail at once would give each other room for the next try for ever.
+            hit = attrs.evolve(hit, stop=hit.device_stop)
+        return hit
+
+    def _take_leases(self, holding: Holding, hit: Hit, *, islands: bool) -> None:
+        if not hit.stop:
+            return
+        layout = self.cache.layout
+        # Exactly what is used is pinned: a request must never be short of room because of what it pins itself.
+        last = hit.path[-1]
+        if last.stop != hit.stop:
+            last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
+        if hit.stop > hit.device_stop:
+            self.keep_in_host(holding, last)
+            if islands and layout.windows:
+                # The device may hold more than it alone could go on with, and the host need not have that.
+                holding.reserve = self.lease(Tier.DEVICE, last)
+        if hit.device_stop:
+            on_device = next(run for run in last.path() if run.start < hit.device_stop)
+            run = self.cache.cut(on_device, hit.device_stop)
+            holding.leases[Tier.DEVICE] = self.lease(Tier.DEVICE, run)
+
+    def lease(self, tier: Tier, run: Run) -> Lease:
+        """Pin, in `tier`, what is needed for computing to go on at the end of `run`."""
+        layout = self.cache.layout
+        return self.cache.lease(tier, run, layout.window_starts(run.stop) if layout.windows else ())
+
+    def keep_in_host(self, holding: Holding, run: Run) -> None:
+        """Pin in the host what `holding` is to load up to the end of `run`."""
+        holding.leases[Tier.HOST] = self.lease(Tier.HOST, run)
+
+    def follow(self, holding: Holding, run: Run) -> None:
+        """Pin on the device the path that ends with `run`, and of windows what the tables reach back to."""
+        lease = holding.leases.get(Tier.DEVICE)
+        if lease is None:
+            starts = [table.start for table in holding.tables[1:]]
+            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
+        else:
+            self.cache.move_lease(lease, run)
+
+    def share(self, parent: Holding, child: Holding, run: Run) -> None:
+        """Let `child` pin on the device what `parent` does, up to the end of `run`."""
+        starts = [min(start, run.stop) for start in parent.leases[Tier.DEVICE].starts]
+        child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
+
+    def end_device_lease(self, holding: Holding) -> None:
+        lease = holding.leases.pop(Tier.DEVICE, None)
+        if lease is not None:
+            self.cache.release(lease)
+
+    def forget_match(self, holding: Holding) -> None:
+        """Let go of the leases and of what was matched: it is matched again when its turn comes. Does not free private
+        blocks."""
+        self.end_host_lease(holding)
+        self.end_device_lease(holding)
+        holding.forgot_match()
+
+    def match_again(self, holding: Holding, *, islands: bool = True) -> None:
+        """What was cached or evicted meanwhile counts."""
+        assert holding.may_match_again, "matched again under its block tables"
+        self.forget_match(holding)
+        self.pin(holding, islands=islands)
+
+    def keep_match(self, holding: Holding) -> None:
+        """Match again, unless that would pin what is pinned already: who is first in line is asked over and over."""
+        if self.cache.layout.windows or not self._pins_just(holding, self._find(holding, islands=True)):
+            self.match_again(holding)
+
+    @staticmethod
+    def _pins_just(holding: Holding, hit: Hit) -> bool:
+        """Whether its leases are those that `hit` would take."""
+        if (holding.published, holding.hit_stop) != (hit.device_stop, hit.stop) or not holding.leases:
+            return False
+        wanted: dict[Tier, Run] = {}
+        if hit.stop > hit.device_stop:
+            wanted[Tier.HOST] = hit.run_at(hit.stop)
+        if hit.device_stop:
+            wanted[Tier.DEVICE] = hit.run_at(hit.device_stop)
+        return wanted == {tier: lease.run for tier, lease in holding.leases.items()}
+
+    def end_host_lease(self, holding: Holding) -> None:
+        """RequestLeases for a load end when it settles, or when nothing loads."""
+        lease = holding.leases.pop(Tier.HOST, None)
+        if lease is not None:
+            self.cache.release(lease)
+        if holding.reserve is not None:
+            self.cache.release(holding.reserve)
+            holding.reserve = None
+
+    def let_go(self, holding: Holding) -> None:
+        """Give back everything the holding owns; synchronous, complete, whatever its state."""
+        self.give_up_tables(holding)
+        self.forget_match(holding)
+
+    def give_up_tables(self, holding: Holding) -> None:
+        """Give back what is private, and forget the tables. What is leased stays leased."""
+        private = holding.private_blocks()
+        holding.gave_up_tables()
+        self.cache.give(Tier.DEVICE, private)
+
+    # -- tables ---------------------------------------------------------------------------------------------------
+
+    def num_fresh(self, device_stop: int, hit_stop: int, num_units: int) -> int:
+        """Blocks that tables of `num_units` units take, besides the device hit: of a window only what will be needed
+        once the host hit is loaded."""
+        found = max(0, num_units - device_stop) * self.cache.layout.full.width
+        for band in self.cache.layout.windows:
+            found += max(0, num_units - _first_fresh(band, device_stop, hit_stop)) * band.width
+        return found
+
+    def without_islands(self, holding: Holding, num_units: int) -> tuple[int, int]:
+        """What would be if `holding` were matched again without islands: the blocks that tables of `num_units` units
+        would take, and how many more could be had then. Changes nothing."""
+        hit = self._find(holding, islands=False)
+        leases = [lease for lease in holding.all_leases() if lease.tier is Tier.DEVICE]
+        let_go = self.cache.pinned_by_none_but(leases)
+        taken = [part for run in hit.path for part in run.parts_in(Tier.DEVICE) if not part.num_references]
+        gained = sum(len(part.blocks) + len(part.tombstone_ids()) for part in let_go)
+        gained -= sum(self._num_needed(part, hit.device_stop) for part in (*let_go, *taken))
+        return self.num_fresh(hit.device_stop, hit.stop, num_units), gained
+
+    def _num_needed(self, part: Part, stop: int) -> int:
+        """Blocks of `part` that computing at unit `stop` needs."""
+        band = self.cache.layout.bands[part.band]
+        first = band.first_needed(stop * band.unit_tokens)
+        return len(range(max(part.first, first), min(part.stop, stop))) * part.width
+
+    def num_kept(self, holding: Holding) -> int:
+        """Blocks of the device hit."""
+        stop, bands = holding.published, self.cache.layout.bands
+        return sum((stop - band.first_needed(stop * band.unit_tokens)) * band.width for band in bands)
+
+    def start_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
+        """The block tables: the ids of the device hit, as far as they are needed, then `blocks`. What is before the
+        window of the host hit stays null, and gets blocks should the load fail."""
+        stop, taken = holding.published, 0
+        num_units = max(num_units, stop)  # it may have been matched again, and hit more than it asked room for
+        tables: list[BlockTable] = []
+        for band in self.cache.layout.bands:
+            table = BlockTable(band.width, array("i"))
+            if stop:
+                table.begin_at(band.first_needed(stop * band.unit_tokens))
+                table.append_null(table.start)
+                table.extend(self.ready_ids(holding, band.number, table.start, stop))
+            fresh = min(num_units, _first_fresh(band, holding.published, holding.hit_stop))
+            if stop < fresh:
+                table.append_null(fresh - stop)
+            count = (num_units - fresh) * band.width
+            table.extend(blocks[taken : taken + count])
+            taken += count
+            tables.append(table)
+        holding.given_tables(tuple(tables), num_units)
+
+    def lengthen_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
+        """Enter `blocks`, which were taken for units up to `num_units`."""
+        added = num_units - holding.num_units
+        if added > 0:
+            for table, ids in zip(holding.tables, self.cache.layout.deal(blocks, added), strict=True):
+                table.extend(ids)
+            holding.given_tables(holding.tables, num_units)
+
+    def ready_ids(self, holding: Holding, band: int, start: int, stop: int) -> array[int]:
+        """The ids of units `[start, stop)` of the path that `holding` leases on the device."""
+        if start >= stop:
+            return array("i")
+        return held_ids(stretches(holding.device_run, start, stop), Tier.DEVICE, band)
+
+
+def _first_fresh(band: Band, device_stop: int, hit_stop: int) -> int:
+    """The first unit behind the device hit that needs a block in `band`."""
+    if not band.number:
+        return device_stop
+    return max(device_stop, band.first_needed(hit_stop * band.unit_tokens))
