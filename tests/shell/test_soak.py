@@ -13,7 +13,7 @@ import pytest
 from aoffload import Request, WrongState
 from aoffload.core.owners import Holding
 from aoffload.core.plan import Direction, TransferPlan
-from aoffload.core.request_leases import Pins
+from aoffload.core.request_leases import RequestLeases
 from aoffload.transfer.backends.cpu import CpuBackend
 from proof import soak as soak_module
 from proof.soak import Length, soak
@@ -57,13 +57,13 @@ def test_requests_are_to_be_ended_in_every_way() -> None:
 
 def test_a_release_that_is_skipped_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request of hundreds keeps its pins: the next rest says so."""
-    let_go, skips = Pins.let_go, only_once(at=150)
+    let_go, skips = RequestLeases.let_go, only_once(at=150)
 
-    def forgetful(self: Pins, holding: Holding) -> None:
+    def forgetful(self: RequestLeases, holding: Holding) -> None:
         if not holding.table or not skips():  # who never had room may have nothing to let go of
             let_go(self, holding)
 
-    monkeypatch.setattr(Pins, "let_go", forgetful)
+    monkeypatch.setattr(RequestLeases, "let_go", forgetful)
     monkeypatch.setattr(soak_module, "PATIENCE_S", 0.2)  # what was forgotten stays for ever
     result = soak("asyncio", 1, SHORT)
     assert not result.has_passed

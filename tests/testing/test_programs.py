@@ -15,7 +15,7 @@ from aoffload.core.admission import Admission
 from aoffload.core.cache import PrefixCache
 from aoffload.core.components import FullComponent
 from aoffload.core.owners import Holding
-from aoffload.core.request_leases import Pins
+from aoffload.core.request_leases import RequestLeases
 from aoffload.core.tiers import TierBlocks
 from aoffload.errors import OutOfBlocks
 from aoffload.testing import Violation
@@ -129,7 +129,7 @@ def test_a_wait_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that is not given back is found at the latest when everybody has left."""
-    monkeypatch.setattr(Pins, "end_host_lease", lambda self, holding: holding.leases.clear())
+    monkeypatch.setattr(RequestLeases, "end_host_lease", lambda self, holding: holding.leases.clear())
     assert found().violation.partition(":")[0] in ("integrity", "at rest")
 
 
