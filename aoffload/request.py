@@ -7,8 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from inspect import CO_ASYNC_GENERATOR
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 from weakref import ref
 
@@ -22,6 +21,7 @@ from .core.preemption import Preemption
 from .errors import OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
 from .loading import AwaitedLoad, PendingLoad
 from .prefix import LongList, Prefix, TokenIds
+from .scopes import is_cancellation, may_be_suspended
 from .session import RequestOptions, Session
 from .transfer.fence import Fence
 
@@ -59,7 +59,7 @@ class Request:
     # -- life cycle -----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        is_scoped = not _may_be_suspended(sys._getframe(1))
+        is_scoped = not may_be_suspended(sys._getframe(1))
         bound_s = self._options.deadline_s
         deadline = None if bound_s is None else anyio.current_time() + bound_s
         prefix = self._prompt if isinstance(self._prompt, Prefix) else await _read(self._prompt)
@@ -120,7 +120,7 @@ class Request:
             return "closed_early"
         if self._scope is not None and self._scope.cancel_called:
             return "deadline"
-        if _is_cancellation(error):
+        if is_cancellation(error):
             return "cancelled"
         return "abandoned" if isinstance(error, GeneratorExit) else f"error: {type(error).__name__}"
 
@@ -349,28 +349,3 @@ def _expire(reference: ref[Request]) -> None:
     request = reference()
     if request is not None:
         request._cancel("deadline")
-
-
-ENTERS = ("__aenter__", "enter_async_context")
-
-
-def _may_be_suspended(frame: FrameType | None) -> bool:
-    """Whether the block entered in `frame` may be suspended at a `yield` while its task runs other code: true in the
-    body of an async generator. A generator that is a context manager (`contextlib.asynccontextmanager`) is entered by
-    another block in turn, and that block decides."""
-    while frame is not None:
-        driver = frame.f_back
-        if frame.f_code.co_name not in ENTERS:
-            if not frame.f_code.co_flags & CO_ASYNC_GENERATOR:
-                return False
-            if driver is None or driver.f_code.co_name not in ENTERS:
-                return True
-        frame = driver
-    return False
-
-
-def _is_cancellation(error: BaseException) -> bool:
-    """Whether `error` is only cancellation: task groups inside the block may have wrapped it in exception groups."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(_is_cancellation(inner) for inner in error.exceptions)
-    return isinstance(error, anyio.get_cancelled_exc_class())

@@ -14,7 +14,7 @@ ROOMS = {
     "core": 1,
     "transfer": 2,
     "worker": 3, "telemetry": 3, "observers": 3,
-    "session": 4, "request": 5, "loading": 5, "pins": 5, "opening": 5, "steps": 5,
+    "scopes": 3, "session": 4, "request": 5, "loading": 5, "pins": 5, "opening": 5, "steps": 5,
     "runtime": 6,
     "ledger": 7, "transport": 7, "ranks": 7, "cuda": 7,
     "demo": 8, "integrations": 8, "testing": 8, "trace": 8, "metrics": 8, "kv_events": 8,
