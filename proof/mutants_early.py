@@ -30,7 +30,7 @@ EARLY_MUTANTS = (
         "compared only when all of the load is over",
         EARLY,
         "    if lacking:\n        moves.overlap",
-        "    if not early.tables:\n        moves.overlap",
+        "    if not overlap.tables:\n        moves.overlap",
         "what was read of a block that came back with other bytes is never committed",
         test=f"{TEST}test_a_block_that_comes_back_to_its_place_refutes",
     ),

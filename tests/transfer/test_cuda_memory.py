@@ -55,12 +55,12 @@ def test_the_whole_pool_is_registered_in_pieces_where_it_is() -> None:
 
 def test_pieces_are_never_larger_than_a_driver_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terabyte is cut into pieces of 64 GiB at most; nothing of it is touched to find out."""
-    from aoffload.transfer.backends.cuda import pinned
+    from aoffload.transfer.backends.cuda import page_locked
 
-    pieces = list(pinned._cut(ALIGNMENT + 4096, 2**40, MAX_PIECE_BYTES))
+    pieces = list(page_locked._cut(ALIGNMENT + 4096, 2**40, MAX_PIECE_BYTES))
     assert max(piece.num_bytes for piece in pieces) <= MAX_PIECE_BYTES
     assert sum(piece.num_bytes for piece in pieces) == 2**40
-    assert len(list(pinned._cut(ALIGNMENT, 2**29, MAX_PIECE_BYTES))) == 1
+    assert len(list(page_locked._cut(ALIGNMENT, 2**29, MAX_PIECE_BYTES))) == 1
 
 
 def test_pieces_are_registered_by_several_threads_at_once() -> None:
