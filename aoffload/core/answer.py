@@ -13,7 +13,7 @@ class Answer(enum.Enum):
     HIT = "hit"
     MISS = "miss"
     PENDING = "pending"
-    """Somebody else is bringing the next block: ask again."""
+    """Another request's load is bringing the next block: ask again."""
 
 
 @attrs.frozen

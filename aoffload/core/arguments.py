@@ -1,4 +1,4 @@
-"""Checks of what callers hand to the ledger. Those that any room needs are in `aoffload/arguments.py`."""
+"""Checks of arguments to the ledger. Checks for the whole package are in `aoffload/arguments.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_prefix(prefix: object) -> Prefix:
 
 
 def check_completion(completion: Completion) -> None:
-    """A transport may be another program's: what it says is looked at before anything is changed."""
+    """Check every field before anything is changed: a transport may be third-party code."""
     if not isinstance(completion, Completion):
         raise InvalidArgument("completion", f"must be a Completion, got {type(completion).__name__}")
     for name in ("job_id", "num_landed", "num_bytes"):
@@ -37,7 +37,7 @@ def check_completion(completion: Completion) -> None:
     if not isinstance(completion.error, str):
         check_text("completion.error", completion.error)
     duration_s: float | None = completion.duration_s
-    if type(duration_s) is not float or not duration_s >= 0:  # nor may it be no number
+    if type(duration_s) is not float or not duration_s >= 0:  # refuses NaN, too
         duration_s = number_of(duration_s)
     if duration_s is None or duration_s < 0:
         raise InvalidArgument("completion.duration_s", f"must be seconds, got {shown(completion.duration_s)}")

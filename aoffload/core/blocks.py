@@ -12,22 +12,22 @@ __all__ = ["DevicePool", "ExtentPool", "FreeList", "are_neighbours"]
 
 
 FEW = 100
-"""Ids up to which comparing them is faster than looking for gaps by numpy."""
+"""Below this many ids, comparing them is faster than looking for gaps by numpy."""
 
 
 class DevicePool(Protocol):
-    """Hands out block ids and takes them back: ours by default, an engine's own if it has one."""
+    """Hands out block ids and takes them back: a `FreeList`, unless the blocks are engine-owned."""
 
     @property
     def num_blocks(self) -> int:
-        """Usable blocks in all (the null block is not one)."""
+        """All usable blocks, without the null block."""
         ...
 
     @property
     def num_free(self) -> int: ...
 
     def take(self, num_blocks: int) -> array[int]:
-        """Exactly `num_blocks` ids; the caller has made sure that there are as many."""
+        """Take exactly `num_blocks` ids. The caller has checked that there are enough."""
         ...
 
     def give(self, block_ids: array[int]) -> None: ...
@@ -38,7 +38,7 @@ class DevicePool(Protocol):
 class FreeList:
     """Device blocks `[1, num_rows)`, last in, first out: a block that was just used is the warmest. Row 0 is null.
 
-    What is given back together is taken again in the same order, so that neighbours stay neighbours."""
+    Ids given back together are taken again in the same order, so that neighbours stay neighbours."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_blocks = num_rows - 1
@@ -66,9 +66,9 @@ class FreeList:
 
 
 class ExtentPool:
-    """Host blocks `[0, num_blocks)`, handed out as few contiguous extents as can be: one extent, one copy call.
+    """Host blocks `[0, num_blocks)`, handed out in few contiguous extents: one copy call moves one extent.
 
-    Extents that touch are one. They are found by size class (the bit length of their size).
+    Adjacent free extents are merged. Extents are found by size class (the bit length of their size).
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -119,7 +119,7 @@ class ExtentPool:
         for larger in self._classes[wanted.bit_length() + 1 :]:
             if larger:
                 return next(iter(larger))
-        for start in exact:  # none is larger for certain: look at all of them before cutting the wish into pieces
+        for start in exact:  # no larger class has one: search its class before handing out several extents
             if self._stop_of[start] - start >= wanted:
                 return start
         return next(next(iter(found)) for found in reversed(self._classes) if found)
@@ -146,13 +146,13 @@ def id_range(start: int, stop: int) -> array[int]:
 
 
 def are_neighbours(block_ids: array[int]) -> bool:
-    """Whether each id is the one before and one more."""
+    """Whether the ids are consecutive and ascending."""
     start, stop = block_ids[0], block_ids[-1] + 1
     return stop - start == len(block_ids) and block_ids == id_range(start, stop)
 
 
 def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:
-    """`block_ids` as half-open ranges of neighbours, in their order."""
+    """`block_ids` as half-open ranges of consecutive ids, in their order."""
     if not block_ids:
         return ()
     if len(block_ids) < FEW and are_neighbours(block_ids):

@@ -1,15 +1,14 @@
-"""The prefix cache: the index together with the blocks of every tier, and the references between them.
+"""The prefix cache: the index, the blocks of every tier, and the references that pin them.
 
-References are counted per run and tier. A lease counts on the run it ends at; a run that is referenced counts once on
-the run before it. So a path is pinned from its end to the root, taking a lease costs as many steps as there are runs
-not pinned yet, and an unpinned run never has a pinned one behind it:
+Full attention counts references per run and tier. A lease counts on the run it ends at; a referenced run counts once on
+the run before it. So a lease pins its path from the end to the root, taking it costs one step for each run that was not
+pinned, and an unpinned run never has a pinned one behind it:
 
     root <- [0,40) <- [40,48) <- [48,50)      leases: a ends at 48, b at 50
-              1          1+1         1        a's own lease on [40,48), and [48,50) behind it
+              1          1+1         1        [40,48): lease a, and the referenced child [48,50)
 
-That is the spine: the blocks of full attention. Of a band of limited reach a lease pins only what lies from some unit
-on; it counts on each run from there to its end, and a run begins there. What has left the window is cached as long as
-there is room, and a prefix that ends there may still hit.
+Of a window a lease pins only the blocks from some unit on, where a run begins. It counts on each run from there to its
+end. Blocks that have left the window stay cached while there is room, and a prefix that ends there may still hit.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ __all__ = ["PrefixCache"]
 
 
 class PrefixCache(SplitsAndMerges):
-    """What is cached where. Never blocks, never raises for want of room: callers look at `room` first."""
+    """What is cached where. Never waits, and never raises for lack of room: callers check `room` first."""
 
     def __init__(self, layout: Layout, tiers: tuple[TierBlocks, ...], new_order: Callable[[], EvictionOrder]) -> None:
         super().__init__(layout, tiers)
         self._new_order = new_order
         self.epoch = self.index.epoch
-        """Counts resets: what is of another one is not findable."""
+        """Counts resets. Runs of another epoch are not findable."""
 
     def watch(self, watcher: BlockWatcher | None) -> None:
-        """Tell `watcher` what is cached from now on and is no more; not of blocks that are an engine's own."""
+        """Report to `watcher` every change of what is cached, in all tiers but engine-owned ones."""
         for tier in self.tiers:
             tier.watcher = None if tier.is_outside else watcher
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
     def lease(self, tier: Tier, run: Run, starts: Sequence[int] = (), *, is_use: bool = True) -> Lease:
-        """Pin the path of `run` in `tier`; of each window what lies from its unit in `starts` on.
+        """Pin the path of `run` in `tier`; of each window the units from its entry in `starts` on.
 
-        Without `is_use`, what nobody uses meanwhile gets its old place in the order back: storing must not refresh the
-        source's LRU position, or a lazy store would turn the order round."""
+        Without `is_use`, blocks that are unused until the release return to their old place in the eviction order.
+        Storing must not refresh the source's LRU position, or a lazy store would reverse the order."""
         blocks = self.tiers[tier]
         self.full.pin(blocks, run, is_use)
         lease = Lease(tier, run, list(starts))
@@ -60,7 +59,7 @@ class PrefixCache(SplitsAndMerges):
         return lease
 
     def release(self, lease: Lease) -> None:
-        """End a lease; what nobody else pins becomes evictable, the tail as the oldest."""
+        """End a lease. Blocks that no other lease pins become evictable, the tail as the oldest."""
         if lease.released:
             raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")
         lease.released = True
@@ -71,7 +70,7 @@ class PrefixCache(SplitsAndMerges):
             self._tidy_up(let_go, blocks.tier)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
-        """Let `lease` end at `run` instead: on the same path, further on or further back."""
+        """Move the end of `lease` to `run`: on the same path, further on or further back."""
         if lease.run is run:
             return
         blocks, old = self.tiers[lease.tier], lease.run
@@ -86,7 +85,7 @@ class PrefixCache(SplitsAndMerges):
             self._tidy_up(let_go, blocks.tier)
 
     def slide_lease(self, lease: Lease, band: Band, start: int) -> None:
-        """Let go, in `band`, of what lies before unit `start`: it stays cached as long as nobody needs its room."""
+        """Unpin the units of `band` before `start`. They stay cached until their room is needed."""
         at = band.number - 1
         window, blocks = self.windows[at], self.tiers[lease.tier]
         for current in reversed(_between(lease.run, lease.starts[at], start)):
@@ -113,23 +112,23 @@ class PrefixCache(SplitsAndMerges):
         return [part for part, count in counts.items() if count == part.num_references]
 
     def _split_path(self, run: Run, at: int) -> None:
-        """Have a run of the path of `run` begin at unit `at`, if it reaches that far."""
+        """Split a run on the path of `run`, so that one begins at unit `at`, if the path reaches that far."""
         for current in _between(run, at, at + 1):
             if current.start < at:
                 self.split(current, at)
 
     def _tidy_up(self, let_go: list[Run], tier: Tier) -> None:
-        """Join runs that only a lease held apart, and forget what nothing holds."""
+        """Merge runs that only a lease kept apart, and tidy the rest."""
         if len(let_go) > 1:
             for left in self.merge(let_go):
                 self.tidy(left)
-        elif let_go[0].parts[tier].stop < let_go[0].stop:  # else all of it is there
+        elif let_go[0].parts[tier].stop < let_go[0].stop:  # else the tier holds all of the run
             self.tidy(let_go[0])
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     def take(self, tier: Tier, num_blocks: int) -> array[int]:
-        """`num_blocks` blocks of `tier`, evicting as many as it takes; the caller has looked at `room`."""
+        """Take `num_blocks` blocks of `tier`, evicting as many as needed. The caller has checked `room`."""
         blocks = self.tiers[tier]
         while (short := num_blocks - blocks.pool.num_free) > 0:
             part = blocks.order.oldest()
@@ -145,9 +144,9 @@ class PrefixCache(SplitsAndMerges):
             self.tiers[tier].pool.give(block_ids)
 
     def forget(self, part: Part, position: int) -> None:
-        """Drop the blocks of the unit at `position` from a referenced `part`: what is there is wrong.
+        """Make a tombstone of the unit at `position` of a referenced `part`: its bytes are wrong.
 
-        What lies behind it in the run stays, cut off, and can be reached again once the gap is filled.
+        The units behind it in the run are split off and stay; they are findable again once the gap is filled.
         """
         run = part.run
         if position + 1 < run.stop and part.stop > position + 1:
@@ -157,7 +156,7 @@ class PrefixCache(SplitsAndMerges):
         self.tiers[part.tier].part_changed(part, first, stop)
 
     def reset(self) -> None:
-        """Swap the index: nothing cached so far is findable any more; what is pinned stays until it is let go of."""
+        """Swap the index: nothing cached so far is findable any more. Pinned blocks stay until they are unpinned."""
         self.epoch += 1
         self.index = RunIndex(self.layout, self.epoch)
         for tier in self.tiers:
@@ -169,7 +168,7 @@ class PrefixCache(SplitsAndMerges):
             watcher.all_cleared(self.epoch)
 
     def reset_tier(self, tier: Tier) -> None:
-        """Make what one tier holds unfindable: free what no reference protects, the rest when it is let go of."""
+        """Make all blocks of one tier unfindable. Unpinned ones are freed, pinned ones once they are unpinned."""
         runs = list(self.index.runs.values())
         for run in runs:
             for part in run.parts_in(tier):
@@ -178,8 +177,8 @@ class PrefixCache(SplitsAndMerges):
             self.tidy(run)
 
     def withdraw(self, run: Run) -> None:
-        """Make every block of `run` unfindable and free it once no reference protects it; what is in flight to it
-        publishes nothing."""
+        """Make every block of `run` unfindable, and free it once it is unpinned. Jobs in flight to it publish
+        nothing."""
         for part in run.parts:
             self.withdraw_part(part)
 
@@ -188,19 +187,19 @@ class PrefixCache(SplitsAndMerges):
         while job is not None and job.stop > part.run.start:
             job.publish_nothing()
             job = job.predecessor
-        part.awaits(None)  # nobody waits for what it brings
+        part.awaits(None)  # these jobs add nothing any more
         first, stop = part.first, part.stop
         if part.blocks and not part.num_references:
             tier.make_pinned(part)
             tier.pool.give(part.clear())
         elif part.blocks:
             part.entomb(first, part.clear())
-        if first < stop and part.run.epoch == self.epoch:  # else it was told by the reset
+        if first < stop and part.run.epoch == self.epoch:  # else the reset has reported it
             tier.part_changed(part, first, stop)
 
     def withdraw_all(self, wrong: Iterable[Run]) -> None:
-        """Withdraw `wrong` runs, of whatever epoch, and what hangs on them, whoever has computed it: once they are
-        right again it could be reached."""
+        """Withdraw `wrong` runs, of any epoch, and all runs behind them, whichever request has computed those: they
+        would be findable again once the wrong ones are computed anew."""
         heads = set(wrong)
         behind = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
         for run in (*(run for run in wrong if run.epoch != self.epoch), *behind):
@@ -210,7 +209,7 @@ class PrefixCache(SplitsAndMerges):
 
 
 def _between(run: Run, start: int, stop: int) -> list[Run]:
-    """The runs on the path of `run` that lie in units `[start, stop)`, or partly, last first."""
+    """The runs on the path of `run` that overlap units `[start, stop)`, last first."""
     found: list[Run] = []
     for current in run.path():
         if current.stop <= start:

@@ -1,12 +1,12 @@
 """Attention components: what differs between full attention and a window, in one class each.
 
-Full attention reads every block of a prefix. So a part holds the front of its run, what hangs on a gap is never found,
-and references chain: a lease counts on the run it ends at, a run that is referenced once on the run before it.
+Full attention reads every block of a prefix. So a part holds the front of its run, blocks behind a gap are never found,
+and references chain: a lease counts on the run it ends at, a referenced run counts once on the run before it.
 
     part    [present .............)(nothing      )
 
 A window (a sliding one, or the chunk of chunked local attention) reads the last blocks before a position. So a part
-holds one stretch anywhere in its run, and a lease counts on each run from its start on.
+holds one stretch anywhere in its run, and a lease counts on each run from its first unit on.
 
     part    (nothing )[present ........)(nothing )
 """
@@ -31,12 +31,12 @@ __all__ = ["Component", "FullComponent", "WindowComponent", "brings", "window_co
 
 @dataclass(slots=True, eq=False)
 class FullComponent:
-    """The component of full attention. There is always one; in a layout of windows alone it has no width."""
+    """Full attention. Every layout has one; its width is 0 where all groups have windows."""
 
     band: Band
 
     def pin(self, blocks: TierBlocks, run: Run, is_use: bool) -> None:
-        """Count a lease that ends at `run`. Stops at a run that is referenced, and in use, already."""
+        """Count a lease that ends at `run`. Stops at a run that was referenced (with `is_use`: and in use) before."""
         current: Run | None = run
         is_new = True
         while current is not None and (is_new or is_use):
@@ -52,7 +52,7 @@ class FullComponent:
             current = current.before
 
     def unpin(self, blocks: TierBlocks, run: Run) -> list[Run]:
-        """Count a lease that ended at `run` no more; the runs that no lease pins now."""
+        """Remove the references of a lease that ended at `run`. Returns the runs left without any, last first."""
         let_go: list[Run] = []
         current: Run | None = run
         while current is not None:
@@ -66,15 +66,15 @@ class FullComponent:
         return let_go
 
     def head_references(self, num_references: int) -> int:
-        """References to the head of a run that is split, of which `num_references` count on the run."""
+        """References to the head of a split run that has `num_references` itself."""
         return min(1, num_references)  # the leases stay with the tail, which counts once on the head
 
     def follows(self, front: Part, back: Part) -> bool:
-        """Whether `back`, which holds blocks, and `front` of the run before can be one part."""
+        """Whether `back`, which is not empty, and `front`, of the run before, can be one part."""
         return front.stop == back.first
 
     def is_end(self, front: Part, back: Part) -> bool:
-        """Whether nothing that lies behind `back` could follow once it is joined with `front`."""
+        """Whether joining `front` and `back` would leave a gap before blocks behind `back`."""
         return False
 
     def first_brought(self, job: Job, part: Part) -> int:
@@ -82,8 +82,8 @@ class FullComponent:
         return part.stop
 
     def enter(self, part: Part, first: int, last: int, ids: array[int]) -> array[int]:
-        """Publish `ids`, of the units from `first` on, up to unit `last`: only where what lies before is there, and
-        something is missing. The ids left over."""
+        """Publish `ids`, which begin at unit `first`, up to unit `last`: only if all units before are present and some
+        of these are missing. Returns the ids not used."""
         if not first <= part.stop < last:
             return ids
         before = part.run.before
@@ -98,13 +98,12 @@ class FullComponent:
         return ids[:skip] + ids[take:]
 
     def fitting(self, start: int, stop: int, num_units: int) -> range:
-        """Which of units `[start, stop)` are stored where there is room for `num_units` of them."""
+        """The units of `[start, stop)` to store where there is room for `num_units`."""
         return range(start, min(stop, start + num_units))
 
     def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
-        """What `source` holds of the path of `run` up to unit `stop`, and `tier` neither holds nor gets; last first.
-
-        Looks at every unit from `start` on, and before it as far as something is missing."""
+        """Units before `stop` on the path of `run` that `source` holds and `tier` neither holds nor will get; last
+        first. Checks every unit from `start` on, and before it as far as units are missing."""
         found: list[Stretch] = []
         current: Run | None = run
         while current is not None:
@@ -118,7 +117,7 @@ class FullComponent:
         return found
 
     def expected_references(self, tier: Tier, runs: Iterable[Run], leases: Iterable[Lease]) -> Counter[Run]:
-        """References to each run by `leases`, all of one tier."""
+        """The references that each run must have, given all `leases` of one tier."""
         expected = Counter(lease.run for lease in leases)
         expected.update(run.before for run in runs if run.before is not None and run.parts[tier].num_references)
         return expected
@@ -126,12 +125,12 @@ class FullComponent:
 
 @dataclass(slots=True, eq=False)
 class WindowComponent:
-    """The component of a band of limited reach."""
+    """One window band."""
 
     band: Band
 
     def pin(self, blocks: TierBlocks, run: Run, start: int, is_use: bool) -> None:
-        """Count a lease on every run of the path of `run` from unit `start` on."""
+        """Count a lease on every run from unit `start` on, on the path of `run`."""
         for current in run.path():
             if current.stop <= start:
                 break
@@ -168,8 +167,8 @@ class WindowComponent:
         return job.start
 
     def enter(self, part: Part, first: int, last: int, ids: array[int]) -> array[int]:
-        """Publish `ids`, of the units from `first` on, up to unit `last`: only where they adjoin what the part holds.
-        The ids left over."""
+        """Publish `ids`, which begin at unit `first`, up to unit `last`: only if they adjoin what the part holds.
+        Returns the ids not used."""
         if part.blocks and (last < part.first or first > part.stop):
             return ids
         known, width = part.enter(first, last, ids), part.width
@@ -179,7 +178,7 @@ class WindowComponent:
         return range(max(start, stop - num_units), stop)  # hits need the end of a window
 
     def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
-        """What `source` holds of units `[start, stop)`, and `tier` neither holds nor gets; last first."""
+        """Units of `[start, stop)` that `source` holds and `tier` neither holds nor will get; last first."""
         found: list[Stretch] = []
         for current in run.path():
             if current.stop <= start:
@@ -190,7 +189,7 @@ class WindowComponent:
         return found
 
     def expected_references(self, tier: Tier, runs: Iterable[Run], leases: Iterable[Lease]) -> Counter[Run]:
-        """References to each run by `leases`, all of one tier; `ValueError` for one that begins inside of a run."""
+        """As for full attention; `ValueError` for a lease that begins inside a run."""
         expected: Counter[Run] = Counter()
         for lease in leases:
             start = lease.starts[self.band.number - 1]
@@ -205,8 +204,8 @@ Component: TypeAlias = FullComponent | WindowComponent
 
 
 def brings(component: Component, job: Job, part: Part, run: Run) -> bool:
-    """Whether `job` still adds to what is, or becomes, the `part` of `run`. Its stretch may go on in another branch: it
-    would never clear what is not on its path."""
+    """Whether `job` is unsettled and adds to `part`, which is or becomes the part of `run`. False if `run` is not on
+    the job's path: a job clears `incoming` on its own path only."""
     first = component.first_brought(job, part)
     return not job.is_settled and any(over.run is run for over in stretches(job.run, first, job.stop))
 

@@ -14,15 +14,15 @@ class EvictionOrder(Protocol):
     """Holds every unpinned part of a tier that has blocks. The oldest loses its tail first."""
 
     def add(self, part: Part) -> None:
-        """`part` was just let go of."""
+        """`part` was just unpinned."""
         ...
 
     def add_newer(self, part: Part, than: Part) -> None:
-        """`part` was cut off the front of `than`: it must outlive it, or its tail could not be reached any more."""
+        """Insert `part` right after `than`: a head after its tail, which would be unfindable without it."""
         ...
 
     def add_back(self, part: Part) -> None:
-        """`part`, which has a `last_use`, was only read by a job: its place is what it was."""
+        """Reinsert `part` at its old place, by `last_use`: it was pinned, but not used."""
         ...
 
     def remove(self, part: Part) -> None: ...
@@ -33,7 +33,7 @@ class EvictionOrder(Protocol):
 
 
 class LeastRecentlyUsed:
-    """Oldest release first: a chain through the parts themselves, in the order of their `last_use`."""
+    """Oldest release first: a linked list through the parts, in the order of their `last_use`."""
 
     def __init__(self) -> None:
         self._oldest: Part | None = None
@@ -55,7 +55,7 @@ class LeastRecentlyUsed:
         self._link(part, than)
 
     def add_back(self, part: Part) -> None:
-        """Looked for from both ends: what was about to be evicted is near the one, what is hot near the other."""
+        """Searches from both ends: parts about to be evicted are near one, hot parts near the other."""
         old, new = self._oldest, self._newest
         while old is not None and new is not None:
             if old.last_use > part.last_use:
@@ -66,7 +66,7 @@ class LeastRecentlyUsed:
         return self._link(part, new)
 
     def _link(self, part: Part, older: Part | None) -> None:
-        """Put `part` behind `older`; in front of all, if that is None."""
+        """Link `part` right after `older`; as the oldest if that is None."""
         newer = self._oldest if older is None else older.newer
         part.older, part.newer = older, newer
         if older is None:

@@ -51,7 +51,7 @@ class SlidingWindow:
 
 @attrs.frozen
 class ChunkedLocal:
-    """A token reads what lies before it in its own chunk of `chunk` tokens (Llama 4)."""
+    """A token reads itself and the tokens before it in its own chunk of `chunk` tokens (Llama 4)."""
 
     chunk: int = attrs.field(validator=_reach)
 
@@ -64,7 +64,7 @@ class ChunkedLocal:
 
 @attrs.frozen
 class KVCacheGroup:
-    """`block_size` tokens of this group make a block."""
+    """Layers that share a block table and an attention kind; a block holds `block_size` tokens."""
 
     name: str = attrs.field()
     attention: AttentionKind = attrs.field(factory=FullAttention)
@@ -89,9 +89,9 @@ class KVCacheGroup:
 
 @attrs.frozen
 class Band:
-    """Groups of one attention kind: what lies before a position is needed of all of them or of none.
+    """Groups of one attention kind: at any position, all of them need the same tokens.
 
-    The blocks of a unit lie together: `width` ids, group after group.
+    The ids of a unit lie together: `width` ids, group after group.
     """
 
     number: int
@@ -101,17 +101,17 @@ class Band:
     width: int
 
     def first_needed(self, num_tokens: int) -> int:
-        """The unit from which on blocks are needed for computing to go on at token `num_tokens`.
+        """The first unit whose blocks are needed to continue computing at token `num_tokens`.
 
-        Whole units: a window that begins inside of one needs all of it."""
+        A window that begins inside a unit needs all of it."""
         if not self.number:
             return 0
         firsts = (self.kind.required_blocks(num_tokens, size).start * size for size in self.block_sizes)
         return min(firsts, default=0) // self.unit_tokens
 
     def margin(self, num_units: int) -> int:
-        """How many units before a window of `num_units` are stored with it: the next turn of a conversation matches
-        somewhat earlier than this one ended."""
+        """Units stored in addition before a window of `num_units`: the next turn of a conversation matches somewhat
+        earlier than this one ended."""
         return -(-num_units // 4)
 
     def free_unit(self, stop: int) -> int:
@@ -126,22 +126,22 @@ class Band:
 class Layout:
     """How the groups share the index.
 
-    The index counts in units of `unit_tokens`, the least common multiple of the block sizes, so that a hit is one for
-    every group at once. With one group a unit is a block. The first band is that of full attention, the spine: its
-    blocks are a prefix's from the start on. It has no width where every group has a window.
+    The index counts in units of `unit_tokens`, the least common multiple of the block sizes, so that a hit is valid for
+    every group. With one group a unit is a block. The first band is full attention; its width is 0 where every group
+    has a window.
     """
 
     groups: tuple[KVCacheGroup, ...]
     unit_tokens: int
     bands: tuple[Band, ...]
     places: tuple[tuple[int, int], ...]
-    """For each group: its band, and how many ids of a unit lie before its own there."""
+    """For each group: its band, and the offset of its ids among those of a unit there."""
     windows: tuple[Band, ...]
-    """The bands of limited reach: all but the spine."""
+    """All bands but full attention."""
     width: int
-    """Ids of a unit in all groups together: what a request needs for one more."""
+    """Block ids of one unit in all groups together."""
     full: Band
-    """The first of the bands."""
+    """The band of full attention, the first one."""
 
     @classmethod
     def of(cls, groups: Sequence[KVCacheGroup]) -> Layout:
@@ -165,17 +165,17 @@ class Layout:
         return cls(tuple(groups), unit, bands, tuple(places), bands[1:], sum(band.width for band in bands), bands[0])
 
     def window_starts(self, stop: int) -> Sequence[int]:
-        """For each window the unit from which on it is needed for computing to go on at unit `stop`."""
+        """For each window the first unit needed to continue computing at unit `stop`."""
         if not self.windows:
             return ()
         return [band.first_needed(stop * band.unit_tokens) for band in self.windows]
 
     def num_units(self, num_tokens: int) -> int:
-        """Units it takes to hold `num_tokens`."""
+        """Units that hold `num_tokens`, rounded up."""
         return -(-num_tokens // self.unit_tokens)
 
     def by_group(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The ids of whole units, one sequence for each band, as one list per group."""
+        """Convert ids of whole units, one sequence per band, to one list per group."""
         if len(self.groups) == 1:
             return [list(tables[self.places[0][0]])]
         found: list[list[int]] = []
@@ -187,14 +187,14 @@ class Layout:
         return found
 
     def positions(self, band: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
-        """Which block positions of which groups the units `[start, stop)` of a band are."""
+        """For each group of `band`: its number, and the block positions of units `[start, stop)`."""
         for number, (group, (its_band, _)) in enumerate(zip(self.groups, self.places, strict=True)):
             if its_band == band:
                 per_unit = self.unit_tokens // group.block_size
                 yield number, range(start * per_unit, stop * per_unit)
 
     def deal(self, blocks: array[int], num_units: int) -> list[array[int]]:
-        """Fresh blocks for `num_units` more units, a part for each band."""
+        """Divide `blocks`, which are for `num_units` more units, among the bands."""
         if len(self.bands) == 1:
             return [blocks]
         found: list[array[int]] = []

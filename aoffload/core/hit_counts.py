@@ -1,7 +1,7 @@
-"""How often prefixes were asked for: an index of runs without blocks, bounded by the tokens that it keeps.
+"""How often prefixes were requested: an index of runs without blocks, bounded by the tokens that it keeps.
 
-What is counted outlives every tier, so it can't be a count on the runs of the cache. A digest for every block would
-cost a hash of every block at each request; runs are compared as bytes and hashed once, as in the cache itself.
+Counts outlive the cached blocks, so they cannot be on the runs of the cache. A digest per block would cost a hash of
+every block at each request; runs are compared as bytes and hashed once, as in the cache.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from .tokens import TokenSequence
 __all__ = ["HitCounts"]
 
 RUN_TOKENS = 256
-"""What a run costs besides its tokens (about 1 KB), counted as tokens of 4 bytes."""
+"""Overhead of one run (about 1 KB), in tokens of 4 bytes."""
 
 
 class HitCounts:
-    """Counts, the least recently seen forgotten first and the end of a prefix before its start."""
+    """Hit counts of prefixes. The least recently seen is forgotten first, the end of a prefix before its start."""
 
     def __init__(self, layout: Layout, max_tokens: int) -> None:
         self._index = RunIndex(attrs.evolve(layout, bands=()), epoch=0)
         self._unit_tokens = layout.unit_tokens
         self._max_tokens = max_tokens
         self._counts: OrderedDict[Run, int] = OrderedDict()
-        """Oldest first. A run is never older than what lies behind it."""
+        """Oldest first. A run is never older than the runs behind it."""
         self.num_tokens = 0
-        """What is kept, with what its runs cost."""
+        """Tokens kept, plus `RUN_TOKENS` for each run."""
 
     def __repr__(self) -> str:
         return f"<HitCounts {len(self._counts)} runs, {self.num_tokens}/{self._max_tokens} tokens>"
 
     def see(self, sequence: TokenSequence, first: int, stop: int) -> None:
-        """Units `[first, stop)` of `sequence` were asked for once more; what lies before them is only kept."""
+        """Count one more request for units `[first, stop)` of `sequence`. Units before them are kept, not counted."""
         if first >= stop:
             return
         path: list[Run] = []
@@ -46,7 +46,7 @@ class HitCounts:
             if run.start < first < run.stop:
                 path.append(self._cut(run, first))
             path.append(run)
-        for border in (first, stop):  # what lies before `first` is counted apart
+        for border in (first, stop):  # units before `first` are in runs of their own
             path += self._insert(sequence, path[-1] if path else None, border)
         for run in path:
             if run.start >= first:
@@ -57,7 +57,7 @@ class HitCounts:
             self._forget(next(iter(self._counts)))
 
     def stop_of(self, sequence: TokenSequence, limit: int, num_times: int) -> int:
-        """Up to which unit, at most `limit`, `sequence` was seen `num_times`."""
+        """The unit, at most `limit`, up to which `sequence` was seen at least `num_times`."""
         stop = 0
         for run, agreed in self._index.walk(sequence, limit):
             if self._counts[run] < num_times:
@@ -66,7 +66,7 @@ class HitCounts:
         return stop
 
     def _cut(self, run: Run, at: int) -> Run:
-        """The run that ends at unit `at` of `run`."""
+        """The run that ends at unit `at` of `run`, which is split there if it goes on."""
         if run.stop == at:
             return run
         head = self._index.split_head(run, at)

@@ -1,13 +1,13 @@
-"""The index by runs: which tokens are cached, and in which blocks of which tier (design, section 8b).
+"""The index by runs: which tokens are cached, and in which blocks of which tier.
 
-A run is a stretch of blocks that were always touched together. `before` is the run that its prefix ends with, so the
-path of a run is found without the index. The index is one dict: digest of a run's first unit -> run.
+A run is a stretch of blocks that were always used together. `before` links it to the run that its prefix ends with, so
+a path is found without the index. The index is one dict: digest of the prefix up to a run's first unit -> run.
 
-What a run holds in one tier is one part for each band of groups:
+What a run holds in one tier is one part for each band:
 
     run      [start ............................. stop)
-    spine    [blocks, from the start on )
-    window           [blocks, wherever    )               a band of limited reach
+    full     [blocks, from the start on )
+    window           [blocks, anywhere    )
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class RunIndex:
         return f"<RunIndex epoch={self.epoch} {len(self.runs)} runs>"
 
     def find(self, sequence: TokenSequence, before: Run | None, position: int) -> Run | None:
-        """The run that goes on where `before` ends (at `position`) with the tokens of `sequence`."""
+        """The run behind `before`, which ends at `position`, whose first unit has the tokens of `sequence`."""
         hasher = sequence.root.hasher if before is None else before.hash_after
         return self.runs.get(sequence.key_at(hasher, position))
 
     def walk(self, sequence: TokenSequence, limit: int) -> Iterator[tuple[Run, int]]:
-        """Each run on the path of `sequence` up to unit `limit`, with the position up to where they agree."""
+        """Each run on the path of `sequence` up to unit `limit`, with the unit up to which both agree."""
         position = 0
         before: Run | None = None
         while position < limit:
@@ -57,7 +57,7 @@ class RunIndex:
             position, before = stop, run
 
     def insert(self, sequence: TokenSequence, before: Run | None, start: int, stop: int) -> Run:
-        """A new run behind `before`; the caller has looked that there is none."""
+        """Insert a run behind `before`. The caller has checked that there is none yet."""
         hasher = sequence.root.hasher if before is None else before.hash_after
         key = sequence.key_at(hasher, start)
         tokens, spans, root = sequence.stretch(start, stop), sequence.spans_at(start), sequence.root
@@ -70,16 +70,16 @@ class RunIndex:
         return run
 
     def grow(self, run: Run, sequence: TokenSequence, stop: int) -> None:
-        """Let `run` reach to `stop` in place."""
+        """Extend `run` in place up to unit `stop`."""
         added = sequence.stretch(run.stop, stop)
         run._hash_after = hash_run(run.hash_after, added, run.spans, self._unit_bytes)
         run.tokens += added
         run.stop = stop
 
     def split_head(self, run: Run, at: int) -> Run:
-        """Cut `run` at unit `at`: a new head is put before it, the tail keeps its identity (leases hold run objects).
+        """Split `run` at unit `at`: the head is a new run, the tail stays the same object, which leases refer to.
 
-        Tokens and place only; the parts are the cache's to divide.
+        Divides the tokens only; `PrefixCache` divides the parts.
         """
         cut = (at - run.start) * self._unit_bytes
         front = run.tokens[:cut]
@@ -94,12 +94,12 @@ class RunIndex:
 
     @staticmethod
     def enter_parts(run: Run, parts: list[Part]) -> None:
-        """`run`, which is new, holds `parts`."""
+        """Set the parts of a new run."""
         run.parts = tuple(parts)
 
     def shift_boundary(self, head: Run, run: Run, at: int) -> None:
-        """Let `head`, which nothing else follows, go on to unit `at`, where `run` begins from now on. Tokens and place
-        only."""
+        """Move the boundary between `head` and `run`, its only child, to unit `at`. Moves the tokens only;
+        `PrefixCache` moves the blocks."""
         moved = run.tokens[: (at - run.start) * self._unit_bytes]
         head._hash_after = hash_run(head.hash_after, moved, head.spans, self._unit_bytes)
         head.tokens += moved
@@ -122,7 +122,7 @@ class RunIndex:
         run.key = probe.digest()
 
     def absorb(self, run: Run, heads: list[Run]) -> None:
-        """Join `heads` (the runs right before `run`, nearest first) into `run`: the opposite of a split."""
+        """Merge `heads` (the runs right before `run`, nearest first) into `run`: the opposite of a split."""
         first = heads[-1]
         for head in heads:
             del self.runs[head.key]
@@ -134,18 +134,18 @@ class RunIndex:
         self.runs[run.key] = run
 
     def shorten(self, run: Run, stop: int) -> None:
-        """Drop tokens that no tier holds: a short run must not keep a long buffer alive."""
+        """Drop the tokens from unit `stop` on, which no tier holds: a short run must not keep a long buffer alive."""
         run.tokens = run.tokens[: (stop - run.start) * self._unit_bytes]
         run.stop, run.offered_stop = stop, min(stop, run.offered_stop)
         run._hash_after = None
 
     def remove(self, run: Run) -> None:
-        """Take a run that holds nothing out of the index, and those before it that were only kept for it."""
+        """Remove a run that holds nothing, and the runs before it that were kept for it only."""
         current: Run | None = run
-        # Only what is still in it: one removal may have taken along a run that is tidied up next.
+        # The loop skips runs that are not in the index any more: an earlier removal may have included them.
         while current is not None and current.holds_nothing() and self.runs.get(current.key) is current:
             del self.runs[current.key]
-            current.parts = ()  # they refer back to it: its tokens would stay until a full collection
+            current.parts = ()  # parts refer back to the run: its tokens would stay until a full garbage collection
             current = current.before
             if current is not None:
                 current.num_after -= 1

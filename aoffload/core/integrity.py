@@ -1,4 +1,4 @@
-"""The conservation laws, checked the slow way: every block in exactly one hand, every reference a lease's."""
+"""The conservation laws, by a full scan: every block has one owner, every reference belongs to a lease."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["check_integrity"]
 def check_integrity(
     cache: PrefixCache, jobs: JobBook, line: Line, holdings: Iterable[Holding], pins: Sequence[Pin] = ()
 ) -> None:
-    """Raise `IntegrityError` naming the first law that does not hold. Costs a look at every block."""
+    """Raise `IntegrityError` naming the first law that does not hold. Looks at every block."""
     held = tuple(holdings)
     leases = list(_leases((*held, *pins), jobs))
     runs = _runs(cache, leases)
@@ -55,7 +55,7 @@ def _leases(owners: tuple[Holding | Pin, ...], jobs: JobBook) -> Iterator[Lease]
 
 
 def _runs(cache: PrefixCache, leases: list[Lease]) -> set[Run]:
-    """Every run there is: in the index, or made unfindable by a reset while somebody leased it."""
+    """All runs: those in the index, and leased ones that a reset has made unfindable."""
     runs = set(cache.index.runs.values())
     for lease in leases:
         _demand(not lease.released, "a released lease is still held", lease)
@@ -96,7 +96,7 @@ def _check_references(tier: Tier, component: Component, runs: set[Run], leases: 
 def _check_order(cache: PrefixCache, tier: Tier, runs: set[Run]) -> None:
     blocks = cache.tiers[tier]
     parts = [part for run in runs for part in run.parts_in(tier)]
-    ordered = list(islice(blocks.order, len(parts) + 1))  # a broken ring may never end
+    ordered = list(islice(blocks.order, len(parts) + 1))  # a broken list may never end
     unpinned = {part for part in parts if part.blocks and not part.num_references}
     _demand(len(set(ordered)) == len(ordered) and set(ordered) == unpinned, f"{tier.name} order is not the unpinned")
     total = sum(len(part.blocks) for part in ordered)
@@ -132,7 +132,7 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
 
 
 def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
-    """Of an engine's blocks only jobs hold any, and no two write to one."""
+    """Only jobs hold engine-owned blocks, and no two jobs write to the same block."""
     _demand(len(set(written)) == len(written), "two copies write to a block of the engine's", written)
     plans = [job.plan for job in jobs.unsettled.values()]
     number = len(written) + sum(plan.num_blocks for plan in plans if plan.source is tier.tier)
@@ -141,7 +141,7 @@ def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
 
 def _check_tables(holding: Holding) -> None:
     if holding.epoch is NoIndex.INVALIDATED:
-        return  # a forward that still runs may name blocks that were withdrawn meanwhile; it only reads them
+        return  # its tables may name withdrawn blocks, which a running forward only reads
     if holding.epoch is NoIndex.ORPHANED:
         for number, table in enumerate(holding.tables):
             _check_kept(holding, number, table)
@@ -157,9 +157,9 @@ def _check_tables(holding: Holding) -> None:
 
 
 def _check_kept(holding: Holding, band: int, table: BlockTable) -> None:
-    """What a reset of the device has made unfindable stays with whoever reads it."""
+    """Blocks that a device reset has made unfindable stay with the requests that read them."""
     private = {unit for units in table.duplicates for unit in units}
-    kept = {0}  # what a load has not brought
+    kept = {0}  # null: units that a load has not brought
     run = holding.device_run
     for current in run.path() if run is not None else ():
         part = current.part(Tier.DEVICE, band)
@@ -177,7 +177,7 @@ def _check_table(holding: Holding, band: int, table: BlockTable) -> None:
         part = current.part(Tier.DEVICE, band)
         for unit in range(max(current.start, table.start), min(current.stop, holding.published)):
             if not part.first <= unit < part.stop:
-                continue  # found corrupt meanwhile, and forgotten
+                continue  # found corrupt and forgotten
             same = table.at(unit, unit + 1) == part.ids(unit, unit + 1)
             _demand(same != (unit in private), "a table does not name its leased blocks", holding, unit)
 

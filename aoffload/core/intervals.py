@@ -1,4 +1,4 @@
-"""Intervals of units: what several ranges have in common with one, and what they leave of it."""
+"""Intervals of units: intersection and difference of several ranges and one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["within", "without"]
 
 
 def within(ranges: Iterable[range], start: int, stop: int) -> list[range]:
-    """What of `ranges` lies in `[start, stop)`."""
+    """`ranges`, clipped to `[start, stop)`; empty ones are dropped."""
     cut = (range(max(units.start, start), min(units.stop, stop)) for units in ranges)
     return [units for units in cut if units]
 
 
 def without(ranges: Iterable[range], start: int, stop: int) -> list[range]:
-    """What of `[start, stop)` lies in none of `ranges`."""
+    """`[start, stop)` without `ranges`, as non-empty ranges."""
     found: list[range] = []
     for units in sorted(filter(None, ranges), key=lambda units: units.start):
         if units.start > start:

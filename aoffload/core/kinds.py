@@ -1,18 +1,18 @@
-"""What the index takes for granted of an attention kind, tried out before a group of that kind is accepted.
+"""The rules that an attention kind must keep, checked before a group of that kind is accepted.
 
-Every token writes KV of its own, into the block at its place, and later tokens read it. So:
+Every token writes its own KV, into the block at its position, and later tokens read it. So:
 
-1. What computing at a token needs ends with the last whole block before it, without a gap: `commit` publishes every
+1. The blocks needed at a token are contiguous and end with the last whole block before it: `commit` publishes every
    block that was computed into, and a run holds one stretch of a band.
-2. A block is needed if, and only if, one of its tokens is read. Asked for blocks of one token, a kind says which those
-   are. Bands count in units of the least common multiple of block sizes, and round to them.
-3. What is read never begins further back for a later token. `slide` gives back what lies before, and a match that lacks
-   a block looks for its end no further on.
-4. Nothing is read at a free end, and something is at every token between that and the one asked for: where a match goes
-   on looking.
+2. A block is needed if and only if one of its tokens is read. With a block size of 1 a kind answers which tokens these
+   are. Bands round to units, the least common multiple of block sizes.
+3. A later token never reads further back. `slide` gives back the blocks before, and a match that lacks a block tries
+   only earlier ends.
+4. `free_end` is the last token, at most the one asked for, at which nothing is read. A match that lacks a block may
+   end there.
 
-A recurrent state breaks the second rule. Its block stands for all tokens before it, is needed although none of its own
-tokens is read, and only the state that a forward ended with was ever written, while `commit` publishes all blocks.
+A recurrent state breaks the second rule. Its block stands for all tokens before it and is needed although none of its
+own tokens is read. A forward writes only its last state, while `commit` publishes all blocks.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ from ..errors import ConfigError
 __all__ = ["AttentionKind", "check_kind"]
 
 EACH_TOKEN = 40
-"""So many of the first tokens are all tried."""
+"""This many first tokens are all checked."""
 
 
 class AttentionKind(Protocol):
-    """Which of the blocks before a position attention still reads.
+    """Which blocks before a position attention still reads.
 
-    Every token has KV of its own, in the block at its place: a block is needed if one of its tokens is read, and what
-    is read never begins further back for a later token. `KVCacheGroup` refuses kinds that answer otherwise
-    (the rules stand above), a recurrent state among them. Kinds are compared with `==`: groups of equal kinds
-    form one band.
+    Every token has its own KV, in the block at its position. A block is needed if one of its tokens is read, and a
+    later token never reads further back. `KVCacheGroup` refuses other kinds, such as a recurrent state; all rules are
+    in the docstring of this module. Groups whose kinds are equal (`==`) form one band.
     """
 
     def required_blocks(self, hit_end: int, block_size: int) -> range:
-        """The block positions that must be present for computing to go on at token `hit_end`: up to the block before
-        it, without a gap."""
+        """The block positions needed to continue computing at token `hit_end`: contiguous, up to the last whole block
+        before it."""
         ...
 
     def free_end(self, hit_end: int) -> int:
-        """The last token, at most `hit_end`, at which nothing that lies before it is needed."""
+        """The last token, at most `hit_end`, at which no earlier block is needed."""
         ...
 
 
 def check_kind(group: str, kind: AttentionKind, block_size: int) -> None:
-    """`ConfigError` naming `group` unless the answers of `kind` keep the rules, at each token of a grid."""
+    """Raise a `ConfigError` naming `group` if `kind` breaks a rule at one token of a grid."""
     try:
         problem = _problem(kind, block_size)
     except Exception as error:
@@ -88,7 +87,7 @@ def _problem(kind: AttentionKind, block_size: int) -> str:
 
 
 def _is_stretch(found: object, stop: int) -> bool:
-    """Whether it ends at `stop`, and is written as such also where it is empty."""
+    """Whether `found` is a range with step 1 that ends at `stop`, also if it is empty."""
     return type(found) is range and found.step == 1 and found.stop == stop and 0 <= found.start <= stop
 
 
@@ -97,7 +96,7 @@ def _reads(kind: AttentionKind, token: int) -> bool:
 
 
 def _grid(block_size: int) -> list[int]:
-    """Every token of the first blocks, and those around the ends of later ones, as far apart as windows are wide."""
+    """The first tokens, and the tokens around block ends and powers of two up to the widest windows."""
     ends = [2**exponent for exponent in range(5, 31, 2)]
     ends += [end // block_size * block_size for end in ends]
     ends += [block_size * number for number in range(1, 5)]

@@ -16,10 +16,10 @@ __all__ = ["Hit", "find_hit", "find_hit_behind"]
 
 @attrs.frozen
 class Hit:
-    """Positions are in units. `path` holds the runs up to the last position that any tier holds of the spine."""
+    """The result of a match, in units. `path`: the runs up to the last unit of full attention that any tier holds."""
 
     device_stop: int
-    """Up to where computing could go on with what is on the device alone."""
+    """The last position at which computing could continue with the device alone."""
     stop: int
     path: tuple[Run, ...]
 
@@ -40,11 +40,11 @@ def find_hit(
     *,
     islands: bool = True,
 ) -> Hit:
-    """Look for the first `limit` units of `sequence`, a multiple of `alignment`. Takes nothing, never splits.
+    """Match at most `limit` units of `sequence`; the hit ends at a multiple of `alignment`. Pins and splits nothing.
 
-    The device counts as long as it holds everything from the start: an island behind its first missing block is not
-    shared. Behind that, each position has to be in a lower tier. A hit ends where every band has what it needs.
-    Without `islands`, what the device holds behind where it alone could go on counts for no band.
+    Full attention: the device counts up to its first missing block; every unit behind it must be in a lower tier. The
+    hit ends where every window has what it needs, in either tier. Without `islands`, no device block behind the device
+    hit counts for any band.
     """
     path, device_stop, stop = _full_path(index, sequence, layout, limit)
     if not layout.windows:
@@ -66,8 +66,8 @@ def find_hit(
 def find_hit_behind(
     index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, start: int, alignment: int = 1
 ) -> Hit:
-    """What the host holds of the first `limit` units behind `start`, up to where an engine has all it needs on a device
-    that is not ours to look at."""
+    """Match units `[start, limit)` in host memory. The engine has what is needed before `start` on its own device,
+    which is not in the index. The hit ends at a multiple of `alignment`."""
     path: list[Run] = []
     stop = start
     for run, agreed in index.walk(sequence, limit):
@@ -80,7 +80,7 @@ def find_hit_behind(
 def _full_path(
     index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int
 ) -> tuple[tuple[Run, ...], int, int]:
-    """The path, up to where the device holds the spine, and up to where any tier does."""
+    """The path, and the ends of full attention on the device and in any tier; without it, the path's end for both."""
     device_stop = stop = 0
     path: list[Run] = []
     has_full = layout.full.width > 0

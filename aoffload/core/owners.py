@@ -1,7 +1,7 @@
-"""Owners: what a request, a pin, and a transfer without a request own, each in one place.
+"""Owners: everything that one request or one cache transfer owns, in one place.
 
-A request is a `Holding`: everything it owns is given back in one call. While it waits for room it has a `Waiter`, while
-a step runs on what its load still brings an `LoadOverlap`.
+A request is a `Holding`: one call gives back everything it owns. It has a `Waiter` while it waits for room, and a
+`LoadOverlap` once a step has begun before its load is over.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Extension:
     added: list[list[int]]
     """Ids appended."""
     nulled: list[list[int]]
-    """Positions that became null because their group needs them no more."""
+    """Positions that became null because they left the window of their group."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -53,48 +53,49 @@ class Holding(Claim):
     ticket: int
     """Its place in the line for room, kept when it has to queue again."""
     hit_limit: int
-    """Units that a match may cover, and what they must be a multiple of."""
+    """Maximum units of a match."""
     ledger: object = field(kw_only=True)
-    """Who admitted it: no other ledger takes it."""
+    """The ledger that admitted it. Others refuse it."""
     hit_alignment: int
+    """The units of a match are a multiple of this."""
     store_limit: int = field(default=NO_LIMIT, kw_only=True)
-    """Up to which unit its tokens may be stored."""
+    """End of the units that may be stored."""
     state: RequestState = RequestState.QUEUED
     reason: str = ""
     """Why it was aborted."""
     match: PrefixMatch = NO_MATCH
     origins: dict[Holding, int] = field(default_factory=dict)
-    """Whom it was forked from, and how many tokens these had computed then."""
+    """The requests it descends from by forks, each with its number of computed tokens at that fork."""
     engine_tokens: int = 0
-    """Leading tokens that an engine with blocks of its own has there: the host is asked for what lies behind."""
+    """Leading tokens in the engine's own prefix cache (engine-owned blocks). The host match begins behind them."""
     hit_stop: int = 0
     tables: tuple[BlockTable, ...] = ()
-    """One for each band; no ids in it before it has room."""
+    """One per band, once the request has room."""
     num_units: int = 0
-    """What the tables reach to."""
+    """Units that the tables cover."""
     leases: dict[Tier, Lease] = field(default_factory=dict)
-    """On the device what it reads, in the host what it wants to load."""
+    """Device: the cached path that it reads. Host: the path that it is to load."""
     reserve: Lease | None = None
-    """On the device, too, what lies behind the device hit and its load would find there."""
+    """With windows: a second device lease, for blocks behind the device hit that the load will find there."""
     published: int = 0
-    """Units that are findable, or were when it got them."""
+    """Leading units that are findable, or were when the request got them."""
     nulled: list[tuple[int, int, int]] = field(default_factory=list)
-    """Units `[start, stop)` of a band that left its window since `extend` told last: (band, start, stop)."""
+    """(band, start, stop): units that left the window of a band since the last `Extension`."""
     ready_stop: int = 0
-    """Units that were ready before anything was computed: hits, and what was loaded."""
+    """Leading units that were ready before the request computed: hits, and what was loaded."""
     num_computed_tokens: int = 0
     has_committed: bool = False
     read_before: int = 0
-    """Units that were findable when it was preempted last: it may have read what others had computed of them."""
+    """Leading units of which it may have read KV of other requests before its leases ended (preempted, or a fork)."""
     overlap: LoadOverlap | None = None
-    """A step has begun on what a load was still bringing."""
+    """Set once a step has begun before the load was over."""
     num_lost_tokens: int = 0
-    """Tokens that its loads were to bring and have not."""
+    """Tokens that its loads failed to bring."""
     waiter: Waiter | None = None
     num_steps: int = 0
-    """Forwards that touch its blocks now. It gives nothing back before they end."""
+    """Forwards that touch its blocks. No block that they touch is given back before they end."""
     when_idle: Callable[[], object] = lambda: None
-    """Called when the last of them has ended."""
+    """Called when the last of these forwards has ended."""
 
     def __repr__(self) -> str:
         return f"<Holding {self.request_id!r} {self.state.name} {self.num_blocks} blocks>"
@@ -108,23 +109,23 @@ class Holding(Claim):
 
     @property
     def device_run(self) -> Run | None:
-        """Where the path that it leases on the device ends."""
+        """The last run of the path that it leases on the device."""
         lease = self.leases.get(Tier.DEVICE)
         return None if lease is None else lease.run
 
     @property
     def table(self) -> array[int]:
-        """The block ids of the spine: of all groups of full attention."""
+        """The block ids of full attention, of all its groups."""
         return self.tables[0].ids if self.tables else array("i")
 
     @property
     def may_match_again(self) -> bool:
-        """Whether its match is no more than pins: it has no block tables. Nobody else is ever matched again."""
+        """Whether its match is only pins, without block tables. No other request is matched again."""
         return self.state in _UNREAD
 
     @property
     def is_loading(self) -> bool:
-        """Whether its load is not over: it waits for copies, for a step that began on it, or for room again."""
+        """Whether its load is not over: it waits for copies, for an overlapping step, or for room again."""
         return self.state in _UNDER_WAY
 
     @property
@@ -135,7 +136,7 @@ class Holding(Claim):
     def all_leases(self) -> list[Lease]:
         return [*self.leases.values()] if self.reserve is None else [*self.leases.values(), self.reserve]
 
-    # -- what happens to it: nobody else writes its fields ----------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------------
 
     def matched(self, device_stop: int, hit_stop: int, match: PrefixMatch) -> None:
         self.published = self.ready_stop = device_stop
@@ -143,18 +144,18 @@ class Holding(Claim):
         self.match = match
 
     def asked_behind(self, num_tokens: int) -> None:
-        """An engine has the first `num_tokens` itself."""
+        """The engine has the first `num_tokens` in its own cache."""
         self.engine_tokens = num_tokens
 
     def told(self, match: PrefixMatch) -> None:
-        """It was told of `match`, and pins nothing of it."""
+        """Record `match` as the answer given; nothing of it is pinned."""
         self.match = match
 
     def hit_up_to(self, stop: int) -> None:
         self.hit_stop = stop
 
     def taken_back(self, start: int, num_tokens: int) -> None:
-        """Nothing from unit `start` on was right, nor what was computed behind `num_tokens`."""
+        """Units from `start` on, and everything computed behind `num_tokens`, are invalidated."""
         self.published, self.ready_stop = min(self.published, start), min(self.ready_stop, start)
         self.num_computed_tokens = num_tokens
 
@@ -173,12 +174,12 @@ class Holding(Claim):
         self.nulled.append((band, start, stop))
 
     def take_nulled(self) -> list[tuple[int, int, int]]:
-        """What has left windows since this was asked last."""
+        """Return and clear `nulled`."""
         nulled, self.nulled = self.nulled, []
         return nulled
 
     def ready_up_to(self, stop: int, num_tokens: int) -> None:
-        """Up to unit `stop` all is on the device; what is before `num_tokens` counts as computed."""
+        """All units before `stop` are on the device; the first `num_tokens` count as computed."""
         self.published = self.ready_stop = stop
         self.num_computed_tokens = num_tokens
 
@@ -189,7 +190,7 @@ class Holding(Claim):
         self.num_computed_tokens = num_tokens
 
     def narrow_hit(self, stop: int) -> None:
-        """Its match may cover no more than `stop` units."""
+        """Lower the maximum of a match to `stop` units."""
         self.hit_limit = stop
 
     def committed(self, num_tokens: int) -> None:
@@ -197,17 +198,17 @@ class Holding(Claim):
         self.has_committed = True
 
     def lost(self, num_tokens: int) -> None:
-        """Its load ended, and has not brought `num_tokens` of what it was to bring."""
+        """Its load failed to bring `num_tokens`."""
         self.num_lost_tokens += num_tokens
 
     def preempted(self, unit_tokens: int) -> None:
-        # How far its match might go was said of the prompt; what it has computed itself is its own.
+        # The caller's limit is about the prompt. What the request itself has computed may always be matched.
         self.hit_limit = max(self.hit_limit, self.num_computed_tokens // unit_tokens)
         self.had_read(self.published)
         self.published = self.ready_stop = 0
 
     def had_read(self, stop: int) -> None:
-        """It lets go of what was findable up to unit `stop`, and may have read what others had computed of it."""
+        """It gives up its leases, and may have read KV of other requests for units before `stop`."""
         self.read_before = max(self.read_before, stop)
 
     def forked_from(self, parent: Holding, shared: int, match: PrefixMatch) -> None:
@@ -220,7 +221,7 @@ class Holding(Claim):
         self.num_steps += 1
 
     def ended_step(self) -> bool:
-        """Whether no other forward touches its blocks."""
+        """Whether that was the last forward that touches its blocks."""
         self.num_steps -= 1
         return not self.num_steps
 
@@ -228,15 +229,15 @@ class Holding(Claim):
         self.reason = reason
 
     def taint(self) -> None:
-        """It has read what was wrong: nothing of it is published any more."""
+        """It may have read wrong KV: nothing of it is published any more."""
         self.epoch = NoIndex.INVALIDATED
 
     def orphan(self) -> None:
-        """A reset of the device has made its blocks unfindable."""
+        """A reset of the device tier has made its blocks unfindable."""
         self.epoch = NoIndex.ORPHANED
 
     def private_blocks(self) -> array[int]:
-        """The ids that are its own: nobody else reads or frees them."""
+        """Ids of the blocks that only this request reads and frees."""
         found = array("i")
         for table in self.tables:
             found.extend(table.private(self.published))
@@ -244,33 +245,33 @@ class Holding(Claim):
 
     @property
     def num_blocks(self) -> int:
-        """Places in its block tables; those that are null by now are counted, too."""
+        """Positions in its block tables, including null ones."""
         return sum(len(table.ids) for table in self.tables)
 
 
 def claimants(job: Job) -> list[Holding]:
-    """Who waits for `job`."""
+    """The holdings whose loads wait for `job`."""
     return [claim for claim in job.claims if isinstance(claim, Holding)]
 
 
 def nobody() -> None:
-    """A synchronous engine looks at `granted` and `error` itself."""
+    """Default `wake`: does nothing."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Waiter:
-    """One wait for room of one holding. Exactly one of `granted` and `error` is set when it is over."""
+    """One wait of one request for room. When it is over, exactly one of `granted` and `error` is set."""
 
     holding: Holding
     num_units: int
-    """Units in all: of the whole table."""
+    """Units of the whole table, not only those to add."""
     wake: Callable[[], object] = nobody
     granted: array[int] | None = None
     error: OutOfBlocks | None = None
     num_missing: int = 0
-    """Blocks that it lacked when it was looked at last."""
+    """Blocks that it lacked when `serve_line` last examined it."""
     changes_seen: int = -1
-    """`TierBlocks.num_changes` of the device then; -1: it has to be looked at whatever has changed."""
+    """`TierBlocks.num_changes` of the device at that time; -1: examine it in any case."""
 
     def __repr__(self) -> str:
         over = "granted" if self.granted is not None else "failed" if self.error else "waiting"
@@ -281,17 +282,17 @@ class Waiter:
         return self.granted is not None or self.error is not None
 
     def wake_by(self, wake: Callable[[], object]) -> None:
-        """Another task waits for it now."""
+        """Replace `wake`: another task waits for the room."""
         self.wake = wake
 
     def take_back(self) -> array[int]:
-        """The grant that nobody has accepted, which it has no more."""
+        """Remove and return the unaccepted grant. The waiter is waiting again."""
         granted, self.granted = self.granted, None
         assert granted is not None
         return granted
 
     def give_back(self) -> array[int]:
-        """The grant of who does not want it any more. It is over all the same."""
+        """Remove and return the unwanted grant. The waiter stays over."""
         granted, self.granted = self.granted, array("i")
         assert granted is not None
         return granted
@@ -307,11 +308,11 @@ class Waiter:
 class LoadOverlap:
     holding: Holding
     stop: int
-    """The unit up to which it takes its load for landed."""
+    """The step assumes that the load succeeds up to this unit."""
     num_tokens: int
     """The same in tokens."""
     tables: tuple[array[int], ...]
-    """What it takes the block tables for up to there, one for each band."""
+    """The block tables up to there as the step assumes them, one per band."""
     state: OverlapState = OverlapState.NEW
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Stretches of a path: units by the runs that they lie in, and the blocks of a tier there."""
+"""Stretches of a path: ranges of units by run, and the blocks of a tier there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
 
 
 def held_ids(over: list[Stretch], tier: Tier, band: int) -> array[int]:
-    """The ids of the blocks that `tier` holds of `band` over stretches; all of them have to be there."""
+    """The block ids of stretches `over` that `tier` holds of `band`; it must hold all of them."""
     if len(over) == 1:
         run, start, stop = over[0]
         part = run.part(tier, band) if band else run.parts[tier]

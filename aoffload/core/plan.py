@@ -1,4 +1,4 @@
-"""What the core tells a transport to move, and what the transport tells back: frozen values, nothing else crosses."""
+"""Plans, which the core gives to a transport, and completions, which come back. Only these frozen values cross."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Tier(enum.IntEnum):
     DEVICE = 0
     HOST = 1
 
-    __hash__ = int.__hash__  # that of enums hashes the name anew each time, in Python
+    __hash__ = int.__hash__  # the default hashes the name each time, in Python
 
 
 EVERY_TIER = tuple(Tier)
@@ -35,9 +35,9 @@ class Outcome(enum.Enum):
     FAILED = "failed"
     """Over for certain, but only the leading `num_landed` blocks are proven. Says nothing about the source."""
     CORRUPT = "corrupt"
-    """Over for certain; the blocks at `corrupt` hold other bytes than were stored; those before are proven."""
+    """Over for certain. The blocks at `corrupt` differ from what was stored; the first `num_landed` are proven."""
     UNPROVEN = "unproven"
-    """Nobody can say whether the copy is still writing: quarantine the destination."""
+    """The copy may still be writing: its destination is quarantined."""
 
 
 @attrs.frozen
@@ -64,7 +64,7 @@ class TransferPlan:
 
 @attrs.frozen
 class Completion:
-    """What became of one plan. `num_landed` counts the proven blocks at its front; `corrupt` indexes the plan."""
+    """The result of one plan. `num_landed`: proven blocks at its front. `corrupt`: indices into its ids."""
 
     job_id: int
     outcome: Outcome

@@ -1,4 +1,4 @@
-"""Presence: which units of a path a tier holds, and which are on their way there. Asked here alone."""
+"""Presence: which units of a path a tier holds, and which jobs bring more of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["accepted", "coming", "held_stop", "incoming", "present_stop"]
 
 
 def present_stop(path: Sequence[Run], tier: Tier, start: int, stop: int) -> int:
-    """Up to where `tier` holds every unit of the spine from `start` on, at most `stop`."""
+    """End of the units from `start` on, at most `stop`, that `tier` holds without a gap, in full attention."""
     first = start
     for run in path:
         if run.stop > start:
@@ -31,8 +31,8 @@ def present_stop(path: Sequence[Run], tier: Tier, start: int, stop: int) -> int:
 def held_stop(
     layout: Layout, path: Sequence[Run], tier: Tier, start: int, stop: int, alignment: int = 1, given: int = 0
 ) -> int:
-    """Up to where `tier` alone holds what computing there needs of every band, from unit `start` on and at most up to
-    `stop`. `alignment` and `given`: see `accepted`."""
+    """The last position, at most `stop`, at which computing could continue with what `tier` alone holds of every band;
+    full attention is checked from unit `start` on. `alignment` and `given`: see `accepted`."""
     if layout.full.width:
         stop = present_stop(path, tier, start, stop)
     if layout.windows or alignment > 1:
@@ -49,9 +49,10 @@ def accepted(
     device_limit: int | None = None,
     given: int = 0,
 ) -> int:
-    """The last position, at most `stop` and a multiple of `alignment`, for which `tiers` hold what every band of
-    limited reach needs. `path`: runs in prefix order, the spine being there up to `stop`. The device counts up to
-    `device_limit`; what lies before `given` is there, whoever holds it."""
+    """The last position, at most `stop` and a multiple of `alignment`, for which `tiers` hold what every window needs.
+
+    `path`: runs in prefix order; full attention is present up to `stop`. The device counts up to `device_limit`. Units
+    before `given` count as present."""
     stop -= stop % alignment
     if not layout.windows:
         return stop
@@ -68,7 +69,7 @@ def accepted(
 
 @attrs.frozen
 class _Held:
-    """What lies where on a path, of bands of limited reach."""
+    """The window blocks that `tiers` hold on a path."""
 
     path: Sequence[Run]
     tiers: Sequence[Tier]
@@ -76,10 +77,10 @@ class _Held:
     given: int
 
     def accepted(self, band: Band, stop: int) -> int:
-        """The last position, at most `stop`, for which all is there that `band` needs.
+        """The last position, at most `stop`, for which everything that `band` needs is present.
 
-        Kinds never reach further back for a later position, so whoever lacks a unit can't end anywhere behind it that
-        needs it: the next candidate is where something lies, or where nothing is needed."""
+        Attention never reaches further back from a later position. So if `stop` needs a missing unit, every position
+        between both needs it. The next candidate is the end of held units before it, or a position that needs none."""
         while stop > self.given:
             missing = self._last_missing(band, max(self.given, band.first_needed(stop * band.unit_tokens)), stop)
             if missing is None:
@@ -98,7 +99,7 @@ class _Held:
         return None if stop <= start else stop - 1
 
     def _present_before(self, band: Band, position: int) -> int:
-        """The end of what some tier holds, nearest to `position` from before; 0 if nothing is there."""
+        """The last end of held units at or before `position`; 0 if there is none."""
         for run in reversed(self.path):
             if run.start < position:
                 ends = [min(units.stop, position) for units in self._units(band, run) if units.start < position]
@@ -117,9 +118,8 @@ class _Held:
 
 
 def incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
-    """The unsettled jobs that bring the units from `start` on, without a gap, and up to where they do.
-
-    Not up to where the jobs end: that may be on another branch.
+    """The unsettled jobs that bring units to the device from `start` on without a gap, and the end of these units on
+    this path. The jobs themselves may end on another branch.
     """
     found: dict[Job, None] = {}
     position = start
@@ -132,7 +132,7 @@ def incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
         while job is not None and not job.is_settled and job.stop > start:
             chain.append(job)
             job = job.predecessor
-        if not chain or chain[-1].start > position:  # what was to come first never will: the rest will not be entered
+        if not chain or chain[-1].start > position:  # a gap before the job: it will publish nothing
             break
         found.update(dict.fromkeys(chain))
         position = min(chain[0].stop, stretch.stop)
@@ -142,7 +142,7 @@ def incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
 
 
 def coming(part: Part) -> Iterator[Job]:
-    """The unsettled jobs that bring something to a part."""
+    """The unsettled jobs that add to `part`, the last first."""
     job = part.incoming
     while job is not None and not job.is_settled and job.stop > part.run.start:
         yield job

@@ -1,4 +1,4 @@
-"""Publishing on the device: making what a request computed findable, and taking it back."""
+"""Publishing on the device: making computed units findable, and making them private again."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["first_published", "publish", "published_by", "read_by", "runs_from",
 
 
 MAX_GROWN_BYTES = 2**14
-"""Of tokens: a longer run does not grow. What follows begins another one; both are joined once they are let go of."""
+"""A run with more token bytes does not grow: the next units begin another run. Both merge once they are unpinned."""
 
 
 def publish(leases: RequestLeases, holding: Holding, stop: int) -> None:
     """Make units `[holding.published, stop)` findable and pin their path.
 
-    What somebody cached meanwhile is pinned too, since later blocks hang on it; the private copy stays until close.
-    If nobody uses what was cached, one copy is enough: the holding's blocks take the place of those.
+    Units that another request has cached meanwhile are pinned too, since later blocks follow them; the private copy
+    stays until the request ends. If the cached copy is unused, the request's blocks replace it.
     """
     cache, sequence = leases.cache, holding.sequence
     while (position := holding.published) < stop:
@@ -44,19 +44,19 @@ def publish(leases: RequestLeases, holding: Holding, stop: int) -> None:
 
 
 def _is_unused(run: Run) -> bool:
-    """Whether its device blocks could be evicted: nobody reads them, or waits for what lands beside them."""
+    """Whether its device blocks are unpinned, and no job adds to them."""
     return not any(part.num_references or part.incoming is not None for part in run.parts_in(Tier.DEVICE))
 
 
 def _take_place(cache: PrefixCache, holding: Holding, run: Run) -> None:
-    """Free the device blocks of `run`, so that those of `holding` are handed to it."""
+    """Free the device blocks of `run`, so that it can get those of the request."""
     for band, table in enumerate(holding.tables):
-        if table.start <= run.start:  # else what has left its window is worth keeping
+        if table.start <= run.start:  # else the request has no blocks for units that left its window
             cache.withdraw_part(run.part(Tier.DEVICE, band))
 
 
 def _fill(cache: PrefixCache, holding: Holding, run: Run, stop: int) -> None:
-    """Hand blocks to a run that exists, from where it has none; the ones before stay private duplicates."""
+    """Give an existing run blocks for the units that it lacks. The others stay private duplicates."""
     part, table, position = run.parts[Tier.DEVICE], holding.tables[0], holding.published
     if table.width:
         present = min(part.stop, stop)
@@ -72,8 +72,7 @@ def _fill(cache: PrefixCache, holding: Holding, run: Run, stop: int) -> None:
 
 
 def _fill_window(cache: PrefixCache, holding: Holding, band: Band, run: Run, start: int, stop: int) -> None:
-    """The same for a band of limited reach, of which a run may hold any stretch, but only one: what does not adjoin it
-    gets a run of its own."""
+    """The same for a window. A run holds one stretch of it: units that do not adjoin it get a run of their own."""
     table = holding.tables[band.number]
     start = max(start, table.start)
     for stretch in stretches(run, start, stop):
@@ -96,7 +95,7 @@ def _divided(cache: PrefixCache, run: Run, at: int, band: Band) -> tuple[Run, Pa
 
 
 def _append(leases: RequestLeases, holding: Holding, run: Run | None, stop: int) -> None:
-    """Nobody has these tokens: grow the last run if it is ours alone, else start a new one."""
+    """These tokens are not in the index: grow the last run if only this request uses it, else insert a new one."""
     cache, sequence, position = leases.cache, holding.sequence, holding.published
     if run is not None and _may_grow(cache, run) and run.spans == sequence.spans_at(position):
         cache.index.grow(run, sequence, stop)
@@ -107,12 +106,12 @@ def _append(leases: RequestLeases, holding: Holding, run: Run | None, stop: int)
 
 
 def _may_grow(cache: PrefixCache, run: Run) -> bool:
-    """Whether it costs little, since growing copies the run's tokens, and nobody would notice."""
+    """Whether only this request uses `run`, it is short (growing copies tokens), and it ends at no maximum boundary."""
     return len(run.tokens) <= MAX_GROWN_BYTES and not cache.is_cut(run.stop) and _is_ours_alone(cache, run)
 
 
 def _is_ours_alone(cache: PrefixCache, run: Run) -> bool:
-    """Whether the growing request's lease is the sole reference: nobody would see the run change under it."""
+    """Whether the growing request's lease is the only reference, so that no other reader sees the run change."""
     spine = run.parts[Tier.DEVICE]
     if run.num_after or (spine.width and spine.stop != run.stop):
         return False
@@ -126,8 +125,8 @@ def _is_ours_alone(cache: PrefixCache, run: Run) -> bool:
 
 
 def published_by(cache: PrefixCache, holding: Holding, start: int) -> list[tuple[Band, Run]]:
-    """What `holding` has published itself from unit `start` on and reads in its tables: runs, cut where that begins and
-    ends, band by band. What somebody else cached is somebody else's."""
+    """The runs, band by band, that hold what the request itself has published from unit `start` on, without copies that
+    others cached first. Splits runs where these units begin and end."""
     own = _own_units(cache, holding, start)
     for at in {at for _, units in own for at in (units.start, units.stop)}:
         for stretch in stretches(holding.device_run, at, at + 1):
@@ -139,7 +138,7 @@ def published_by(cache: PrefixCache, holding: Holding, start: int) -> list[tuple
 
 
 def first_published(cache: PrefixCache, holding: Holding, start: int) -> int:
-    """The first unit from `start` on that `holding` has published itself; `holding.published` if there is none."""
+    """The first unit from `start` on that the request itself has published; `holding.published` if there is none."""
     return min((units.start for _, units in _own_units(cache, holding, start)), default=holding.published)
 
 
@@ -154,8 +153,8 @@ def _own_units(cache: PrefixCache, holding: Holding, start: int) -> list[tuple[B
 
 
 def runs_from(cache: PrefixCache, holding: Holding, start: int, cut: Container[Run]) -> list[Run]:
-    """What is cached from unit `start` on of the path of `holding`: of its tables, or of the tokens that it had
-    published when it was preempted. A run begins at `start`, unless it is one of those that are `cut` already."""
+    """The runs from unit `start` on that the request uses: those of its device lease or, without tables, the cached
+    ones of the tokens that it had published when it gave them up. Splits at `start`, but no run in `cut`."""
     if holding.tables:
         runs = holding.device_run.whole_path() if holding.device_run is not None else []
     else:
@@ -167,7 +166,7 @@ def runs_from(cache: PrefixCache, holding: Holding, start: int, cut: Container[R
 
 
 def read_by(readers: Iterable[Holding], published: list[tuple[Band, Run]]) -> list[tuple[Band, Run]]:
-    """Those of `published` whose blocks stand in the tables of `readers`."""
+    """Those of `published` whose blocks are in the tables of `readers`."""
     leases = [reader.leases[Tier.DEVICE] for reader in readers if reader.tables and Tier.DEVICE in reader.leases]
     paths = [(lease, set(lease.run.path())) for lease in leases]
     return [
@@ -180,8 +179,8 @@ def read_by(readers: Iterable[Holding], published: list[tuple[Band, Run]]) -> li
 def take_private(
     cache: PrefixCache, holding: Holding, published: list[tuple[Band, Run]], shared: list[tuple[Band, Run]]
 ) -> None:
-    """Make the blocks that `holding` has published its own again, like duplicates. The `shared` ones stay with those
-    who read them until they let go: there it gets others, for which there has to be room."""
+    """Make the withdrawn blocks of `published` private to the request again. The `shared` ones stay with their readers
+    until these let go: there the request gets fresh blocks, for which there must be room."""
     for band, run in published:
         table = holding.tables[band.number]
         if run.start < table.start:
@@ -193,7 +192,7 @@ def take_private(
 
 
 def step_back(leases: RequestLeases, holding: Holding, start: int) -> None:
-    """Let `holding` compute again from unit `start` on: what it has there is private, its lease ends before."""
+    """Let the request compute again from unit `start` on: its blocks there are private, its lease ends there."""
     start = min(start, holding.published)  # after a reset more may be computed than was published
     path = stretches(holding.device_run, 0, start)
     if path:

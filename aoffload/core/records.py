@@ -1,6 +1,6 @@
-"""Records: runs and what tiers hold of them, leases, jobs, loads. They refer to each other, so they are in one file.
+"""Records: runs, parts, leases, jobs, loads. They refer to each other, so they are in one file.
 
-Run <- Part -> Job      what one run holds of one band in one tier, and what is on its way there
+Run <- Part -> Job      the blocks of one run in one band and tier, and the job that adds to them
 Lease -> Run            references that protect cached blocks
 Job -> Lease, Run       one transfer, with leases of its own
 Load -> Job             what a request waits for
@@ -25,12 +25,12 @@ __all__ = [
 
 
 class NoIndex(enum.Enum):
-    """In place of an epoch: no index takes what such a job brings, or such a request has computed."""
+    """Replaces the epoch of a job or a request of which nothing is published."""
 
     INVALIDATED = "invalidated"
-    """Its bytes turned out to be wrong."""
+    """A request may have read wrong KV; or what a job brings is wrong, or was withdrawn."""
     ORPHANED = "orphaned"
-    """A reset of the device has made the blocks of the request unfindable."""
+    """A reset of the device tier has made the blocks of the request unfindable."""
 
 
 def _no_ids() -> array[int]:
@@ -39,27 +39,27 @@ def _no_ids() -> array[int]:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Part:
-    """What one run holds of one band in one tier: the blocks of `[first, stop)`. The spine's begin at the run's start;
-    a part without blocks is at the run's start, too."""
+    """The blocks of one run in one band and one tier: those of units `[first, stop)`. For full attention `first` is
+    the run's start. A part without blocks has first == stop == the run's start."""
 
     tier: Tier
     band: int
     width: int
-    """Ids for each unit."""
+    """Block ids per unit."""
     run: Run
     first: int
     stop: int
     blocks: array[int] = field(default_factory=_no_ids)
-    """`width` ids for each unit; len(blocks) == (stop - first) * width."""
+    """len(blocks) == (stop - first) * width."""
     num_references: int = 0
-    """Of the spine: leases that end at this run + runs right behind it that are referenced. Of a window: leases that
-    cover this run. 0: evictable, and in the order."""
+    """Full attention: leases that end at this run plus referenced child runs. Window: leases that cover this run.
+    Zero: evictable, linked in the eviction order."""
     incoming: Job | None = None
-    """The last job in flight that adds to this part."""
+    """The last unsettled job that adds to this part."""
     tombstones: tuple[Tombstone, ...] = ()
-    """Forgotten blocks that references still protect; free when they are gone."""
+    """Unfindable blocks that references still protect; freed with the last reference."""
     last_use: int = 0
-    """When the last one who used it let go, as its order counts; 0 while somebody uses it."""
+    """When its last use ended, as a count of the eviction order; 0 while in use."""
     older: Part | None = None
     newer: Part | None = None
 
@@ -68,16 +68,16 @@ class Part:
 
     @property
     def covered_stop(self) -> int:
-        """Up to where the tier holds this run, or will when the jobs in flight have landed."""
+        """End of the units that the tier holds of this run or that jobs in flight will add."""
         return self.stop if self.incoming is None else max(self.stop, self.stop_of(self.incoming))
 
     def stop_of(self, job: Job) -> int:
-        """Up to where `job`, which adds to this part, does so: it may go on behind it."""
+        """End of the units that `job` adds to this part. The job may continue in later runs."""
         return min(job.stop, self.run.stop)
 
     @property
     def covered(self) -> tuple[int, int]:
-        """From where up to where the tier holds this run, or will; first == last if it does not."""
+        """(first, stop) of the units that the tier holds of this run or that jobs in flight will add; equal if none."""
         job, first, stop = self.incoming, self.first, self.stop
         if job is None:
             return first, stop
@@ -90,20 +90,20 @@ class Part:
         return first, max(stop, last_stop)
 
     def ids(self, start: int, stop: int) -> array[int]:
-        """The ids of units `[start, stop)`, which lie in this part."""
+        """The ids of units `[start, stop)`, all of them in this part."""
         return self.blocks[(start - self.first) * self.width : (stop - self.first) * self.width]
 
     def append(self, ids: array[int], stop: int) -> None:
-        """Let the part go on with `ids` up to unit `stop`."""
+        """Append `ids`, which reach up to unit `stop`."""
         if self.blocks:
             self.blocks.extend(ids)
         else:
-            self.blocks = ids[:]  # of just this size: an array that was extended keeps room for more
+            self.blocks = ids[:]  # exact size: an extended array keeps spare capacity
         self.stop = stop
 
     def enter(self, first: int, last: int, ids: array[int]) -> range:
-        """Hold `ids` for those of units `[first, last)` that it lacks; they have to adjoin what it holds. The units
-        that it held before, for which it does not take them."""
+        """Add `ids` for the units of `[first, last)` that the part lacks; the range must touch the part. Returns the
+        units that the part held already, whose ids it does not take."""
         if not self.blocks:
             self.first = self.stop = first
         known = range(max(first, self.first), max(first, self.first, min(last, self.stop)))
@@ -116,20 +116,20 @@ class Part:
         return known
 
     def cut_off(self, head: Run, start: int, at: int, num_references: int, incoming: Job | None) -> Part:
-        """A part of `head`, which begins at unit `start`, with what it holds before unit `at`. It keeps the rest."""
+        """Split at unit `at`. Returns the front as a part of `head`, which begins at unit `start`; keeps the rest."""
         front = Part(self.tier, self.band, self.width, head, start, start, _no_ids(), num_references, incoming)
         front.tombstones, front.last_use = self.divide_tombstones(at), self.last_use
         if self.first < at:
             front.first, front.stop = self.first, min(at, self.stop)
         cut = (front.stop - front.first) * self.width
-        front.blocks, self.blocks = self.blocks[:cut], self.blocks[cut:]  # of just this size
+        front.blocks, self.blocks = self.blocks[:cut], self.blocks[cut:]  # exact size
         self.first, self.stop = max(self.first, at), max(self.stop, at)
         if not self.blocks:
             self.empty_at(at)
         return front
 
     def hand_over(self, front: Part, at: int) -> int:
-        """Give `front`, which lies right before it, what it holds before unit `at`; how many blocks."""
+        """Move the blocks before unit `at` to `front`, the part right before this one. Returns their number."""
         front.tombstones += self.divide_tombstones(at)
         count = (min(max(at, self.first), self.stop) - self.first) * self.width
         if count and not front.blocks:
@@ -144,7 +144,7 @@ class Part:
         return count
 
     def join(self, fronts: Sequence[Part]) -> None:
-        """Take over what `fronts` hold, which lie right before it, nearest first."""
+        """Prepend the blocks of `fronts`, the parts right before this one, nearest first."""
         nearest = next((front for front in fronts if front.blocks), None)
         if nearest is None:
             return
@@ -157,15 +157,15 @@ class Part:
         self.first = self.stop - len(self.blocks) // self.width
 
     def empty_at(self, start: int) -> None:
-        """It holds nothing, and its run begins at unit `start`."""
+        """Move an empty part to unit `start`, where its run begins."""
         self.first = self.stop = start
 
     def awaits(self, job: Job | None) -> None:
-        """`job` is the last one in flight that adds to it."""
+        """Set the last job in flight that adds to this part."""
         self.incoming = job
 
     def drop_behind(self, stop: int) -> array[int]:
-        """Let the part end at `stop`; the blocks that were behind it."""
+        """Truncate the part to end at unit `stop`. Returns the dropped blocks."""
         keep = max(0, stop - self.first) * self.width
         dropped = self.blocks[keep:]
         del self.blocks[keep:]
@@ -175,29 +175,29 @@ class Part:
         return dropped
 
     def clear(self) -> array[int]:
-        """Let the part hold nothing; what it has held."""
+        """Empty the part. Returns the blocks it held."""
         return self.drop_behind(self.first)
 
     def entomb(self, start: int, ids: array[int]) -> None:
-        """Forget `ids`, which it has held from unit `start` on, without freeing them."""
+        """Add a tombstone for `ids`, which the part held from unit `start` on."""
         self.tombstones = (*self.tombstones, Tombstone(start, ids))
 
     def tombstone_ids(self) -> array[int]:
         return sum((one.ids for one in self.tombstones), array("i"))
 
     def take_tombstones(self) -> array[int]:
-        """The condemned blocks, which it has no more."""
+        """Remove all tombstones. Returns their blocks."""
         ids, self.tombstones = self.tombstone_ids(), ()
         return ids
 
     def divide_tombstones(self, at: int) -> tuple[Tombstone, ...]:
-        """Keep those from unit `at` on; the others, which go when the references to another run do."""
+        """Keep the tombstones from unit `at` on. Returns those before it, for the part that gets these units."""
         units = [unit for one in self.tombstones for unit in one.units(self.width)]
         self.tombstones = tuple([unit for unit in units if unit.start >= at])
         return tuple([unit for unit in units if unit.start < at])
 
     def disown(self, ids: Container[int]) -> None:
-        """Know nothing more of `ids`, which are condemned here and another's from now on."""
+        """Remove `ids` from the tombstones without freeing them: a request owns these blocks from here on."""
         units = [unit for one in self.tombstones for unit in one.units(self.width)]
         self.tombstones = tuple([unit for unit in units if unit.ids[0] not in ids])
 
@@ -214,11 +214,11 @@ class Run:
     epoch: int
     root: Root
     parts: tuple[Part, ...] = ()
-    """Band by band, in each the tiers: `parts[tier]` is the spine's."""
+    """By band, then by tier: `parts[tier]` is that of full attention."""
     offered_stop: int = 0
-    """Up to where somebody wants it in the host before it is lost; what lies before it on its path, too."""
+    """End of the units to store in the host before they are evicted. The runs before are offered as well."""
     num_after: int = 0
-    """Runs whose `before` is this one. A run stays as long as anything hangs on it."""
+    """Child runs: those whose `before` is this one. A run stays in the index while it has any."""
     _hash_after: Hasher | None = None
 
     def __repr__(self) -> str:
@@ -236,11 +236,11 @@ class Run:
         return self.parts[band * len(Tier) + tier]
 
     def parts_in(self, tier: Tier) -> tuple[Part, ...]:
-        """Of every band what one tier holds."""
+        """The parts of one tier, by band."""
         return self.parts[tier :: len(Tier)]
 
     def whole_path(self) -> list[Run]:
-        """All runs before this one, and this one, in prefix order."""
+        """This run and all before it, in prefix order."""
         if self.before is None:
             return [self]
         return [*self.path()][::-1]
@@ -260,17 +260,17 @@ class Run:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
-    """Pins, in one tier, the blocks of `run` and of every run before it. Taken and released by the `PrefixCache`.
+    """Pins, in one tier, the blocks of `run` and of every run before it. `PrefixCache` takes and releases leases.
 
-    It holds run objects, never block ids or keys: a split puts a new head before the run, which then lies on the
-    path and stays pinned, and nothing that happens in the index can make it let go of the wrong blocks.
+    A lease refers to a run object, never to block ids or keys. A split puts a new head before that run, so the head is
+    on the path and stays pinned. No change of the index can make a lease release the wrong blocks.
     """
 
     tier: Tier
     run: Run
     starts: list[int] = field(default_factory=list)
-    """For each band of limited reach: the unit, always the start of a run, from which on its blocks are pinned, too.
-    Beyond the end of `run` while none of them is."""
+    """For each window band: the first unit whose blocks are pinned, always the start of a run. At or beyond the end of
+    `run`: none is pinned."""
     released: bool = False
 
 
@@ -278,41 +278,41 @@ class Lease:
 class Job:
     plan: TransferPlan
     run: Run
-    """Where the job's stretch ends; what lies before it is found through `before`."""
+    """The run in which the job's units end. The runs before it are found through `before`."""
     start: int
     stop: int
     epoch: int | NoIndex
     band: int
-    """The band of groups whose blocks it moves; a transfer of several is several jobs."""
+    """The band whose blocks it copies. A transfer of several bands is several jobs."""
     source_lease: Lease | None
     destination_lease: Lease | None
-    """Keeps the run, and the blocks that the new ones follow, while the copy runs. None at the end that is an engine's:
-    there a job holds the blocks that it touches."""
+    """Keeps the run, and the blocks before the new ones, until the job is settled. Either lease is None where the
+    blocks are engine-owned: there the job holds the blocks themselves."""
     predecessor: Job | None
-    """The unsettled job that fills what lies before: settled first, so publishing follows prefix order."""
+    """The unsettled job that brings the units before. Publishing waits for it and so follows prefix order."""
     request_id: str
-    """Who wanted it; empty for what was stored because it would have been evicted."""
+    """The request that caused it; empty for write-back before eviction."""
     state: JobState = JobState.QUEUED
     claims: dict[Claim, None] = field(default_factory=dict)
-    """Whose load waits for this job. A queued load without one is discarded."""
+    """The owners whose loads wait for this job. A queued load job without claims is discarded."""
     followers: list[Job] = field(default_factory=list)
     parked: Completion | None = None
-    """It ended before its predecessor did."""
+    """Its completion, kept while the predecessor is unsettled."""
     completion: Completion | None = None
 
     def claimed_by(self, claim: Claim) -> None:
-        """`claim` waits for it."""
+        """Record that `claim` waits for this job."""
         self.claims[claim] = None
 
     def unclaimed_by(self, claim: Claim) -> None:
         self.claims.pop(claim, None)
 
     def end_claims(self) -> None:
-        """Nobody has to wait for it any more."""
+        """Drop all claims: the job is settled."""
         self.claims.clear()
 
     def publish_nothing(self) -> None:
-        """What it brings is wrong, or not wanted any more."""
+        """What it brings is wrong, or was withdrawn."""
         self.epoch = NoIndex.INVALIDATED
 
     def __repr__(self) -> str:
@@ -335,7 +335,7 @@ class Job:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Claim:
-    """Whoever may wait for jobs: a request, or a transfer without one."""
+    """An owner that may wait for jobs: a request or a cache transfer."""
 
     load: Load | None = field(default=None, kw_only=True)
 
@@ -348,19 +348,19 @@ class Claim:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Load:
-    """A load that a holding waits for, up to unit `stop`."""
+    """A load up to unit `stop`, as one `Holding` waits for it."""
 
     stop: int
     wake: Callable[[], object]
     jobs: set[Job] = field(default_factory=set)
-    """Jobs not settled yet, its own and shared ones."""
+    """Its unsettled jobs, including those shared with other requests."""
     units_per_job: Sequence[int] = ()
-    """What one job carries at most, for each band; empty: as much as any."""
+    """Maximum units of one job, per band. Empty: the default of `JobBook`."""
 
     def wake_by(self, wake: Callable[[], object]) -> None:
-        """Another task waits for it now."""
+        """Replace `wake`: another task waits for the load."""
         self.wake = wake
 
     def shorten(self, stop: int) -> None:
-        """It brings no more than what lies before unit `stop`."""
+        """Lower the end of the load to unit `stop`."""
         self.stop = stop

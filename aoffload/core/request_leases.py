@@ -1,4 +1,4 @@
-"""RequestLeases: what a holding takes from the cache when it is matched, and how it gives everything back."""
+"""RequestLeases: the leases and block tables of a request, from its match until it gives everything back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["RequestLeases"]
 
 @attrs.define(eq=False)
 class RequestLeases:
-    """Leases of requests: on the device for what is there, on the host for what is to be loaded."""
+    """Leases of requests: on the device for the device hit, in the host for the units to load."""
 
     cache: PrefixCache
 
@@ -41,7 +41,7 @@ class RequestLeases:
         limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit)
         hit = find_hit(self.cache.index, holding.sequence, layout, limit, holding.hit_alignment, islands=islands)
         if holding.state is RequestState.REQUEUED:
-            # It computes now: two whose loads fail at once would give each other room for the next try for ever.
+            # No second load: two requests whose loads fail could free room for each other's next try forever.
             hit = attrs.evolve(hit, stop=hit.device_stop)
         return hit
 
@@ -49,14 +49,14 @@ class RequestLeases:
         if not hit.stop:
             return
         layout = self.cache.layout
-        # Exactly what is used is pinned: a request must never be short of room because of what it pins itself.
+        # Exactly the hit is pinned: its own pins must never make a request short of room.
         last = hit.path[-1]
         if last.stop != hit.stop:
             last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
         if hit.stop > hit.device_stop:
             self.keep_in_host(holding, last)
             if islands and layout.windows:
-                # The device may hold more than it alone could go on with, and the host need not have that.
+                # The device may hold blocks behind the device hit that the host lacks.
                 holding.reserve = self.lease(Tier.DEVICE, last)
         if hit.device_stop:
             on_device = next(run for run in last.path() if run.start < hit.device_stop)
@@ -64,16 +64,16 @@ class RequestLeases:
             holding.leases[Tier.DEVICE] = self.lease(Tier.DEVICE, run)
 
     def lease(self, tier: Tier, run: Run) -> Lease:
-        """Pin, in `tier`, what is needed for computing to go on at the end of `run`."""
+        """Pin, in `tier`, the blocks needed to continue computing at the end of `run`."""
         layout = self.cache.layout
         return self.cache.lease(tier, run, layout.window_starts(run.stop) if layout.windows else ())
 
     def keep_in_host(self, holding: Holding, run: Run) -> None:
-        """Pin in the host what `holding` is to load up to the end of `run`."""
+        """Pin in the host what the request loads up to the end of `run`."""
         holding.leases[Tier.HOST] = self.lease(Tier.HOST, run)
 
     def follow(self, holding: Holding, run: Run) -> None:
-        """Pin on the device the path that ends with `run`, and of windows what the tables reach back to."""
+        """Let the device lease end at `run`. A new lease pins windows from the start of their tables on."""
         lease = holding.leases.get(Tier.DEVICE)
         if lease is None:
             starts = [table.start for table in holding.tables[1:]]
@@ -82,7 +82,7 @@ class RequestLeases:
             self.cache.move_lease(lease, run)
 
     def share(self, parent: Holding, child: Holding, run: Run) -> None:
-        """Let `child` pin on the device what `parent` does, up to the end of `run`."""
+        """Let `child` pin on the device what `parent` pins, up to the end of `run`."""
         starts = [min(start, run.stop) for start in parent.leases[Tier.DEVICE].starts]
         child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
 
@@ -92,26 +92,25 @@ class RequestLeases:
             self.cache.release(lease)
 
     def forget_match(self, holding: Holding) -> None:
-        """Let go of the leases and of what was matched: it is matched again when its turn comes. Does not free private
-        blocks."""
+        """Release the leases and clear the match; the request is matched again later. Does not free private blocks."""
         self.end_host_lease(holding)
         self.end_device_lease(holding)
         holding.forgot_match()
 
     def match_again(self, holding: Holding, *, islands: bool = True) -> None:
-        """What was cached or evicted meanwhile counts."""
+        """Release the match, then match and pin what is cached by now."""
         assert holding.may_match_again, "matched again under its block tables"
         self.forget_match(holding)
         self.pin(holding, islands=islands)
 
     def keep_match(self, holding: Holding) -> None:
-        """Match again, unless that would pin what is pinned already: who is first in line is asked over and over."""
+        """Match again, unless the pins would be the same: the head of the line is examined often."""
         if self.cache.layout.windows or not self._pins_just(holding, self._find(holding, islands=True)):
             self.match_again(holding)
 
     @staticmethod
     def _pins_just(holding: Holding, hit: Hit) -> bool:
-        """Whether its leases are those that `hit` would take."""
+        """Whether the leases are exactly those that `hit` would take."""
         if (holding.published, holding.hit_stop) != (hit.device_stop, hit.stop) or not holding.leases:
             return False
         wanted: dict[Tier, Run] = {}
@@ -122,7 +121,7 @@ class RequestLeases:
         return wanted == {tier: lease.run for tier, lease in holding.leases.items()}
 
     def end_host_lease(self, holding: Holding) -> None:
-        """RequestLeases for a load end when it settles, or when nothing loads."""
+        """Release the leases that a load needs: it is over, or nothing is loaded."""
         lease = holding.leases.pop(Tier.HOST, None)
         if lease is not None:
             self.cache.release(lease)
@@ -131,12 +130,12 @@ class RequestLeases:
             holding.reserve = None
 
     def let_go(self, holding: Holding) -> None:
-        """Give back everything the holding owns; synchronous, complete, whatever its state."""
+        """Give back all blocks and leases of the request; synchronous and complete, in any state."""
         self.give_up_tables(holding)
         self.forget_match(holding)
 
     def give_up_tables(self, holding: Holding) -> None:
-        """Give back what is private, and forget the tables. What is leased stays leased."""
+        """Free the private blocks and drop the tables. Leases stay."""
         private = holding.private_blocks()
         holding.gave_up_tables()
         self.cache.give(Tier.DEVICE, private)
@@ -144,16 +143,16 @@ class RequestLeases:
     # -- tables ---------------------------------------------------------------------------------------------------
 
     def num_fresh(self, device_stop: int, hit_stop: int, num_units: int) -> int:
-        """Blocks that tables of `num_units` units take, besides the device hit: of a window only what will be needed
-        once the host hit is loaded."""
+        """Fresh blocks for tables of `num_units` units, besides the device hit: for a window only those that will be
+        needed once the host hit is loaded."""
         found = max(0, num_units - device_stop) * self.cache.layout.full.width
         for band in self.cache.layout.windows:
             found += max(0, num_units - _first_fresh(band, device_stop, hit_stop)) * band.width
         return found
 
     def without_islands(self, holding: Holding, num_units: int) -> tuple[int, int]:
-        """What would be if `holding` were matched again without islands: the blocks that tables of `num_units` units
-        would take, and how many more could be had then. Changes nothing."""
+        """Compute a new match without islands. Returns the fresh blocks that tables of `num_units` units would take,
+        and by how many blocks room would grow. Changes nothing."""
         hit = self._find(holding, islands=False)
         leases = [lease for lease in holding.all_leases() if lease.tier is Tier.DEVICE]
         let_go = self.cache.pinned_by_none_but(leases)
@@ -163,19 +162,19 @@ class RequestLeases:
         return self.num_fresh(hit.device_stop, hit.stop, num_units), gained
 
     def _num_needed(self, part: Part, stop: int) -> int:
-        """Blocks of `part` that computing at unit `stop` needs."""
+        """Blocks of `part` that are needed to continue computing at unit `stop`."""
         band = self.cache.layout.bands[part.band]
         first = band.first_needed(stop * band.unit_tokens)
         return len(range(max(part.first, first), min(part.stop, stop))) * part.width
 
     def num_kept(self, holding: Holding) -> int:
-        """Blocks of the device hit."""
+        """Blocks of the device hit that are needed to continue computing at its end."""
         stop, bands = holding.published, self.cache.layout.bands
         return sum((stop - band.first_needed(stop * band.unit_tokens)) * band.width for band in bands)
 
     def start_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
-        """The block tables: the ids of the device hit, as far as they are needed, then `blocks`. What is before the
-        window of the host hit stays null, and gets blocks should the load fail."""
+        """Set the block tables: the needed ids of the device hit, then `blocks`. Units behind the device hit and before
+        the window of the host hit stay null; they get blocks if the load fails."""
         stop, taken = holding.published, 0
         num_units = max(num_units, stop)  # it may have been matched again, and hit more than it asked room for
         tables: list[BlockTable] = []
@@ -195,7 +194,7 @@ class RequestLeases:
         holding.given_tables(tuple(tables), num_units)
 
     def lengthen_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
-        """Enter `blocks`, which were taken for units up to `num_units`."""
+        """Append `blocks`, taken for the units up to `num_units`."""
         added = num_units - holding.num_units
         if added > 0:
             for table, ids in zip(holding.tables, self.cache.layout.deal(blocks, added), strict=True):
@@ -203,7 +202,7 @@ class RequestLeases:
             holding.given_tables(holding.tables, num_units)
 
     def ready_ids(self, holding: Holding, band: int, start: int, stop: int) -> array[int]:
-        """The ids of units `[start, stop)` of the path that `holding` leases on the device."""
+        """The ids of units `[start, stop)` on the path that the request leases on the device."""
         if start >= stop:
             return array("i")
         return held_ids(stretches(holding.device_run, start, stop), Tier.DEVICE, band)

@@ -1,5 +1,5 @@
-"""Node split and merge: where runs begin and end. A run is split where a prompt leaves it or a lease needs less of it,
-merged again when nothing needs the boundary, and hands over to the run before what has left a window.
+"""Run split and merge. A run is split where a prompt leaves it or a lease needs only its front, and merged again when
+nothing needs the boundary. Units that have left a window move to the run before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["SplitsAndMerges"]
 
 
 class SplitsAndMerges:
-    """What a prefix cache does to the borders of its runs. Whatever was pinned, findable or in flight stays so."""
+    """Moves the boundaries of runs. What was pinned, findable or in flight stays so."""
 
     def __init__(self, layout: Layout, tiers: tuple[TierBlocks, ...]) -> None:
         self.layout = layout
@@ -24,16 +24,16 @@ class SplitsAndMerges:
         self.full = FullComponent(layout.full)
         self.windows = window_components(layout)
         self.components: tuple[Component, ...] = (self.full, *self.windows)
-        """Band by band."""
+        """One per band."""
         self.index = RunIndex(layout, epoch=0)
         self._max_run_units = max_run_units(layout.unit_tokens)
 
     def is_cut(self, position: int) -> bool:
-        """Whether no run goes over unit `position`: the longest runs end there."""
+        """Whether unit `position` is a maximum boundary: no run crosses it."""
         return position % self._max_run_units == 0
 
     def split(self, run: Run, at: int) -> Run:
-        """Cut `run` at unit `at` and return the head. Whatever pinned the run pins both."""
+        """Split `run` at unit `at`. Returns the head. Leases that pinned the run pin both."""
         start = run.start
         head = self.index.split_head(run, at)
         parts = [self._divide(head, start, part, at) for part in run.parts]
@@ -41,7 +41,7 @@ class SplitsAndMerges:
         return head
 
     def _divide(self, head: Run, start: int, part: Part, at: int) -> Part:
-        """The part of the head that is cut off at `at`; `part` keeps what lies behind."""
+        """Split `part` at unit `at`. Returns the part of the head; `part` keeps the rest."""
         component = self.components[part.band]
         num_references = component.head_references(part.num_references)
         incoming = _incoming_before(component, part, head, at)
@@ -50,24 +50,24 @@ class SplitsAndMerges:
         front = part.cut_off(head, start, at, num_references, incoming)
         if front.blocks and not num_references:
             order = self.tiers[part.tier].order
-            order.add_newer(front, part)  # the head outlives its tail: next in the order, right behind it
+            order.add_newer(front, part)  # right behind the tail, which must be evicted first
             if not part.blocks:
                 order.remove(part)
         return front
 
     def cut(self, run: Run, at: int) -> Run:
-        """The run that ends at unit `at` of `run`, so that a lease on it pins exactly what is used: whatever is
-        published behind `at` later must be nobody's pin but its publisher's."""
+        """Make `run` end at unit `at`, or split it there. Returns the run that ends at `at`: a lease on it never pins
+        what is published behind `at` later."""
         if run.stop == at:
             return run
         if run.num_after or any(part.num_references or part.covered_stop > at for part in run.parts):
             return self.split(run, at)
-        self.index.shorten(run, at)  # nothing lies behind: a tail of its own would be kept for nothing
+        self.index.shorten(run, at)  # nothing is held behind `at`: a tail would be useless
         return run
 
     def shift_boundary(self, run: Run, at: int, band: Band) -> bool:
-        """Whether the run before could take over what lies before `at`, where `band` alone is let go of. A window
-        that moves on with every block would leave a run behind for each of them."""
+        """Move the units before `at`, which a lease unpins in `band` alone, to the run before; False if that run cannot
+        take them. Splits instead would leave one run per block behind a sliding window."""
         head = run.before
         if head is None or self.is_cut(head.stop) or not self._may_take_over(head, run, band):
             return False
@@ -77,8 +77,8 @@ class SplitsAndMerges:
         return True
 
     def _may_take_over(self, head: Run, run: Run, band: Band) -> bool:
-        """Whether `head` is nobody's end, and whoever pins anything of it pins the same of `run`; but for `band`, of
-        which one lease alone pins `run`."""
+        """Whether `head` can take units of `run`, its only child: no job adds to either, and every lease pins both
+        alike, except that one lease alone pins the device blocks of `run` in `band`."""
         if head.num_after != 1 or head.spans != run.spans or head.epoch != self.index.epoch:
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
@@ -87,7 +87,7 @@ class SplitsAndMerges:
                 return False
             if back.blocks and not component.follows(front, back):
                 return False
-            if back.band == band.number and back.tier is Tier.DEVICE:  # what the lease leaves
+            if back.band == band.number and back.tier is Tier.DEVICE:  # here the lease slides
                 if (front.num_references, back.num_references) != (0, 1):
                     return False
             elif front.num_references != component.head_references(back.num_references):
@@ -96,7 +96,7 @@ class SplitsAndMerges:
 
     @staticmethod
     def _take_over(tier: TierBlocks, front: Part, back: Part, at: int) -> None:
-        """Move what `back` holds before `at` to `front`."""
+        """Move the blocks of `back` before unit `at` to `front`."""
         was_empty = not front.blocks
         count = back.hand_over(front, at)
         if front.tombstones and not front.num_references:
@@ -115,7 +115,7 @@ class SplitsAndMerges:
             tier.order.remove(back)
 
     def merge(self, let_go: list[Run]) -> list[Run]:
-        """Join runs that were let go of together, or divergent prompts would shatter the index; the runs left."""
+        """Merge runs that were unpinned together, or divergent prompts would fragment the index. Returns the rest."""
         left = [let_go[0]]
         heads: list[Run] = []
         for head in let_go[1:]:
@@ -129,8 +129,8 @@ class SplitsAndMerges:
         return left
 
     def _can_join(self, head: Run, back: Run, tail: Run) -> bool:
-        """Whether `head` and `back`, which is joined with `tail`, are one run: nothing else hangs on the head, and
-        joining changes no order."""
+        """Whether `head` and `back`, which is `tail` or is about to be merged into it, can be one run: `head` has no
+        other child, and merging keeps the eviction order."""
         if head.num_after != 1 or head.epoch != self.index.epoch or head.spans != back.spans:
             return False
         if self.is_cut(head.stop):
@@ -150,7 +150,7 @@ class SplitsAndMerges:
         return True
 
     def _join(self, heads: list[Run], tail: Run) -> None:
-        """Join `heads`, nearest first, into `tail`."""
+        """Merge `heads`, nearest first, into `tail`."""
         if not heads:
             return
         for number, part in enumerate(tail.parts):
@@ -170,7 +170,7 @@ class SplitsAndMerges:
         part.join(fronts)
 
     def tidy(self, run: Run) -> None:
-        """Forget a run that holds nothing, and tokens that no tier holds any more."""
+        """Remove a run that holds nothing, or drop its tokens that no tier holds if these are half of it or more."""
         if run.epoch != self.index.epoch or run.num_after:
             return
         held = run.start
@@ -186,7 +186,7 @@ class SplitsAndMerges:
 
 
 def _incoming_before(component: Component, part: Part, head: Run, at: int) -> Job | None:
-    """The last job in flight that adds to what `head` takes of `part`, which is divided at unit `at`."""
+    """The last job in flight that adds to what `head` gets of `part`, which is split at unit `at`."""
     job = part.incoming
     while job is not None and job.start >= at:
         job = job.predecessor

@@ -1,12 +1,12 @@
-"""The block table of one holding in one band.
+"""The block table of one request in one band.
 
-By units; what lies before `start` has left the window, and is null:
+By units; those before `start` have left the window and are null:
 
     0        start          published              load.stop                  num_units
     |--------|--------------|-----------------------|--------------------------|
-    | null:  | leased: the  | in flight: the jobs   | private: nobody else can |
-    | needed | cached path  | own these blocks (0   | read these; the request  |
-    | no more| (duplicates  | in the table until    | computes them            |
+    | null:  | leased: the  | in flight: the jobs   | private: only the        |
+    | needed | cached path  | own these blocks (0   | request reads these and  |
+    | no more| (duplicates  | in the table until    | computes into them       |
     |        | are private) | the load settles)     |                          |
 
 Without a load in flight the private part begins at `published`.
@@ -25,9 +25,9 @@ __all__ = ["NO_LIMIT", "BlockTable", "not_null"]
 
 
 NO_LIMIT = 2**62
-"""As a number of units: everything."""
+"""A number of units: no limit."""
 MANY = 100
-"""Ids from which on numpy is faster: one after the other, each would become a Python int."""
+"""From this many ids on, numpy is faster than a loop that makes each id a Python int."""
 
 
 def _no_ids() -> array[int]:
@@ -37,45 +37,45 @@ def _no_ids() -> array[int]:
 @attrs.define(eq=False)
 class BlockTable:
     width: int
-    """Ids for each unit."""
+    """Block ids per unit."""
     ids: array[int] = attrs.field(factory=_no_ids)
     start: int = 0
-    """Units before this one are null. It never goes back."""
+    """Units before this one are null. It never decreases."""
     duplicates: list[range] = attrs.field(factory=list)
-    """Published units whose blocks here are private (or null by now): somebody else had cached them first."""
+    """Published units whose blocks here are private or null: another request has cached its copy first."""
 
     def at(self, start: int, stop: int) -> array[int]:
         return self.ids[start * self.width : stop * self.width]
 
     def put(self, start: int, ids: array[int]) -> None:
-        """Enter `ids` from unit `start` on."""
+        """Write `ids` from unit `start` on."""
         self.ids[start * self.width : start * self.width + len(ids)] = ids
 
     def exchange(self, start: int, ids: array[int]) -> array[int]:
-        """Enter `ids` from unit `start` on; what was there."""
+        """Write `ids` from unit `start` on. Returns the ids they replace, without nulls."""
         at = start * self.width
         taken = self.ids[at : at + len(ids)]
         self.ids[at : at + len(ids)] = ids
         return not_null(taken)
 
     def begin_at(self, start: int) -> None:
-        """What lies before unit `start` is needed no more."""
+        """Units before `start` are needed no more."""
         self.start = start
 
     def extend(self, ids: array[int]) -> None:
-        """Let the table go on with `ids`."""
+        """Append `ids`."""
         self.ids.extend(ids)
 
     def has_duplicates(self, units: range) -> None:
-        """The blocks of `units` are private: somebody else had cached them first."""
+        """Record `units` in `duplicates`: their blocks stay private."""
         self.duplicates.append(units)
 
     def step_back(self, stop: int) -> None:
-        """What lies from unit `stop` on is private anyway."""
+        """Forget duplicates from unit `stop` on, where every block is private."""
         self.duplicates = within(self.duplicates, 0, stop)
 
     def null(self, start: int, stop: int) -> array[int]:
-        """Make units `[start, stop)` null; what was there."""
+        """Make units `[start, stop)` null. Returns the ids that were there, without nulls."""
         if start >= stop:
             return array("i")
         return self.exchange(start, array("i", bytes(self.ids.itemsize * (stop - start) * self.width)))
@@ -87,12 +87,12 @@ class BlockTable:
         return self.at(start, stop).count(0)
 
     def fill(self, start: int, stop: int, ids: array[int]) -> None:
-        """Enter `ids` where units `[start, stop)` are null."""
+        """Write `ids` into the null positions of units `[start, stop)`."""
         fresh = iter(ids)
         self.put(start, array("i", [block_id or next(fresh) for block_id in self.at(start, stop)]))
 
     def private(self, published: int, start: int = 0, stop: int = NO_LIMIT) -> array[int]:
-        """The ids in units `[start, stop)` that are the holding's own: nobody else reads or frees them."""
+        """The ids in units `[start, stop)` that only the request reads and frees."""
         found = not_null(self.ids[max(start, published) * self.width : stop * self.width])
         for units in within(self.duplicates, start, stop) if self.duplicates else ():
             found.extend(not_null(self.at(units.start, units.stop)))

@@ -16,26 +16,26 @@ __all__ = ["BlockWatcher", "TierBlocks", "TierStatistics"]
 
 
 class BlockWatcher(Protocol):
-    """Who wants to know which blocks are cached. Told right after the change, in the middle of a call: it must neither
-    raise nor call back. Blocks that go from one run to another stay cached, so nothing is said of them."""
+    """Receives each change of which blocks are cached, right after it and in the middle of a call: it must neither
+    raise nor call back. Blocks that move from one run to another stay cached and are not reported."""
 
     def part_changed(self, part: Part, first: int, stop: int) -> None:
         """`part` held units `[first, stop)` of its run, and holds `[part.first, part.stop)` now."""
 
     def all_cleared(self, epoch: int) -> None:
-        """Nothing is cached any more; what is from now on is of `epoch`."""
+        """Nothing is cached any more. What is cached later belongs to `epoch`."""
 
 
 @attrs.frozen
 class TierStatistics:
-    """Blocks of one tier by what they are; the last four add up to the first."""
+    """Blocks of one tier by state; the last four add up to the first."""
 
     num_blocks: int
     num_free: int
     num_cached: int
-    """Findable and under no lease: the next to be evicted."""
+    """Findable and under no lease: evictable."""
     num_pinned: int
-    """Under a lease of a request, a job or a step."""
+    """All others: leased, private to a request, destinations of jobs, or tombstones."""
     num_quarantined: int
 
 
@@ -44,39 +44,39 @@ class TierBlocks:
     """free + cached + pinned + quarantined = num_blocks."""
 
     is_outside: ClassVar[bool] = False
-    """Whether the blocks are an engine's own: an end of copies, in which nothing is cached."""
+    """Whether the blocks are engine-owned: copies read and write them, nothing is cached in them."""
 
     tier: Tier
     pool: DevicePool
     order: EvictionOrder
     num_cached: int = 0
-    """Blocks in the order: what can be evicted, so that all-or-nothing is one comparison."""
+    """Evictable blocks, those in `order`, as a count: a check for room is one comparison."""
     num_quarantined: int = 0
     num_evicted: int = 0
     num_changes: int = 0
-    """How often what can be found here has changed, but for evictions: as long as it has not, no match that is pinned
-    would come out otherwise."""
+    """Counts changes of which blocks are findable, except evictions. While it stays the same, matching again would
+    find what is pinned."""
     watcher: BlockWatcher | None = None
     epoch: int = 0
-    """That of the index. What is of another one is not findable."""
+    """The epoch of the index. Runs of another epoch are not findable."""
 
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
 
     def hold(self, block_ids: array[int]) -> None:
-        """A job touches `block_ids` from now on. Blocks of our own are its by leases, or taken for it."""
+        """A job begins to use `block_ids`. Does nothing here, where leases protect them; see `EngineTier`."""
 
     def let_go(self, block_ids: array[int]) -> None:
-        """It has read them for the last time."""
+        """The job has read `block_ids` for the last time. Does nothing here."""
 
     @property
     def room(self) -> int:
-        """Blocks that can be had now."""
+        """Blocks that can be taken: free and evictable ones."""
         return self.pool.num_free + self.num_cached
 
     @property
     def capacity(self) -> int:
-        """Blocks that could be had if everybody let go."""
+        """Blocks that could be taken if nothing was in use: all but the quarantined."""
         return self.pool.num_blocks - self.num_quarantined
 
     def statistics(self) -> TierStatistics:
@@ -96,7 +96,7 @@ class TierBlocks:
         self.num_cached -= len(part.blocks)
 
     def let_go_of(self, part: Part) -> None:
-        """No lease protects `part` any more: what can be found of it is evictable, the rest is free."""
+        """No lease protects `part` any more: make findable blocks evictable, free all others."""
         if part.tombstones:
             self.pool.give(part.take_tombstones())
         if not part.blocks:
@@ -104,22 +104,22 @@ class TierBlocks:
         if part.run.epoch == self.epoch:
             self.make_evictable(part)
             return
-        self.pool.give(part.clear())  # a reset has made it unfindable meanwhile
+        self.pool.give(part.clear())  # a reset has made it unfindable
 
     def part_changed(self, part: Part, first: int, stop: int) -> None:
-        """`part`, which can be found, held units `[first, stop)` of its run until now."""
+        """Count and report the change: findable `part` held units `[first, stop)` of its run before."""
         self.num_changes += 1
         if self.watcher is not None:
             self.watcher.part_changed(part, first, stop)
 
     def all_cleared(self, epoch: int) -> None:
-        """Nothing can be found any more: the index is of `epoch` from now on."""
+        """Nothing is findable any more: the new index has `epoch`."""
         self.epoch = epoch
         self.num_changes += 1
         self.num_cached = 0
 
     def trim(self, part: Part, num_units: int) -> None:
-        """Free the last `num_units` of an unpinned part: the tail first, so a prefix loses its tail before its head."""
+        """Free the last `num_units` of an unpinned part: a prefix loses its tail before its head."""
         first, stop = part.first, part.stop
         freed = part.drop_behind(part.stop - num_units)
         if self.watcher is not None:

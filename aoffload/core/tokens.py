@@ -13,16 +13,16 @@ __all__ = ["TokenSequence", "hash_run", "max_run_units"]
 
 
 MAX_RUN_TOKENS = 2**17
-"""No run goes over a multiple of so many tokens, so whatever is done to one (hash, compare, cut, join) is done soon."""
+"""No run crosses a multiple of this: a maximum boundary. Bounds the time to hash, compare, split or merge a run."""
 
 
 def max_run_units(unit_tokens: int) -> int:
-    """The same in units."""
+    """`MAX_RUN_TOKENS` in units."""
     return max(1, MAX_RUN_TOKENS // unit_tokens)
 
 
 class Stretch(Protocol):
-    """Tokens of units `[start, stop)`, which are all touched by `spans`."""
+    """Tokens of units `[start, stop)`. `spans` touch every one of the units."""
 
     @property
     def start(self) -> int: ...
@@ -35,9 +35,9 @@ class Stretch(Protocol):
 
 
 class TokenSequence:
-    """Tokens by units. The encoding that is hashed: a unit's tokens, then a record of each span that touches it.
+    """Tokens by units. The hash covers, unit by unit, the tokens and then a record of each span that touches the unit.
 
-    The prompt stays where it is; what is generated is kept beside it, or every request would copy its prompt once more.
+    Generated tokens are kept apart from the prompt, so that no request copies its prompt.
     """
 
     __slots__ = (
@@ -59,13 +59,13 @@ class TokenSequence:
         self._hashed: dict[int, Hasher] = {}
 
     def copy(self) -> TokenSequence:
-        """The same tokens, to go on with others."""
+        """A copy that can continue with other tokens."""
         twin = copy(self)
         twin._added = self._added[:]
         return twin
 
     def agrees(self, other: TokenSequence, num_tokens: int) -> bool:
-        """Whether the KV of the first `num_tokens` is that of `other`."""
+        """Whether the first `num_tokens` have the same KV as those of `other`: same root, tokens and spans."""
         if self.root != other.root or min(self.num_tokens, other.num_tokens) < num_tokens:
             return False
         mine, theirs = ([s for s in tokens._spans if s.start < num_tokens] for tokens in (self, other))
@@ -75,23 +75,23 @@ class TokenSequence:
         return self is other or self._bytes(0, count) == other._bytes(0, count)
 
     def begins_alike(self, other: TokenSequence, num_tokens: int) -> bool:
-        """Whether the first `num_tokens` tokens are those of `other`, whatever is embedded in them."""
+        """Whether root and first `num_tokens` tokens are those of `other`. Ignores spans."""
         count = num_tokens * TOKEN_BYTES
         return self.root == other.root and self._bytes(0, count) == other._bytes(0, count)
 
     def first_bytes(self, start: int, num_tokens: int) -> bytes:
-        """The token bytes from unit `start` on, up to the first `num_tokens` of all."""
+        """The token bytes from unit `start` up to token `num_tokens`, counted from the beginning."""
         return self._bytes(start * self._unit_bytes, num_tokens * TOKEN_BYTES)
 
     def has_much_to_hash(self, start: int) -> bool:
-        """Whether publishing the prompt from unit `start` on would hash so much that a thread had better do it."""
+        """Whether publishing the prompt from unit `start` on hashes so much that `hash_ahead` in a thread pays off."""
         num_bytes = len(self._prompt) - start * self._unit_bytes
         return num_bytes > MAX_RUN_TOKENS * TOKEN_BYTES and not self._spans and not self._hashed
 
     def hash_ahead(self, start: int) -> None:
-        """Hash the prompt to where the longest runs end, so that publishing what lies behind unit `start` need not.
+        """Hash the prompt up to each maximum boundary behind unit `start`, so that publishing does not have to.
 
-        Any thread may do it: nobody sees anything of it before it is done. Not for a prompt with spans."""
+        Runs in any thread: the result becomes visible at once, when it is complete. Not for a prompt with spans."""
         most, hasher, hashed = max_run_units(self._unit_tokens), self.root.hasher, {}
         for stop in range(most, self.num_prompt_units + 1, most):
             hasher = hash_run(hasher, self.stretch(stop - most, stop), (), self._unit_bytes)
@@ -100,7 +100,7 @@ class TokenSequence:
         self._hashed = hashed
 
     def hasher_at(self, position: int) -> Hasher | None:
-        """The running hash of all units before `position`, if it was made ahead."""
+        """The running hash of all units before `position`, if `hash_ahead` has computed it."""
         return self._hashed.get(position)
 
     def append(self, tokens: bytes) -> None:
@@ -108,7 +108,7 @@ class TokenSequence:
         self.num_tokens += len(tokens) // TOKEN_BYTES
 
     def drop_after(self, num_tokens: int) -> None:
-        """Forget what was appended from `num_tokens` on; never the prompt."""
+        """Drop appended tokens behind the first `num_tokens`; never prompt tokens."""
         del self._added[max(0, num_tokens * TOKEN_BYTES - len(self._prompt)) :]
         self.num_tokens = (len(self._prompt) + len(self._added)) // TOKEN_BYTES
 
@@ -127,8 +127,8 @@ class TokenSequence:
         return tuple(span for span in self._spans if span.start < stop and span.stop > start)
 
     def run_stop(self, position: int, limit: int) -> int:
-        """Up to where one run may go that begins at `position`: its units are touched by the same spans, and there is a
-        longest one."""
+        """End of a run that begins at unit `position`, at most `limit`: the same spans touch all its units, and it
+        crosses no maximum boundary."""
         most = max_run_units(self._unit_tokens)
         limit = min(limit, position - position % most + most)
         return self._uniform_stop(position, limit)
@@ -140,7 +140,7 @@ class TokenSequence:
         return limit
 
     def key_at(self, hasher: Hasher, position: int) -> bytes:
-        """The digest of the prefix up to and with the unit at `position`; `hasher` has run up to `position`."""
+        """The digest of the prefix up to and including the unit at `position`; `hasher` covers the units before."""
         probe: Hasher = hasher.copy()
         at = position * self._unit_bytes
         probe.update(self._bytes(at, at + self._unit_bytes))
@@ -154,7 +154,7 @@ class TokenSequence:
         return self._bytes(start * self._unit_bytes, stop * self._unit_bytes)
 
     def common_stop(self, run: Stretch, limit: int) -> int:
-        """Up to which unit `run` says what this sequence says, at most `limit`."""
+        """The unit, at most `limit`, up to which `run` and this sequence agree."""
         limit = min(limit, run.stop)
         if self._spans or run.spans:
             if self.spans_at(run.start) != run.spans:
@@ -173,7 +173,7 @@ class TokenSequence:
 
 
 def hash_run(hasher: Hasher, tokens: bytes, spans: tuple[KeySpan, ...], unit_bytes: int) -> Hasher:
-    """The running hash behind a run whose units are all touched by `spans`."""
+    """The running hash after a run; `spans` touch every one of its units."""
     after = hasher.copy()
     if not spans:
         after.update(tokens)

@@ -1,4 +1,4 @@
-"""Blocks that nobody finds any more, as long as references still protect them."""
+"""Tombstones: unfindable blocks that references still protect."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Tombstone"]
 
 @attrs.frozen
 class Tombstone:
-    """Blocks that a part has held from unit `start` on, and that nobody finds there any more."""
+    """Unfindable blocks that a part held from unit `start` on."""
 
     start: int
     ids: array[int]
 
     def units(self, width: int) -> list[Tombstone]:
-        """The same, unit by unit."""
+        """One tombstone per unit."""
         count = len(self.ids) // width
         return [Tombstone(self.start + at, self.ids[at * width : (at + 1) * width]) for at in range(count)]
