@@ -316,4 +316,4 @@ class LoadOverlap:
     state: OverlapState = OverlapState.NEW
 
     def __str__(self) -> str:
-        return f"early start of {self.holding}"
+        return f"load overlap of {self.holding}"
