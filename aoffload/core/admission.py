@@ -1,4 +1,4 @@
-"""Admission: granting room, and the one way out of everything that changes room: the line is served."""
+"""Admission: grants room, and serves the line at the end of every call that changes room."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _S = RequestState
 
 @attrs.define(eq=False)
 class Admission:
-    """Who gets device blocks, and when. Granting never waits, and refusing changes no count."""
+    """Decides which request gets device blocks, and when. Granting never waits; refusing changes no count."""
 
     cache: PrefixCache
     request_leases: RequestLeases
     moves: Moves
     others_hold_room: Callable[[], bool]
-    """Whether anybody who does not wait holds device blocks (and will let go of them some day)."""
+    """Whether a job, a step or a request outside the line holds device blocks, which it will release some day."""
     yield_pin: Callable[[], bool] = lambda: False
-    """Ends a pin that keeps device blocks; whether there was one. Only asked where nobody else could make room."""
+    """Ends a pin that keeps device blocks; whether there was one. Called only if no other owner can make room."""
     line: Line = attrs.field(factory=Line)
     _promised: int = 0
-    """The capacity that everybody in the line was checked against."""
+    """The capacity that every waiter in the line was checked against."""
 
     # -- what a request asks for ----------------------------------------------------------------------------------
 
     def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
-        """Room for `num_tokens` (the prompt's, if None), all or nothing; `OutOfBlocks` changes nothing."""
+        """Take blocks for `num_tokens` (None: the prompt), all or nothing; `OutOfBlocks` changes nothing."""
         num_units = self._units_to_allocate(holding, num_tokens)
         blocks = self._take_nowait(holding, num_units, behind=bool(self.line.allocating or self.line.extending))
         self._allocated(holding, num_units, blocks)
@@ -48,7 +48,7 @@ class Admission:
     def queue_allocation(
         self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
-        """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it."""
+        """Join the line. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it."""
         num_units = self._units_to_allocate(holding, num_tokens)
         self._check_fits(holding, num_units)
         waiter = Waiter(holding, num_units, wake)
@@ -62,7 +62,7 @@ class Admission:
         return max(self.cache.layout.num_units(wanted), holding.published)
 
     def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
-        """Room for `num_tokens` in all; `OutOfBlocks` changes nothing."""
+        """Extend the block table to `num_tokens` in all; `OutOfBlocks` changes nothing."""
         num_units = self._units_to_extend(holding, num_tokens)
         before = holding.num_units
         blocks = self._take_nowait(holding, num_units, behind=bool(self.line.extending))
@@ -70,7 +70,7 @@ class Admission:
         return self.extension(holding, before)
 
     def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
-        """Join the line for more room, before everybody who has none yet."""
+        """Join the line for more room, ahead of all allocations."""
         num_units = self._units_to_extend(holding, num_tokens)
         self._check_fits(holding, num_units)
         waiter = Waiter(holding, num_units, wake)
@@ -102,7 +102,7 @@ class Admission:
         return self.extension(holding, before)
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Stop waiting: an unused grant goes back, and whoever waits behind gets its chance."""
+        """Stop waiting: give back an unused grant. The caller serves the line."""
         holding = waiter.holding
         if holding.waiter is not waiter:
             return
@@ -113,9 +113,9 @@ class Admission:
             self.request_leases.match_again(holding)
 
     def match_again(self, holdings: Iterable[Holding]) -> None:
-        """What `holdings` have matched, and not yet read, is gone.
+        """Match again those of `holdings` that have not read their match yet: cached blocks were withdrawn.
 
-        All of them let go before one is matched again: it would protect what nobody finds any more from being freed."""
+        All release their leases before one is matched: a new lease would keep tombstoned blocks from being freed."""
         unread = [holding for holding in holdings if holding.may_match_again]
         for holding in unread:
             self._forget_match(holding)
@@ -123,7 +123,7 @@ class Admission:
             waiter = holding.waiter
             if waiter is None and holding.state is _S.PINNED:
                 self.request_leases.pin(holding)
-            elif waiter is not None and waiter.granted is not None:  # it was too little now
+            elif waiter is not None and waiter.granted is not None:  # too few blocks for the shorter hit
                 self.cache.give(Tier.DEVICE, waiter.take_back())
                 self.wait_for_allocation(waiter)
 
@@ -133,7 +133,7 @@ class Admission:
         self.moves.request(holding, _S.ALLOCATED)
 
     def extension(self, holding: Holding, before: int) -> Extension:
-        """What was added behind `before` units, and what became null since this was told last."""
+        """The ids added from unit `before` on, and the positions nulled since the last `Extension`."""
         layout = self.cache.layout
         added = layout.by_group([table.at(before, holding.num_units) for table in holding.tables])
         nulled: list[list[int]] = [[] for _ in layout.groups]
@@ -153,13 +153,13 @@ class Admission:
         return self.cache.tiers[Tier.DEVICE].capacity
 
     def num_missing(self, holding: Holding, num_units: int) -> int:
-        """Blocks that a table of `num_units` units still needs."""
+        """Blocks that tables of `num_units` units still need."""
         if holding.tables:
             return max(0, num_units - holding.num_units) * self.cache.layout.width
         return self.request_leases.num_fresh(holding.published, holding.hit_stop, num_units)
 
     def num_needed(self, holding: Holding, num_units: int) -> int:
-        """Blocks that a table of `num_units` units takes: less what has left the windows, or never was in them."""
+        """Blocks that tables of `num_units` units take in all, without units that lie before the windows."""
         if holding.tables:
             gone = sum(table.start * table.width for table in holding.tables)
             return num_units * self.cache.layout.width - gone
@@ -167,19 +167,19 @@ class Admission:
         return fresh + self.request_leases.num_kept(holding)
 
     def check_could_fit(self, num_tokens: int) -> None:
-        """Refuse what no match could make fit."""
+        """Raise `OutOfBlocks` if no match could make `num_tokens` fit."""
         needed = self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1)) * self.cache.layout.full.width
         if needed > self.capacity:
             raise OutOfBlocks(needed, self.capacity, retryable=False)
 
     def _check_fits(self, holding: Holding, num_units: int) -> None:
-        """Refuse what could not fit if everybody else let go."""
+        """Raise `OutOfBlocks` if the request could not fit even alone."""
         needed = self.num_needed(holding, num_units)
         if needed > self.capacity:
             raise OutOfBlocks(needed, self.capacity, retryable=False)
 
     def _take_nowait(self, holding: Holding, num_units: int, *, behind: bool) -> array[int]:
-        """Room for a table of `num_units`, or `OutOfBlocks`; `behind`: somebody has been waiting for it longer."""
+        """Take blocks for tables of `num_units`, or raise `OutOfBlocks`. `behind`: waiters in the line go first."""
         missing = self.num_missing(holding, num_units)
         if behind or missing > self.room:
             self._check_fits(holding, num_units)
@@ -189,8 +189,8 @@ class Admission:
         return self.cache.take(Tier.DEVICE, missing)
 
     def _has_room(self, holding: Holding, num_units: int) -> bool:
-        """Whether a table of `num_units` can be had now; if need be without what `holding` itself pins on the device
-        behind its device hit, so that its own pins never keep it waiting. Where there is no room, nothing changes."""
+        """Whether there is room for tables of `num_units`. Drops the request's own pins behind its device hit if that
+        makes room, so that it never waits for them. Without room, nothing changes."""
         if self.num_missing(holding, num_units) <= self.room:
             return True
         if holding.reserve is None or not holding.may_match_again:
@@ -204,8 +204,8 @@ class Admission:
     # -- the line -------------------------------------------------------------------------------------------------
 
     def wait_for_allocation(self, waiter: Waiter) -> None:
-        """Join the line; only its head keeps pins. Who has lost room to quarantine meanwhile, and can never fit now,
-        hears so when the line is served next, wherever it stands."""
+        """Join the line; only its head keeps pins. A waiter that can never fit, since quarantine took room, fails when
+        the line is served next, whatever its place."""
         before = self.line.allocating[0] if self.line.allocating else waiter
         self._promised = max(self._promised, self.capacity, self.num_least(waiter))
         waiter.holding.waiter = waiter
@@ -222,13 +222,13 @@ class Admission:
         self.line.join_extending(waiter)
 
     def _forget_match(self, holding: Holding) -> None:
-        """Let it pin nothing while it waits; it is matched again when the line is served next."""
+        """Release the pins of a request in the line; it is matched again when the line is served next."""
         self.request_leases.forget_match(holding)
         if holding.waiter is not None:
             holding.waiter.changes_seen = -1
 
     def leave(self, waiter: Waiter) -> None:
-        """Withdraw: an unused grant goes back, a place in the line is given up."""
+        """Give back an unused grant, or give up the place in the line."""
         waiter.holding.waiter = None
         if waiter.granted is not None:
             self.cache.give(Tier.DEVICE, waiter.give_back())
@@ -236,18 +236,17 @@ class Admission:
             self.line.leave(waiter)
 
     def serve_line(self, wakes: Iterable[Callable[[], object]] = ()) -> None:
-        """The way out of each call of the ledger that may change room, or what is asked of it: grant what can be
-        granted, in order, then wake."""
+        """Ends every ledger call that may change room or the line: grant what can be granted, in order, then wake."""
         over: list[Waiter] = []
         if self.line.allocating or self.line.extending:
             self._serve(over)
-        for waiter in over:  # now that all is decided: who is woken may call the ledger
+        for waiter in over:  # after all decisions: `wake` may call the ledger
             waiter.wake()
         for wake in wakes:
             wake()
 
     def _serve(self, over: list[Waiter]) -> None:
-        """Grant what can be granted, and fail who can never be; they are added to `over`."""
+        """Grant what can be granted, and fail waiters that never can be; both are added to `over`."""
         if self.capacity < self._promised:
             self._fail_who_cannot_fit(over)
         self._promised = self.capacity
@@ -260,11 +259,10 @@ class Admission:
                 return
 
     def _serve_alone(self, first: Waiter, over: list[Waiter]) -> bool:
-        """Whether something has changed for who is first in line where nobody else holds room: a pin yields, since pins
-        promise nothing to whom nobody else can make room. Without one it will never fit, and hears so.
+        """If only waiters and pins hold room, do something for the first in line; whether anything was done.
 
-        Its own match goes first. That may free blocks that nobody finds any more, and a pin on the same blocks is then
-        their last reference."""
+        Releasing its match may free tombstoned blocks, or leave a pin as their last reference: try that before ending a
+        pin. Without a pin to end, it can never fit, and fails."""
         if self.others_hold_room():
             return False
         pool = self.cache.tiers[Tier.DEVICE].pool
@@ -277,10 +275,10 @@ class Admission:
         return True
 
     def _serve_extension(self, waiter: Waiter, over: list[Waiter]) -> bool:
-        """Whether the head of the extensions is over, one way or the other."""
+        """Serve the head of the extensions. True: go on with the head as it is then."""
         missing = self.num_missing(waiter.holding, waiter.num_units)
         if missing > self.room and self.line.allocating:
-            self._forget_match(self.line.allocating[0].holding)  # who has nothing yet must not block who has
+            self._forget_match(self.line.allocating[0].holding)  # an allocation must not block an extension
         if missing <= self.room:
             self.line.extending.pop(0)
             waiter.grant(self.cache.take(Tier.DEVICE, missing))
@@ -289,8 +287,8 @@ class Admission:
         if self.others_hold_room():
             return False
         if self.yield_pin():
-            return True  # looked at again: there may be room now
-        # Only waiters hold room: nobody will ever let go. The one that came last has the least to lose.
+            return True  # try again: there may be room
+        # Only waiters hold room, so no more will come. The one that came last has the least to lose.
         youngest = self.line.extending.pop()
         youngest.fail(OutOfBlocks(self.num_missing(youngest.holding, youngest.num_units), self.room, retryable=True))
         over.append(youngest)
@@ -299,30 +297,30 @@ class Admission:
     def _serve_allocation(self, waiter: Waiter, over: list[Waiter]) -> bool:
         holding, device = waiter.holding, self.cache.tiers[Tier.DEVICE]
         if waiter.changes_seen == device.num_changes and waiter.num_missing > device.room:
-            return False  # it would hit what it hit before
+            return False  # its match would be the same
         self.request_leases.keep_match(holding)  # in the step that grants
         if self._has_room(holding, waiter.num_units):
             self.line.allocating.pop(0)
             waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))
             over.append(waiter)
             return True
-        if (needed := self.num_needed(holding, waiter.num_units)) > self.capacity:  # a hit had made it fit
+        if (needed := self.num_needed(holding, waiter.num_units)) > self.capacity:  # only a longer hit had made it fit
             self.line.allocating.pop(0)
             waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))
             over.append(waiter)
             return True
-        if not self.cache.layout.windows:  # there the host counts as well, and what it pins itself
+        if not self.cache.layout.windows:  # with windows, the host and its own pins count too
             waiter.num_missing, waiter.changes_seen = self.num_missing(holding, waiter.num_units), device.num_changes
         return False
 
     def num_least(self, waiter: Waiter) -> int:
-        """Blocks that it takes at least, whatever will hit."""
+        """The least blocks that it takes, whatever its hit."""
         if waiter.holding.tables:
             return self.num_needed(waiter.holding, waiter.num_units)
         return waiter.num_units * self.cache.layout.full.width
 
     def _fail_who_cannot_fit(self, over: list[Waiter]) -> None:
-        """Room was lost to quarantine: whoever can no longer fit hears of it now, wherever in the line."""
+        """Quarantine took room: fail every waiter that can no longer fit, whatever its place in the line."""
         for queue in (self.line.extending, self.line.allocating):
             for waiter in tuple(queue):
                 needed = self.num_least(waiter)

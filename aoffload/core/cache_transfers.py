@@ -1,7 +1,7 @@
 """Prefetches and demotions: cache transfers that no request waits for.
 
-A cache transfer has a holding without a request: it is matched, and its load waited for, like a request's, but it never
-stands in the line, computes nothing, and when its jobs are over it lets go of everything. What has landed is cached.
+A cache transfer has a `Holding` of its own, which is matched and has a load, like a request's. It never joins the line
+and computes nothing. When its jobs are over, it releases everything; what has landed stays cached.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class CacheTransfers:
     max_share: float
     under_way: dict[Holding, CacheTransfer] = attrs.field(factory=dict)
     num_cache_transfers: int = 0
-    """How many there have ever been."""
+    """Cache transfers begun so far."""
 
     # -- fetching -------------------------------------------------------------------------------------------------
 
     def prefetch(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Prefetch:
-        """Bring what a request for `sequence` would load onto the device, as far as there is room that nobody wants."""
+        """Load what a request for `sequence` would load, as far as there is room. Nothing while requests wait."""
         limit = (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
         transfer = Prefetch(self._holding("prefetch", sequence, limit, ledger), wake)
         holding = transfer.holding
@@ -61,7 +61,7 @@ class CacheTransfers:
         return transfer
 
     def _take_room(self, transfer: Prefetch) -> bool:
-        """Whether there is something to bring, and room for it: for all of it, or for its front."""
+        """Take room for the hit, or for as much of its front as fits; False: no room, or nothing to load."""
         holding = transfer.holding
         for _ in range(2):
             if holding.hit_stop <= holding.published or not self.admission.line.is_empty:
@@ -78,12 +78,12 @@ class CacheTransfers:
         return False
 
     def _first_missing(self, holding: Holding) -> int:
-        """Up to where the spine is on the device, or on its way there."""
+        """The unit up to which full attention is on the device, or on its way there."""
         path = holding.leases[Tier.HOST].run.whole_path()
         return self.loads.on_its_way(path, holding.published, holding.hit_stop)[1]
 
     def _excess(self, holding: Holding) -> int:
-        """Blocks that it would take beyond what may be had: beyond the room, or the share of all prefetches."""
+        """Blocks that it needs beyond the room, or beyond what is left of the share of all prefetches."""
         layout, stop = self.cache.layout, holding.hit_stop
         wanted = (stop - self._first_missing(holding)) * layout.full.width
         for band in layout.windows:
@@ -93,9 +93,10 @@ class CacheTransfers:
         return wanted - min(share, self.admission.room)
 
     def _start_tables(self, holding: Holding, first: int) -> None:
-        """Tables with blocks only where nothing is, or comes: others must not be evicted for what is given back."""
+        """Tables with full attention blocks only where nothing is, or is coming: no block is evicted for one that would
+        be given back."""
         stop = holding.hit_stop
-        # They begin behind the device hit: nobody computes on what they would name before it.
+        # They begin behind the device hit: a prefetch computes nothing that would read it.
         tables = tuple(BlockTable(band.width, start=holding.published) for band in self.cache.layout.bands)
         for table in tables:
             table.append_null(stop)
@@ -120,8 +121,8 @@ class CacheTransfers:
         return transfer
 
     def _keep_hit(self, sequence: TokenSequence) -> Lease | None:
-        """Pin in the host what is hit there now of windows: what is stored must not evict it. The spine before it is
-        pinned by whoever stores."""
+        """Pin the hit with its windows in the host, so that the stores do not evict them; None without windows.
+        `Stores` pins full attention itself."""
         cache = self.cache
         hit = find_hit(cache.index, sequence, cache.layout, self._whole(sequence))
         if not cache.layout.windows or not hit.stop:
@@ -132,8 +133,8 @@ class CacheTransfers:
         return sequence.num_tokens // self.cache.layout.unit_tokens
 
     def _leaving(self, sequence: TokenSequence) -> list[Run]:
-        """The runs at the end of the path that only `sequence` needs on the device, last first: nobody pins them,
-        nothing comes, and no other cached prompt goes on behind them."""
+        """The runs at the end of the path that only `sequence` needs on the device, last first: not pinned, no job
+        under way to them, no other cached prompt behind them."""
         found: list[Run] = []
         walked = list(self.cache.index.walk(sequence, self._whole(sequence)))
         for run, agreed in reversed(walked):
@@ -152,7 +153,7 @@ class CacheTransfers:
         return jobs
 
     def _wait_for_stores(self, holding: Holding) -> None:
-        """Wait for whatever comes into the host on its path, whoever has begun it."""
+        """Wait for all jobs under way into the host on its path, those of other requests included."""
         jobs: dict[Job, None] = {}
         for run, _ in self.cache.index.walk(holding.sequence, holding.hit_limit):
             for part in run.parts_in(Tier.HOST):
@@ -163,8 +164,8 @@ class CacheTransfers:
                 job.claimed_by(holding)
 
     def _free(self, transfer: Demotion) -> None:
-        """Give back what is still unpinned. What the host had no room for stays, and with it what lies before it: a
-        demotion loses nothing that could hit."""
+        """Free the device blocks that are still unpinned. If the host alone does not serve the whole hit, free none: a
+        demotion shortens no hit."""
         cache, sequence = self.cache, transfer.holding.sequence
         if transfer.holding.epoch != cache.epoch:
             return
@@ -196,14 +197,14 @@ class CacheTransfers:
         self.moves.cache_transfer(transfer, _S.MOVING)
 
     def conclude(self, over: list[Holding]) -> list[Callable[[], object]]:
-        """End the transfers among those whose jobs are over; whom to wake once the line was served."""
+        """End the transfers among `over`; returns the callbacks to call after the line is served."""
         transfers = [self.under_way[holding] for holding in over if holding in self.under_way]
         for transfer in transfers:
             self._end(transfer, _S.DONE)
         return [transfer.wake for transfer in transfers]
 
     def cancel(self, transfer: CacheTransfer) -> list[Job]:
-        """Wait for nothing any more; the jobs that were given up. Launched ones go on, and so do stores."""
+        """Stop waiting; returns the jobs that were discarded. Launched jobs and all stores go on."""
         settled = self.loads.abandon(transfer.holding)
         self._end(transfer, _S.CANCELLED)
         return settled
@@ -221,8 +222,8 @@ class CacheTransfers:
 
 
 def _is_known_by(tier: Tier, hit: Hit) -> bool:
-    """Whether `tier` holds the last unit of `hit`, in any band. Windows may need nothing of it; but without a block
-    there, the index forgets its tokens."""
+    """Whether `tier` holds a block of the last unit of `hit`, in any band. Windows may need none of them; but the index
+    drops a run without any block."""
     if not hit.stop:
         return True
     parts = hit.run_at(hit.stop).parts_in(tier)

@@ -1,4 +1,4 @@
-"""Commits: what a forward has computed becomes findable and is offered to the host; or is taken back."""
+"""Commits: publish what a forward has computed and offer it to the host, or take it back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Commits:
     pins: Pins
 
     def admitted(self, holding: Holding) -> None:
-        """Have the policy know of its prompt."""
+        """Tell the store policy of the prompt."""
         if holding.store_limit:
             self.policy.seen(holding, 0, holding.sequence.num_prompt_units)
 
@@ -69,7 +69,7 @@ class Commits:
         return plans
 
     def check(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds) -> bytes:
-        """Refuse what can't be committed; the new tokens, encoded."""
+        """Raise if the commit is invalid; returns the new tokens, encoded."""
         require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
         if holding.state is _S.ALLOCATED:
             require_no_holes(holding, "commit")
@@ -88,10 +88,11 @@ class Commits:
         check_known(holding, num_computed_tokens, num_added)
 
     def offer_stores(self, holding: Holding, first: int, *, is_last: bool = False) -> tuple[TransferPlan, ...]:
-        """What the policy wants stored now of the path of `holding`, from unit `first` on and before it where missing.
+        """Plan the stores that the policy wants now of the path of `holding`, from unit `first` on and before it where
+        blocks are missing. With an eviction watermark: plan none, mark the path for it.
 
-        Of bands of limited reach only where a later prompt may end: at the end of what is known, of what may be
-        stored, and of the request."""
+        Window bands are stored only where a later hit may end: at the end of the prompt, of what may be stored, and of
+        the request."""
         run = holding.device_run
         if run is None or not holding.store_limit:
             return ()
@@ -112,13 +113,13 @@ class Commits:
         return tuple([job.plan for job in self.watermark.plan()]) if self.watermark.num_blocks else ()
 
     def invalidate(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> tuple[Holding, ...]:
-        """Take back what a failed forward committed: nothing from `from_token` on was ever right.
+        """Take back what a failed forward committed: all KV from `from_token` on is wrong.
 
-        Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
-        Returns the other holdings that may have read it meanwhile; they have to be aborted. So has `holding` itself, if
-        it would have to go back behind its window, or if others still read blocks that it would compute into and there
-        is no room for others. Who has only matched it is matched again, and a grant that it has not accepted yet goes
-        back into the line.
+        Drops the generated tokens behind `from_token`: that forward, or a later one, sampled them. Returns the requests
+        that have to be aborted: those that may have read the wrong KV, and first `holding` itself if it would have to
+        go back behind its window, or if other requests still read blocks that it would write to and it cannot get
+        others. Requests that have only matched it are matched again; a grant not accepted yet goes back, and its waiter
+        joins the line again.
         """
         require(holding, "invalidate", _S.RUNNING)
         ready = holding.ready_stop * self.cache.layout.unit_tokens
@@ -126,7 +127,7 @@ class Commits:
             raise CommitError("from_token", f"must lie in [{ready}, {holding.num_computed_tokens}], got {from_token}")
         start = from_token // self.cache.layout.unit_tokens
         others = [other for other in readers if other is not holding]
-        # After a reset too: its blocks are no less shared for that.
+        # After a reset too: other requests still share its blocks.
         wrong = dict.fromkeys(runs_from(self.cache, holding, first_published(self.cache, holding, start), ()))
         tainted = self._taint(wrong, others, {holding: from_token})
         self.cache.withdraw_all(wrong)
@@ -141,8 +142,8 @@ class Commits:
         return (holding, *tainted)
 
     def _compute_again(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> bool:
-        """Let `holding` compute again from `from_token` on. False: others still read blocks that it would write to, and
-        there is no room for as many; or a step of its own writes there, or half of one is right and has to stay."""
+        """Let `holding` compute again from `from_token` on. False: other requests still read blocks that it would write
+        to, and it cannot get others: no room, a step of its own writes there, or the first one is partly right."""
         start, excess = divmod(from_token, self.cache.layout.unit_tokens)
         published = published_by(self.cache, holding, start)
         shared = read_by(readers, published)
@@ -155,14 +156,14 @@ class Commits:
         return True
 
     def _reaches_back(self, holding: Holding) -> bool:
-        """Whether what attention reads before where `holding` has come to is still there, or a window has left it."""
+        """Whether the window tables still reach back far enough to compute on from `num_computed_tokens`."""
         tables = zip(self.cache.layout.windows, holding.tables[1:], strict=True)
         return all(table.start <= band.first_needed(holding.num_computed_tokens) for band, table in tables)
 
     def _taint(self, wrong: dict[Run, None], others: list[Holding], sources: dict[Holding, int]) -> dict[Holding, int]:
-        """Those of `others` that may have read a wrong run, or have something of what `sources` computed from some
-        token on, each with the first unit that is wrong. What they computed on it is wrong as well, and so on: it joins
-        `sources`."""
+        """Those of `others` that may have read a `wrong` run, or KV that `sources` (each with its first wrong token)
+        have computed; each with its first wrong unit. What they computed from there on is wrong too: they join
+        `sources`, and their runs `wrong`, until no more are found."""
         tainted: dict[Holding, int] = {}
         found = True
         while found:
@@ -174,7 +175,7 @@ class Commits:
                 read += taken_from(other, sources, self.cache.layout.unit_tokens)
                 read += self._read_before(other, sources)
                 if read:
-                    # Only behind the first wrong block: what it computed before that is right, and others build on it.
+                    # Only from the first wrong block on: what it computed before is right, and may be in use.
                     tainted[other] = min(read)
                     sources[other] = min(read) * self.cache.layout.unit_tokens
                     other.taint()  # whatever its task still commits before it unwinds
@@ -183,8 +184,8 @@ class Commits:
         return tainted
 
     def _read_before(self, other: Holding, sources: dict[Holding, int]) -> list[int]:
-        """The first unit of what `sources` computed that `other` may have read before it was preempted. It leases that
-        no more, so only its tokens tell; what it has sampled since is wrong as well."""
+        """The first wrong units of those `sources` whose wrong KV `other` may have read before it gave up its blocks.
+        It has no lease on them any more, so tokens are compared. What it sampled since is wrong too."""
         if not other.read_before:
             return []
         unit = self.cache.layout.unit_tokens
@@ -197,13 +198,13 @@ class Commits:
 
 
 def is_at_end(holding: Holding) -> bool:
-    """Whether the prompt is computed, and nothing was generated yet."""
+    """Whether the prompt is computed, and at most one token was generated."""
     num_prompt = holding.sequence.num_prompt_tokens
     return num_prompt <= holding.num_computed_tokens <= holding.sequence.num_tokens <= num_prompt + 1
 
 
 def check_progress(num_computed_tokens: int, before: int) -> None:
-    """Refuse what is no number of tokens, or goes back behind that of `before`."""
+    """Raise `CommitError` unless `num_computed_tokens` is an integer, and at least `before`."""
     name = "num_computed_tokens"
     if type(num_computed_tokens) is not int:
         raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
@@ -212,7 +213,7 @@ def check_progress(num_computed_tokens: int, before: int) -> None:
 
 
 def check_known(holding: Holding, num_computed_tokens: int, num_added: int) -> None:
-    """Refuse more computed tokens than are known, with `num_added` new ones."""
+    """Raise `CommitError` for more computed tokens than are known, `num_added` new ones included."""
     known = holding.sequence.num_tokens + num_added
     if num_computed_tokens > known:
         problem = f"is {num_computed_tokens}, beyond the {known} tokens that are known"
@@ -220,7 +221,7 @@ def check_known(holding: Holding, num_computed_tokens: int, num_added: int) -> N
 
 
 def _read(holding: Holding) -> Iterator[Run]:
-    """What `holding` may have computed with: without tables, its leases are no more than pins."""
+    """The runs that `holding` may have computed with: none without tables, when its leases are only pins."""
     for lease in holding.all_leases() if holding.tables else ():
         yield from lease.run.path()
 

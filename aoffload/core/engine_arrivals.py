@@ -1,7 +1,7 @@
-"""Arrivals: which request's load brings what into an engine's blocks, and who was told to ask again because of it.
+"""Arrivals: loads under way into an engine's blocks, and the requests that were told PENDING because of them.
 
-Two requests do not load the same block. The second one hears PENDING, holds no pins, and asks again: once the first one
-has offered, the engine's own prefix cache has the block.
+Two requests do not load the same block. The second one is told PENDING, holds no pins, and asks again: once the first
+one has offered, the engine's own prefix cache has the block.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["Arrival", "Arrivals"]
 
 @attrs.frozen
 class Arrival:
-    """Units `[start, stop)` on their way into blocks of an engine's. Once its request has offered, the engine's own
-    prefix cache has them, and others hit them there."""
+    """Units `[start, stop)` on their way into an engine's blocks. Once their request has offered, the engine's own
+    prefix cache has them, and other requests hit them there."""
 
     start: int
     stop: int
@@ -29,12 +29,12 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """A request that was told to ask again."""
+    """A request that was told PENDING."""
 
     since: float
     wake: Callable[[], object]
     bringer: Holding
-    """Whose load it waits for."""
+    """The request whose load it waits for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,12 +42,12 @@ class Arrivals:
     clock: Callable[[], float]
     pending_timeout_s: float
     under_way: dict[Holding, Arrival] = field(default_factory=dict)
-    """Until the first offer behind it."""
+    """Until the request's first offer, or its end."""
     _questions: dict[Holding, _Question] = field(default_factory=dict)
 
     def bringer(self, holding: Holding, unit: int, num_tokens: int) -> Holding | None:
-        """Whose load brings `unit` of `holding`, whose first `num_tokens` end with it; none, once it has waited for
-        long enough."""
+        """The request whose load brings `unit` of `holding`, with which its first `num_tokens` end; None if there is
+        none, or once `holding` has waited for `pending_timeout_s`."""
         question = self._questions.get(holding)
         if question is not None and self.clock() - question.since >= self.pending_timeout_s:
             return None
@@ -57,7 +57,7 @@ class Arrivals:
         return None
 
     def ask_again(self, holding: Holding, bringer: Holding, wake: Callable[[], object]) -> None:
-        """`holding` is told to wait for `bringer`. What counts is when it was told so first."""
+        """`holding` is told PENDING because of `bringer`. The timeout counts from the first time."""
         before = self._questions.get(holding)
         self._questions[holding] = _Question(self.clock() if before is None else before.since, wake, bringer)
 
@@ -65,7 +65,7 @@ class Arrivals:
         self._questions.pop(holding, None)
 
     def fell_short(self, holding: Holding, stop: int) -> list[Callable[[], object]]:
-        """Its load has brought no more than up to unit `stop`. Whom to wake."""
+        """The load of `holding` has only reached unit `stop`. Returns the callbacks to call."""
         arrival = self.under_way[holding]
         if stop == arrival.start:
             del self.under_way[holding]
@@ -74,7 +74,7 @@ class Arrivals:
         return self._waiting_for(holding)
 
     def over(self, holding: Holding) -> list[Callable[[], object]]:
-        """The engine has what `holding` has loaded, or will never have it. Whom to wake."""
+        """`holding` has offered what it loaded, or is over. Returns the callbacks to call."""
         return [] if self.under_way.pop(holding, None) is None else self._waiting_for(holding)
 
     def _waiting_for(self, holding: Holding) -> list[Callable[[], object]]:

@@ -1,9 +1,10 @@
 """Engine-owned device blocks: those of an engine that has a block pool and a prefix cache of its own.
 
-No tier caches anything in them and no request owns them here. They are an end of copies, and only jobs hold them:
+The ledger caches nothing in them and no request owns them here. They are source or destination of copies, and only jobs
+hold them:
 
-    plan_load(into=ids)   the job holds `ids` until the copy is over; if nobody can prove that, until late proof
-    offer(..., ids)       the job holds `ids` until the copy is over, or nobody can prove it: a stray reader harms none
+    plan_load(into=ids)   the job holds `ids` until the copy is proven over, however late
+    offer(..., ids)       the job holds `ids` until the copy is over, proven or not: a stray read does no harm
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ __all__ = ["EngineBlocks", "EngineTier", "FindsBlocks"]
 
 
 class EngineBlocks(Protocol):
-    """The device blocks of an engine: what it is told of them.
+    """What an engine is told of its device blocks.
 
-    Both are called in the middle of other calls, also of those about other requests. They must neither raise nor call
-    the ledger: a counter for each block is all they are for. A block may be held several times, and is given as often.
+    Both are called in the middle of ledger calls, also of those about other requests. They must neither raise nor call
+    the ledger: they only count references of each block. A block may be held several times, and is given as often.
     """
 
     def hold(self, block_ids: array[int]) -> object:
-        """A copy touches these blocks from now on: they must keep what they hold, and be nobody else's, until they are
-        given. vLLM: `touch`."""
+        """A copy touches these blocks from now on: keep their contents, and do not reuse them, until `give`. vLLM:
+        `touch`."""
         ...
 
     def give(self, block_ids: array[int]) -> object:
-        """It does no more. vLLM: `free_blocks`."""
+        """The copy does not touch them any more. vLLM: `free_blocks`."""
         ...
 
 
 class FindsBlocks(EngineBlocks, Protocol):
-    """Of an engine that can say where its prefix cache still has what a request's table names no more."""
+    """For an engine that can find, in its prefix cache, blocks that a request's table no longer names."""
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
-        """Blocks `[start, stop)` of the tokens of a request, of group number `group`; 0 where there is none."""
+        """Blocks `[start, stop)` of a request's tokens in group number `group`; 0 where there is none."""
         ...
 
 
 @attrs.define(eq=False)
 class HeldBlocks:
-    """A pool that has no block to give away: it counts what jobs hold, and tells the engine."""
+    """A pool without free blocks: it counts what jobs hold, and tells the engine."""
 
     blocks: EngineBlocks
     num_blocks: int = 0
@@ -99,6 +100,6 @@ class EngineTier(TierBlocks):
         self._held.give(block_ids)
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
-        """Blocks that the engine still has in its prefix cache; none, where it can't say."""
+        """Blocks that the engine still has in its prefix cache; zeros if it has no `find`."""
         find = getattr(self._held.blocks, "find", None)
         return [0] * (stop - start) if find is None else find(request_id, group, start, stop)

@@ -1,4 +1,4 @@
-"""The block ids that an engine names in its own tables, group by group, as the bands of the layout read them."""
+"""The block ids in an engine's own tables, one table per group, as the bands of the layout read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .groups import Band, Layout
 __all__ = ["EngineIds", "Find"]
 
 Find: TypeAlias = Callable[[int, int, int], Sequence[int]]
-"""Blocks `[first, last)` of a group, by its number: 0 where there is none."""
+"""From group number, `first` and `last` to blocks `[first, last)` of the group: 0 where there is none."""
 
 
 @attrs.frozen
@@ -26,12 +26,12 @@ class EngineIds:
     layout: Layout
     num_rows: int
     name: str
-    """Of the argument, for refusals."""
+    """The argument's name, for error messages."""
     tables: tuple[Sequence[int], ...]
 
     @classmethod
     def of(cls, layout: Layout, num_rows: int, name: str, tables: Any, num_units: int) -> EngineIds:
-        """`tables` reach to `num_units` at least: lists, ranges, arrays or numpy arrays."""
+        """Check that `tables` reach to `num_units` at least: lists, ranges, arrays or numpy arrays."""
         try:
             found = tuple(tables)
             lengths = [len(table) for table in found]
@@ -47,7 +47,7 @@ class EngineIds:
         return self._of_band(band, stop - start, lambda group, first, last: self.tables[group][first:last], start)
 
     def with_found(self, band: Band, start: int, stop: int, find: Find) -> array[int]:
-        """The same; where the null block is named, what `find` knows of the group's blocks `[first, last)`."""
+        """The same, with what `find` returns in place of null blocks."""
         named = self.of_band(band, start, stop)
         if 0 not in named:
             return named
@@ -55,7 +55,7 @@ class EngineIds:
         return array("i", [block_id or other for block_id, other in zip(named, found, strict=True)])
 
     def check(self, num_units: int) -> None:
-        """Look at all ids of the first `num_units`."""
+        """Check all ids of the first `num_units`."""
         for band in self.layout.bands:
             if band.width:
                 self.of_band(band, 0, num_units)

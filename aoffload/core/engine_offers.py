@@ -1,7 +1,7 @@
-"""Offers: what of an engine's blocks is stored. The engine names them in its tables.
+"""Offers: stores from an engine's blocks, which the engine names in its tables.
 
-Best effort: what there is no room for, or what would be too much under way, is skipped with a word to the observer, and
-made good by the next offer.
+Best effort: blocks without room in the host, or beyond the limit in flight, are skipped. The observer is told, and the
+next offer tries them again.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .tokens import TokenSequence
 __all__ = ["EngineOffers", "Offer", "are_distinct"]
 
 Path: TypeAlias = Sequence[tuple[Run, int]]
-"""Runs of the index, each with the unit up to which it is that of a request."""
+"""Runs of the index, each with the unit up to which its tokens are those of a request."""
 
 
 @attrs.frozen
 class Offer:
-    """Blocks of the engine's, for units of a band from `start` on."""
+    """Engine blocks for the units of `band` from `start` on."""
 
     band: Band
     start: int
@@ -61,9 +61,9 @@ class EngineOffers:
     max_blocks_in_flight: int
 
     def wanted(self, holding: Holding, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool) -> list[Offer]:
-        """What the policy wants in the host that it lacks, and the engine has. Changes nothing, unless it is the last
-        offer: then `ids` are all looked at before the policy is told what was generated. `unwritten`: for each band
-        units that no forward has written, whatever is named there."""
+        """Blocks that the policy wants, the host lacks and the engine has. Changes nothing, except that the last offer
+        tells the policy what was generated, once all `ids` are checked. `unwritten`: for each band, units whose blocks
+        were never written."""
         if holding.epoch != self.cache.epoch or not holding.store_limit:
             return []
         if is_last:
@@ -85,8 +85,7 @@ class EngineOffers:
         return found
 
     def check_sources(self, found: Sequence[Offer]) -> None:
-        """Refuse a block that is named twice, and one that a copy which nobody could prove to be over may still write
-        to."""
+        """Refuse a block that is named twice, or that a load in quarantine may still write to."""
         if found and not are_distinct([offer.blocks for offer in found]):
             raise InvalidArgument("block_ids", "names a block twice")
         if self.jobs.quarantined:
@@ -96,7 +95,7 @@ class EngineOffers:
                     raise InvalidArgument("block_ids", f"names block {min(wrong)}, which a copy may still write to")
 
     def _of_full(self, path: Path, stop: int, ids: EngineIds, find: Find) -> Iterator[Offer]:
-        """Up to the first null block: nothing behind a gap is found."""
+        """Full attention, up to the first null block: blocks behind a gap are never found."""
         spine = self.cache.layout.full
         for units in _lacking(path, spine, 0, stop) if spine.width else ():
             blocks = ids.with_found(spine, units.start, units.stop, find)
@@ -109,7 +108,7 @@ class EngineOffers:
 
     @staticmethod
     def _of_window(band: Band, lacking: Iterable[range], ids: EngineIds, find: Find) -> Iterator[Offer]:
-        """Without the units of which a block is null."""
+        """A window band, without units that have a null block."""
         for units in lacking:
             blocks = ids.with_found(band, units.start, units.stop, find)
             nulls = [units.start + at // band.width for at, block_id in enumerate(blocks) if not block_id]
@@ -132,7 +131,7 @@ class EngineOffers:
         return jobs
 
     def _bounded(self, offer: Offer) -> Offer:
-        """As much of it as may be under way besides what is: a window as a whole, since only that is of use."""
+        """The front of `offer` that may be in flight; of a window all or nothing, since a part of it is of no use."""
         in_flight = self.jobs.num_stored_now()
         num_units = max(0, self.max_blocks_in_flight - in_flight) // offer.band.width
         if offer.start + num_units >= offer.stop or (offer.band.number and not in_flight):
@@ -141,7 +140,7 @@ class EngineOffers:
         return Offer(offer.band, offer.start, offer.blocks[: num_units * offer.band.width])
 
     def _path(self, sequence: TokenSequence, stop: int) -> Run:
-        """The run of the index that ends at unit `stop` of `sequence`; what nobody has had yet is new there."""
+        """The run of the index that ends at unit `stop` of `sequence`; inserts what is missing."""
         last, position = None, 0
         for run, agreed in list(self.cache.index.walk(sequence, stop)):
             last, position = self.cache.cut(run, agreed), agreed
@@ -159,7 +158,7 @@ def are_distinct(blocks: Sequence[array[int]]) -> bool:
 
 
 def _lacking(path: Path, band: Band, start: int, stop: int) -> list[range]:
-    """Which units of `[start, stop)` of `band` the host neither holds nor gets."""
+    """Units `[start, stop)` of `band` that the host neither holds nor will get from jobs under way."""
     position, held = 0, list[range]()
     for run, agreed in path:
         first, last = run.part(Tier.HOST, band.number).covered

@@ -1,15 +1,15 @@
-"""The engine-owned device: an engine keeps its blocks and its prefix cache, the ledger keeps what lies below.
+"""Engine-owned device blocks: the engine keeps its blocks and its prefix cache, the ledger keeps host memory.
 
 A request's way through it:
 
-    match(k)         what the host holds behind the k tokens that the engine has, pinned; or PENDING: another request
-                     is bringing the next block, and the engine asks again
+    match(k)         pins what the host holds behind the k tokens that the engine has; or PENDING: another request is
+                     loading the next block, and the engine asks again
     plan_load(into)  copies into the engine's blocks, held by the jobs
     offer(n, ids)    stores of what the host lacks of the first n tokens, from the engine's blocks
     invalidate(n)    what was offered from token n on was wrong
 
-There is no index of the device: what the engine has there, it says. So a request has no block table here, and its
-blocks are its engine's to free and reuse at any time, but for those that a job holds.
+The ledger has no index of the device: the engine says what it has there. A request has no block table here, and the
+engine may free and reuse its blocks at any time, except those that a job holds.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class EngineOwned:
     pins: Pins
     num_rows: int
     _unwritten: dict[Holding, dict[int, range]] = attrs.field(factory=dict)
-    """Units of a band, by its number, for which a load has brought nothing: they lay before the window at its end.
-    Whatever the engine names there, nobody has written it."""
+    """Units that the request's load skipped, by band number: they lay before the window at the end of the load. Blocks
+    that the engine names there were never written."""
 
     # -- the match ------------------------------------------------------------------------------------------------
 
     def match(self, holding: Holding, num_device_tokens: int, wake: Callable[[], object]) -> None:
-        """Match and pin what the host holds behind `num_device_tokens`: PINNED. Or MATCHED, with no pins, while another
-        request brings the next block: `wake` is called when asking again may say something else."""
+        """Match and pin what the host holds behind `num_device_tokens`: PINNED. While another request is loading the
+        next block: MATCHED, without pins; `wake` is called when asking again may give another answer."""
         if holding.state is _S.PINNED and num_device_tokens == holding.engine_tokens and self._is_held(holding):
             return
         holding.asked_behind(num_device_tokens)
@@ -85,7 +85,7 @@ class EngineOwned:
         self.moves.request(holding, _S.PINNED)
 
     def _is_held(self, holding: Holding) -> bool:
-        """Whether the host still holds what it has matched."""
+        """Whether the host still holds the whole hit."""
         start = holding.engine_tokens // self.cache.layout.unit_tokens
         return self._held_stop(holding, start, holding.hit_stop) == holding.hit_stop
 
@@ -105,14 +105,14 @@ class EngineOwned:
         holding.matched(0, hit.stop, PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit))
 
     def forget_matches(self, holdings: Iterable[Holding]) -> None:
-        """What `holdings` have matched, and not begun to load, may be gone: match again what is left of it."""
+        """Match PINNED `holdings` again, up to their old hit, if the host no longer holds all of it."""
         for holding in holdings:
             if holding.state is _S.PINNED and not self._is_held(holding):
                 self.request_leases.end_host_lease(holding)
                 self._pin(holding, self._hit(holding, holding.hit_stop))
 
     def left(self, holding: Holding) -> None:
-        """`holding` is over."""
+        """Forget `holding`, which is over, and wake the requests that wait for its load."""
         self.arrivals.answered(holding)
         self._unwritten.pop(holding, None)
         for wake in self.arrivals.over(holding):
@@ -128,7 +128,7 @@ class EngineOwned:
         wake: Callable[[], object],
         units_per_job: Sequence[int],
     ) -> list[Job]:
-        """Bring the host hit into the blocks that `into` names for it. RUNNING: there is nothing to wait for."""
+        """Plan jobs that load the host hit into the blocks named by `into`. RUNNING afterwards: nothing to wait for."""
         require(holding, "load", _S.PINNED, _S.LOADING, _S.RUNNING)
         limit = holding.hit_stop * self.cache.layout.unit_tokens
         if max_tokens is not None:
@@ -158,7 +158,7 @@ class EngineOwned:
         return jobs
 
     def _held_stop(self, holding: Holding, start: int, stop: int) -> int:
-        """Up to where the host still holds what was matched: a block of it may have turned out to be corrupt."""
+        """The unit up to which the host still holds the hit: a corrupt block may have cut it off."""
         if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
             return start
         path = holding.leases[Tier.HOST].run.whole_path()
@@ -167,7 +167,7 @@ class EngineOwned:
     def _destinations(
         self, into: Sequence[Sequence[int]] | None, start: int, stop: int
     ) -> list[tuple[Band, int, array[int]]]:
-        """For each band the unit from which on a load up to `stop` brings something, and the blocks for it."""
+        """For each band that a load up to `stop` writes to: its first unit there, and the destination blocks."""
         layout = self.cache.layout
         found: list[tuple[Band, int, array[int]]] = []
         ids = EngineIds.of(layout, self.num_rows, "into", into, stop)
@@ -186,7 +186,7 @@ class EngineOwned:
         return found
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
-        """End the loads of `holdings`, whose jobs are all settled; whom to wake."""
+        """End the loads of `holdings`, whose jobs are all settled; returns the callbacks to call."""
         wakes: list[Callable[[], object]] = []
         for holding in holdings:
             arrival, load = self.arrivals.under_way[holding], holding.load
@@ -208,13 +208,13 @@ class EngineOwned:
         self.moves.request(holding, _S.RUNNING)
 
     def _ready_stop(self, arrival: Arrival) -> int:
-        """Up to which unit computing can go on: everything before is proven to be there, in every group."""
+        """The unit at which computing can go on: all that it needs before is proven to be there, in every group."""
         layout, stop = self.cache.layout, arrival.stop
         for band in layout.bands:
             short = (job for job in arrival.jobs if job.band == band.number and _fell_short(job))
             stop = min([stop, *(_landed_stop(job, band.width) for job in short)])
         for band in layout.windows:
-            # Only the window before where the load was to end was brought: further back there is none.
+            # Only the window before the planned end was loaded; an earlier end may need units before that.
             brought = min((job.start for job in arrival.jobs if job.band == band.number), default=arrival.stop)
             if max(arrival.start, band.first_needed(stop * layout.unit_tokens)) < min(brought, stop):
                 return arrival.start
@@ -267,8 +267,8 @@ class EngineOwned:
     def invalidate(
         self, holding: Holding, from_token: int, others: Iterable[Holding]
     ) -> tuple[list[Holding], list[Job]]:
-        """Take back what was offered from `from_token` on, and what hangs on it: those of `others` that may have read
-        it, in the engine's cache or from the host, and the stores that were not launched yet."""
+        """Take back what was offered from `from_token` on, and all cached behind it. Returns those of `others` that may
+        have read it, in the engine's cache or from the host, and the jobs settled by discarding queued stores."""
         require(holding, "invalidate", _S.RUNNING)
         check_int("from_token", from_token, 0, holding.num_computed_tokens)
         self._check_readable(holding, from_token)
@@ -277,7 +277,7 @@ class EngineOwned:
         others = [other for other in others if other is not holding]
         tainted = [other for other in others if self._may_have_read(other, holding, from_token)]
         queued = self._queued_behind(wrong)
-        self.cache.withdraw_all(wrong)  # first: whatever is let go of may join runs
+        self.cache.withdraw_all(wrong)  # first: releasing leases may merge runs
         settled = [job for one in queued if not one.is_settled for job in self.jobs.discard(one)]
         self.pins.renew()
         for other in tainted:
@@ -290,7 +290,7 @@ class EngineOwned:
         return tainted, settled
 
     def _check_readable(self, holding: Holding, from_token: int) -> None:
-        """Refuse to go back to where a window reads what the load has not brought: that needs to be computed, too."""
+        """Refuse to go back to where a window reads units that the load skipped: they would have to be computed too."""
         for number, units in self._unwritten.get(holding, {}).items():
             band, first = self.cache.layout.bands[number], units.start * self.cache.layout.unit_tokens
             if first < from_token and band.first_needed(from_token) < units.stop:
@@ -298,9 +298,9 @@ class EngineOwned:
                 raise CommitError("from_token", problem)
 
     def _runs_from(self, holding: Holding, from_token: int) -> list[Run]:
-        """What is cached of its tokens from the unit of `from_token` on, whoever has offered it: it may have been
-        computed with the same blocks. An engine's blocks may be shorter than a unit, and know less of what is embedded:
-        so whatever has the same tokens up to `from_token` counts."""
+        """The cached runs of its tokens from the unit of `from_token` on, whichever request has offered them: they may
+        have been computed with the same blocks. An engine's blocks may be shorter than a unit, and ignore key spans:
+        so every run with the same tokens up to `from_token` counts."""
         index, start = self.cache.index, from_token // self.cache.layout.unit_tokens
         runs = [run for run, agreed in index.walk(holding.sequence, holding.published) if agreed > start]
         others = (run for run in index.runs.values() if run not in runs)
@@ -316,7 +316,7 @@ class EngineOwned:
         return has_more and other.sequence.begins_alike(holding.sequence, from_token + 1)
 
     def _queued_behind(self, wrong: Iterable[Run]) -> list[Job]:
-        """Stores of what hangs on `wrong` runs that were not launched yet, the last one first."""
+        """Queued stores of `wrong` runs and of runs behind them, the last one first."""
         heads = set(wrong)
         queued = [job for job in self.jobs.unsettled.values() if job.state is JobState.QUEUED]
         stores = [job for job in reversed(queued) if job.plan.direction is Direction.STORE]
@@ -324,7 +324,7 @@ class EngineOwned:
 
 
 def _is_alike(run: Run, holding: Holding, start: int, from_token: int) -> bool:
-    """Whether `run` has unit `start`, and the same tokens up to `from_token` as `holding`."""
+    """Whether `run` has unit `start`, and its tokens up to `from_token` are those of `holding`."""
     sequence = holding.sequence
     if not run.start <= start < run.stop or run.root != sequence.root:
         return False
@@ -337,7 +337,7 @@ def _fell_short(job: Job) -> bool:
 
 
 def _landed_stop(job: Job, width: int) -> int:
-    """Up to which unit what `job` brings is proven."""
+    """The unit up to which the blocks of `job` are proven."""
     done = job.completion
     proven = 0 if done is None or done.outcome is Outcome.UNPROVEN else done.num_landed
     return job.start + proven // width

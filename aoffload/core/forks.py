@@ -1,4 +1,4 @@
-"""Forks: another request that goes on where one has come to, with the same blocks as far as they are full."""
+"""Forks: a new request goes on from where its parent is, and shares the blocks that are full."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ _S = RequestState
 
 @attrs.frozen
 class Fork:
-    """A request that has come from another one, and what the engine has to copy before either of the two goes on."""
+    """A forked request, and what the engine has to copy before it or its parent goes on."""
 
     holding: Holding
     copies: tuple[tuple[int, int], ...]
-    """Device blocks, each with the one it is to be copied to: those that are not full, and whatever else could not be
-    shared."""
+    """(source, destination) device blocks: those that are not full, and others that could not be shared."""
 
 
 @attrs.define(eq=False)
@@ -44,13 +43,13 @@ class Forks:
     admission: Admission
     moves: Moves
     over: dict[Holding, None] = attrs.field(factory=dict)
-    """Forks that are over, as long as somebody they come from is not: what they have published hangs on a block that
-    was copied, and no path says so."""
+    """Forks that are over while a request they were forked from is not. What they published depends on a copied block,
+    which no path shows."""
     _over_of: dict[Holding, list[Holding]] = attrs.field(factory=dict)
-    """The same by whom they come from, so that the end of a request costs what it has left behind, not all that is."""
+    """The same by origin, so that the end of a request looks only at its own forks."""
 
     def leaving(self, holding: Holding) -> None:
-        """`holding` is about to let go of everything. A fork that has published nothing leaves nothing to take back."""
+        """`holding` is about to release everything: remember a fork that has published something to take back."""
         origins = [origin for origin in holding.origins if not origin.is_over]
         if origins and (holding.read_before or holding.published > holding.ready_stop):
             holding.had_read(holding.published)
@@ -59,13 +58,13 @@ class Forks:
                 self._over_of.setdefault(origin, []).append(holding)
 
     def left(self, holding: Holding) -> None:
-        """`holding` is over: forget the forks that nobody can take anything back from any more."""
+        """`holding` is over: forget its forks whose origins are all over, as nothing can be taken back from them."""
         for fork in self._over_of.pop(holding, ()):
             if all(origin.is_over for origin in fork.origins):
                 del self.over[fork]
 
     def check(self, parent: Holding) -> None:
-        """Refuse to fork what is being written, or waits, or has read what was wrong."""
+        """Refuse to fork a request that waits for room, is in a step, or was invalidated."""
         require_idle(parent, "fork")
         if parent.num_steps:
             raise WrongState(f"fork: a step writes into the blocks of {parent}")
@@ -74,7 +73,7 @@ class Forks:
 
     @staticmethod
     def twin(parent: Holding, name: str, ticket: int) -> Holding:
-        """A holding of the same tokens, with nothing in it yet."""
+        """A new request with the same tokens and limits, which owns nothing yet."""
         sequence, epoch, limit = parent.sequence.copy(), parent.epoch, parent.hit_limit
         return Holding(
             name, sequence, epoch, ticket, limit, parent.hit_alignment,
@@ -82,7 +81,7 @@ class Forks:
         )  # fmt: skip
 
     def shared_stop(self, parent: Holding) -> int:
-        """Up to which unit `parent` can share its blocks: what is published, and was not found corrupt since."""
+        """The unit up to which `parent` can share its blocks: published, and not found corrupt since."""
         stop = parent.published
         for band, table in zip(self.cache.layout.bands, parent.tables, strict=True):
             for stretch in stretches(parent.device_run, table.start, stop) if band.width else ():
@@ -92,22 +91,22 @@ class Forks:
         return stop
 
     def first_own(self, parent: Holding, shared: int) -> list[int]:
-        """For each band the unit from which on a fork needs blocks of its own."""
+        """For each band, the first unit where a fork needs a block of its own."""
         return [max(shared, table.start) for table in parent.tables]
 
     def num_units(self, parent: Holding, num_tokens: int) -> int:
-        """What the tables of a fork reach to, if there is to be room for `num_tokens`: at least what is known."""
+        """The units in the tables of a fork with room for `num_tokens`, at least for all known tokens."""
         return self.cache.layout.num_units(max(num_tokens, parent.sequence.num_tokens, parent.num_computed_tokens))
 
     def take(self, parent: Holding, shared: int, num_units: int) -> list[array[int]]:
-        """Blocks of our own for a fork, for each band those from unit `shared` on; `OutOfBlocks` changes nothing."""
+        """Take the blocks of a fork's own, for each band from unit `shared` on; `OutOfBlocks` changes nothing."""
         bands, firsts = self.cache.layout.bands, self.first_own(parent, shared)
         counts = [max(0, num_units - first) * band.width for band, first in zip(bands, firsts, strict=True)]
         room, capacity = self.admission.room, self.admission.capacity
         in_all = sum(num_units * table.width - table.start * table.width for table in parent.tables)
         if in_all > capacity:
             raise OutOfBlocks(in_all, capacity, retryable=False)
-        behind = bool(self.admission.line.extending)  # as an extension, which goes before who has nothing yet
+        behind = bool(self.admission.line.extending)  # like an extension: ahead of allocations
         if behind or sum(counts) > room:
             raise OutOfBlocks(sum(counts), 0 if behind else room, retryable=True)
         found = []
@@ -117,7 +116,7 @@ class Forks:
         return found
 
     def share(self, parent: Holding, child: Holding, shared: int, num_units: int, blocks: list[array[int]]) -> Fork:
-        """Let `child` lease what `parent` does up to unit `shared`, and have `blocks` from there on."""
+        """Give `child` a lease like the parent's up to unit `shared`, and `blocks` from there on."""
         if shared:
             lease = parent.leases[Tier.DEVICE]
             run = self.cache.cut(stretches(lease.run, shared - 1, shared)[0].run, shared)
@@ -141,7 +140,7 @@ class Forks:
         return table
 
     def _copies(self, parent: Holding, child: Holding, shared: int) -> tuple[tuple[int, int], ...]:
-        """What `parent` has computed and `child` does not share, block by block."""
+        """(source, destination) blocks that `parent` has computed and `child` does not share."""
         layout, found = self.cache.layout, list[tuple[int, int]]()
         tables = [layout.by_group([table.ids for table in holding.tables]) for holding in (parent, child)]
         for group, old, new in zip(layout.groups, *tables, strict=True):
@@ -152,7 +151,7 @@ class Forks:
 
 
 def taken_from(holding: Holding, sources: Mapping[Holding, int], unit_tokens: int) -> list[int]:
-    """The first unit that `holding` has of what each of `sources` computed from some token on: copied when it was
-    forked."""
+    """The first wrong units that `holding` copied when it was forked from `sources` (each with its first wrong
+    token)."""
     copied = holding.origins.items()
     return [sources[source] // unit_tokens for source, stop in copied if source in sources and stop > sources[source]]

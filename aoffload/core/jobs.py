@@ -1,7 +1,7 @@
 """Jobs: transfers between tiers, from the decision to the settlement.
 
-A job owns its leases and its destination blocks, never the request's: whatever becomes of the request, the copy has a
-source that stays and a destination that nobody else is given. The ids of an unfinished transfer are in no index.
+A job, not its request, owns the leases and the destination blocks. Whatever becomes of the request, the source stays
+and the destination is given to no other owner. Destination ids of an unfinished transfer are in no index.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["JobBook"]
 
 @attrs.define(eq=False, repr=False)
 class JobBook:
-    """Every job that is not settled, and those whose destination is quarantined."""
+    """The unsettled jobs, and those whose destination is quarantined."""
 
     cache: PrefixCache
     moves: Moves
     units_per_job: Sequence[int]
-    """For each band."""
+    """The most units of one job, for each band."""
     unsettled: dict[int, Job] = attrs.field(factory=dict)
     quarantined: dict[int, Job] = attrs.field(factory=dict)
     num_late: int = 0
@@ -59,8 +59,8 @@ class JobBook:
     ) -> list[Job]:
         """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of the other tier.
 
-        `units_per_job`: what one of them carries at most, for each band, if not as much as any. `source_ids`: the
-        blocks to copy from, where they are an engine's."""
+        `units_per_job` replaces the limit of the book. `source_ids`: the engine's blocks to copy from, if it owns the
+        device."""
         jobs: list[Job] = []
         source, destination = (Tier.HOST, Tier.DEVICE) if direction is Direction.LOAD else (Tier.DEVICE, Tier.HOST)
         if band.number and not self.cache.tiers[destination].is_outside:
@@ -77,7 +77,7 @@ class JobBook:
         return jobs
 
     def _make_adjoin(self, run: Run, band: Band, tier: Tier, start: int, stop: int) -> None:
-        """Of a window a run holds one stretch in each tier: give what would not adjoin it a run of its own."""
+        """A run holds one stretch of a window band per tier: split off new units that would not adjoin it."""
         for stretch in stretches(run, start, stop):
             part = stretch.run.part(tier, band.number)
             first, last = part.covered
@@ -91,14 +91,14 @@ class JobBook:
     def _job(self, holding: Holding | None, plan: TransferPlan, band: Band, over: list[Stretch]) -> Job:
         end = over[-1]
         windows = self.cache.layout.windows
-        # Of its own band from a run's start on, of no other.
+        # Of window bands, the leases cover only the job's own, from the start of its first run on.
         starts = [over[0].run.start if other is band else end.run.stop for other in windows] if windows else ()
         source, destination = self.cache.tiers[plan.source], self.cache.tiers[plan.destination]
         read = written = None
         if source.is_outside:
             source.hold(plan.source_ids)
         else:
-            # Being stored is no use of what is stored.
+            # Storing must not refresh the source's LRU position.
             read = self.cache.lease(plan.source, end.run, starts, is_use=plan.source is not Tier.DEVICE)
         if destination.is_outside:
             destination.hold(plan.destination_ids)
@@ -114,7 +114,7 @@ class JobBook:
         return job
 
     def _line_up(self, job: Job, over: list[Stretch]) -> None:
-        """What `job` brings is published behind what is on its way to the same path already."""
+        """Let `job` follow the job already under way to the same path, so that publishing keeps prefix order."""
         tier = job.plan.destination
         job.predecessor = self._predecessor(over[0], tier, job.band)
         if job.predecessor is not None:
@@ -130,14 +130,14 @@ class JobBook:
         return None if run is None else run.part(tier, band).incoming
 
     def launch(self, job: Job) -> bool:
-        """Whether `job` is still wanted; then it counts as launched and can't be recalled."""
+        """Mark a queued `job` as launched: it cannot be recalled. False: it is no longer queued."""
         if job.state is not JobState.QUEUED:
             return False
         self.moves.job(job, JobState.LAUNCHED)
         return True
 
     def unclaim(self, job: Job, holding: Holding) -> bool:
-        """Whether `job` has lost its last waiter before it was launched; the caller discards it then."""
+        """End the claim of `holding`. True: the load is queued and has no claim left, so the caller discards it."""
         job.unclaimed_by(holding)
         return not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD
 
@@ -154,7 +154,7 @@ class JobBook:
     # -- settling -------------------------------------------------------------------------------------------------
 
     def settle(self, completion: Completion) -> list[Job]:
-        """Take in a completion, overlap, late or repeated; the jobs that it settled, in order."""
+        """Process a completion, which may be early, late or repeated; returns the jobs that it settled, in order."""
         job = self.unsettled.get(completion.job_id)
         if job is None:
             self._late(completion)
@@ -174,16 +174,16 @@ class JobBook:
         return [job, *self._settle_followers(job)] if job.followers else [job]
 
     def discard(self, job: Job) -> list[Job]:
-        """Give up a queued job: nothing was started."""
+        """Give up a queued job; returns the jobs settled by that."""
         self.moves.job(job, JobState.DISCARDED)
         self._land(job, job.start, keep_ids=False)
         self._forget_job(job)
         return [job, *self._settle_followers(job)]
 
     def _settle_followers(self, job: Job) -> list[Job]:
-        """Settle what waited for `job`; what is still on its way follows what `job` followed, so no chain breaks.
+        """Settle the parked followers of `job`; the others follow its predecessor, so no chain breaks.
 
-        A loop: where copies end last first, as many wait for one another as were launched."""
+        A loop, not recursion: if copies end in reverse order, all launched jobs may be parked behind one another."""
         settled: list[Job] = []
         before, left = job.predecessor, job.followers[::-1]
         job.followers.clear()
@@ -202,7 +202,7 @@ class JobBook:
         return settled
 
     def _close(self, job: Job, completion: Completion) -> None:
-        job.completion = completion  # settled from here on: no part may be told to wait for it any more
+        job.completion = completion  # settled from here on: no part may await it any more
         unproven = completion.outcome is Outcome.UNPROVEN
         width = self.cache.layout.bands[job.band].width
         num_units = (job.stop - job.start) if completion.outcome is Outcome.LANDED else completion.num_landed // width
@@ -229,7 +229,7 @@ class JobBook:
             self.cache.tiers[job.plan.source].let_go(job.plan.source_ids)
 
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
-        """Publish what is proven, in prefix order and onto the job's own runs; free the other destinations."""
+        """Publish the proven blocks on the job's own runs, in prefix order; free the others unless `keep_ids`."""
         width, tier, ids = self.cache.layout.bands[job.band].width, job.plan.destination, job.plan.destination_ids
         component = self.cache.components[job.band]
         for stretch in stretches(job.run, job.start, job.stop):
@@ -252,11 +252,11 @@ class JobBook:
         return before
 
     def _has_wrong_source(self, job: Job) -> bool:
-        """Whether what was wrong is what it read. Of a store only the copy is: requests compute with what it read."""
+        """Whether the source is corrupt. Not that of a store: requests compute with it, and only the copy is bad."""
         return job.plan.direction is Direction.LOAD and job.run.epoch == self.cache.epoch
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
-        """The bad entries are misses from now on; what is around them is untouched."""
+        """Make the corrupt source units misses; the units around them stay."""
         width = self.cache.layout.bands[job.band].width
         bad = {job.start + index // width for index in completion.corrupt if 0 <= index < job.plan.num_blocks}
         for position in sorted(bad):

@@ -17,12 +17,12 @@ __all__ = ["Demotion", "CacheTransfer", "Pin", "Prefetch"]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Pin:
-    """What `Ledger.pin` returns; ended by `Ledger.unpin`, its deadline, or one of the rules above. Once."""
+    """What `Ledger.pin` returns. Ends once: by `unpin`, its deadline, `drop_pins` or `reset`, or to make room."""
 
     pin_id: int
     sequence: TokenSequence
     expires_at: float
-    """By the clock of whoever calls `Ledger.lapse`."""
+    """By the clock whose time `Ledger.lapse` is given."""
     ledger: object
     state: PinState = PinState.NEW
     match: PrefixMatch = NO_MATCH
@@ -51,7 +51,7 @@ class CacheTransfer:
     """Called once it is over."""
     state: CacheTransferState = CacheTransferState.NEW
     plans: tuple[TransferPlan, ...] = ()
-    """To be launched. There may be none, and yet jobs of others to wait for."""
+    """To be launched. Even without any, it may wait for jobs of other requests."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.holding.request_id} {self.state.name}>"
@@ -67,7 +67,7 @@ class CacheTransfer:
 @dataclass(slots=True, eq=False, repr=False)
 class Prefetch(CacheTransfer):
     num_blocks: int = 0
-    """Device blocks that it has taken: they count while it is under way."""
+    """Device blocks that it has taken: they count in the share of all prefetches while it is under way."""
     num_tokens: int = 0
     """Tokens of the prompt on the device when it was over."""
 

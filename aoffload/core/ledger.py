@@ -1,8 +1,8 @@
-"""The ledger: the synchronous face. A step-based engine drives it directly; the async runtime is its first client.
+"""The ledger: the synchronous API. A step-based engine drives it directly; the async runtime is its first client.
 
 A request's way through it: `admit` (match and pin) -> `allocate_nowait` or `queue_allocation` + `accept` -> `plan_load`
--> `commit` ... -> `release`. Plans come out of `plan_load`, `commit` and `release`; `launch` and `settle` take in what
-became of them. Nothing here waits, and no call leaves anything half done.
+-> `commit` ... -> `release`. `plan_load`, `commit` and `release` return plans; `launch` and `settle` report what became
+of them. Nothing here waits, and no call leaves anything half done.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class LedgerStatistics:
     num_jobs: int
     num_late_completions: int
     num_pins: int
-    """Pins that are held: those of `pin`, not those of requests."""
+    """Held pins of `Ledger.pin`, not those of requests."""
 
 
 class Ledger(BeginningRequests, WorkingRequests):
-    """Which block holds what, for whom, and what may happen to it next.
+    """Decides what each block holds, for which owners, and what may happen to it next.
 
-    `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is what one
-    block takes over all regions; it only bounds what is in flight.
+    `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of
+    one block over all regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks.
 
-    The device blocks are the ledger's to give. With `engine_blocks` they are an engine's own, which has a pool and a
-    prefix cache itself: then `offer` takes the place of `commit`, `plan_load` copies into blocks that the engine names,
-    and the calls about device blocks raise `WrongState` (docs/engines.md has the table). `clock` is what the engine
-    measures seconds by, such as `time.monotonic`.
+    The ledger allocates the device blocks. With `engine_blocks`, an engine does, which has a pool and a prefix cache
+    itself: then `offer` takes the place of `commit`, `plan_load` copies into blocks that the engine names, and the
+    calls about device blocks raise `WrongState` (docs/engines.md has the table). `clock` is the engine's clock in
+    seconds, such as `time.monotonic`.
     """
 
     def __repr__(self) -> str:
@@ -60,12 +60,12 @@ class Ledger(BeginningRequests, WorkingRequests):
     # -- what no request asks for ---------------------------------------------------------------------------------
 
     def pin(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
-        """Keep what is cached of `prefix` where it is, until `unpin`, or until `lapse` is told of a time from
-        `expires_at` on. `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
+        """Pin what is cached of `prefix` until `unpin`, or until `lapse` is called with `expires_at` or a later time.
+        `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
         return self._pins.pin(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), expires_at, self)
 
     def unpin(self, pin: Pin) -> None:
-        """End a pin. One that has ended by itself is left as it is; ending it twice raises."""
+        """End a pin. One that has ended by itself is left as it is; a second `unpin` raises."""
         if not isinstance(pin, Pin) or pin.ledger is not self:
             raise InvalidArgument("pin", f"was not made by this ledger: {shown(pin)}")
         if pin.state in (PinState.HELD, PinState.RELEASED):
@@ -83,24 +83,24 @@ class Ledger(BeginningRequests, WorkingRequests):
             self.admission.serve_line()
 
     def drop_pins(self) -> None:
-        """End every pin, whoever holds it."""
+        """End every pin: DROPPED."""
         self._pins.end_all(PinState.DROPPED)
         self.admission.serve_line()
 
     def prefetch(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Prefetch:
-        """Start bringing onto the device what a request for `prefix` would load: its `plans` have to be launched."""
+        """Start loading what a request for `prefix` would load: its `plans` have to be launched."""
         self._require_own_device("prefetch")
         check_callable("wake", wake)
         return self._cache_transfers.prefetch(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
 
     def demote(self, prefix: Prefix, wake: Callable[[], object] = nobody) -> Demotion:
-        """Start sending `prefix` from the device to the host: its `plans` have to be launched."""
+        """Start moving `prefix` from the device to the host: its `plans` have to be launched."""
         self._require_own_device("demote")
         check_callable("wake", wake)
         return self._cache_transfers.demote(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
 
     def cancel(self, transfer: CacheTransfer) -> None:
-        """Wait for a prefetch or a demotion no more. One that is over is left as it is."""
+        """Cancel a prefetch or a demotion. One that is over is left as it is; launched copies and stores go on."""
         if not isinstance(transfer, CacheTransfer) or transfer.holding.ledger is not self:
             raise InvalidArgument("transfer", f"was not begun by this ledger: {shown(transfer)}")
         if not transfer.is_over:
@@ -114,8 +114,8 @@ class Ledger(BeginningRequests, WorkingRequests):
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def reset(self, tier: Tier | None = None) -> None:
-        """Forget everything cached, or what one tier holds. Live requests keep their blocks; unless it was a lower tier
-        alone, they publish and store nothing any more. Every pin ends."""
+        """Forget everything cached, or what `tier` holds. Live requests keep their blocks, but publish and store
+        nothing any more unless only the host is reset. Every pin ends."""
         if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
             self._require_own_device("reset of this tier")
         self._pins.end_all(PinState.DROPPED)
@@ -141,13 +141,13 @@ class Ledger(BeginningRequests, WorkingRequests):
         return LedgerStatistics(device, host, len(self.holdings), waiting, num_jobs, self.jobs.num_late, num_pins)
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` unless every block is in exactly one hand and every reference is a lease's."""
+        """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""
         owners = (*self.holdings.values(), *self._closing, *self._cache_transfers.under_way)
         check_integrity(self.cache, self.jobs, self.admission.line, owners, self._pins.pins)
 
     def watch(self, watcher: BlockWatcher | None) -> None:
-        """Tell `watcher` (nobody, if None) of every block that is cached from now on, and of every one that is no
-        more; of device blocks only where they are our own."""
+        """Tell `watcher` of every block that becomes cached or is no longer cached, engine-owned blocks excepted. None:
+        stop telling."""
         if watcher is not None:
             check_has("watcher", watcher, "BlockWatcher", "part_changed all_cleared")
         self.cache.watch(watcher)

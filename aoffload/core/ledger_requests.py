@@ -25,12 +25,12 @@ _S = RequestState
 
 
 class BeginningRequests(LedgerRooms):
-    """From `admit` until a request has blocks."""
+    """Calls from `admit` until the request has blocks."""
 
     # -- admission ------------------------------------------------------------------------------------------------
 
     def lookup(self, prefix: Prefix) -> PrefixMatch:
-        """What is cached of `prefix`. Takes nothing, touches nothing."""
+        """What a request for `prefix` would hit. Changes nothing, not even the eviction order."""
         unit = self.layout.unit_tokens
         limit = (check_prefix(prefix).num_tokens - 1) // unit
         sequence, index = TokenSequence(prefix, unit), self.cache.index
@@ -53,14 +53,14 @@ class BeginningRequests(LedgerRooms):
         num_device_tokens: int = 0,
         wake: Callable[[], object] = nobody,
     ) -> Holding:
-        """Match `prefix` and pin what is cached of it, in one step. All limits are in tokens.
+        """Match `prefix` and pin the hit, in one step. All limits are in tokens.
 
-        With `reads_cache=False` it uses no hit. `store` and `max_store_tokens` narrow what of it may be stored: all,
-        its prompt or nothing, and how many of its first tokens.
-        At least one token is always left to compute: a prompt that is cached to its last block hits one block less.
+        `reads_cache=False`: use no hit. `store` (all, the prompt only, nothing) and `max_store_tokens` (leading tokens)
+        limit what may be stored. At least one token is always left to compute: a fully cached prompt hits one block
+        less.
 
-        With `engine_blocks`, `num_device_tokens` says how many leading tokens the engine has on its device: the host is
-        asked for what lies behind. The answer may be `PENDING`: see `match_again`.
+        With `engine_blocks`, the engine has the first `num_device_tokens` on its device; the host is matched behind
+        them. The answer may be `PENDING`: see `match_again`.
         """
         unit = self.layout.unit_tokens
         if reads_cache is not True:
@@ -97,11 +97,11 @@ class BeginningRequests(LedgerRooms):
     def match_again(
         self, holding: Holding, *, num_device_tokens: int, wake: Callable[[], object] = nobody
     ) -> PrefixMatch:
-        """With `engine_blocks`: ask again, before the load. With the same `num_device_tokens` the pins stay, with
-        others they move.
+        """With `engine_blocks`: match again, before the load. The pins move if `num_device_tokens` has changed.
 
-        `PENDING`: another request's load is bringing the next block into blocks of the engine's. It holds no pins.
-        `wake` is called when that request has offered or is over; after `pending_timeout_s` the answer is another one.
+        `PENDING`: another request is loading the next block into the engine's blocks; this one holds no pins meanwhile.
+        `wake` is called when that load falls short, or when its request has offered or is over. After
+        `pending_timeout_s` the answer is no longer `PENDING`.
         """
         engine = self._engine_of(holding, "match_again")
         require(holding, "match_again", _S.MATCHED, _S.PINNED)
@@ -123,33 +123,33 @@ class BeginningRequests(LedgerRooms):
         self.holdings[holding.request_id] = holding
 
     def _unused_name(self, ticket: int) -> str:
-        """A name for a request without one, whatever callers call theirs."""
+        """A name that no live request has."""
         name = f"request-{ticket}"
         while name in self.holdings:
             name += "'"
         return name
 
     def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
-        """Room for `num_tokens` (the prompt's, if None), all or nothing; `OutOfBlocks` changes nothing."""
+        """Take blocks for `num_tokens` (None: the prompt), all or nothing; `OutOfBlocks` changes nothing."""
         self.admission.allocate_nowait(self._on_own_device(holding, "allocate"), num_tokens)
 
     def queue_allocation(
         self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
-        """Join the line for room; `wake` is called once the waiter is over. Then `accept` or `withdraw` it.
+        """Join the line. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it.
 
-        Whoever is woken may call the ledger, which is whole by then, but must not raise."""
+        `wake` may call the ledger, but must not raise."""
         check_callable("wake", wake)
         waiter = self.admission.queue_allocation(self._on_own_device(holding, "allocate"), num_tokens, wake)
         self.admission.serve_line()
         return waiter
 
     def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
-        """Room for `num_tokens` in all; `OutOfBlocks` changes nothing."""
+        """Extend the block table to `num_tokens` in all; `OutOfBlocks` changes nothing."""
         return self.admission.extend_nowait(self._on_own_device(holding, "extend"), num_tokens)
 
     def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
-        """Join the line for more room, before everybody who has none yet."""
+        """Join the line for more room, ahead of all allocations."""
         check_callable("wake", wake)
         waiter = self.admission.queue_extension(self._on_own_device(holding, "extend"), num_tokens, wake)
         self.admission.serve_line()
@@ -161,7 +161,7 @@ class BeginningRequests(LedgerRooms):
         return self.admission.accept(waiter)
 
     def withdraw(self, waiter: Waiter) -> None:
-        """Stop waiting: an unused grant goes back, and whoever waits behind gets its chance."""
+        """Stop waiting: give back an unused grant and serve the line."""
         self._own(check_type("waiter", waiter, Waiter).holding)
         self.admission.withdraw(waiter)
         self.admission.serve_line()
@@ -169,7 +169,7 @@ class BeginningRequests(LedgerRooms):
     # -- forks ----------------------------------------------------------------------------------------------------
 
     def num_shared_tokens(self, holding: Holding) -> int:
-        """The tokens whose blocks a fork of `holding` would share with it; from there on it needs blocks."""
+        """Leading tokens whose blocks a fork of `holding` would share; behind them it needs blocks of its own."""
         require(self._on_own_device(holding, "fork"), "fork", _S.RUNNING)
         return self._forks.shared_stop(holding) * self.layout.unit_tokens
 
@@ -180,9 +180,9 @@ class BeginningRequests(LedgerRooms):
         *,
         num_tokens: int = 0,
     ) -> Fork:
-        """Another request with the tokens that `holding` has so far, RUNNING at once: full blocks are shared, what is
-        not full is the engine's to copy. It has room for `num_tokens`, or for what is known if that is more.
-        `OutOfBlocks` changes nothing.
+        """Start another request with the tokens that `holding` has so far, RUNNING at once. It shares the full blocks;
+        the engine copies the others (`Fork.copies`). It has room for `num_tokens`, or for all known tokens if those are
+        more. `OutOfBlocks` changes nothing.
         """
         shared = self.num_shared_tokens(holding) // self.layout.unit_tokens
         self._forks.check(holding)

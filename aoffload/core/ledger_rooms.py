@@ -1,4 +1,4 @@
-"""What a ledger is made of: its rooms, wired once, and what each of its calls begins and ends with."""
+"""The parts of a ledger, wired once, and what its calls begin and end with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ORDERS = "add add_newer add_back remove oldest __iter__"
 
 
 class LedgerRooms:
-    """The rooms of a ledger. Nothing is set after it is made, but what requests come and go."""
+    """Makes and wires the parts of a ledger. Once it is made, only its requests come and go."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class LedgerRooms:
     # -- how a call begins and ends -------------------------------------------------------------------------------
 
     def _own(self, holding: Holding) -> Holding:
-        """Refuse what another ledger has handed out: its blocks are not ours."""
+        """Refuse a request of another ledger."""
         if not isinstance(holding, Holding) or holding.ledger is not self:
             raise InvalidArgument("holding", f"was not admitted by this ledger: {shown(holding)}")
         return holding
@@ -136,14 +136,14 @@ class LedgerRooms:
             raise WrongState(f"{call}: an engine has the device blocks of this ledger: see docs/engines.md")
 
     def _on_own_device(self, holding: Holding, call: str) -> Holding:
-        """A request whose device blocks are ours."""
+        """Refuse a request of another ledger, and `call` if an engine owns the device blocks."""
         if self._engine is None and isinstance(holding, Holding) and holding.ledger is self:
             return holding
         self._require_own_device(call)
         return self._own(holding)
 
     def _engine_of(self, holding: Holding, call: str) -> EngineOwned:
-        """The engine whose blocks the request has."""
+        """The engine-owned device; refuse `call` if this ledger owns the device blocks."""
         self._own(holding)
         if self._engine is None:
             raise WrongState(f"{call}: this ledger has device blocks itself: it takes no others")

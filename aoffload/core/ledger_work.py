@@ -26,7 +26,7 @@ _LOADING = (_S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED)
 
 
 class WorkingRequests(LedgerRooms):
-    """From the first load until a request is over."""
+    """Calls from the first load until the request is over."""
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -39,14 +39,15 @@ class WorkingRequests(LedgerRooms):
         max_job_bytes: int | None = None,
         into: Sequence[Sequence[int]] | None = None,
     ) -> tuple[TransferPlan, ...]:
-        """Start bringing the host hit onto the device; the plans that have to be launched for it.
+        """Start loading the host hit onto the device; returns the plans to launch.
 
-        RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or, REQUEUED,
-        when room was granted after it had to let go of everything (`holding.waiter`: accept it and plan again).
-        `max_job_bytes` replaces that of the configuration: an overlapped load is split into as few jobs as possible.
+        RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
+        fell short and there was no room for the missing blocks, so the request gave up all its blocks; `wake` is called
+        when its wait for room ends. Then accept `holding.waiter` and plan again. `max_job_bytes` replaces the
+        configured limit, to split an overlapped load into as few jobs as possible.
 
-        With `engine_blocks`, `into` are the request's block tables from the first token on, one for each group, at
-        least up to the end of the hit: the copies go into exactly these blocks. Nothing else in them is touched.
+        With `engine_blocks`, `into` holds the request's block tables: one per group, from the first token at least to
+        the end of the hit. The copies write only to the blocks named there for the units that are loaded.
         """
         check_callable("wake", wake)
         units_per_job: Sequence[int] = ()
@@ -62,7 +63,7 @@ class WorkingRequests(LedgerRooms):
         return plans
 
     def abandon_load(self, holding: Holding) -> None:
-        """Stop waiting for a load: what has landed counts, the rest is computed. Launched copies go on."""
+        """Stop waiting for a load: landed blocks count, the rest is computed. Launched copies go on."""
         require(self._on_own_device(holding, "abandon_load"), "abandon_load", *_LOADING)
         if holding.load is not None:
             self._settled(self._loads.abandon(holding), also=holding)
@@ -70,17 +71,17 @@ class WorkingRequests(LedgerRooms):
     # -- jobs -----------------------------------------------------------------------------------------------------
 
     def launch(self, job_id: int) -> bool:
-        """Whether the job is still wanted. From here on it cannot be recalled."""
+        """Mark a queued job as launched: it cannot be recalled. False: the job is no longer wanted."""
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         return job is not None and self.jobs.launch(job)
 
     def settle(self, completion: Completion) -> None:
-        """Take in what became of a launched job: publish, drop its leases, serve the line, wake. In this order."""
+        """Settle a launched job: publish, release its leases, serve the line, wake; in this order."""
         check_completion(completion)
         self._settled(self.jobs.settle(completion))
 
     def discard(self, job_id: int) -> None:
-        """Give up a job that was never launched; who waits for it computes instead."""
+        """Give up a job that was never launched; the requests that wait for it compute instead."""
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))
         if job is not None:
             self._settled(self.jobs.discard(job))
@@ -108,14 +109,14 @@ class WorkingRequests(LedgerRooms):
         *,
         is_last: bool = False,
     ) -> tuple[TransferPlan, ...]:
-        """With `engine_blocks`, in place of `commit`: append `new_token_ids`, and store what the host lacks of the
-        first `num_computed_tokens` (absolute) as far as the policy wants it; returns the stores to launch.
+        """With `engine_blocks`, in place of `commit`: append `new_token_ids`, then store what the host lacks of the
+        first `num_computed_tokens` (absolute), as far as the policy wants it; returns the stores to launch.
 
-        `block_ids` are the request's block tables from the first token on, one for each group: lists, ranges or arrays,
-        read only where something is stored. The null block is skipped. Copies read these blocks until they are over:
-        they are held until then, whatever becomes of the request. What is refused (no room, too much in flight) is told
-        to the observer, and made good by the next offer. `is_last`: nothing comes after it, so what a later prompt
-        needs of windows is stored as well.
+        `block_ids` holds the request's block tables, one per group, from the first token on: lists, ranges or arrays.
+        Ids are read only where something is stored; with `is_last`, all are checked. Null blocks are skipped. Jobs hold
+        the blocks that they copy until the copies are over, whatever becomes of the request. The observer is told of
+        blocks that are not stored (no room, too much in flight); the next offer tries them again. `is_last`: the last
+        offer of the request, so what a later prompt needs of windows is stored too.
         """
         engine = self._engine_of(holding, "offer")
         check_bool("is_last", is_last)
@@ -123,31 +124,31 @@ class WorkingRequests(LedgerRooms):
         return tuple([job.plan for job in jobs])
 
     def plan_write_back(self) -> tuple[TransferPlan, ...]:
-        """Stores of what the next allocations would evict, for a policy that waits for that (`LazyStore`), else none.
+        """Stores of what the next allocations would evict; none unless the policy stores that late (`LazyStore`).
 
-        Call it after `commit` and `release`: where nothing has changed it costs nothing. What it stores was computed
-        at any time: the copies have to wait for all compute given to the device so far.
+        Call it after `commit` and `release`; it is cheap if nothing has changed. The blocks may have been computed at
+        any time, so the copies have to wait for all compute submitted to the device so far.
         """
         return self._commits.plan_write_back()
 
     def invalidate(self, holding: Holding, from_token: int) -> tuple[Holding, ...]:
-        """Take back what a failed forward committed: nothing from `from_token` on was ever right.
+        """Take back what a failed forward committed: all KV from `from_token` on is wrong.
 
-        Generated tokens behind `from_token` are forgotten: that forward, or one after it, has sampled them.
-        Returns the other holdings that may have read it; they have to be aborted. So has `holding` itself where it
-        comes first: it would have to go back behind its window, or others still read blocks that it would compute into
-        and there is no room for others.
+        Drops the generated tokens behind `from_token`: that forward, or a later one, sampled them. Returns the other
+        requests that may have read the wrong KV; abort them. Abort `holding` too if it comes first in the result: it
+        would have to go back behind its window, or other requests still read blocks that it would write to and it
+        cannot get others.
 
-        With `engine_blocks`: what was offered from `from_token` on, and what hangs on it, cannot be found any more, and
-        who may have read it, in the engine's own cache or from the host, is returned. What its cache holds is the
-        engine's to forget.
+        With `engine_blocks`: what was offered from `from_token` on, and all cached behind it, is no longer found. The
+        requests returned may have read it in the engine's cache or from the host. The engine itself has to forget what
+        its cache holds.
         """
         self._own(holding)
         if self._engine is not None:
             told, settled = self._engine.invalidate(holding, from_token, tuple(self.holdings.values()))
             self._settled(settled)
             return tuple(told)
-        # Who is over but still computes in a step has read them, too; it is only no longer there to be aborted.
+        # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
         readers = dict.fromkeys((*self.holdings.values(), *self._closing, *self._forks.over))
         tainted = self._commits.invalidate(holding, from_token, readers)
         self.admission.serve_line()
@@ -155,10 +156,10 @@ class WorkingRequests(LedgerRooms):
 
     @contextmanager
     def step(self, holdings: Iterable[Holding], arriving: Iterable[Holding] = ()) -> Iterator[None]:
-        """Hold the blocks of `holdings` while a forward touches them, whatever becomes of their requests.
+        """Hold the blocks of `holdings` while a forward touches them, whatever becomes of the requests.
 
-        Of `arriving`, the forward starts on what a load still brings: see `expected_block_ids`. Should the load end
-        otherwise, what it has computed cannot be committed. Whose load is over by now is held like the others.
+        For the requests in `arriving`, the forward overlaps a load: see `expected_block_ids`. If the load falls short,
+        what the forward computed cannot be committed. A request whose load is over already is held like the others.
         """
         self._require_own_device("step")
         held, arrived = as_tuple("holdings", holdings, "Holding"), as_tuple("arriving", arriving, "Holding")
@@ -186,7 +187,7 @@ class WorkingRequests(LedgerRooms):
                 raise WrongState(f"step: the load of {holding} is not under way: wait until it is over")
 
     def _end_steps(self, holding: Holding) -> list[Callable[[], object]]:
-        """The last forward that touched its blocks is over. Whom to wake once the line was served."""
+        """The last step of `holding` is over. Returns the callbacks to call after the line is served."""
         holding.when_idle()
         if holding in self._closing:
             self._closing.discard(holding)
@@ -198,35 +199,36 @@ class WorkingRequests(LedgerRooms):
         return []
 
     def can_start_early(self, holding: Holding) -> bool:
-        """Whether `step` takes it as `arriving` while it is LOADING."""
+        """Whether `step` accepts the request as `arriving` while its load is under way."""
         return can_start(self.cache, self._on_own_device(holding, "can_start_early"))
 
     def num_expected_tokens(self, holding: Holding) -> int:
-        """Tokens whose KV is on the device when its load has landed: where an early step starts to compute."""
+        """Tokens whose KV is on the device once the load has landed: where an overlapping step starts to compute."""
         load = self._on_own_device(holding, "num_expected_tokens").load
         return holding.num_computed_tokens if load is None else load.stop * self.layout.unit_tokens
 
     def expected_block_ids(self, holding: Holding) -> list[list[int]]:
-        """Its block table when its load has landed, one list per group, for a step that has it as `arriving`. Until
-        then nothing is there but what the jobs' own fences have passed for. `WrongState` where no step holds them."""
+        """The block table as it will be once the load has landed, one list per group, for a step with the request in
+        `arriving`. A loaded block is valid only once its job's fence has passed. `WrongState` before such a step."""
         ids = expected_ids(self._on_own_device(holding, "expected_block_ids"))
         return self.layout.by_group(ids) if ids else self._no_tables()
 
     def begin_again(self, holding: Holding) -> int | None:
-        """From which token on an early step's work has to be done again, in a new step, since the load fell short of
-        what it took for loaded. None: nothing that was computed is in doubt. Only who has asked may commit again."""
+        """The first token to compute again, in a new step, since the load fell short of what an overlapping step
+        assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a new step."""
         require(self._on_own_device(holding, "begin_again"), "begin_again", _S.RUNNING)
         tell(self._moves, holding)
         return first_invalid_token(holding)
 
     def first_invalid_token(self, holding: Holding) -> int | None:
-        """The same for who only looks: nothing can be committed for that."""
+        """The same without acknowledging it: commits stay refused."""
         return first_invalid_token(self._on_own_device(holding, "first_invalid_token"))
 
     def release(self, holding: Holding, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
-        """End the request: DONE if it has committed and no other `reason` is given, else ABORTED. Every pin goes.
+        """End the request: DONE if it has committed and no other `reason` is given, else ABORTED.
 
-        Synchronous and complete. Only blocks that a step or a job still touches stay theirs. Returns stores to launch.
+        Releases all its pins and blocks in this call, except blocks that a step or a job still touches. Returns the
+        stores to launch.
         """
         reason = check_text("reason", reason)
         if self._own(holding).is_over:
@@ -261,21 +263,21 @@ class WorkingRequests(LedgerRooms):
     # -- preemption -----------------------------------------------------------------------------------------------
 
     def preempt_nowait(self, holding: Holding) -> Preemption:
-        """Give up every device block of `holding`, and keep what it has computed in host memory as far as there is
-        room: pinned until it is resumed or over. Not while a step touches its blocks, nor while it waits for room."""
+        """Give up every device block of `holding`. What it has computed is kept in host memory as far as there is room,
+        pinned until it is resumed or over. Refused in a step, and in the line for room unless REQUEUED."""
         self._preemptions.check(self._on_own_device(holding, "preempt"))
         if holding.load is not None:
             self.abandon_load(holding)
-        waiter = holding.waiter  # of a load that has lost its place: it ends here, too
+        waiter = holding.waiter  # if REQUEUED: its wait ends here, too
         found = self._preemptions.preempt(holding)
         self.admission.serve_line([] if waiter is None else [waiter.wake])
         return found
 
     def resume(self, holding: Holding, num_tokens: int | None = None) -> None:
-        """Match again what a preempted request had computed: PINNED afterwards, as after `admit`. What was lost in
-        between is computed again, from the first token that a load does not bring back.
+        """Match a preempted request again, with what it had computed: PINNED afterwards, as after `admit`. It computes
+        again from the first token that no load brings back.
 
-        `num_tokens`: how many it will ask room for; refused here, with nothing changed, if they can never fit.
+        `num_tokens`: the room that it will ask for; `OutOfBlocks`, with nothing changed, if that can never fit.
         """
         self._preemptions.resume(self._on_own_device(holding, "resume"), num_tokens)
         self.admission.serve_line()

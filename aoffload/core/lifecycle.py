@@ -1,4 +1,4 @@
-"""The states of requests, jobs, pins, transfers and early starts, as tables. `Moves` moves them.
+"""The states of requests, jobs, pins, cache transfers and load overlaps, as tables. `Moves` moves them.
 
 `python -m aoffload.core.lifecycle` prints the diagrams that docs/lifecycle.md shows.
 """
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class _State(enum.Enum):
-    __hash__ = object.__hash__  # that of enums is Python. Nobody goes through a set of them, so their order can differ
+    __hash__ = object.__hash__  # that of enums is Python; no set of states is iterated, so order may differ
 
 
 class RequestState(_State):
@@ -130,7 +130,7 @@ OVERLAP_MOVES: Mapping[State, frozenset[State]] = {
 
 
 class Stateful(Protocol):
-    """A request, a job, a pin, a transfer without a request, an early start."""
+    """A request, a job, a pin, a cache transfer or a load overlap."""
 
     state: Any
 

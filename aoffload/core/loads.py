@@ -1,4 +1,4 @@
-"""Loading: what a request waits for, shared with whoever wants the same blocks, and how it goes on afterwards."""
+"""Loads: the jobs that a request waits for, some shared with other requests, and how it goes on afterwards."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ class Loads:
         wake: Callable[[], object] = nobody,
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
-        """Start bringing the host hit onto the device; the plans that have to be launched for it.
+        """Start loading the host hit onto the device; returns the plans to launch.
 
-        RUNNING afterwards: nothing has to be waited for. LOADING: `wake` is called when the load is over, or, REQUEUED,
-        when room was granted after it had to let go of everything (`holding.waiter`: accept it and plan again).
+        RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
+        fell short and there was no room for the missing blocks, so the request gave up all its blocks; `wake` is called
+        when its wait for room ends. Then accept `holding.waiter` and plan again.
         """
         require(holding, "load", _S.ALLOCATED, _S.LOADING, _S.DRAINING, _S.REQUEUED, _S.RUNNING)
         limit = None if max_tokens is None else check_int("max_tokens", max_tokens, 0)
@@ -87,10 +88,10 @@ class Loads:
     def start(
         self, holding: Holding, stop: int, wake: Callable[[], object], units_per_job: Sequence[int] = ()
     ) -> list[Job]:
-        """Bring units `[published, stop)` onto the device: adopt what is there by now, wait for what is on its way,
-        launch the rest. Only what nobody brings takes blocks of the holding's own; the others are given back.
+        """Bring units `[published, stop)` onto the device: adopt what is there, wait for jobs under way, plan jobs for
+        the rest. Only those jobs use the request's own blocks; the others are given back. Returns the new jobs.
 
-        Nothing starts (and `holding.load` stays None) if the hit is gone: a block of it turned out to be corrupt."""
+        Starts nothing (`holding.load` stays None) if a corrupt block cut the hit off, or windows find no room."""
         layout, start = self.cache.layout, holding.published
         path = holding.leases[Tier.HOST].run.whole_path()
         shared, on_its_way = self.on_its_way(path, start, stop)
@@ -100,7 +101,7 @@ class Loads:
         if stop <= start:
             return []
         before = holding.device_run
-        self._lease_path(holding, stop)  # first: room is not made of what the load would find there
+        self._lease_path(holding, stop)  # first: making room must not evict what the load adopts
         if layout.windows and not self._fill_windows(holding, stop):
             self._lease_path_again(holding, before)
             return []
@@ -120,8 +121,8 @@ class Loads:
         return new
 
     def _fill_windows(self, holding: Holding, stop: int) -> bool:
-        """Have blocks where a load up to `stop` brings something: other places than those of the whole hit, if it takes
-        fewer tokens. False: there is no room for them."""
+        """Give the window tables blocks where a load up to `stop` writes: at other positions than for the whole hit, if
+        it loads fewer tokens. False: no room, nothing taken."""
         wanted: list[tuple[BlockTable, int]] = []
         for band in self.cache.layout.windows:
             first = max(holding.published, band.first_needed(stop * band.unit_tokens))
@@ -133,34 +134,34 @@ class Loads:
         return True
 
     def on_its_way(self, path: list[Run], start: int, stop: int) -> tuple[list[Job], int]:
-        """Jobs of others that bring the spine from `start` on, and up to where it is there with them."""
+        """Jobs under way that bring full attention from `start` on, and the unit up to which it is there with them."""
         if not self.cache.layout.full.width:
             return [], stop
         there, last = present_stop(path, Tier.DEVICE, start, stop), path[-1]
-        if last.start <= there and last.parts[Tier.DEVICE].incoming is None:  # as most
+        if last.start <= there and last.parts[Tier.DEVICE].incoming is None:  # the common case
             return [], there
         return incoming(stretches(last, there, stop), there)
 
     def _held_stop(self, path: list[Run], start: int, stop: int) -> int:
-        """Up to where the host holds the spine from `start` on."""
+        """The unit up to which the host holds full attention from `start` on."""
         return present_stop(path, Tier.HOST, start, stop) if self.cache.layout.full.width else stop
 
     def _lease_path(self, holding: Holding, stop: int) -> None:
-        """Pin, on the device, the path up to `stop`: what is published there from now on is pinned as it lands."""
+        """Pin the path up to `stop` on the device: what jobs publish there is pinned as it lands."""
         last = holding.leases[Tier.HOST].run
         if last.stop != stop:
             last = self.cache.cut(stretches(last, stop - 1, stop)[0].run, stop)
-        self.request_leases.follow(holding, last)  # all of its windows, should the load fail
+        self.request_leases.follow(holding, last)  # with all windows, in case the load fails
 
     def _lease_path_again(self, holding: Holding, before: Run | None) -> None:
-        """Pin, on the device, the path up to the end of `before`, as it was."""
+        """Let the device lease end at `before` again."""
         if before is None:
             self.request_leases.end_device_lease(holding)
         else:
             self.request_leases.follow(holding, before)
 
     def _launch(self, holding: Holding, load: Load, band: Band, start: int, stop: int) -> list[Job]:
-        """Have units `[start, stop)` copied into blocks of the holding's own, which are the jobs' from now on."""
+        """Plan jobs that load units `[start, stop)` into blocks of the request, which the jobs own from now on."""
         if start >= stop or not band.width:
             return []
         run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
@@ -168,12 +169,12 @@ class Loads:
         return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, ids, load.units_per_job)
 
     def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
-        """Others bring or have brought units `[start, stop)`: they need no blocks of ours."""
+        """Free the request's blocks for units `[start, stop)`, which other jobs bring or have brought."""
         if start < stop:
             self.cache.give(Tier.DEVICE, holding.tables[band.number].null(start, stop))
 
     def _bring_window(self, holding: Holding, load: Load, band: Band, start: int, new: list[Job]) -> list[Job]:
-        """Bring what of a band of limited reach is needed from unit `start` on; the jobs of others that do."""
+        """Bring the units of a window band from `start` on. Adds its jobs to `new`; returns the shared jobs."""
         run = holding.leases[Tier.DEVICE].run
         shared: dict[Job, None] = {}
         missing: list[range] = []
@@ -194,8 +195,8 @@ class Loads:
         return list(shared)
 
     def _conclude(self, holding: Holding, load: Load) -> None:
-        """End a load with whatever is on the device by now: RUNNING. Where there is no room for what is missing, the
-        holding lets go of everything and waits in the line, at its old place: REQUEUED, or DRAINING until then."""
+        """End a load with what is on the device: RUNNING. Without room for the missing blocks, the request gives up all
+        its blocks and waits in the line, at its old place: REQUEUED, or DRAINING while a step still uses them."""
         layout = self.cache.layout
         start, ready = holding.published, self._ready_stop(holding, load)
         for table, band in zip(holding.tables, layout.bands, strict=True):
@@ -217,7 +218,7 @@ class Loads:
         missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
         if any(missing) and sum(missing) > self.admission.room:
             if holding.num_steps:
-                load.shorten(ready)  # a forward writes into what it would have to give back: tried again when that ends
+                load.shorten(ready)  # a step writes to the blocks to give up: tried again when it ends
                 if holding.state is _S.LOADING:
                     self.moves.request(holding, _S.DRAINING)
                 return
@@ -233,13 +234,13 @@ class Loads:
         self.moves.request(holding, _S.RUNNING)
 
     def _ready_stop(self, holding: Holding, load: Load) -> int:
-        """Up to where computing can go on with what is on the device."""
+        """The unit up to which the device holds what computing needs."""
         run, start = holding.device_run, holding.published
         path = [] if run is None else run.whole_path()
         return max(start, held_stop(self.cache.layout, path, Tier.DEVICE, start, load.stop))
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
-        """End the loads of `holdings`; whom to wake once the line was served."""
+        """End the loads of `holdings`; returns the callbacks to call after the line is served."""
         wakes: list[Callable[[], object]] = []
         for holding in holdings:
             load = holding.load
@@ -250,12 +251,12 @@ class Loads:
         return wakes
 
     def ready(self, holding: Holding) -> None:
-        """Nothing has to be waited for: what is on the device counts as computed."""
+        """Nothing to wait for: RUNNING, with the device hit counted as computed."""
         holding.computed(holding.published * self.cache.layout.unit_tokens)
         self.moves.request(holding, _S.RUNNING)
 
     def abandon(self, holding: Holding) -> list[Job]:
-        """Wait for nothing any more; queued jobs that nobody else waits for are discarded. Launched ones go on."""
+        """Stop waiting; returns the jobs settled: queued ones that no other request waits for are discarded."""
         settled: list[Job] = []
         if holding.load is not None:
             for job in sorted(holding.load.jobs, key=lambda job: -job.job_id):
@@ -265,7 +266,7 @@ class Loads:
         return settled
 
     def settled(self, jobs: list[Job]) -> list[Holding]:
-        """The holdings whose load is over now that `jobs` are settled, in the order of their tickets."""
+        """The holdings whose load is over now that `jobs` are settled, by ticket."""
         over: set[Holding] = set()
         for job in jobs:
             for holding in job.claims:
@@ -285,11 +286,11 @@ def _ticket(holding: Holding) -> int:
 
 
 def has_holes(holding: Holding) -> bool:
-    """Whether its tables lack blocks that it needs if nothing is loaded."""
+    """Whether its window tables lack blocks that it needs if nothing is loaded."""
     return any(table.num_null(max(holding.published, table.start), holding.num_units) for table in holding.tables[1:])
 
 
 def require_no_holes(holding: Holding, call: str) -> None:
-    """Refuse `call` while a host hit is neither loaded nor declined whose place the tables have left null."""
+    """Refuse `call` while tables have null entries for a host hit that is neither loaded nor declined."""
     if holding.state is _S.ALLOCATED and has_holes(holding):
         raise WrongState(f"{call}: load the host hit of {holding} first, or decline it: load(max_tokens=0)")

@@ -1,4 +1,4 @@
-"""Who is told of every move of a state, and the one place from which states are moved."""
+"""The observer of state moves, and `Moves`, the only place that moves states."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = ["Moves", "NullObserver", "Observer"]
 
 
 class Observer(Protocol):
-    """Who wants to know of every move: the telemetry. Called after the change; must not call back."""
+    """Is told of every state move, after the change; must not call back. The telemetry is one."""
 
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
     def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        """`holding` is None for what would have been stored because it is about to be evicted."""
+        """`holding` is None for a write-back."""
 
     def pin_moved(self, pin: Pin, old: PinState) -> None: ...
     def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None: ...
@@ -42,7 +42,7 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """Does nothing with what it is told: a base for who wants to know of some moves only."""
+    """Does nothing: a base for observers of some moves only."""
 
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
     def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
@@ -54,8 +54,7 @@ class NullObserver:
 
 @attrs.frozen
 class Moves:
-    """Moves states as their tables allow, and tells whoever wants to know. An illegal move raises and changes
-    nothing."""
+    """Moves states as their tables allow, and tells the observer. An illegal move raises and changes nothing."""
 
     observer: Observer | None
 
@@ -100,7 +99,7 @@ class Moves:
             self.observer.overlap_moved(overlap, old)
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        """Nothing moves: blocks that were to be stored are not."""
+        """Tell the observer that blocks that were to be stored are not."""
         if self.observer is not None:
             self.observer.store_skipped(holding, num_blocks, reason)
 

@@ -1,9 +1,8 @@
-"""Early starts: a forward that begins on what a load is still bringing.
+"""Load overlaps: a step that overlaps the load of its request.
 
-Its step takes the load for landed: it reads blocks that are the jobs' until then, and writes behind them, into blocks
-of its request's own. Nobody promises that the load will end that way. So what was taken for granted is kept, and
-compared when the load is over. Where it was wrong, nothing that was computed on it can be committed before the engine
-was told, and has begun another step.
+The step assumes that the load succeeds: it reads blocks that jobs still own, and writes behind them, into the request's
+own blocks. The assumed block tables are kept, and compared when the load is over. If they were wrong, what was computed
+cannot be committed until the engine was told and has begun another step.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _S = OverlapState
 
 
 def can_start(cache: PrefixCache, holding: Holding) -> bool:
-    """Whether a step may take its load for landed: all of it is under way, and there is room behind it. After a reset
-    it is not: what the jobs bring is entered nowhere."""
+    """Whether a step may overlap the load: all that the step would read is on the device or in a job of the load, and
+    the units behind have blocks. False after `reset(Tier.DEVICE)`: then jobs publish nothing."""
     load, overlap = holding.load, holding.overlap
     if load is None:
         return False
     if holding.num_steps:
-        return True  # it keeps its blocks anyway, also when the load is over by now
+        return True  # the step keeps its blocks, even if the load is over
     if not load.jobs:
         return False
     if overlap is not None and overlap.state is _S.INVALID:
-        return False  # of a load before this one, and its engine does not know yet
+        return False  # of an earlier load, and the engine was not told yet
     if any(table.num_null(load.stop, holding.num_units) for table in holding.tables):
         return False
     return all(
@@ -58,7 +57,7 @@ def can_start(cache: PrefixCache, holding: Holding) -> bool:
 
 
 def begin_step(cache: PrefixCache, moves: Moves, holding: Holding) -> None:
-    """What the first early step of a load takes for granted counts: those behind it go on with what it computes."""
+    """Record what the first step that overlaps a load assumes; later steps build on what it computes."""
     if holding.overlap is not None and holding.overlap.state is _S.ACKNOWLEDGED:
         holding.overlap = None
     if holding.overlap is None and holding.load is not None:
@@ -69,7 +68,7 @@ def begin_step(cache: PrefixCache, moves: Moves, holding: Holding) -> None:
 
 
 def expected_ids(holding: Holding) -> list[array[int]]:
-    """Its block tables once its load has landed, as an early step takes them."""
+    """The block tables, one per band, that an overlapping step assumes: those once the load has landed."""
     overlap = holding.overlap
     if holding.load is None or not holding.load.jobs:
         return [table.ids for table in holding.tables]
@@ -81,8 +80,8 @@ def expected_ids(holding: Holding) -> list[array[int]]:
 
 
 def compare(moves: Moves, holding: Holding, bands: Sequence[Band]) -> None:
-    """Its load is over, and what it has not brought is null: is everything as an early step has taken it? Another's
-    copy of the same bytes is another block: the one that the step may still read is anybody's by now."""
+    """The load is over, units not brought are null: CONFIRMED if the tables are as the step assumed, else INVALID.
+    Another copy of the same tokens differs: the assumed block, which the step may still read, is free by then."""
     overlap = holding.overlap
     if overlap is None or overlap.state is not _S.SPECULATIVE:
         return
@@ -94,8 +93,8 @@ def compare(moves: Moves, holding: Holding, bands: Sequence[Band]) -> None:
 
 
 def compare_job(moves: Moves, holding: Holding, job: Job, band: Band) -> None:
-    """A job of its load is over: is what it was to bring to where an early step reads there? Asked now, while the load
-    still goes on: what it has not brought is anybody's, and may come back to the same place with other bytes."""
+    """A job of the load is over: INVALID unless its blocks that the step reads are published. Checked while the load
+    goes on: a block not brought is free, and may return to the same position with other bytes."""
     overlap = holding.overlap
     if overlap is None or overlap.state is not _S.SPECULATIVE:
         return
@@ -113,7 +112,7 @@ def _is_as_taken(overlap: LoadOverlap, table: BlockTable, band: Band) -> bool:
 
 
 def _first_read(band: Band, stop: int) -> int:
-    """The first unit that a forward reads of a band which begins to compute at unit `stop`."""
+    """The first unit of `band` that a forward reads which begins to compute at unit `stop`."""
     return band.first_needed(stop * band.unit_tokens)
 
 
@@ -126,20 +125,20 @@ def check_valid(holding: Holding, num_computed_tokens: int) -> None:
 
 
 def first_invalid_token(holding: Holding) -> int | None:
-    """From where on to compute again, now that the load is over; None: nothing that was computed is in doubt."""
+    """The first token to compute again, now that the load is over; None: nothing to compute again."""
     overlap = holding.overlap
     is_wrong = overlap is not None and overlap.state is not _S.SPECULATIVE and holding.state is RequestState.RUNNING
     return holding.num_computed_tokens if is_wrong else None
 
 
 def tell(moves: Moves, holding: Holding) -> None:
-    """Its engine has heard of it, or has given up what was computed: there is nothing left to hear."""
+    """The engine was told of an invalid overlap, or has preempted the request: ACKNOWLEDGED."""
     if holding.overlap is not None and holding.overlap.state is _S.INVALID:
         moves.overlap(holding.overlap, _S.ACKNOWLEDGED)
 
 
 def _once_landed(cache: PrefixCache, holding: Holding, load: Load, band: Band) -> array[int]:
-    """The table of a band up to the end of the load: what is there, and where the jobs put the rest."""
+    """The table of `band` up to the end of the load: blocks held, and for the rest the destinations of its jobs."""
     expected = BlockTable(band.width, holding.tables[band.number].at(0, load.stop))
     if not band.width:
         return expected.ids
@@ -161,7 +160,8 @@ def _enter_held(expected: BlockTable, part: Part, stretch: Stretch) -> None:
 
 
 def _enter_coming(expected: BlockTable, job: Job, stretch: Stretch) -> None:
-    """What `job` brings of this run. Those before it may go on in another branch, where it begins: it comes first."""
+    """Enter what `job` brings where the table is null. Called last job first: a predecessor may go on in another
+    branch, at units that `job` brings here."""
     start, stop = max(job.start, stretch.start), min(job.stop, stretch.stop)
     if start < stop:
         width, there = expected.width, expected.at(start, stop)

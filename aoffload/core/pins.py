@@ -1,10 +1,10 @@
-"""Pins: pins that a program asks for, so that what is cached of a prompt stays cached until they end.
+"""Pins that a program asks for: what is cached of a prompt stays cached until its pin ends.
 
-A pin owns leases, as a request does, but it is nobody's room: it computes nothing and waits for nothing. So it may
-never be what a request waits for in vain. Two rules see to that. All pins together keep at most a share of each tier,
-and where nobody but pins could make room for the first in line, a pin that keeps some ends now (YIELDED).
+A pin owns leases, as a request does, but computes nothing and waits for nothing. No request may wait for it in vain, so
+all pins together keep at most a share of each tier, and if only pins could make room for the first in line, a pin that
+keeps some ends (YIELDED).
 
-Pins end by their deadlines too. The core has no clock: who drives it looks at `next_lapse` and calls `lapse`.
+Pins also end by their deadlines. The core has no clock: the caller looks at `next_lapse` and calls `lapse`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _S = PinState
 
 @attrs.frozen
 class _Wish:
-    """A lease to be taken: of `tier`, up to unit `stop`; of the windows from `starts` on."""
+    """A lease to take: in `tier`, up to unit `stop`; of window bands from `starts` on."""
 
     tier: Tier
     stop: int
@@ -50,14 +50,14 @@ class Pins:
     moves: Moves
     max_share: float
     pins: list[Pin] = attrs.field(factory=list)
-    """Those that are held, the one that ends first in front: the only deadlines there are."""
+    """The held pins, by deadline, the earliest in front."""
     num_pins: int = 0
-    """How many there have ever been."""
+    """Pins begun so far."""
 
     # -- beginning and end ----------------------------------------------------------------------------------------
 
     def pin(self, sequence: TokenSequence, expires_at: float, ledger: object) -> Pin:
-        """Keep what is cached of `sequence`, to its last whole unit; `OutOfBlocks` beyond the share changes nothing."""
+        """Pin what is cached of `sequence`, to its last whole unit; `OutOfBlocks` beyond the share changes nothing."""
         expires_at = _check_time("expires_at", expires_at)
         limit = sequence.num_tokens // self.cache.layout.unit_tokens
         hit, wishes = self._wishes(sequence, limit)
@@ -70,8 +70,8 @@ class Pins:
         return pin
 
     def end(self, pin: Pin, state: PinState) -> None:
-        """Let go of what `pin` keeps."""
-        self.moves.pin(pin, state)  # first: twice is refused with nothing changed
+        """End `pin` and release its leases."""
+        self.moves.pin(pin, state)  # first: raises, with nothing changed, if it is over
         self.pins.remove(pin)
         self._let_go(pin)
 
@@ -85,7 +85,7 @@ class Pins:
         return self.pins[0].expires_at if self.pins else math.inf
 
     def lapse(self, now: float) -> bool:
-        """End every pin whose time is over; whether any."""
+        """End every pin whose deadline has come; whether there was one."""
         now = _check_time("now", now)
         before = len(self.pins)
         while self.pins and self.pins[0].expires_at <= now:
@@ -93,7 +93,7 @@ class Pins:
         return len(self.pins) < before
 
     def yield_one(self) -> bool:
-        """End the first pin to end of those that keep device blocks from others; whether there was one."""
+        """End the pin that expires first of those on device blocks that only pins protect; whether there was one."""
         leases = {pin: [lease for lease in pin.leases if lease.tier is Tier.DEVICE] for pin in self.pins}
         alone = self.cache.pinned_by_none_but(itertools.chain.from_iterable(leases.values()))
         kept = {part for part in alone if part.blocks or part.tombstones}
@@ -104,7 +104,7 @@ class Pins:
         return False
 
     def renew(self) -> None:
-        """Some of what is cached turned out to be wrong: keep what is right, and no room for what is not."""
+        """Cached blocks were wrong: pins on tombstones take new leases on what is right, so that the rest is freed."""
         for pin in self.pins:
             if any(part.tombstones for lease in pin.leases for part in _parts(lease)):
                 limit = pin.match.num_tokens // self.cache.layout.unit_tokens
@@ -114,19 +114,19 @@ class Pins:
     # -- what it takes --------------------------------------------------------------------------------------------
 
     def _wishes(self, sequence: TokenSequence, limit: int) -> tuple[Hit, list[_Wish]]:
-        """The hit, and the leases that keep it: in each tier as far as it holds something of it."""
+        """The hit, and the leases that pin it: in each tier as far as that tier holds it."""
         cache = self.cache
         hit = find_hit(cache.index, sequence, cache.layout, limit)
         ends: list[tuple[Tier, int]] = []
         if hit.stop > hit.device_stop:
             ends.append((Tier.HOST, hit.stop))
-            if cache.layout.windows:  # what the device holds behind where it alone could go on
+            if cache.layout.windows:  # what the device holds behind the device hit
                 ends.append((Tier.DEVICE, hit.stop))
         elif (host_stop := held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)) > 0:
             ends.append((Tier.HOST, host_stop))
         if hit.device_stop:
             ends.append((Tier.DEVICE, hit.device_stop))
-        # The same prompt again has to compute its last token: its windows begin where a shorter hit needs them.
+        # The same prompt again computes its last token: its hit may be shorter, and its windows begin earlier.
         again = self._hit_again(sequence, hit)
         device_start = again.device_stop or again.stop
         starts = {Tier.DEVICE: device_start, Tier.HOST: again.stop}
@@ -146,7 +146,7 @@ class Pins:
         pin.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
         if not wishes:
             return
-        # Exactly what is there is pinned: what is published behind it later is its publisher's.
+        # Pin exactly what is there, not what is published behind it later.
         last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
         for wish in wishes:
             run = next(run for run in last.path() if run.start < wish.stop)
@@ -170,7 +170,7 @@ class Pins:
                 raise OutOfBlocks(added, max(0, bound - num_kept), retryable=added <= bound)
 
     def _num_added(self, hit: Hit, wishes: list[_Wish], kept: set[Part]) -> int:
-        """Blocks of one tier that no pin keeps so far."""
+        """Blocks of one tier that `wishes` would pin and no pin keeps so far."""
         wanted: dict[Part, range] = {}
         for wish in wishes:
             for band, start in zip(self.cache.layout.bands, (0, *wish.starts), strict=True):
@@ -184,7 +184,7 @@ class Pins:
 
 
 def _parts(lease: Lease) -> Iterator[Part]:
-    """Every part that `lease` pins: of the spine all, of a window from its start on."""
+    """Every part that `lease` pins: of full attention all, of window bands from their starts on."""
     for run in lease.run.path():
         for part, start in zip(run.parts_in(lease.tier), (0, *lease.starts), strict=True):
             if run.start >= start:

@@ -1,7 +1,7 @@
 """Store policies: which of the blocks that requests have published are stored in the host, and when.
 
 `EagerStore` stores at commit, `LazyStore` what is about to be evicted, `SelectiveStore` what was asked for before,
-`NoStore` nothing. What one request may have stored is narrowed once more by its own `StoreScope` and limit.
+`NoStore` nothing. A request's own `StoreScope` and limit narrow that further.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ class StoreScope(enum.Enum):
 
     ALL = "all"
     PROMPT = "prompt"
-    """Nothing that it generates."""
+    """No generated tokens."""
     NONE = "none"
 
 
 class StorePolicy(Protocol):
-    """Asked by the ledger; positions are units of the layout. `EagerStore` is a base for policies of one's own."""
+    """What the ledger asks of a policy; positions are units of the layout. `EagerStore` is a base for custom ones."""
 
     @property
     def num_watermark_blocks(self) -> int:
-        """0: what is wanted is stored at once. Else as late as possible: once it is among the next so many device
-        blocks that allocations will take."""
+        """0: store wanted blocks at once. Else, as late as possible: once they are among the next so many device blocks
+        that allocations will take."""
         ...
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
-        """The policy as one ledger uses it: what counts, or depends on the size of the pool, is another object."""
+        """The policy for one ledger: a new object if it counts, or depends on the size of the pool."""
         ...
 
     def seen(self, holding: Holding, first: int, stop: int) -> None:
-        """Units `[first, stop)` of its tokens were asked for: those of its prompt when it is admitted, those of what
-        it generated when it is done. Not told of requests that store nothing."""
+        """Units `[first, stop)` of its tokens were asked for: those of the prompt at admission, generated ones when it
+        is done. Not called for requests that store nothing."""
         ...
 
     def wanted_stop(self, holding: Holding) -> int:
-        """Up to which unit what `holding` has published should be in the host. Asked at every commit, and once more
-        when the request is done."""
+        """The unit up to which the published blocks of `holding` should be in the host. Asked at every commit, and once
+        more when the request is done."""
         ...
 
 
 @attrs.frozen
 class EagerStore:
-    """At once, whatever is confirmed computed."""
+    """Stores every published block, at once."""
 
     @property
     def num_watermark_blocks(self) -> int:
@@ -89,7 +89,7 @@ class EagerStore:
 
 @attrs.frozen
 class NoStore(EagerStore):
-    """Never: a cache on the device alone."""
+    """Stores nothing: a cache on the device alone."""
 
     def wanted_stop(self, holding: Holding) -> int:
         return 0
@@ -104,9 +104,9 @@ def _int_in(minimum: int, maximum: int) -> Any:
 
 @attrs.frozen
 class LazyStore:
-    """Just before it would be lost: once the room for `watermark_blocks` more device blocks would have to evict it.
+    """Stores blocks just before eviction: once allocating `watermark_blocks` more device blocks would evict them.
 
-    None is an eighth of the device pool. Best effort: what is evicted faster than it can be stored is lost.
+    None is an eighth of the device pool. Best effort: blocks evicted before they are stored are lost.
     """
 
     watermark_blocks: int | None = attrs.field(
@@ -131,9 +131,9 @@ class LazyStore:
 
 @attrs.define(eq=False)
 class SelectiveStore:
-    """What was asked for at least `min_seen` times, at commit.
+    """Stores, at commit, what was asked for at least `min_seen` times.
 
-    Prefixes are counted, also those that no tier holds any more, as long as `max_counted_tokens` suffice: 4 bytes each.
+    Counts prefixes, also those that no tier holds any more, within `max_counted_tokens` of 4 bytes each.
     """
 
     min_seen: int = attrs.field(default=2, validator=_int_in(1, MAX_SEEN))
@@ -171,7 +171,7 @@ def store_policy_of(value: Any) -> StorePolicy:
 
 
 def store_limit(prefix: Prefix, unit_tokens: int, store: StoreScope | str, max_store_tokens: int | None) -> int:
-    """Up to which unit a request for `prefix` may have its tokens stored."""
+    """The unit up to which a request for `prefix` may be stored."""
     limit = NO_LIMIT
     if store is not StoreScope.ALL:
         limit = _limit_of_scope(prefix, unit_tokens, store)

@@ -28,10 +28,10 @@ class Preemption:
     """What a preempted request has given up."""
 
     num_freed: int
-    """Device blocks that can be had now and could not before, besides those that an abandoned load has given back. What
-    others share stays theirs."""
+    """Device blocks by which the room grew, without those of an abandoned load. Blocks shared with other requests stay
+    in use."""
     num_pending: int
-    """Blocks that copies still read: free when the jobs in `job_ids` are over."""
+    """Blocks that copies still read: released when the jobs in `job_ids` are over."""
     job_ids: tuple[int, ...]
     plans: tuple[TransferPlan, ...] = ()
     """Stores to launch."""
@@ -49,7 +49,7 @@ class Preemptions:
 
     @staticmethod
     def check(holding: Holding) -> None:
-        """Refuse to preempt who has nothing to give up, or can't now."""
+        """Refuse to preempt a request without blocks to give up, in a step, or waiting for room (unless REQUEUED)."""
         require(holding, "preempt", _S.ALLOCATED, _S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED, _S.RUNNING)
         if holding.state is not _S.REQUEUED:
             require_idle(holding, "preempt")
@@ -57,8 +57,8 @@ class Preemptions:
             raise WrongState(f"preempt: a step touches the blocks of {holding}")
 
     def preempt(self, holding: Holding) -> Preemption:
-        """Offer what is computed to the host, pin it there, and let go of every device block. The caller has abandoned
-        a load before."""
+        """Offer what is computed to the host, pin it there, and release every device block. The caller has abandoned
+        the load, if there was one."""
         before = self.admission.room
         if holding.waiter is not None:
             self.admission.leave(holding.waiter)
@@ -76,11 +76,11 @@ class Preemptions:
         tell(self.moves, holding)
         read = {job.job_id: held & _read_by(job.plan) for job in self.jobs.unsettled.values()}
         job_ids = tuple(job_id for job_id, blocks in read.items() if blocks)
-        num_freed = max(0, self.admission.room - before)  # a store may read the margin before a window, too
+        num_freed = max(0, self.admission.room - before)  # less than 0 if stores pin the margin before a window
         return Preemption(num_freed, len(set().union(*read.values())), job_ids, plans)
 
     def resume(self, holding: Holding, num_tokens: int | None) -> None:
-        """Match again what it has computed so far. Room and a load are asked for as after the first match."""
+        """Match it again, with what it has computed: PINNED. It asks for room and a load as after the first match."""
         require(holding, "resume", _S.PREEMPTED)
         if num_tokens is not None:
             self.admission.check_could_fit(num_tokens)
@@ -89,8 +89,8 @@ class Preemptions:
         self.moves.request(holding, _S.PINNED)
 
     def _store(self, holding: Holding) -> tuple[TransferPlan, ...]:
-        """Whatever the policy would rather wait for; only one that never stores, and a request that must not be
-        stored, keep nothing."""
+        """Store at once what is published, whatever the timing of the policy; nothing with `NoStore`, nor beyond the
+        request's store limit."""
         run, stop = holding.device_run, min(holding.published, holding.store_limit)
         if run is None or not stop or holding.epoch != self.cache.epoch or isinstance(self.policy, NoStore):
             return ()

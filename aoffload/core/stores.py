@@ -1,4 +1,4 @@
-"""Stores: what of a holding's path is offered to the host, and the room it gets there."""
+"""Stores: what of a path is stored, and the host blocks for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Stores", "first_stored"]
 
 @attrs.define(eq=False)
 class Stores:
-    """Best effort: never waits for room, and what is refused is offered again."""
+    """Best effort: never waits for room. Blocks that find none are offered again later."""
 
     cache: PrefixCache
     jobs: JobBook
@@ -29,8 +29,8 @@ class Stores:
 
     def offer(self, holding: Holding | None, run: Run, first: int, stop: int, *, with_windows: bool) -> list[Job]:
         """Store what the host lacks of the path of `run` up to unit `stop`, from unit `first` on and before it as far
-        as something is missing; of bands of limited reach, if asked for, what a hit near `stop` needs. For `holding`,
-        or for nobody in particular."""
+        as something is missing; `with_windows`: also what a hit near `stop` needs of window bands. `holding` is None
+        for a write-back."""
         if not self.cache.tiers[Tier.HOST].pool.num_blocks:
             return []
         jobs: list[Job] = []
@@ -45,8 +45,7 @@ class Stores:
         return jobs
 
     def last_end(self, holding: Holding | None, stop: int) -> int:
-        """The last unit at which a hit of the same tokens, asked for in the same way, could end: before the last token,
-        on the grid of whoever asks."""
+        """The last unit that a repeated request could hit: one token short, rounded down to its `hit_alignment`."""
         if holding is None:
             return stop
         most = min(stop, (holding.sequence.num_tokens - 1) // self.cache.layout.unit_tokens)
@@ -56,7 +55,7 @@ class Stores:
         self, holding: Holding | None, band: Band, over: list[Stretch], source_ids: array[int] | None = None
     ) -> list[Job]:
         """Store `over`, as far as the host has room; from `source_ids`, where the blocks are an engine's."""
-        # Pinned before room is made: what is stored must not evict the prefix it hangs on.
+        # Pinned before room is made: the store must not evict the prefix before it.
         host, end = self.cache.tiers[Tier.HOST], over[-1].run
         pin = self.cache.lease(Tier.HOST, end, [end.stop for _ in self.cache.layout.windows])
         start, wanted = over[0].start, over[-1].stop - over[0].start
@@ -77,14 +76,14 @@ class Stores:
 
 
 def first_stored(band: Band, end: int) -> int:
-    """The first unit of a band of limited reach that is stored for a hit that ends at unit `end`: what it needs, or a
-    little before, as the next turn of a conversation does."""
+    """The first unit of a window band that is stored for a hit that ends at unit `end`: with a margin, since the next
+    turn of a conversation may match somewhat earlier."""
     needed = band.first_needed(end * band.unit_tokens)
     return max(0, needed - band.margin(end - needed))
 
 
 def _together(found: list[Stretch]) -> Iterator[list[Stretch]]:
-    """Stretches, last first, as what lies without a gap, in prefix order."""
+    """Group stretches, given last first, into lists without gaps, in prefix order."""
     together: list[Stretch] = []
     for stretch in reversed(found):
         if together and together[-1].stop != stretch.start:

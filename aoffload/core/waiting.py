@@ -1,7 +1,7 @@
-"""The line for room: who waits for device blocks, in which order. `Admission` serves it.
+"""The line for room: the waiters for device blocks, in order. `Admission` serves it.
 
-Rules (design, section 6, points 9 and 10): all or nothing; `extend` goes before `allocate`; only the head of the
-allocations keeps pins while it waits; the grant is in the waiter before anybody is woken.
+Rules: all or nothing; `extend` goes before `allocate`; only the head of the allocations keeps pins while it waits; the
+grant is in the waiter before any `wake` is called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Line", "require_idle"]
 
 @attrs.define(eq=False)
 class Line:
-    """Those who wait: extensions in the order they came, allocations by ticket."""
+    """The waiters: extensions in order of arrival, allocations by ticket."""
 
     extending: list[Waiter] = attrs.field(factory=list)
     allocating: list[Waiter] = attrs.field(factory=list)
@@ -31,7 +31,7 @@ class Line:
         self.extending.append(waiter)
 
     def join_allocating(self, waiter: Waiter) -> None:
-        """Queue by ticket: who had to let go of everything gets its old place back."""
+        """Queue by ticket: a REQUEUED request gets its old place back."""
         insort(self.allocating, waiter, key=_ticket)
 
     def leave(self, waiter: Waiter) -> None:

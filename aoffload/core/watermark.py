@@ -1,10 +1,10 @@
-"""The eviction watermark: what the next allocations would evict, stored before they do.
+"""The eviction watermark: stores what the next allocations would evict, before they do.
 
     device order, oldest first:   [in flight | in the host | not yet | ...............]
                                    <-- free blocks + these: watermark -->
 
-What is in flight counts, so no more than about a watermark is pinned by such stores at a time; what is behind it can be
-evicted meanwhile and is lost then.
+Stores in flight count, so such stores pin no more than about a watermark at a time. Blocks behind it may be evicted
+meanwhile, and are lost then.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class EvictionWatermark:
     _looked_at: tuple[int, ...] = ()
 
     def offer(self, run: Run, stop: int) -> None:
-        """Have the path of `run` stored up to unit `stop` once it is about to be lost."""
+        """Mark the path of `run` up to unit `stop`, to be stored once it is about to be evicted."""
         for current in run.path():
             reached = min(stop, current.stop)
             if current.start < stop:
                 if current.offered_stop >= reached:
-                    break  # and with it all that lies before
+                    break  # and so is all before it
                 current.offered_stop = reached
                 self._num_offers += 1
 
     def plan(self) -> list[Job]:
-        """Store what was offered of the runs that are about to lose blocks. Whole prefixes: the host holds nothing
-        whose front it lacks."""
+        """Store what was offered of the runs that are about to lose blocks, with all that is missing before it: the
+        host holds nothing whose front it lacks."""
         if not self.num_blocks or self._nothing_changed():
             return []
         jobs: list[Job] = []
-        for run in self._about_to_lose():  # all of them first: pinning the first one changes the order
-            if run.parts:  # else it was joined with another one meanwhile: next time
+        for run in self._about_to_lose():  # listed first: pinning changes the order
+            if run.parts:  # else it was merged with another one meanwhile: next time
                 jobs += self._store(run)
         return jobs
 
@@ -58,7 +58,7 @@ class EvictionWatermark:
         return jobs
 
     def _nothing_changed(self) -> bool:
-        """Whether room is what it was, and nothing new was offered: so it is at most commits."""
+        """True for most commits: free counts and offers unchanged."""
         device, host = self.cache.tiers
         room = (device.pool.num_free, device.num_cached, device.num_evicted, host.room)
         now = (*room, self.cache.epoch, self._num_offers)
@@ -66,7 +66,7 @@ class EvictionWatermark:
         return now == before
 
     def _about_to_lose(self) -> list[Run]:
-        """Runs with blocks in the watermark that the host may lack, the next to be evicted first."""
+        """Runs with blocks within the watermark that the host may lack, in eviction order."""
         device = self.cache.tiers[Tier.DEVICE]
         left = self.num_blocks - device.pool.num_free - self.jobs.num_stored_now()
         found: dict[Run, None] = {}
@@ -89,6 +89,6 @@ class EvictionWatermark:
 
 
 def _is_end(run: Run) -> bool:
-    """Whether a later prompt may end in `run`, as far as it was offered: where nothing goes on. Only there a hit needs
+    """Whether a later hit may end in `run`: no run is behind it, or only its front was offered. Only there a hit needs
     a window."""
     return not run.num_after or run.offered_stop < run.stop

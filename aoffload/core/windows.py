@@ -1,4 +1,4 @@
-"""Windows: what a holding gives back when what it has computed has moved on."""
+"""Windows: a request gives back the blocks that its windows have left behind."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["slide", "slide_off"]
 
 
 def slide(cache: PrefixCache, holding: Holding) -> None:
-    """Let go of the blocks that are needed no more for computing to go on where `holding` has come to.
+    """Release the blocks that computing on from `num_computed_tokens` needs no more.
 
-    Its own are free, what is cached stays cached as long as there is room. Their positions are null from now on. A
-    step that runs may still read them: it slides when it ends.
+    Private blocks are freed; cached ones stay cached as long as there is room. Their positions become null. Does
+    nothing in a step, which may still read them: the end of the step slides.
     """
     if not holding.num_steps and holding.tables:
         slide_off(cache, holding)
 
 
 def slide_off(cache: PrefixCache, holding: Holding) -> None:
-    """The same at the end of a load: a step that runs overlaps it, and reads nothing before its end."""
+    """The same even in a step, at the end of a load: a step that overlaps it reads nothing that slides off."""
     for band in cache.layout.windows:
         table = holding.tables[band.number]
         start = min(band.first_needed(holding.num_computed_tokens), holding.num_units)
