@@ -85,11 +85,10 @@ class EngineOffers:
         return found
 
     def check_sources(self, found: Sequence[Offer]) -> None:
-        """Refuse a block that is named twice, or that a load in quarantine may still write to."""
+        """Refuse a block that is named twice, or that a load may still write to."""
         if found and not are_distinct([offer.blocks for offer in found]):
             raise InvalidArgument("block_ids", "names a block twice")
-        if self.jobs.quarantined:
-            doubtful = self.jobs.doubtful_ids(Tier.DEVICE)
+        if found and (doubtful := self.jobs.doubtful_ids(Tier.DEVICE)):
             for offer in found:
                 if wrong := doubtful.intersection(offer.blocks):
                     raise InvalidArgument("block_ids", f"names block {min(wrong)}, which a copy may still write to")

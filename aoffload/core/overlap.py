@@ -38,13 +38,13 @@ _S = OverlapState
 
 def can_start(cache: PrefixCache, holding: Holding) -> bool:
     """Whether a step may overlap the load: all that the step would read is on the device or in a job of the load, and
-    the units behind have blocks. False after `reset(Tier.DEVICE)`: then jobs publish nothing."""
+    the units behind have blocks. False after a reset: then jobs publish nothing."""
     load, overlap = holding.load, holding.overlap
     if load is None:
         return False
     if holding.num_steps:
         return True  # the step keeps its blocks, even if the load is over
-    if not load.jobs:
+    if not load.jobs or holding.epoch != cache.epoch:
         return False
     if overlap is not None and overlap.state is _S.INVALID:
         return False  # of an earlier load, and the engine was not told yet

@@ -346,6 +346,20 @@ def test_a_find_that_answers_wrongly_is_refused(found: Any) -> None:
     assert driven.offer(holding, 18, [[4, 5, 6, 7]], [70])
 
 
+def test_what_another_load_is_writing_is_not_stored() -> None:
+    """An engine that names a block which another request's load still writes to would store bytes that nobody has
+    proven: refused, and nothing is changed."""
+    driven = EngineDriven()
+    driven.serve(A)
+    _, (plan,) = driven.loading(A)
+    writing = list(plan.destination_ids)
+    other, (table,) = driven.computed(B)
+    with refused(driven.ledger, other, error=InvalidArgument, says=("block_ids: ", str(writing[0]))):
+        driven.ledger.offer(other, 16, [[*table[:3], writing[0]]])
+    assert driven.offer(other, 16, [table])
+    driven.land([plan])
+
+
 def test_what_a_copy_may_still_write_to_is_not_stored() -> None:
     """After an unproven load the engine computes in other blocks; those of the load are refused until late proof."""
     driven = EngineDriven()
