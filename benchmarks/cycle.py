@@ -24,7 +24,7 @@ __all__ = ["BLOCK_SIZE", "ROOT", "SIZES", "PerBlock", "Tokens", "ledger_with", "
 Tokens = npt.NDArray[np.int32]
 BLOCK_SIZE = 16
 SIZES = (64, 512, 4096, 8192)
-WANTED = (15.0, 80.0, 350.0, 600.0)
+WANTED = (6.0, 36.0, 300.0, 470.0)
 SECONDS_PER_ROW = 4.0
 ROOT = Root("benchmark")
 

@@ -89,8 +89,8 @@ _WINDOWS = (
     Mutant(
         "window stored from where its run begins",
         "aoffload.core.components",
-        "max(start, part.first), min(part.stop, stop))",
-        "max(start, current.start), min(part.stop, stop))",
+        "max(start, part.first), min(stop, part.stop)",
+        "max(start, current.start), min(stop, part.stop)",
         "a store names only what is there",
         scenarios=("stale_window", "mixed_windows"),
     ),

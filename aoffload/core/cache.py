@@ -54,8 +54,9 @@ class PrefixCache(SplitsAndMerges):
         self.full.pin(blocks, run, is_use)
         lease = Lease(tier, run, list(starts))
         for window, start in zip(self.windows, lease.starts, strict=False):
-            self._split_path(run, start)
-            window.pin(blocks, run, start, is_use)
+            if start < run.stop:
+                self._split_path(run, start)
+                window.pin(blocks, run, start, is_use)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -65,7 +66,8 @@ class PrefixCache(SplitsAndMerges):
         lease.released = True
         blocks = self.tiers[lease.tier]
         for window, start in zip(self.windows, lease.starts, strict=False):
-            window.unpin(blocks, lease.run, start)
+            if start < lease.run.stop:
+                window.unpin(blocks, lease.run, start)
         if let_go := self.full.unpin(blocks, lease.run):
             self._tidy_up(let_go, blocks.tier)
 
@@ -76,8 +78,10 @@ class PrefixCache(SplitsAndMerges):
         blocks, old = self.tiers[lease.tier], lease.run
         self.full.pin(blocks, run, is_use=True)
         for window, start in zip(self.windows, lease.starts, strict=False):
-            window.pin(blocks, run, max(start, old.stop), is_use=True)
-            window.unpin(blocks, old, max(start, run.stop))
+            if run.stop > old.stop:
+                window.pin(blocks, run, max(start, old.stop), is_use=True)
+            else:
+                window.unpin(blocks, old, max(start, run.stop))
         lease.run = run
         if run.stop < old.stop:
             lease.starts = [min(start, run.stop) for start in lease.starts]
@@ -112,10 +116,12 @@ class PrefixCache(SplitsAndMerges):
         return [part for part, count in counts.items() if count == part.num_references]
 
     def _split_path(self, run: Run, at: int) -> None:
-        """Split a run on the path of `run`, so that one begins at unit `at`, if the path reaches that far."""
-        for current in _between(run, at, at + 1):
-            if current.start < at:
-                self.split(current, at)
+        """Split a run on the path of `run`, so that one begins at unit `at`, which lies on it."""
+        current: Run | None = run
+        while current is not None and current.start > at:
+            current = current.before
+        if current is not None and current.start < at:
+            self.split(current, at)
 
     def _tidy_up(self, let_go: list[Run], tier: Tier) -> None:
         """Merge runs that only a lease kept apart, and tidy the rest."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .groups import Band, Layout
-from .intervals import without
+from .intervals import outside
 from .paths import Stretch, stretches
 from .plan import Tier
 from .records import Job, Lease, Part, Run
@@ -131,22 +131,22 @@ class WindowComponent:
 
     def pin(self, blocks: TierBlocks, run: Run, start: int, is_use: bool) -> None:
         """Count a lease on every run from unit `start` on, on the path of `run`."""
-        for current in run.path():
-            if current.stop <= start:
-                break
+        current: Run | None = run
+        while current is not None and current.stop > start:
             part = current.part(blocks.tier, self.band.number)
             part.num_references += 1
             if part.num_references == 1 and part.blocks:
                 blocks.make_pinned(part)
             if is_use:
                 part.last_use = 0
+            current = current.before
 
     def unpin(self, blocks: TierBlocks, run: Run, start: int) -> None:
         """The opposite of `pin`."""
-        for current in run.path():
-            if current.stop <= start:
-                break
+        current: Run | None = run
+        while current is not None and current.stop > start:
             self.unpin_run(blocks, current)
+            current = current.before
 
     def unpin_run(self, blocks: TierBlocks, run: Run) -> None:
         part = run.part(blocks.tier, self.band.number)
@@ -183,9 +183,11 @@ class WindowComponent:
         for current in run.path():
             if current.stop <= start:
                 break
-            part, covered = current.part(source, self.band.number), current.part(tier, self.band.number).covered
-            units = without([range(*covered)], max(start, part.first), min(part.stop, stop))
-            found += [Stretch(current, one.start, one.stop) for one in reversed(units)]
+            part = current.part(source, self.band.number)
+            first, last = max(start, part.first), min(stop, part.stop)
+            if first < last:
+                units = outside(*current.part(tier, self.band.number).covered, first, last)
+                found += [Stretch(current, one.start, one.stop) for one in reversed(units)]
         return found
 
     def expected_references(self, tier: Tier, runs: Iterable[Run], leases: Iterable[Lease]) -> Counter[Run]:

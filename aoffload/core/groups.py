@@ -106,8 +106,7 @@ class Band:
         A window that begins inside a unit needs all of it."""
         if not self.number:
             return 0
-        firsts = (self.kind.required_blocks(num_tokens, size).start * size for size in self.block_sizes)
-        return min(firsts, default=0) // self.unit_tokens
+        return self.kind.required_blocks(num_tokens, 1).start // self.unit_tokens
 
     def margin(self, num_units: int) -> int:
         """Units stored in addition before a window of `num_units`: the next turn of a conversation matches somewhat

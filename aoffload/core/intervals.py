@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["within", "without"]
+__all__ = ["outside", "within", "without"]
 
 
 def within(ranges: Iterable[range], start: int, stop: int) -> list[range]:
@@ -22,3 +22,13 @@ def without(ranges: Iterable[range], start: int, stop: int) -> list[range]:
         start = max(start, units.stop)
     found.append(range(start, stop))
     return [units for units in found if units]
+
+
+def outside(first: int, last: int, start: int, stop: int) -> list[range]:
+    """What of `[start, stop)` lies outside of `[first, last)`, which may be empty."""
+    if first >= last or last <= start or stop <= first:
+        return [range(start, stop)] if start < stop else []
+    found = [range(start, first)] if start < first else []
+    if last < stop:
+        found.append(range(last, stop))
+    return found

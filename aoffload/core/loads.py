@@ -11,7 +11,7 @@ from .admission import Admission
 from .arguments import check_int
 from .cache import PrefixCache
 from .groups import Band
-from .intervals import without
+from .intervals import outside
 from .jobs import JobBook
 from .lifecycle import RequestState, require
 from .observer import Moves
@@ -182,10 +182,8 @@ class Loads:
             part = stretch.run.part(Tier.DEVICE, band.number)
             first, stop = part.covered
             shared.update(dict.fromkeys(coming(part)))
-            lacking = without([range(first, stop)], stretch.start, stretch.stop)
-            for units in without(lacking, stretch.start, stretch.stop):
-                self._give_up(holding, band, units.start, units.stop)
-            for units in lacking:
+            self._give_up(holding, band, max(first, stretch.start), min(stop, stretch.stop))
+            for units in outside(first, stop, stretch.start, stretch.stop):
                 if missing and missing[-1].stop == units.start:
                     missing[-1] = range(missing[-1].start, units.stop)
                 else:

@@ -6,7 +6,7 @@ import attrs
 
 from .groups import Layout
 from .index import RunIndex
-from .plan import EVERY_TIER, Tier
+from .plan import EVERY_TIER, NUM_TIERS, Tier
 from .presence import accepted, held_stop, present_stop
 from .records import Run
 from .tokens import TokenSequence
@@ -89,7 +89,7 @@ def _full_path(
         stop = agreed
         if has_full:
             reached = run.start
-            for part in run.parts[1 : len(Tier)]:
+            for part in run.parts[1:NUM_TIERS]:
                 if part.stop > reached:
                     reached = part.stop
             if device_stop == run.start:

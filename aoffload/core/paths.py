@@ -26,11 +26,11 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
     if run is not None and run.start <= start and stop <= run.stop:  # as most do
         return [Stretch(run, start, stop)]
     found: list[Stretch] = []
-    for current in run.path() if run is not None else ():
-        if current.stop <= start:
-            break
-        if current.start < stop:
-            found.append(Stretch(current, max(start, current.start), min(stop, current.stop)))
+    while run is not None and run.stop > start:
+        if run.start < stop:
+            first, last = run.start, run.stop
+            found.append(Stretch(run, first if first > start else start, last if last < stop else stop))
+        run = run.before
     found.reverse()
     return found
 

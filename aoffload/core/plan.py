@@ -7,7 +7,7 @@ from array import array
 
 import attrs
 
-__all__ = ["EVERY_TIER", "Completion", "Direction", "Outcome", "Tier", "TransferPlan"]
+__all__ = ["EVERY_TIER", "NUM_TIERS", "Completion", "Direction", "Outcome", "Tier", "TransferPlan"]
 
 
 class Tier(enum.IntEnum):
@@ -20,6 +20,7 @@ class Tier(enum.IntEnum):
 
 
 EVERY_TIER = tuple(Tier)
+NUM_TIERS = len(EVERY_TIER)
 
 
 class Direction(enum.Enum):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..prefix import Hasher, KeySpan, Root
 from .lifecycle import JobState
-from .plan import Completion, Tier, TransferPlan
+from .plan import NUM_TIERS, Completion, Tier, TransferPlan
 from .tokens import hash_run
 from .tombstones import Tombstone
 
@@ -233,11 +233,11 @@ class Run:
         return self._hash_after
 
     def part(self, tier: Tier, band: int) -> Part:
-        return self.parts[band * len(Tier) + tier]
+        return self.parts[band * NUM_TIERS + tier]
 
     def parts_in(self, tier: Tier) -> tuple[Part, ...]:
         """The parts of one tier, by band."""
-        return self.parts[tier :: len(Tier)]
+        return self.parts[tier::NUM_TIERS]
 
     def whole_path(self) -> list[Run]:
         """This run and all before it, in prefix order."""
