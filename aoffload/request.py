@@ -74,9 +74,7 @@ class Request:
         return self
 
     def _enter_scope(self, deadline: float | None) -> None:
-        self._scope = scope = anyio.CancelScope()
-        if deadline is not None:
-            scope.deadline = deadline
+        self._scope = scope = anyio.CancelScope(deadline=math.inf if deadline is None else deadline)
         if self._cancel_reason:
             scope.cancel()
         scope.__enter__()

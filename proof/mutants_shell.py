@@ -56,8 +56,8 @@ _REQUEST = (
     Mutant(
         "deadline never set",
         REQUEST,
-        "            scope.deadline = deadline\n",
-        "            scope.deadline = float('inf')\n",
+        "deadline=math.inf if deadline is None else deadline)",
+        "deadline=math.inf)",
         "no hang past a deadline",
     ),
     Mutant(

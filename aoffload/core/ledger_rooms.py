@@ -58,70 +58,41 @@ class LedgerRooms:
         check_type("config", config, OffloadConfig)
         check_int("num_device_blocks", num_device_blocks, 2, MAX_BLOCKS)
         check_int("block_bytes", block_bytes, 1)
-        groups = [group for group in config.groups if isinstance(group, KVCacheGroup)]
-        if len(groups) != len(config.groups):
-            raise ConfigError("groups", "must hold KVCacheGroup objects")
-        if device_pool is not None:
-            check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
         if observer is not None:
             check_has("observer", observer, "Observer", OBSERVES)
         _check_engine(device_pool, engine_blocks, clock)
-        self.config = config
-        self.layout = Layout.of(groups)
+        self.config, self.layout = config, Layout.of(_groups_of(config))
         self.holdings: dict[str, Holding] = {}
         self._closing: set[Holding] = set()
-        self._new_order = _eviction_of(config.eviction)
-        host = ExtentPool(config.resolve_host_blocks(block_bytes))
-        if engine_blocks is not None:
-            device: TierBlocks = EngineTier.of(engine_blocks, self._new_order())
-        else:
-            pool = device_pool if device_pool is not None else FreeList(num_device_blocks)
-            device = TierBlocks(Tier.DEVICE, pool, self._new_order())
-        tiers = (device, TierBlocks(Tier.HOST, host, self._new_order()))
-        self.cache = PrefixCache(self.layout, tiers, self._new_order)
-        self._block_bytes = block_bytes
-        units_per_job = self._units_per_job(config.blocks_per_job(block_bytes))
-        self._moves = Moves(observer)
-        self._request_leases = RequestLeases(self.cache)
-        self.jobs = JobBook(self.cache, self._moves, units_per_job)
-        self._pins = Pins(self.cache, self._moves, config.max_pinned_share)
-        yield_pin = self._pins.yield_one
-        self.admission = Admission(self.cache, self._request_leases, self._moves, self._others_hold_room, yield_pin)
-        self._loads = Loads(self.cache, self._request_leases, self._moves, self.jobs, self.admission)
-        self._forks = Forks(self.cache, self._request_leases, self.admission, self._moves)
+        self._num_admitted, self._block_bytes = 0, block_bytes
+        new_order = _eviction_of(config.eviction)
+        device = _device_tier(num_device_blocks, device_pool, engine_blocks, new_order)
+        host = TierBlocks(Tier.HOST, ExtentPool(config.resolve_host_blocks(block_bytes)), new_order())
+        self.cache = cache = PrefixCache(self.layout, (device, host), new_order)
+        self._moves = moves = Moves(observer)
+        self._request_leases = leases = RequestLeases(cache)
+        self.jobs = JobBook(cache, moves, self._units_per_job(config.blocks_per_job(block_bytes)))
+        self._pins = Pins(cache, moves, config.max_pinned_share)
+        self.admission = Admission(cache, leases, moves, self._others_hold_room, self._pins.yield_one)
+        self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
+        self._forks = Forks(cache, leases, self.admission, moves)
         policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
-        stores = Stores(self.cache, self.jobs, self._moves)
-        watermark = EvictionWatermark(self.cache, self.jobs, stores, policy.num_watermark_blocks)
-        self._commits = Commits(
-            self.cache, self._request_leases, stores, self.admission, self._loads, policy, watermark, self._pins
-        )
-        self._preemptions = Preemptions(
-            self.cache, self._request_leases, self._moves, self.jobs, stores, self.admission, policy
-        )
+        stores = Stores(cache, self.jobs, moves)
+        watermark = EvictionWatermark(cache, self.jobs, stores, policy.num_watermark_blocks)
+        self._commits = Commits(cache, leases, stores, self.admission, self._loads, policy, watermark, self._pins)
+        self._preemptions = Preemptions(cache, leases, moves, self.jobs, stores, self.admission, policy)
         share = config.max_prefetch_share
-        self._cache_transfers = CacheTransfers(
-            self.cache, self._request_leases, self._moves, self._loads, stores, self.admission, share
-        )
+        self._cache_transfers = CacheTransfers(cache, leases, moves, self._loads, stores, self.admission, share)
         self._engine: EngineOwned | None = None
         self._conclude_loads = self._loads.conclude_all
         if isinstance(device, EngineTier) and clock is not None:
             if policy.num_watermark_blocks:
                 raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
             most = max(1, config.bytes_in_flight // block_bytes)
-            offers = EngineOffers(self.cache, self.jobs, stores, self._moves, policy, device, most)
+            offers = EngineOffers(cache, self.jobs, stores, moves, policy, device, most)
             arrivals = Arrivals(clock, config.pending_timeout_s)
-            self._engine = EngineOwned(
-                self.cache,
-                self._request_leases,
-                self._moves,
-                self.jobs,
-                offers,
-                arrivals,
-                self._pins,
-                num_device_blocks,
-            )
+            self._engine = EngineOwned(cache, leases, moves, self.jobs, offers, arrivals, self._pins, num_device_blocks)
             self._conclude_loads = self._engine.conclude_all
-        self._num_admitted = 0
 
     # -- how a call begins and ends -------------------------------------------------------------------------------
 
@@ -175,6 +146,27 @@ class LedgerRooms:
 
     def _no_tables(self) -> list[list[int]]:
         return [[] for _ in self.layout.groups]
+
+
+def _groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
+    groups = [group for group in config.groups if isinstance(group, KVCacheGroup)]
+    if len(groups) != len(config.groups):
+        raise ConfigError("groups", "must hold KVCacheGroup objects")
+    return groups
+
+
+def _device_tier(
+    num_device_blocks: int,
+    device_pool: DevicePool | None,
+    engine_blocks: EngineBlocks | None,
+    new_order: Callable[[], EvictionOrder],
+) -> TierBlocks:
+    if engine_blocks is not None:
+        return EngineTier.of(engine_blocks, new_order())
+    if device_pool is None:
+        device_pool = FreeList(num_device_blocks)
+    check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
+    return TierBlocks(Tier.DEVICE, device_pool, new_order())
 
 
 def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> None:
