@@ -32,6 +32,7 @@ from .session import RequestOptions, Session
 from .steps import Computed, commit_step, hold, run_step
 from .telemetry import Telemetry
 from .transfer.fence import Fence
+from .transfer.layout import check_block_sizes, described
 from .transfer.local import LocalTransport
 from .transfer.transport import TRANSPORTS, TransferStatistics, Transport
 from .worker import CopyWorker
@@ -80,6 +81,7 @@ class OffloadRuntime:
             check_has("logger", logger, "structlog logger", "bind")
         self.config = config
         self.transport: Transport = LocalTransport(kv_caches) if transport is None else transport
+        check_block_sizes(self.transport, config.groups)
         self.env = env if env is not None else Env()
         self.telemetry = Telemetry(logger)
         self.observers = Observers(self.telemetry, as_tuple("observers", observers, "RuntimeObserver"))
@@ -114,7 +116,8 @@ class OffloadRuntime:
             self._opening.close(self.config.close_timeout_s)  # nothing was launched: its threads end at once
             raise
         self._session.is_open = True
-        self.telemetry.runtime_opened(self.transport.num_device_blocks - 1, self._opening.num_host_blocks)
+        layout = described(self.transport)
+        self.telemetry.runtime_opened(self.transport.num_device_blocks - 1, self._opening.num_host_blocks, layout)
         return self
 
     async def _start_worker(self) -> TaskGroup:

@@ -194,8 +194,10 @@ class Telemetry:
         self.logger.info("host_memory_page_locked", **attrs.asdict(progress))
 
     @_harmless
-    def runtime_opened(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        self.logger.debug("runtime_opened", num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
+    def runtime_opened(self, num_device_blocks: int, num_host_blocks: int, layout: str) -> None:
+        """`layout`: the KV regions as they are understood; empty where a transport of the program's own has them."""
+        sizes = {"num_device_blocks": num_device_blocks, "num_host_blocks": num_host_blocks}
+        self.logger.info("runtime_opened", **sizes, layout=layout)
 
     @_harmless
     def runtime_closed(self, num_quarantined_jobs: int) -> None:

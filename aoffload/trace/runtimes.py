@@ -9,7 +9,7 @@ from .wording import counted, plain
 
 __all__ = ["RuntimeLife", "Runtimes"]
 
-_OWN_FIELDS = {"event", "level", "timestamp", "num_device_blocks", "num_host_blocks"}
+_OWN_FIELDS = {"event", "level", "timestamp", "num_device_blocks", "num_host_blocks", "layout"}
 _PLACES_IN_CODE = {"logger", "logger_name", "pathname", "filename", "module", "func_name", "qual_name", "lineno"}
 """Fields that structlog may add about the place in the code; they differ from event to event."""
 _THREADS = {"thread", "thread_name"}

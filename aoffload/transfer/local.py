@@ -47,7 +47,7 @@ class LocalTransport:
         self.backend: CopyBackend = make(regions)
         check_has("backend", self.backend, "factory of copy backends", "num_device_blocks block_bytes")
         self._watcher = self.backend if isinstance(self.backend, WatchesRegions) else None
-        self._num_regions = len(regions)
+        self.regions = regions
         self._lanes: dict[Direction, CopyLane] = {}
         self._num_blocks: dict[Tier, int] = {}
         self._turns = Turns()
@@ -63,7 +63,7 @@ class LocalTransport:
 
     @property
     def num_regions(self) -> int:
-        return self._num_regions
+        return len(self.regions)
 
     @property
     def opens_slowly(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ __all__ = ["KVRegion", "byte_rows", "regions_of"]
 
 _DEVICE_TYPES = ("cpu", "cuda")
 MAX_BYTES = 2**60
+MAX_PARTS = 1024
 
 
 def _plain(tensor: Any) -> torch.Tensor:
@@ -47,6 +49,8 @@ class KVRegion:
     tensor: torch.Tensor = attrs.field(converter=_plain)
     block_stride_bytes: int
     block_bytes: int
+    block_shape: tuple[int, ...] = attrs.field(default=(), kw_only=True)
+    """Shape of one block, as far as it is known; `of` and `all_of` know it."""
     num_blocks: int = attrs.field(init=False)
     """Blocks within the tensor's own extent, including the null block 0."""
 
@@ -64,19 +68,38 @@ class KVRegion:
         object.__setattr__(self, "num_blocks", (extent - self.block_bytes) // self.block_stride_bytes + 1)
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> KVRegion:
-        """The region of a tensor `[num_blocks, ...]`: block `b` is `tensor[b]`, which has to be contiguous."""
-        tensor = _plain(tensor)
-        if tensor.dim() == 0 or tensor.numel() == 0:
-            raise RegionError("tensor", f"has no blocks: its shape is {list(tensor.shape)}")
-        block = tensor[0]
-        if not block.is_contiguous():
+    def of(cls, tensor: torch.Tensor, block_axis: int = 0) -> KVRegion:
+        """The region of a tensor whose axis `block_axis` counts blocks: block `b` is `tensor.select(block_axis, b)`.
+
+        Its bytes have to lie together, in any order of its axes. `RegionError` if they do not: see `all_of`.
+        """
+        blocks = _blocks_first(tensor, block_axis)
+        block = blocks[0]
+        if not _is_dense(block):
             problem = f"a block is not contiguous: its shape is {list(block.shape)}, its strides {list(block.stride())}"
-            raise RegionError("tensor", problem)
-        block_bytes = block.numel() * tensor.element_size()
-        if tensor.shape[0] == 1:  # the stride of a dimension of one means nothing
-            return cls(tensor, block_bytes, block_bytes)
-        return cls(tensor, tensor.stride(0) * tensor.element_size(), block_bytes)
+            raise RegionError("tensor", f"{problem}; KVRegion.all_of gives a region for each contiguous part")
+        block_bytes, shape = block.numel() * blocks.element_size(), tuple(block.shape)
+        if blocks.shape[0] == 1:  # the stride of a dimension of one means nothing
+            return cls(blocks, block_bytes, block_bytes, block_shape=shape)
+        return cls(blocks, blocks.stride(0) * blocks.element_size(), block_bytes, block_shape=shape)
+
+    @classmethod
+    def all_of(cls, tensor: torch.Tensor, block_axis: int = 0) -> tuple[KVRegion, ...]:
+        """As few regions as hold all bytes of a tensor whose axis `block_axis` counts blocks.
+
+        Two for `[2, num_blocks, ...]` (keys, then values) with `block_axis=1`: one for the keys, one for the values.
+        """
+        found, waiting = list[KVRegion](), [_blocks_first(tensor, block_axis)]
+        while waiting:
+            blocks = waiting.pop()
+            if _is_dense(blocks[0]):
+                found.append(cls.of(blocks))
+                continue
+            outermost = max(range(1, blocks.dim()), key=lambda axis: (blocks.shape[axis] > 1, blocks.stride(axis)))
+            if len(found) + len(waiting) + blocks.shape[outermost] > MAX_PARTS:
+                raise RegionError("tensor", f"a block is in more than {MAX_PARTS} parts")
+            waiting += reversed(blocks.unbind(outermost))
+        return tuple(found)
 
     @property
     def device(self) -> torch.device:
@@ -92,6 +115,27 @@ class KVRegion:
             f"<KVRegion blocks={self.num_blocks} block_bytes={self.block_bytes}"
             f" stride={self.block_stride_bytes} {self.tensor.dtype} {self.device}>"
         )
+
+
+def _blocks_first(tensor: torch.Tensor, block_axis: int) -> torch.Tensor:
+    """`tensor` with the axis that counts blocks in front."""
+    tensor = _plain(tensor)
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        raise RegionError("tensor", f"has no blocks: its shape is {list(tensor.shape)}")
+    if type(block_axis) is not int or not -tensor.dim() <= block_axis < tensor.dim():
+        raise RegionError("block_axis", f"must be an axis of {list(tensor.shape)}, got {shown(block_axis)}")
+    return tensor.movedim(block_axis, 0)
+
+
+def _is_dense(block: torch.Tensor) -> bool:
+    """Whether the bytes of `block` lie together without a gap, whatever the order of its axes."""
+    expected = 1
+    for stride, size in sorted(zip(block.stride(), block.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def byte_rows(region: KVRegion) -> torch.Tensor:
@@ -136,9 +180,18 @@ def _region(name: str, member: object) -> KVRegion:
     if isinstance(member, KVRegion):
         return member
     try:
+        _warn_of_two(name, _plain(member))
         return KVRegion.of(_plain(member))
     except RegionError as error:
         raise RegionError(name, error.problem if error.argument == "tensor" else str(error)) from None
+
+
+def _warn_of_two(name: str, tensor: torch.Tensor) -> None:
+    """Keys and values first, as some attention kernels have them, would be taken for a pool of two blocks."""
+    if tensor.dim() > 2 and tensor.shape[0] == 2 < tensor.shape[1]:
+        problem = f"{name}: the first axis of {list(tensor.shape)} is taken for 2 blocks, one of them the null block"
+        advice = "if axis 1 counts blocks, give KVRegion.all_of(tensor, block_axis=1)"
+        warnings.warn(f"{problem}; {advice}", UserWarning, stacklevel=2)
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:

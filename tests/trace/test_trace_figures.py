@@ -106,7 +106,7 @@ def test_skipped_stores_alarms_and_failures_are_named(tmp_path: Path) -> None:
 
     telemetry = Telemetry(Logger())
     telemetry.host_memory_page_locked(PinProgress(8, 8, 8, 1))
-    telemetry.runtime_opened(4, 4)
+    telemetry.runtime_opened(4, 4, "")
     for num_blocks in (3, 4):
         telemetry.store_skipped(None, num_blocks, "host_full")
     telemetry.transport_stalled(2)
