@@ -24,7 +24,7 @@ _S = RequestState
 
 @attrs.define(eq=False)
 class Admission:
-    """Decides which request gets device blocks, and when. Granting never waits; refusing changes no count."""
+    """Decides which request gets device blocks, and when. No call waits, and a refused call takes nothing."""
 
     cache: PrefixCache
     request_leases: RequestLeases
@@ -32,10 +32,10 @@ class Admission:
     others_hold_room: Callable[[], bool]
     """Whether a job, a step or a request outside the line holds device blocks, which it will release some day."""
     yield_pin: Callable[[], bool] = lambda: False
-    """Ends a pin that keeps device blocks; whether there was one. Called only if no other owner can make room."""
+    """Ends a pin that keeps device blocks. False: there is none. Called only if no other owner can make room."""
     line: Line = attrs.field(factory=Line)
     _promised: int = 0
-    """The capacity that every waiter in the line was checked against."""
+    """An upper bound of `num_least` for all waiters. If the capacity falls below it, some may no longer fit."""
 
     # -- what a request asks for ----------------------------------------------------------------------------------
 
@@ -113,9 +113,11 @@ class Admission:
             self.request_leases.match_again(holding)
 
     def match_again(self, holdings: Iterable[Holding]) -> None:
-        """Match again those of `holdings` that have not read their match yet: cached blocks were withdrawn.
+        """Match again those of `holdings` that have no block tables yet: cached blocks were withdrawn. A request in the
+        line is matched when the line is served; a grant not accepted yet goes back.
 
-        All release their leases before one is matched: a new lease would keep tombstoned blocks from being freed."""
+        All of them release their leases before one is matched. Tombstones are freed once their part has no reference,
+        and a new lease would be one."""
         unread = [holding for holding in holdings if holding.may_match_again]
         for holding in unread:
             self._forget_match(holding)
@@ -123,7 +125,7 @@ class Admission:
             waiter = holding.waiter
             if waiter is None and holding.state is _S.PINNED:
                 self.request_leases.pin(holding)
-            elif waiter is not None and waiter.granted is not None:  # too few blocks for the shorter hit
+            elif waiter is not None and waiter.granted is not None:  # granted for a longer hit: too few blocks now
                 self.cache.give(Tier.DEVICE, waiter.take_back())
                 self.wait_for_allocation(waiter)
 
@@ -133,7 +135,7 @@ class Admission:
         self.moves.request(holding, _S.ALLOCATED)
 
     def extension(self, holding: Holding, before: int) -> Extension:
-        """The ids added from unit `before` on, and the positions nulled since the last `Extension`."""
+        """The ids added from unit `before` on, and the positions that windows have left since the last `Extension`."""
         layout = self.cache.layout
         added = layout.by_group([table.at(before, holding.num_units) for table in holding.tables])
         nulled: list[list[int]] = [[] for _ in layout.groups]
@@ -159,7 +161,8 @@ class Admission:
         return self.request_leases.num_fresh(holding.published, holding.hit_stop, num_units)
 
     def num_needed(self, holding: Holding, num_units: int) -> int:
-        """Blocks that tables of `num_units` units take in all, without units that lie before the windows."""
+        """Blocks that tables of `num_units` units need in all: those of the device hit count, but none that lie before
+        the window of their band."""
         if holding.tables:
             gone = sum(table.start * table.width for table in holding.tables)
             return num_units * self.cache.layout.width - gone
@@ -167,13 +170,13 @@ class Admission:
         return fresh + self.request_leases.num_kept(holding)
 
     def check_could_fit(self, num_tokens: int) -> None:
-        """Raise `OutOfBlocks` if no match could make `num_tokens` fit."""
+        """Raise `OutOfBlocks` if no match could make `num_tokens` fit: their full attention alone is too much."""
         needed = self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1)) * self.cache.layout.full.width
         if needed > self.capacity:
             raise OutOfBlocks(needed, self.capacity, retryable=False)
 
     def _check_fits(self, holding: Holding, num_units: int) -> None:
-        """Raise `OutOfBlocks` if the request could not fit even alone."""
+        """Raise `OutOfBlocks` if the request, with its present match, could not fit even alone."""
         needed = self.num_needed(holding, num_units)
         if needed > self.capacity:
             raise OutOfBlocks(needed, self.capacity, retryable=False)
@@ -189,8 +192,8 @@ class Admission:
         return self.cache.take(Tier.DEVICE, missing)
 
     def _has_room(self, holding: Holding, num_units: int) -> bool:
-        """Whether there is room for tables of `num_units`. Drops the request's own pins behind its device hit if that
-        makes room, so that it never waits for them. Without room, nothing changes."""
+        """Whether there is room for tables of `num_units`. If only the request's own pins behind its device hit are in
+        the way, it is matched again without them: no request waits for its own pins. Without room, nothing changes."""
         if self.num_missing(holding, num_units) <= self.room:
             return True
         if holding.reserve is None or not holding.may_match_again:
@@ -204,8 +207,8 @@ class Admission:
     # -- the line -------------------------------------------------------------------------------------------------
 
     def wait_for_allocation(self, waiter: Waiter) -> None:
-        """Join the line; only its head keeps pins. A waiter that can never fit, since quarantine took room, fails when
-        the line is served next, whatever its place."""
+        """Put `waiter` into the line of allocations, whose head alone keeps its pins. If quarantine has made the pool
+        too small for `waiter`, it fails when the line is served next, whatever its place."""
         before = self.line.allocating[0] if self.line.allocating else waiter
         self._promised = max(self._promised, self.capacity, self.num_least(waiter))
         waiter.holding.waiter = waiter
@@ -236,7 +239,8 @@ class Admission:
             self.line.leave(waiter)
 
     def serve_line(self, wakes: Iterable[Callable[[], object]] = ()) -> None:
-        """Ends every ledger call that may change room or the line: grant what can be granted, in order, then wake."""
+        """Grant what can be granted, in order, then call what wakes the waiters, and `wakes`. The last thing in every
+        ledger call that may change room or the line."""
         over: list[Waiter] = []
         if self.line.allocating or self.line.extending:
             self._serve(over)
@@ -259,10 +263,11 @@ class Admission:
                 return
 
     def _serve_alone(self, first: Waiter, over: list[Waiter]) -> bool:
-        """If only waiters and pins hold room, do something for the first in line; whether anything was done.
+        """If only waiters and pins hold room, make room for `first`, the head of the allocations, or fail it. False:
+        there are other owners, and `first` waits for them.
 
-        Releasing its match may free tombstoned blocks, or leave a pin as their last reference: try that before ending a
-        pin. Without a pin to end, it can never fit, and fails."""
+        The match of `first` is released before a pin is ended: that may free tombstones, or leave a pin as their last
+        reference. If it frees nothing and there is no pin to end, `first` can never fit."""
         if self.others_hold_room():
             return False
         pool = self.cache.tiers[Tier.DEVICE].pool
@@ -275,7 +280,8 @@ class Admission:
         return True
 
     def _serve_extension(self, waiter: Waiter, over: list[Waiter]) -> bool:
-        """Serve the head of the extensions. True: go on with the head as it is then."""
+        """Grant the head of the extensions, or make progress for it. True: serve the head again, which may be another
+        one now. False: the head waits."""
         missing = self.num_missing(waiter.holding, waiter.num_units)
         if missing > self.room and self.line.allocating:
             self._forget_match(self.line.allocating[0].holding)  # an allocation must not block an extension
@@ -295,6 +301,7 @@ class Admission:
         return youngest is waiter
 
     def _serve_allocation(self, waiter: Waiter, over: list[Waiter]) -> bool:
+        """Grant the head of the allocations, or fail it if it can never fit. False: it waits."""
         holding, device = waiter.holding, self.cache.tiers[Tier.DEVICE]
         if waiter.changes_seen == device.num_changes and waiter.num_missing > device.room:
             return False  # its match would be the same
@@ -304,17 +311,17 @@ class Admission:
             waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))
             over.append(waiter)
             return True
-        if (needed := self.num_needed(holding, waiter.num_units)) > self.capacity:  # only a longer hit had made it fit
+        if (needed := self.num_needed(holding, waiter.num_units)) > self.capacity:  # it fitted only with a longer hit
             self.line.allocating.pop(0)
             waiter.fail(OutOfBlocks(needed, self.capacity, retryable=False))
             over.append(waiter)
             return True
-        if not self.cache.layout.windows:  # with windows, the host and its own pins count too
+        if not self.cache.layout.windows:  # with windows, host blocks and the request's own pins matter, too
             waiter.num_missing, waiter.changes_seen = self.num_missing(holding, waiter.num_units), device.num_changes
         return False
 
     def num_least(self, waiter: Waiter) -> int:
-        """The least blocks that it takes, whatever its hit."""
+        """The fewest blocks that the request of `waiter` needs, whatever its hit."""
         if waiter.holding.tables:
             return self.num_needed(waiter.holding, waiter.num_units)
         return waiter.num_units * self.cache.layout.full.width

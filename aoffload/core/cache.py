@@ -7,8 +7,9 @@ pinned, and an unpinned run never has a pinned one behind it:
     root <- [0,40) <- [40,48) <- [48,50)      leases: a ends at 48, b at 50
               1          1+1         1        [40,48): lease a, and the referenced child [48,50)
 
-Of a window a lease pins only the blocks from some unit on, where a run begins. It counts on each run from there to its
-end. Blocks that have left the window stay cached while there is room, and a prefix that ends there may still hit.
+Of a window band a lease pins only the blocks from some unit on, where a run begins. It counts on each run from that
+one to the last of its path. Blocks that have left the window stay cached while there is room, and a prefix that ends
+there may still hit.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ __all__ = ["PrefixCache"]
 
 
 class PrefixCache(SplitsAndMerges):
-    """What is cached where. Never waits, and never raises for lack of room: callers check `room` first."""
+    """The cached runs, their blocks in every tier, and the leases on them. Never waits, and never raises for lack of
+    room: callers check `room` first."""
 
     def __init__(self, layout: Layout, tiers: tuple[TierBlocks, ...], new_order: Callable[[], EvictionOrder]) -> None:
         super().__init__(layout, tiers)
@@ -48,8 +50,9 @@ class PrefixCache(SplitsAndMerges):
     def lease(self, tier: Tier, run: Run, starts: Sequence[int] = (), *, is_use: bool = True) -> Lease:
         """Pin the path of `run` in `tier`; of each window the units from its entry in `starts` on.
 
-        Without `is_use`, blocks that are unused until the release return to their old place in the eviction order.
-        Storing must not refresh the source's LRU position, or a lazy store would reverse the order."""
+        Without `is_use`, the lease does not refresh LRU positions: blocks that no other lease has used by its release
+        return to their old place in the eviction order. A store leases its source so, or lazy stores would reverse the
+        order."""
         blocks = self.tiers[tier]
         self.full.pin(blocks, run, is_use)
         lease = Lease(tier, run, list(starts))
@@ -60,7 +63,7 @@ class PrefixCache(SplitsAndMerges):
         return lease
 
     def release(self, lease: Lease) -> None:
-        """End a lease. Blocks that no other lease pins become evictable, the tail as the oldest."""
+        """End a lease. Blocks that no other lease pins become evictable, the tail of the path first."""
         if lease.released:
             raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")
         lease.released = True
@@ -72,7 +75,7 @@ class PrefixCache(SplitsAndMerges):
             self._tidy_up(let_go, blocks.tier)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
-        """Move the end of `lease` to `run`: on the same path, further on or further back."""
+        """Move the end of `lease` forward or back to `run`, which is on the same path."""
         if lease.run is run:
             return
         blocks, old = self.tiers[lease.tier], lease.run
@@ -100,7 +103,7 @@ class PrefixCache(SplitsAndMerges):
         lease.starts[at] = max(lease.starts[at], start)
 
     def pinned_by_none_but(self, leases: Iterable[Lease]) -> list[Part]:
-        """The parts that would be unpinned if `leases`, all of one tier, were released."""
+        """The parts that no lease but `leases`, all of one tier, pins."""
         counts: Counter[Part] = Counter()
         for lease in leases:
             current: Run | None = lease.run
@@ -124,11 +127,12 @@ class PrefixCache(SplitsAndMerges):
             self.split(current, at)
 
     def _tidy_up(self, let_go: list[Run], tier: Tier) -> None:
-        """Merge runs that only a lease kept apart, and tidy the rest."""
+        """Merge the runs `let_go` where no lease keeps them apart any more, and `tidy` the others: remove them, or drop
+        tokens that no tier holds."""
         if len(let_go) > 1:
             for left in self.merge(let_go):
                 self.tidy(left)
-        elif let_go[0].parts[tier].stop < let_go[0].stop:  # else the tier holds all of the run
+        elif let_go[0].parts[tier].stop < let_go[0].stop:  # else the tier holds the whole run: keep it
             self.tidy(let_go[0])
 
     # -- blocks ---------------------------------------------------------------------------------------------------
@@ -150,9 +154,11 @@ class PrefixCache(SplitsAndMerges):
             self.tiers[tier].pool.give(block_ids)
 
     def forget(self, part: Part, position: int) -> None:
-        """Make a tombstone of the unit at `position` of a referenced `part`: its bytes are wrong.
+        """Withdraw the unit at `position` of `part`, whose bytes are wrong. `part` has references, so the blocks become
+        a tombstone.
 
-        The units behind it in the run are split off and stay; they are findable again once the gap is filled.
+        The units behind it in the run are split off and keep their blocks. A match finds them again once the gap is
+        filled.
         """
         run = part.run
         if position + 1 < run.stop and part.stop > position + 1:
@@ -170,6 +176,7 @@ class PrefixCache(SplitsAndMerges):
                 tier.pool.give(part.clear())
             tier.order = self._new_order()
             tier.all_cleared(self.epoch)
+        # All tiers but an engine-owned device have the same watcher: it is told once.
         if (watcher := self.tiers[Tier.HOST].watcher) is not None:
             watcher.all_cleared(self.epoch)
 
@@ -189,6 +196,7 @@ class PrefixCache(SplitsAndMerges):
             self.withdraw_part(part)
 
     def withdraw_part(self, part: Part) -> None:
+        """The same for one part: its blocks are freed or, if it is pinned, become a tombstone."""
         job, tier = part.incoming, self.tiers[part.tier]
         while job is not None and job.stop > part.run.start:
             job.publish_nothing()
@@ -196,16 +204,16 @@ class PrefixCache(SplitsAndMerges):
         part.awaits(None)  # these jobs add nothing any more
         first, stop = part.first, part.stop
         if part.blocks and not part.num_references:
-            tier.make_pinned(part)
+            tier.make_pinned(part)  # takes it out of the eviction order
             tier.pool.give(part.clear())
         elif part.blocks:
             part.entomb(first, part.clear())
-        if first < stop and part.run.epoch == self.epoch:  # else the reset has reported it
+        if first < stop and part.run.epoch == self.epoch:  # else a reset has reported it already
             tier.part_changed(part, first, stop)
 
     def withdraw_all(self, wrong: Iterable[Run]) -> None:
-        """Withdraw `wrong` runs, of any epoch, and all runs behind them, whichever request has computed those: they
-        would be findable again once the wrong ones are computed anew."""
+        """Withdraw the `wrong` runs, of any epoch, and all runs behind them in the index, whichever request has
+        computed them. A run behind a wrong one would be findable again once the wrong one is computed anew."""
         heads = set(wrong)
         behind = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
         for run in (*(run for run in wrong if run.epoch != self.epoch), *behind):

@@ -1,4 +1,4 @@
-"""Commits: publish what a forward has computed and offer it to the host, or take it back."""
+"""Commits: publish what a forward has computed and offer it to the host; take it back if the forward has failed."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ class Commits:
     pins: Pins
 
     def admitted(self, holding: Holding) -> None:
-        """Tell the store policy of the prompt."""
+        """Tell the store policy about the prompt of a request that was just admitted."""
         if holding.store_limit:
             self.policy.seen(holding, 0, holding.sequence.num_prompt_units)
 
     def commit(
         self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
     ) -> tuple[TransferPlan, ...]:
-        """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
+        """Append `new_token_ids`, then publish the whole units of the first `num_computed_tokens` (a total, not an
+        increment). Returns the stores to launch."""
         added = self.check(holding, num_computed_tokens, new_token_ids)
         if holding.state is _S.ALLOCATED:
             self.request_leases.end_host_lease(holding)
@@ -88,11 +89,11 @@ class Commits:
         check_known(holding, num_computed_tokens, num_added)
 
     def offer_stores(self, holding: Holding, first: int, *, is_last: bool = False) -> tuple[TransferPlan, ...]:
-        """Plan the stores that the policy wants now of the path of `holding`, from unit `first` on and before it where
-        blocks are missing. With an eviction watermark: plan none, mark the path for it.
+        """Plan the stores that the policy wants now: of the path of `holding`, the units from `first` on, and those
+        before it that the host lacks. With an eviction watermark, plan none, but mark the path to be stored later.
 
-        Window bands are stored only where a later hit may end: at the end of the prompt, of what may be stored, and of
-        the request."""
+        Window bands are stored only where a later hit may end: at the end of the prompt, at the store limit of the
+        request, and at the end of the request."""
         run = holding.device_run
         if run is None or not holding.store_limit:
             return ()
@@ -109,17 +110,19 @@ class Commits:
         return tuple([job.plan for job in jobs]) if jobs else ()
 
     def plan_write_back(self) -> tuple[TransferPlan, ...]:
-        """Stores of what is about to be evicted; none unless the policy has a watermark."""
+        """Plan stores of what is about to be evicted; none unless the policy has a watermark."""
         return tuple([job.plan for job in self.watermark.plan()]) if self.watermark.num_blocks else ()
 
     def invalidate(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> tuple[Holding, ...]:
         """Take back what a failed forward committed: all KV from `from_token` on is wrong.
 
-        Drops the generated tokens behind `from_token`: that forward, or a later one, sampled them. Returns the requests
-        that have to be aborted: those that may have read the wrong KV, and first `holding` itself if it would have to
-        go back behind its window, or if other requests still read blocks that it would write to and it cannot get
-        others. Requests that have only matched it are matched again; a grant not accepted yet goes back, and its waiter
-        joins the line again.
+        Drops the generated tokens behind `from_token`, which were sampled from wrong KV. Returns the requests that have
+        to be aborted: those that may have read the wrong KV and, first, `holding` itself if it cannot compute again.
+        It cannot if blocks that it needs have left its windows, or if other requests still read the blocks that it
+        would write to and it can get no others.
+
+        Requests that have matched the wrong KV but have no block tables yet are matched again. If such a request has a
+        grant that was not accepted yet, the grant goes back and the request joins the line again.
         """
         require(holding, "invalidate", _S.RUNNING)
         ready = holding.ready_stop * self.cache.layout.unit_tokens
@@ -127,7 +130,7 @@ class Commits:
             raise CommitError("from_token", f"must lie in [{ready}, {holding.num_computed_tokens}], got {from_token}")
         start = from_token // self.cache.layout.unit_tokens
         others = [other for other in readers if other is not holding]
-        # After a reset too: other requests still share its blocks.
+        # Also after a reset, when the index has none of these runs: other requests may still share the blocks.
         wrong = dict.fromkeys(runs_from(self.cache, holding, first_published(self.cache, holding, start), ()))
         tainted = self._taint(wrong, others, {holding: from_token})
         self.cache.withdraw_all(wrong)
@@ -142,13 +145,14 @@ class Commits:
         return (holding, *tainted)
 
     def _compute_again(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> bool:
-        """Let `holding` compute again from `from_token` on. False: other requests still read blocks that it would write
-        to, and it cannot get others: no room, a step of its own writes there, or the first one is partly right."""
+        """Let `holding` compute again from `from_token` on, into private blocks. False: other requests still read some
+        of the blocks, and `holding` can get no others in their place. Either there is no room, or a step of `holding`
+        writes to them, or the first one begins with right KV, which a fresh block would lack."""
         start, excess = divmod(from_token, self.cache.layout.unit_tokens)
         published = published_by(self.cache, holding, start)
         shared = read_by(readers, published)
         needed = sum((run.stop - run.start) * band.width for band, run in shared)
-        is_half_right = excess and any(run.start == start for _, run in shared)  # of any band
+        is_half_right = excess and any(run.start == start for _, run in shared)  # in any band
         if shared and (holding.num_steps or needed > self.admission.room or is_half_right):
             return False
         take_private(self.cache, holding, published, shared)
@@ -161,9 +165,12 @@ class Commits:
         return all(table.start <= band.first_needed(holding.num_computed_tokens) for band, table in tables)
 
     def _taint(self, wrong: dict[Run, None], others: list[Holding], sources: dict[Holding, int]) -> dict[Holding, int]:
-        """Those of `others` that may have read a `wrong` run, or KV that `sources` (each with its first wrong token)
-        have computed; each with its first wrong unit. What they computed from there on is wrong too: they join
-        `sources`, and their runs `wrong`, until no more are found."""
+        """Find the requests among `others` that may have read wrong KV, and taint them. Returns them, each with its
+        first wrong unit.
+
+        Wrong are the runs `wrong`, and what `sources` have computed, each from its first wrong token on. What a tainted
+        request has computed from its first wrong unit on is wrong, too: the request joins `sources`, its runs join
+        `wrong`, and the search goes on until it finds no more."""
         tainted: dict[Holding, int] = {}
         found = True
         while found:
@@ -175,7 +182,7 @@ class Commits:
                 read += taken_from(other, sources, self.cache.layout.unit_tokens)
                 read += self._read_before(other, sources)
                 if read:
-                    # Only from the first wrong block on: what it computed before is right, and may be in use.
+                    # Only from its first wrong unit on: what it computed before is right, and others may use it.
                     tainted[other] = min(read)
                     sources[other] = min(read) * self.cache.layout.unit_tokens
                     other.taint()  # whatever its task still commits before it unwinds
@@ -184,8 +191,9 @@ class Commits:
         return tainted
 
     def _read_before(self, other: Holding, sources: dict[Holding, int]) -> list[int]:
-        """The first wrong units of those `sources` whose wrong KV `other` may have read before it gave up its blocks.
-        It has no lease on them any more, so tokens are compared. What it sampled since is wrong too."""
+        """The first wrong unit of each of `sources` whose wrong KV `other` may have read before it gave up its blocks.
+        It has no leases left that would tell, so tokens are compared. It is tainted even if it computes all KV again:
+        tokens that it sampled from wrong KV are wrong."""
         if not other.read_before:
             return []
         unit = self.cache.layout.unit_tokens
@@ -221,7 +229,7 @@ def check_known(holding: Holding, num_computed_tokens: int, num_added: int) -> N
 
 
 def _read(holding: Holding) -> Iterator[Run]:
-    """The runs that `holding` may have computed with: none without tables, when its leases are only pins."""
+    """The runs that `holding` may have computed with. A request without block tables has none: its leases only pin."""
     for lease in holding.all_leases() if holding.tables else ():
         yield from lease.run.path()
 

@@ -1,12 +1,14 @@
 """Attention components: what differs between full attention and a window, in one class each.
 
-Full attention reads every block of a prefix. So a part holds the front of its run, blocks behind a gap are never found,
-and references chain: a lease counts on the run it ends at, a referenced run counts once on the run before it.
+Full attention reads every block of a prefix. So a part holds the front of its run, and no match finds blocks behind a
+gap. References chain: a lease counts on the last run of its path only, and a run with references counts once on the run
+before it.
 
     part    [present .............)(nothing      )
 
 A window (a sliding one, or the chunk of chunked local attention) reads the last blocks before a position. So a part
-holds one stretch anywhere in its run, and a lease counts on each run from its first unit on.
+holds one stretch anywhere in its run. A lease counts on each run from the first unit that it pins of the band to the
+end of its path.
 
     part    (nothing )[present ........)(nothing )
 """
@@ -31,12 +33,14 @@ __all__ = ["Component", "FullComponent", "WindowComponent", "brings", "window_co
 
 @dataclass(slots=True, eq=False)
 class FullComponent:
-    """Full attention. Every layout has one; its width is 0 where all groups have windows."""
+    """Full attention. Every layout has this component; where all groups have windows, its band has no blocks."""
 
     band: Band
 
     def pin(self, blocks: TierBlocks, run: Run, is_use: bool) -> None:
-        """Count a lease that ends at `run`. Stops at a run that was referenced (with `is_use`: and in use) before."""
+        """Count a lease that ends at `run`: one more reference on each run back to the first that already had one.
+
+        `is_use` also marks parts as in use (`last_use`), back to the first that already was: so are all before it."""
         current: Run | None = run
         is_new = True
         while current is not None and (is_new or is_use):
@@ -66,24 +70,25 @@ class FullComponent:
         return let_go
 
     def head_references(self, num_references: int) -> int:
-        """References to the head of a split run that has `num_references` itself."""
-        return min(1, num_references)  # the leases stay with the tail, which counts once on the head
+        """The references that the head gets when a run with `num_references` is split."""
+        return min(1, num_references)  # leases stay with the tail, and a referenced tail counts once on the head
 
     def follows(self, front: Part, back: Part) -> bool:
-        """Whether `back`, which is not empty, and `front`, of the run before, can be one part."""
+        """Whether `front` and `back` can be one part. `front` is the part of the run before; `back` has blocks."""
         return front.stop == back.first
 
     def is_end(self, front: Part, back: Part) -> bool:
-        """Whether joining `front` and `back` would leave a gap before blocks behind `back`."""
+        """Whether `front` ends what the band holds on this path: it has blocks, and `back`, the part of the next run,
+        has none. Joining both with a third part that has blocks would then leave a gap."""
         return False
 
     def first_brought(self, job: Job, part: Part) -> int:
-        """The first unit that `job` may add to `part`."""
+        """The first unit that `job` may add to `part`. In full attention, jobs only append."""
         return part.stop
 
     def enter(self, part: Part, first: int, last: int, ids: array[int]) -> array[int]:
-        """Publish `ids`, which begin at unit `first`, up to unit `last`: only if all units before are present and some
-        of these are missing. Returns the ids not used."""
+        """Publish `ids`, which begin at unit `first`, up to unit `last`. Takes none if a unit before `first` is missing
+        or all units up to `last` are present. Returns the ids not used."""
         if not first <= part.stop < last:
             return ids
         before = part.run.before
@@ -103,7 +108,8 @@ class FullComponent:
 
     def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
         """Units before `stop` on the path of `run` that `source` holds and `tier` neither holds nor will get; last
-        first. Checks every unit from `start` on, and before it as far as units are missing."""
+        first. Goes back to unit `start`, and then on to the first run of which `tier` holds or will get something: of
+        full attention, it then has all before that, too."""
         found: list[Stretch] = []
         current: Run | None = run
         while current is not None:
@@ -191,7 +197,7 @@ class WindowComponent:
         return found
 
     def expected_references(self, tier: Tier, runs: Iterable[Run], leases: Iterable[Lease]) -> Counter[Run]:
-        """As for full attention; `ValueError` for a lease that begins inside a run."""
+        """The references that each run must have, given all `leases`. `ValueError` if a lease begins inside a run."""
         expected: Counter[Run] = Counter()
         for lease in leases:
             start = lease.starts[self.band.number - 1]
@@ -206,8 +212,8 @@ Component: TypeAlias = FullComponent | WindowComponent
 
 
 def brings(component: Component, job: Job, part: Part, run: Run) -> bool:
-    """Whether `job` is unsettled and adds to `part`, which is or becomes the part of `run`. False if `run` is not on
-    the job's path: a job clears `incoming` on its own path only."""
+    """Whether `job` is unsettled and adds to `part`: the part of `run`, or one whose front is about to become that.
+    False if `run` is not on the job's path: when a job settles, it clears `incoming` on its own path only."""
     first = component.first_brought(job, part)
     return not job.is_settled and any(over.run is run for over in stretches(job.run, first, job.stop))
 

@@ -77,7 +77,8 @@ class JobBook:
         return jobs
 
     def _make_adjoin(self, run: Run, band: Band, tier: Tier, start: int, stop: int) -> None:
-        """A run holds one stretch of a window band per tier: split off new units that would not adjoin it."""
+        """Split runs so that units `[start, stop)` leave no gap to what `tier` holds, or will get, of the same run: per
+        tier, a run holds one stretch of a window band."""
         for stretch in stretches(run, start, stop):
             part = stretch.run.part(tier, band.number)
             first, last = part.covered
@@ -91,7 +92,7 @@ class JobBook:
     def _job(self, holding: Holding | None, plan: TransferPlan, band: Band, over: list[Stretch]) -> Job:
         end = over[-1]
         windows = self.cache.layout.windows
-        # Of window bands, the leases cover only the job's own, from the start of its first run on.
+        # The leases pin no window band but the job's own, and that from the start of the job's first run on.
         starts = [over[0].run.start if other is band else end.run.stop for other in windows] if windows else ()
         source, destination = self.cache.tiers[plan.source], self.cache.tiers[plan.destination]
         read = written = None
@@ -114,7 +115,8 @@ class JobBook:
         return job
 
     def _line_up(self, job: Job, over: list[Stretch]) -> None:
-        """Let `job` follow the job already under way to the same path, so that publishing keeps prefix order."""
+        """Make `job` a follower of its predecessor, so that publishing keeps prefix order, and the `incoming` job of
+        its parts."""
         tier = job.plan.destination
         job.predecessor = self._predecessor(over[0], tier, job.band)
         if job.predecessor is not None:
@@ -124,6 +126,8 @@ class JobBook:
 
     @staticmethod
     def _predecessor(first: Stretch, tier: Tier, band: int) -> Job | None:
+        """The job under way behind which a new job from `first` on is published: to the same run or, if `first` begins
+        its run, to the run before. A window band may get the front of a run last, behind the job to the same run."""
         run: Run | None = first.run
         if first.start == first.run.start and (not band or first.run.part(tier, band).incoming is None):
             run = first.run.before
@@ -181,7 +185,8 @@ class JobBook:
         return [job, *self._settle_followers(job)]
 
     def _settle_followers(self, job: Job) -> list[Job]:
-        """Settle the parked followers of `job`; the others follow its predecessor, so no chain breaks.
+        """Settle the parked followers of `job`. The other followers get the predecessor of `job` as theirs, so that no
+        chain breaks.
 
         A loop, not recursion: if copies end in reverse order, all launched jobs may be parked behind one another."""
         settled: list[Job] = []
@@ -202,9 +207,10 @@ class JobBook:
         return settled
 
     def _close(self, job: Job, completion: Completion) -> None:
-        job.completion = completion  # settled from here on: no part may await it any more
+        job.completion = completion  # `is_settled` from here on: no part may keep it as `incoming`
         unproven = completion.outcome is Outcome.UNPROVEN
         width = self.cache.layout.bands[job.band].width
+        # Of a copy that did not land as a whole, the proven front is published.
         num_units = (job.stop - job.start) if completion.outcome is Outcome.LANDED else completion.num_landed // width
         may_publish = job.epoch == self.cache.epoch and not unproven and job.destination_lease is not None
         self._land(job, job.start + num_units if may_publish else job.start, keep_ids=unproven)
@@ -246,13 +252,15 @@ class JobBook:
                 part.awaits(self._next_incoming(job, part) if job.predecessor is not None else None)
 
     def _next_incoming(self, job: Job, part: Part) -> Job | None:
+        """The nearest predecessor of `job` that still adds to `part`."""
         component, before = self.cache.components[part.band], job.predecessor
         while before is not None and not brings(component, before, part, part.run):
             before = before.predecessor
         return before
 
     def _has_wrong_source(self, job: Job) -> bool:
-        """Whether the source is corrupt. Not that of a store: requests compute with it, and only the copy is bad."""
+        """Whether the source of a corrupt copy is to be forgotten. That of a load is. That of a store stays: requests
+        compute with these device blocks, and only the copy is bad."""
         return job.plan.direction is Direction.LOAD and job.run.epoch == self.cache.epoch
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:

@@ -1,4 +1,4 @@
-"""Loads: the jobs that a request waits for, some shared with other requests, and how it goes on afterwards."""
+"""Loads: which jobs a request waits for, some shared with other requests, and what it does when they are over."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Loads:
 
         RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
         fell short and there was no room for the missing blocks, so the request gave up all its blocks; `wake` is called
-        when its wait for room ends. Then accept `holding.waiter` and plan again.
+        when its wait for room ends. The caller then accepts `holding.waiter` and plans again.
         """
         require(holding, "load", _S.ALLOCATED, _S.LOADING, _S.DRAINING, _S.REQUEUED, _S.RUNNING)
         limit = None if max_tokens is None else check_int("max_tokens", max_tokens, 0)
@@ -68,6 +68,7 @@ class Loads:
             raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
         stop = self._load_stop(holding, limit)
         jobs = self.start(holding, stop, wake, units_per_job) if stop > holding.published else []
+        # Holes but nothing to load: a load without jobs is concluded at once, and fills them.
         if holding.load is None and has_holes(holding):
             holding.began_load(Load(holding.published, wake))
         if holding.load is None:
@@ -88,10 +89,12 @@ class Loads:
     def start(
         self, holding: Holding, stop: int, wake: Callable[[], object], units_per_job: Sequence[int] = ()
     ) -> list[Job]:
-        """Bring units `[published, stop)` onto the device: adopt what is there, wait for jobs under way, plan jobs for
-        the rest. Only those jobs use the request's own blocks; the others are given back. Returns the new jobs.
+        """Start to bring units `[published, stop)` onto the device. The load adopts what is on the device by now, waits
+        for the jobs under way that bring more, and plans jobs for the rest. Only the new jobs write into the request's
+        own blocks; its blocks for all other units are given back. Returns the new jobs.
 
-        Starts nothing (`holding.load` stays None) if a corrupt block cut the hit off, or windows find no room."""
+        Starts nothing (`holding.load` stays None) if a block found corrupt has cut off the hit, or if there is no room
+        for the window blocks that the load needs."""
         layout, start = self.cache.layout, holding.published
         path = holding.leases[Tier.HOST].run.whole_path()
         shared, on_its_way = self.on_its_way(path, start, stop)
@@ -101,7 +104,7 @@ class Loads:
         if stop <= start:
             return []
         before = holding.device_run
-        self._lease_path(holding, stop)  # first: making room must not evict what the load adopts
+        self._lease_path(holding, stop)  # first: filling the windows may evict, but not what the load adopts
         if layout.windows and not self._fill_windows(holding, stop):
             self._lease_path_again(holding, before)
             return []
@@ -121,8 +124,8 @@ class Loads:
         return new
 
     def _fill_windows(self, holding: Holding, stop: int) -> bool:
-        """Give the window tables blocks where a load up to `stop` writes: at other positions than for the whole hit, if
-        it loads fewer tokens. False: no room, nothing taken."""
+        """Give the window tables blocks where a load up to `stop` writes. The tables were made for a load of the whole
+        hit; a shorter one needs blocks at earlier positions. False: no room, and nothing is taken."""
         wanted: list[tuple[BlockTable, int]] = []
         for band in self.cache.layout.windows:
             first = max(holding.published, band.first_needed(stop * band.unit_tokens))
@@ -134,7 +137,8 @@ class Loads:
         return True
 
     def on_its_way(self, path: list[Run], start: int, stop: int) -> tuple[list[Job], int]:
-        """Jobs under way that bring full attention from `start` on, and the unit up to which it is there with them."""
+        """How far the device has, or will have, full attention from unit `start` on: the jobs under way that bring some
+        of it, and the unit where what it holds and these jobs bring ends."""
         if not self.cache.layout.full.width:
             return [], stop
         there, last = present_stop(path, Tier.DEVICE, start, stop), path[-1]
@@ -143,18 +147,19 @@ class Loads:
         return incoming(stretches(last, there, stop), there)
 
     def _held_stop(self, path: list[Run], start: int, stop: int) -> int:
-        """The unit up to which the host holds full attention from `start` on."""
+        """The unit, at most `stop`, up to which the host holds full attention from `start` on; `stop` if no group has
+        full attention."""
         return present_stop(path, Tier.HOST, start, stop) if self.cache.layout.full.width else stop
 
     def _lease_path(self, holding: Holding, stop: int) -> None:
-        """Pin the path up to `stop` on the device: what jobs publish there is pinned as it lands."""
+        """Move the device lease to the end of the load, so that what its jobs publish is pinned as soon as it lands."""
         last = holding.leases[Tier.HOST].run
         if last.stop != stop:
             last = self.cache.cut(stretches(last, stop - 1, stop)[0].run, stop)
-        self.request_leases.follow(holding, last)  # with all windows, in case the load fails
+        self.request_leases.follow(holding, last)  # keeps the present windows, which are needed if the load fails
 
     def _lease_path_again(self, holding: Holding, before: Run | None) -> None:
-        """Let the device lease end at `before` again."""
+        """Undo `_lease_path`: the device lease ends at `before` again, or there is none."""
         if before is None:
             self.request_leases.end_device_lease(holding)
         else:
@@ -216,7 +221,7 @@ class Loads:
         missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
         if any(missing) and sum(missing) > self.admission.room:
             if holding.num_steps:
-                load.shorten(ready)  # a step writes to the blocks to give up: tried again when it ends
+                load.shorten(ready)  # a step writes to these blocks: the load is concluded again when the step ends
                 if holding.state is _S.LOADING:
                     self.moves.request(holding, _S.DRAINING)
                 return
@@ -249,12 +254,13 @@ class Loads:
         return wakes
 
     def ready(self, holding: Holding) -> None:
-        """Nothing to wait for: RUNNING, with the device hit counted as computed."""
+        """Move the request to RUNNING without a load. Its device hit counts as computed."""
         holding.computed(holding.published * self.cache.layout.unit_tokens)
         self.moves.request(holding, _S.RUNNING)
 
     def abandon(self, holding: Holding) -> list[Job]:
-        """Stop waiting; returns the jobs settled: queued ones that no other request waits for are discarded."""
+        """Stop waiting for the load, and discard its queued jobs that no other request waits for. Returns the jobs
+        settled by that."""
         settled: list[Job] = []
         if holding.load is not None:
             for job in sorted(holding.load.jobs, key=lambda job: -job.job_id):
@@ -264,7 +270,8 @@ class Loads:
         return settled
 
     def settled(self, jobs: list[Job]) -> list[Holding]:
-        """The holdings whose load is over now that `jobs` are settled, by ticket."""
+        """Tell the loads that wait for `jobs` that these are settled. Returns the holdings whose load is over, by
+        ticket."""
         over: set[Holding] = set()
         for job in jobs:
             for holding in job.claims:
@@ -284,11 +291,11 @@ def _ticket(holding: Holding) -> int:
 
 
 def has_holes(holding: Holding) -> bool:
-    """Whether its window tables lack blocks that it needs if nothing is loaded."""
+    """Whether the window tables have holes: null entries that the request needs filled if nothing is loaded."""
     return any(table.num_null(max(holding.published, table.start), holding.num_units) for table in holding.tables[1:])
 
 
 def require_no_holes(holding: Holding, call: str) -> None:
-    """Refuse `call` while tables have null entries for a host hit that is neither loaded nor declined."""
+    """Refuse `call` while window tables have holes, since the host hit was neither loaded nor declined."""
     if holding.state is _S.ALLOCATED and has_holes(holding):
         raise WrongState(f"{call}: load the host hit of {holding} first, or decline it: load(max_tokens=0)")

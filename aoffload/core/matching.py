@@ -16,12 +16,14 @@ __all__ = ["Hit", "find_hit", "find_hit_behind"]
 
 @attrs.frozen
 class Hit:
-    """The result of a match, in units. `path`: the runs up to the last unit of full attention that any tier holds."""
+    """The result of a match, in units."""
 
     device_stop: int
-    """The last position at which computing could continue with the device alone."""
+    """End of the device hit: the last position at which a request could go on computing with the device alone."""
     stop: int
+    """End of the hit, with both tiers together."""
     path: tuple[Run, ...]
+    """The matched runs in prefix order, as far as any tier holds full attention. They may reach behind `stop`."""
 
     def run_at(self, position: int) -> Run:
         """The run that holds the unit before `position`."""
@@ -42,9 +44,9 @@ def find_hit(
 ) -> Hit:
     """Match at most `limit` units of `sequence`; the hit ends at a multiple of `alignment`. Pins and splits nothing.
 
-    Full attention: the device counts up to its first missing block; every unit behind it must be in a lower tier. The
-    hit ends where every window has what it needs, in either tier. Without `islands`, no device block behind the device
-    hit counts for any band.
+    Of full attention, the hit takes device blocks up to the first that the device lacks, and host blocks behind it. The
+    hit ends at the last position at which every window band has the blocks that it needs, in either tier. Device blocks
+    behind the device hit are islands; without `islands`, they count in no band.
     """
     path, device_stop, stop = _full_path(index, sequence, layout, limit)
     if not layout.windows:
@@ -54,6 +56,8 @@ def find_hit(
         stop = accepted(layout, path, stop, EVERY_TIER, alignment)
         return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path)
     near = device_stop
+    # The device hit ends no later than the hit, and device blocks behind the device hit do not count: shorten both in
+    # turn until they agree.
     while True:
         near = accepted(layout, path, near, (Tier.DEVICE,))
         reached = present_stop(path, Tier.HOST, near, stop) if layout.full.width else stop
@@ -66,8 +70,8 @@ def find_hit(
 def find_hit_behind(
     index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, start: int, alignment: int = 1
 ) -> Hit:
-    """Match units `[start, limit)` in host memory. The engine has what is needed before `start` on its own device,
-    which is not in the index. The hit ends at a multiple of `alignment`."""
+    """Match units `[start, limit)` in host memory, for an engine that owns the device and has in its own prefix cache
+    what is needed before `start`. The hit ends at a multiple of `alignment`."""
     path: list[Run] = []
     stop = start
     for run, agreed in index.walk(sequence, limit):
@@ -80,7 +84,8 @@ def find_hit_behind(
 def _full_path(
     index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int
 ) -> tuple[tuple[Run, ...], int, int]:
-    """The path, and the ends of full attention on the device and in any tier; without it, the path's end for both."""
+    """The matched path, the end of full attention on the device, and its end with both tiers together. If no group has
+    full attention, both are the end of the path."""
     device_stop = stop = 0
     path: list[Run] = []
     has_full = layout.full.width > 0

@@ -15,7 +15,8 @@ __all__ = ["accepted", "coming", "held_stop", "incoming", "present_stop"]
 
 
 def present_stop(path: Sequence[Run], tier: Tier, start: int, stop: int) -> int:
-    """End of the units from `start` on, at most `stop`, that `tier` holds without a gap, in full attention."""
+    """End of the units from `start` on, at most `stop`, that `tier` holds without a gap, in full attention; `start` if
+    it holds none there."""
     first = start
     for run in path:
         if run.stop > start:
@@ -31,8 +32,8 @@ def present_stop(path: Sequence[Run], tier: Tier, start: int, stop: int) -> int:
 def held_stop(
     layout: Layout, path: Sequence[Run], tier: Tier, start: int, stop: int, alignment: int = 1, given: int = 0
 ) -> int:
-    """The last position, at most `stop`, at which computing could continue with what `tier` alone holds of every band;
-    full attention is checked from unit `start` on. `alignment` and `given`: see `accepted`."""
+    """The last unit, at most `stop`, at which a request could go on computing with the blocks of `tier` alone. Checks
+    every band, but full attention only from unit `start` on. `alignment` and `given`: see `accepted`."""
     if layout.full.width:
         stop = present_stop(path, tier, start, stop)
     if layout.windows or alignment > 1:
@@ -51,8 +52,8 @@ def accepted(
 ) -> int:
     """The last position, at most `stop` and a multiple of `alignment`, for which `tiers` hold what every window needs.
 
-    `path`: runs in prefix order; full attention is present up to `stop`. The device counts up to `device_limit`. Units
-    before `given` count as present."""
+    `path` is in prefix order; the caller has found full attention to be present up to `stop`. Of the device, only units
+    before `device_limit` count (None: all). Units before `given` count as present."""
     stop -= stop % alignment
     if not layout.windows:
         return stop
@@ -79,8 +80,9 @@ class _Held:
     def accepted(self, band: Band, stop: int) -> int:
         """The last position, at most `stop`, for which everything that `band` needs is present.
 
-        Attention never reaches further back from a later position. So if `stop` needs a missing unit, every position
-        between both needs it. The next candidate is the end of held units before it, or a position that needs none."""
+        A later position never reads further back. So if a missing unit is needed at `stop`, it is needed at every
+        position between the unit and `stop`. The next candidate lies before the missing unit: the last end of held
+        units, or the last position at which the band needs nothing (`Band.free_unit`), whichever is later."""
         while stop > self.given:
             missing = self._last_missing(band, max(self.given, band.first_needed(stop * band.unit_tokens)), stop)
             if missing is None:
@@ -89,7 +91,7 @@ class _Held:
         return stop
 
     def _last_missing(self, band: Band, start: int, stop: int) -> int | None:
-        """The last unit of `[start, stop)` that no tier holds."""
+        """The last unit of `[start, stop)` that none of `tiers` holds. `stop` moves back over the held units."""
         for run in reversed(self.path):
             while start < stop and run.start < stop:
                 firsts = [units.start for units in self._units(band, run) if units.start < stop <= units.stop]
@@ -108,6 +110,7 @@ class _Held:
         return 0
 
     def _units(self, band: Band, run: Run) -> list[range]:
+        """The units of `run` that each of `tiers` holds of `band`; nothing for a tier that holds none."""
         found: list[range] = []
         for tier in self.tiers:
             part = run.part(tier, band.number)
@@ -118,8 +121,8 @@ class _Held:
 
 
 def incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
-    """The unsettled jobs that bring units to the device from `start` on without a gap, and the end of these units on
-    this path. The jobs themselves may end on another branch.
+    """The unsettled jobs that bring full attention of the stretches `over` to the device, from unit `start` on without
+    a gap, and the end of these units. A job may bring more units behind that end, on another branch.
     """
     found: dict[Job, None] = {}
     position = start
@@ -132,7 +135,7 @@ def incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
         while job is not None and not job.is_settled and job.stop > start:
             chain.append(job)
             job = job.predecessor
-        if not chain or chain[-1].start > position:  # a gap before the job: it will publish nothing
+        if not chain or chain[-1].start > position:  # a gap before these jobs: they will publish nothing
             break
         found.update(dict.fromkeys(chain))
         position = min(chain[0].stop, stretch.stop)
@@ -142,7 +145,7 @@ def incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
 
 
 def coming(part: Part) -> Iterator[Job]:
-    """The unsettled jobs that add to `part`, the last first."""
+    """The unsettled jobs that add to `part`, the one planned last first."""
     job = part.incoming
     while job is not None and not job.is_settled and job.stop > part.run.start:
         yield job

@@ -25,12 +25,12 @@ __all__ = [
 
 
 class NoIndex(enum.Enum):
-    """Replaces the epoch of a job or a request of which nothing is published."""
+    """Stands in place of an epoch. It equals no epoch, so nothing of the job or the request is published."""
 
     INVALIDATED = "invalidated"
-    """A request may have read wrong KV; or what a job brings is wrong, or was withdrawn."""
+    """The request may have read wrong KV, or the blocks of the job are wrong or were withdrawn."""
     ORPHANED = "orphaned"
-    """A reset of the device tier has made the blocks of the request unfindable."""
+    """A reset of the device tier has made the blocks of the request unfindable. Only requests have this value."""
 
 
 def _no_ids() -> array[int]:
@@ -53,13 +53,13 @@ class Part:
     """len(blocks) == (stop - first) * width."""
     num_references: int = 0
     """Full attention: leases that end at this run plus referenced child runs. Window: leases that cover this run.
-    Zero: evictable, linked in the eviction order."""
+    At zero, the blocks of the part are evictable: it is linked in the eviction order, if it has any."""
     incoming: Job | None = None
-    """The last unsettled job that adds to this part."""
+    """The unsettled job that was planned last to add to this part. Earlier ones are found through `predecessor`."""
     tombstones: tuple[Tombstone, ...] = ()
     """Unfindable blocks that references still protect; freed with the last reference."""
     last_use: int = 0
-    """When its last use ended, as a count of the eviction order; 0 while in use."""
+    """When the last use of the part ended: a number that the eviction order counts up, not a time. 0 while in use."""
     older: Part | None = None
     newer: Part | None = None
 
@@ -68,7 +68,7 @@ class Part:
 
     @property
     def covered_stop(self) -> int:
-        """End of the units that the tier holds of this run or that jobs in flight will add."""
+        """End of `covered`, found without walking the chain of jobs."""
         return self.stop if self.incoming is None else max(self.stop, self.stop_of(self.incoming))
 
     def stop_of(self, job: Job) -> int:
@@ -84,7 +84,7 @@ class Part:
         last_stop = self.stop_of(job)
         if not self.blocks:
             first, stop = max(self.run.start, job.start), last_stop
-        while job is not None and not job.is_settled and job.stop > self.run.start:
+        while job is not None and not job.is_settled and job.stop > self.run.start:  # predecessors bring earlier units
             first = min(first, max(self.run.start, job.start))
             job = job.predecessor
         return first, max(stop, last_stop)
@@ -116,7 +116,8 @@ class Part:
         return known
 
     def cut_off(self, head: Run, start: int, at: int, num_references: int, incoming: Job | None) -> Part:
-        """Split at unit `at`. Returns the front as a part of `head`, which begins at unit `start`; keeps the rest."""
+        """Split at unit `at` and keep the rest. Returns the front as a part of `head`, which begins at unit `start`;
+        `num_references` and `incoming` are those of the front."""
         front = Part(self.tier, self.band, self.width, head, start, start, _no_ids(), num_references, incoming)
         front.tombstones, front.last_use = self.divide_tombstones(at), self.last_use
         if self.first < at:
@@ -157,11 +158,11 @@ class Part:
         self.first = self.stop - len(self.blocks) // self.width
 
     def empty_at(self, start: int) -> None:
-        """Move an empty part to unit `start`, where its run begins."""
+        """Set the position of an empty part: unit `start`, where its run begins."""
         self.first = self.stop = start
 
     def awaits(self, job: Job | None) -> None:
-        """Set the last job in flight that adds to this part."""
+        """Set `incoming`."""
         self.incoming = job
 
     def drop_behind(self, stop: int) -> array[int]:
@@ -197,26 +198,34 @@ class Part:
         return tuple([unit for unit in units if unit.start < at])
 
     def disown(self, ids: Container[int]) -> None:
-        """Remove `ids` from the tombstones without freeing them: a request owns these blocks from here on."""
+        """Remove `ids` from the tombstones without freeing them: they become private blocks of a request."""
         units = [unit for one in self.tombstones for unit in one.units(self.width)]
         self.tombstones = tuple([unit for unit in units if unit.ids[0] not in ids])
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
+    """A node of the index: the tokens of units `[start, stop)`, and their blocks in every band and tier."""
+
     key: bytes
+    """The digest of the prefix up to and including the first unit."""
     before: Run | None
+    """The parent: the run that ends at unit `start`. None if the run begins the prefix."""
     start: int
     stop: int
     tokens: bytes
     spans: tuple[KeySpan, ...]
+    """The key spans that touch the units; the same for every unit of a run."""
     hash_before: Hasher
+    """The running hash of the prefix before unit `start`."""
     epoch: int
+    """The epoch of the index that the run belongs to. After a reset, the run is not findable."""
     root: Root
     parts: tuple[Part, ...] = ()
     """By band, then by tier: `parts[tier]` is that of full attention."""
     offered_stop: int = 0
-    """End of the units to store in the host before they are evicted. The runs before are offered as well."""
+    """The eviction watermark stores the units before this one in the host before they are evicted. If the run has such
+    units, all runs before it are offered up to their ends."""
     num_after: int = 0
     """Child runs: those whose `before` is this one. A run stays in the index while it has any."""
     _hash_after: Hasher | None = None
@@ -260,7 +269,8 @@ class Run:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
-    """Pins, in one tier, the blocks of `run` and of every run before it. `PrefixCache` takes and releases leases.
+    """Pins blocks of `run` and of every run before it, in one tier: all of full attention, and of each window band
+    those from its entry in `starts` on. `PrefixCache` takes and releases leases.
 
     A lease refers to a run object, never to block ids or keys. A split puts a new head before that run, so the head is
     on the path and stays pinned. No change of the index can make a lease release the wrong blocks.
@@ -269,13 +279,15 @@ class Lease:
     tier: Tier
     run: Run
     starts: list[int] = field(default_factory=list)
-    """For each window band: the first unit whose blocks are pinned, always the start of a run. At or beyond the end of
-    `run`: none is pinned."""
+    """For each window band: the first unit that is pinned, always the start of a run. A start at or behind the end of
+    `run` pins nothing of the band."""
     released: bool = False
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Job:
+    """One transfer: the blocks of units `[start, stop)` in one band, copied from one tier to the other."""
+
     plan: TransferPlan
     run: Run
     """The run in which the job's units end. The runs before it are found through `before`."""
@@ -297,8 +309,9 @@ class Job:
     """The owners whose loads wait for this job. A queued load job without claims is discarded."""
     followers: list[Job] = field(default_factory=list)
     parked: Completion | None = None
-    """Its completion, kept while the predecessor is unsettled."""
+    """A completion that came before the predecessor was settled. The job is settled with it right after."""
     completion: Completion | None = None
+    """The completion that settled the job."""
 
     def claimed_by(self, claim: Claim) -> None:
         """Record that `claim` waits for this job."""
@@ -312,7 +325,7 @@ class Job:
         self.claims.clear()
 
     def publish_nothing(self) -> None:
-        """What it brings is wrong, or was withdrawn."""
+        """Let the job publish nothing when it lands: what it brings is wrong, or was withdrawn."""
         self.epoch = NoIndex.INVALIDATED
 
     def __repr__(self) -> str:
@@ -335,7 +348,7 @@ class Job:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Claim:
-    """An owner that may wait for jobs: a request or a cache transfer."""
+    """The part of a `Holding` that jobs know: a request or a cache transfer whose load waits for them."""
 
     load: Load | None = field(default=None, kw_only=True)
 
@@ -348,7 +361,7 @@ class Claim:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Load:
-    """A load up to unit `stop`, as one `Holding` waits for it."""
+    """The load of one `Holding`, up to unit `stop`. Loads of several holdings may share jobs."""
 
     stop: int
     wake: Callable[[], object]

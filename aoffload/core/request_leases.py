@@ -41,7 +41,8 @@ class RequestLeases:
         limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit)
         hit = find_hit(self.cache.index, holding.sequence, layout, limit, holding.hit_alignment, islands=islands)
         if holding.state is RequestState.REQUEUED:
-            # No second load: two requests whose loads fail could free room for each other's next try forever.
+            # A requeued request does not load again. Otherwise two requests whose loads keep failing could take turns
+            # forever: each gives up its blocks, which lets the other one try again.
             hit = attrs.evolve(hit, stop=hit.device_stop)
         return hit
 
@@ -49,14 +50,14 @@ class RequestLeases:
         if not hit.stop:
             return
         layout = self.cache.layout
-        # Exactly the hit is pinned: its own pins must never make a request short of room.
+        # Pin nothing behind the hit: a request must never wait for room that its own pins take.
         last = hit.path[-1]
         if last.stop != hit.stop:
             last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
         if hit.stop > hit.device_stop:
             self.keep_in_host(holding, last)
             if islands and layout.windows:
-                # The device may hold blocks behind the device hit that the host lacks.
+                # Behind the device hit, the device may hold window blocks that the host lacks: the load adopts them.
                 holding.reserve = self.lease(Tier.DEVICE, last)
         if hit.device_stop:
             on_device = next(run for run in last.path() if run.start < hit.device_stop)
@@ -73,7 +74,8 @@ class RequestLeases:
         holding.leases[Tier.HOST] = self.lease(Tier.HOST, run)
 
     def follow(self, holding: Holding, run: Run) -> None:
-        """Let the device lease end at `run`. A new lease pins windows from the start of their tables on."""
+        """Move the end of the device lease to `run`, or take a device lease that ends there. A new lease pins each
+        window band from the start of its table on."""
         lease = holding.leases.get(Tier.DEVICE)
         if lease is None:
             starts = [table.start for table in holding.tables[1:]]
@@ -82,7 +84,7 @@ class RequestLeases:
             self.cache.move_lease(lease, run)
 
     def share(self, parent: Holding, child: Holding, run: Run) -> None:
-        """Let `child` pin on the device what `parent` pins, up to the end of `run`."""
+        """Give `child`, a fork, a device lease like that of `parent`, but only to the end of `run`."""
         starts = [min(start, run.stop) for start in parent.leases[Tier.DEVICE].starts]
         child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
 
@@ -104,7 +106,8 @@ class RequestLeases:
         self.pin(holding, islands=islands)
 
     def keep_match(self, holding: Holding) -> None:
-        """Match again, unless the pins would be the same: the head of the line is examined often."""
+        """Bring the match up to date. Keeps the leases if a new match would take the same ones, since the head of the
+        line is examined often; with windows, matches again in any case."""
         if self.cache.layout.windows or not self._pins_just(holding, self._find(holding, islands=True)):
             self.match_again(holding)
 
@@ -121,7 +124,7 @@ class RequestLeases:
         return wanted == {tier: lease.run for tier, lease in holding.leases.items()}
 
     def end_host_lease(self, holding: Holding) -> None:
-        """Release the leases that a load needs: it is over, or nothing is loaded."""
+        """Release the leases that only a load needs, the host lease and `reserve`: it is over, or there is none."""
         lease = holding.leases.pop(Tier.HOST, None)
         if lease is not None:
             self.cache.release(lease)
@@ -130,7 +133,7 @@ class RequestLeases:
             holding.reserve = None
 
     def let_go(self, holding: Holding) -> None:
-        """Give back all blocks and leases of the request; synchronous and complete, in any state."""
+        """Give back all blocks and leases of the request, in any state. Nothing is left when this call returns."""
         self.give_up_tables(holding)
         self.forget_match(holding)
 
@@ -143,16 +146,16 @@ class RequestLeases:
     # -- tables ---------------------------------------------------------------------------------------------------
 
     def num_fresh(self, device_stop: int, hit_stop: int, num_units: int) -> int:
-        """Fresh blocks for tables of `num_units` units, besides the device hit: for a window only those that will be
-        needed once the host hit is loaded."""
+        """How many new blocks tables of `num_units` units take behind the device hit. A window band takes none for
+        units that will lie before its window once the host hit is loaded."""
         found = max(0, num_units - device_stop) * self.cache.layout.full.width
         for band in self.cache.layout.windows:
             found += max(0, num_units - _first_fresh(band, device_stop, hit_stop)) * band.width
         return found
 
     def without_islands(self, holding: Holding, num_units: int) -> tuple[int, int]:
-        """Compute a new match without islands. Returns the fresh blocks that tables of `num_units` units would take,
-        and by how many blocks room would grow. Changes nothing."""
+        """Try out a match without islands (see `find_hit`). Returns how many new blocks tables of `num_units` units
+        would take with it, and by how many blocks room would grow if it replaced the present match. Changes nothing."""
         hit = self._find(holding, islands=False)
         leases = [lease for lease in holding.all_leases() if lease.tier is Tier.DEVICE]
         let_go = self.cache.pinned_by_none_but(leases)
@@ -168,7 +171,7 @@ class RequestLeases:
         return len(range(max(part.first, first), min(part.stop, stop))) * part.width
 
     def num_kept(self, holding: Holding) -> int:
-        """Blocks of the device hit that are needed to continue computing at its end."""
+        """How many blocks of the device hit the request needs to continue computing at the end of the device hit."""
         stop, bands = holding.published, self.cache.layout.bands
         return sum((stop - band.first_needed(stop * band.unit_tokens)) * band.width for band in bands)
 
@@ -176,7 +179,7 @@ class RequestLeases:
         """Set the block tables: the needed ids of the device hit, then `blocks`. Units behind the device hit and before
         the window of the host hit stay null; they get blocks if the load fails."""
         stop, taken = holding.published, 0
-        num_units = max(num_units, stop)  # it may have been matched again, and hit more than it asked room for
+        num_units = max(num_units, stop)  # a later match may have hit more than the request asked room for
         tables: list[BlockTable] = []
         for band in self.cache.layout.bands:
             table = BlockTable(band.width, array("i"))
