@@ -74,8 +74,12 @@ def check_callable(name: str, value: object, error: type[InvalidArgument] = Inva
 
 def check_type(name: str, value: object, kind: type[Kind], error: type[InvalidArgument] = InvalidArgument) -> Kind:
     if not isinstance(value, kind):
-        raise error(name, f"must be a {kind.__name__}, got {shown(value)}")
+        raise error(name, f"must be {_a(kind.__name__)}, got {shown(value)}")
     return value
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[:1] in 'AEIOaeio' else 'a'} {noun}"
 
 
 def check_has(
@@ -87,7 +91,7 @@ def check_has(
     except Exception:  # noqa: BLE001 - an object whose attributes raise is no `kind`
         found = False
     if not found:
-        raise error(name, f"must be a {kind} ({attributes.replace(' ', ', ')}), got {shown(value)}")
+        raise error(name, f"must be {_a(kind)} ({attributes.replace(' ', ', ')}), got {shown(value)}")
 
 
 def as_tuple(

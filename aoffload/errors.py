@@ -57,9 +57,9 @@ class DuplicateRequest(InvalidArgument):
 class OutOfBlocks(AoffloadError):  # noqa: N818
     """Too few blocks are available. `retryable` tells whether the end of other requests or pins could free enough."""
 
-    def __init__(self, num_needed: int, num_available: int, *, retryable: bool) -> None:
+    def __init__(self, num_needed: int, num_available: int, *, retryable: bool, argument: str = "num_tokens") -> None:
         advice = "retry when others have let go" if retryable else "it can never fit"
-        super().__init__(f"num_tokens: {num_needed} blocks needed, {num_available} to be had; {advice}")
+        super().__init__(f"{argument}: {num_needed} blocks needed, {num_available} to be had; {advice}")
         self.num_needed = num_needed
         self.num_available = num_available
         self.retryable = retryable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import attrs
@@ -18,6 +19,8 @@ from .telemetry import Telemetry
 
 __all__ = ["Observers", "RuntimeObserver"]
 
+_RENAMED = {"errand_moved": "cache_transfer_moved", "early_moved": "overlap_moved"}
+
 
 class RuntimeObserver(NullObserver):
     """Base class for observers of a runtime. Methods that are not overridden do nothing.
@@ -25,6 +28,13 @@ class RuntimeObserver(NullObserver):
     Except for `completion_delivered`, they are called in the event loop's thread, after the change and in the middle of
     a call. They must neither block nor call the runtime. Exceptions are counted and dropped.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for old, new in _RENAMED.items():
+            if old in vars(cls):
+                problem = f"{cls.__name__}.{old} is not called any more: it is {new} now"
+                warnings.warn(problem, DeprecationWarning, stacklevel=2)
 
     def waited_for_room(self, holding: Holding, seconds: float) -> None:
         """A wait for room is over, however it ended."""

@@ -70,8 +70,8 @@ class CacheTransfers:
             if excess <= 0:
                 self._start_tables(holding, first)
                 return True
-            spine = self.cache.layout.full.width
-            holding.narrow_hit(holding.hit_stop - -(-excess // spine) if spine else 0)
+            full = self.cache.layout.full.width
+            holding.narrow_hit(holding.hit_stop - -(-excess // full) if full else 0)
             if holding.hit_limit <= first:
                 return False
             self.request_leases.match_again(holding)
@@ -101,8 +101,8 @@ class CacheTransfers:
         for table in tables:
             table.append_null(stop)
         holding.given_tables(tables, stop)
-        spine = tables[0]
-        spine.fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * spine.width))
+        full = tables[0]
+        full.fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * full.width))
 
     # -- sending away ---------------------------------------------------------------------------------------------
 

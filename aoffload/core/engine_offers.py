@@ -95,15 +95,15 @@ class EngineOffers:
 
     def _of_full(self, path: Path, stop: int, ids: EngineIds, find: Find) -> Iterator[Offer]:
         """Full attention, up to the first null block: blocks behind a gap are never found."""
-        spine = self.cache.layout.full
-        for units in _lacking(path, spine, 0, stop) if spine.width else ():
-            blocks = ids.with_found(spine, units.start, units.stop, find)
+        full = self.cache.layout.full
+        for units in _lacking(path, full, 0, stop) if full.width else ():
+            blocks = ids.with_found(full, units.start, units.stop, find)
             if 0 in blocks:
-                named = blocks.index(0) // spine.width
+                named = blocks.index(0) // full.width
                 if named:
-                    yield Offer(spine, units.start, blocks[: named * spine.width])
+                    yield Offer(full, units.start, blocks[: named * full.width])
                 return
-            yield Offer(spine, units.start, blocks)
+            yield Offer(full, units.start, blocks)
 
     @staticmethod
     def _of_window(band: Band, lacking: Iterable[range], ids: EngineIds, find: Find) -> Iterator[Offer]:

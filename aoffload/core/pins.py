@@ -167,7 +167,8 @@ class Pins:
             num_kept = sum(len(part.blocks) for part in kept)
             added = self._num_added(hit, [wish for wish in wishes if wish.tier is tier.tier], kept)
             if num_kept + added > bound:
-                raise OutOfBlocks(added, max(0, bound - num_kept), retryable=added <= bound)
+                left = max(0, bound - num_kept)
+                raise OutOfBlocks(added, left, retryable=added <= bound, argument="max_pinned_share")
 
     def _num_added(self, hit: Hit, wishes: list[_Wish], kept: set[Part]) -> int:
         """Blocks of one tier that `wishes` would pin and no pin keeps so far."""

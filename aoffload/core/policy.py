@@ -69,9 +69,11 @@ class StorePolicy(Protocol):
         ...
 
 
-@attrs.frozen
 class EagerStore:
-    """Stores every published block, at once."""
+    """Stores every published block, at once. A base for policies of one's own."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     @property
     def num_watermark_blocks(self) -> int:
@@ -87,7 +89,6 @@ class EagerStore:
         return holding.published
 
 
-@attrs.frozen
 class NoStore(EagerStore):
     """Stores nothing: a cache on the device alone."""
 

@@ -112,8 +112,8 @@ def _may_grow(cache: PrefixCache, run: Run) -> bool:
 
 def _is_ours_alone(cache: PrefixCache, run: Run) -> bool:
     """Whether the growing request's lease is the only reference, so that no other reader sees the run change."""
-    spine = run.parts[Tier.DEVICE]
-    if run.num_after or (spine.width and spine.stop != run.stop):
+    full = run.parts[Tier.DEVICE]
+    if run.num_after or (full.width and full.stop != run.stop):
         return False
     for part in run.parts:
         is_ours = part.tier is Tier.DEVICE

@@ -34,10 +34,10 @@ class Stores:
         if not self.cache.tiers[Tier.HOST].pool.num_blocks:
             return []
         jobs: list[Job] = []
-        spine = self.cache.layout.full
-        missing = self.cache.full.lacking(run, Tier.DEVICE, Tier.HOST, first, stop) if spine.width else []
+        full = self.cache.layout.full
+        missing = self.cache.full.lacking(run, Tier.DEVICE, Tier.HOST, first, stop) if full.width else []
         for over in _together(missing) if missing else ():
-            jobs += self.store(holding, spine, over)
+            jobs += self.store(holding, full, over)
         for window in self.cache.windows if with_windows else ():
             start = first_stored(window.band, self.last_end(holding, stop))
             for over in _together(window.lacking(run, Tier.DEVICE, Tier.HOST, start, stop)):

@@ -119,7 +119,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "request_loading": lambda _: "waits for copies from host memory",
     "request_draining": lambda _: "its load fell short: gives its blocks back when its step has ended",
     "request_requeued": lambda _: "its load fell short, without room to compute instead: waits at its old place",
-    "request_stranded": lambda _: "will never have room again: it can only leave",
+    "request_stranded": lambda _: "will never have room again: it has to leave, or to take fewer tokens",
     "request_running": _running,
     "request_preempted": lambda _: "preempted: gives its device blocks away",
     "request_done": _done,
