@@ -239,8 +239,8 @@ _WAKING = (
     Mutant(
         "no pump after quarantine",
         "aoffload.core.ledger_rooms",
-        "        wakes += self._conclude_loads(requests)\n        self.admission.serve_line(wakes)\n",
-        "        wakes += self._conclude_loads(requests)\n"
+        "        self.admission.serve_line(self._concluded(jobs, also))\n",
+        "        wakes = self._concluded(jobs, also)\n"
         "        if not any(job.job_id in self.jobs.quarantined for job in jobs):\n"
         "            self.admission.serve_line()\n        for wake in wakes:\n            wake()\n",
         "quarantine serves the line",
@@ -289,8 +289,8 @@ _WAKING = (
     Mutant(
         "shared load wakes only the first",
         "aoffload.core.ledger_rooms",
-        "        wakes += self._conclude_loads(requests)\n        self.admission.serve_line(wakes)\n",
-        "        wakes += self._conclude_loads(requests)\n        self.admission.serve_line(wakes[:1])\n",
+        "        self.admission.serve_line(self._concluded(jobs, also))\n",
+        "        self.admission.serve_line(self._concluded(jobs, also)[:1])\n",
         "no hang: a load wakes all who wait for it",
         scenarios=("two_tasks",),
     ),

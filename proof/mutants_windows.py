@@ -193,10 +193,18 @@ _TAKEN_BACK = (
     Mutant(
         "who waits to begin its load again is not told of a preemption",
         "aoffload.core.ledger_work",
-        "        self.admission.serve_line([] if waiter is None else [waiter.wake])\n",
-        "        self.admission.serve_line()\n",
+        "            wakes.append(holding.waiter.wake)\n",
+        "            pass\n",
         "nobody sleeps on what is over",
         scenarios=("preempted_by_another",),
+    ),
+    Mutant(
+        "woken in the middle of a preemption",
+        "aoffload.core.ledger_work",
+        "            wakes += self._concluded(self._loads.abandon(holding), also=holding)\n",
+        "            self._settled(self._loads.abandon(holding), also=holding)\n",
+        "a block is given to somebody else once every job and step has let go",
+        test="tests/core/test_preemption.py::test_a_wake_finds_the_preemption_done",
     ),
     Mutant(
         "whoever was preempted may read everything",

@@ -183,6 +183,9 @@ class EngineOwned:
         doubtful = self.jobs.doubtful_ids(Tier.DEVICE)
         if wrong := {one for ids in blocks for one in doubtful.intersection(ids)}:
             raise InvalidArgument("into", f"names block {min(wrong)}, which another copy may still write to")
+        read = self.jobs.read_ids(Tier.DEVICE)
+        if wrong := {one for ids in blocks for one in read.intersection(ids)}:
+            raise InvalidArgument("into", f"names block {min(wrong)}, which a store still reads")
         return found
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:

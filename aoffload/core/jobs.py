@@ -150,6 +150,11 @@ class JobBook:
         stores = (job.plan for job in self.unsettled.values() if job.plan.direction is Direction.STORE)
         return sum(plan.num_blocks for plan in stores)
 
+    def read_ids(self, tier: Tier) -> set[int]:
+        """Blocks of `tier` that copies under way read."""
+        plans = (job.plan for job in self.unsettled.values())
+        return {block_id for plan in plans if plan.source is tier for block_id in plan.source_ids}
+
     def doubtful_ids(self, tier: Tier) -> set[int]:
         """Blocks of `tier` that copies may still write to."""
         jobs = (*self.unsettled.values(), *self.quarantined.values())

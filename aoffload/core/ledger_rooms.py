@@ -126,6 +126,9 @@ class LedgerRooms:
         return any(h.holds_room and (h.waiter is None or h.waiter.is_over) for h in self.holdings.values())
 
     def _settled(self, jobs: list[Job], also: Holding | None = None) -> None:
+        self.admission.serve_line(self._concluded(jobs, also))
+
+    def _concluded(self, jobs: list[Job], also: Holding | None = None) -> list[Callable[[], object]]:
         over = self._loads.settled(jobs)
         if also is not None and also.load is not None and also not in over:
             over.append(also)
@@ -138,8 +141,7 @@ class LedgerRooms:
         if self._cache_transfers.under_way:
             requests = [holding for holding in over if holding not in self._cache_transfers.under_way]
             wakes = self._cache_transfers.conclude(over)
-        wakes += self._conclude_loads(requests)
-        self.admission.serve_line(wakes)
+        return wakes + self._conclude_loads(requests)
 
     def _units_per_job(self, num_blocks: int) -> Sequence[int]:
         return [max(1, num_blocks // max(1, band.width)) for band in self.layout.bands]

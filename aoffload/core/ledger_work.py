@@ -147,7 +147,7 @@ class WorkingRequests(LedgerRooms):
         if self._engine is not None:
             told, settled = self._engine.invalidate(holding, from_token, tuple(self.holdings.values()))
             self._settled(settled)
-            return tuple(told)
+            return tuple(reader for reader in told if not reader.is_over)
         # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
         readers = dict.fromkeys((*self.holdings.values(), *self._closing, *self._forks.over))
         tainted = self._commits.invalidate(holding, from_token, readers)
@@ -182,7 +182,7 @@ class WorkingRequests(LedgerRooms):
             require(self._own(holding), "step", _S.ALLOCATED, _S.RUNNING)
             require_no_holes(holding, "step")
         for holding in arriving:
-            require(self._own(holding), "step", _S.LOADING, _S.DRAINING, _S.RUNNING)
+            require(self._own(holding), "step", _S.LOADING, _S.RUNNING)
             if holding.state is not _S.RUNNING and not can_start(self.cache, holding):
                 raise WrongState(f"step: the load of {holding} is not under way: wait until it is over")
 
@@ -266,11 +266,13 @@ class WorkingRequests(LedgerRooms):
         """Give up every device block of `holding`. What it has computed is kept in host memory as far as there is room,
         pinned until it is resumed or over. Refused in a step, and in the line for room unless REQUEUED."""
         self._preemptions.check(self._on_own_device(holding, "preempt"))
+        wakes: list[Callable[[], object]] = []
         if holding.load is not None:
-            self.abandon_load(holding)
-        waiter = holding.waiter  # if REQUEUED: its wait ends here, too
+            wakes += self._concluded(self._loads.abandon(holding), also=holding)
+        if holding.waiter is not None:  # REQUEUED: its wait ends here, too
+            wakes.append(holding.waiter.wake)
         found = self._preemptions.preempt(holding)
-        self.admission.serve_line([] if waiter is None else [waiter.wake])
+        self.admission.serve_line(wakes)  # last: a wake may call the ledger
         return found
 
     def resume(self, holding: Holding, num_tokens: int | None = None) -> None:

@@ -40,11 +40,11 @@ def can_start(cache: PrefixCache, holding: Holding) -> bool:
     """Whether a step may overlap the load: all that the step would read is on the device or in a job of the load, and
     the units behind have blocks. False after a reset: then jobs publish nothing."""
     load, overlap = holding.load, holding.overlap
-    if load is None:
-        return False
+    if load is None or not load.jobs:
+        return False  # DRAINING: what its steps have computed cannot be committed
     if holding.num_steps:
-        return True  # the step keeps its blocks, even if the load is over
-    if not load.jobs or holding.epoch != cache.epoch:
+        return True  # a step holds its blocks already
+    if holding.epoch != cache.epoch:
         return False
     if overlap is not None and overlap.state is _S.INVALID:
         return False  # of an earlier load, and the engine was not told yet

@@ -263,6 +263,9 @@ def test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on() -> None
     written = driven.ledger.expected_block_ids(holding)[0][4:]
     driven.end(plans[0], Outcome.UNPROVEN)
     assert holding.state is RequestState.DRAINING and holding.load is not None
+    assert not driven.ledger.can_start_early(holding), "a second step would compute into null blocks"
+    with pytest.raises(WrongState, match="DRAINING"):
+        begin(driven, holding)
     assert set(written) <= set(holding.private_blocks())
     end(driven, step)
     assert holding.waiter is not None and not holding.tables, "it waits in the line, with nothing in its hands"

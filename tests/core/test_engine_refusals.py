@@ -346,6 +346,20 @@ def test_a_find_that_answers_wrongly_is_refused(found: Any) -> None:
     assert driven.offer(holding, 18, [[4, 5, 6, 7]], [70])
 
 
+def test_what_a_store_still_reads_is_not_loaded_into() -> None:
+    """An engine that names a block which a store still reads would have the store send other bytes than were offered:
+    refused, and nothing is changed; free again when the store is over."""
+    driven = EngineDriven()
+    driven.serve(A)
+    other, (table,) = driven.computed(B)
+    (store,) = driven.offer(other, 16, [table])
+    holding, (fresh,) = driven.admit(A), driven.fresh(17)
+    with refused(driven.ledger, holding, error=InvalidArgument, says=("into: ", str(table[0]), "still reads")):
+        driven.ledger.plan_load(holding, into=[[table[0], *fresh[1:]]])
+    driven.land([store])
+    driven.land(driven.load(holding, [[table[0], *fresh[1:]]]))
+
+
 def test_what_another_load_is_writing_is_not_stored() -> None:
     """An engine that names a block which another request's load still writes to would store bytes that nobody has
     proven: refused, and nothing is changed."""

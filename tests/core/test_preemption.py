@@ -8,6 +8,7 @@ from driving import Driven, prompt
 from aoffload.core.groups import FullAttention, KVCacheGroup, SlidingWindow
 from aoffload.core.lifecycle import RequestState
 from aoffload.core.plan import Outcome
+from aoffload.errors import WrongState
 
 A = prompt(1, 17)
 S = RequestState
@@ -111,3 +112,30 @@ def test_whoever_waits_for_room_gets_it(driven: Driven) -> None:
     assert not waiter.is_over
     driven.land(driven.ledger.preempt_nowait(holding).plans)
     assert waiter.granted is not None
+
+
+@pytest.mark.parametrize("what", ["step", "release", "preempt", "extend"])
+def test_a_wake_finds_the_preemption_done(driven: Driven, what: str) -> None:
+    """A preemption that ends a load wakes when all is decided: what the wake calls is refused, or served like any later
+    call. It ran in the middle of the call before, and a step that it began lost its blocks."""
+    driven.on_host_only(A)
+    holding, ledger, seen = driven.allocated(A), driven.ledger, list[RequestState]()
+    calls = {
+        "step": lambda: ledger.step([holding]).__enter__(),
+        "release": lambda: ledger.release(holding),
+        "preempt": lambda: ledger.preempt_nowait(holding),
+        "extend": lambda: ledger.queue_extension(holding, 20),
+    }
+
+    def wake() -> None:
+        seen.append(holding.state)
+        if what == "release":
+            calls[what]()
+            return
+        with pytest.raises(WrongState, match="PREEMPTED"):
+            calls[what]()
+
+    assert ledger.plan_load(holding, wake=wake)
+    ledger.preempt_nowait(holding)
+    assert seen == [S.PREEMPTED] and not holding.num_steps
+    ledger.check_integrity()
