@@ -24,7 +24,7 @@ def layer_regions(kv_cache: torch.Tensor) -> list[KVRegion]:
 
     The memory layout does not change: a block of region `i` is `kv_cache[block_id, i]`, and the next block lies one
     row further. A row is still copied as one piece, unless a load is to arrive layer by layer. With several groups a
-    slot holds one layer of each. Raises `RegionError` if a slot is not contiguous.
+    slot holds one layer of each. Raises `RegionError` if the bytes of a slot do not lie together.
     """
     return [KVRegion.of(slot) for slot in kv_cache.unbind(1)]
 

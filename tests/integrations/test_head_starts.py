@@ -281,4 +281,4 @@ def test_the_regions_of_a_kv_tensor_are_its_slots() -> None:
         assert region.address == kv_cache[0, layer].data_ptr()
         assert region.block_stride_bytes == kv_cache[0].nbytes
     with pytest.raises(RegionError, match="contiguous"):
-        layer_regions(kv_cache.transpose(2, 3))
+        layer_regions(kv_cache[..., ::2])

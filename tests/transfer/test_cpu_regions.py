@@ -129,8 +129,9 @@ def test_a_region_is_there_before_the_next_one_is_copied(seed: int, layout: Call
         assert not fence.is_given
         stepped(job.copies).may_copy.release()
         fence.synchronize()
+        if index + 1 == len(fences):  # then all is verified: what is looked at is written to as well
+            assert job.copies.next().outcome is Outcome.LANDED
         assert job.has_loaded(index + 1)
-    assert job.copies.next().outcome is Outcome.LANDED
     assert job.copies.transport.close(GUARD_S)
 
 
