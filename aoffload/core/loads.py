@@ -98,7 +98,8 @@ class Loads:
         layout, start = self.cache.layout, holding.published
         path = holding.leases[Tier.HOST].run.whole_path()
         shared, on_its_way = self.on_its_way(path, start, stop)
-        stop = self._held_stop(path, on_its_way, stop)
+        if layout.full.width:
+            stop = present_stop(path, Tier.HOST, on_its_way, stop)
         if layout.windows:
             stop = accepted(layout, path, stop, EVERY_TIER)
         if stop <= start:
@@ -145,11 +146,6 @@ class Loads:
         if last.start <= there and last.parts[Tier.DEVICE].incoming is None:  # the common case
             return [], there
         return incoming(stretches(last, there, stop), there)
-
-    def _held_stop(self, path: list[Run], start: int, stop: int) -> int:
-        """The unit, at most `stop`, up to which the host holds full attention from `start` on; `stop` if no group has
-        full attention."""
-        return present_stop(path, Tier.HOST, start, stop) if self.cache.layout.full.width else stop
 
     def _lease_path(self, holding: Holding, stop: int) -> None:
         """Move the device lease to the end of the load, so that what its jobs publish is pinned as soon as it lands."""
