@@ -125,6 +125,8 @@ class OffloadConfig:
     """Maximum share of each tier's blocks that `pin` may hold. Blocks held by requests and transfers do not count."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the device's blocks that prefetches under way may take."""
+    max_quarantined_share: float = attrs.field(default=0.25, validator=_share)
+    """With `engine_blocks`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
 
     def __attrs_post_init__(self) -> None:
         if not self.groups:
