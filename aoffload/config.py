@@ -156,5 +156,11 @@ class OffloadConfig:
         return max(1, bound // max(1, block_bytes))
 
     @property
+    def root_namespace(self) -> str:
+        """The namespace of root keys: `namespace` and the layout of groups, so that other layouts never share KV."""
+        groups = ",".join(f"{group.name}:{group.block_size}" for group in self.groups)
+        return f"{self.namespace}\n{groups}"
+
+    @property
     def bytes_in_flight(self) -> int:
         return parse_bytes("max_bytes_in_flight", self.max_bytes_in_flight)

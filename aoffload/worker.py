@@ -63,7 +63,7 @@ class CopyWorker:
     _block_bytes: int = 0
     _overdue: set[int] = attrs.field(factory=set)
     _alarms: dict[anyio.Event, float] = attrs.field(factory=dict)
-    """Events and the times to set them, in the order of time: all have the same delay."""
+    """Events and the times to set them."""
     _inbox: deque[Completion] = attrs.field(factory=deque)
     _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
     _looks_at: float = math.inf
@@ -151,7 +151,7 @@ class CopyWorker:
             self._wake_by(expires_at)
 
     def set_alarm(self, event: anyio.Event, after_s: float) -> None:
-        """Set `event` after `after_s` seconds, the same for every event, unless it is cleared before.
+        """Set `event` after `after_s` seconds, unless it is cleared before.
 
         A cancel scope with a deadline would cost the waiting task ten times as much. Once the worker's task has ended,
         the event is set at once: there is nothing left to wait for.
@@ -312,7 +312,7 @@ class CopyWorker:
 
     def _next_deadline(self) -> float:
         transfers = next(iter(self._in_flight.values())).deadline if self._in_flight else math.inf
-        return min(transfers, next(iter(self._alarms.values()), math.inf), self.ledger.next_lapse)
+        return min(transfers, min(self._alarms.values(), default=math.inf), self.ledger.next_lapse)
 
     def _check_deadlines(self) -> None:
         now = self._clock()
