@@ -134,6 +134,8 @@ class OffloadConfig:
     """Maximum share of each tier's blocks that `pin` may hold. Blocks held by requests and transfers do not count."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the device's blocks that prefetches under way may take."""
+    max_quarantined_share: float = attrs.field(default=0.25, validator=_share)
+    """With `engine_blocks`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
 
     def __attrs_post_init__(self) -> None:
         if not self.groups:
@@ -161,6 +163,12 @@ class OffloadConfig:
         """Maximum blocks per job."""
         bound = min(parse_bytes("max_job_bytes", self.max_job_bytes), self.bytes_in_flight)
         return max(1, bound // max(1, block_bytes))
+
+    @property
+    def root_namespace(self) -> str:
+        """The namespace of root keys: `namespace` and the layout of groups, so that other layouts never share KV."""
+        groups = ",".join(f"{group.name}:{group.block_size}" for group in self.groups)
+        return f"{self.namespace}\n{groups}"
 
     @property
     def bytes_in_flight(self) -> int:

@@ -171,6 +171,14 @@ class Telemetry:
         log(_OVERLAP_EVENTS[overlap.state], request_id=overlap.holding.request_id, num_tokens=overlap.num_tokens)
 
     @_harmless
+    def loads_paused(self, num_quarantined: int) -> None:
+        self.logger.error("loads_paused", num_quarantined=num_quarantined)
+
+    @_harmless
+    def loads_resumed(self, num_quarantined: int) -> None:
+        self.logger.warning("loads_resumed", num_quarantined=num_quarantined)
+
+    @_harmless
     def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
         hop = {"source": source.name.lower(), "destination": destination.name.lower()}
         self.logger.error("transport_stalled", **hop, num_jobs=num_jobs)

@@ -39,7 +39,7 @@ class CopyWorker:
     telemetry: Telemetry
     copies: CopyQueue = attrs.field(init=False)
     _alarms: dict[anyio.Event, float] = attrs.field(factory=dict)
-    """Events and the times to set them, in the order of time: all have the same delay."""
+    """Events and the times to set them."""
     _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
     _looks_at: float = math.inf
     """When the task checks deadlines next."""
@@ -123,7 +123,7 @@ class CopyWorker:
             self._wake_by(expires_at)
 
     def set_alarm(self, event: anyio.Event, after_s: float) -> None:
-        """Set `event` after `after_s` seconds, the same for every event, unless it is cleared before.
+        """Set `event` after `after_s` seconds, unless it is cleared before.
 
         A cancel scope with a deadline would cost the waiting task ten times as much. Once the worker's task has ended,
         the event is set at once: there is nothing left to wait for.
@@ -216,7 +216,7 @@ class CopyWorker:
         self.copies.stop("the worker failed")
 
     def _next_deadline(self) -> float:
-        return min(self.copies.next_deadline, next(iter(self._alarms.values()), math.inf))
+        return min(self.copies.next_deadline, min(self._alarms.values(), default=math.inf))
 
     def _check_deadlines(self) -> None:
         self.copies.give_up_late()

@@ -8,39 +8,40 @@ __all__ = ["SHELL_MUTANTS"]
 
 REQUEST, LOADING, WORKER, RUNTIME = "aoffload.request", "aoffload.loading", "aoffload.worker", "aoffload.runtime"
 SESSION, STEPS, COPIES = "aoffload.session", "aoffload.steps", "aoffload.transfer.copy_queue"
+BLOCK = "aoffload.request_block"
 
 _REQUEST = (
     Mutant(
         "cancelled request keeps its pins",
-        REQUEST,
+        BLOCK,
         "        self._close(self._why(error))\n",
         "        if error is None or not is_cancellation(error):\n            self._close(self._why(error))\n",
         "whatever happens to a request, its pins go",
     ),
     Mutant(
         "failed request keeps its pins",
-        REQUEST,
+        BLOCK,
         "        self._close(self._why(error))\n",
         "        if error is None or is_cancellation(error):\n            self._close(self._why(error))\n",
         "whatever happens to a request, its pins go",
     ),
     Mutant(
         "cancelled request swallows errors",
-        REQUEST,
+        BLOCK,
         "        return bool(scope.__exit__(exc_type, error, trace))\n",
         "        return bool(scope.__exit__(exc_type, error, trace)) or scope.cancel_called\n",
         "any other exception passes through",
     ),
     Mutant(
         "own cancellation passes through",
-        REQUEST,
+        BLOCK,
         "        return bool(scope.__exit__(exc_type, error, trace))\n",
         "        scope.__exit__(exc_type, error, trace)\n        return False\n",
         "a cancellation that the request asked for ends with its block",
     ),
     Mutant(
         "reason of a cancellation lost",
-        REQUEST,
+        BLOCK,
         "        self._cancel_reason = self._cancel_reason or reason\n",
         "",
         "an aborted request says why",
@@ -55,14 +56,14 @@ _REQUEST = (
     ),
     Mutant(
         "deadline never set",
-        REQUEST,
+        BLOCK,
         "deadline=math.inf if deadline is None else deadline)",
         "deadline=math.inf)",
         "no hang past a deadline",
     ),
     Mutant(
         "abandoned request keeps its pins",
-        REQUEST,
+        BLOCK,
         "            self._session.abandon(holding, self._scope)  # first: a warning may be an error\n",
         "",
         "nothing leaks: an abandoned request is released",
@@ -80,8 +81,8 @@ _REQUEST = (
     Mutant(
         "load timeout never fires",
         LOADING,
-        "self._wait(session.config.load_timeout_s if has_bound else None)",
-        "self._wait(None)",
+        "wait_until_woken(request, session.config.load_timeout_s if has_bound else None)",
+        "wait_until_woken(request, None)",
         "no hang: a load that takes too long is given up",
         scenarios=("stalled",),
     ),
@@ -94,7 +95,7 @@ _REQUEST = (
     ),
     Mutant(
         "only one task of a request woken",
-        REQUEST,
+        BLOCK,
         "        for event in self._waiting:\n",
         "        for event in tuple(self._waiting)[:1]:\n",
         "no hang: whoever waits is woken",
