@@ -19,7 +19,9 @@ from .core.plan import Completion, Direction, Outcome, TransferPlan
 from .core.policy import StorePolicy, StoreScope
 from .core.tiers import BlockWatcher, TierStatistics
 from .errors import IllegalTransition, LeaseError
+from .observers import Observers
 from .prefix import Prefix, Root
+from .telemetry import LedgerLog
 
 __all__ = [
     "Answer",
@@ -38,9 +40,11 @@ __all__ = [
     "IllegalTransition",
     "JobState",
     "LeaseError",
+    "LedgerLog",
     "LedgerStatistics",
     "LoadOverlap",
     "Observer",
+    "Observers",
     "Outcome",
     "OverlapState",
     "Pin",

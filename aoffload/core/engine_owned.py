@@ -74,15 +74,16 @@ class EngineOwned:
             num_tokens = (hit.device_stop + 1) * self.cache.layout.unit_tokens
             bringer = self.arrivals.bringer(holding, hit.device_stop, num_tokens)
         self.request_leases.end_host_lease(holding)
-        if holding.state is not _S.MATCHED:
-            self.moves.request(holding, _S.MATCHED)
         if bringer is not None:
             self.arrivals.ask_again(holding, bringer, wake)
             holding.told(PrefixMatch(hit.device_stop * self.cache.layout.unit_tokens, 0, is_pending=True))
-            return
-        self.arrivals.answered(holding)
-        self._pin(holding, hit)
-        self.moves.request(holding, _S.PINNED)
+        else:
+            self.arrivals.answered(holding)
+            self._pin(holding, hit)
+        if holding.state is not _S.MATCHED:  # observers find the answer in it
+            self.moves.request(holding, _S.MATCHED)
+        if bringer is None:
+            self.moves.request(holding, _S.PINNED)
 
     def _is_held(self, holding: Holding) -> bool:
         """Whether the host still holds the whole hit."""
@@ -197,9 +198,10 @@ class EngineOwned:
             wakes.append(load.wake)
             ready = self._ready_stop(arrival)
             holding.ended_load()
-            self._run(holding, ready)
             if ready < arrival.stop:
                 holding.lost((arrival.stop - ready) * self.cache.layout.unit_tokens)
+            self._run(holding, ready)
+            if ready < arrival.stop:
                 wakes += self.arrivals.fell_short(holding, ready)
         return wakes
 
@@ -254,12 +256,13 @@ class EngineOwned:
             holding.computed(computed)
             holding.published_up_to(published)
             raise
-        holding.committed(num_computed_tokens)
         if holding.state is _S.PINNED:  # without a load
             self.request_leases.end_host_lease(holding)
             holding.hit_up_to(0)
+            holding.computed(holding.engine_tokens)  # observers find what was ready in it
             self.moves.request(holding, _S.ALLOCATED)
             self.moves.request(holding, _S.RUNNING)
+        holding.committed(num_computed_tokens)
         jobs = self.offers.store(holding, found) if found else []
         for wake in self.arrivals.over(holding):
             wake()
