@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .planting import Mutant
+from .planting import Mutant, Patch
 
 __all__ = ["CACHE_MUTANTS"]
 
@@ -10,6 +10,7 @@ PREFIX, TOKENS, MATCHING = "aoffload.prefix", "aoffload.core.tokens", "aoffload.
 PINS, CACHE, TIERS = "aoffload.core.request_leases", "aoffload.core.cache", "aoffload.core.tiers"
 EVICTION, INDEX, RECORDS = "aoffload.core.eviction", "aoffload.core.index", "aoffload.core.records"
 PUBLISH, COMMITS, OWNERS = "aoffload.core.publish", "aoffload.core.commits", "aoffload.core.owners"
+KNOWS_LEASES = ("from .records import Part, Run", "from .records import Lease, Part, Run")
 
 _KEYS = (
     Mutant(
@@ -73,16 +74,18 @@ _PINS = (
     Mutant(
         "device hit not pinned",
         PINS,
-        "            holding.leases[Tier.DEVICE] = self.lease(Tier.DEVICE, run)",
-        "            holding.leases[Tier.DEVICE] = Lease(Tier.DEVICE, run)",
+        "= self.cache.lease(tier, run)",
+        "= Lease(tier, run) if tier is Tier.DEVICE else self.cache.lease(tier, run)",
         "match and pin are one step, on the device (I2)",
+        also=(Patch(PINS, *KNOWS_LEASES),),
     ),
     Mutant(
         "host hit not pinned",
         PINS,
-        "        holding.leases[Tier.HOST] = self.lease(Tier.HOST, run)",
-        "        holding.leases[Tier.HOST] = Lease(Tier.HOST, run)",
+        "= self.cache.lease(tier, run)",
+        "= Lease(tier, run) if tier is Tier.HOST else self.cache.lease(tier, run)",
         "match and pin are one step, on the host (I1)",
+        also=(Patch(PINS, *KNOWS_LEASES),),
     ),
     Mutant(
         "lease released twice",
@@ -189,8 +192,8 @@ _RUNS = (
     Mutant(
         "blocks of an old epoch kept",
         TIERS,
-        "        if part.run.epoch == self.epoch:\n            self.make_evictable(part)",
-        "        if part.run.epoch <= self.epoch:\n            self.make_evictable(part)",
+        "        if part.run.epoch != self.epoch:\n            self.pool.give(part.clear())",
+        "        if part.run.epoch > self.epoch:\n            self.pool.give(part.clear())",
         "reset: what is pinned is free once it is let go of",
     ),
     Mutant(

@@ -204,9 +204,9 @@ _SHARING = (
     Mutant(
         "what is on its way counts as ready",
         LOADS,
-        "        return max(start, held_stop(self.cache.layout, path, Tier.DEVICE, start, load.stop))",
-        "        there = held_stop(self.cache.layout, path, Tier.DEVICE, start, load.stop)\n"
-        "        return max(start, incoming(stretches(run, start, load.stop), there)[1])",
+        "        ready = max(start, held_stop(layout, path, Tier.DEVICE, start, load.stop))",
+        "        there = held_stop(layout, path, Tier.DEVICE, start, load.stop)\n"
+        "        ready = max(start, incoming(stretches(run, start, load.stop), there)[1])",
         "loaded means landed",
     ),
     Mutant(
@@ -226,7 +226,7 @@ _SHARING = (
     ),
     Mutant(
         "host hit counts before it is loaded",
-        LOADS,
+        "aoffload.core.admission",
         "        holding.computed(holding.published * self.cache.layout.unit_tokens)\n",
         "        holding.computed(holding.hit_stop * self.cache.layout.unit_tokens)\n",
         "a failed load is a miss",
@@ -255,8 +255,8 @@ _SHARING = (
     Mutant(
         "load rounds up to a block",
         LOADS,
-        "min(stop, max_tokens // self.cache.layout.unit_tokens)",
-        "min(stop, self.cache.layout.num_units(max_tokens))",
+        'limit = check_int("max_tokens", max_tokens, 0) // self.cache.layout.unit_tokens',
+        'limit = self.cache.layout.num_units(check_int("max_tokens", max_tokens, 0))',
         "load(max_tokens=) rounds down to a block",
         scenarios=("mixed",),
     ),

@@ -73,7 +73,7 @@ _WINDOWS = (
     Mutant(
         "what the load would adopt is not pinned",
         PINS,
-        "                holding.reserve = self.lease(Tier.DEVICE, last)\n",
+        "                holding.reserve = self.cache.lease(Tier.DEVICE, last)\n",
         "                pass\n",
         "a hit that was matched stays until it is loaded",
         test="tests/core/test_bands.py::test_what_a_load_would_adopt_stays",

@@ -87,7 +87,7 @@ class CacheTransfers:
         layout, stop = self.cache.layout, holding.hit_stop
         wanted = (stop - self._first_missing(holding)) * layout.full.width
         for band in layout.windows:
-            wanted += (stop - max(holding.published, band.first_needed(stop * band.unit_tokens))) * band.width
+            wanted += (stop - max(holding.published, band.first_unit(stop))) * band.width
         taken = sum(transfer.num_blocks for transfer in self.under_way.values() if isinstance(transfer, Prefetch))
         share = int(self.admission.capacity * self.max_share) - taken
         return wanted - min(share, self.admission.room)
@@ -127,7 +127,7 @@ class CacheTransfers:
         hit = find_hit(cache.index, sequence, cache.layout, self._whole(sequence))
         if not cache.layout.windows or not hit.stop:
             return None
-        return cache.lease(Tier.HOST, cache.cut(hit.run_at(hit.stop), hit.stop), cache.layout.window_starts(hit.stop))
+        return cache.lease(Tier.HOST, cache.cut(hit.run_at(hit.stop), hit.stop))
 
     def _whole(self, sequence: TokenSequence) -> int:
         return sequence.num_tokens // self.cache.layout.unit_tokens

@@ -24,7 +24,7 @@ from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .answer import PrefixMatch
 from .arguments import check_int
 from .cache import PrefixCache
-from .commits import check_known, check_progress
+from .commits import check_count
 from .engine_arrivals import Arrival, Arrivals
 from .engine_ids import EngineIds
 from .engine_offers import EngineOffers, are_distinct
@@ -101,7 +101,7 @@ class EngineOwned:
         unit = self.cache.layout.unit_tokens
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
-            self.request_leases.keep_in_host(holding, run)
+            self.request_leases.keep(holding, Tier.HOST, run)
         holding.matched(0, hit.stop, PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit))
 
     def forget_matches(self, holdings: Iterable[Holding]) -> None:
@@ -172,7 +172,7 @@ class EngineOwned:
         found: list[tuple[Band, int, array[int]]] = []
         ids = EngineIds.of(layout, self.num_rows, "into", into, stop)
         for band in layout.bands:
-            first = max(start, band.first_needed(stop * layout.unit_tokens))
+            first = max(start, band.first_unit(stop))
             if band.width and first < stop:
                 found.append((band, first, ids.of_band(band, first, stop)))
         blocks = [blocks for _, _, blocks in found]
@@ -219,7 +219,7 @@ class EngineOwned:
         for band in layout.windows:
             # Only the window before the planned end was loaded; an earlier end may need units before that.
             brought = min((job.start for job in arrival.jobs if job.band == band.number), default=arrival.stop)
-            if max(arrival.start, band.first_needed(stop * layout.unit_tokens)) < min(brought, stop):
+            if max(arrival.start, band.first_unit(stop)) < min(brought, stop):
                 return arrival.start
         return stop
 
@@ -238,8 +238,7 @@ class EngineOwned:
         require(holding, "offer", _S.PINNED, _S.RUNNING)
         added = encode_tokens(new_token_ids, "new_token_ids")
         before = holding.num_computed_tokens if holding.state is _S.RUNNING else holding.engine_tokens
-        check_progress(num_computed_tokens, before)
-        check_known(holding, num_computed_tokens, len(added) // TOKEN_BYTES)
+        check_count(holding, num_computed_tokens, before, len(added) // TOKEN_BYTES)
         num_units = num_computed_tokens // self.cache.layout.unit_tokens
         ids = EngineIds.of(self.cache.layout, self.num_rows, "block_ids", block_ids, num_units)
         known, computed, published = holding.sequence.num_tokens, holding.num_computed_tokens, holding.published

@@ -70,7 +70,7 @@ class JobBook:
             last = min(first + most, stop)
             of_job = slice((first - start) * band.width, (last - start) * band.width)
             over = stretches(run, first, last)
-            held = held_ids(over, source, band.number) if source_ids is None else source_ids[of_job]
+            held = held_ids(run, source, band.number, first, last) if source_ids is None else source_ids[of_job]
             plan = TransferPlan(self._next_id, source, destination, held, blocks[of_job])
             self._next_id += 1
             jobs.append(self._job(holding, plan, band, over))
@@ -116,22 +116,19 @@ class JobBook:
 
     def _line_up(self, job: Job, over: list[Stretch]) -> None:
         """Make `job` a follower of its predecessor, so that publishing keeps prefix order, and the `incoming` job of
-        its parts."""
-        tier = job.plan.destination
-        job.predecessor = self._predecessor(over[0], tier, job.band)
+        its parts.
+
+        The predecessor is the job under way to the same run or, if `job` begins its run, to the run before. A window
+        band may get the front of a run last, behind the job to the same run."""
+        tier, band, first = job.plan.destination, job.band, over[0].run
+        before: Run | None = first
+        if job.start == first.start and (not band or first.part(tier, band).incoming is None):
+            before = first.before
+        job.predecessor = None if before is None else before.part(tier, band).incoming
         if job.predecessor is not None:
             job.predecessor.followers.append(job)
         for stretch in over:
-            stretch.run.part(tier, job.band).awaits(job)
-
-    @staticmethod
-    def _predecessor(first: Stretch, tier: Tier, band: int) -> Job | None:
-        """The job under way behind which a new job from `first` on is published: to the same run or, if `first` begins
-        its run, to the run before. A window band may get the front of a run last, behind the job to the same run."""
-        run: Run | None = first.run
-        if first.start == first.run.start and (not band or first.run.part(tier, band).incoming is None):
-            run = first.run.before
-        return None if run is None else run.part(tier, band).incoming
+            stretch.run.part(tier, band).awaits(job)
 
     def launch(self, job: Job) -> bool:
         """Mark a queued `job` as launched: it cannot be recalled. False: it is no longer queued."""

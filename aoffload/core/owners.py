@@ -134,7 +134,7 @@ class Holding(Claim):
         return self.num_units > 0 or granted or Tier.DEVICE in self.leases or self.reserve is not None
 
     def all_leases(self) -> list[Lease]:
-        return [*self.leases.values()] if self.reserve is None else [*self.leases.values(), self.reserve]
+        return [*self.leases.values()] if self.reserve is None else [self.reserve, *self.leases.values()]
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -159,8 +159,11 @@ class Holding(Claim):
         self.published, self.ready_stop = min(self.published, start), min(self.ready_stop, start)
         self.num_computed_tokens = num_tokens
 
-    def forgot_match(self) -> None:
+    def forgot_match(self) -> list[Lease]:
+        """Returns its leases, which the caller releases."""
+        leases, self.leases, self.reserve = self.all_leases(), {}, None
         self.published = self.ready_stop = self.hit_stop = 0
+        return leases
 
     def given_tables(self, tables: tuple[BlockTable, ...], num_units: int) -> None:
         self.tables, self.num_units = tables, num_units

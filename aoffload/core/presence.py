@@ -84,7 +84,7 @@ class _Held:
         position between the unit and `stop`. The next candidate lies before the missing unit: the last end of held
         units, or the last position at which the band needs nothing (`Band.free_unit`), whichever is later."""
         while stop > self.given:
-            missing = self._last_missing(band, max(self.given, band.first_needed(stop * band.unit_tokens)), stop)
+            missing = self._last_missing(band, max(self.given, band.first_unit(stop)), stop)
             if missing is None:
                 return stop
             stop = max(self._present_before(band, missing), band.free_unit(missing))

@@ -94,11 +94,11 @@ class Part:
         return self.blocks[(start - self.first) * self.width : (stop - self.first) * self.width]
 
     def append(self, ids: array[int], stop: int) -> None:
-        """Append `ids`, which reach up to unit `stop`."""
+        """Append `ids`, which reach up to unit `stop`; the part may keep the array."""
         if self.blocks:
             self.blocks.extend(ids)
         else:
-            self.blocks = ids[:]  # exact size: an extended array keeps spare capacity
+            self.blocks = ids  # exact size: an extended array keeps spare capacity
         self.stop = stop
 
     def enter(self, first: int, last: int, ids: array[int]) -> range:
@@ -168,10 +168,12 @@ class Part:
     def drop_behind(self, stop: int) -> array[int]:
         """Truncate the part to end at unit `stop`. Returns the dropped blocks."""
         keep = max(0, stop - self.first) * self.width
-        dropped = self.blocks[keep:]
-        del self.blocks[keep:]
-        self.stop = stop
-        if not self.blocks:
+        if keep:
+            dropped = self.blocks[keep:]
+            del self.blocks[keep:]
+            self.stop = stop
+        else:
+            dropped, self.blocks = self.blocks, _no_ids()
             self.first = self.stop = self.run.start
         return dropped
 

@@ -78,7 +78,7 @@ class Stores:
 def first_stored(band: Band, end: int) -> int:
     """The first unit of a window band that is stored for a hit that ends at unit `end`: with a margin, since the next
     turn of a conversation may match somewhat earlier."""
-    needed = band.first_needed(end * band.unit_tokens)
+    needed = band.first_unit(end)
     return max(0, needed - band.margin(end - needed))
 
 
