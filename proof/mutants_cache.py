@@ -63,8 +63,9 @@ _KEYS = (
     Mutant(
         "a store in flight counts as a hit",
         MATCHING,
-        "if part.stop > reached:\n                    reached = part.stop",
-        "if part.covered_stop > reached:\n                    reached = part.covered_stop",
+        "            reached = run.parts[Tier.HOST].stop\n",
+        "            reached, job = run.parts[Tier.HOST].stop, run.parts[Tier.HOST].incoming\n"
+        "            reached = reached if job is None else max(reached, min(job.stop, run.stop))\n",
         "publish on completion",
         scenarios=("tier_resets",),
     ),
@@ -223,9 +224,9 @@ _PUBLISHING = (
     ),
     Mutant(
         "private duplicate published",
-        PUBLISH,
-        "part.append(table.at(present, stop), stop)",
-        "part.append(table.at(position, stop), stop)",
+        RECORDS,
+        "self.append(ids[(self.stop - first) * self.width : (last - first) * self.width], last)",
+        "self.append(ids[: (last - first) * self.width], last)",
         "a private duplicate is never findable (I3)",
         scenarios=("kept_windows",),
     ),
@@ -247,8 +248,8 @@ _PUBLISHING = (
     Mutant(
         "private duplicate forgotten",
         PUBLISH,
-        "            table.has_duplicates(range(position, present))\n",
-        "            del position\n",
+        "                table.has_duplicates(known)\n",
+        "                del known\n",
         "the private copy stays until close, and goes then",
     ),
     Mutant(

@@ -67,7 +67,7 @@ _LINE = (
     Mutant(
         "no match at the grant",
         ADMISSION,
-        "        self.request_leases.keep_match(holding)  # in the step that grants\n",
+        "        self.request_leases.refresh_match(holding)  # in the step that grants\n",
         "",
         "who waited matches again in the step that grants",
     ),

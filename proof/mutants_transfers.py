@@ -12,7 +12,7 @@ _OWNERSHIP = (
     Mutant(
         "job borrows the request's lease",
         JOBS,
-        "read = self.cache.lease(plan.source, end.run, starts, is_use=plan.source is not Tier.DEVICE)",
+        "read = self.cache.lease(plan.source, end.run, starts, is_use=plan.destination < plan.source)",
         "read = self.cache.lease(plan.destination, end.run, starts)",
         "a job owns its own leases: its source stays",
     ),
@@ -206,7 +206,7 @@ _SHARING = (
         LOADS,
         "        ready = max(start, held_stop(layout, path, Tier.DEVICE, start, load.stop))",
         "        there = held_stop(layout, path, Tier.DEVICE, start, load.stop)\n"
-        "        ready = max(start, incoming(stretches(run, start, load.stop), there)[1])",
+        "        ready = max(start, jobs_bringing(stretches(run, start, load.stop), there)[1])",
         "loaded means landed",
     ),
     Mutant(
@@ -273,7 +273,7 @@ _STORES = (
     Mutant(
         "store in flight offered again",
         "aoffload.core.components",
-        "part.stop if part.incoming is None else part.covered_stop",
+        "part.stop if part.incoming is None else covered_stop(part)",
         "part.stop",
         "a range being stored isn't stored again (I3)",
     ),
@@ -295,16 +295,16 @@ _STORES = (
     Mutant(
         "store evicts what it hangs on",
         "aoffload.core.stores",
-        "pin = self.cache.lease(Tier.HOST, end,",
-        "pin = self.cache.lease(Tier.DEVICE, end,",
+        "pin = self.cache.lease(self.destination, end,",
+        "pin = self.cache.lease(self.source, end,",
         "a store never evicts its own prefix",
         scenarios=("conversations",),
     ),
     Mutant(
         "store waits for no host room",
         "aoffload.core.stores",
-        "over[-1].stop, host.room // band.width)",
-        "over[-1].stop, host.capacity // band.width)",
+        "over[-1].stop, there.room // band.width)",
+        "over[-1].stop, there.capacity // band.width)",
         "a store that finds no room is skipped",
     ),
 )

@@ -307,7 +307,7 @@ class Admission:
         holding, device = waiter.holding, self.cache.tiers[Tier.DEVICE]
         if waiter.changes_seen == device.num_changes and waiter.num_missing > device.room:
             return False  # its match would be the same
-        self.request_leases.keep_match(holding)  # in the step that grants
+        self.request_leases.refresh_match(holding)  # in the step that grants
         if self._has_room(holding, waiter.num_units):
             self.line.allocating.pop(0)
             waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))

@@ -172,8 +172,8 @@ class PrefixCache(SplitsAndMerges):
                 tier.pool.give(part.clear())
             tier.order = self._new_order()
             tier.all_cleared(self.epoch)
-        # All tiers but an engine-owned device have the same watcher: it is told once.
-        if (watcher := self.tiers[Tier.HOST].watcher) is not None:
+        # All tiers but an engine-owned device, which is the first, have the same watcher: it is told once.
+        if (watcher := self.tiers[-1].watcher) is not None:
             watcher.all_cleared(self.epoch)
 
     def reset_tier(self, tier: Tier) -> None:

@@ -146,7 +146,7 @@ class EngineOwned:
         jobs: list[Job] = []
         for band, first, blocks in ids:
             run = holding.leases[Tier.HOST].run
-            jobs += self.jobs.plan(holding, Direction.LOAD, run, band, first, stop, blocks, units_per_job)
+            jobs += self.jobs.plan(holding, Tier.HOST, Tier.DEVICE, run, band, first, stop, blocks, units_per_job)
         if not jobs:  # no hit, or one at whose end no window needs anything
             self._run(holding, stop)
             return []
@@ -180,7 +180,7 @@ class EngineOwned:
             raise InvalidArgument("into", "names the null block where something has to be loaded")
         if blocks and not are_distinct(blocks):
             raise InvalidArgument("into", "names a block twice")
-        doubtful = self.jobs.doubtful_ids(Tier.DEVICE)
+        doubtful = self.jobs.ids_being_written(Tier.DEVICE)
         if wrong := {one for ids in blocks for one in doubtful.intersection(ids)}:
             raise InvalidArgument("into", f"names block {min(wrong)}, which another copy may still write to")
         read = self.jobs.read_ids(Tier.DEVICE)

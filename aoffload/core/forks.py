@@ -17,7 +17,7 @@ from .observer import Moves
 from .owners import Holding
 from .paths import held_ids, stretches
 from .plan import Tier
-from .records import NoIndex
+from .records import NoEpoch
 from .request_leases import RequestLeases
 from .table import BlockTable, nulls
 from .waiting import is_waiting
@@ -69,7 +69,7 @@ class Forks:
             raise is_waiting(parent, "fork")
         if parent.num_steps:
             raise WrongState(f"fork: a step writes into the blocks of {parent}")
-        if parent.epoch is NoIndex.INVALIDATED:
+        if parent.epoch is NoEpoch.INVALIDATED:
             raise WrongState(f"fork: what {parent} has read was taken back: it has to be aborted")
 
     @staticmethod

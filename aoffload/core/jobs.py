@@ -19,6 +19,7 @@ from .observer import Moves
 from .owners import Holding
 from .paths import Stretch, held_ids, stretches
 from .plan import Completion, Direction, Outcome, Tier, TransferPlan
+from .presence import covered
 from .records import Job, Part, Run
 
 __all__ = ["JobBook"]
@@ -48,7 +49,8 @@ class JobBook:
     def plan(
         self,
         holding: Holding | None,
-        direction: Direction,
+        source: Tier,
+        destination: Tier,
         run: Run,
         band: Band,
         start: int,
@@ -57,12 +59,11 @@ class JobBook:
         units_per_job: Sequence[int] = (),
         source_ids: array[int] | None = None,
     ) -> list[Job]:
-        """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of the other tier.
+        """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`.
 
         `units_per_job` replaces the limit of the book. `source_ids`: the engine's blocks to copy from, if it owns the
         device."""
         jobs: list[Job] = []
-        source, destination = (Tier.HOST, Tier.DEVICE) if direction is Direction.LOAD else (Tier.DEVICE, Tier.HOST)
         if band.number and not self.cache.tiers[destination].is_outside:
             self._make_adjoin(run, band, destination, start, stop)
         most = (units_per_job or self.units_per_job)[band.number]
@@ -81,7 +82,7 @@ class JobBook:
         tier, a run holds one stretch of a window band."""
         for stretch in stretches(run, start, stop):
             part = stretch.run.part(tier, band.number)
-            first, last = part.covered
+            first, last = covered(part)
             if first == last:
                 continue
             if stretch.stop < first:
@@ -100,7 +101,7 @@ class JobBook:
             source.hold(plan.source_ids)
         else:
             # Storing must not refresh the source's LRU position.
-            read = self.cache.lease(plan.source, end.run, starts, is_use=plan.source is not Tier.DEVICE)
+            read = self.cache.lease(plan.source, end.run, starts, is_use=plan.destination < plan.source)
         if destination.is_outside:
             destination.hold(plan.destination_ids)
         else:
@@ -152,7 +153,7 @@ class JobBook:
         plans = (job.plan for job in self.unsettled.values())
         return {block_id for plan in plans if plan.source is tier for block_id in plan.source_ids}
 
-    def doubtful_ids(self, tier: Tier) -> set[int]:
+    def ids_being_written(self, tier: Tier) -> set[int]:
         """Blocks of `tier` that copies may still write to."""
         jobs = (*self.unsettled.values(), *self.quarantined.values())
         return {block_id for job in jobs if job.plan.destination is tier for block_id in job.plan.destination_ids}

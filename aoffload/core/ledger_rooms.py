@@ -77,7 +77,7 @@ class LedgerRooms:
         self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
         self._forks = Forks(cache, leases, self.admission, moves)
         self._policy = policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
-        stores = Stores(cache, self.jobs, moves)
+        stores = Stores(cache, self.jobs, moves, Tier.DEVICE, Tier.HOST)
         watermark = EvictionWatermark(cache, self.jobs, stores, policy.num_watermark_blocks)
         self._commits = Commits(cache, leases, stores, self.admission, moves, policy, watermark, self._pins)
         self._preemptions = Preemptions(cache, leases, moves, self.jobs, stores, self.admission, policy)

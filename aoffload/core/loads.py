@@ -18,8 +18,8 @@ from .observer import Moves
 from .overlap import compare, compare_job
 from .owners import Holding, Waiter, nobody
 from .paths import held_ids, stretches
-from .plan import EVERY_TIER, Direction, Tier, TransferPlan
-from .presence import accepted, coming, held_stop, incoming, present_stop
+from .plan import HIT_TIERS, Tier, TransferPlan
+from .presence import accepted, covered, held_stop, jobs_bringing, jobs_into, present_stop
 from .publish import step_back
 from .records import Job, Load, Run
 from .request_leases import RequestLeases
@@ -47,12 +47,7 @@ class Loads:
         wake: Callable[[], object] = nobody,
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
-        """Start loading the host hit onto the device; returns the plans to launch.
-
-        RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
-        fell short and there was no room for the missing blocks, so the request gave up all its blocks; `wake` is called
-        when its wait for room ends. The caller then accepts `holding.waiter` and plans again.
-        """
+        """Start loading the host hit onto the device; see `Ledger.plan_load`."""
         require(holding, "load", _S.ALLOCATED, _S.LOADING, _S.DRAINING, _S.REQUEUED, _S.RUNNING)
         limit = NO_LIMIT
         if max_tokens is not None:
@@ -99,7 +94,7 @@ class Loads:
         if layout.full.width:
             stop = present_stop(path, Tier.HOST, on_its_way, stop)
         if layout.windows:
-            stop = accepted(layout, path, stop, EVERY_TIER)
+            stop = accepted(layout, path, stop, HIT_TIERS)
         if stop <= start:
             return []
         before = holding.device_run if layout.windows else None
@@ -143,7 +138,7 @@ class Loads:
         there, last = present_stop(path, Tier.DEVICE, start, stop), path[-1]
         if last.start <= there and last.parts[Tier.DEVICE].incoming is None:  # the common case
             return [], there
-        return incoming(stretches(last, there, stop), there)
+        return jobs_bringing(stretches(last, there, stop), there)
 
     def _lease_path(self, holding: Holding, stop: int) -> None:
         """Move the device lease to the end of the load, so that what its jobs publish is pinned as soon as it lands."""
@@ -165,7 +160,7 @@ class Loads:
             return []
         run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
         ids = table.null(start, stop)
-        return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, ids, load.units_per_job)
+        return self.jobs.plan(holding, Tier.HOST, Tier.DEVICE, run, band, start, stop, ids, load.units_per_job)
 
     def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
         """Free the request's blocks for units `[start, stop)`, which other jobs bring or have brought."""
@@ -179,8 +174,8 @@ class Loads:
         missing: list[range] = []
         for stretch in stretches(run, start, load.stop):
             part = stretch.run.part(Tier.DEVICE, band.number)
-            first, stop = part.covered
-            shared.update(dict.fromkeys(coming(part)))
+            first, stop = covered(part)
+            shared.update(dict.fromkeys(jobs_into(part)))
             self._give_up(holding, band, max(first, stretch.start), min(stop, stretch.stop))
             for units in outside(first, stop, stretch.start, stretch.stop):
                 if missing and missing[-1].stop == units.start:

@@ -18,7 +18,7 @@ from .observer import Moves
 from .owners import Holding, LoadOverlap
 from .paths import Stretch, stretches
 from .plan import Tier
-from .presence import coming
+from .presence import jobs_into
 from .records import Job, Load, Part
 from .table import BlockTable
 
@@ -142,7 +142,7 @@ def _once_landed(cache: PrefixCache, holding: Holding, load: Load, band: Band) -
     for stretch in stretches(holding.device_run, max(first, holding.published), load.stop):
         part = stretch.run.part(Tier.DEVICE, band.number)
         _enter_held(expected, part, stretch)
-        for job in coming(part):
+        for job in jobs_into(part):
             if job in load.jobs:
                 _enter_coming(expected, job, stretch)
     return expected.ids

@@ -16,7 +16,7 @@ from ..errors import OutOfBlocks
 from .answer import NO_MATCH, PrefixMatch
 from .lifecycle import OverlapState, RequestState
 from .plan import Tier
-from .records import Claim, Job, Lease, NoIndex, Run
+from .records import Claimant, Job, Lease, NoEpoch, Run
 from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence
 
@@ -46,10 +46,10 @@ class Extension:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Holding(Claim):
+class Holding(Claimant):
     request_id: str
     sequence: TokenSequence
-    epoch: int | NoIndex
+    epoch: int | NoEpoch
     ticket: int
     """Its place in the line for room, kept when it has to queue again."""
     hit_limit: int
@@ -233,11 +233,11 @@ class Holding(Claim):
 
     def taint(self) -> None:
         """It may have read wrong KV: nothing of it is published any more."""
-        self.epoch = NoIndex.INVALIDATED
+        self.epoch = NoEpoch.INVALIDATED
 
     def orphan(self) -> None:
         """A reset of the device tier has made its blocks unfindable."""
-        self.epoch = NoIndex.ORPHANED
+        self.epoch = NoEpoch.ORPHANED
 
     def private_blocks(self) -> array[int]:
         """Ids of the blocks that only this request reads and frees."""

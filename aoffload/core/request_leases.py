@@ -97,7 +97,7 @@ class RequestLeases:
         self.forget_match(holding)
         self.pin(holding, islands=islands)
 
-    def keep_match(self, holding: Holding) -> None:
+    def refresh_match(self, holding: Holding) -> None:
         """Bring the match up to date. Keeps the leases if a new match would take the same ones, since the head of the
         line is examined often; with windows, matches again in any case."""
         if self.cache.layout.windows or not self._pins_just(holding, self._find(holding, islands=True)):
