@@ -25,9 +25,9 @@ from .arguments import check_int
 from .cache import PrefixCache
 from .commits import check_count
 from .engine_arrivals import Arrival, Arrivals
-from .engine_ids import EngineIds
+from .engine_ids import EngineIds, NamedRows, has_null
 from .engine_matches import EngineMatches
-from .engine_offers import EngineOffers, are_distinct
+from .engine_offers import EngineOffers
 from .groups import Band
 from .jobs import JobBook
 from .lifecycle import JobState, RequestState, require
@@ -116,16 +116,15 @@ class EngineOwned:
             if band.width and first < stop:
                 found.append((band, first, ids.of_band(band, first, stop)))
         blocks = [blocks for _, _, blocks in found]
-        if any(0 in ids for ids in blocks):
+        if any(map(has_null, blocks)):
             raise InvalidArgument("into", "names the null block where something has to be loaded")
-        if blocks and not are_distinct(blocks):
+        named = NamedRows.of(self.num_rows, blocks)
+        if not named.are_distinct:
             raise InvalidArgument("into", "names a block twice")
-        doubtful = self.jobs.ids_being_written(Tier.DEVICE)
-        if wrong := {one for ids in blocks for one in doubtful.intersection(ids)}:
-            raise InvalidArgument("into", f"names block {min(wrong)}, which another copy may still write to")
-        read = self.jobs.read_ids(Tier.DEVICE)
-        if wrong := {one for ids in blocks for one in read.intersection(ids)}:
-            raise InvalidArgument("into", f"names block {min(wrong)}, which a store still reads")
+        if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
+            raise InvalidArgument("into", f"names block {wrong}, which another copy may still write to")
+        if wrong := named.shared_with(self.jobs.ids_being_read(Tier.DEVICE)):
+            raise InvalidArgument("into", f"names block {wrong}, which a store still reads")
         return found
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
@@ -190,7 +189,7 @@ class EngineOwned:
         holding.published_up_to(num_units)
         try:
             found = self.offers.wanted(holding, ids, self._unwritten.get(holding, {}), is_last=is_last)
-            self.offers.check_sources(found)
+            self.offers.check_sources(found, self.num_rows)
         except InvalidArgument:
             holding.sequence.drop_after(known)
             holding.computed(computed)

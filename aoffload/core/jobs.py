@@ -148,15 +148,14 @@ class JobBook:
         stores = (job.plan for job in self.unsettled.values() if job.plan.direction is Direction.STORE)
         return sum(plan.num_blocks for plan in stores)
 
-    def read_ids(self, tier: Tier) -> set[int]:
-        """Blocks of `tier` that copies under way read."""
-        plans = (job.plan for job in self.unsettled.values())
-        return {block_id for plan in plans if plan.source is tier for block_id in plan.source_ids}
+    def ids_being_read(self, tier: Tier) -> list[array[int]]:
+        """Blocks of `tier` that copies under way read, job by job."""
+        return [job.plan.source_ids for job in self.unsettled.values() if job.plan.source is tier]
 
-    def ids_being_written(self, tier: Tier) -> set[int]:
-        """Blocks of `tier` that copies may still write to."""
+    def ids_being_written(self, tier: Tier) -> list[array[int]]:
+        """Blocks of `tier` that copies may still write to, job by job."""
         jobs = (*self.unsettled.values(), *self.quarantined.values())
-        return {block_id for job in jobs if job.plan.destination is tier for block_id in job.plan.destination_ids}
+        return [job.plan.destination_ids for job in jobs if job.plan.destination is tier]
 
     # -- settling -------------------------------------------------------------------------------------------------
 
