@@ -22,6 +22,7 @@ from .errors import IllegalTransition, LeaseError
 from .observers import Observers
 from .prefix import Prefix, Root
 from .telemetry import LedgerLog
+from .transfer.copy_queue import CopyObserver, CopyQueue, Launches
 
 __all__ = [
     "Answer",
@@ -30,6 +31,8 @@ __all__ = [
     "CacheTransfer",
     "CacheTransferState",
     "Completion",
+    "CopyObserver",
+    "CopyQueue",
     "Demotion",
     "DevicePool",
     "Direction",
@@ -39,6 +42,7 @@ __all__ = [
     "Holding",
     "IllegalTransition",
     "JobState",
+    "Launches",
     "LeaseError",
     "LedgerLog",
     "LedgerStatistics",

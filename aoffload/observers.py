@@ -11,15 +11,14 @@ from .core.ledger_rooms import OBSERVES
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.observer import NullObserver, Observer
 from .core.owners import Holding, LoadOverlap
-from .core.plan import Completion
+from .core.plan import Completion, Tier
 from .core.records import Job
+from .transfer.copy_queue import OBSERVES as COPIES
 
 __all__ = ["Observers", "RuntimeObserver", "each_observer"]
 
 _RENAMED = {"errand_moved": "cache_transfer_moved", "early_moved": "overlap_moved"}
-_COPIES = "transport_stalled transport_recovered worker_failed cache_turned_off"
-"""What a `CopyQueue` reports."""
-_TOLD = f"{OBSERVES} waited_for_room completion_delivered {_COPIES}".split()
+_TOLD = f"{OBSERVES} waited_for_room completion_delivered {COPIES}".split()
 
 
 class RuntimeObserver(NullObserver):
@@ -89,6 +88,12 @@ class Observers:
     def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None:
         self._tell("overlap_moved", overlap, old)
 
+    def loads_paused(self, num_quarantined: int) -> None:
+        self._tell("loads_paused", num_quarantined)
+
+    def loads_resumed(self, num_quarantined: int) -> None:
+        self._tell("loads_resumed", num_quarantined)
+
     # -- told by what waits and what copies -----------------------------------------------------------------------
 
     def waited_for_room(self, holding: Holding, seconds: float) -> None:
@@ -109,11 +114,11 @@ class Observers:
 
         return hear
 
-    def transport_stalled(self, num_jobs: int) -> None:
-        self._tell("transport_stalled", num_jobs)
+    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
+        self._tell("transport_stalled", source, destination, num_jobs)
 
-    def transport_recovered(self) -> None:
-        self._tell("transport_recovered")
+    def transport_recovered(self, source: Tier, destination: Tier) -> None:
+        self._tell("transport_recovered", source, destination)
 
     def worker_failed(self, error: BaseException) -> None:
         self._tell("worker_failed", error)

@@ -110,6 +110,7 @@ def _standing(ledger: Ledger, found: LedgerStatistics) -> Iterator[tuple[str, It
     jobs["quarantined"] = len(ledger.jobs.quarantined)
     yield "aoffload_jobs", _each("aoffload_jobs", "state", jobs)
     yield "aoffload_late_completions_total", _one(found.num_late_completions)
+    yield "aoffload_loads_paused", _one(found.loads_paused)
     told = list(each_observer(ledger._moves.observer))
     num_lost = sum(one.num_lost_events for one in told if isinstance(one, LedgerLog))
     yield "aoffload_lost_log_events_total", _one(num_lost)
