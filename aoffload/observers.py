@@ -13,12 +13,12 @@ from .core.observer import NullObserver, Observer
 from .core.owners import Holding, LoadOverlap
 from .core.plan import Completion, Tier
 from .core.records import Job
-from .transfer.copy_queue import OBSERVES as COPIES
+from .transfer.copy_queue import OBSERVES as COPIES_TELL
 
 __all__ = ["Observers", "RuntimeObserver", "each_observer"]
 
 _RENAMED = {"errand_moved": "cache_transfer_moved", "early_moved": "overlap_moved"}
-_TOLD = f"{OBSERVES} waited_for_room completion_delivered {COPIES}".split()
+_TOLD = f"{OBSERVES} waited_for_room completion_delivered {COPIES_TELL}".split()
 
 
 class RuntimeObserver(NullObserver):
