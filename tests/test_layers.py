@@ -161,8 +161,9 @@ RECORDS = ("records", "owners", "table")
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 SEVERAL_WRITERS = {
     "epoch": {"owners", "records"},  # of a request; of a job
-    "leases": {"pins", "request_leases"},  # of a pin; of a request
+    "leases": {"owners", "pins", "request_leases"},  # of a request that has none left; of a pin; of a request
     "load": {"owners", "records"},  # of a request, which is a claim
+    "reserve": {"owners", "request_leases"},  # of a request that has none left
     "match": {"owners", "pins"},  # of a pin; of a request
     "start": {"index", "table"},  # of a run; of a block table
     "sequence": {"commits", "engine_owned"},  # which only appends to itself

@@ -27,6 +27,7 @@ from .owners import Holding
 from .paths import stretches
 from .plan import Tier
 from .policy import StorePolicy
+from .presence import covered
 from .records import Job, Run
 from .stores import Stores, first_stored
 from .tokens import TokenSequence
@@ -88,7 +89,7 @@ class EngineOffers:
         """Refuse a block that is named twice, or that a load may still write to."""
         if found and not are_distinct([offer.blocks for offer in found]):
             raise InvalidArgument("block_ids", "names a block twice")
-        if found and (doubtful := self.jobs.doubtful_ids(Tier.DEVICE)):
+        if found and (doubtful := self.jobs.ids_being_written(Tier.DEVICE)):
             for offer in found:
                 if wrong := doubtful.intersection(offer.blocks):
                     raise InvalidArgument("block_ids", f"names block {min(wrong)}, which a copy may still write to")
@@ -160,7 +161,7 @@ def _lacking(path: Path, band: Band, start: int, stop: int) -> list[range]:
     """Units `[start, stop)` of `band` that the host neither holds nor will get from jobs under way."""
     position, held = 0, list[range]()
     for run, agreed in path:
-        first, last = run.part(Tier.HOST, band.number).covered
+        first, last = covered(run.part(Tier.HOST, band.number))
         held.append(range(first, min(last, agreed)))
         position = agreed
     assert position <= stop, "a path beyond what was asked for"
