@@ -143,8 +143,7 @@ class OffloadRuntime:
         """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight."""
         self._session.is_open = False
         self._session.close_requests()
-        self.worker.is_accepting = False
-        self.worker.discard_queued()
+        self.worker.refuse_all()
         deadline = anyio.current_time() + self.config.close_timeout_s
         try:
             # A launched copy can't be recalled, and its memory must outlive it: the one wait that is shielded.
@@ -330,7 +329,7 @@ class OffloadRuntime:
         last_id = self.ledger.jobs.last_id
         with anyio.move_on_after(seconds):
             await self.worker.wait_over(last_id)
-        return self.worker.in_flight_up_to(last_id)
+        return self.worker.copies.in_flight_up_to(last_id)
 
     def statistics(self) -> RuntimeStatistics:
         found = self.ledger.statistics()
