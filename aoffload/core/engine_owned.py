@@ -137,11 +137,12 @@ class EngineOwned:
             wakes.append(load.wake)
             ready = self._ready_stop(arrival)
             holding.ended_load()
-            self._run(holding, ready)
             if ready < arrival.stop:
                 unit = self.cache.layout.unit_tokens
                 holding.lost((arrival.stop - ready) * unit)
                 holding.retry_up_to(ready * unit)
+            self._run(holding, ready)
+            if ready < arrival.stop:
                 wakes += self.arrivals.fell_short(holding, ready)
         return wakes
 
@@ -196,12 +197,13 @@ class EngineOwned:
             holding.computed(computed)
             holding.published_up_to(published)
             raise
-        holding.committed(num_computed_tokens)
         if holding.state is _S.PINNED:  # without a load
             self.request_leases.end_host_lease(holding)
             holding.hit_up_to(0)
+            holding.computed(holding.engine_tokens)  # observers find what was ready in it
             self.moves.request(holding, _S.ALLOCATED)
             self.moves.request(holding, _S.RUNNING)
+        holding.committed(num_computed_tokens)
         jobs = self.offers.store(holding, found) if found else []
         for wake in self.arrivals.over(holding):
             wake()
