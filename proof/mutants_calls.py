@@ -124,8 +124,8 @@ CALL_MUTANTS = (
     Mutant(
         "windows not moved on where a load falls short under a step",
         LOADS,
-        "        if layout.windows:\n            slide_off(self.cache, holding)\n        missing = [",
-        "        missing = [",
+        "        if layout.windows:\n            slide_off(self.cache, holding)\n        if any(missing)",
+        "        if any(missing)",
         "a table names what its request leases",
         also=(
             Patch(

@@ -67,7 +67,7 @@ _LINE = (
     Mutant(
         "no match at the grant",
         ADMISSION,
-        "        self.request_leases.keep_match(holding)  # in the step that grants\n",
+        "        self.request_leases.refresh_match(holding)  # in the step that grants\n",
         "",
         "who waited matches again in the step that grants",
     ),
@@ -248,7 +248,7 @@ _WAKING = (
     Mutant(
         "no pump after late proof",
         "aoffload.core.ledger_work",
-        "        self._settled(self.jobs.settle(completion))\n",
+        "        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))\n",
         "        if jobs := self.jobs.settle(completion):\n            self._settled(jobs)\n",
         "room that comes back serves the line",
         scenarios=("late_room",),
@@ -323,8 +323,8 @@ _STEPS = (
     Mutant(
         "request id used twice",
         "aoffload.core.ledger_requests",
-        "        if name in self.holdings:\n            raise",
-        "        if name in self.holdings and not name:\n            raise",
+        "            if name in self.holdings:\n                raise",
+        "            if name in self.holdings and not name:\n                raise",
         "a request id used twice is rejected by name",
         scenarios=("bad_input",),
     ),

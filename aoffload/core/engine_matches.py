@@ -85,7 +85,7 @@ class EngineMatches:
         unit = self.cache.layout.unit_tokens
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
-            self.request_leases.keep_in_host(holding, run)
+            self.request_leases.keep(holding, Tier.HOST, run)
         holding.matched(0, hit.stop, PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit))
 
     def forget(self, holdings: Iterable[Holding]) -> None:

@@ -15,12 +15,12 @@ from .groups import Band
 from .lifecycle import RequestState
 from .observer import Moves
 from .owners import Holding
-from .paths import stretches
+from .paths import held_ids, stretches
 from .plan import Tier
-from .records import NoIndex
+from .records import NoEpoch
 from .request_leases import RequestLeases
-from .table import BlockTable
-from .waiting import require_idle
+from .table import BlockTable, nulls
+from .waiting import is_waiting
 
 __all__ = ["Fork", "Forks", "taken_from"]
 
@@ -65,10 +65,11 @@ class Forks:
 
     def check(self, parent: Holding) -> None:
         """Refuse to fork a request that waits for room, is in a step, or was invalidated."""
-        require_idle(parent, "fork")
+        if parent.waiter is not None:
+            raise is_waiting(parent, "fork")
         if parent.num_steps:
             raise WrongState(f"fork: a step writes into the blocks of {parent}")
-        if parent.epoch is NoIndex.INVALIDATED:
+        if parent.epoch is NoEpoch.INVALIDATED:
             raise WrongState(f"fork: what {parent} has read was taken back: it has to be aborted")
 
     @staticmethod
@@ -111,8 +112,8 @@ class Forks:
             raise OutOfBlocks(sum(counts), 0 if behind else room, retryable=True)
         found = []
         for band, first, count in zip(bands, firsts, counts, strict=True):
-            nulls = array("i", bytes(4 * band.width * (min(first, num_units) - shared)))
-            found.append(nulls + self.cache.take(Tier.DEVICE, count))
+            before = nulls(band.width * (min(first, num_units) - shared))
+            found.append(before + self.cache.take(Tier.DEVICE, count))
         return found
 
     def share(self, parent: Holding, child: Holding, shared: int, num_units: int, blocks: list[array[int]]) -> Fork:
@@ -134,8 +135,7 @@ class Forks:
         start = parent.tables[band.number].start
         table = BlockTable(band.width, start=start)
         table.append_null(min(start, shared))
-        for stretch in stretches(child.device_run, start, shared) if band.width else ():
-            table.extend(stretch.run.part(Tier.DEVICE, band.number).ids(stretch.start, stretch.stop))
+        table.extend(held_ids(child.device_run, Tier.DEVICE, band.number, start, shared))
         table.extend(own)
         return table
 

@@ -11,12 +11,23 @@ from typing import Any
 
 import attrs
 import pytest
+from engine_driving import EngineDriven
 from page_data import column, columns, page_data
 from stepping import PROGRAMS, EngineSteps, OwnSteps, Program, Seen
 
-from aoffload import InvalidArgument, Tier
+from aoffload import InvalidArgument
 from aoffload.demo.logs import make_logger
-from aoffload.ledger import Direction, JobState, LedgerLog, Observers
+from aoffload.ledger import (
+    Completion,
+    CopyQueue,
+    Direction,
+    JobState,
+    LedgerLog,
+    Observers,
+    Outcome,
+    TransferPlan,
+)
+from aoffload.metrics import Metrics
 from aoffload.trace.command import main
 from aoffload.trace.figures import Figures
 from aoffload.trace.listener import Listener
@@ -25,6 +36,7 @@ from aoffload.trace.parse_errors import ParseError
 from aoffload.trace.runtimes import RuntimeLife
 from aoffload.trace.scan import Scan
 from aoffload.trace.timelines import Timeline
+from aoffload.transport import DeviceGone
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,21 +190,73 @@ def test_two_ledgers_side_by_side_are_told_apart_by_what_is_bound(tmp_path: Path
     assert scan.remarks() == [] and scan.runtimes.lives[0].is_called("engine 0")
 
 
-def test_what_copies_for_a_ledger_reports_to_its_log() -> None:
-    """Stalls, a failed worker and a cache that is off are alarms, as they are of a runtime."""
-    file = io.StringIO()
-    log = LedgerLog(make_logger(file))
-    told = Observers(Seen(), log)
-    told.transport_stalled(Tier.HOST, Tier.DEVICE, 2)
-    told.transport_recovered(Tier.HOST, Tier.DEVICE)
-    told.worker_failed(ValueError("no"))
-    told.cache_turned_off("device lost")
-    events = [json.loads(line) for line in file.getvalue().splitlines()]
-    assert [(event["event"], event["level"]) for event in events] == [
-        ("transport_stalled", "error"), ("transport_recovered", "warning"), ("worker_failed", "error"),
-        ("cache_turned_off", "error"),
+class Hanging:
+    """A transport whose copies end when they are told to, or whose device is lost."""
+
+    is_lost = False
+
+    def launch(self, plan: TransferPlan, after: object) -> None:
+        if self.is_lost:
+            raise DeviceGone("no answer")
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_a_copy_queue_reports_to_the_log_and_the_metrics(tmp_path: Path, has_others: bool) -> None:
+    """A stall, its end, a ledger that fails and a device that is lost are alarms, as they are of a runtime; with others
+    beside the log, too. The metrics hear that the cache is off."""
+    path, now, metrics = tmp_path / "log", 0.0, Metrics()
+    with path.open("w") as file:
+        log = LedgerLog(make_logger(file))
+        told = Observers(Seen(), log, metrics) if has_others else log
+        driven = EngineDriven(observer=told)
+        log.ledger_opened(driven.ledger)
+        config, transport = driven.ledger.config, Hanging()
+        queue = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=told)
+        holding, tables = driven.computed(range(16))
+        (plan,) = driven.offer(holding, 16, tables)
+        queue.submit([plan])
+        now = 1e6
+        queue.advance()
+        queue.deliver(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
+        queue.advance()
+        queue.deliver(Completion(99, Outcome.LANDED, -1))  # of no job, and no completion: the ledger refuses it
+        queue.advance()
+        assert not queue.is_accepting
+        lost = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=told)
+        transport.is_lost = True
+        driven.release(holding)
+        other, tables = driven.computed(range(100, 116))
+        lost.submit(driven.offer(other, 16, tables))
+        lost.advance()
+        driven.release(other)
+        log.ledger_closed(driven.ledger)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    told_of = [(event["event"], event["level"]) for event in events if event["level"] in ("warning", "error")]
+    assert told_of == [
+        ("transport_stalled", "error"), ("job_failed", "warning"), ("transport_recovered", "warning"),
+        ("worker_failed", "error"), ("cache_turned_off", "error"), ("cache_turned_off", "error"),
+        ("job_failed", "warning"),
     ]  # fmt: skip
-    assert told.num_failures == 0
+    figures = Figures()
+    assert scanned(path, figures).remarks() == []
+    assert figures.alarms.count("cache_turned_off: no answer") == figures.alarms.count("transport_stalled") == 1
+    assert metrics.is_cache_off is has_others
+
+
+def test_a_request_that_asks_with_other_tokens_of_its_engine_s_is_one_timeline(tmp_path: Path) -> None:
+    """Its pins move, so it is matched again; nothing of it is over."""
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        driven = EngineDriven(observer=LedgerLog(make_logger(file)))
+        driven.serve(range(16))
+        holding = driven.admit(range(17), request_id="asker")
+        assert driven.ask(holding, 8) == (8, 8, "hit")
+        driven.release(holding, "left")
+    timelines = Timelines()
+    scanned(path, timelines)
+    (asker,) = [one for one in timelines.found if one.name == "asker"]
+    assert asker.states == ["matched", "pinned", "matched", "pinned", "aborted"]
+    assert (asker.facts["num_device_tokens"], asker.facts["num_host_tokens"]) == (8, 8)
 
 
 def test_a_logger_that_raises_costs_its_event_and_nothing_else(tmp_path: Path) -> None:
