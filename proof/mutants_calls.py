@@ -116,8 +116,8 @@ CALL_MUTANTS = (
     Mutant(
         "a bad entry kept after a reset of the device",
         "aoffload.core.jobs",
-        "Direction.LOAD and job.run.epoch == self.cache.epoch\n",
-        "Direction.LOAD and job.epoch == self.cache.epoch\n",
+        "is_bad and job.run.epoch == self.cache.epoch",
+        "is_bad and job.epoch == self.cache.epoch",
         "a content failure forgets the bad entry",
         programs=True,
     ),

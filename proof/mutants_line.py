@@ -208,8 +208,8 @@ _WAKING = (
     Mutant(
         "a store that arrived wrong takes its source away",
         "aoffload.core.jobs",
-        "return job.plan.direction is Direction.LOAD and job.run.epoch == self.cache.epoch",
-        "return job.run.epoch == self.cache.epoch",
+        "is_bad = completion.outcome is Outcome.CORRUPT and job.plan.direction is Direction.LOAD",
+        "is_bad = completion.outcome is Outcome.CORRUPT",
         "what requests read stays theirs, however a copy of it ends",
         test="tests/core/test_transfers.py::test_a_store_that_arrived_wrong_harms_nobody_who_reads_its_source",
     ),

@@ -146,15 +146,14 @@ _LANDING = (
     Mutant(
         "corrupt entry not forgotten",
         JOBS,
-        "        if completion.outcome is Outcome.CORRUPT and self._has_wrong_source(job):\n"
         "            self._forget_corrupt(job, completion)\n",
-        "",
+        "            pass\n",
         "a content failure forgets the bad entry",
     ),
     Mutant(
         "failure forgets what is right",
         JOBS,
-        "        if completion.outcome is Outcome.CORRUPT and self._has_wrong_source(job):\n",
+        "        if is_bad and job.run.epoch == self.cache.epoch:\n",
         "        if completion.outcome is not Outcome.LANDED and may_publish and job.plan.source is Tier.HOST:\n"
         "            completion = attrs.evolve(completion, corrupt=completion.corrupt or (completion.num_landed,))\n",
         "a transient error forgets nothing",

@@ -118,7 +118,7 @@ _PREEMPTION = (
     Mutant(
         "preempted request keeps its pins",
         PREEMPTION,
-        "            self.request_leases.end_device_lease(holding)\n",
+        "            self.request_leases.follow(holding, None)\n",
         "            pass\n",
         "preemption gives up every device block",
         scenarios=("preemption_storm", "preempted_windows"),

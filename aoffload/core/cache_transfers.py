@@ -23,7 +23,7 @@ from .presence import held_stop, jobs_into
 from .records import Job, Lease, Load, Run
 from .request_leases import RequestLeases
 from .stores import Stores
-from .table import BlockTable
+from .table import BlockTable, nulls
 from .tokens import TokenSequence
 
 __all__ = ["CacheTransfers"]
@@ -97,9 +97,8 @@ class CacheTransfers:
         be given back."""
         stop = holding.hit_stop
         # They begin behind the device hit: a prefetch computes nothing that would read it.
-        tables = tuple(BlockTable(band.width, start=holding.published) for band in self.cache.layout.bands)
-        for table in tables:
-            table.append_null(stop)
+        bands, start = self.cache.layout.bands, holding.published
+        tables = tuple(BlockTable(band.width, nulls(stop * band.width), start) for band in bands)
         holding.given_tables(tables, stop)
         full = tables[0]
         full.fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * full.width))
@@ -127,7 +126,7 @@ class CacheTransfers:
         hit = find_hit(cache.index, sequence, cache.layout, self._whole(sequence))
         if not cache.layout.windows or not hit.stop:
             return None
-        return cache.lease(self.stores.destination, cache.cut(hit.run_at(hit.stop), hit.stop))
+        return cache.lease(self.stores.destination, cache.cut(hit.path[-1], hit.stop))
 
     def _whole(self, sequence: TokenSequence) -> int:
         return sequence.num_tokens // self.cache.layout.unit_tokens

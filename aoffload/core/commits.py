@@ -107,12 +107,7 @@ class Commits:
         return tuple([job.plan for job in self.watermark.plan()]) if self.watermark.num_blocks else ()
 
     def invalidate(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> tuple[Holding, ...]:
-        """Take back what a failed forward committed: all KV from `from_token` on is wrong.
-
-        Drops the generated tokens behind `from_token`, which were sampled from wrong KV. Returns the requests that have
-        to be aborted: those that may have read the wrong KV and, first, `holding` itself if it cannot compute again.
-        It cannot if blocks that it needs have left its windows, or if other requests still read the blocks that it
-        would write to and it can get no others.
+        """See `Ledger.invalidate`. Also returns requests that are over.
 
         Requests that have matched the wrong KV but have no block tables yet are matched again. If such a request has a
         grant that was not accepted yet, the grant goes back and the request joins the line again.

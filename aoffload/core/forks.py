@@ -91,17 +91,13 @@ class Forks:
                     stop = min(stop, part.stop if part.first <= stretch.start else stretch.start)
         return stop
 
-    def first_own(self, parent: Holding, shared: int) -> list[int]:
-        """For each band, the first unit where a fork needs a block of its own."""
-        return [max(shared, table.start) for table in parent.tables]
-
     def num_units(self, parent: Holding, num_tokens: int) -> int:
         """The units in the tables of a fork with room for `num_tokens`, at least for all known tokens."""
         return self.cache.layout.num_units(max(num_tokens, parent.sequence.num_tokens, parent.num_computed_tokens))
 
     def take(self, parent: Holding, shared: int, num_units: int) -> list[array[int]]:
         """Take the blocks of a fork's own, for each band from unit `shared` on; `OutOfBlocks` changes nothing."""
-        bands, firsts = self.cache.layout.bands, self.first_own(parent, shared)
+        bands, firsts = self.cache.layout.bands, [max(shared, table.start) for table in parent.tables]
         counts = [max(0, num_units - first) * band.width for band, first in zip(bands, firsts, strict=True)]
         room, capacity = self.admission.room, self.admission.capacity
         in_all = sum(num_units * table.width - table.start * table.width for table in parent.tables)
@@ -119,9 +115,7 @@ class Forks:
     def share(self, parent: Holding, child: Holding, shared: int, num_units: int, blocks: list[array[int]]) -> Fork:
         """Give `child` a lease like the parent's up to unit `shared`, and `blocks` from there on."""
         if shared:
-            lease = parent.leases[Tier.DEVICE]
-            run = self.cache.cut(stretches(lease.run, shared - 1, shared)[0].run, shared)
-            self.request_leases.share(parent, child, run)
+            self.request_leases.share(parent, child, self.cache.cut(parent.leases[Tier.DEVICE].run, shared))
         bands = self.cache.layout.bands
         tables = tuple(self._table(parent, child, band, shared, own) for band, own in zip(bands, blocks, strict=True))
         unit = self.cache.layout.unit_tokens
@@ -133,11 +127,8 @@ class Forks:
 
     def _table(self, parent: Holding, child: Holding, band: Band, shared: int, own: array[int]) -> BlockTable:
         start = parent.tables[band.number].start
-        table = BlockTable(band.width, start=start)
-        table.append_null(min(start, shared))
-        table.extend(held_ids(child.device_run, Tier.DEVICE, band.number, start, shared))
-        table.extend(own)
-        return table
+        held = held_ids(child.device_run, Tier.DEVICE, band.number, start, shared)
+        return BlockTable(band.width, nulls(min(start, shared) * band.width) + held + own, start)
 
     def _copies(self, parent: Holding, child: Holding, shared: int) -> tuple[tuple[int, int], ...]:
         """(source, destination) blocks that `parent` has computed and `child` does not share."""

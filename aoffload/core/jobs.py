@@ -219,7 +219,9 @@ class JobBook:
         if unproven:
             self.quarantined[job.job_id] = job
             self.cache.tiers[job.plan.destination].quarantine(job.plan.destination_ids)
-        if completion.outcome is Outcome.CORRUPT and self._has_wrong_source(job):
+        # Of a corrupt store only the copy is bad: requests compute with its source.
+        is_bad = completion.outcome is Outcome.CORRUPT and job.plan.direction is Direction.LOAD
+        if is_bad and job.run.epoch == self.cache.epoch:
             self._forget_corrupt(job, completion)
         if completion.outcome is Outcome.LANDED:
             self.moves.job(job, JobState.COMPLETED, "landed")
@@ -259,11 +261,6 @@ class JobBook:
         while before is not None and not brings(component, before, part, part.run):
             before = before.predecessor
         return before
-
-    def _has_wrong_source(self, job: Job) -> bool:
-        """Whether the source of a corrupt copy is to be forgotten. That of a load is. That of a store stays: requests
-        compute with these device blocks, and only the copy is bad."""
-        return job.plan.direction is Direction.LOAD and job.run.epoch == self.cache.epoch
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
         """Make the corrupt source units misses; the units around them stay."""

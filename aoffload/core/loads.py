@@ -98,9 +98,11 @@ class Loads:
         if stop <= start:
             return []
         before = holding.device_run if layout.windows else None
-        self._lease_path(holding, stop)  # first: filling the windows may evict, but not what the load adopts
+        # First, as filling the windows may evict, but not what the load adopts: what the jobs publish is pinned as soon
+        # as it lands, and the present windows stay pinned, which are needed if the load fails.
+        self.request_leases.follow(holding, self.cache.cut(path[-1], stop))
         if layout.windows and not self._fill_windows(holding, stop):
-            self._lease_path_again(holding, before)
+            self.request_leases.follow(holding, before)
             return []
         load = Load(stop, wake, units_per_job=units_per_job)
         holding.began_load(load)
@@ -139,20 +141,6 @@ class Loads:
         if last.start <= there and last.parts[Tier.DEVICE].incoming is None:  # the common case
             return [], there
         return jobs_bringing(stretches(last, there, stop), there)
-
-    def _lease_path(self, holding: Holding, stop: int) -> None:
-        """Move the device lease to the end of the load, so that what its jobs publish is pinned as soon as it lands."""
-        last = holding.leases[Tier.HOST].run
-        if last.stop != stop:
-            last = self.cache.cut(stretches(last, stop - 1, stop)[0].run, stop)
-        self.request_leases.follow(holding, last)  # keeps the present windows, which are needed if the load fails
-
-    def _lease_path_again(self, holding: Holding, before: Run | None) -> None:
-        """Undo `_lease_path`: the device lease ends at `before` again, or there is none."""
-        if before is None:
-            self.request_leases.end_device_lease(holding)
-        else:
-            self.request_leases.follow(holding, before)
 
     def _launch(self, holding: Holding, load: Load, band: Band, start: int, stop: int) -> list[Job]:
         """Plan jobs that load units `[start, stop)` into blocks of the request, which the jobs own from now on."""

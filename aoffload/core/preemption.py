@@ -70,7 +70,7 @@ class Preemptions:
         self.request_leases.give_up_tables(holding)
         if run is not None:
             self.request_leases.keep(holding, Tier.HOST, run)
-            self.request_leases.end_device_lease(holding)
+            self.request_leases.follow(holding, None)
         holding.preempted(self.cache.layout.unit_tokens)
         self.moves.request(holding, _S.PREEMPTED)
         tell(self.moves, holding)

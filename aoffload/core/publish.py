@@ -175,11 +175,8 @@ def take_private(
 def step_back(leases: RequestLeases, holding: Holding, start: int) -> None:
     """Let the request compute again from unit `start` on: its blocks there are private, its lease ends there."""
     start = min(start, holding.published)  # after a reset more may be computed than was published
-    path = stretches(holding.device_run, 0, start)
-    if path:
-        leases.follow(holding, leases.cache.cut(path[-1].run, start))
-    else:
-        leases.end_device_lease(holding)
+    run = holding.device_run
+    leases.follow(holding, leases.cache.cut(run, start) if run is not None and start else None)
     holding.published_up_to(start)
     for table in holding.tables:
         table.step_back(start)

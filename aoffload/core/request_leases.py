@@ -52,39 +52,36 @@ class RequestLeases:
         # Pin nothing behind the hit: a request must never wait for room that its own pins take.
         last = hit.path[-1]
         if last.stop != hit.stop:
-            last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
+            last = self.cache.cut(last, hit.stop)
         if hit.stop > hit.device_stop:
             self.keep(holding, Tier.HOST, last)
             if islands and layout.windows:
                 # Behind the device hit, the device may hold window blocks that the host lacks: the load adopts them.
                 holding.reserve = self.cache.lease(Tier.DEVICE, last)
         if hit.device_stop:
-            on_device = next(run for run in last.path() if run.start < hit.device_stop)
-            self.keep(holding, Tier.DEVICE, self.cache.cut(on_device, hit.device_stop))
+            self.keep(holding, Tier.DEVICE, self.cache.cut(last, hit.device_stop))
 
     def keep(self, holding: Holding, tier: Tier, run: Run) -> None:
         """Pin in `tier` what the request reads or loads up to the end of `run`."""
         holding.leases[tier] = self.cache.lease(tier, run)
 
-    def follow(self, holding: Holding, run: Run) -> None:
-        """Move the end of the device lease to `run`, or take a device lease that ends there. A new lease pins each
-        window band from the start of its table on."""
+    def follow(self, holding: Holding, run: Run | None) -> None:
+        """Move the end of the device lease to `run`, or take a device lease that ends there; None: end the lease. A new
+        lease pins each window band from the start of its table on."""
         lease = holding.leases.get(Tier.DEVICE)
-        if lease is None:
+        if lease is not None and run is not None:
+            self.cache.move_lease(lease, run)
+        elif lease is not None:
+            del holding.leases[Tier.DEVICE]
+            self.cache.release(lease)
+        elif run is not None:
             starts = [table.start for table in holding.tables[1:]] if self.cache.windows else ()
             holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
-        else:
-            self.cache.move_lease(lease, run)
 
     def share(self, parent: Holding, child: Holding, run: Run) -> None:
         """Give `child`, a fork, a device lease like that of `parent`, but only to the end of `run`."""
         starts = [min(start, run.stop) for start in parent.leases[Tier.DEVICE].starts]
         child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
-
-    def end_device_lease(self, holding: Holding) -> None:
-        lease = holding.leases.pop(Tier.DEVICE, None)
-        if lease is not None:
-            self.cache.release(lease)
 
     def forget_match(self, holding: Holding) -> None:
         """Release the leases and clear the match; the request is matched again later. Does not free private blocks."""

@@ -57,8 +57,11 @@ class SplitsAndMerges:
         return front
 
     def cut(self, run: Run, at: int) -> Run:
-        """Make `run` end at unit `at`, or split it there. Returns the run that ends at `at`: a lease on it never pins
-        what is published behind `at` later."""
+        """The run that ends at unit `at` of the path of `run`, which is shortened or split there: a lease on it never
+        pins what is published behind `at` later."""
+        while run.start >= at:
+            assert run.before is not None, "not on the path"
+            run = run.before
         if run.stop == at:
             return run
         if run.num_after or any(part.num_references or covered_stop(part) > at for part in run.parts):

@@ -12,7 +12,7 @@ from .groups import Band
 from .jobs import JobBook
 from .observer import Moves
 from .owners import Holding
-from .paths import Stretch, stretches
+from .paths import Stretch
 from .plan import Tier
 from .records import Job, Run
 
@@ -66,7 +66,7 @@ class Stores:
         jobs: list[Job] = []
         if units:
             blocks = self.cache.take(self.destination, len(units) * band.width)
-            run = self.cache.cut(stretches(pin.run, units.start, units.stop)[-1].run, units.stop)
+            run = self.cache.cut(pin.run, units.stop)
             if source_ids is not None:
                 source_ids = source_ids[(units.start - start) * band.width : (units.stop - start) * band.width]
             jobs = self.jobs.plan(

@@ -86,9 +86,6 @@ class BlockTable:
         self.ids[units] = _NULL * len(taken)
         return not_null(taken)
 
-    def append_null(self, num_units: int) -> None:
-        self.ids.extend(nulls(num_units * self.width))
-
     def num_null(self, start: int, stop: int) -> int:
         return self.ids[start * self.width : stop * self.width].count(0)
 
