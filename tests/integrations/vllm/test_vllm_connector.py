@@ -235,7 +235,11 @@ def test_an_error_turns_the_cache_off(
     assert "ZeroDivisionError" in engine.guard.off_reason
     assert "aoffload is off" in caplog.text
     assert engine.guard.take_counts()["off"] == 1
-    assert held(engine) == 0
+    for _ in range(20_000):
+        if not held(engine):
+            return
+        engine.step()  # copies that were under way give their blocks back when they are over
+    raise AssertionError("blocks stay held")
 
 
 def test_a_sleeping_worker_copies_nothing(warm: Callable[..., SmallEngine]) -> None:
