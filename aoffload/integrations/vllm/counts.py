@@ -1,0 +1,89 @@
+"""What the scheduler's half counts: flat names, as vLLM carries them to its log and to Prometheus.
+
+`jobs|load|landed` is the metric `jobs` with the label values `load` and `landed`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+
+from aoffload import RuntimeObserver, Tier
+
+from ...core.records import Job
+from ...ledger import Holding, JobState, LedgerStatistics
+
+__all__ = ["Counts", "blocks_of"]
+
+_log = logging.getLogger("vllm.aoffload")
+
+
+class Counts(RuntimeObserver):
+    """Hears of the ledger's jobs, and of what the copy queue notices."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        """What the ledger raised and never should."""
+        self._counted: defaultdict[str, float] = defaultdict(float)
+
+    def job_moved(self, job: Job, old: JobState, reason: str) -> None:
+        direction, completion = job.plan.direction.value, job.completion
+        if job.state is JobState.DISCARDED:
+            self._counted[f"jobs|{direction}|discarded"] += 1
+        elif completion is not None:
+            self._counted[f"jobs|{direction}|{completion.outcome.value}"] += 1
+            self._counted[f"copied_blocks|{direction}"] += completion.num_landed
+            self._counted[f"copied_bytes|{direction}"] += completion.num_bytes
+            self._counted[f"copy_seconds|{direction}"] += completion.duration_s
+
+    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
+        self._counted[f"skipped_store_blocks|{reason}"] += num_blocks
+
+    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
+        self._counted[f"overdue_jobs|{_hop(source, destination)}"] += num_jobs
+        _log.warning("aoffload: %d copies take too long; until they end, there are no others of their kind", num_jobs)
+
+    def transport_recovered(self, source: Tier, destination: Tier) -> None:
+        _log.warning("aoffload: the copies that took too long are over")
+
+    def loads_paused(self, num_quarantined: int) -> None:
+        _log.warning("aoffload: nothing is loaded while %d blocks of vLLM are in quarantine", num_quarantined)
+
+    def loads_resumed(self, num_quarantined: int) -> None:
+        _log.warning("aoffload: there are loads again")
+
+    def worker_failed(self, error: BaseException) -> None:
+        self.failure = error
+
+    def cache_turned_off(self, reason: str) -> None:
+        _log.error("aoffload is off: %s", reason)
+
+    def lost(self, num_tokens: int) -> None:
+        """A load has brought `num_tokens` fewer than vLLM was promised."""
+        self._counted["lost_tokens"] += num_tokens
+
+    def turned_off(self) -> None:
+        self._counted["turned_off"] += 1
+
+    def take(self) -> dict[str, float]:
+        """What was counted since the last call."""
+        found = dict(self._counted)
+        self._counted.clear()
+        return found
+
+
+def _hop(source: Tier, destination: Tier) -> str:
+    return "load" if destination < source else "store"
+
+
+def blocks_of(statistics: LedgerStatistics) -> dict[str, float]:
+    """Host blocks by state, and blocks of vLLM that copies hold."""
+    host, device = statistics.host, statistics.device
+    return {
+        "blocks|host|free": host.num_free,
+        "blocks|host|cached": host.num_cached,
+        "blocks|host|pinned": host.num_pinned,
+        "blocks|host|quarantined": host.num_quarantined,
+        "blocks|device|pinned": device.num_pinned,
+        "blocks|device|quarantined": device.num_quarantined,
+    }
