@@ -40,10 +40,10 @@ class Walk:
         for _ in range(3):  # comes again after a preemption
             if self.random.random() < 0.3:
                 await anyio.sleep(self.random.random() * 3)
-            options = {"deadline_s": 4.0} if self.random.random() < 0.1 else {}
+            options = {"deadline_s": self.random.random() * 2} if self.random.random() < 0.3 else {}
             with anyio.CancelScope() as scope:
-                if self.random.random() < 0.1:
-                    scope.deadline = anyio.current_time() + self.random.random() * 5
+                if self.random.random() < 0.2:
+                    scope.deadline = anyio.current_time() + self.random.random() * 2
                 try:
                     num_ready = await self.engine.serve(
                         tokens, request_id=f"r{number}", max_hit_tokens=limit, **options
@@ -68,7 +68,7 @@ class Walk:
             copies = self.engine.in_flight()
             if self.random.random() < 0.05:
                 await anyio.sleep(self.random.choice([1, 6, 40]))
-            if self.random.random() < 0.05 and self.engine.runtime.ledger.holdings:
+            if self.random.random() < 0.6 and self.engine.runtime.ledger.holdings:
                 name = self.random.choice(list(self.engine.runtime.ledger.holdings))
                 self.counts["preempted"] += self.engine.runtime.cancel(name, "preempted")
             if not copies:
