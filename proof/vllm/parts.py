@@ -1,0 +1,25 @@
+"""The parts of a run: processes that share an import of vLLM, with the scenarios that each reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PARTS", "TOTAL_S", "Part"]
+
+TOTAL_S = 720.0
+"""Twelve minutes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    """Also that of its module in this package."""
+    about: str
+    limit_s: float
+    """It may take longer if the parts before it took less."""
+    is_short: bool = False
+    """Belongs to the short form."""
+
+
+PARTS = (Part("one_rank", "one rank, a model with full attention", 300, is_short=True),)
+"""In the order in which they run."""
