@@ -15,11 +15,19 @@ from .models import build
 from .prompts import Conversations
 from .rows import Row, judge, write
 
-__all__ = ["Bench", "Scenario", "run_part"]
+__all__ = ["Bench", "Scenario", "Talks", "run_part"]
 
 OUT = Path("build/vllm")
 LARGE_POOL = 1200
-NUM_TALKS, NUM_TURNS = 10, 4
+
+
+@dataclass(frozen=True)
+class Talks:
+    """The conversations that are run."""
+
+    number: int = 10
+    num_turns: int = 4
+    num_new_tokens: int = 16
 
 
 @dataclass
@@ -28,6 +36,7 @@ class Bench:
 
     model: Path
     options: dict[str, Any] = field(default_factory=dict)
+    talks: Talks = Talks()
     prompts: dict[str, list[int]] = field(default_factory=dict)
     """Of all conversations, turn after turn, with the answers of the reference run in them."""
     reference: Served = field(default_factory=Served)
@@ -37,21 +46,21 @@ class Bench:
 
     def hold_reference(self) -> Row:
         """Run the conversations in a pool where everything fits: no scenario is compared with anything else."""
-        talks = Conversations(NUM_TALKS, NUM_TURNS)
+        said = Conversations(self.talks.number)
         with self.engine(LARGE_POOL) as engine:
-            for turn in range(NUM_TURNS):
-                prompts = talks.prompts(turn)
+            for turn in range(self.talks.num_turns):
+                prompts = said.prompts(turn)
                 self.prompts |= prompts
-                for name, answer in engine.serve(prompts).items():
-                    talks.hear(name, answer.tokens)
+                for name, answer in engine.serve(prompts, self.talks.num_new_tokens).items():
+                    said.hear(name, answer.tokens)
             self.reference = engine.rest()
         row = self.judge("a large pool, without offload", self.reference)
         return replace(row, outputs="the reference")
 
     def talk(self, engine: Engine) -> Served:
         """The same conversations, turn after turn."""
-        for turn in range(NUM_TURNS):
-            engine.serve(self.turn(turn))
+        for turn in range(self.talks.num_turns):
+            engine.serve(self.turn(turn), self.talks.num_new_tokens)
         return engine.rest()
 
     def turn(self, turn: int) -> dict[str, list[int]]:
@@ -72,11 +81,11 @@ class Scenario:
     """Belongs to the short form."""
 
 
-def run_part(config: Mapping[str, Any], scenarios: Sequence[Scenario], **options: Any) -> None:
+def run_part(config: Mapping[str, Any], scenarios: Sequence[Scenario], talks: Talks = Talks(), **options: Any) -> None:
     """The process of a part: run its scenarios in turn, and write the rows after each."""
     given = _given()
     rows: list[Row] = []
-    bench = Bench(build(dict(config), OUT / str(config["model_type"])), options)
+    bench = Bench(build(dict(config), OUT / str(config["model_type"])), options, talks)
     chosen = [each for each in scenarios if (each.is_short or not given.short) and given.only in each.name]
     for scenario in (Scenario("reference", Bench.hold_reference), *chosen):
         rows.append(_row(scenario, bench))

@@ -33,7 +33,11 @@ class Served:
     num_blocks: int = 0
     num_free: int = 0
     num_preemptions: int = 0
+    num_scheduled_tokens: int = 0
+    """Tokens that were computed, drafts and what was computed again included."""
     took_s: float = 0.0
+    started_s: float = 0.0
+    """How long the engine took to start, of `took_s`."""
 
     @property
     def num_held(self) -> int:
@@ -71,9 +75,11 @@ class Engine:
         self._began_s = time.monotonic()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**given | options))
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        self.served = Served(num_blocks=num_blocks - 1)  # the null block is nobody's
+        self.served = Served(
+            num_blocks=num_blocks - 1, started_s=time.monotonic() - self._began_s
+        )  # the null block is nobody's
         self._expected: set[str] = set()
-        self._count_preemptions()
+        self._count_steps()
 
     def __enter__(self) -> Engine:
         return self
@@ -81,12 +87,13 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.engine.engine_core.shutdown()
 
-    def _count_preemptions(self) -> None:
+    def _count_steps(self) -> None:
         schedule = self.scheduler.schedule
 
         def counting(*arguments: Any, **options: Any) -> Any:
             output = schedule(*arguments, **options)
             self.served.num_preemptions += len(output.preempted_req_ids or ())
+            self.served.num_scheduled_tokens += output.total_num_scheduled_tokens
             return output
 
         self.scheduler.schedule = counting

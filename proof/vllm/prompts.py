@@ -27,8 +27,7 @@ def burst(number: int, num_shared: int, num_own: int) -> dict[str, list[int]]:
 class Conversations:
     """Conversations that take turns: each prompt is all that was said before, and something new."""
 
-    def __init__(self, number: int, num_turns: int, seed: str = "talk") -> None:
-        self.num_turns = num_turns
+    def __init__(self, number: int, seed: str = "talk") -> None:
         self._seed = seed
         self._said: list[list[int]] = [[] for _ in range(number)]
 
