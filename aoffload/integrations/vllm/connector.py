@@ -1,0 +1,183 @@
+"""The connector that vLLM loads, once in its scheduler and once in each worker: its hooks, and where they lead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from ...errors import ConfigError
+from .groups import CachedGroups
+from .messages import Commands, Reports
+from .regions import block_bytes_of, placements_of
+from .scheduler import SchedulerSide
+from .settings import offload_config
+from .worker import WorkerSide, invalid_blocks, lost_requests
+
+__all__ = ["AoffloadConnector"]
+
+
+class StepCommands(KVConnectorMetadata):  # type: ignore[misc]
+    def __init__(self, commands: Commands) -> None:
+        self.commands = commands
+
+
+class StepReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    def __init__(self, reports: Reports) -> None:
+        self.reports = reports
+
+    def aggregate(self, other: StepReports) -> StepReports:
+        return StepReports(self.reports.joined(other.reports))
+
+
+class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Host memory behind vLLM's own prefix cache."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _check(vllm_config)
+        parallel = vllm_config.parallel_config
+        groups = CachedGroups.of(kv_cache_config, parallel.decode_context_parallel_size)
+        config = offload_config(
+            self._kv_transfer_config.kv_connector_extra_config or {},
+            groups.groups,
+            namespace=_namespace(vllm_config),
+            num_ranks=parallel.world_size,
+        )
+        num_blocks = kv_cache_config.num_blocks
+        placements = placements_of(kv_cache_config.kv_cache_tensors, num_blocks)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            block_bytes = block_bytes_of(placements)
+            self._scheduler = SchedulerSide(
+                config, groups, num_blocks=num_blocks, block_bytes=block_bytes, num_ranks=parallel.world_size
+            )
+        else:
+            self._worker = WorkerSide(config, placements, num_blocks, parallel.rank)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # -- in the scheduler -----------------------------------------------------------------------------------------
+
+    @property
+    def _deciding(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a hook of the scheduler in a worker"
+        return self._scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._deciding.bind(kv_cache_manager)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found = self._deciding.match(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._deciding.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepCommands:
+        return StepCommands(self._deciding.step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, StepReports) and (landed := self._deciding.take(told.reports)):
+            connector_output.finished_recving = {*(connector_output.finished_recving or ()), *landed}
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._deciding.finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._deciding.is_busy
+
+    def reset_cache(self) -> bool:
+        self._deciding.reset()
+        return True
+
+    # -- in a worker ----------------------------------------------------------------------------------------------
+
+    @property
+    def _copying(self) -> WorkerSide:
+        assert self._worker is not None, "a hook of a worker in the scheduler"
+        return self._worker
+
+    @property
+    def _commands(self) -> Commands:
+        bound = self._connector_metadata
+        return bound.commands if isinstance(bound, StepCommands) else Commands()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._copying.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._copying.start(self._commands.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request is scheduled when its load is over."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: stores begin when the forward is over."""
+
+    def wait_for_save(self) -> None:
+        self._copying.start(self._commands.stores)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        reports = self._commands.reports
+        over = {report.request_id for report in reports}
+        return KVConnectorTransferResults(finished_recving=over, failed_recving=lost_requests(reports))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return invalid_blocks(self._commands.reports)
+
+    def build_connector_worker_meta(self) -> StepReports | None:
+        reports = self._copying.take_reports()
+        return None if reports is None else StepReports(reports)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _check(vllm_config: VllmConfig) -> None:
+    """Refuse what cannot work, with the reason."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
+        problem = "must be recompute: a load that fails is computed, since a cache must not fail a request"
+        raise ConfigError("kv_load_failure_policy", f"{problem} (got {transfer.kv_load_failure_policy!r})")
+    if transfer.kv_role != "kv_both":
+        raise ConfigError("kv_role", f"must be kv_both: one engine stores and loads (got {transfer.kv_role!r})")
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError("enable_prefix_caching", "must be on: the connector loads into vLLM's prefix cache")
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ConfigError("pipeline_parallel_size", "must be 1: stages hold different layers, which is not supported")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.use_eagle():
+        problem = (
+            f"{speculative.method} keeps KV of its own for tokens that are not in the prefix, which is not supported"
+        )
+        raise ConfigError("speculative_config", problem)
+
+
+def _namespace(vllm_config: VllmConfig) -> str:
+    model = vllm_config.model_config
+    return f"vllm/{model.model}@{model.revision or ''}/{model.dtype}/{vllm_config.cache_config.cache_dtype}"

@@ -1,0 +1,45 @@
+"""What identifies the KV of a request of vLLM: salt, LoRA adapter, multi-modal inputs, token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...errors import InvalidArgument
+from ...prefix import INT32, KeySpan, Prefix, Roots
+
+__all__ = ["grown", "prefix_of"]
+
+
+def prefix_of(roots: Roots, request: Any) -> Prefix | None:
+    """All tokens of `request` under its keys. None if it cannot be cached: what is computed of embeddings has no token
+    ids, and a session takes tokens back when its next input comes."""
+    if request.prompt_embeds is not None or request.resumable:
+        return None
+    try:
+        root = roots.of(request.cache_salt or None, _adapter_key(request.lora_request))
+        return Prefix.of(root, request.all_token_ids[:], _spans(request.mm_features))
+    except InvalidArgument:  # inputs that overlap, such as the sound of a video
+        return None
+
+
+def grown(prefix: Prefix, request: Any, num_known: int) -> Prefix:
+    """`prefix` with the tokens of `request` from the first `num_known` on."""
+    added = request.all_token_ids[num_known:]
+    if not added:
+        return prefix
+    return Prefix(prefix.root, prefix.tokens + np.asarray(added, INT32).tobytes(), prefix.spans)
+
+
+def _adapter_key(lora: Any) -> str | None:
+    """Name and path: another adapter may be loaded under a name. The length keeps the two apart."""
+    return None if lora is None else f"{len(lora.lora_name)}:{lora.lora_name}{lora.lora_path}"
+
+
+def _spans(features: Any) -> tuple[KeySpan, ...]:
+    spans = []
+    for feature in features:
+        start, digest = feature.mm_position.offset, f"{feature.modality}:{feature.identifier}".encode()
+        spans.append(KeySpan(start, start + feature.mm_position.length, digest))
+    return tuple(sorted(spans))

@@ -1,0 +1,89 @@
+"""A request of vLLM and what the ledger holds for it."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import attrs
+
+from aoffload import Ledger, RequestState
+
+from ...ledger import Holding, Prefix
+from .keys import grown
+
+__all__ = ["EngineRequest", "Wait"]
+
+_ASKING = (RequestState.MATCHED, RequestState.PINNED)
+
+
+class Wait(enum.Enum):
+    """Whether vLLM waits for a load of the request. It has to be told exactly once that the load is over."""
+
+    NONE = "none"
+    LOAD = "load"
+    TOLD = "told"
+    """A report that the load fell short is on its way. vLLM still takes the tokens for computed."""
+
+
+@attrs.define(eq=False)
+class EngineRequest:
+    engine: Any
+    """vLLM's own request."""
+    prefix: Prefix
+    """Its tokens when it was last admitted; a long list of ids is read once."""
+    holding: Holding | None = None
+    """None before it asks, and once it was preempted or its load was lost."""
+    num_known: int = 0
+    """Tokens that the ledger knows."""
+    num_local: int = 0
+    """Tokens that vLLM has in its own cache."""
+    promised: int = 0
+    """Tokens that vLLM takes for computed once the load is over."""
+    wait: Wait = Wait.NONE
+    reads_cache: bool = True
+    """False once a load was lost: vLLM asks again, and the same load would be lost again."""
+    offered_stop: int = -1
+    """Units that were offered last."""
+
+    @property
+    def request_id(self) -> str:
+        return str(self.engine.request_id)
+
+    @property
+    def is_asking(self) -> bool:
+        return self.holding is not None and self.holding.state in _ASKING
+
+    @property
+    def is_running(self) -> bool:
+        return self.holding is not None and self.holding.state is RequestState.RUNNING
+
+    def match(self, ledger: Ledger, num_local: int) -> Holding:
+        """Match what the host has behind `num_local` tokens, with all tokens that the request has by now."""
+        self.num_local = num_local
+        holding = self.holding
+        if holding is not None and self.is_asking:
+            ledger.match_again(holding, num_device_tokens=num_local)
+            return holding
+        self.leave(ledger, "preempted")
+        self.prefix = grown(self.prefix, self.engine, len(self.prefix.tokens) // 4)
+        self.num_known, self.offered_stop = len(self.prefix.tokens) // 4, -1
+        self.holding = ledger.admit(
+            self.prefix,
+            request_id=self.request_id,
+            reads_cache=self.reads_cache and not self.engine.skip_reading_prefix_cache,
+            num_device_tokens=num_local,
+        )
+        return self.holding
+
+    def leave(self, ledger: Ledger, reason: str) -> None:
+        """Let the ledger forget the request. Copies that are under way hold their blocks themselves."""
+        holding, self.holding = self.holding, None
+        if holding is not None:
+            ledger.release(holding, reason)
+
+    def new_tokens(self) -> list[int]:
+        """The tokens that the ledger does not know yet."""
+        found: list[int] = self.engine.all_token_ids[self.num_known :]
+        self.num_known += len(found)
+        return found

@@ -1,0 +1,230 @@
+"""The scheduler's half of the connector: it decides, by the ledger, what is loaded and stored.
+
+A request's way through it:
+
+    match        at every try to schedule: pins what the host has behind vLLM's own hit; None: ask again
+    allocated    vLLM has blocks for it; the load is planned in `step`, when all of the step is known
+    step         commands for the workers: loads, stores of what this step computes, and reports of loads that are over
+    take         what the workers have copied; loads that have landed are over for vLLM at once
+    finished     the last offer; vLLM frees the blocks, and copies hold those that they touch
+
+vLLM frees and reuses blocks as it likes, and tells of preemptions afterwards. So nothing but a copy holds a block.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import Any
+
+from aoffload import Ledger, OffloadConfig
+
+from ...ledger import CopyQueue, TransferPlan
+from ...prefix import Roots
+from .blocks import BlockTable, EnginePool
+from .groups import CachedGroups
+from .keys import prefix_of
+from .messages import Commands, LoadReport, Reports
+from .outbox import Outbox
+from .requests import EngineRequest, Wait
+
+__all__ = ["SchedulerSide"]
+
+_log = logging.getLogger("vllm.aoffload")
+_NOTHING = Commands()
+
+
+class SchedulerSide:
+    """One per engine. All calls come from the thread of vLLM's scheduler."""
+
+    def __init__(
+        self, config: OffloadConfig, groups: CachedGroups, *, num_blocks: int, block_bytes: int, num_ranks: int
+    ) -> None:
+        self._config, self._groups, self._num_blocks, self._block_bytes = config, groups, num_blocks, block_bytes
+        self._roots = Roots(config.namespace)
+        self._outbox = Outbox(num_ranks)
+        self._requests: dict[str, EngineRequest] = {}
+        self._allocated: list[EngineRequest] = []
+        """Requests with blocks for a load that is not planned yet."""
+        self._over: list[EngineRequest] = []
+        """Requests whose load is over, of which vLLM does not know yet."""
+        self._reports: list[LoadReport] = []
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        """vLLM's block pool and prefix cache are there: begin."""
+        self._manager = kv_cache_manager
+        self._pool = EnginePool(
+            kv_cache_manager.block_pool, self._groups.ids, self._groups.block_sizes, self._hashes_of
+        )
+        self.ledger = Ledger(
+            self._config,
+            self._num_blocks,
+            block_bytes=self._block_bytes,
+            engine_blocks=self._pool,
+            clock=time.monotonic,
+        )
+        self._unit = self.ledger.layout.unit_tokens
+        self._queue = CopyQueue(
+            self.ledger, self._outbox, self._config, clock=time.monotonic, block_bytes=self._block_bytes
+        )
+
+    def _hashes_of(self, request_id: str) -> Any:
+        return self._requests[request_id].engine.block_hashes
+
+    # -- a request begins -----------------------------------------------------------------------------------------
+
+    def match(self, request: Any, num_local: int) -> int | None:
+        """Tokens to load behind the first `num_local`; None: ask again in the next step."""
+        found = self._requests.get(request.request_id) or self._new(request)
+        if found is None:
+            return 0
+        match = found.match(self.ledger, num_local).match
+        if match.is_pending:
+            return None
+        return max(0, match.num_tokens - num_local) if self._queue.is_accepting else 0
+
+    def _new(self, request: Any) -> EngineRequest | None:
+        prefix = prefix_of(self._roots, request)
+        if prefix is None:
+            return None
+        found = self._requests[request.request_id] = EngineRequest(request, prefix)
+        return found
+
+    def allocated(self, request: Any, num_external: int) -> None:
+        """vLLM waits for the load of `num_external` tokens, and has blocks for them. Another request may get some of
+        the same hit in this step, so nothing is planned before all of it is known."""
+        if num_external:
+            found = self._requests[request.request_id]
+            found.promised, found.wait = found.num_local + num_external, Wait.LOAD
+            self._allocated.append(found)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self, output: Any) -> Commands:
+        """What the workers have to do in the step `output`."""
+        for request_id in output.preempted_req_ids or ():
+            found = self._requests.get(request_id)
+            if found is not None and not found.is_asking:
+                found.leave(self.ledger, "preempted")
+        loads = self._plan_loads()
+        stores = self._plan_stores(output.num_scheduled_tokens)
+        if loads or stores:
+            self._queue.submit((*loads, *stores))
+        self._queue.advance()
+        for found in self._take_over():
+            self._tell(found)
+        if not (self._reports or self._outbox.has_plans):
+            return _NOTHING
+        reports, self._reports = tuple(self._reports), []
+        return Commands(*self._outbox.take(), reports)
+
+    def _plan_loads(self) -> list[TransferPlan]:
+        plans: list[TransferPlan] = []
+        allocated, self._allocated = self._allocated, []
+        for found in allocated:
+            if found.holding is None or found.wait is not Wait.LOAD:
+                continue  # it ended meanwhile
+            wake, before = partial(self._over.append, found), len(plans)
+            into = self._tables_of(found)
+            plans += self.ledger.plan_load(found.holding, found.promised, wake, into=into)
+            if len(plans) == before:  # the hit is gone
+                self._over.append(found)
+        return plans
+
+    def _plan_stores(self, num_scheduled_tokens: dict[str, int]) -> list[TransferPlan]:
+        """Offer what this step computes. The copies start when its forward is over."""
+        plans: list[TransferPlan] = []
+        for request_id, num_scheduled in num_scheduled_tokens.items():
+            found = self._requests.get(request_id)
+            if found is None or found.holding is None:
+                continue
+            engine = found.engine
+            num_computed = min(engine.num_computed_tokens + num_scheduled, engine.num_tokens)
+            if num_computed // self._unit > found.offered_stop:
+                found.wait, found.offered_stop = Wait.NONE, num_computed // self._unit
+                plans += self.ledger.offer(found.holding, num_computed, self._tables_of(found), found.new_tokens())
+        return plans
+
+    def _tables_of(self, found: EngineRequest) -> list[BlockTable]:
+        blocks = self._manager.get_blocks(found.request_id).blocks
+        return [BlockTable(table) for table in self._groups.tables(blocks)]
+
+    # -- copies that are over -------------------------------------------------------------------------------------
+
+    def take(self, reports: Reports) -> set[str]:
+        """Settle what the workers have copied. Returns the requests whose loads have landed."""
+        for completion in self._outbox.joined(reports):
+            self._queue.deliver(completion)
+        self._queue.advance()
+        landed = set()
+        for found in self._take_over():
+            if self._has_landed(found):
+                found.wait = Wait.NONE
+                landed.add(found.request_id)
+            else:
+                self._tell(found)
+        return landed
+
+    def _take_over(self) -> list[EngineRequest]:
+        """The requests whose load is over and for which vLLM still waits."""
+        over = [found for found in self._over if found.wait is Wait.LOAD]
+        self._over.clear()
+        return over
+
+    @staticmethod
+    def _has_landed(found: EngineRequest) -> bool:
+        return found.holding is not None and found.holding.num_computed_tokens >= found.promised
+
+    def _tell(self, found: EngineRequest) -> None:
+        """Have the workers report in the next step that a load is over."""
+        if self._has_landed(found):
+            found.wait = Wait.NONE
+            self._reports.append(LoadReport(found.request_id))
+            return
+        found.wait, found.reads_cache = Wait.TOLD, False
+        invalid = self._invalid_blocks(found)
+        if not invalid:
+            found.leave(self.ledger, "load_lost")
+        self._reports.append(LoadReport(found.request_id, not invalid, invalid))
+
+    def _invalid_blocks(self, found: EngineRequest) -> tuple[int, ...]:
+        """The blocks that the load has not brought, if vLLM can compute into them and go on behind what has landed:
+        with one group, whose ids it can tell apart, and if no copy may still write to them. Else none."""
+        assert found.holding is not None, "a load without a request"
+        ready = found.holding.num_computed_tokens
+        if len(self._manager.get_blocks(found.request_id).blocks) > 1 or not ready:
+            return ()
+        size = self._groups.block_sizes[0]
+        invalid = self._tables_of(found)[0][ready // size : found.promised // size]
+        return tuple(invalid) if all(map(self._pool.is_private, invalid)) else ()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def finished(self, request: Any, block_ids: Any) -> None:
+        """Offer the rest of what `request` has computed, and let go of it."""
+        found = self._requests.get(request.request_id)
+        if found is None:
+            return
+        if found.is_running and found.offered_stop >= 0 and found.wait is Wait.NONE:
+            self._offer_last(found, self._groups.tables(block_ids))
+        found.leave(self.ledger, "closed_early")
+        del self._requests[request.request_id]
+        if found.wait is Wait.LOAD:  # vLLM keeps its blocks until it hears of the load
+            found.wait = Wait.NONE
+            self._reports.append(LoadReport(found.request_id))
+
+    def _offer_last(self, found: EngineRequest, tables: list[list[int]]) -> None:
+        assert found.holding is not None, "an offer without a request"
+        num_computed = min(found.engine.num_computed_tokens, found.engine.num_tokens)
+        if num_computed >= found.holding.num_computed_tokens:
+            self._queue.submit(self.ledger.offer(found.holding, num_computed, tables, found.new_tokens(), is_last=True))
+
+    def reset(self) -> None:
+        """Forget all that is cached."""
+        self.ledger.reset()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether steps have to go on: copies or reports are under way."""
+        return bool(self._reports) or bool(self.ledger.jobs.unsettled)

@@ -1,0 +1,72 @@
+"""The worker's half of the connector: it copies what the scheduler's half commands, and reports what is over."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...config import OffloadConfig
+from ...env import Env
+from ...ledger import Completion, Outcome, TransferPlan
+from ...transport import DeviceGone, LocalTransport, TransferRefused
+from .messages import LoadReport, Reports
+from .regions import Placement, block_bytes_of, regions_at
+
+__all__ = ["WorkerSide"]
+
+_log = logging.getLogger("vllm.aoffload")
+
+
+class WorkerSide:
+    """One per rank. Calls come from the thread that runs the model; copies run in threads of the transport."""
+
+    def __init__(self, config: OffloadConfig, placements: Sequence[Placement], num_blocks: int, rank: int) -> None:
+        self._config, self._placements, self._num_blocks, self._rank = config, placements, num_blocks, rank
+        self._transport: LocalTransport | None = None
+        self._over: deque[Completion] = deque()
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Allocate the host memory behind vLLM's tensors. `RegionError`, `ConfigError`: it cannot be had."""
+        regions = regions_at(self._placements, kv_caches, self._num_blocks)
+        num_host_blocks = self._config.resolve_host_blocks(block_bytes_of(self._placements))
+        self._transport = LocalTransport(regions)
+        self._transport.open(num_host_blocks, verify=self._config.verify, deliver=self._over.append, env=Env())
+        _log.info(
+            "aoffload: rank %d has %d host blocks of %d bytes behind %d device blocks in %d regions",
+            self._rank, num_host_blocks, self._transport.block_bytes, self._num_blocks, len(regions),
+        )  # fmt: skip
+
+    def start(self, plans: Iterable[TransferPlan]) -> None:
+        """Start copies behind everything that was given to the device so far."""
+        for plan in plans:
+            try:
+                self._open_transport().launch(plan, None)
+            except (TransferRefused, DeviceGone) as error:
+                self._over.append(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
+
+    def _open_transport(self) -> LocalTransport:
+        if self._transport is None:
+            raise TransferRefused("there are no KV tensors")
+        return self._transport
+
+    def take_reports(self) -> Reports | None:
+        """What is over since the last call."""
+        if not self._over:
+            return None
+        return Reports({self._rank: tuple([self._over.popleft() for _ in range(len(self._over))])})
+
+    def close(self) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None and not transport.close(self._config.close_timeout_s):
+            _log.warning("aoffload: rank %d leaves copies behind that do not end", self._rank)
+
+
+def lost_requests(reports: Iterable[LoadReport]) -> set[str]:
+    """The requests whose whole load is lost."""
+    return {report.request_id for report in reports if report.is_lost}
+
+
+def invalid_blocks(reports: Iterable[LoadReport]) -> set[int]:
+    return {block_id for report in reports for block_id in report.invalid_block_ids}
