@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .hooks import HookTimes
 from .outputs import Answer
 
 __all__ = ["BLOCK_SIZE", "Engine", "Served"]
@@ -78,7 +79,10 @@ class Engine:
         self.served = Served(
             num_blocks=num_blocks - 1, started_s=time.monotonic() - self._began_s
         )  # the null block is nobody's
+        self.times: HookTimes | None = None
+        """Set: the time that every step spends in hooks of the connector."""
         self._expected: set[str] = set()
+        self._scheduled_now = 0
         self._count_steps()
 
     def __enter__(self) -> Engine:
@@ -94,6 +98,7 @@ class Engine:
             output = schedule(*arguments, **options)
             self.served.num_preemptions += len(output.preempted_req_ids or ())
             self.served.num_scheduled_tokens += output.total_num_scheduled_tokens
+            self._scheduled_now = output.total_num_scheduled_tokens
             return output
 
         self.scheduler.schedule = counting
@@ -140,7 +145,11 @@ class Engine:
     def step(self) -> list[str]:
         """One step of the engine. Returns the ids of requests that have finished in it."""
         found = []
-        for output in self.engine.step():
+        self._scheduled_now = 0
+        outputs = self.engine.step()
+        if self.times is not None:
+            self.times.end_step(self._scheduled_now)
+        for output in outputs:
             if output.finished:
                 self.served.answers[output.request_id] = _answer(output)
                 self._expected.discard(output.request_id)
