@@ -57,6 +57,9 @@ def _seconds(_: object, attribute: Any, value: object) -> None:
         raise ConfigError(attribute.name, f"must be a positive number of seconds up to 1e9, got {shown(value)}")
 
 
+_SECONDS_OR_NONE: Any = attrs.validators.optional(_seconds)
+
+
 def _share(_: object, attribute: Any, value: object) -> None:
     share = number_of(value)
     if share is None or not 0 <= share <= 1:
@@ -109,13 +112,19 @@ class OffloadConfig:
     verify: bool = attrs.field(default=False, validator=_bool)
     """A checksum per block at store, compared at load; a mismatch is a miss."""
     max_jobs_in_flight: int = attrs.field(default=4, validator=_count(1, 1024))
+    """Of each hop: loads and stores are counted apart, so that a load never waits for the room of stores."""
     max_bytes_in_flight: int | str = "128MiB"
+    """Of each hop. A larger job goes alone."""
     max_job_bytes: int | str = "32MiB"
     """Larger transfers are split into several jobs."""
     load_timeout_s: float = attrs.field(default=30.0, validator=_seconds)
     """A request stops waiting for a load after this long and computes instead."""
     transfer_timeout_s: float = attrs.field(default=120.0, validator=_seconds)
-    """After this time, the destination of a launched job without a completion is quarantined."""
+    """After this time, the destination of a launched job without a completion is quarantined, and its hop launches
+    nothing more until it reports."""
+    store_timeout_s: float | None = attrs.field(default=None, validator=_SECONDS_OR_NONE)
+    """The same for stores; None: `transfer_timeout_s`. With `engine_blocks`, a store that hangs keeps its source blocks
+    from the engine for this long."""
     close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
     """How long closing waits for copies in flight before it quarantines them."""
     pending_timeout_s: float = attrs.field(default=2.0, validator=_seconds)
@@ -125,6 +134,8 @@ class OffloadConfig:
     """Maximum share of each tier's blocks that `pin` may hold. Blocks held by requests and transfers do not count."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the device's blocks that prefetches under way may take."""
+    max_quarantined_share: float = attrs.field(default=0.25, validator=_share)
+    """With `engine_blocks`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
 
     def __attrs_post_init__(self) -> None:
         if not self.groups:
@@ -152,6 +163,12 @@ class OffloadConfig:
         """Maximum blocks per job."""
         bound = min(parse_bytes("max_job_bytes", self.max_job_bytes), self.bytes_in_flight)
         return max(1, bound // max(1, block_bytes))
+
+    @property
+    def root_namespace(self) -> str:
+        """The namespace of root keys: `namespace` and the layout of groups, so that other layouts never share KV."""
+        groups = ",".join(f"{group.name}:{group.block_size}" for group in self.groups)
+        return f"{self.namespace}\n{groups}"
 
     @property
     def bytes_in_flight(self) -> int:

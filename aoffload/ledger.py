@@ -20,6 +20,7 @@ from .core.policy import StorePolicy, StoreScope
 from .core.tiers import BlockWatcher, TierStatistics
 from .errors import IllegalTransition, LeaseError
 from .prefix import Prefix, Root
+from .transfer.copy_queue import CopyObserver, CopyQueue, Launches
 
 __all__ = [
     "Answer",
@@ -28,6 +29,8 @@ __all__ = [
     "CacheTransfer",
     "CacheTransferState",
     "Completion",
+    "CopyObserver",
+    "CopyQueue",
     "Demotion",
     "DevicePool",
     "Direction",
@@ -37,6 +40,7 @@ __all__ = [
     "Holding",
     "IllegalTransition",
     "JobState",
+    "Launches",
     "LeaseError",
     "LedgerStatistics",
     "LoadOverlap",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import anyio
 
 from .arguments import shown
@@ -12,20 +14,34 @@ from .errors import InvalidArgument, WrongState
 from .session import Entered, Session
 from .transfer.region_fences import LoadedRegion, RegionFences
 
-__all__ = ["AwaitedLoad", "PendingLoad"]
+__all__ = ["AwaitedLoad", "PendingLoad", "wait_until_woken"]
+
+
+async def wait_until_woken(request: Entered, bound_s: float | None) -> bool:
+    """Wait in `request` until it is woken, at most `bound_s` seconds. Returns whether the time is over."""
+    event, worker = anyio.Event(), request._session.worker
+    if bound_s is not None:
+        worker.set_alarm(event, bound_s)
+    try:
+        await request._wait(event)
+    finally:
+        was_pending = worker.clear_alarm(event)
+    return bound_s is not None and not was_pending
 
 
 class AwaitedLoad:
     """Plans and submits a request's load, and waits for it in the request's task."""
 
-    def __init__(self, request: Entered, max_tokens: int | None) -> None:
+    def __init__(self, request: Entered, max_tokens: int | None, into: Sequence[Sequence[int]] | None = None) -> None:
         self._request = request
         self._max_tokens = max_tokens
+        self._into = into
+        """Block tables, where an engine owns the device blocks."""
 
     def _start(self, holding: Holding) -> None:
         session = self._request._session
         plans = session.ledger.plan_load(
-            holding, self._max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes
+            holding, self._max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes, into=self._into
         )
         self._watch(holding)
         session.worker.submit(plans)
@@ -49,7 +65,7 @@ class AwaitedLoad:
                 self._start(holding)
                 continue
             has_bound = holding.state is RequestState.LOADING  # else a step or a grant ends the wait
-            is_late = await self._wait(session.config.load_timeout_s if has_bound else None)
+            is_late = await wait_until_woken(request, session.config.load_timeout_s if has_bound else None)
             if is_late and holding.state is RequestState.LOADING:
                 self._max_tokens = 0  # if it has to queue for room now, its next plan loads nothing
                 self._give_up()
@@ -60,17 +76,6 @@ class AwaitedLoad:
             request._live()  # raises if the request is over or the runtime closed
             return 0  # preempted by another task: no blocks
         return holding.num_computed_tokens
-
-    async def _wait(self, bound_s: float | None) -> bool:
-        """Wait until woken, at most `bound_s` seconds. Returns whether the time is over."""
-        event, worker = anyio.Event(), self._request._session.worker
-        if bound_s is not None:
-            worker.set_alarm(event, bound_s)
-        try:
-            await self._request._wait(event)
-        finally:
-            was_pending = worker.clear_alarm(event)
-        return bound_s is not None and not was_pending
 
 
 class PendingLoad(AwaitedLoad):
@@ -92,8 +97,8 @@ class PendingLoad(AwaitedLoad):
     `load_timeout_s`: if it is awaited in another task meanwhile, it ends the forward's waits for regions, too.
     """
 
-    def __init__(self, request: Entered, max_tokens: int | None) -> None:
-        super().__init__(request, max_tokens)
+    def __init__(self, request: Entered, max_tokens: int | None, into: Sequence[Sequence[int]] | None = None) -> None:
+        super().__init__(request, max_tokens, into)
         self._load: Load | None = None
         self._jobs: tuple[RegionFences, ...] = ()
         self._first_invalid_token: int | None = None
@@ -113,7 +118,7 @@ class PendingLoad(AwaitedLoad):
         """
         holding = self._live()
         num_ready = await self._until_over(holding)
-        if holding.state is RequestState.RUNNING:
+        if holding.overlap is not None and holding.state is RequestState.RUNNING:
             found = self._request._session.ledger.begin_again(holding)
             if found is not None and self._first_invalid_token is None:
                 self._first_invalid_token = found  # kept here: the next step resets it in the ledger

@@ -88,6 +88,14 @@ class Observers:
         self.telemetry.overlap_moved(overlap, old)
         self._tell(lambda observer: observer.overlap_moved(overlap, old))
 
+    def loads_paused(self, num_quarantined: int) -> None:
+        self.telemetry.loads_paused(num_quarantined)
+        self._tell(lambda observer: observer.loads_paused(num_quarantined))
+
+    def loads_resumed(self, num_quarantined: int) -> None:
+        self.telemetry.loads_resumed(num_quarantined)
+        self._tell(lambda observer: observer.loads_resumed(num_quarantined))
+
     def waited_for_room(self, holding: Holding, seconds: float) -> None:
         self._tell(lambda observer: observer.waited_for_room(holding, seconds))
 

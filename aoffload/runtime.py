@@ -17,6 +17,7 @@ from .arguments import as_tuple, check_callable, check_has, check_text, check_ty
 from .config import OffloadConfig
 from .core.answer import PrefixMatch
 from .core.blocks import DevicePool
+from .core.engine_blocks import EngineBlocks
 from .core.ledger import Ledger, LedgerStatistics
 from .core.plan import Tier
 from .core.policy import StoreScope
@@ -56,7 +57,8 @@ class OffloadRuntime:
 
     `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
     row 0 is the null block. `transport` replaces them if the tensors are elsewhere. `device_pool` hands out the block
-    ids; by default a free list of the runtime's own. `observers` receive the same events as the log.
+    ids; by default a free list of the runtime's own. `engine_blocks`, in its place: the blocks of an engine that has a
+    pool and a prefix cache itself (docs/engines.md). `observers` receive the same events as the log.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class OffloadRuntime:
         *,
         transport: Transport | None = None,
         device_pool: DevicePool | None = None,
+        engine_blocks: EngineBlocks | None = None,
         env: Env | None = None,
         logger: Any = None,
         observers: Iterable[RuntimeObserver] = (),
@@ -91,6 +94,8 @@ class OffloadRuntime:
             self.transport.num_device_blocks,
             block_bytes=block_bytes,
             device_pool=device_pool,
+            engine_blocks=engine_blocks,
+            clock=None if engine_blocks is None else lambda: self._session.now(),
             observer=self.observers if self.observers.others else self.telemetry,
         )
         self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
@@ -98,7 +103,7 @@ class OffloadRuntime:
             config, self.env, self.ledger, self.worker, self.transport, self.telemetry, self.observers
         )
         self._opening = Opening(self._session, config.resolve_host_blocks(block_bytes))
-        self._roots = Roots(_namespace_of(config))
+        self._roots = Roots(config.root_namespace)
         self._group: TaskGroup | None = None
 
     def __repr__(self) -> str:
@@ -138,8 +143,7 @@ class OffloadRuntime:
         """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight."""
         self._session.is_open = False
         self._session.close_requests()
-        self.worker.is_accepting = False
-        self.worker.discard_queued()
+        self.worker.refuse_all()
         deadline = anyio.current_time() + self.config.close_timeout_s
         try:
             # A launched copy can't be recalled, and its memory must outlive it: the one wait that is shielded.
@@ -171,13 +175,14 @@ class OffloadRuntime:
         reads_cache: bool = True,
         store: StoreScope | str = StoreScope.ALL,
         max_store_tokens: int | None = None,
+        num_device_tokens: int = 0,
     ) -> Request:
         """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
 
         `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: it is shared only where they are
         equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the cache hit;
         `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first tokens)
-        limit what is stored to the host.
+        limit what is stored to the host. `num_device_tokens`: with `engine_blocks`, the hit in the engine's own cache.
 
         An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
         other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
@@ -186,7 +191,7 @@ class OffloadRuntime:
         seconds = None if deadline_s is None else _seconds("deadline_s", deadline_s)
         prompt = prompt_of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
         options = RequestOptions(
-            request_id, seconds, max_hit_tokens, hit_alignment, reads_cache, store, max_store_tokens
+            request_id, seconds, max_hit_tokens, hit_alignment, reads_cache, store, max_store_tokens, num_device_tokens
         )
         return Request(self._session, prompt, options)
 
@@ -324,7 +329,7 @@ class OffloadRuntime:
         last_id = self.ledger.jobs.last_id
         with anyio.move_on_after(seconds):
             await self.worker.wait_over(last_id)
-        return self.worker.in_flight_up_to(last_id)
+        return self.worker.copies.in_flight_up_to(last_id)
 
     def statistics(self) -> RuntimeStatistics:
         found = self.ledger.statistics()
@@ -341,9 +346,3 @@ def _seconds(name: str, value: object) -> float:
     if seconds is None:
         raise InvalidArgument(name, f"must be a number of seconds, got {shown(value)}")
     return seconds
-
-
-def _namespace_of(config: OffloadConfig) -> str:
-    """The namespace of root keys: the configured one and the layout of groups, so other layouts never share KV."""
-    groups = ",".join(f"{group.name}:{group.block_size}" for group in config.groups)
-    return f"{config.namespace}\n{groups}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 from weakref import ref
@@ -22,6 +22,7 @@ from .config import OffloadConfig
 from .core.ledger import Ledger
 from .core.lifecycle import RequestState
 from .core.owners import Holding
+from .core.plan import TransferPlan
 from .core.policy import StoreScope
 from .env import Env
 from .errors import AoffloadError, DeviceGone, RuntimeClosed, TransferRefused, WrongProcess, WrongThread
@@ -46,6 +47,7 @@ class RequestOptions:
     reads_cache: bool
     store: StoreScope | str
     max_store_tokens: int | None
+    num_device_tokens: int
 
 
 class Entered(Protocol):
@@ -101,6 +103,8 @@ class Session:
         self.is_open = False
         self.running_task: Callable[[], object] = object
         """Returns the current task; set by `begin`."""
+        self.now: Callable[[], float] = float
+        """The event loop's clock, also outside of a task; set by `begin`."""
         self.hashing: anyio.CapacityLimiter | None = None
         """For hashing threads. The program's threads may fill the default limiter while they wait for the runtime."""
         # Weak, or an abandoned request would never be noticed.
@@ -117,7 +121,7 @@ class Session:
         if self._process_id:
             raise RuntimeClosed("a runtime is entered once: make another one")
         self._thread_id, self._process_id = threading.get_ident(), os.getpid()
-        self.running_task = self.env.running_task()
+        self.running_task, self.now = self.env.running_task(), self.env.loop_clock()
         self.hashing = anyio.CapacityLimiter(1)
 
     def check_usable(self) -> None:
@@ -164,6 +168,7 @@ class Session:
             reads_cache=options.reads_cache,
             store=options.store,
             max_store_tokens=options.max_store_tokens,
+            num_device_tokens=options.num_device_tokens,
         )
         self._entered[holding.request_id] = reference = ref(request)
         holding.when_idle = partial(_wake, reference)
@@ -235,12 +240,29 @@ class Session:
         """Publish what was computed; store it once `fence` has passed, or not at all without a fence."""
         plans = self.ledger.commit(holding, num_computed_tokens, new_token_ids)
         self._fences[holding.request_id] = fence
+        self._store_behind(fence, plans)
+        # Not behind this fence: blocks that are close to eviction may have been computed by any request.
+        self.worker.submit(self.ledger.plan_write_back())
+
+    def offer_behind(
+        self,
+        fence: Fence | None,
+        holding: Holding,
+        num_computed_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        new_token_ids: TokenIds,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Store from an engine's blocks once `fence` has passed, or not at all without a fence."""
+        plans = self.ledger.offer(holding, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        self._store_behind(fence, plans)
+
+    def _store_behind(self, fence: Fence | None, plans: Sequence[TransferPlan]) -> None:
         if fence is None:
             self.worker.refuse(plans)
         else:
             self.worker.submit(plans, fence)
-        # Not behind this fence: blocks that are close to eviction may have been computed by any request.
-        self.worker.submit(self.ledger.plan_write_back())
 
     def invalidate(self, holding: Holding, from_token: int) -> None:
         """Invalidate what was committed from `from_token` on, and abort requests that may have read it."""

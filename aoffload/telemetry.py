@@ -13,6 +13,7 @@ import structlog
 from .core.kept import CacheTransfer, Demotion, Pin, Prefetch
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.owners import Holding, LoadOverlap
+from .core.plan import Tier
 from .core.records import Job
 from .transfer.transport import PinProgress
 
@@ -170,12 +171,22 @@ class Telemetry:
         log(_OVERLAP_EVENTS[overlap.state], request_id=overlap.holding.request_id, num_tokens=overlap.num_tokens)
 
     @_harmless
-    def transport_stalled(self, num_jobs: int) -> None:
-        self.logger.error("transport_stalled", num_jobs=num_jobs)
+    def loads_paused(self, num_quarantined: int) -> None:
+        self.logger.error("loads_paused", num_quarantined=num_quarantined)
 
     @_harmless
-    def transport_recovered(self) -> None:
-        self.logger.warning("transport_recovered")
+    def loads_resumed(self, num_quarantined: int) -> None:
+        self.logger.warning("loads_resumed", num_quarantined=num_quarantined)
+
+    @_harmless
+    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
+        hop = {"source": source.name.lower(), "destination": destination.name.lower()}
+        self.logger.error("transport_stalled", **hop, num_jobs=num_jobs)
+
+    @_harmless
+    def transport_recovered(self, source: Tier, destination: Tier) -> None:
+        hop = {"source": source.name.lower(), "destination": destination.name.lower()}
+        self.logger.warning("transport_recovered", **hop)
 
     @_harmless
     def transport_failed(self, error: BaseException) -> None:

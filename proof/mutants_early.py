@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["EARLY_MUTANTS"]
 
-EARLY, WORKER = "aoffload.core.overlap", "aoffload.worker"
+EARLY, COPIES = "aoffload.core.overlap", "aoffload.transfer.copy_queue"
 TEST = "tests/core/test_early_starts.py::"
 
 EARLY_MUTANTS = (
@@ -76,7 +76,7 @@ EARLY_MUTANTS = (
     ),
     Mutant(
         "regions of a settled load left open",
-        WORKER,
+        COPIES,
         "            self.regions.settle(completion)\n",
         "",
         "whoever waits for a region hears how the load ended",
@@ -84,7 +84,7 @@ EARLY_MUTANTS = (
     ),
     Mutant(
         "regions of an unwanted load left open",
-        WORKER,
+        COPIES,
         "                else:\n                    self.regions.end(plan.job_id",
         "                elif after is not None:\n                    self.regions.end(plan.job_id",
         "whoever waits for a region hears that nobody brings it any more",
@@ -92,7 +92,7 @@ EARLY_MUTANTS = (
     ),
     Mutant(
         "regions of a load given up left open",
-        WORKER,
+        COPIES,
         "            self.regions.settle(given_up)\n",
         "",
         "a forward that waits for a copy that hangs goes on",

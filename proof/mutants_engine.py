@@ -7,10 +7,12 @@ from .planting import Mutant
 __all__ = ["ENGINE_MUTANTS"]
 
 ENGINE, JOBS = "aoffload.core.engine_owned", "aoffload.core.jobs"
+MATCHES, BLOCKS = "aoffload.core.engine_matches", "aoffload.core.engine_blocks"
 ARRIVALS, OFFERS = "aoffload.core.engine_arrivals", "aoffload.core.engine_offers"
 OWNED = "tests/core/test_engine_owned.py::"
 PENDING = "tests/core/test_engine_pending.py::"
 TAKEN_BACK = "tests/core/test_engine_taken_back.py::"
+LOST = "tests/core/test_engine_lost.py::"
 REFUSALS = "tests/core/test_engine_refusals.py::"
 
 ENGINE_MUTANTS = (
@@ -104,10 +106,50 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "a hit loaded as it was matched",
-        ENGINE,
+        MATCHES,
         "        return max(start, held_stop(self.cache.layout, path, Tier.HOST, start, stop, given=start))\n",
         "        return max(start, stop)\n",
         "what was found corrupt since the match is not loaded",
         test=f"{OWNED}test_what_was_matched_and_is_corrupt_by_now_is_not_loaded",
+    ),
+    Mutant(
+        "a next try loads what was lost",
+        ENGINE,
+        "                holding.retry_up_to(ready * unit)\n",
+        "",
+        "no hang: an engine that asks again after a lost load comes to an end",
+        test=f"{LOST}test_an_engine_that_tries_again_comes_to_an_end",
+    ),
+    Mutant(
+        "loads go on whatever is in quarantine",
+        BLOCKS,
+        "        return self.num_quarantined <= self.max_quarantined\n",
+        "        return self.num_quarantined <= self.num_quarantined + self.max_quarantined\n",
+        "copies that cannot be proven over do not take the engine's pool",
+        test=f"{LOST}test_above_the_share_nothing_is_loaded",
+    ),
+    Mutant(
+        "a pause said at every copy",
+        BLOCKS,
+        "        if could_load and not self.may_load:\n",
+        "        if could_load or not self.may_load:\n",
+        "each turn is said once",
+        test=f"{LOST}test_each_crossing_is_said_once",
+    ),
+    Mutant(
+        "pins kept for what is not loaded",
+        MATCHES,
+        "Tier.HOST not in holding.leases or self.loads_paused:",
+        "Tier.HOST not in holding.leases:",
+        "what was pinned is not loaded while too much is in quarantine",
+        test=f"{LOST}test_above_the_share_nothing_is_loaded",
+    ),
+    Mutant(
+        "a load given up counts as whole",
+        ENGINE,
+        "    return job.completion is None or job.completion.outcome is not Outcome.LANDED\n",
+        "    return job.completion is not None and job.completion.outcome is not Outcome.LANDED\n",
+        "of a load that nobody waits for any more only what has landed counts",
+        test=f"{LOST}test_giving_up_a_load_leaves_its_blocks_to_the_copies",
     ),
 )

@@ -100,9 +100,9 @@ KEEPING_MUTANTS = (
     ),
     Mutant(
         "lapse not watched for",
-        WORKER,
-        "math.inf), self.ledger.next_lapse)\n",
-        "math.inf))\n",
+        "aoffload.transfer.copy_queue",
+        "min([self.ledger.next_lapse, *(hop.next_deadline for hop in self._hops.values())])",
+        "min([math.inf, *(hop.next_deadline for hop in self._hops.values())])",
         "a pin ends when its time is over",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),

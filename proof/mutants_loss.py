@@ -6,12 +6,12 @@ from .planting import Mutant
 
 __all__ = ["LOSS_MUTANTS"]
 
-OPENING, SESSION, WORKER = "aoffload.opening", "aoffload.session", "aoffload.worker"
+OPENING, SESSION, COPIES = "aoffload.opening", "aoffload.session", "aoffload.transfer.copy_queue"
 
 LOSS_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "device not asked when a copy is in doubt",
-        WORKER,
+        COPIES,
         "                self._ask_device()\n",
         "                pass\n",
         "a lost device turns the cache off",
@@ -19,7 +19,7 @@ LOSS_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "final refusal taken for any other",
-        WORKER,
+        COPIES,
         "            if isinstance(error, DeviceGone):\n                self.turn_off(str(error))\n",
         "",
         "a lost device is asked nothing any more",
@@ -27,8 +27,8 @@ LOSS_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cache turned off in silence",
-        WORKER,
-        "            self.telemetry.cache_turned_off(reason)\n",
+        COPIES,
+        "            self.observer.cache_turned_off(reason)\n",
         "",
         "a lost device turns the cache off, which is told once",
         scenarios=("lost_device",),

@@ -6,6 +6,7 @@ one has offered, the engine's own prefix cache has the block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -48,13 +49,17 @@ class Arrivals:
     def bringer(self, holding: Holding, unit: int, num_tokens: int) -> Holding | None:
         """The request whose load brings `unit` of `holding`, with which its first `num_tokens` end; None if there is
         none, or once `holding` has waited for `pending_timeout_s`."""
-        question = self._questions.get(holding)
-        if question is not None and self.clock() - question.since >= self.pending_timeout_s:
+        if self.clock() >= self.pending_until(holding):
             return None
         for other, arrival in self.under_way.items():
             if arrival.start <= unit < arrival.stop and other.sequence.agrees(holding.sequence, num_tokens):
                 return other
         return None
+
+    def pending_until(self, holding: Holding) -> float:
+        """When `holding` is told to wait no longer; infinity if it is not waiting."""
+        question = self._questions.get(holding)
+        return math.inf if question is None else question.since + self.pending_timeout_s
 
     def ask_again(self, holding: Holding, bringer: Holding, wake: Callable[[], object]) -> None:
         """`holding` is told PENDING because of `bringer`. The timeout counts from the first time."""

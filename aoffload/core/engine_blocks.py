@@ -5,6 +5,9 @@ hold them:
 
     plan_load(into=ids)   the job holds `ids` until the copy is proven over, however late
     offer(..., ids)       the job holds `ids` until the copy is over, proven or not: a stray read does no harm
+
+Copies that can never be proven over would take the engine's pool, block by block. So above a share of its blocks in
+quarantine, nothing is loaded any more.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import attrs
 from ..arguments import check_has
 from ..errors import ConfigError
 from .eviction import EvictionOrder
+from .observer import Moves
 from .plan import Tier
 from .tiers import TierBlocks
 
@@ -82,11 +86,30 @@ class EngineTier(TierBlocks):
     """pinned + quarantined = held by jobs: nothing is free, and nothing is cached."""
 
     is_outside: ClassVar[bool] = True
+    moves: Moves = attrs.field(kw_only=True)
+    max_quarantined: int = attrs.field(kw_only=True)
+    """With more blocks than that in quarantine, nothing is loaded."""
 
     @classmethod
-    def of(cls, blocks: EngineBlocks, order: EvictionOrder) -> EngineTier:
+    def of(cls, blocks: EngineBlocks, order: EvictionOrder, moves: Moves, max_quarantined: int) -> EngineTier:
         check_has("engine_blocks", blocks, "EngineBlocks", "hold give", ConfigError)
-        return cls(Tier.DEVICE, HeldBlocks(blocks), order)
+        return cls(Tier.DEVICE, HeldBlocks(blocks), order, moves=moves, max_quarantined=max_quarantined)
+
+    @property
+    def may_load(self) -> bool:
+        return self.num_quarantined <= self.max_quarantined
+
+    def quarantine(self, block_ids: array[int]) -> None:
+        could_load = self.may_load
+        super().quarantine(block_ids)
+        if could_load and not self.may_load:
+            self.moves.loads_paused(self.num_quarantined)
+
+    def end_quarantine(self, block_ids: array[int]) -> None:
+        could_load = self.may_load
+        super().end_quarantine(block_ids)
+        if self.may_load and not could_load:
+            self.moves.loads_resumed(self.num_quarantined)
 
     @property
     def _held(self) -> HeldBlocks:

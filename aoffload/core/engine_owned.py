@@ -21,25 +21,22 @@ import attrs
 
 from ..errors import CommitError, InvalidArgument
 from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
-from .answer import PrefixMatch
 from .arguments import check_int
 from .cache import PrefixCache
 from .commits import check_known, check_progress
 from .engine_arrivals import Arrival, Arrivals
 from .engine_ids import EngineIds
+from .engine_matches import EngineMatches
 from .engine_offers import EngineOffers, are_distinct
 from .groups import Band
 from .jobs import JobBook
 from .lifecycle import JobState, RequestState, require
-from .matching import Hit, find_hit_behind
 from .observer import Moves
 from .owners import Holding
 from .pins import Pins
 from .plan import Direction, Outcome, Tier
-from .presence import held_stop
 from .records import Job, Load, Run
 from .request_leases import RequestLeases
-from .table import NO_LIMIT
 
 __all__ = ["EngineOwned"]
 
@@ -53,63 +50,13 @@ class EngineOwned:
     moves: Moves
     jobs: JobBook
     offers: EngineOffers
+    matches: EngineMatches
     arrivals: Arrivals
     pins: Pins
     num_rows: int
     _unwritten: dict[Holding, dict[int, range]] = attrs.field(factory=dict)
     """Units that the request's load skipped, by band number: they lay before the window at the end of the load. Blocks
     that the engine names there were never written."""
-
-    # -- the match ------------------------------------------------------------------------------------------------
-
-    def match(self, holding: Holding, num_device_tokens: int, wake: Callable[[], object]) -> None:
-        """Match and pin what the host holds behind `num_device_tokens`: PINNED. While another request is loading the
-        next block: MATCHED, without pins; `wake` is called when asking again may give another answer."""
-        if holding.state is _S.PINNED and num_device_tokens == holding.engine_tokens and self._is_held(holding):
-            return
-        holding.asked_behind(num_device_tokens)
-        hit = self._hit(holding)
-        bringer = None
-        if hit.stop > hit.device_stop and self.arrivals.under_way:
-            num_tokens = (hit.device_stop + 1) * self.cache.layout.unit_tokens
-            bringer = self.arrivals.bringer(holding, hit.device_stop, num_tokens)
-        self.request_leases.end_host_lease(holding)
-        if holding.state is not _S.MATCHED:
-            self.moves.request(holding, _S.MATCHED)
-        if bringer is not None:
-            self.arrivals.ask_again(holding, bringer, wake)
-            holding.told(PrefixMatch(hit.device_stop * self.cache.layout.unit_tokens, 0, is_pending=True))
-            return
-        self.arrivals.answered(holding)
-        self._pin(holding, hit)
-        self.moves.request(holding, _S.PINNED)
-
-    def _is_held(self, holding: Holding) -> bool:
-        """Whether the host still holds the whole hit."""
-        start = holding.engine_tokens // self.cache.layout.unit_tokens
-        return self._held_stop(holding, start, holding.hit_stop) == holding.hit_stop
-
-    def _hit(self, holding: Holding, at_most: int = NO_LIMIT) -> Hit:
-        layout = self.cache.layout
-        start = holding.engine_tokens // layout.unit_tokens
-        if holding.epoch != self.cache.epoch:
-            return Hit(start, start, ())
-        limit = min((holding.sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit, at_most)
-        return find_hit_behind(self.cache.index, holding.sequence, layout, limit, start, holding.hit_alignment)
-
-    def _pin(self, holding: Holding, hit: Hit) -> None:
-        unit = self.cache.layout.unit_tokens
-        if hit.stop > hit.device_stop:
-            run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
-            self.request_leases.keep_in_host(holding, run)
-        holding.matched(0, hit.stop, PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit))
-
-    def forget_matches(self, holdings: Iterable[Holding]) -> None:
-        """Match PINNED `holdings` again, up to their old hit, if the host no longer holds all of it."""
-        for holding in holdings:
-            if holding.state is _S.PINNED and not self._is_held(holding):
-                self.request_leases.end_host_lease(holding)
-                self._pin(holding, self._hit(holding, holding.hit_stop))
 
     def left(self, holding: Holding) -> None:
         """Forget `holding`, which is over, and wake the requests that wait for its load."""
@@ -138,7 +85,7 @@ class EngineOwned:
                 holding.load.wake_by(wake)
             return []
         start = holding.engine_tokens // self.cache.layout.unit_tokens
-        stop = self._held_stop(holding, start, limit // self.cache.layout.unit_tokens)
+        stop = self.matches.held_stop(holding, start, limit // self.cache.layout.unit_tokens)
         ids = self._destinations(into, start, stop) if stop > start else []
         self.moves.request(holding, _S.ALLOCATED)
         firsts = zip(self.cache.layout.windows, self.cache.layout.window_starts(stop), strict=True)
@@ -156,13 +103,6 @@ class EngineOwned:
         self.arrivals.under_way[holding] = Arrival(start, stop, tuple(jobs))
         self.moves.request(holding, _S.LOADING)
         return jobs
-
-    def _held_stop(self, holding: Holding, start: int, stop: int) -> int:
-        """The unit up to which the host still holds the hit: a corrupt block may have cut it off."""
-        if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
-            return start
-        path = holding.leases[Tier.HOST].run.whole_path()
-        return max(start, held_stop(self.cache.layout, path, Tier.HOST, start, stop, given=start))
 
     def _destinations(
         self, into: Sequence[Sequence[int]] | None, start: int, stop: int
@@ -189,7 +129,7 @@ class EngineOwned:
         return found
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
-        """End the loads of `holdings`, whose jobs are all settled; returns the callbacks to call."""
+        """End the loads of `holdings`, whose jobs are all settled or were given up; returns the callbacks to call."""
         wakes: list[Callable[[], object]] = []
         for holding in holdings:
             arrival, load = self.arrivals.under_way[holding], holding.load
@@ -199,7 +139,9 @@ class EngineOwned:
             holding.ended_load()
             self._run(holding, ready)
             if ready < arrival.stop:
-                holding.lost((arrival.stop - ready) * self.cache.layout.unit_tokens)
+                unit = self.cache.layout.unit_tokens
+                holding.lost((arrival.stop - ready) * unit)
+                holding.retry_up_to(ready * unit)
                 wakes += self.arrivals.fell_short(holding, ready)
         return wakes
 
@@ -285,7 +227,7 @@ class EngineOwned:
         self.pins.renew()
         for other in tainted:
             other.taint()
-        self.forget_matches(other for other in others if other not in tainted)
+        self.matches.forget(other for other in others if other not in tainted)
         holding.sequence.drop_after(from_token + 1)
         holding.taken_back(start, from_token)
         for number, units in self._unwritten.get(holding, {}).items():

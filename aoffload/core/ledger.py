@@ -39,6 +39,8 @@ class LedgerStatistics:
     num_late_completions: int
     num_pins: int
     """Held pins of `Ledger.pin`, not those of requests."""
+    loads_paused: bool
+    """With `engine_blocks`: more than `max_quarantined_share` of the blocks is in quarantine. Nothing is loaded."""
 
 
 class Ledger(BeginningRequests, WorkingRequests):
@@ -127,7 +129,7 @@ class Ledger(BeginningRequests, WorkingRequests):
 
     def _reset_tier(self, tier: Tier) -> None:
         self.cache.reset_tier(tier)
-        match_again = self.admission.match_again if self._engine is None else self._engine.forget_matches
+        match_again = self.admission.match_again if self._engine is None else self._engine.matches.forget
         match_again(self.holdings.values())
         for holding in (*self.holdings.values(), *self._closing):
             if tier is Tier.DEVICE and holding.num_units and holding.epoch == self.cache.epoch:
@@ -138,7 +140,8 @@ class Ledger(BeginningRequests, WorkingRequests):
         line = self.admission.line
         waiting = len(line.extending) + len(line.allocating)
         num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
-        return LedgerStatistics(device, host, len(self.holdings), waiting, num_jobs, self.jobs.num_late, num_pins)
+        late, paused = self.jobs.num_late, self._engine is not None and self._engine.matches.loads_paused
+        return LedgerStatistics(device, host, len(self.holdings), waiting, num_jobs, late, num_pins, paused)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""

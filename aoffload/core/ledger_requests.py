@@ -13,7 +13,7 @@ from .arguments import check_bool, check_int, check_prefix, check_text
 from .forks import Fork
 from .ledger_rooms import LedgerRooms
 from .lifecycle import RequestState, require
-from .matching import find_hit, find_hit_behind
+from .matching import find_hit
 from .owners import Extension, Holding, Waiter, nobody
 from .policy import StoreScope, store_limit
 from .tokens import TokenSequence
@@ -33,11 +33,11 @@ class BeginningRequests(LedgerRooms):
         """What a request for `prefix` would hit. Changes nothing, not even the eviction order."""
         unit = self.layout.unit_tokens
         limit = (check_prefix(prefix).num_tokens - 1) // unit
-        sequence, index = TokenSequence(prefix, unit), self.cache.index
+        sequence = TokenSequence(prefix, unit)
         if self._engine is not None:
-            hit = find_hit_behind(index, sequence, self.layout, limit, 0)
+            hit = self._engine.matches.hit_behind(sequence, limit, 0)
         else:
-            hit = find_hit(index, sequence, self.layout, limit)
+            hit = find_hit(self.cache.index, sequence, self.layout, limit)
         return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
 
     def admit(
@@ -82,7 +82,7 @@ class BeginningRequests(LedgerRooms):
         self._enter(holding)
         self._commits.admitted(holding)
         if self._engine is not None:
-            self._engine.match(holding, num_device_tokens, wake)
+            self._engine.matches.match(holding, num_device_tokens, wake)
             return holding
         self._request_leases.pin(holding)
         self._moves.request(holding, _S.MATCHED)
@@ -107,8 +107,13 @@ class BeginningRequests(LedgerRooms):
         require(holding, "match_again", _S.MATCHED, _S.PINNED)
         self._check_device_tokens(num_device_tokens, holding.sequence.num_tokens)
         check_callable("wake", wake)
-        engine.match(holding, num_device_tokens, wake)
+        engine.matches.match(holding, num_device_tokens, wake)
         return holding.match
+
+    def pending_until(self, holding: Holding) -> float:
+        """With `engine_blocks`: from when on, by the ledger's clock, `match_again` does not answer `PENDING` any more.
+        Infinity for a request whose last answer was another one."""
+        return self._engine_of(holding, "pending_until").arrivals.pending_until(holding)
 
     def _checked_name(self, request_id: str | None) -> str:
         if request_id is None:

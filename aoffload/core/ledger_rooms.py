@@ -15,6 +15,7 @@ from .cache_transfers import CacheTransfers
 from .commits import Commits
 from .engine_arrivals import Arrivals
 from .engine_blocks import EngineBlocks, EngineTier
+from .engine_matches import EngineMatches
 from .engine_offers import EngineOffers
 from .engine_owned import EngineOwned
 from .eviction import EvictionOrder, LeastRecentlyUsed
@@ -37,7 +38,9 @@ from .watermark import EvictionWatermark
 __all__ = ["LedgerRooms"]
 
 
-OBSERVES = "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved"
+OBSERVES = (
+    "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved loads_paused loads_resumed"
+)
 ORDERS = "add add_newer add_back remove oldest __iter__"
 
 
@@ -66,10 +69,14 @@ class LedgerRooms:
         self._closing: set[Holding] = set()
         self._num_admitted, self._block_bytes = 0, block_bytes
         new_order = _eviction_of(config.eviction)
-        device = _device_tier(num_device_blocks, device_pool, engine_blocks, new_order)
+        self._moves = moves = Moves(observer)
+        if engine_blocks is None:
+            device = _device_tier(num_device_blocks, device_pool, new_order)
+        else:
+            most = int(config.max_quarantined_share * (num_device_blocks - 1))
+            device = EngineTier.of(engine_blocks, new_order(), moves, most)
         host = TierBlocks(Tier.HOST, ExtentPool(config.resolve_host_blocks(block_bytes)), new_order())
         self.cache = cache = PrefixCache(self.layout, (device, host), new_order)
-        self._moves = moves = Moves(observer)
         self._request_leases = leases = RequestLeases(cache)
         self.jobs = JobBook(cache, moves, self._units_per_job(config.blocks_per_job(block_bytes)))
         self._pins = Pins(cache, moves, config.max_pinned_share)
@@ -91,7 +98,10 @@ class LedgerRooms:
             most = max(1, config.bytes_in_flight // block_bytes)
             offers = EngineOffers(cache, self.jobs, stores, moves, policy, device, most)
             arrivals = Arrivals(clock, config.pending_timeout_s)
-            self._engine = EngineOwned(cache, leases, moves, self.jobs, offers, arrivals, self._pins, num_device_blocks)
+            matches = EngineMatches(cache, leases, moves, arrivals, device)
+            self._engine = EngineOwned(
+                cache, leases, moves, self.jobs, offers, matches, arrivals, self._pins, num_device_blocks
+            )
             self._conclude_loads = self._engine.conclude_all
 
     # -- how a call begins and ends -------------------------------------------------------------------------------
@@ -158,13 +168,8 @@ def _groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
 
 
 def _device_tier(
-    num_device_blocks: int,
-    device_pool: DevicePool | None,
-    engine_blocks: EngineBlocks | None,
-    new_order: Callable[[], EvictionOrder],
+    num_device_blocks: int, device_pool: DevicePool | None, new_order: Callable[[], EvictionOrder]
 ) -> TierBlocks:
-    if engine_blocks is not None:
-        return EngineTier.of(engine_blocks, new_order())
     if device_pool is None:
         device_pool = FreeList(num_device_blocks)
     check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)

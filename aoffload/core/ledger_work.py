@@ -63,8 +63,12 @@ class WorkingRequests(LedgerRooms):
         return plans
 
     def abandon_load(self, holding: Holding) -> None:
-        """Stop waiting for a load: landed blocks count, the rest is computed. Launched copies go on."""
-        require(self._on_own_device(holding, "abandon_load"), "abandon_load", *_LOADING)
+        """Stop waiting for a load: landed blocks count, the rest is computed. Launched copies go on.
+
+        With `engine_blocks`, these copies go on writing to the blocks that `into` named, and their jobs hold them until
+        they are over: behind `holding.num_computed_tokens`, compute into other blocks.
+        """
+        require(self._own(holding), "abandon_load", *_LOADING)
         if holding.load is not None:
             self._settled(self._loads.abandon(holding), also=holding)
 

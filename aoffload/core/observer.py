@@ -39,6 +39,11 @@ class Observer(Protocol):
     def pin_moved(self, pin: Pin, old: PinState) -> None: ...
     def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None: ...
     def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None: ...
+    def loads_paused(self, num_quarantined: int) -> None:
+        """With `engine_blocks`: so many blocks are in quarantine that nothing is loaded any more."""
+
+    def loads_resumed(self, num_quarantined: int) -> None:
+        """Copies were proven over, and loading goes on."""
 
 
 class NullObserver:
@@ -50,6 +55,8 @@ class NullObserver:
     def pin_moved(self, pin: Pin, old: PinState) -> None: ...
     def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None: ...
     def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None: ...
+    def loads_paused(self, num_quarantined: int) -> None: ...
+    def loads_resumed(self, num_quarantined: int) -> None: ...
 
 
 @attrs.frozen
@@ -102,6 +109,14 @@ class Moves:
         """Tell the observer that blocks that were to be stored are not."""
         if self.observer is not None:
             self.observer.store_skipped(holding, num_blocks, reason)
+
+    def loads_paused(self, num_quarantined: int) -> None:
+        if self.observer is not None:
+            self.observer.loads_paused(num_quarantined)
+
+    def loads_resumed(self, num_quarantined: int) -> None:
+        if self.observer is not None:
+            self.observer.loads_resumed(num_quarantined)
 
 
 def _illegal(entity: Stateful, new: State) -> IllegalTransition:

@@ -91,6 +91,9 @@ class Holding(Claim):
     """Set once a step has begun before the load was over."""
     num_lost_tokens: int = 0
     """Tokens that its loads failed to bring."""
+    retry_max_hit_tokens: int | None = None
+    """Engine-owned blocks: the `max_hit_tokens` for a next try of the same prompt. Where a load that fell short ended,
+    so that the same copy is not tried for ever; None: no load fell short."""
     waiter: Waiter | None = None
     num_steps: int = 0
     """Forwards that touch its blocks. No block that they touch is given back before they end."""
@@ -200,6 +203,10 @@ class Holding(Claim):
     def lost(self, num_tokens: int) -> None:
         """Its load failed to bring `num_tokens`."""
         self.num_lost_tokens += num_tokens
+
+    def retry_up_to(self, num_tokens: int) -> None:
+        """Its load fell short behind `num_tokens`."""
+        self.retry_max_hit_tokens = num_tokens
 
     def preempted(self, unit_tokens: int) -> None:
         # The caller's limit is about the prompt. What the request itself has computed may always be matched.

@@ -58,6 +58,7 @@ FAMILIES = (
         "Time from the report of the copy thread to the settlement in the event loop.",
     ),
     Family("aoffload_cache_off", _GAUGE, (), "1 since nothing is loaded or stored any more, for good."),
+    Family("aoffload_loads_paused", _GAUGE, (), "1 while too much is in quarantine to load (engine-owned blocks)."),
     Family("aoffload_lost_log_events_total", _COUNTER, (), "Log events that the logger raised at."),
     Family("aoffload_observer_failures_total", _COUNTER, (), "Calls that an observer raised at."),
     Family("aoffload_snapshot_age_seconds", _GAUGE, (), "Age of what this scrape shows: the loop may not answer."),

@@ -77,6 +77,7 @@ def _standing(runtime: OffloadRuntime) -> Iterator[tuple[str, Iterable[Sample]]]
     verified = {"right": found.transfers.blocks_verified, "corrupt": found.transfers.blocks_corrupt}
     yield "aoffload_verified_blocks_total", _each("aoffload_verified_blocks_total", "result", verified)
     yield "aoffload_cache_off", _one(bool(found.off_reason))
+    yield "aoffload_loads_paused", _one(found.loads_paused)
     yield "aoffload_lost_log_events_total", _one(runtime.telemetry.num_lost_events)
     yield "aoffload_observer_failures_total", _one(runtime.observers.num_failures)
 

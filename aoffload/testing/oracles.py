@@ -63,6 +63,8 @@ class Oracles:
     """UNPROVEN completions of unsettled jobs."""
     _told_corrupt: set[int] = attrs.field(factory=set)
     """Jobs whose CORRUPT completion reached the ledger: a cancelled worker passes none on."""
+    _hops: dict[int, tuple[Tier, Tier]] = attrs.field(factory=dict)
+    """Source and destination of every job launched so far."""
     _version: int = 0
     _checked: int = -1
 
@@ -201,26 +203,30 @@ class Oracles:
         Loads go before stores. The in-flight bounds hold, except that a job larger than the byte bound goes alone."""
         if not self.runtime._session.is_open:
             raise Violation("launched while closing", repr(self.runtime))
-        if self.runtime.worker._overdue:
-            raise Violation("launched behind a stall", f"{plan} behind jobs {sorted(self.runtime.worker._overdue)}")
-        self._check_order(plan)
-        config, num_bytes = self.runtime.config, self.runtime.worker._num_bytes
-        in_flight = sum(copy.plan.num_blocks for copy in transport.in_flight.values()) * transport.block_bytes
-        if self.faults.fired:
-            return
-        if len(transport.in_flight) >= config.max_jobs_in_flight:
-            raise Violation("too much in flight", f"{len(transport.in_flight)} jobs before this one")
-        if transport.in_flight and num_bytes > config.bytes_in_flight:
-            raise Violation("too much in flight", f"{num_bytes} bytes with this one, {in_flight} before it")
+        hop = (plan.source, plan.destination)
+        late = [job_id for job_id in self.runtime.worker.copies.overdue if self._hops.get(job_id) == hop]
+        if late:
+            raise Violation("launched behind a stall", f"{plan} behind jobs {sorted(late)}")
+        self._hops[plan.job_id] = hop
+        self._check_order(transport, plan)
+        if not self.faults.fired and not self._fits(transport, plan):
+            raise Violation("too much in flight", f"{plan} beside {list(transport.in_flight)}")
 
-    def _check_order(self, plan: TransferPlan) -> None:
+    def _fits(self, transport: SimulatedTransport, plan: TransferPlan) -> bool:
+        """Whether the bounds of its hop allow this launch."""
+        config = self.runtime.config
+        beside = [copy.plan for copy in transport.in_flight.values() if copy.plan.direction is plan.direction]
+        num_bytes = sum(other.num_blocks for other in (*beside, plan)) * transport.block_bytes
+        return not beside or (len(beside) < config.max_jobs_in_flight and num_bytes <= config.bytes_in_flight)
+
+    def _check_order(self, transport: SimulatedTransport, plan: TransferPlan) -> None:
         unsettled = self.runtime.ledger.jobs.unsettled
         job = unsettled.get(plan.job_id)
         if job is None or (type(job.epoch) is int and job.epoch < self.runtime.ledger.cache.epoch):
             raise Violation("a copy for nobody", f"{plan} was discarded, or queued before the cache was reset")
         loads = [job for job in unsettled.values() if job.plan.direction is Direction.LOAD]
         waiting = [job for job in loads if job.state is JobState.QUEUED and job.claims]
-        if waiting and plan.direction is Direction.STORE:
+        if waiting and plan.direction is Direction.STORE and self._fits(transport, waiting[0].plan):
             raise Violation("a store before a load", f"{plan} before {waiting[0]}")
 
     # -- after every step -----------------------------------------------------------------------------------------

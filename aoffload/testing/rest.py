@@ -48,9 +48,9 @@ class Rest:
     def check_proofs(self) -> None:
         """A job whose end was proven, however late, is not quarantined, and no bytes count as in flight."""
         ledger, worker = self.runtime.ledger, self.runtime.worker
-        ignored = self.engine.proven & (set(ledger.jobs.quarantined) | worker._overdue)
-        if worker._num_bytes or worker._in_flight:
-            raise Violation("a leak", f"{worker._num_bytes} bytes count as in flight")
+        ignored = self.engine.proven & (set(ledger.jobs.quarantined) | worker.copies.overdue)
+        if worker.copies.num_bytes_in_flight or worker.copies.num_in_flight:
+            raise Violation("a leak", f"{worker.copies.num_bytes_in_flight} bytes count as in flight")
         if ignored:
             raise Violation("a proof was ignored", f"jobs {sorted(ignored)}")
 

@@ -83,6 +83,5 @@ class Waits:
 
     def _check_copies(self, until: float) -> None:
         worker = self.runtime.worker
-        late = [job_id for job_id, job in worker._in_flight.items() if job.deadline < until - MARGIN_S]
-        if late and not worker._has_ended:
-            raise Violation("a wait past its bound", f"jobs {late} are still expected")
+        if worker.copies.next_deadline < until - MARGIN_S and not worker._has_ended:
+            raise Violation("a wait past its bound", f"{worker.copies} still expects a job, or keeps a pin")

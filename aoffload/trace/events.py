@@ -62,7 +62,10 @@ def _meanings() -> dict[str, Meaning]:
     for kind in (Kind.PREFETCH, Kind.DEMOTION):
         found |= {f"{kind.value}_{state.value}": Meaning(kind, state.value) for state in CacheTransferState}
     found |= {f"runtime_{state}": Meaning(Kind.RUNTIME, state) for state in ("opened", "closed")}
-    alarms = ("transport_stalled", "transport_recovered", "transport_failed", "worker_failed", "cache_turned_off")
+    alarms = (
+        "transport_stalled", "transport_recovered", "transport_failed", "worker_failed", "cache_turned_off",
+        "loads_paused", "loads_resumed",
+    )  # fmt: skip
     return found | {name: Meaning(Kind.ALARM, name) for name in alarms} | {
         "store_skipped": Meaning(Kind.SKIPPED_STORE, "skipped"),
         "host_memory_page_locked": Meaning(Kind.OPENING, "page-locked"),

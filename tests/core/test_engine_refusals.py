@@ -39,7 +39,6 @@ OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, Holding], object]]] = {
     "queue_extension": ("extend", lambda ledger, holding: ledger.queue_extension(holding, 16)),
     "num_shared_tokens": ("fork", lambda ledger, holding: ledger.num_shared_tokens(holding)),
     "fork": ("fork", lambda ledger, holding: ledger.fork(holding)),
-    "abandon_load": ("abandon_load", lambda ledger, holding: ledger.abandon_load(holding)),
     "commit": ("commit", lambda ledger, holding: ledger.commit(holding, 8)),
     "check_commit": ("commit", lambda ledger, holding: ledger.check_commit(holding, 8)),
     "step": ("step", lambda ledger, holding: enter(ledger.step([holding]))),
@@ -57,7 +56,7 @@ OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, Holding], object]]] = {
 """Calls about device blocks of our own: what each is called when it is refused, and how it is made."""
 EVERYWHERE = {
     "lookup", "admit", "plan_load", "launch", "settle", "discard", "invalidate", "release", "pin", "unpin", "lapse",
-    "drop_pins", "reset", "statistics", "check_integrity", "watch",
+    "drop_pins", "reset", "statistics", "check_integrity", "watch", "abandon_load",
 }  # fmt: skip
 IDLE = {"accept", "withdraw", "cancel", "cancel_cache_transfers", "plan_write_back"}
 """Calls about what is never made there."""
@@ -121,6 +120,8 @@ def test_an_engines_calls_are_refused_where_the_blocks_are_ours() -> None:
         driven.ledger.offer(holding, 4, [[1]])
     with refused(driven.ledger, holding, error=WrongState, says=("match_again: ", "device blocks itself")):
         driven.ledger.match_again(holding, num_device_tokens=0)
+    with refused(driven.ledger, holding, error=WrongState, says=("pending_until: ", "device blocks itself")):
+        driven.ledger.pending_until(holding)
     with refused(driven.ledger, holding, error=InvalidArgument, says=("num_device_tokens: ", "engine_blocks")):
         driven.ledger.admit(Prefix.of(ROOT, B), num_device_tokens=4)
     driven.ledger.allocate_nowait(holding)
@@ -133,6 +134,7 @@ def test_an_engines_calls_are_refused_where_the_blocks_are_ours() -> None:
     [
         ("match_again", "PINNED MATCHED"),
         ("load", "PINNED LOADING RUNNING"),
+        ("abandon_load", "LOADING"),
         ("offer", "PINNED RUNNING"),
         ("invalidate", "RUNNING"),
         ("release", "PINNED MATCHED LOADING RUNNING"),
@@ -143,6 +145,7 @@ def test_each_call_has_its_time(call: str, legal: str) -> None:
     calls: dict[str, Callable[[EngineDriven, Holding], object]] = {
         "match_again": lambda driven, holding: driven.ask(holding, 4),
         "load": lambda driven, holding: driven.load(holding, [range(80, 90)]),
+        "abandon_load": lambda driven, holding: driven.ledger.abandon_load(holding),
         "offer": lambda driven, holding: driven.offer(holding, 16, [range(80, 90)]),
         "invalidate": lambda driven, holding: driven.invalidate(holding, 8),
         "release": lambda driven, holding: driven.ledger.release(holding),

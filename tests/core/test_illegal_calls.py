@@ -50,7 +50,7 @@ CALLS: dict[str, tuple[str, Call]] = {
     "fork": ("fork", lambda ledger, holding: ledger.fork(holding)),
 }
 """Every call about a request: what it calls itself when it is refused, and how it is made."""
-ENGINE_CALLS = {"match_again", "offer"}
+ENGINE_CALLS = {"match_again", "offer", "pending_until"}
 """Calls that a ledger with blocks of its own never takes: see test_engine_owned.py."""
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",

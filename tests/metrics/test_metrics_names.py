@@ -30,7 +30,7 @@ NOT_BASE_UNITS = (
 )  # fmt: skip
 COUNTED = ("requests", "blocks", "pins", "jobs", "tokens", "completions", "events", "failures", "preempted")
 """What has no unit, but is counted."""
-SWITCHES = ("off",)
+SWITCHES = ("off", "paused")
 """What is 0 or 1."""
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

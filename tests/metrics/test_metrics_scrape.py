@@ -200,7 +200,7 @@ async def test_waits_and_failures_are_counted() -> None:
         await anyio.wait_all_tasks_blocked()
         assert found.scrape().sum("aoffload_room_wait_seconds_count") == 2
         second = max(transport.in_flight)
-        runtime.worker.give_up([second], "for the test")
+        runtime.worker.copies.give_up([second], "for the test")
         assert found.scrape().sum("aoffload_jobs", state="quarantined") == 1
         assert found.scrape().sum("aoffload_blocks", tier="host", state="quarantined") > 0
         transport.land(second)

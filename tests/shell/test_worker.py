@@ -34,6 +34,7 @@ from aoffload.core.plan import Direction
 from aoffload.errors import TransferRefused
 from aoffload.ledger import Completion, Outcome
 from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
+from aoffload.transfer.copy_queue import CopyQueue
 from aoffload.transfer.fence import PASSED, Fence
 
 pytestmark = pytest.mark.anyio
@@ -66,23 +67,49 @@ async def land_everything(engine: Engine, transport: ScriptedTransport) -> None:
 
 
 async def test_loads_go_before_stores() -> None:
-    """A load that was asked for last is launched before the stores that queued before it."""
+    """A load never waits for the room of stores, and of what may be launched at once loads are launched first."""
     async with scripted(max_jobs_in_flight=1) as (engine, transport), anyio.create_task_group() as group:
         await on_the_host_only(engine, A)
+        await on_the_host_only(engine, D)
         transport.auto = False
         transport.launched.clear()
         await engine.serve(B)
         await engine.serve(C)
         group.start_soon(engine.serve, A)
+        group.start_soon(engine.serve, D)
         await turns()
-        assert directions(transport) == ["store"]
-        for expected in (["store", "load"], ["store", "load", "store"]):
-            transport.land_all()
-            await turns(1)
-            while len(transport.launched) < len(expected):
-                await turns(1)
-            assert directions(transport)[: len(expected)] == expected
+        assert directions(transport) == ["store", "load"]
+        transport.land_all()
+        await turns()
+        assert directions(transport) == ["store", "load", "load", "store"]
         await land_everything(engine, transport)
+        await assert_at_rest(engine.runtime)
+
+
+async def test_a_hop_that_hangs_stops_only_its_own_copies() -> None:
+    """Stores that never end are given up, and none is launched behind them; loads go on, and so do stores once the
+    hung ones have reported."""
+    async with scripted(store_timeout_s=0.05, transfer_timeout_s=1000, load_timeout_s=900) as (engine, transport):
+        await on_the_host_only(engine, A)
+        transport.auto = False
+        transport.launched.clear()
+        await engine.serve(B)
+        while engine.runtime.statistics().num_jobs:
+            await turns(1)
+        assert engine.runtime.statistics().host.num_quarantined
+        await engine.serve(C)
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.serve, A)
+            await turns()
+            assert directions(transport) == ["store", "load"]
+            transport.land(transport.launched[1].plan.job_id)
+        transport.land_all()
+        await turns()
+        assert not engine.runtime.statistics().host.num_quarantined
+        transport.auto = True
+        await engine.serve(C)
+        await engine.runtime.flush()
+        assert directions(transport)[2:] == ["store"]
         await assert_at_rest(engine.runtime)
 
 
@@ -431,13 +458,13 @@ async def test_a_bug_where_completions_arrive_turns_the_cache_off(monkeypatch: p
     with anyio.fail_after(GUARD_S):
         async with scripted() as (engine, transport):
             await on_the_host_only(engine, A)
-            forget = type(engine.runtime.worker)._forget
+            note_end = CopyQueue._note_end
 
-            def fails_once(worker: Any, job_id: int) -> None:
-                monkeypatch.setattr(type(worker), "_forget", forget)
+            def fails_once(copies: CopyQueue, completion: Completion) -> None:
+                monkeypatch.setattr(CopyQueue, "_note_end", note_end)
                 raise IntegrityError("planted")
 
-            monkeypatch.setattr(type(engine.runtime.worker), "_forget", fails_once)
+            monkeypatch.setattr(CopyQueue, "_note_end", fails_once)
             monkeypatch.setattr(engine.runtime.telemetry, "worker_failed", errors.append)
             assert await engine.serve(A) == 0
             assert [str(error) for error in errors] == ["planted"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from aoffload import Tier
 from aoffload.telemetry import Telemetry
 from aoffload.trace.durations import Durations
 from aoffload.trace.figures import NUM_SLOWEST, Figures
@@ -109,8 +110,10 @@ def test_skipped_stores_alarms_and_failures_are_named(tmp_path: Path) -> None:
     telemetry.runtime_opened(4, 4, "")
     for num_blocks in (3, 4):
         telemetry.store_skipped(None, num_blocks, "host_full")
-    telemetry.transport_stalled(2)
-    telemetry.transport_recovered()
+    telemetry.transport_stalled(Tier.HOST, Tier.DEVICE, 2)
+    telemetry.transport_recovered(Tier.HOST, Tier.DEVICE)
+    telemetry.loads_paused(8)
+    telemetry.loads_resumed(4)
     telemetry.worker_failed(ValueError("no"))
     telemetry.cache_turned_off("device lost: no answer")
     telemetry.runtime_closed(1)
@@ -129,6 +132,8 @@ def test_skipped_stores_alarms_and_failures_are_named(tmp_path: Path) -> None:
         "1  store failed: the device is gone",
         "1  transport_stalled",
         "1  transport_recovered",
+        "1  loads_paused",
+        "1  loads_resumed",
         "1  worker_failed: ValueError('no')",
         "1  cache_turned_off: device lost: no answer",
         "1  runtime_closed",

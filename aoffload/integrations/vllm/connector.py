@@ -18,10 +18,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...errors import ConfigError
 from .groups import CachedGroups
+from .guard import Guard
 from .messages import Commands, Reports
 from .regions import block_bytes_of, placements_of
 from .scheduler import SchedulerSide
 from .settings import offload_config
+from .statistics import OffloadMetrics, OffloadStatistics
 from .worker import WorkerSide, invalid_blocks, lost_requests
 
 __all__ = ["AoffloadConnector"]
@@ -58,13 +60,14 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         num_blocks = kv_cache_config.num_blocks
         placements = placements_of(kv_cache_config.kv_cache_tensors, num_blocks)
-        self._scheduler: SchedulerSide | None = None
+        self._scheduler: Guard | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_bytes = block_bytes_of(placements)
-            self._scheduler = SchedulerSide(
+            half = SchedulerSide(
                 config, groups, num_blocks=num_blocks, block_bytes=block_bytes, num_ranks=parallel.world_size
             )
+            self._scheduler = Guard(half)
         else:
             self._worker = WorkerSide(config, placements, num_blocks, parallel.rank)
 
@@ -75,13 +78,13 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- in the scheduler -----------------------------------------------------------------------------------------
 
     @property
-    def _deciding(self) -> SchedulerSide:
+    def _deciding(self) -> Guard:
         assert self._scheduler is not None, "a hook of the scheduler in a worker"
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._deciding.bind(kv_cache_manager)
+        self._deciding.half.bind(kv_cache_manager)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found = self._deciding.match(request, num_computed_tokens)
@@ -114,6 +117,26 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._deciding.reset()
         return True
 
+    def get_kv_connector_stats(self) -> OffloadStatistics | None:
+        if self._scheduler is None:
+            return None  # workers report to the scheduler, which counts
+        found = self._scheduler.take_counts()
+        return OffloadStatistics(data=found) if found else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStatistics:
+        return OffloadStatistics(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadMetrics:
+        return OffloadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # -- in a worker ----------------------------------------------------------------------------------------------
 
     @property
@@ -128,6 +151,12 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._copying.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        self._copying.sleep()
+
+    def restore_kv_caches(self) -> None:
+        self._copying.wake_up()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._copying.start(self._commands.loads)

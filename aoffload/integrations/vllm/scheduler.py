@@ -3,7 +3,7 @@
 A request's way through it:
 
     match        at every try to schedule: pins what the host has behind vLLM's own hit; None: ask again
-    allocated    vLLM has blocks for it; the load is planned in `step`, when all of the step is known
+    allocated    vLLM has blocks for it: the load is planned; it starts with the step
     step         commands for the workers: loads, stores of what this step computes, and reports of loads that are over
     take         what the workers have copied; loads that have landed are over for vLLM at once
     finished     the last offer; vLLM frees the blocks, and copies hold those that they touch
@@ -13,8 +13,8 @@ vLLM frees and reuses blocks as it likes, and tells of preemptions afterwards. S
 
 from __future__ import annotations
 
-import logging
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from aoffload import Ledger, OffloadConfig
 from ...ledger import CopyQueue, TransferPlan
 from ...prefix import Roots
 from .blocks import BlockTable, EnginePool
+from .counts import Counts
 from .groups import CachedGroups
 from .keys import prefix_of
 from .messages import Commands, LoadReport, Reports
@@ -31,7 +32,6 @@ from .requests import EngineRequest, Wait
 
 __all__ = ["SchedulerSide"]
 
-_log = logging.getLogger("vllm.aoffload")
 _NOTHING = Commands()
 
 
@@ -42,11 +42,12 @@ class SchedulerSide:
         self, config: OffloadConfig, groups: CachedGroups, *, num_blocks: int, block_bytes: int, num_ranks: int
     ) -> None:
         self._config, self._groups, self._num_blocks, self._block_bytes = config, groups, num_blocks, block_bytes
+        self.counts = Counts()
         self._roots = Roots(config.namespace)
         self._outbox = Outbox(num_ranks)
         self._requests: dict[str, EngineRequest] = {}
-        self._allocated: list[EngineRequest] = []
-        """Requests with blocks for a load that is not planned yet."""
+        self._loads: list[TransferPlan] = []
+        """Planned for requests of this step."""
         self._over: list[EngineRequest] = []
         """Requests whose load is over, of which vLLM does not know yet."""
         self._reports: list[LoadReport] = []
@@ -63,6 +64,7 @@ class SchedulerSide:
             block_bytes=self._block_bytes,
             engine_blocks=self._pool,
             clock=time.monotonic,
+            observer=self.counts,
         )
         self._unit = self.ledger.layout.unit_tokens
         self._queue = CopyQueue(
@@ -92,12 +94,19 @@ class SchedulerSide:
         return found
 
     def allocated(self, request: Any, num_external: int) -> None:
-        """vLLM waits for the load of `num_external` tokens, and has blocks for them. Another request may get some of
-        the same hit in this step, so nothing is planned before all of it is known."""
-        if num_external:
-            found = self._requests[request.request_id]
-            found.promised, found.wait = found.num_local + num_external, Wait.LOAD
-            self._allocated.append(found)
+        """vLLM waits for the load of `num_external` tokens, and has blocks for them. The load is planned at once, so
+        that requests that ask later in this step wait for it."""
+        if not num_external:
+            return
+        found = self._requests[request.request_id]
+        found.promised, found.wait = found.num_local + num_external, Wait.LOAD
+        assert found.holding is not None, "blocks for a request that has not asked"
+        wake, tables = partial(self._over.append, found), self._tables_of(found)
+        plans = self.ledger.plan_load(found.holding, found.promised, wake, into=tables)
+        if plans:
+            self._loads += plans
+        else:  # the hit is gone
+            self._over.append(found)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -107,30 +116,20 @@ class SchedulerSide:
             found = self._requests.get(request_id)
             if found is not None and not found.is_asking:
                 found.leave(self.ledger, "preempted")
-        loads = self._plan_loads()
-        stores = self._plan_stores(output.num_scheduled_tokens)
-        if loads or stores:
-            self._queue.submit((*loads, *stores))
+        plans = (*self._loads, *self._plan_stores(output.num_scheduled_tokens))
+        self._loads.clear()
+        if plans:
+            self._queue.submit(plans)
         self._queue.advance()
         for found in self._take_over():
             self._tell(found)
+        return self._commands()
+
+    def _commands(self) -> Commands:
         if not (self._reports or self._outbox.has_plans):
             return _NOTHING
         reports, self._reports = tuple(self._reports), []
         return Commands(*self._outbox.take(), reports)
-
-    def _plan_loads(self) -> list[TransferPlan]:
-        plans: list[TransferPlan] = []
-        allocated, self._allocated = self._allocated, []
-        for found in allocated:
-            if found.holding is None or found.wait is not Wait.LOAD:
-                continue  # it ended meanwhile
-            wake, before = partial(self._over.append, found), len(plans)
-            into = self._tables_of(found)
-            plans += self.ledger.plan_load(found.holding, found.promised, wake, into=into)
-            if len(plans) == before:  # the hit is gone
-                self._over.append(found)
-        return plans
 
     def _plan_stores(self, num_scheduled_tokens: dict[str, int]) -> list[TransferPlan]:
         """Offer what this step computes. The copies start when its forward is over."""
@@ -193,6 +192,7 @@ class SchedulerSide:
         with one group, whose ids it can tell apart, and if no copy may still write to them. Else none."""
         assert found.holding is not None, "a load without a request"
         ready = found.holding.num_computed_tokens
+        self.counts.lost(found.promised - ready)
         if len(self._manager.get_blocks(found.request_id).blocks) > 1 or not ready:
             return ()
         size = self._groups.block_sizes[0]
@@ -209,10 +209,7 @@ class SchedulerSide:
         if found.is_running and found.offered_stop >= 0 and found.wait is Wait.NONE:
             self._offer_last(found, self._groups.tables(block_ids))
         found.leave(self.ledger, "closed_early")
-        del self._requests[request.request_id]
-        if found.wait is Wait.LOAD:  # vLLM keeps its blocks until it hears of the load
-            found.wait = Wait.NONE
-            self._reports.append(LoadReport(found.request_id))
+        self.forget(found.request_id)
 
     def _offer_last(self, found: EngineRequest, tables: list[list[int]]) -> None:
         assert found.holding is not None, "an offer without a request"
@@ -227,4 +224,30 @@ class SchedulerSide:
     @property
     def is_busy(self) -> bool:
         """Whether steps have to go on: copies or reports are under way."""
-        return bool(self._reports) or bool(self.ledger.jobs.unsettled)
+        return self.has_reports or bool(self.ledger.jobs.unsettled)
+
+    @property
+    def has_reports(self) -> bool:
+        return bool(self._reports)
+
+    # -- after an error -------------------------------------------------------------------------------------------
+
+    def give_up(self) -> Commands:
+        """The commands of a step that plans nothing any more: every load that vLLM waits for is lost."""
+        for found in self._requests.values():
+            if found.wait is Wait.LOAD:
+                found.wait = Wait.TOLD
+                self._reports.append(LoadReport(found.request_id, is_lost=True))
+        return self._commands()
+
+    def settle(self, reports: Reports) -> None:
+        """Give blocks back whose copies are over."""
+        for completion in self._outbox.joined(reports):
+            with suppress(Exception):  # the ledger has raised before
+                self.ledger.settle(completion)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over. If vLLM waits for its load, it keeps the blocks until it hears of that."""
+        found = self._requests.pop(request_id, None)
+        if found is not None and found.wait is Wait.LOAD:
+            self._reports.append(LoadReport(request_id))

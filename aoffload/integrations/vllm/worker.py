@@ -25,6 +25,8 @@ class WorkerSide:
     def __init__(self, config: OffloadConfig, placements: Sequence[Placement], num_blocks: int, rank: int) -> None:
         self._config, self._placements, self._num_blocks, self._rank = config, placements, num_blocks, rank
         self._transport: LocalTransport | None = None
+        """None before the tensors are registered, while the engine sleeps, and once closed."""
+        self._asleep: LocalTransport | None = None
         self._over: deque[Completion] = deque()
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
@@ -48,8 +50,18 @@ class WorkerSide:
 
     def _open_transport(self) -> LocalTransport:
         if self._transport is None:
-            raise TransferRefused("there are no KV tensors")
+            raise TransferRefused("there are no KV tensors now")
         return self._transport
+
+    def sleep(self) -> None:
+        """The memory of the tensors goes away for a while. Until it is back, copies fail; what the host holds stays."""
+        if self._transport is not None:
+            self._asleep, self._transport = self._transport, None
+
+    def wake_up(self) -> None:
+        """The tensors are back, at the same addresses."""
+        if self._asleep is not None:
+            self._transport, self._asleep = self._asleep, None
 
     def take_reports(self) -> Reports | None:
         """What is over since the last call."""
@@ -58,7 +70,7 @@ class WorkerSide:
         return Reports({self._rank: tuple([self._over.popleft() for _ in range(len(self._over))])})
 
     def close(self) -> None:
-        transport, self._transport = self._transport, None
+        transport, self._transport, self._asleep = self._transport or self._asleep, None, None
         if transport is not None and not transport.close(self._config.close_timeout_s):
             _log.warning("aoffload: rank %d leaves copies behind that do not end", self._rank)
 

@@ -1,0 +1,83 @@
+"""An error in the scheduler's half turns the cache off; it never ends vLLM's scheduler, in whose loop it happens."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from .counts import blocks_of
+from .messages import Commands, Reports
+from .scheduler import SchedulerSide
+
+__all__ = ["Guard"]
+
+_log = logging.getLogger("vllm.aoffload")
+
+
+class Guard:
+    """The hooks of `SchedulerSide`. Once one of them has raised, requests compute what they would have loaded."""
+
+    def __init__(self, half: SchedulerSide) -> None:
+        self.half = half
+        self.off_reason = ""
+        """Empty while the cache is on."""
+
+    def match(self, request: Any, num_local: int) -> int | None:
+        if not self.off_reason:
+            try:
+                return self.half.match(request, num_local)
+            except Exception as error:  # noqa: BLE001 - any bug: vLLM goes on without a cache
+                self._turn_off(error)
+        return 0
+
+    def allocated(self, request: Any, num_external: int) -> None:
+        try:
+            self.half.allocated(request, num_external)
+        except Exception as error:  # noqa: BLE001
+            self._turn_off(error)
+
+    def step(self, output: Any) -> Commands:
+        if not self.off_reason:
+            try:
+                return self.half.step(output)
+            except Exception as error:  # noqa: BLE001
+                self._turn_off(error)
+        return self.half.give_up()
+
+    def take(self, reports: Reports) -> set[str]:
+        if not self.off_reason:
+            try:
+                return self.half.take(reports)
+            except Exception as error:  # noqa: BLE001
+                self._turn_off(error)
+        self.half.settle(reports)
+        return set()
+
+    def finished(self, request: Any, block_ids: Any) -> None:
+        if not self.off_reason:
+            try:
+                self.half.finished(request, block_ids)
+            except Exception as error:  # noqa: BLE001
+                self._turn_off(error)
+        self.half.forget(request.request_id)
+
+    def reset(self) -> None:
+        if not self.off_reason:
+            self.half.reset()
+
+    def take_counts(self) -> dict[str, float]:
+        """What has been counted since the last call, and what there is now; empty if nothing has changed."""
+        counted = self.half.counts.take()
+        if not counted:
+            return {}
+        gauges = blocks_of(self.half.ledger.statistics())
+        return counted | gauges | {"off": float(bool(self.off_reason))}
+
+    @property
+    def is_busy(self) -> bool:
+        return self.half.has_reports if self.off_reason else self.half.is_busy
+
+    def _turn_off(self, error: Exception) -> None:
+        self.off_reason = repr(error)
+        self.half.counts.turned_off()
+        _log.error("aoffload is off: nothing is loaded or stored any more", exc_info=error)

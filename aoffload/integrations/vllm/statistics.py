@@ -1,0 +1,73 @@
+"""vLLM's classes around the counts: its log line and its Prometheus metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+__all__ = ["FAMILIES", "OffloadMetrics", "OffloadStatistics"]
+
+
+@attrs.frozen
+class Family:
+    labels: tuple[str, ...]
+    help: str
+    is_gauge: bool = False
+
+
+FAMILIES = {
+    "jobs": Family(("direction", "outcome"), "Copies that are over."),
+    "copied_blocks": Family(("direction",), "Blocks that arrived on every rank."),
+    "copied_bytes": Family(("direction",), "Bytes that copies moved, on all ranks together."),
+    "copy_seconds": Family(("direction",), "Time that copies took, on the slowest rank."),
+    "skipped_store_blocks": Family(("reason",), "Blocks that were not stored."),
+    "lost_tokens": Family((), "Tokens that a load has not brought: they are computed."),
+    "turned_off": Family((), "Errors that turned the cache off."),
+    "blocks": Family(("tier", "state"), "Host blocks by state; device blocks that copies hold.", is_gauge=True),
+    "off": Family((), "1 since nothing is loaded or stored any more.", is_gauge=True),
+}
+"""`vllm:aoffload_NAME`, counters with `_total` at the end."""
+
+
+class OffloadStatistics(KVConnectorStats):  # type: ignore[misc]
+    """Counts of an interval, and the gauges at its end. `data` maps names as in `counts` to numbers."""
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: OffloadStatistics) -> OffloadStatistics:
+        for name, value in other.data.items():
+            is_gauge = FAMILIES[name.partition("|")[0]].is_gauge
+            self.data[name] = value if is_gauge else self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name.replace("|", " "): value for name, value in self.data.items()}
+
+
+class OffloadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """`vllm:aoffload_*` of each engine."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._metrics = {name: self._made(name, family) for name, family in FAMILIES.items()}
+
+    def _made(self, name: str, family: Family) -> Any:
+        labels = [*self._labelnames, *family.labels]
+        if family.is_gauge:
+            return self._gauge_cls(f"vllm:aoffload_{name}", family.help, labels, multiprocess_mode="mostrecent")
+        return self._counter_cls(f"vllm:aoffload_{name}_total", family.help, labels)
+
+    def observe(self, transfer_stats_data: dict[str, float], engine_idx: int = 0) -> None:
+        for key, value in transfer_stats_data.items():
+            name, *labels = key.split("|")
+            metric = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)
+            if FAMILIES[name].is_gauge:
+                metric.set(value)
+            else:
+                metric.inc(value)

@@ -1,0 +1,51 @@
+"""The keys of `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+import pytest
+
+from aoffload import ConfigError, KVCacheGroup, OffloadConfig
+from aoffload.integrations.vllm.settings import KEYS, offload_config
+
+GROUPS = [KVCacheGroup("full", block_size=32)]
+
+
+def made(num_ranks: int = 1, **extra: object) -> OffloadConfig:
+    return offload_config(extra, GROUPS, namespace="model", num_ranks=num_ranks)
+
+
+def test_an_unknown_key_is_named() -> None:
+    """A typing error never means the default."""
+    with pytest.raises(ConfigError, match="num_cpu_blocks: is no key") as caught:
+        made(host_bytes="1GiB", num_cpu_blocks=3)
+    assert caught.value.argument == "num_cpu_blocks"
+    assert all(key in str(caught.value) for key in KEYS)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"host_bytes": "1GiB", "num_host_blocks": 3}, {"host_bytes": None}])
+def test_one_size_is_needed(sizes: dict[str, object]) -> None:
+    """Neither none, nor two that might contradict each other."""
+    with pytest.raises(ConfigError, match=r"give one of host_bytes, cpu_bytes_to_use, num_host_blocks"):
+        made(**sizes)
+
+
+@pytest.mark.parametrize("key", ["host_bytes", "cpu_bytes_to_use"])
+def test_bytes_are_those_of_the_server(key: str) -> None:
+    """Each rank takes its part of them."""
+    assert made(4, **{key: "4GiB"}).host_bytes == 2**30
+    assert made(4, **{key: "4GiB"}).resolve_host_blocks(2**20) == 1024
+
+
+def test_blocks_are_counted_once() -> None:
+    """A block has a part on every rank, so their number is not divided."""
+    assert made(4, num_host_blocks=100).num_host_blocks == 100
+
+
+def test_other_keys_are_passed_on() -> None:
+    """With their checks: an invalid value is an error that names the key."""
+    config = made(num_host_blocks=9, store_policy="selective", verify=True, max_bytes_in_flight="1MiB", eviction="lru")
+    assert (config.store_policy, config.verify, config.bytes_in_flight) == ("selective", True, 2**20)
+    assert made(num_host_blocks=9, transfer_timeout_s=3).transfer_timeout_s == 3
+    for key, value in (("verify", "yes"), ("transfer_timeout_s", 0), ("host_bytes", "much"), ("eviction", "arc")):
+        with pytest.raises(ConfigError, match=key):
+            made(**({"num_host_blocks": 9} if key != "host_bytes" else {}), **{key: value})
