@@ -80,7 +80,7 @@ def _offer_us(seed: int) -> float:
     ledger = Ledger(config, OFFERED + 1, engine_blocks=_Uncounted(), clock=time.monotonic)
     tokens = np.random.default_rng(seed).integers(0, 50_000, OFFERED * BLOCK_SIZE + 1)
     holding = ledger.admit(Prefix.of(Root("offers"), tokens), num_device_tokens=0)
-    table = np.arange(1, OFFERED + 1, dtype=np.int32)
+    table = array("i", range(1, OFFERED + 1))
     ledger.plan_load(holding, into=[table])
     gc.collect()
     began_ns = time.thread_time_ns()

@@ -36,6 +36,7 @@ def build(config: dict[str, Any], folder: Path) -> Path:
     (folder / "config.json").write_text(text)
     written = folder / "model.new"
     _draw(folder, written)
+    _name_tokens(int(config["vocab_size"]), folder)
     written.replace(weights)
     return folder
 
@@ -53,3 +54,19 @@ def _draw(folder: Path, file: Path) -> None:
         for name, shape in shapes.items()
     }
     save_file(drawn, file, metadata={"format": "pt"})
+
+
+def _name_tokens(number: int, folder: Path) -> None:
+    """A tokenizer with a word for each id, for servers that have to have one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    names = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{each}": each for each in range(3, number)}
+    tokenizer = Tokenizer(WordLevel(names, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    )
+    whole.save_pretrained(folder)
