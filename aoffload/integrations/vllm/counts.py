@@ -5,20 +5,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 
-from aoffload import RuntimeObserver
+from aoffload import RuntimeObserver, Tier
 
 from ...core.records import Job
 from ...ledger import Holding, JobState, LedgerStatistics
 
 __all__ = ["Counts", "blocks_of"]
 
+_log = logging.getLogger("vllm.aoffload")
+
 
 class Counts(RuntimeObserver):
-    """Hears of the ledger's jobs."""
+    """Hears of the ledger's jobs, and of what the copy queue notices."""
 
     def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        """What the ledger raised and never should."""
         self._counted: defaultdict[str, float] = defaultdict(float)
 
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
@@ -34,6 +39,25 @@ class Counts(RuntimeObserver):
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
         self._counted[f"skipped_store_blocks|{reason}"] += num_blocks
 
+    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
+        self._counted[f"overdue_jobs|{_hop(source, destination)}"] += num_jobs
+        _log.warning("aoffload: %d copies take too long; until they end, there are no others of their kind", num_jobs)
+
+    def transport_recovered(self, source: Tier, destination: Tier) -> None:
+        _log.warning("aoffload: the copies that took too long are over")
+
+    def loads_paused(self, num_quarantined: int) -> None:
+        _log.warning("aoffload: nothing is loaded while %d blocks of vLLM are in quarantine", num_quarantined)
+
+    def loads_resumed(self, num_quarantined: int) -> None:
+        _log.warning("aoffload: there are loads again")
+
+    def worker_failed(self, error: BaseException) -> None:
+        self.failure = error
+
+    def cache_turned_off(self, reason: str) -> None:
+        _log.error("aoffload is off: %s", reason)
+
     def lost(self, num_tokens: int) -> None:
         """A load has brought `num_tokens` fewer than vLLM was promised."""
         self._counted["lost_tokens"] += num_tokens
@@ -46,6 +70,10 @@ class Counts(RuntimeObserver):
         found = dict(self._counted)
         self._counted.clear()
         return found
+
+
+def _hop(source: Tier, destination: Tier) -> str:
+    return "load" if destination < source else "store"
 
 
 def blocks_of(statistics: LedgerStatistics) -> dict[str, float]:

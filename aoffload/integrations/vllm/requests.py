@@ -41,8 +41,8 @@ class EngineRequest:
     promised: int = 0
     """Tokens that vLLM takes for computed once the load is over."""
     wait: Wait = Wait.NONE
-    reads_cache: bool = True
-    """False once a load was lost: vLLM asks again, and the same load would be lost again."""
+    max_hit_tokens: int | None = None
+    """Set once a load was lost: vLLM asks again, and the same load would be lost again."""
     offered_stop: int = -1
     """Units that were offered last."""
 
@@ -71,7 +71,8 @@ class EngineRequest:
         self.holding = ledger.admit(
             self.prefix,
             request_id=self.request_id,
-            reads_cache=self.reads_cache and not self.engine.skip_reading_prefix_cache,
+            reads_cache=not self.engine.skip_reading_prefix_cache,
+            max_hit_tokens=self.max_hit_tokens,
             num_device_tokens=num_local,
         )
         return self.holding

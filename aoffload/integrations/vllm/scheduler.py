@@ -14,6 +14,7 @@ vLLM frees and reuses blocks as it likes, and tells of preemptions afterwards. S
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -39,11 +40,19 @@ class SchedulerSide:
     """One per engine. All calls come from the thread of vLLM's scheduler."""
 
     def __init__(
-        self, config: OffloadConfig, groups: CachedGroups, *, num_blocks: int, block_bytes: int, num_ranks: int
+        self,
+        config: OffloadConfig,
+        groups: CachedGroups,
+        *,
+        num_blocks: int,
+        block_bytes: int,
+        num_ranks: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._config, self._groups, self._num_blocks, self._block_bytes = config, groups, num_blocks, block_bytes
         self.counts = Counts()
-        self._roots = Roots(config.namespace)
+        self._roots = Roots(config.root_namespace)
         self._outbox = Outbox(num_ranks)
         self._requests: dict[str, EngineRequest] = {}
         self._loads: list[TransferPlan] = []
@@ -63,12 +72,17 @@ class SchedulerSide:
             self._num_blocks,
             block_bytes=self._block_bytes,
             engine_blocks=self._pool,
-            clock=time.monotonic,
+            clock=self._clock,
             observer=self.counts,
         )
         self._unit = self.ledger.layout.unit_tokens
         self._queue = CopyQueue(
-            self.ledger, self._outbox, self._config, clock=time.monotonic, block_bytes=self._block_bytes
+            self.ledger,
+            self._outbox,
+            self._config,
+            clock=self._clock,
+            block_bytes=self._block_bytes,
+            observer=self.counts,
         )
 
     def _hashes_of(self, request_id: str) -> Any:
@@ -120,7 +134,7 @@ class SchedulerSide:
         self._loads.clear()
         if plans:
             self._queue.submit(plans)
-        self._queue.advance()
+        self._advance()
         for found in self._take_over():
             self._tell(found)
         return self._commands()
@@ -155,7 +169,7 @@ class SchedulerSide:
         """Settle what the workers have copied. Returns the requests whose loads have landed."""
         for completion in self._outbox.joined(reports):
             self._queue.deliver(completion)
-        self._queue.advance()
+        self._advance()
         landed = set()
         for found in self._take_over():
             if self._has_landed(found):
@@ -164,6 +178,11 @@ class SchedulerSide:
             else:
                 self._tell(found)
         return landed
+
+    def _advance(self) -> None:
+        self._queue.advance()
+        if self.counts.failure is not None:
+            raise self.counts.failure
 
     def _take_over(self) -> list[EngineRequest]:
         """The requests whose load is over and for which vLLM still waits."""
@@ -181,7 +200,8 @@ class SchedulerSide:
             found.wait = Wait.NONE
             self._reports.append(LoadReport(found.request_id))
             return
-        found.wait, found.reads_cache = Wait.TOLD, False
+        assert found.holding is not None, "a load without a request"
+        found.wait, found.max_hit_tokens = Wait.TOLD, found.holding.retry_max_hit_tokens
         invalid = self._invalid_blocks(found)
         if not invalid:
             found.leave(self.ledger, "load_lost")

@@ -22,6 +22,7 @@ FAMILIES = {
     "copied_blocks": Family(("direction",), "Blocks that arrived on every rank."),
     "copied_bytes": Family(("direction",), "Bytes that copies moved, on all ranks together."),
     "copy_seconds": Family(("direction",), "Time that copies took, on the slowest rank."),
+    "overdue_jobs": Family(("direction",), "Copies that took longer than transfer_timeout_s."),
     "skipped_store_blocks": Family(("reason",), "Blocks that were not stored."),
     "lost_tokens": Family((), "Tokens that a load has not brought: they are computed."),
     "turned_off": Family((), "Errors that turned the cache off."),
