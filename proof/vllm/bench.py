@@ -67,10 +67,11 @@ class Bench:
         return {name: prompt for name, prompt in self.prompts.items() if name.endswith(f".{turn}")}
 
     def judge(self, name: str, served: Served, found: str = "", *, may_differ: bool = False) -> Row:
-        return judge(
+        row = judge(
             name, served.answers, self.reference.answers, num_blocks=served.num_blocks,
             num_free=served.num_free, took_s=served.took_s, found=found, may_differ=may_differ,
         )  # fmt: skip
+        return row.missed(*served.problems)
 
 
 @dataclass(frozen=True)

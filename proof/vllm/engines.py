@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Served:
     num_preemptions: int = 0
     num_scheduled_tokens: int = 0
     """Tokens that were computed, drafts and what was computed again included."""
+    problems: tuple[str, ...] = ()
+    """What is wrong with the connector at rest."""
     took_s: float = 0.0
     started_s: float = 0.0
     """How long the engine took to start, of `took_s`."""
@@ -175,6 +177,7 @@ class Engine:
         """Step until nothing is under way any more, and say what is left."""
         self._step_while(self.scheduler.has_requests)
         self.served.num_free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        self.served.problems = tuple(_problems(self.connector))
         self.served.took_s = time.monotonic() - self._began_s
         return self.served
 
@@ -184,6 +187,23 @@ class Engine:
             self.step()
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"not at rest after {PATIENCE_S:.0f} s; without an answer: {sorted(self._expected)}")
+
+
+def _problems(connector: Any) -> Iterator[str]:
+    """What our connector must not be at rest: off, because of an error that it has hidden from the scheduler; holding
+    pins; or at odds with itself. Others have none of that."""
+    guard = getattr(connector, "_scheduler", None)
+    if guard is None:
+        return
+    if guard.off_reason:
+        yield f"the cache has turned itself off: {guard.off_reason}"
+        return
+    ledger = guard.half.ledger
+    ledger.check_integrity()
+    found = ledger.statistics()
+    for tier in ("device", "host"):
+        if pinned := getattr(found, tier).num_pinned:
+            yield f"{pinned} blocks are still pinned by the ledger, {tier}"
 
 
 def _answer(output: Any) -> Answer:
