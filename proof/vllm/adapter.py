@@ -58,6 +58,7 @@ class Adapter:
         transfer.kv_connector_extra_config = {"num_host_blocks": max(1, cpu_capacity_bytes // block_bytes - 1)}
         self._num_groups = len(kv_cache_config.kv_cache_groups)
         self._connector = AoffloadConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
+        _made.append(self)
         self._requests: dict[str, Any] = {}
         self._tables: dict[str, tuple[list[Any], ...]] = {}
         self._loads: list[TransferPlan] = []
@@ -183,6 +184,11 @@ class Adapter:
         return found
 
     @property
+    def off_reason(self) -> str:
+        """The error that the connector has hidden from vLLM's scheduler, and turned itself off for."""
+        return str(self._connector._scheduler.off_reason)
+
+    @property
     def cpu_block_pool(self) -> Any:
         """Free to them is what nobody refers to."""
         return _HostPool(self._connector._scheduler.half.ledger)
@@ -219,6 +225,7 @@ def _ids(plans: Iterable[TransferPlan], side: str) -> list[int]:
 # -- the plugin -----------------------------------------------------------------------------------------------------
 
 STAND_INS = (Adapter, _HostPool, _Connector)
+_made: list[Adapter] = []
 _outcomes: dict[str, Mapping[str, str]] = {}
 
 
@@ -233,6 +240,14 @@ def pytest_configure(config: Any) -> None:
 @pytest.fixture
 def caplog_vllm(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
+
+
+@pytest.fixture(autouse=True)
+def _stays_on() -> Iterator[None]:
+    """No test passes because the connector does nothing any more."""
+    _made.clear()
+    yield
+    assert not [each.off_reason for each in _made if each.off_reason]
 
 
 @pytest.hookimpl(wrapper=True)

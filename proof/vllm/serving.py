@@ -46,7 +46,7 @@ class Server:
             "--model", str(self._model), "--served-model-name", "tiny", "--host", HOST, "--port", str(self.port),
             "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024",
             "--num-gpu-blocks-override", str(SMALL_POOL), "--max-num-seqs", "8", "--max-num-batched-tokens", "512",
-            "--kv-transfer-config", json.dumps(TRANSFER),
+            "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(TRANSFER),
         )  # fmt: skip
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
         with self._log.open("wb") as log:
