@@ -27,11 +27,6 @@ class Outbox:
         """Whether any plan leaves with this step."""
         return bool(self._loads or self._stores)
 
-    @property
-    def num_under_way(self) -> int:
-        """Jobs that some rank has not proven to be over."""
-        return len(self._tally)
-
     def take(self) -> tuple[tuple[TransferPlan, ...], tuple[TransferPlan, ...]]:
         """The loads and the stores that leave with this step."""
         loads, stores = tuple(self._loads), tuple(self._stores)

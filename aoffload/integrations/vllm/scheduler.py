@@ -76,6 +76,8 @@ class SchedulerSide:
             observer=self.counts,
         )
         self._unit = self.ledger.layout.unit_tokens
+        self._is_plain = not self.ledger.layout.windows and self._config.store_policy == "eager"
+        """A last offer has nothing that earlier offers had not: neither windows, nor counts of a policy."""
         self._queue = CopyQueue(
             self.ledger,
             self._outbox,
@@ -134,7 +136,9 @@ class SchedulerSide:
         self._loads.clear()
         if plans:
             self._queue.submit(plans)
-        self._advance()
+        if self.ledger.jobs.unsettled:
+            self._queue.give_up_late()
+            self._check()
         for found in self._take_over():
             self._tell(found)
         return self._commands()
@@ -169,7 +173,8 @@ class SchedulerSide:
         """Settle what the workers have copied. Returns the requests whose loads have landed."""
         for completion in self._outbox.joined(reports):
             self._queue.deliver(completion)
-        self._advance()
+        self._queue.settle_delivered()
+        self._check()
         landed = set()
         for found in self._take_over():
             if self._has_landed(found):
@@ -179,8 +184,8 @@ class SchedulerSide:
                 self._tell(found)
         return landed
 
-    def _advance(self) -> None:
-        self._queue.advance()
+    def _check(self) -> None:
+        """Raise what the ledger raised under the queue, which only notes it."""
         if self.counts.failure is not None:
             raise self.counts.failure
 
@@ -234,6 +239,8 @@ class SchedulerSide:
     def _offer_last(self, found: EngineRequest, tables: list[list[int]]) -> None:
         assert found.holding is not None, "an offer without a request"
         num_computed = min(found.engine.num_computed_tokens, found.engine.num_tokens)
+        if self._is_plain and num_computed // self._unit == found.offered_stop:
+            return  # all of it was offered before
         if num_computed >= found.holding.num_computed_tokens:
             self._queue.submit(self.ledger.offer(found.holding, num_computed, tables, found.new_tokens(), is_last=True))
 
