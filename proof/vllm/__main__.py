@@ -62,9 +62,13 @@ def _run(part: Part, out: Path, limit_s: float, is_short: bool) -> list[Row]:
     file.unlink(missing_ok=True)  # no row of an earlier run
     words = ["--short"] if is_short else []
     ended = run_process([sys.executable, "-m", f"proof.vllm.{part.name}", "--json", str(file), *words], limit_s, log)
-    rows = read(file) if file.exists() else []
-    if ended.problem or not rows:
-        rows.append(Row(part.name, took_s=ended.took_s, problems=(f"{ended.problem or 'no row'}, see {log}",)))
+    rows, problem = [], ended.problem
+    try:
+        rows = read(file)
+    except (OSError, ValueError) as error:
+        problem = problem or f"no rows: {error}"
+    if problem or not rows:
+        rows.append(Row(part.name, took_s=ended.took_s, problems=(f"{problem or 'no rows'}, see {log}",)))
     return rows
 
 

@@ -59,8 +59,8 @@ def compare(answers: Mapping[str, Answer], reference: Mapping[str, Answer]) -> C
         if mine is None or other is None or mine.tokens != other.tokens or len(mine.logprobs) != len(other.logprobs):
             different.append(name)
             continue
-        apart = max((abs(a - b) for a, b in zip(mine.logprobs, other.logprobs, strict=True)), default=0.0)
-        most = max(most, apart)
-        if not apart <= MOST_APART:  # also where it is no number
+        apart = [abs(a - b) for a, b in zip(mine.logprobs, other.logprobs, strict=True)]
+        most = max([most, *apart])
+        if not all(each <= MOST_APART for each in apart):  # also where one is no number
             different.append(name)
     return Comparison(len(answers.keys() | reference.keys()) - len(different), tuple(different), most)

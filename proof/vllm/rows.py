@@ -93,6 +93,9 @@ def write(rows: Sequence[Row], file: Path) -> None:
 
 
 def read(file: Path) -> list[Row]:
-    """What `write` has written. `ValueError`, `TypeError` for anything else."""
-    found: list[dict[str, Any]] = json.loads(file.read_text())
-    return [Row(**{**row, "problems": tuple(row["problems"])}) for row in found]
+    """What `write` has written. `ValueError` for anything else."""
+    try:
+        found: list[dict[str, Any]] = json.loads(file.read_text())
+        return [Row(**{**row, "problems": tuple(row["problems"])}) for row in found]
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{file} holds no rows: {error!r}") from error
