@@ -189,9 +189,13 @@ class Adapter:
         return str(self._connector._scheduler.off_reason)
 
     @property
+    def ledger(self) -> Any:
+        return self._connector._scheduler.half.ledger
+
+    @property
     def cpu_block_pool(self) -> Any:
         """Free to them is what nobody refers to."""
-        return _HostPool(self._connector._scheduler.half.ledger)
+        return _HostPool(self.ledger)
 
 
 class _HostPool:

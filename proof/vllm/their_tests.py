@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .models import DENSE, build
 from .rows import Row, write
-from .verdicts import Case, count, missed, table
+from .verdicts import SAID_AGAIN, Case, count, missed, table
 
 __all__ = ["main"]
 
@@ -58,20 +58,34 @@ def _extract(archive: Path) -> None:
 
 def scheduler_tests(folder: Path) -> Row:
     began_s = time.monotonic()
+    cases = _run(folder, "test_scheduler.py")
+    (OUT / "their_tests.md").write_text(f"# vLLM's own tests\n\n{table(cases)}\n")
+    row = Row("vLLM's test_scheduler.py", took_s=time.monotonic() - began_s, found=count(cases))
+    return row.missed(*(f"{name} fails" for name in missed(cases)), "" if cases else "no case was run")
+
+
+def said_again(folder: Path) -> Row:
+    """What those tests are about that read attributes of vLLM's manager."""
+    began_s = time.monotonic()
+    cases = _run(folder, "--pyargs", "proof.vllm.said_again")
+    row = Row("what they read in vLLM's manager, as behaviour", took_s=time.monotonic() - began_s, found=count(cases))
+    failed = [f"{case.name} {case.outcome}: {case.why}" for case in cases if case.outcome != "passed"]
+    unsaid = set(SAID_AGAIN.values()) - {case.function for case in cases}
+    return row.missed(*failed, f"not run: {', '.join(sorted(unsaid))}" if unsaid else "")
+
+
+def _run(folder: Path, *words: str) -> list[Case]:
+    """Run tests with the adapter. `OSError` or `ValueError` if there are no results."""
     results = folder / "results.json"
     results.unlink(missing_ok=True)
-    words = ("-m", "pytest", "-p", "proof.vllm.adapter", "-p", "no:cacheprovider", "--confcutdir=.", "-q")
+    plugins = ("-p", "proof.vllm.adapter", "-p", "no:cacheprovider", "--confcutdir=.", "-q")
     environment = {
         **os.environ, "PYTHONPATH": os.getcwd(), "PROOF_VLLM_RESULTS": str(results.resolve()), "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }  # fmt: skip
-    subprocess.run(
-        [sys.executable, *words, "test_scheduler.py"], cwd=folder, env=environment, check=False, timeout=TESTS_S
-    )
-    cases = [Case(name, each["outcome"], each["why"]) for name, each in json.loads(results.read_text()).items()]
-    (OUT / "their_tests.md").write_text(f"# vLLM's own tests\n\n{table(cases)}\n")
-    row = Row("vLLM's test_scheduler.py", took_s=time.monotonic() - began_s, found=count(cases))
-    return row.missed(*(f"{name} fails" for name in missed(cases)), "" if cases else "no case was run")
+    command = [sys.executable, "-m", "pytest", *plugins, *words]
+    subprocess.run(command, cwd=folder, env=environment, check=False, timeout=TESTS_S)
+    return [Case(name, each["outcome"], each["why"]) for name, each in json.loads(results.read_text()).items()]
 
 
 def accuracy(folder: Path) -> Row:
@@ -99,7 +113,7 @@ def main() -> None:
     given = parser.parse_args()
     rows: list[Row] = []
     folder = fetch()
-    for scenario in (scheduler_tests,) if given.short else (scheduler_tests, accuracy):
+    for scenario in (scheduler_tests, said_again, accuracy):
         try:
             rows.append(scenario(folder))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
