@@ -6,12 +6,13 @@ DEMO_ARGS ?=
 PROOF_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
+VLLM_ARGS ?=
 # Another Python, that has torch for CUDA: nothing is installed for it then.
 PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest check docs prove mutants prove-long gpu bench bench-peers clean
+.PHONY: demo test test-serving test-rest check docs prove mutants prove-long gpu vllm vllm-installed bench bench-peers clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -66,6 +67,19 @@ prove-long: $(VENV)/.installed
 # Everything that needs a device, in nine minutes at most; the figures are in build/gpu/report.md.
 gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(VENV)/.installed)
 	@$(PYTHON_GPU) -m proof.gpu $(GPU_ARGS)
+
+# The connector inside vLLM's engine, in twelve minutes at most beside the installation; the table is in
+# build/vllm/report.md. VLLM_ARGS="--short" for what every change has to pass, or the name of a part.
+vllm: vllm-installed
+	$(PEERS)/vllm/bin/python -m proof.vllm $(VLLM_ARGS)
+
+vllm-installed: $(PEERS)/vllm/.proof
+
+# What this package imports, and what it takes to run vLLM's own tests, from its source distribution.
+$(PEERS)/vllm/.proof: $(PEERS)/vllm/.installed pyproject.toml
+	$(PEERS)/vllm/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest setuptools-rust \
+		setuptools-scm
+	touch $@
 
 # Everything beside its limit or its peer, as one table; BENCH_ARGS="cycle" for one of them.
 bench: $(VENV)/.installed

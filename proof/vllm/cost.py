@@ -1,0 +1,96 @@
+"""What the connector costs in vLLM's scheduler, beside vLLM's own; and an offer on its own."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .bench import Bench, Scenario, run_part
+from .hooks import HookTimes, mean, percentile
+from .models import DENSE
+from .rows import Row
+from .transfers import OURS, PEER
+
+__all__ = ["SCENARIOS"]
+
+SMALL_POOL = 70
+NUM_ROUNDS = 4
+LEAST_CHEAPER = 2.5
+OFFERED, MOST_OFFER_US = 8_192, 100.0
+BLOCK_SIZE = 16
+
+
+def hooks(bench: Bench) -> Row:
+    """The same prompts with one connector and the other, in turn."""
+    began_s = time.monotonic()
+    spent: dict[str, list[list[float]]] = {"ours": [], "peer": []}
+    for _ in range(NUM_ROUNDS):
+        spent["peer"].append(_hooks_of(bench, PEER))
+        spent["ours"].append(_hooks_of(bench, OURS))
+    us = {who: statistics.median(map(mean, rounds)) for who, rounds in spent.items()}
+    p99 = {who: statistics.median(percentile(each, 99) for each in rounds) for who, rounds in spent.items()}
+    about = "; ".join(f"{who} {us[who]:.0f} µs a step, p99 {p99[who]:.0f}" for who in us)
+    found = f"{about}; ratio {us['peer'] / us['ours']:.1f}, {NUM_ROUNDS} rounds of {len(spent['ours'][0])} steps"
+    name = "the scheduler's hooks, beside SimpleCPUOffloadConnector"
+    row = Row(name, took_s=time.monotonic() - began_s, found=found)
+    return row.missed(
+        "" if us["ours"] * LEAST_CHEAPER <= us["peer"] else f"wanted: {LEAST_CHEAPER} times less",
+        "" if p99["ours"] <= p99["peer"] else "the 99th percentile is higher",
+    )
+
+
+def _hooks_of(bench: Bench, transfer: Mapping[str, Any]) -> list[float]:
+    with bench.engine(SMALL_POOL, transfer) as engine:
+        gc.collect()
+        engine.times = HookTimes(engine.connector)
+        bench.talk(engine)
+        return engine.times.working_us()
+
+
+class _Uncounted:
+    """Blocks of an engine that counts nothing: an offer alone is what is measured."""
+
+    def hold(self, block_ids: array[int]) -> None:
+        pass
+
+    give = hold
+
+
+def offers(bench: Bench) -> Row:
+    """`Ledger.offer` of a long prompt that the host knows nothing of."""
+    began_s = time.monotonic()
+    taken = sorted(_offer_us(seed) for seed in range(12))
+    found = f"{OFFERED:,} blocks in {statistics.median(taken):.0f} µs ({taken[0]:.0f} to {taken[-1]:.0f})"
+    row = Row(f"an offer of {OFFERED:,} blocks", took_s=time.monotonic() - began_s, found=found)
+    return row.missed("" if statistics.median(taken) <= MOST_OFFER_US else f"wanted: at most {MOST_OFFER_US:.0f} µs")
+
+
+def _offer_us(seed: int) -> float:
+    from aoffload import KVCacheGroup, Ledger, OffloadConfig
+    from aoffload.ledger import Prefix, Root
+
+    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK_SIZE)], num_host_blocks=2 * OFFERED)
+    ledger = Ledger(config, OFFERED + 1, engine_blocks=_Uncounted(), clock=time.monotonic)
+    tokens = np.random.default_rng(seed).integers(0, 50_000, OFFERED * BLOCK_SIZE + 1)
+    holding = ledger.admit(Prefix.of(Root("offers"), tokens), num_device_tokens=0)
+    table = array("i", range(1, OFFERED + 1))
+    ledger.plan_load(holding, into=[table])
+    gc.collect()
+    began_ns = time.thread_time_ns()
+    plans = ledger.offer(holding, OFFERED * BLOCK_SIZE, [table])
+    took_ns = time.thread_time_ns() - began_ns
+    if sum(plan.num_blocks for plan in plans) != OFFERED:
+        raise RuntimeError(f"{sum(plan.num_blocks for plan in plans)} blocks were planned of {OFFERED}")
+    return took_ns / 1e3
+
+
+SCENARIOS = (Scenario("offers", offers, is_short=True), Scenario("hooks", hooks))
+
+if __name__ == "__main__":
+    run_part(DENSE, SCENARIOS)

@@ -1,0 +1,64 @@
+"""Scenarios with a layer that attends to a window and one that attends to everything: two groups of blocks."""
+
+from __future__ import annotations
+
+from .bench import Bench, Scenario, run_part
+from .models import HYBRID
+from .rows import Row
+from .transfers import OURS, meddled
+
+__all__ = ["SCENARIOS"]
+
+SMALL_POOL = 110
+
+
+def without(bench: Bench) -> Row:
+    with bench.engine(SMALL_POOL) as engine:
+        return bench.judge("hybrid: a small pool, without offload", bench.talk(engine))
+
+
+def ours(bench: Bench) -> Row:
+    with bench.engine(SMALL_POOL, OURS) as engine:
+        served = bench.talk(engine)
+    row = bench.judge("hybrid: a small pool, aoffload", served)
+    found, wanted = served.num_cached_tokens, bench.reference.num_cached_tokens
+    return row.missed(f"{found:,} tokens cached, of {wanted:,}" if found < wanted else "")
+
+
+def all_fail(bench: Bench) -> Row:
+    return _meddled(bench, "AllFail", "hybrid: every load fails")
+
+
+def half_fail(bench: Bench) -> Row:
+    return _meddled(bench, "HalfFail", "hybrid: every load fails half-way")
+
+
+def _meddled(bench: Bench, name: str, about: str) -> Row:
+    with bench.engine(SMALL_POOL, meddled(name)) as engine:
+        served, transport = bench.talk(engine), engine.worker_connector.transport
+    row = bench.judge(about, served, f"{transport.num_meddled} loads failed")
+    return row.missed("" if transport.num_meddled else "nothing was loaded")
+
+
+def unproven(bench: Bench) -> Row:
+    with bench.engine(SMALL_POOL, meddled("SomeUnproven")) as engine:
+        transport = engine.worker_connector.transport
+        for turn in range(3):
+            engine.serve(bench.turn(turn))
+        num_held, num_late = engine.num_held, transport.release()
+        engine.serve(bench.turn(3))
+        served = engine.rest()
+    row = bench.judge("hybrid: loads are unproven and write late", served, f"{num_late} loads, {num_held} blocks held")
+    return row.missed("" if num_late else "no load was late", "" if num_held else "nothing was held meanwhile")
+
+
+SCENARIOS = (
+    Scenario("without", without),
+    Scenario("ours", ours, is_short=True),
+    Scenario("every load fails", all_fail, is_short=True),
+    Scenario("half", half_fail),
+    Scenario("unproven", unproven),
+)
+
+if __name__ == "__main__":
+    run_part(HYBRID, SCENARIOS)

@@ -1,0 +1,72 @@
+"""Tiny models whose outputs hang on every key and value: a config.json, and weights drawn by a seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DENSE", "HYBRID", "build"]
+
+SPREAD = 0.08
+"""Standard deviation of the weights. With those of `load_format="dummy"` outputs would hardly depend on KV."""
+DENSE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+    "max_position_embeddings": 4096, "torch_dtype": "float32", "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+HYBRID = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+    "max_position_embeddings": 4096, "torch_dtype": "float32", "rms_norm_eps": 1e-6, "sliding_window": 96,
+    "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+"""One layer with a window of three blocks, one that attends to everything."""
+
+
+def build(config: dict[str, Any], folder: Path) -> Path:
+    """Write the model into `folder`, unless it is there."""
+    weights = folder / "model.safetensors"
+    text = json.dumps(config, indent=1)
+    if weights.exists() and (folder / "config.json").read_text() == text:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(text)
+    written = folder / "model.new"
+    _draw(folder, written)
+    _name_tokens(int(config["vocab_size"]), folder)
+    written.replace(weights)
+    return folder
+
+
+def _draw(folder: Path, file: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).state_dict()
+    random = torch.Generator().manual_seed(0)
+    drawn = {
+        name: torch.randn(shape.shape, generator=random) * SPREAD if shape.dim() > 1 else torch.ones(shape.shape)
+        for name, shape in shapes.items()
+    }
+    save_file(drawn, file, metadata={"format": "pt"})
+
+
+def _name_tokens(number: int, folder: Path) -> None:
+    """A tokenizer with a word for each id, for servers that have to have one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    names = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{each}": each for each in range(3, number)}
+    tokenizer = Tokenizer(WordLevel(names, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    )
+    whole.save_pretrained(folder)

@@ -1,0 +1,194 @@
+"""Scenarios on one rank, with a model of full attention."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from .bench import Bench, Scenario, run_part
+from .engines import Engine
+from .models import DENSE
+from .prompts import burst, words
+from .rows import Row
+from .transfers import OURS, PEER, meddled
+
+__all__ = ["SCENARIOS", "SMALL_POOL"]
+
+SMALL_POOL = 70
+NUM_ABORTS = 120
+NUM_SHARED, MOST_COPIED = 640, 25
+MOST_COMPUTED = 0.8
+"""Share of all prompt tokens that are computed when half of every load comes."""
+
+
+def without(bench: Bench) -> Row:
+    with bench.engine(SMALL_POOL) as engine:
+        return bench.judge("a small pool, without offload", bench.talk(engine))
+
+
+def peer(bench: Bench) -> Row:
+    with bench.engine(SMALL_POOL, PEER) as engine:
+        return bench.judge("a small pool, vLLM's SimpleCPUOffloadConnector", bench.talk(engine))
+
+
+def ours(bench: Bench) -> Row:
+    """It has to find all that a large pool finds."""
+    with bench.engine(SMALL_POOL, OURS) as engine:
+        served = bench.talk(engine)
+    row = bench.judge("a small pool, aoffload", served)
+    found, wanted = served.num_cached_tokens, bench.reference.num_cached_tokens
+    return row.missed(f"{found:,} tokens cached, of {wanted:,}" if found < wanted else "")
+
+
+def aborts(bench: Bench) -> Row:
+    """Requests are aborted after some steps, wherever they are then, among others that go on."""
+    drawn, met = random.Random("aborts"), Counter[str]()
+    with bench.engine(SMALL_POOL, OURS) as engine:
+        names = sorted(bench.prompts, key=lambda name: name.partition(".")[2])
+        for number in range(NUM_ABORTS):
+            if number % 3 == 0:
+                name = names[number // 3]
+                engine.submit({name: bench.prompts[name]})
+            said = bench.prompts[drawn.choice(names)]
+            doomed = f"x{number}"
+            engine.submit({doomed: said[: drawn.randrange(64, len(said))] + words(doomed, drawn.randrange(1, 80))})
+            for _ in range(drawn.randrange(8)):
+                engine.step()
+            met[_where(engine, doomed)] += 1
+            engine.abort([doomed])
+        engine.finish()
+        served = engine.rest()
+    for doomed in [name for name in served.answers if name.startswith("x")]:
+        del served.answers[doomed]
+    row = bench.judge(f"{NUM_ABORTS} aborts", served, ", ".join(f"{number} {where}" for where, number in met.items()))
+    return row.missed("" if met["waiting_for_remote_kvs"] else "none was aborted while it was loading")
+
+
+def _where(engine: Engine, name: str) -> str:
+    request = engine.request(name)
+    return "over" if request is None else request.status.name.lower()
+
+
+def preemption(bench: Bench) -> Row:
+    """A pool so small that running requests take blocks from each other."""
+    prompts = {name: prompt for name, prompt in bench.prompts.items() if name.endswith(".0")}
+    with bench.engine(200) as engine:
+        engine.serve(prompts, 96)
+        reference = engine.rest()
+    with bench.engine(34, OURS) as engine:
+        engine.serve(prompts, 96)
+        served = engine.rest()
+    row = Bench(bench.model, reference=reference).judge(
+        "preemption", served, f"{served.num_preemptions} preemptions in a pool of 33 blocks"
+    )
+    return row.missed("" if served.num_preemptions else "nothing was preempted")
+
+
+def all_fail(bench: Bench) -> Row:
+    with bench.engine(SMALL_POOL, meddled("AllFail")) as engine:
+        served, transport = bench.talk(engine), engine.worker_connector.transport
+    row = bench.judge("every load fails", served, f"{transport.num_meddled} loads failed")
+    return row.missed("" if transport.num_meddled else "nothing was loaded")
+
+
+def half_fail(bench: Bench) -> Row:
+    """vLLM counts what was promised as cached; what it had to compute says what of that has come."""
+    with bench.engine(SMALL_POOL, meddled("HalfFail")) as engine:
+        served, transport = bench.talk(engine), engine.worker_connector.transport
+    found = f"{transport.num_meddled} loads failed, {served.num_scheduled_tokens:,} tokens computed"
+    row = bench.judge("every load fails half-way", served, found)
+    all_tokens = sum(len(prompt) for prompt in bench.prompts.values())
+    return row.missed(
+        "" if transport.num_meddled else "nothing was loaded",
+        "" if served.num_scheduled_tokens < all_tokens * MOST_COMPUTED else "what had landed was computed again",
+    )
+
+
+def tampered_and_verified(bench: Bench) -> Row:
+    with bench.engine(SMALL_POOL, meddled("Counted", verify=True)) as engine:
+        served = _tampered(bench, engine)
+        corrupt = engine.worker_connector.transport.statistics().blocks_corrupt
+    row = bench.judge("bytes in the host are changed, verify", served, f"{corrupt} blocks were found corrupt")
+    return row.missed("" if corrupt else "nothing was found corrupt")
+
+
+def tampered(bench: Bench) -> Row:
+    """The same without the check: it has to be what saves the outputs above."""
+    with bench.engine(SMALL_POOL, meddled("Counted")) as engine:
+        served = _tampered(bench, engine)
+    row = bench.judge("the same, without verify: outputs have to differ", served, may_differ=True)
+    return row.missed("" if "differ" in row.outputs else "the outputs do not hang on these bytes")
+
+
+def _tampered(bench: Bench, engine: Engine) -> object:
+    for turn in range(4):
+        engine.serve(bench.turn(turn))
+        engine.rest()
+        if turn == 1:
+            engine.worker_connector.transport.tamper()
+    return engine.rest()
+
+
+def unproven(bench: Bench) -> Row:
+    return _late(bench, "SomeUnproven", "loads are unproven and write late")
+
+
+def hung(bench: Bench) -> Row:
+    return _late(bench, "SomeHang", "loads hang and write late", transfer_timeout_s=0.5)
+
+
+def _late(bench: Bench, name: str, about: str, **extra: object) -> Row:
+    """Loads of the second turn end late: they write and are proven before the last turn. Until then their blocks have
+    to be held, and nobody may compute into them."""
+    with bench.engine(SMALL_POOL, meddled(name, **extra)) as engine:
+        transport = engine.worker_connector.transport
+        for turn in range(3):
+            engine.serve(bench.turn(turn))
+        num_held = engine.num_held
+        num_late = transport.release()
+        engine.serve(bench.turn(3))
+        served = engine.rest()
+    row = bench.judge(about, served, f"{num_late} loads, {num_held} blocks held until the proof")
+    return row.missed("" if num_late else "no load was late", "" if num_held else "nothing was held meanwhile")
+
+
+def bursts(bench: Bench) -> Row:
+    """Prompts that share a prefix come at once, when only the host has it: it is to be loaded once."""
+    prompts = burst(8, NUM_SHARED, 60)
+    with bench.engine(200) as engine:
+        engine.serve(prompts)
+        reference = engine.rest()
+    with bench.engine(200, meddled("Counted")) as engine:
+        engine.serve({"first": prompts["b0"][: NUM_SHARED + 1]}, 1)
+        engine.rest()
+        engine.forget()
+        engine.serve(prompts)
+        served, transport = engine.rest(), engine.worker_connector.transport
+    del served.answers["first"]
+    row = Bench(bench.model, reference=reference).judge(
+        f"a burst of 8 prompts that share {NUM_SHARED} tokens", served,
+        f"{transport.blocks_loaded} blocks loaded, wanted at most {MOST_COPIED}",
+    )  # fmt: skip
+    return row.missed(
+        "" if transport.blocks_loaded <= MOST_COPIED else "too many blocks were loaded",
+        "" if transport.blocks_loaded else "nothing was loaded",
+    )
+
+
+SCENARIOS = (
+    Scenario("without offload", without),
+    Scenario("peer", peer),
+    Scenario("ours", ours, is_short=True),
+    Scenario("aborts", aborts, is_short=True),
+    Scenario("preemption", preemption, is_short=True),
+    Scenario("every load fails", all_fail, is_short=True),
+    Scenario("half", half_fail),
+    Scenario("verify", tampered_and_verified, is_short=True),
+    Scenario("without verify", tampered, is_short=True),
+    Scenario("unproven", unproven, is_short=True),
+    Scenario("hung", hung),
+    Scenario("burst", bursts, is_short=True),
+)
+
+if __name__ == "__main__":
+    run_part(DENSE, SCENARIOS)

@@ -1,0 +1,32 @@
+"""The parts of a run: processes that share an import of vLLM, with the scenarios that each reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PARTS", "TOTAL_S", "Part"]
+
+TOTAL_S = 720.0
+"""Twelve minutes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    """Also that of its module in this package."""
+    about: str
+    limit_s: float
+    """It may take longer if the parts before it took less."""
+    is_short: bool = False
+    """Belongs to the short form."""
+
+
+PARTS = (
+    Part("one_rank", "one rank, a model with full attention", 170, is_short=True),
+    Part("hybrid", "one rank, a model with a window in one of its layers", 90, is_short=True),
+    Part("two_ranks", "tensor parallelism over two processes", 140),
+    Part("serving", "the API server over HTTP", 110),
+    Part("cost", "what the connector costs the scheduler", 90),
+    Part("their_tests", "vLLM's own tests of such a connector", 110),
+)
+"""In the order in which they run."""

@@ -1,0 +1,30 @@
+"""Which connector an engine is given: fields of vLLM's `KVTransferConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["OURS", "PEER", "meddled", "ours"]
+
+HOST_BYTES = 1 << 28
+
+
+def ours(name: str = "AoffloadConnector", module: str = "aoffload.integrations.vllm", **extra: Any) -> dict[str, Any]:
+    """Our connector, or a subclass of it in `module`. `extra` goes into `kv_connector_extra_config`."""
+    return {
+        "kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"host_bytes": HOST_BYTES, **extra},
+    }  # fmt: skip
+
+
+def meddled(name: str, **extra: Any) -> dict[str, Any]:
+    """One of the connectors of `proof.vllm.meddled`."""
+    return ours(name, "proof.vllm.meddled", **extra)
+
+
+OURS = ours()
+PEER = {
+    "kv_connector": "CPUPeer", "kv_connector_module_path": "proof.vllm.peer", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": HOST_BYTES},
+}  # fmt: skip
+"""vLLM's own connector for the same purpose."""

@@ -1,0 +1,100 @@
+"""`make vllm` on any machine: parts of a line each in place of those that need vLLM."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from proof.gpu.running import Ended
+from proof.vllm import __main__ as runner
+from proof.vllm.parts import PARTS, TOTAL_S, Part
+from proof.vllm.rows import Row, write
+from proof.vllm.verdicts import SAID_AGAIN, Case, count, missed, table
+
+
+def test_all_parts_have_time() -> None:
+    """Their limits fit into the whole, and each is a module."""
+    assert sum(part.limit_s for part in PARTS) <= TOTAL_S
+    folder = Path(runner.__file__).parent
+    assert all((folder / f"{part.name}.py").exists() for part in PARTS)
+    assert any(part.is_short for part in PARTS) and not all(part.is_short for part in PARTS)
+
+
+def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line, with a status of its own."""
+    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
+    assert runner.main([]) == 2
+    assert capsys.readouterr().err == "vllm: not run, since vLLM is not installed here\n"
+
+
+def run(rows: dict[str, list[Row]], out: Path, monkeypatch: pytest.MonkeyPatch, problem: str = "") -> int:
+    """Run parts that write `rows`, and end with `problem`."""
+
+    def ended(command: list[str], limit_s: float, log: Path) -> Ended:
+        file = Path(command[command.index("--json") + 1])
+        if rows[file.stem]:
+            write(rows[file.stem], file)
+        return Ended(1.0, problem)
+
+    monkeypatch.setattr(runner, "run_process", ended)
+    parts = [Part(name, "a part", 10.0) for name in rows]
+    return runner.run_parts(parts, out, time.monotonic() + 60)
+
+
+def test_all_rows_are_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status 0 if all are met."""
+    assert run({"a": [Row("one")], "b": [Row("two"), Row("three")]}, tmp_path, monkeypatch) == 0
+    report = (tmp_path / runner.REPORT).read_text()
+    assert all(f"| met | {name} |" in report for name in ("one", "two", "three"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem", "said"),
+    [
+        ([Row("one", problems=("slow",))], "", "slow"),
+        ([], "", "no rows"),
+        ([Row("one")], "ended after 9 s, its limit", "its limit"),
+    ],
+    ids=["missed", "nothing", "ended"],
+)
+def test_what_is_missing_is_missed(
+    rows: list[Row], problem: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scenario that is missed, a part that wrote nothing, a part that had to be ended."""
+    assert run({"a": rows}, tmp_path, monkeypatch, problem) == 1
+    assert said in (tmp_path / runner.REPORT).read_text()
+
+
+def test_rows_of_an_earlier_run_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that writes nothing now has no rows."""
+    write([Row("old")], tmp_path / "a.json")
+    assert run({"a": []}, tmp_path, monkeypatch) == 1
+    assert "old" not in (tmp_path / runner.REPORT).read_text()
+
+
+CASES = [
+    Case("test_one", "passed"),
+    Case("test_lru_eviction_order", "failed", "reads `cpu_block_pool` of vLLM's manager"),
+    Case("test_cp_block_size_scaling[2-1]", "failed", "reads `cp_world_size` of vLLM's manager"),
+    Case("test_three", "failed", "refused: speculative_config: no"),
+    Case("test_four", "skipped", "asks for lazy stores"),
+    Case("test_lru_eviction_order", "failed", "AssertionError: assert 0 == 2"),
+    Case("test_new", "failed", "reads `_new` of vLLM's manager"),
+]
+
+
+def test_each_case_has_a_verdict() -> None:
+    """One that failed for no reason that is said is a failure, also if another failure of it would be excused."""
+    verdicts = ["passed", "said again", "otherwise", "refused", "not asked", "FAILED", "FAILED"]
+    assert [case.verdict for case in CASES] == verdicts
+    assert missed(CASES) == ["test_lru_eviction_order", "test_new"]
+    assert count(CASES).startswith("7 run: 2 FAILED, ")
+    assert "reads `cpu_block_pool` of vLLM's manager; test_the_oldest_goes_first |" in table(CASES)
+
+
+def test_what_is_said_again_is_said() -> None:
+    """Each of these tests is there."""
+    text = (Path(runner.__file__).parent / "said_again.py").read_text()
+    assert all(f"def {name}(" in text for name in SAID_AGAIN.values())
