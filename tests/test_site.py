@@ -18,6 +18,7 @@ from public import MODULES
 
 import aoffload.integrations
 import aoffload.integrations.openai_server
+import aoffload.integrations.vllm
 import aoffload.kv_events
 import aoffload.metrics
 import aoffload.testing
@@ -29,6 +30,7 @@ REFERENCED = [
     *MODULES,
     aoffload.integrations,
     aoffload.integrations.openai_server,
+    aoffload.integrations.vllm,
     aoffload.kv_events,
     aoffload.metrics,
     aoffload.testing,

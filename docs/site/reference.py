@@ -22,6 +22,7 @@ MODULES = (
     "aoffload.env",
     "aoffload.integrations",
     "aoffload.integrations.openai_server",
+    "aoffload.integrations.vllm",
     "aoffload.kv_events",
     "aoffload.metrics",
     "aoffload.testing",
