@@ -19,7 +19,9 @@ from .core.plan import Completion, Direction, Outcome, TransferPlan
 from .core.policy import StorePolicy, StoreScope
 from .core.tiers import BlockWatcher, TierStatistics
 from .errors import IllegalTransition, LeaseError
+from .observers import Observers
 from .prefix import Prefix, Root
+from .telemetry import LedgerLog
 from .transfer.copy_queue import CopyObserver, CopyQueue, Launches
 
 __all__ = [
@@ -42,9 +44,11 @@ __all__ = [
     "JobState",
     "Launches",
     "LeaseError",
+    "LedgerLog",
     "LedgerStatistics",
     "LoadOverlap",
     "Observer",
+    "Observers",
     "Outcome",
     "OverlapState",
     "Pin",

@@ -1,29 +1,28 @@
-"""Observers beside the telemetry, such as metrics: they get its events and some that only the runtime sees."""
+"""Observers beside the log, such as metrics: they get its events and some that only a runtime sees."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-import attrs
-
-from .arguments import shown
+from .arguments import check_has
 from .core.kept import CacheTransfer, Pin
+from .core.ledger_rooms import OBSERVES
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
-from .core.observer import NullObserver
+from .core.observer import NullObserver, Observer
 from .core.owners import Holding, LoadOverlap
-from .core.plan import Completion
+from .core.plan import Completion, Tier
 from .core.records import Job
-from .errors import InvalidArgument
-from .telemetry import Telemetry
+from .transfer.copy_queue import OBSERVES as COPIES_TELL
 
-__all__ = ["Observers", "RuntimeObserver"]
+__all__ = ["Observers", "RuntimeObserver", "each_observer"]
 
 _RENAMED = {"errand_moved": "cache_transfer_moved", "early_moved": "overlap_moved"}
+_TOLD = f"{OBSERVES} waited_for_room completion_delivered {COPIES_TELL}".split()
 
 
 class RuntimeObserver(NullObserver):
-    """Base class for observers of a runtime. Methods that are not overridden do nothing.
+    """Base class for observers of a runtime or a ledger. Methods that are not overridden do nothing.
 
     Except for `completion_delivered`, they are called in the event loop's thread, after the change and in the middle of
     a call. They must neither block nor call the runtime. Exceptions are counted and dropped.
@@ -43,69 +42,95 @@ class RuntimeObserver(NullObserver):
         """The transport has delivered a completion. Called in that thread, before the event loop settles it."""
 
 
-@attrs.define(eq=False)
 class Observers:
-    """The telemetry and the other observers as one. Without others, the ledger reports to the telemetry directly."""
+    """Several observers as one, for `Ledger(observer=...)`: a log, metrics, observers of your own.
 
-    telemetry: Telemetry
-    others: tuple[RuntimeObserver, ...] = ()
-    num_failures: int = 0
-    """Calls that raised. Exceptions are swallowed, since the ledger reports in the middle of a change."""
+    Each has the methods of `Observer`. Those of `RuntimeObserver`, and what a `CopyQueue` reports, are told to who has
+    them. What one raises is counted, and the others are told all the same: the ledger reports in the middle of a
+    change. `InvalidArgument` for what is no observer.
+    """
 
-    def __attrs_post_init__(self) -> None:
-        for observer in self.others:
-            if not isinstance(observer, RuntimeObserver):
-                raise InvalidArgument("observers", f"must be RuntimeObserver objects, got {shown(observer)}")
+    def __init__(self, *observers: Observer) -> None:
+        for observer in observers:
+            check_has("observers", observer, "Observer", OBSERVES)
+        self.observers = observers
+        self.num_failures = 0
+        """Calls that raised."""
+        self._hearers = {call: [getattr(one, call) for one in observers if hasattr(one, call)] for call in _TOLD}
 
-    def _tell(self, call: Callable[[RuntimeObserver], None]) -> None:
-        for observer in self.others:
+    def __repr__(self) -> str:
+        return f"<Observers {', '.join(type(observer).__name__ for observer in self.observers)}>"
+
+    def _tell(self, call: str, *args: object) -> None:
+        for hear in self._hearers[call]:
             try:
-                call(observer)
+                hear(*args)
             except Exception:  # noqa: BLE001 - counted; must not reach the ledger
                 self.num_failures += 1
 
+    # -- told by the ledger ---------------------------------------------------------------------------------------
+
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
-        self.telemetry.request_moved(holding, old, reason)
-        self._tell(lambda observer: observer.request_moved(holding, old, reason))
+        self._tell("request_moved", holding, old, reason)
 
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
-        self.telemetry.job_moved(job, old, reason)
-        self._tell(lambda observer: observer.job_moved(job, old, reason))
+        self._tell("job_moved", job, old, reason)
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        self.telemetry.store_skipped(holding, num_blocks, reason)
-        self._tell(lambda observer: observer.store_skipped(holding, num_blocks, reason))
+        self._tell("store_skipped", holding, num_blocks, reason)
 
     def pin_moved(self, pin: Pin, old: PinState) -> None:
-        self.telemetry.pin_moved(pin, old)
-        self._tell(lambda observer: observer.pin_moved(pin, old))
+        self._tell("pin_moved", pin, old)
 
     def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None:
-        self.telemetry.cache_transfer_moved(transfer, old)
-        self._tell(lambda observer: observer.cache_transfer_moved(transfer, old))
+        self._tell("cache_transfer_moved", transfer, old)
 
     def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None:
-        self.telemetry.overlap_moved(overlap, old)
-        self._tell(lambda observer: observer.overlap_moved(overlap, old))
+        self._tell("overlap_moved", overlap, old)
 
     def loads_paused(self, num_quarantined: int) -> None:
-        self.telemetry.loads_paused(num_quarantined)
-        self._tell(lambda observer: observer.loads_paused(num_quarantined))
+        self._tell("loads_paused", num_quarantined)
 
     def loads_resumed(self, num_quarantined: int) -> None:
-        self.telemetry.loads_resumed(num_quarantined)
-        self._tell(lambda observer: observer.loads_resumed(num_quarantined))
+        self._tell("loads_resumed", num_quarantined)
+
+    # -- told by what waits and what copies -----------------------------------------------------------------------
 
     def waited_for_room(self, holding: Holding, seconds: float) -> None:
-        self._tell(lambda observer: observer.waited_for_room(holding, seconds))
+        self._tell("waited_for_room", holding, seconds)
+
+    def completion_delivered(self, completion: Completion) -> None:
+        """Called in the transport's thread."""
+        self._tell("completion_delivered", completion)
 
     def hearing(self, deliver: Callable[[Completion], None]) -> Callable[[Completion], None]:
-        """A wrapper of `deliver` that first tells the other observers of each completion."""
-        if not self.others:
+        """A wrapper of `deliver`, which takes a transport's completions, that first tells the observers of each."""
+        if not self._hearers["completion_delivered"]:
             return deliver
 
         def hear(completion: Completion) -> None:
-            self._tell(lambda observer: observer.completion_delivered(completion))
+            self.completion_delivered(completion)
             deliver(completion)
 
         return hear
+
+    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
+        self._tell("transport_stalled", source, destination, num_jobs)
+
+    def transport_recovered(self, source: Tier, destination: Tier) -> None:
+        self._tell("transport_recovered", source, destination)
+
+    def worker_failed(self, error: BaseException) -> None:
+        self._tell("worker_failed", error)
+
+    def cache_turned_off(self, reason: str) -> None:
+        self._tell("cache_turned_off", reason)
+
+
+def each_observer(observer: Observer | None) -> Iterator[Observer]:
+    """`observer`, and those that it stands for."""
+    if observer is not None:
+        yield observer
+    if isinstance(observer, Observers):
+        for one in observer.observers:
+            yield from each_observer(one)

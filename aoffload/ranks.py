@@ -3,6 +3,7 @@
 from .errors import WireError
 from .transfer.ranks.process import ProcessRank
 from .transfer.ranks.rank import LocalRank, Rank
+from .transfer.ranks.tally import JobTally
 from .transfer.ranks.transport import RankFence, RankTransport
 
-__all__ = ["LocalRank", "ProcessRank", "Rank", "RankFence", "RankTransport", "WireError"]
+__all__ = ["JobTally", "LocalRank", "ProcessRank", "Rank", "RankFence", "RankTransport", "WireError"]

@@ -87,7 +87,7 @@ class OffloadRuntime:
         check_block_sizes(self.transport, config.groups)
         self.env = env if env is not None else Env()
         self.telemetry = Telemetry(logger)
-        self.observers = Observers(self.telemetry, as_tuple("observers", observers, "RuntimeObserver"))
+        self.observers = Observers(self.telemetry, *as_tuple("observers", observers, "RuntimeObserver"))
         block_bytes = self.transport.block_bytes
         self.ledger = Ledger(
             config,
@@ -96,7 +96,7 @@ class OffloadRuntime:
             device_pool=device_pool,
             engine_blocks=engine_blocks,
             clock=None if engine_blocks is None else lambda: self._session.now(),
-            observer=self.observers if self.observers.others else self.telemetry,
+            observer=self.observers if len(self.observers.observers) > 1 else self.telemetry,
         )
         self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
         self._session = Session(

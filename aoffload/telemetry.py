@@ -1,23 +1,29 @@
-"""One structlog event for every state change and every settled job (docs/tracing.md lists them)."""
+"""One structlog event for every state change and every settled job (docs/tracing.md lists them).
+
+`LedgerLog` has those of a ledger and of what copies for it, `Telemetry` beside them those of a runtime. Both take any
+logger that binds and takes fields: structlog is imported where none is given.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
-import structlog
 
+from .arguments import check_has, check_type
 from .core.kept import CacheTransfer, Demotion, Pin, Prefetch
+from .core.ledger import Ledger
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.owners import Holding, LoadOverlap
 from .core.plan import Tier
 from .core.records import Job
+from .errors import InvalidArgument
 from .transfer.transport import PinProgress
 
-__all__ = ["Telemetry", "default_logger"]
+__all__ = ["LedgerLog", "Telemetry", "default_logger"]
 
 _REQUEST_EVENTS = {state: f"request_{state.value}" for state in RequestState}
 _JOB_EVENTS = {state: f"job_{state.value}" for state in JobState}
@@ -31,15 +37,14 @@ _JOB_LEVELS = {**dict.fromkeys(JobState, _DEBUG), JobState.FAILED: _WARNING}
 
 
 Arguments = ParamSpec("Arguments")
+Log = TypeVar("Log", bound="LedgerLog")
 
 
-def _harmless(
-    report: Callable[Concatenate[Telemetry, Arguments], None],
-) -> Callable[Concatenate[Telemetry, Arguments], None]:
+def _harmless(report: Callable[Concatenate[Log, Arguments], None]) -> Callable[Concatenate[Log, Arguments], None]:
     """Swallow what a logger raises (a full disk, say): the ledger reports in the middle of a change."""
 
     @functools.wraps(report)
-    def guarded(self: Telemetry, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+    def guarded(self: Log, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         try:
             report(self, *args, **kwargs)
         except Exception:  # noqa: BLE001 - counted; must not reach the ledger
@@ -50,6 +55,10 @@ def _harmless(
 
 def default_logger() -> Any:
     """The program's structlog logger. If structlog is not configured, one that prints only warnings to stderr."""
+    try:
+        import structlog  # only here: a program that wants no log, or has a logger of its own, may lack it
+    except ModuleNotFoundError as error:
+        raise InvalidArgument("logger", "must be given: there is no default one, structlog is not installed") from error
     if structlog.is_configured():
         return structlog.get_logger("aoffload")
     return structlog.wrap_logger(
@@ -73,10 +82,16 @@ def _levels_heard(logger: Any) -> Callable[[int], bool]:
     return logger.is_enabled_for  # type: ignore[no-any-return]
 
 
-class Telemetry:
-    """The ledger's observer: logs its events. A filtered event costs one check of its level."""
+class LedgerLog:
+    """An observer that writes a ledger's events to `logger`, and what a `CopyQueue` reports.
+
+    `logger` is structlog's, or another one that has `bind` and takes an event and its fields; by default the program's
+    own structlog logger. What it raises is counted and dropped. A filtered event costs one check of its level.
+    """
 
     def __init__(self, logger: Any = None) -> None:
+        if logger is not None:
+            check_has("logger", logger, "structlog logger", "bind")
         bound = default_logger() if logger is None else logger
         # Bound once: an unbound structlog proxy would look its configuration up at every event.
         self.logger = bound.bind()
@@ -103,6 +118,7 @@ class Telemetry:
                 num_tokens=holding.sequence.num_tokens,
                 num_device_tokens=found.num_device_tokens,
                 num_host_tokens=found.num_host_tokens,
+                answer=found.answer.value,
             )
         elif state is RequestState.ALLOCATED:
             found = holding.match  # a request that waited for room was matched again at the grant
@@ -114,7 +130,8 @@ class Telemetry:
                 num_host_tokens=found.num_host_tokens,
             )
         elif state is RequestState.RUNNING:
-            log.debug(event, request_id=name, num_ready_tokens=holding.num_computed_tokens)
+            ready, lost = holding.num_computed_tokens, holding.num_lost_tokens
+            log.debug(event, request_id=name, num_ready_tokens=ready, num_lost_tokens=lost)
         elif state is RequestState.DONE:
             log.info(event, request_id=name, num_computed_tokens=holding.num_computed_tokens)
         elif state is RequestState.ABORTED:
@@ -200,17 +217,37 @@ class Telemetry:
     def cache_turned_off(self, reason: str) -> None:
         self.logger.error("cache_turned_off", reason=reason)
 
+    def ledger_opened(self, ledger: Ledger) -> None:
+        """Call it once `ledger` is made: readers of the log learn where it begins, and the sizes of its pools."""
+        # Where an engine has the device blocks, the pool counts what copies hold: nothing yet.
+        device, host = (tier.pool.num_blocks for tier in check_type("ledger", ledger, Ledger).cache.tiers)
+        self._opened("ledger_opened", {"num_device_blocks": device, "num_host_blocks": host})
+
+    def ledger_closed(self, ledger: Ledger) -> None:
+        """Call it when nothing is launched for `ledger` any more."""
+        self._closed("ledger_closed", len(check_type("ledger", ledger, Ledger).jobs.quarantined))
+
+    @_harmless
+    def _opened(self, event: str, fields: dict[str, Any]) -> None:
+        self.logger.info(event, **fields)
+
+    @_harmless
+    def _closed(self, event: str, num_quarantined_jobs: int) -> None:
+        log = self.logger.error if num_quarantined_jobs else self.logger.debug
+        log(event, num_quarantined_jobs=num_quarantined_jobs)
+
+
+class Telemetry(LedgerLog):
+    """The log of a runtime: its ledger's events and its own."""
+
     @_harmless
     def host_memory_page_locked(self, progress: PinProgress) -> None:
         self.logger.info("host_memory_page_locked", **attrs.asdict(progress))
 
-    @_harmless
     def runtime_opened(self, num_device_blocks: int, num_host_blocks: int, layout: str) -> None:
         """`layout`: the KV regions as they are understood; empty where a transport of the program's own has them."""
         sizes = {"num_device_blocks": num_device_blocks, "num_host_blocks": num_host_blocks}
-        self.logger.info("runtime_opened", **sizes, layout=layout)
+        self._opened("runtime_opened", {**sizes, "layout": layout})
 
-    @_harmless
     def runtime_closed(self, num_quarantined_jobs: int) -> None:
-        log = self.logger.error if num_quarantined_jobs else self.logger.debug
-        log("runtime_closed", num_quarantined_jobs=num_quarantined_jobs)
+        self._closed("runtime_closed", num_quarantined_jobs)

@@ -4,12 +4,13 @@
 """
 
 from .errors import DeviceGone, RegionError, RegionNotLoaded, TransferRefused
-from .transfer.fence import Fence, PassedFence
+from .transfer.fence import ORDERED, Fence, PassedFence
 from .transfer.local import LocalTransport
 from .transfer.region_fences import LoadedRegion
 from .transfer.transport import TransferStatistics, Transport
 
 __all__ = [
+    "ORDERED",
     "DeviceGone",
     "Fence",
     "LoadedRegion",

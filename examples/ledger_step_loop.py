@@ -1,58 +1,113 @@
-"""The `Ledger` in a synchronous step loop, for an engine that cannot await: plans come out, settlements go in.
+"""A `Ledger` in a step loop that cannot await; a `CopyQueue` launches its plans within bounds, and settles the ends.
+
+Copies may fail, bring corrupt bytes, end in doubt, or hang: what is not loaded is computed. The "model" reads the KV of
+every token before, so one wrong byte changes the output.
 
 Prints:
-    step 0: a computes tokens 0 to 59
-    step 1: b computes tokens 0 to 59
-    step 3: a-again computes tokens 48 to 59, what was loaded is right: True
-    pinned: 0 device blocks
+    a computes tokens 0 to 59
+    b computes tokens 0 to 59
+    c computes tokens 0 to 59
+    a-again computes tokens 48 to 59
+    4 outputs like those without a cache: True
+    3 blocks loaded; pinned at the end: 0 device blocks, 0 host blocks
 """
 
-import itertools
+import threading
 from collections import deque
+from time import monotonic
 
-import numpy as np
+import torch
 
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState, Tier
-from aoffload.ledger import Completion, Holding, Outcome, Prefix, Root, TransferPlan
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, OutOfBlocks, RequestState
+from aoffload.env import Env
+from aoffload.ledger import CopyQueue, Holding, Prefix, Root
+from aoffload.transport import LocalTransport
 
-memory = {Tier.DEVICE: np.zeros((5, 16)), Tier.HOST: np.zeros((64, 16))}  # [blocks, tokens]: a token's KV is itself
-config = OffloadConfig(groups=[KVCacheGroup("full", block_size=16)], num_host_blocks=64)
-ledger = Ledger(config, num_device_blocks=5)  # block 0 is the null block: room for one request of 60 tokens
-in_flight: list[TransferPlan] = []
-waiting = deque([("a", range(60)), ("b", range(100, 160)), ("a-again", range(60))])
-running: dict[Holding, range] = {}
+BLOCK = 16
 
 
-def launch(plans: tuple[TransferPlan, ...]) -> None:
-    in_flight.extend(plan for plan in plans if ledger.launch(plan.job_id))  # False: the job was discarded
+def kv_of(token: int, before: torch.Tensor) -> int:
+    return (token * 7919 + int(before.sum()) * 31 + len(before)) % 1_000_003
 
 
-def start(name: str, token_ids: range) -> Holding | None:
-    holding = ledger.admit(Prefix.of(Root("toy"), token_ids), request_id=name)
-    try:
-        ledger.allocate_nowait(holding)
-    except OutOfBlocks:
-        ledger.release(holding, "no_room")  # nothing is held while it waits
-        return None
-    launch(ledger.plan_load(holding))
-    return holding
+def output(tokens: range) -> int:
+    kv = torch.zeros(len(tokens), dtype=torch.int64)
+    for at, token in enumerate(tokens):
+        kv[at] = kv_of(token, kv[:at])
+    return int(kv.sum())
 
 
-for step in itertools.count():
-    for plan in in_flight:  # a copy takes one step here: those of the last step have landed by now
-        memory[plan.destination][plan.destination_ids] = memory[plan.source][plan.source_ids]
-        ledger.settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
-    in_flight.clear()
-    while waiting and (started := start(*waiting[0])):
-        running[started] = waiting.popleft()[1]
-    for holding in [holding for holding in running if holding.state is RequestState.RUNNING]:
-        token_ids, num_ready = running.pop(holding), holding.num_computed_tokens
-        kv = memory[Tier.DEVICE][ledger.block_ids(holding)[0]].ravel()
-        checked = f", what was loaded is right: {list(kv[:48]) == list(token_ids[:48])}" if num_ready else ""
-        print(f"step {step}: {holding.request_id} computes tokens {num_ready} to {len(token_ids) - 1}{checked}")
-        for position in range(num_ready, len(token_ids)):
-            memory[Tier.DEVICE][ledger.block_ids(holding)[0][position // 16], position % 16] = token_ids[position]
-        launch(ledger.commit(holding, len(token_ids)) + ledger.release(holding))
-    if not (waiting or running or in_flight):
-        break
-print(f"pinned: {ledger.statistics().device.num_pinned} device blocks")
+class Engine:
+    def __init__(self, kv: torch.Tensor, transport: LocalTransport, **options: object) -> None:
+        config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=64, **options)
+        sizes, self.kv = {"block_bytes": transport.block_bytes}, kv
+        self.ledger, self.transport = Ledger(config, transport.num_device_blocks, **sizes), transport
+        self.woken = threading.Event()  # set by the copy threads
+        self.copies = CopyQueue(self.ledger, transport, config, clock=monotonic, wake=self.woken.set, **sizes)
+        transport.open(64, verify=config.verify, deliver=self.copies.deliver, env=Env())
+        self.waiting, self.running = deque[tuple[str, range]](), dict[Holding, range]()
+        self.outputs = dict[str, int | OutOfBlocks]()
+
+    def step(self) -> None:
+        self.woken.clear()
+        self.copies.advance()  # settle what has ended, give up what is late, launch what waits
+        while self.waiting and self.start(*self.waiting[0]):
+            self.waiting.popleft()
+        ready = [holding for holding in self.running if self.is_ready(holding)]
+        for holding in ready:
+            self.forward(holding, self.running.pop(holding))
+        if not ready and (self.waiting or self.running):  # only copies can bring it on: until one ends, or is late
+            self.woken.wait(max(0.0, min(self.copies.next_deadline - monotonic(), 3600)))
+
+    def start(self, name: str, tokens: range) -> bool:
+        holding = self.ledger.admit(Prefix.of(Root("toy"), tokens), request_id=name)
+        try:
+            self.ledger.allocate_nowait(holding)
+        except OutOfBlocks as error:
+            self.ledger.release(holding, "no_room")  # nothing is held while it waits
+            if not error.retryable or not (self.running or self.copies.num_in_flight):
+                self.outputs[name] = error  # nobody will give back what it needs
+            return name in self.outputs
+        self.running[holding] = tokens
+        self.copies.submit(self.ledger.plan_load(holding))
+        return True
+
+    def is_ready(self, holding: Holding) -> bool:
+        if holding.state is RequestState.REQUEUED and holding.waiter.is_over:  # its load fell short: it had no room
+            self.ledger.accept(holding.waiter)
+            self.copies.submit(self.ledger.plan_load(holding))
+        return holding.state is RequestState.RUNNING
+
+    def forward(self, holding: Holding, tokens: range) -> None:
+        start, table = holding.num_computed_tokens, torch.tensor(self.ledger.block_ids(holding)[0])
+        print(f"{holding.request_id} computes tokens {start} to {len(tokens) - 1}")
+        for at in range(start, len(tokens)):
+            before = self.kv[table].flatten()[:at]
+            self.kv[table[at // BLOCK], at % BLOCK] = kv_of(tokens[at], before)
+        self.outputs[holding.request_id] = int(self.kv[table].flatten()[: len(tokens)].sum())
+        after = self.transport.record_fence()  # a store copies once the forward is over
+        self.copies.submit(self.ledger.commit(holding, len(tokens)), after)
+        self.copies.submit(self.ledger.release(holding), after)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        self.transport.close(timeout_s)  # waits for the copies in flight
+        self.copies.stop("the engine has ended")  # settles them; what has not ended is quarantined
+
+
+def run(engine: Engine, prompts: dict[str, range]) -> bool:
+    """Whether every prompt has the output of a run without a cache."""
+    engine.waiting.extend(prompts.items())
+    while engine.waiting or engine.running:
+        engine.step()
+    return engine.outputs == {name: output(tokens) for name, tokens in prompts.items()}
+
+
+if __name__ == "__main__":
+    kv = torch.zeros(6, BLOCK, dtype=torch.int64)  # block 0 is the null block: room for one prompt of 60 tokens
+    engine = Engine(kv, LocalTransport([kv]))
+    prompts = {"a": range(60), "b": range(100, 160), "c": range(200, 260), "a-again": range(60)}
+    print(f"{len(prompts)} outputs like those without a cache: {run(engine, prompts)}")
+    engine.close()
+    found, num_loaded = engine.ledger.statistics(), engine.transport.statistics().blocks_loaded
+    pinned = f"{found.device.num_pinned} device blocks, {found.host.num_pinned} host blocks"
+    print(f"{num_loaded} blocks loaded; pinned at the end: {pinned}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .planting import Mutant
+from .planting import Mutant, Patch
 
 __all__ = ["CACHE_MUTANTS"]
 
@@ -10,6 +10,7 @@ PREFIX, TOKENS, MATCHING = "aoffload.prefix", "aoffload.core.tokens", "aoffload.
 PINS, CACHE, TIERS = "aoffload.core.request_leases", "aoffload.core.cache", "aoffload.core.tiers"
 EVICTION, INDEX, RECORDS = "aoffload.core.eviction", "aoffload.core.index", "aoffload.core.records"
 PUBLISH, COMMITS, OWNERS = "aoffload.core.publish", "aoffload.core.commits", "aoffload.core.owners"
+KNOWS_LEASES = ("from .records import Part, Run", "from .records import Lease, Part, Run")
 
 _KEYS = (
     Mutant(
@@ -62,8 +63,9 @@ _KEYS = (
     Mutant(
         "a store in flight counts as a hit",
         MATCHING,
-        "if part.stop > reached:\n                    reached = part.stop",
-        "if part.covered_stop > reached:\n                    reached = part.covered_stop",
+        "            reached = run.parts[Tier.HOST].stop\n",
+        "            reached, job = run.parts[Tier.HOST].stop, run.parts[Tier.HOST].incoming\n"
+        "            reached = reached if job is None else max(reached, min(job.stop, run.stop))\n",
         "publish on completion",
         scenarios=("tier_resets",),
     ),
@@ -73,16 +75,18 @@ _PINS = (
     Mutant(
         "device hit not pinned",
         PINS,
-        "            holding.leases[Tier.DEVICE] = self.lease(Tier.DEVICE, run)",
-        "            holding.leases[Tier.DEVICE] = Lease(Tier.DEVICE, run)",
+        "= self.cache.lease(tier, run)",
+        "= Lease(tier, run) if tier is Tier.DEVICE else self.cache.lease(tier, run)",
         "match and pin are one step, on the device (I2)",
+        also=(Patch(PINS, *KNOWS_LEASES),),
     ),
     Mutant(
         "host hit not pinned",
         PINS,
-        "        holding.leases[Tier.HOST] = self.lease(Tier.HOST, run)",
-        "        holding.leases[Tier.HOST] = Lease(Tier.HOST, run)",
+        "= self.cache.lease(tier, run)",
+        "= Lease(tier, run) if tier is Tier.HOST else self.cache.lease(tier, run)",
         "match and pin are one step, on the host (I1)",
+        also=(Patch(PINS, *KNOWS_LEASES),),
     ),
     Mutant(
         "lease released twice",
@@ -189,8 +193,8 @@ _RUNS = (
     Mutant(
         "blocks of an old epoch kept",
         TIERS,
-        "        if part.run.epoch == self.epoch:\n            self.make_evictable(part)",
-        "        if part.run.epoch <= self.epoch:\n            self.make_evictable(part)",
+        "        if part.run.epoch != self.epoch:\n            self.pool.give(part.clear())",
+        "        if part.run.epoch > self.epoch:\n            self.pool.give(part.clear())",
         "reset: what is pinned is free once it is let go of",
     ),
     Mutant(
@@ -220,9 +224,9 @@ _PUBLISHING = (
     ),
     Mutant(
         "private duplicate published",
-        PUBLISH,
-        "part.append(table.at(present, stop), stop)",
-        "part.append(table.at(position, stop), stop)",
+        RECORDS,
+        "self.append(ids[(self.stop - first) * self.width : (last - first) * self.width], last)",
+        "self.append(ids[: (last - first) * self.width], last)",
         "a private duplicate is never findable (I3)",
         scenarios=("kept_windows",),
     ),
@@ -244,8 +248,8 @@ _PUBLISHING = (
     Mutant(
         "private duplicate forgotten",
         PUBLISH,
-        "            table.has_duplicates(range(position, present))\n",
-        "            del position\n",
+        "                table.has_duplicates(known)\n",
+        "                del known\n",
         "the private copy stays until close, and goes then",
     ),
     Mutant(

@@ -116,16 +116,16 @@ CALL_MUTANTS = (
     Mutant(
         "a bad entry kept after a reset of the device",
         "aoffload.core.jobs",
-        "Direction.LOAD and job.run.epoch == self.cache.epoch\n",
-        "Direction.LOAD and job.epoch == self.cache.epoch\n",
+        "is_bad and job.run.epoch == self.cache.epoch",
+        "is_bad and job.epoch == self.cache.epoch",
         "a content failure forgets the bad entry",
         programs=True,
     ),
     Mutant(
         "windows not moved on where a load falls short under a step",
         LOADS,
-        "        if layout.windows:\n            slide_off(self.cache, holding)\n        missing = [",
-        "        missing = [",
+        "        if layout.windows:\n            slide_off(self.cache, holding)\n        if any(missing)",
+        "        if any(missing)",
         "a table names what its request leases",
         also=(
             Patch(

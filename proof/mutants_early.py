@@ -53,8 +53,8 @@ EARLY_MUTANTS = (
     Mutant(
         "room given back under an early forward",
         "aoffload.core.loads",
-        "            if holding.num_steps:\n                load.shorten",
-        "            if not holding.tables:\n                load.shorten",
+        "        if holding.num_steps:\n            load.shorten",
+        "        if not holding.tables:\n            load.shorten",
         "a step holds what it touches, also when the load of its request fails",
         scenarios=("early_starts",),
     ),

@@ -12,6 +12,8 @@ ARRIVALS, OFFERS = "aoffload.core.engine_arrivals", "aoffload.core.engine_offers
 OWNED = "tests/core/test_engine_owned.py::"
 PENDING = "tests/core/test_engine_pending.py::"
 TAKEN_BACK = "tests/core/test_engine_taken_back.py::"
+CALLS, SESSION, WORKER = "aoffload.engine_calls", "aoffload.session", "aoffload.worker"
+RUNTIME = "tests/shell/test_engine_runtime.py::"
 LOST = "tests/core/test_engine_lost.py::"
 REFUSALS = "tests/core/test_engine_refusals.py::"
 
@@ -151,5 +153,45 @@ ENGINE_MUTANTS = (
         "    return job.completion is not None and job.completion.outcome is not Outcome.LANDED\n",
         "of a load that nobody waits for any more only what has landed counts",
         test=f"{LOST}test_giving_up_a_load_leaves_its_blocks_to_the_copies",
+    ),
+    Mutant(
+        "a wait for another's load without a bound",
+        CALLS,
+        "session.ledger.pending_until(self._live()) - session.now())",
+        "None)",
+        "no hang: pending ends after pending_timeout_s",
+        test=f"{RUNTIME}test_pending_is_bounded",
+    ),
+    Mutant(
+        "an earlier alarm behind a later one",
+        WORKER,
+        "min(self._alarms.values(), default=math.inf)",
+        "next(iter(self._alarms.values()), math.inf)",
+        "no hang: each wait ends at its own time",
+        test=f"{RUNTIME}test_pending_is_bounded",
+    ),
+    Mutant(
+        "who waits for another's load not woken",
+        CALLS,
+        "num_device_tokens=num_device_tokens, wake=wake)",
+        "num_device_tokens=num_device_tokens)",
+        "who waits for another's load is woken by its first offer",
+        test=f"{RUNTIME}test_requests_for_one_prompt_load_it_once",
+    ),
+    Mutant(
+        "a question keeps its request alive",
+        CALLS,
+        "        wake = holding.when_idle\n",
+        "        wake = self._wake\n",
+        "nothing leaks: a request that was abandoned while it waited is noticed",
+        test=f"{RUNTIME}test_an_abandoned_request_that_waits_for_another_is_noticed",
+    ),
+    Mutant(
+        "an engine's stores before their forward",
+        SESSION,
+        "            self.worker.submit(plans, fence)\n",
+        "            self.worker.submit(plans)\n",
+        "a copy reads what is computed",
+        test=f"{RUNTIME}test_an_offer_waits_for_its_forward",
     ),
 )

@@ -179,7 +179,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "sent away without a copy",
         CACHE_TRANSFERS,
-        "        if host_stop < hit.stop or not _is_known_by(Tier.HOST, hit):\n            return\n",
+        "        if host_stop < hit.stop or not _is_known_by(self.stores.destination, hit):\n            return\n",
         "",
         "a demotion loses nothing",
         scenarios=TRANSFERS_AMONG_REQUESTS,

@@ -67,7 +67,7 @@ _LINE = (
     Mutant(
         "no match at the grant",
         ADMISSION,
-        "        self.request_leases.keep_match(holding)  # in the step that grants\n",
+        "        self.request_leases.refresh_match(holding)  # in the step that grants\n",
         "",
         "who waited matches again in the step that grants",
     ),
@@ -208,8 +208,8 @@ _WAKING = (
     Mutant(
         "a store that arrived wrong takes its source away",
         "aoffload.core.jobs",
-        "return job.plan.direction is Direction.LOAD and job.run.epoch == self.cache.epoch",
-        "return job.run.epoch == self.cache.epoch",
+        "is_bad = completion.outcome is Outcome.CORRUPT and job.plan.direction is Direction.LOAD",
+        "is_bad = completion.outcome is Outcome.CORRUPT",
         "what requests read stays theirs, however a copy of it ends",
         test="tests/core/test_transfers.py::test_a_store_that_arrived_wrong_harms_nobody_who_reads_its_source",
     ),
@@ -248,7 +248,7 @@ _WAKING = (
     Mutant(
         "no pump after late proof",
         "aoffload.core.ledger_work",
-        "        self._settled(self.jobs.settle(completion))\n",
+        "        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))\n",
         "        if jobs := self.jobs.settle(completion):\n            self._settled(jobs)\n",
         "room that comes back serves the line",
         scenarios=("late_room",),
@@ -323,8 +323,8 @@ _STEPS = (
     Mutant(
         "request id used twice",
         "aoffload.core.ledger_requests",
-        "        if name in self.holdings:\n            raise",
-        "        if name in self.holdings and not name:\n            raise",
+        "            if name in self.holdings:\n                raise",
+        "            if name in self.holdings and not name:\n                raise",
         "a request id used twice is rejected by name",
         scenarios=("bad_input",),
     ),

@@ -20,15 +20,15 @@ POLICY_MUTANTS = (
     Mutant(
         "watermark at the hot end",
         WATERMARK,
-        "for part in device.order:",
-        "for part in reversed(list(device.order)):",
+        "for part in source.order:",
+        "for part in reversed(list(source.order)):",
         "what is about to be evicted is stored before it is lost",
     ),
     Mutant(
         "stored after eviction",
         WATERMARK,
-        "left = self.num_blocks - device.pool.num_free - self.jobs.num_stored_now()",
-        "left = device.num_evicted and self.num_blocks - device.pool.num_free - self.jobs.num_stored_now()",
+        "left = self.num_blocks - source.pool.num_free - self.jobs.num_stored_now()",
+        "left = source.num_evicted and self.num_blocks - source.pool.num_free - self.jobs.num_stored_now()",
         "what is about to be evicted is stored before it is lost",
     ),
     Mutant(

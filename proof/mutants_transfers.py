@@ -12,7 +12,7 @@ _OWNERSHIP = (
     Mutant(
         "job borrows the request's lease",
         JOBS,
-        "read = self.cache.lease(plan.source, end.run, starts, is_use=plan.source is not Tier.DEVICE)",
+        "read = self.cache.lease(plan.source, end.run, starts, is_use=plan.destination < plan.source)",
         "read = self.cache.lease(plan.destination, end.run, starts)",
         "a job owns its own leases: its source stays",
     ),
@@ -146,15 +146,14 @@ _LANDING = (
     Mutant(
         "corrupt entry not forgotten",
         JOBS,
-        "        if completion.outcome is Outcome.CORRUPT and self._has_wrong_source(job):\n"
         "            self._forget_corrupt(job, completion)\n",
-        "",
+        "            pass\n",
         "a content failure forgets the bad entry",
     ),
     Mutant(
         "failure forgets what is right",
         JOBS,
-        "        if completion.outcome is Outcome.CORRUPT and self._has_wrong_source(job):\n",
+        "        if is_bad and job.run.epoch == self.cache.epoch:\n",
         "        if completion.outcome is not Outcome.LANDED and may_publish and job.plan.source is Tier.HOST:\n"
         "            completion = attrs.evolve(completion, corrupt=completion.corrupt or (completion.num_landed,))\n",
         "a transient error forgets nothing",
@@ -204,9 +203,9 @@ _SHARING = (
     Mutant(
         "what is on its way counts as ready",
         LOADS,
-        "        return max(start, held_stop(self.cache.layout, path, Tier.DEVICE, start, load.stop))",
-        "        there = held_stop(self.cache.layout, path, Tier.DEVICE, start, load.stop)\n"
-        "        return max(start, incoming(stretches(run, start, load.stop), there)[1])",
+        "        ready = max(start, held_stop(layout, path, Tier.DEVICE, start, load.stop))",
+        "        there = held_stop(layout, path, Tier.DEVICE, start, load.stop)\n"
+        "        ready = max(start, jobs_bringing(stretches(run, start, load.stop), there)[1])",
         "loaded means landed",
     ),
     Mutant(
@@ -226,7 +225,7 @@ _SHARING = (
     ),
     Mutant(
         "host hit counts before it is loaded",
-        LOADS,
+        "aoffload.core.admission",
         "        holding.computed(holding.published * self.cache.layout.unit_tokens)\n",
         "        holding.computed(holding.hit_stop * self.cache.layout.unit_tokens)\n",
         "a failed load is a miss",
@@ -255,8 +254,8 @@ _SHARING = (
     Mutant(
         "load rounds up to a block",
         LOADS,
-        "min(stop, max_tokens // self.cache.layout.unit_tokens)",
-        "min(stop, self.cache.layout.num_units(max_tokens))",
+        'limit = check_int("max_tokens", max_tokens, 0) // self.cache.layout.unit_tokens',
+        'limit = self.cache.layout.num_units(check_int("max_tokens", max_tokens, 0))',
         "load(max_tokens=) rounds down to a block",
         scenarios=("mixed",),
     ),
@@ -273,7 +272,7 @@ _STORES = (
     Mutant(
         "store in flight offered again",
         "aoffload.core.components",
-        "part.stop if part.incoming is None else part.covered_stop",
+        "part.stop if part.incoming is None else covered_stop(part)",
         "part.stop",
         "a range being stored isn't stored again (I3)",
     ),
@@ -295,16 +294,16 @@ _STORES = (
     Mutant(
         "store evicts what it hangs on",
         "aoffload.core.stores",
-        "pin = self.cache.lease(Tier.HOST, end,",
-        "pin = self.cache.lease(Tier.DEVICE, end,",
+        "pin = self.cache.lease(self.destination, end,",
+        "pin = self.cache.lease(self.source, end,",
         "a store never evicts its own prefix",
         scenarios=("conversations",),
     ),
     Mutant(
         "store waits for no host room",
         "aoffload.core.stores",
-        "over[-1].stop, host.room // band.width)",
-        "over[-1].stop, host.capacity // band.width)",
+        "over[-1].stop, there.room // band.width)",
+        "over[-1].stop, there.capacity // band.width)",
         "a store that finds no room is skipped",
     ),
 )

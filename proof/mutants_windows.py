@@ -73,7 +73,7 @@ _WINDOWS = (
     Mutant(
         "what the load would adopt is not pinned",
         PINS,
-        "                holding.reserve = self.lease(Tier.DEVICE, last)\n",
+        "                holding.reserve = self.cache.lease(Tier.DEVICE, last)\n",
         "                pass\n",
         "a hit that was matched stays until it is loaded",
         test="tests/core/test_bands.py::test_what_a_load_would_adopt_stays",
@@ -118,7 +118,7 @@ _PREEMPTION = (
     Mutant(
         "preempted request keeps its pins",
         PREEMPTION,
-        "            self.request_leases.end_device_lease(holding)\n",
+        "            self.request_leases.follow(holding, None)\n",
         "            pass\n",
         "preemption gives up every device block",
         scenarios=("preemption_storm", "preempted_windows"),
@@ -159,10 +159,10 @@ _PREEMPTION = (
 
 _TAKEN_BACK = (
     Mutant(
-        "condemned blocks stay with the tail",
+        "tombstones stay with the tail",
         "aoffload.core.records",
-        "        front.tombstones, front.last_use = self.divide_tombstones(at), self.last_use\n",
-        "        front.last_use = self.last_use\n",
+        "        front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)\n",
+        "",
         "whoever runs keeps its blocks, whatever is reset",
         scenarios=("failed_in_turmoil",),
     ),
@@ -233,7 +233,7 @@ _TAKEN_BACK = (
     Mutant(
         "what hits without bytes sent away",
         CACHE_TRANSFERS,
-        " or not _is_known_by(Tier.HOST, hit):\n",
+        " or not _is_known_by(self.stores.destination, hit):\n",
         ":\n",
         "a demotion loses nothing",
         test="tests/core/test_pins.py::test_what_hits_without_a_byte_in_the_host_stays",

@@ -203,10 +203,8 @@ def _automatic() -> list[Candidate]:
     from .mutants_automatic import enumerate_specs, mutant_of  # needs Cosmic Ray, which nothing else here does
 
     core = source_path("aoffload.core").parent
-    modules = [f"aoffload.core.{path.stem}" for path in sorted(core.glob("[!_]*.py"))] + [
-        "aoffload.request",
-        "aoffload.request_block",
-    ]
+    modules = [f"aoffload.core.{path.stem}" for path in sorted(core.glob("[!_]*.py"))]
+    modules += ["aoffload.request", "aoffload.request_block"]
     return [
         Candidate(spec.key, spec.module, spec.line, spec.operator, partial(mutant_of, spec))
         for spec in enumerate_specs(modules)

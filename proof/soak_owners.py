@@ -13,7 +13,7 @@ import attrs
 
 from aoffload import OffloadRuntime
 from aoffload.core.plan import Completion, Tier, TransferPlan
-from aoffload.core.records import NoIndex
+from aoffload.core.records import NoEpoch
 from aoffload.testing import Memory, Violation
 from aoffload.testing.memory import OwnedPool
 from aoffload.transfer.fence import Fence
@@ -59,7 +59,7 @@ class Owners:
     def is_doomed(self, job_id: int) -> bool:
         """Whether the job will publish nothing, since it was given up: its source may have another owner."""
         job = self._unsettled.get(job_id)
-        return job is None or job.epoch is NoIndex.INVALIDATED
+        return job is None or job.epoch is NoEpoch.INVALIDATED
 
 
 def _nothing(block_ids: array[int]) -> None:

@@ -15,7 +15,7 @@ from .observer import Moves
 from .owners import Extension, Holding, Waiter, nobody
 from .plan import Tier
 from .request_leases import RequestLeases
-from .waiting import Line, require_idle
+from .waiting import Line, is_waiting
 
 __all__ = ["Admission"]
 
@@ -57,7 +57,8 @@ class Admission:
 
     def _units_to_allocate(self, holding: Holding, num_tokens: int | None) -> int:
         require(holding, "allocate", _S.PINNED)
-        require_idle(holding, "allocate")
+        if holding.waiter is not None:
+            raise is_waiting(holding, "allocate")
         wanted = holding.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
         return max(self.cache.layout.num_units(wanted), holding.published)
 
@@ -79,7 +80,8 @@ class Admission:
 
     def _units_to_extend(self, holding: Holding, num_tokens: int) -> int:
         require(holding, "extend", _S.ALLOCATED, _S.RUNNING)
-        require_idle(holding, "extend")
+        if holding.waiter is not None:
+            raise is_waiting(holding, "extend")
         return self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1))
 
     def accept(self, waiter: Waiter) -> Extension:
@@ -184,7 +186,7 @@ class Admission:
     def _take_nowait(self, holding: Holding, num_units: int, *, behind: bool) -> array[int]:
         """Take blocks for tables of `num_units`, or raise `OutOfBlocks`. `behind`: waiters in the line go first."""
         missing = self.num_missing(holding, num_units)
-        if behind or missing > self.room:
+        if behind or missing > self.cache.tiers[Tier.DEVICE].room:
             self._check_fits(holding, num_units)
             if behind or not self._has_room(holding, num_units):
                 raise OutOfBlocks(self.num_missing(holding, num_units), 0 if behind else self.room, retryable=True)
@@ -305,7 +307,7 @@ class Admission:
         holding, device = waiter.holding, self.cache.tiers[Tier.DEVICE]
         if waiter.changes_seen == device.num_changes and waiter.num_missing > device.room:
             return False  # its match would be the same
-        self.request_leases.keep_match(holding)  # in the step that grants
+        self.request_leases.refresh_match(holding)  # in the step that grants
         if self._has_room(holding, waiter.num_units):
             self.line.allocating.pop(0)
             waiter.grant(self.cache.take(Tier.DEVICE, self.num_missing(holding, waiter.num_units)))

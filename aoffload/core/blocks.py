@@ -41,25 +41,23 @@ class FreeList:
     Ids given back together are taken again in the same order, so that neighbours stay neighbours."""
 
     def __init__(self, num_rows: int) -> None:
-        self.num_blocks = num_rows - 1
+        self.num_blocks = self.num_free = num_rows - 1
         self._free = array("i", range(1, num_rows))
 
     def __repr__(self) -> str:
         return f"<FreeList {self.num_free}/{self.num_blocks} free>"
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
     def take(self, num_blocks: int) -> array[int]:
-        keep = len(self._free) - num_blocks
+        keep = self.num_free - num_blocks
         assert keep >= 0, "taken more than is free"
         taken = self._free[keep:]
         del self._free[keep:]
+        self.num_free = keep
         return taken
 
     def give(self, block_ids: array[int]) -> None:
         self._free.extend(block_ids)
+        self.num_free += len(block_ids)
 
     def free_ids(self) -> Iterable[int]:
         return iter(self._free)

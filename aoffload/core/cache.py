@@ -47,16 +47,19 @@ class PrefixCache(SplitsAndMerges):
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
-    def lease(self, tier: Tier, run: Run, starts: Sequence[int] = (), *, is_use: bool = True) -> Lease:
-        """Pin the path of `run` in `tier`; of each window the units from its entry in `starts` on.
+    def lease(self, tier: Tier, run: Run, starts: Sequence[int] | None = None, *, is_use: bool = True) -> Lease:
+        """Pin the path of `run` in `tier`; of each window the units from its entry in `starts` on, or those needed to
+        continue computing at the end of `run`.
 
         Without `is_use`, the lease does not refresh LRU positions: blocks that no other lease has used by its release
         return to their old place in the eviction order. A store leases its source so, or lazy stores would reverse the
         order."""
         blocks = self.tiers[tier]
         self.full.pin(blocks, run, is_use)
-        lease = Lease(tier, run, list(starts))
-        for window, start in zip(self.windows, lease.starts, strict=False):
+        lease = Lease(tier, run)
+        if self.windows:
+            lease.starts = list(self.layout.window_starts(run.stop) if starts is None else starts)
+        for window, start in zip(self.windows, lease.starts, strict=True):
             if start < run.stop:
                 self._split_path(run, start)
                 window.pin(blocks, run, start, is_use)
@@ -68,11 +71,12 @@ class PrefixCache(SplitsAndMerges):
             raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")
         lease.released = True
         blocks = self.tiers[lease.tier]
-        for window, start in zip(self.windows, lease.starts, strict=False):
+        for window, start in zip(self.windows, lease.starts, strict=True):
             if start < lease.run.stop:
                 window.unpin(blocks, lease.run, start)
-        if let_go := self.full.unpin(blocks, lease.run):
-            self._tidy_up(let_go, blocks.tier)
+        let_go = self.full.unpin(blocks, lease.run)
+        for left in self.merge(let_go) if len(let_go) > 1 else let_go:
+            self.tidy(left)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
         """Move the end of `lease` forward or back to `run`, which is on the same path."""
@@ -80,7 +84,7 @@ class PrefixCache(SplitsAndMerges):
             return
         blocks, old = self.tiers[lease.tier], lease.run
         self.full.pin(blocks, run, is_use=True)
-        for window, start in zip(self.windows, lease.starts, strict=False):
+        for window, start in zip(self.windows, lease.starts, strict=True):
             if run.stop > old.stop:
                 window.pin(blocks, run, max(start, old.stop), is_use=True)
             else:
@@ -88,8 +92,9 @@ class PrefixCache(SplitsAndMerges):
         lease.run = run
         if run.stop < old.stop:
             lease.starts = [min(start, run.stop) for start in lease.starts]
-        if let_go := self.full.unpin(blocks, old):
-            self._tidy_up(let_go, blocks.tier)
+        let_go = self.full.unpin(blocks, old)
+        for left in self.merge(let_go) if len(let_go) > 1 else let_go:
+            self.tidy(left)
 
     def slide_lease(self, lease: Lease, band: Band, start: int) -> None:
         """Unpin the units of `band` before `start`. They stay cached until their room is needed."""
@@ -125,15 +130,6 @@ class PrefixCache(SplitsAndMerges):
             current = current.before
         if current is not None and current.start < at:
             self.split(current, at)
-
-    def _tidy_up(self, let_go: list[Run], tier: Tier) -> None:
-        """Merge the runs `let_go` where no lease keeps them apart any more, and `tidy` the others: remove them, or drop
-        tokens that no tier holds."""
-        if len(let_go) > 1:
-            for left in self.merge(let_go):
-                self.tidy(left)
-        elif let_go[0].parts[tier].stop < let_go[0].stop:  # else the tier holds the whole run: keep it
-            self.tidy(let_go[0])
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -176,8 +172,8 @@ class PrefixCache(SplitsAndMerges):
                 tier.pool.give(part.clear())
             tier.order = self._new_order()
             tier.all_cleared(self.epoch)
-        # All tiers but an engine-owned device have the same watcher: it is told once.
-        if (watcher := self.tiers[Tier.HOST].watcher) is not None:
+        # All tiers but an engine-owned device, which is the first, have the same watcher: it is told once.
+        if (watcher := self.tiers[-1].watcher) is not None:
             watcher.all_cleared(self.epoch)
 
     def reset_tier(self, tier: Tier) -> None:

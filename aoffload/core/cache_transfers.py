@@ -19,11 +19,11 @@ from .matching import Hit, find_hit
 from .observer import Moves
 from .owners import Holding
 from .plan import Tier
-from .presence import coming, held_stop
+from .presence import held_stop, jobs_into
 from .records import Job, Lease, Load, Run
 from .request_leases import RequestLeases
 from .stores import Stores
-from .table import BlockTable
+from .table import BlockTable, nulls
 from .tokens import TokenSequence
 
 __all__ = ["CacheTransfers"]
@@ -87,7 +87,7 @@ class CacheTransfers:
         layout, stop = self.cache.layout, holding.hit_stop
         wanted = (stop - self._first_missing(holding)) * layout.full.width
         for band in layout.windows:
-            wanted += (stop - max(holding.published, band.first_needed(stop * band.unit_tokens))) * band.width
+            wanted += (stop - max(holding.published, band.first_unit(stop))) * band.width
         taken = sum(transfer.num_blocks for transfer in self.under_way.values() if isinstance(transfer, Prefetch))
         share = int(self.admission.capacity * self.max_share) - taken
         return wanted - min(share, self.admission.room)
@@ -97,9 +97,8 @@ class CacheTransfers:
         be given back."""
         stop = holding.hit_stop
         # They begin behind the device hit: a prefetch computes nothing that would read it.
-        tables = tuple(BlockTable(band.width, start=holding.published) for band in self.cache.layout.bands)
-        for table in tables:
-            table.append_null(stop)
+        bands, start = self.cache.layout.bands, holding.published
+        tables = tuple(BlockTable(band.width, nulls(stop * band.width), start) for band in bands)
         holding.given_tables(tables, stop)
         full = tables[0]
         full.fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * full.width))
@@ -127,7 +126,7 @@ class CacheTransfers:
         hit = find_hit(cache.index, sequence, cache.layout, self._whole(sequence))
         if not cache.layout.windows or not hit.stop:
             return None
-        return cache.lease(Tier.HOST, cache.cut(hit.run_at(hit.stop), hit.stop), cache.layout.window_starts(hit.stop))
+        return cache.lease(self.stores.destination, cache.cut(hit.path[-1], hit.stop))
 
     def _whole(self, sequence: TokenSequence) -> int:
         return sequence.num_tokens // self.cache.layout.unit_tokens
@@ -138,16 +137,16 @@ class CacheTransfers:
         found: list[Run] = []
         walked = list(self.cache.index.walk(sequence, self._whole(sequence)))
         for run, agreed in reversed(walked):
-            parts = run.parts_in(Tier.DEVICE)
+            parts = run.parts_in(self.stores.source)
             is_needed = any(part.num_references or part.incoming is not None for part in parts)
             if agreed < run.stop or run.num_after > bool(found) or is_needed:
                 break
             found.append(run)
-        return found if any(part.blocks for run in found for part in run.parts_in(Tier.DEVICE)) else []
+        return found if any(part.blocks for run in found for part in run.parts_in(self.stores.source)) else []
 
     def _offer(self, holding: Holding, leaving: list[Run]) -> list[Job]:
-        end = next(run for run in leaving if any(part.blocks for part in run.parts_in(Tier.DEVICE)))
-        lease = self.cache.lease(Tier.DEVICE, end, [end.stop for _ in self.cache.layout.windows])
+        end = next(run for run in leaving if any(part.blocks for part in run.parts_in(self.stores.source)))
+        lease = self.cache.lease(self.stores.source, end, [end.stop for _ in self.cache.layout.windows])
         jobs = self.stores.offer(holding, end, leaving[-1].start, end.stop, with_windows=True)
         self.cache.release(lease)  # the jobs have leases of their own
         return jobs
@@ -156,8 +155,8 @@ class CacheTransfers:
         """Wait for all jobs under way into the host on its path, those of other requests included."""
         jobs: dict[Job, None] = {}
         for run, _ in self.cache.index.walk(holding.sequence, holding.hit_limit):
-            for part in run.parts_in(Tier.HOST):
-                jobs.update(dict.fromkeys(coming(part)))
+            for part in run.parts_in(self.stores.destination):
+                jobs.update(dict.fromkeys(jobs_into(part)))
         if jobs:
             holding.began_load(Load(holding.hit_limit, lambda: None, set(jobs)))
             for job in jobs:
@@ -170,12 +169,12 @@ class CacheTransfers:
         if transfer.holding.epoch != cache.epoch:
             return
         hit = find_hit(cache.index, sequence, cache.layout, transfer.holding.hit_limit)
-        host_stop = held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)
-        if host_stop < hit.stop or not _is_known_by(Tier.HOST, hit):
+        host_stop = held_stop(cache.layout, hit.path, self.stores.destination, 0, hit.stop)
+        if host_stop < hit.stop or not _is_known_by(self.stores.destination, hit):
             return
-        device = cache.tiers[Tier.DEVICE]
+        device = cache.tiers[self.stores.source]
         for run in self._leaving(sequence):
-            for part in run.parts_in(Tier.DEVICE):
+            for part in run.parts_in(self.stores.source):
                 if part.blocks:
                     transfer.num_blocks += len(part.blocks)
                     device.trim(part, part.stop - part.first)

@@ -14,11 +14,12 @@ from .arguments import check_int
 from .cache import PrefixCache
 from .forks import taken_from
 from .lifecycle import RequestState, require
-from .loads import Loads, require_no_holes
+from .loads import require_no_holes
+from .observer import Moves
 from .overlap import check_valid
 from .owners import Holding
 from .pins import Pins
-from .plan import TransferPlan
+from .plan import Tier, TransferPlan
 from .policy import StorePolicy
 from .publish import first_published, publish, published_by, read_by, runs_from, step_back, take_private
 from .records import Run
@@ -27,7 +28,7 @@ from .stores import Stores
 from .watermark import EvictionWatermark
 from .windows import slide
 
-__all__ = ["Commits", "check_known", "check_progress", "is_at_end"]
+__all__ = ["Commits", "check_count", "is_at_end"]
 
 _S = RequestState
 
@@ -38,15 +39,10 @@ class Commits:
     request_leases: RequestLeases
     stores: Stores
     admission: Admission
-    loads: Loads
+    moves: Moves
     policy: StorePolicy
     watermark: EvictionWatermark
     pins: Pins
-
-    def admitted(self, holding: Holding) -> None:
-        """Tell the store policy about the prompt of a request that was just admitted."""
-        if holding.store_limit:
-            self.policy.seen(holding, 0, holding.sequence.num_prompt_units)
 
     def commit(
         self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
@@ -56,7 +52,7 @@ class Commits:
         added = self.check(holding, num_computed_tokens, new_token_ids)
         if holding.state is _S.ALLOCATED:
             self.request_leases.end_host_lease(holding)
-            self.loads.ready(holding)
+            self.moves.request(holding, _S.RUNNING)
         if added:
             holding.sequence.append(added)
         holding.committed(num_computed_tokens)
@@ -74,19 +70,16 @@ class Commits:
         require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
         if holding.state is _S.ALLOCATED:
             require_no_holes(holding, "commit")
-        added = encode_tokens(new_token_ids, "new_token_ids")
-        self._check_commit(holding, num_computed_tokens, len(added) // TOKEN_BYTES)
-        return added
-
-    def _check_commit(self, holding: Holding, num_computed_tokens: int, num_added: int) -> None:
-        check_progress(num_computed_tokens, holding.num_computed_tokens)
+        has_none = type(new_token_ids) is tuple and not new_token_ids  # as most commits of a prefill
+        added = b"" if has_none else encode_tokens(new_token_ids, "new_token_ids")
+        check_count(holding, num_computed_tokens, holding.num_computed_tokens, len(added) // TOKEN_BYTES)
         if holding.overlap is not None:
             check_valid(holding, num_computed_tokens)
         allocated = holding.num_units * self.cache.layout.unit_tokens
         if num_computed_tokens > allocated:
             problem = f"is {num_computed_tokens}, beyond the {allocated} tokens that were allocated"
             raise CommitError("num_computed_tokens", problem)
-        check_known(holding, num_computed_tokens, num_added)
+        return added
 
     def offer_stores(self, holding: Holding, first: int, *, is_last: bool = False) -> tuple[TransferPlan, ...]:
         """Plan the stores that the policy wants now: of the path of `holding`, the units from `first` on, and those
@@ -94,19 +87,19 @@ class Commits:
 
         Window bands are stored only where a later hit may end: at the end of the prompt, at the store limit of the
         request, and at the end of the request."""
-        run = holding.device_run
-        if run is None or not holding.store_limit:
+        lease = holding.leases.get(Tier.DEVICE)
+        if lease is None or not holding.store_limit:
             return ()
         if is_last:
             self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
         stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
         if self.watermark.num_blocks:
-            self.watermark.offer(run, stop)
+            self.watermark.offer(lease.run, stop)
             return ()
         with_windows = False
         if self.cache.layout.windows:
             with_windows = is_last or is_at_end(holding) or first < stop == holding.store_limit
-        jobs = self.stores.offer(holding, run, first, stop, with_windows=with_windows)
+        jobs = self.stores.offer(holding, lease.run, first, stop, with_windows=with_windows)
         return tuple([job.plan for job in jobs]) if jobs else ()
 
     def plan_write_back(self) -> tuple[TransferPlan, ...]:
@@ -114,12 +107,7 @@ class Commits:
         return tuple([job.plan for job in self.watermark.plan()]) if self.watermark.num_blocks else ()
 
     def invalidate(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> tuple[Holding, ...]:
-        """Take back what a failed forward committed: all KV from `from_token` on is wrong.
-
-        Drops the generated tokens behind `from_token`, which were sampled from wrong KV. Returns the requests that have
-        to be aborted: those that may have read the wrong KV and, first, `holding` itself if it cannot compute again.
-        It cannot if blocks that it needs have left its windows, or if other requests still read the blocks that it
-        would write to and it can get no others.
+        """See `Ledger.invalidate`. Also returns requests that are over.
 
         Requests that have matched the wrong KV but have no block tables yet are matched again. If such a request has a
         grant that was not accepted yet, the grant goes back and the request joins the line again.
@@ -211,21 +199,17 @@ def is_at_end(holding: Holding) -> bool:
     return num_prompt <= holding.num_computed_tokens <= holding.sequence.num_tokens <= num_prompt + 1
 
 
-def check_progress(num_computed_tokens: int, before: int) -> None:
-    """Raise `CommitError` unless `num_computed_tokens` is an integer, and at least `before`."""
+def check_count(holding: Holding, num_computed_tokens: int, before: int, num_added: int) -> None:
+    """Raise `CommitError` unless `num_computed_tokens` is an integer, at least `before`, and at most the tokens
+    that are known, `num_added` new ones included."""
     name = "num_computed_tokens"
     if type(num_computed_tokens) is not int:
         raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
     if num_computed_tokens < before:
         raise CommitError(name, f"goes back from {before} to {num_computed_tokens}")
-
-
-def check_known(holding: Holding, num_computed_tokens: int, num_added: int) -> None:
-    """Raise `CommitError` for more computed tokens than are known, `num_added` new ones included."""
     known = holding.sequence.num_tokens + num_added
     if num_computed_tokens > known:
-        problem = f"is {num_computed_tokens}, beyond the {known} tokens that are known"
-        raise CommitError("num_computed_tokens", problem)
+        raise CommitError(name, f"is {num_computed_tokens}, beyond the {known} tokens that are known")
 
 
 def _read(holding: Holding) -> Iterator[Run]:

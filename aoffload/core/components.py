@@ -25,6 +25,7 @@ from .groups import Band, Layout
 from .intervals import outside
 from .paths import Stretch, stretches
 from .plan import Tier
+from .presence import covered, covered_stop
 from .records import Job, Lease, Part, Run
 from .tiers import TierBlocks
 
@@ -77,7 +78,7 @@ class FullComponent:
         """Whether `front` and `back` can be one part. `front` is the part of the run before; `back` has blocks."""
         return front.stop == back.first
 
-    def is_end(self, front: Part, back: Part) -> bool:
+    def leaves_gap(self, front: Part, back: Part) -> bool:
         """Whether `front` ends what the band holds on this path: it has blocks, and `back`, the part of the next run,
         has none. Joining both with a third part that has blocks would then leave a gap."""
         return False
@@ -114,10 +115,10 @@ class FullComponent:
         current: Run | None = run
         while current is not None:
             part, there = current.parts[tier], min(current.parts[source].stop, stop)
-            covered = part.stop if part.incoming is None else part.covered_stop
-            if covered < there:
-                found.append(Stretch(current, covered, there))
-            if current.start < min(start, covered, stop):
+            reached = part.stop if part.incoming is None else covered_stop(part)
+            if reached < there:
+                found.append(Stretch(current, reached, there))
+            if current.start < min(start, reached, stop):
                 break
             current = current.before
         return found
@@ -166,7 +167,7 @@ class WindowComponent:
     def follows(self, front: Part, back: Part) -> bool:
         return front.stop == back.first or not front.blocks
 
-    def is_end(self, front: Part, back: Part) -> bool:
+    def leaves_gap(self, front: Part, back: Part) -> bool:
         return bool(front.blocks) and not back.blocks
 
     def first_brought(self, job: Job, part: Part) -> int:
@@ -192,7 +193,7 @@ class WindowComponent:
             part = current.part(source, self.band.number)
             first, last = max(start, part.first), min(stop, part.stop)
             if first < last:
-                units = outside(*current.part(tier, self.band.number).covered, first, last)
+                units = outside(*covered(current.part(tier, self.band.number)), first, last)
                 found += [Stretch(current, one.start, one.stop) for one in reversed(units)]
         return found
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from ..arguments import shown
+from ..config import MAX_BLOCKS
 from ..errors import InvalidArgument
+from .blocks import id_range
 from .groups import Band, Layout
 
-__all__ = ["EngineIds", "Find"]
+__all__ = ["EngineIds", "Find", "NamedRows", "has_null"]
 
 Find: TypeAlias = Callable[[int, int, int], Sequence[int]]
 """From group number, `first` and `last` to blocks `[first, last)` of the group: 0 where there is none."""
@@ -49,7 +52,7 @@ class EngineIds:
     def with_found(self, band: Band, start: int, stop: int, find: Find) -> array[int]:
         """The same, with what `find` returns in place of null blocks."""
         named = self.of_band(band, start, stop)
-        if 0 not in named:
+        if not has_null(named):
             return named
         found = self._of_band(band, stop - start, find, start)
         return array("i", [block_id or other for block_id, other in zip(named, found, strict=True)])
@@ -78,10 +81,49 @@ class EngineIds:
 
     def _checked(self, read: Find, group: int, first: int, last: int) -> array[int]:
         try:
-            ids = array("i", read(group, first, last))
+            ids = _as_ids(read(group, first, last))
         except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
             raise InvalidArgument(self.name, f"must be block ids, got {shown(self.tables[group])}") from None
-        if ids and not (min(ids) >= 0 and max(ids) < self.num_rows):
+        rows = np.frombuffer(ids, np.int32)
+        if ids and not (rows.min() >= 0 and rows.max() < self.num_rows):
             wrong = next(block_id for block_id in ids if not 0 <= block_id < self.num_rows)
             raise InvalidArgument(self.name, f"must lie in [0, {self.num_rows}), got {wrong}")
         return ids
+
+
+@attrs.frozen
+class NamedRows:
+    """The rows that a call names, as one mark for each row: thousands of ids are compared without a loop over them."""
+
+    is_named: NDArray[np.bool_]
+    are_distinct: bool
+
+    @classmethod
+    def of(cls, num_rows: int, blocks: Sequence[array[int]]) -> NamedRows:
+        is_named = np.zeros(num_rows, np.bool_)
+        for ids in blocks:
+            is_named[np.frombuffer(ids, np.int32)] = True
+        return cls(is_named, int(np.count_nonzero(is_named)) == sum(map(len, blocks)))
+
+    def shared_with(self, others: Iterable[array[int]]) -> int:
+        """A row that one of `others` names, too; the null block if there is none."""
+        for ids in others:
+            rows = np.frombuffer(ids, np.int32)
+            if (shared := rows[self.is_named[rows]]).size:
+                return int(shared.min())
+        return 0
+
+
+def has_null(ids: array[int]) -> bool:
+    return not np.frombuffer(ids, np.int32).all()
+
+
+def _as_ids(part: Sequence[int]) -> array[int]:
+    """A part of an engine's table. An item at a time where it is a list."""
+    if isinstance(part, range) and part.step == 1:
+        return id_range(part.start, part.stop)
+    if isinstance(part, np.ndarray) and part.dtype.kind in "iu" and part.ndim == 1:
+        wide = part.astype(np.int64)
+        if wide.size and wide.min() >= -1 and wide.max() <= MAX_BLOCKS:
+            return array("i", wide.astype(np.int32).tobytes())
+    return array("i", part)

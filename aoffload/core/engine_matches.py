@@ -50,15 +50,16 @@ class EngineMatches:
             num_tokens = (hit.device_stop + 1) * self.cache.layout.unit_tokens
             bringer = self.arrivals.bringer(holding, hit.device_stop, num_tokens)
         self.request_leases.end_host_lease(holding)
-        if holding.state is not _S.MATCHED:
-            self.moves.request(holding, _S.MATCHED)
         if bringer is not None:
             self.arrivals.ask_again(holding, bringer, wake)
             holding.told(PrefixMatch(hit.device_stop * self.cache.layout.unit_tokens, 0, is_pending=True))
-            return
-        self.arrivals.answered(holding)
-        self._pin(holding, hit)
-        self.moves.request(holding, _S.PINNED)
+        else:
+            self.arrivals.answered(holding)
+            self._pin(holding, hit)
+        if holding.state is not _S.MATCHED:  # observers find the answer in it
+            self.moves.request(holding, _S.MATCHED)
+        if bringer is None:
+            self.moves.request(holding, _S.PINNED)
 
     def _is_held(self, holding: Holding) -> bool:
         """Whether the whole hit can still be loaded."""
@@ -84,7 +85,7 @@ class EngineMatches:
         unit = self.cache.layout.unit_tokens
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
-            self.request_leases.keep_in_host(holding, run)
+            self.request_leases.keep(holding, Tier.HOST, run)
         holding.matched(0, hit.stop, PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit))
 
     def forget(self, holdings: Iterable[Holding]) -> None:

@@ -12,13 +12,12 @@ from functools import partial
 from typing import TypeAlias
 
 import attrs
-import numpy as np
 
 from ..errors import InvalidArgument
 from .cache import PrefixCache
 from .commits import is_at_end
 from .engine_blocks import EngineTier
-from .engine_ids import EngineIds, Find
+from .engine_ids import EngineIds, Find, NamedRows, has_null
 from .groups import Band
 from .intervals import without
 from .jobs import JobBook
@@ -27,11 +26,12 @@ from .owners import Holding
 from .paths import stretches
 from .plan import Tier
 from .policy import StorePolicy
+from .presence import covered
 from .records import Job, Run
 from .stores import Stores, first_stored
 from .tokens import TokenSequence
 
-__all__ = ["EngineOffers", "Offer", "are_distinct"]
+__all__ = ["EngineOffers", "Offer"]
 
 Path: TypeAlias = Sequence[tuple[Run, int]]
 """Runs of the index, each with the unit up to which its tokens are those of a request."""
@@ -84,21 +84,22 @@ class EngineOffers:
                 found += self._of_window(band, units, ids, find)
         return found
 
-    def check_sources(self, found: Sequence[Offer]) -> None:
+    def check_sources(self, found: Sequence[Offer], num_rows: int) -> None:
         """Refuse a block that is named twice, or that a load may still write to."""
-        if found and not are_distinct([offer.blocks for offer in found]):
+        if not found:
+            return
+        named = NamedRows.of(num_rows, [offer.blocks for offer in found])
+        if not named.are_distinct:
             raise InvalidArgument("block_ids", "names a block twice")
-        if found and (doubtful := self.jobs.doubtful_ids(Tier.DEVICE)):
-            for offer in found:
-                if wrong := doubtful.intersection(offer.blocks):
-                    raise InvalidArgument("block_ids", f"names block {min(wrong)}, which a copy may still write to")
+        if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
+            raise InvalidArgument("block_ids", f"names block {wrong}, which a copy may still write to")
 
     def _of_full(self, path: Path, stop: int, ids: EngineIds, find: Find) -> Iterator[Offer]:
         """Full attention, up to the first null block: blocks behind a gap are never found."""
         full = self.cache.layout.full
         for units in _lacking(path, full, 0, stop) if full.width else ():
             blocks = ids.with_found(full, units.start, units.stop, find)
-            if 0 in blocks:
+            if has_null(blocks):
                 named = blocks.index(0) // full.width
                 if named:
                     yield Offer(full, units.start, blocks[: named * full.width])
@@ -151,16 +152,11 @@ class EngineOffers:
         return last
 
 
-def are_distinct(blocks: Sequence[array[int]]) -> bool:
-    given = np.concatenate([np.frombuffer(ids, np.int32) for ids in blocks])
-    return len(np.unique(given)) == len(given)
-
-
 def _lacking(path: Path, band: Band, start: int, stop: int) -> list[range]:
     """Units `[start, stop)` of `band` that the host neither holds nor will get from jobs under way."""
     position, held = 0, list[range]()
     for run, agreed in path:
-        first, last = run.part(Tier.HOST, band.number).covered
+        first, last = covered(run.part(Tier.HOST, band.number))
         held.append(range(first, min(last, agreed)))
         position = agreed
     assert position <= stop, "a path beyond what was asked for"

@@ -23,11 +23,11 @@ from ..errors import CommitError, InvalidArgument
 from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .arguments import check_int
 from .cache import PrefixCache
-from .commits import check_known, check_progress
+from .commits import check_count
 from .engine_arrivals import Arrival, Arrivals
-from .engine_ids import EngineIds
+from .engine_ids import EngineIds, NamedRows, has_null
 from .engine_matches import EngineMatches
-from .engine_offers import EngineOffers, are_distinct
+from .engine_offers import EngineOffers
 from .groups import Band
 from .jobs import JobBook
 from .lifecycle import JobState, RequestState, require
@@ -93,7 +93,7 @@ class EngineOwned:
         jobs: list[Job] = []
         for band, first, blocks in ids:
             run = holding.leases[Tier.HOST].run
-            jobs += self.jobs.plan(holding, Direction.LOAD, run, band, first, stop, blocks, units_per_job)
+            jobs += self.jobs.plan(holding, Tier.HOST, Tier.DEVICE, run, band, first, stop, blocks, units_per_job)
         if not jobs:  # no hit, or one at whose end no window needs anything
             self._run(holding, stop)
             return []
@@ -112,20 +112,19 @@ class EngineOwned:
         found: list[tuple[Band, int, array[int]]] = []
         ids = EngineIds.of(layout, self.num_rows, "into", into, stop)
         for band in layout.bands:
-            first = max(start, band.first_needed(stop * layout.unit_tokens))
+            first = max(start, band.first_unit(stop))
             if band.width and first < stop:
                 found.append((band, first, ids.of_band(band, first, stop)))
         blocks = [blocks for _, _, blocks in found]
-        if any(0 in ids for ids in blocks):
+        if any(map(has_null, blocks)):
             raise InvalidArgument("into", "names the null block where something has to be loaded")
-        if blocks and not are_distinct(blocks):
+        named = NamedRows.of(self.num_rows, blocks)
+        if not named.are_distinct:
             raise InvalidArgument("into", "names a block twice")
-        doubtful = self.jobs.doubtful_ids(Tier.DEVICE)
-        if wrong := {one for ids in blocks for one in doubtful.intersection(ids)}:
-            raise InvalidArgument("into", f"names block {min(wrong)}, which another copy may still write to")
-        read = self.jobs.read_ids(Tier.DEVICE)
-        if wrong := {one for ids in blocks for one in read.intersection(ids)}:
-            raise InvalidArgument("into", f"names block {min(wrong)}, which a store still reads")
+        if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
+            raise InvalidArgument("into", f"names block {wrong}, which another copy may still write to")
+        if wrong := named.shared_with(self.jobs.ids_being_read(Tier.DEVICE)):
+            raise InvalidArgument("into", f"names block {wrong}, which a store still reads")
         return found
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
@@ -137,11 +136,12 @@ class EngineOwned:
             wakes.append(load.wake)
             ready = self._ready_stop(arrival)
             holding.ended_load()
-            self._run(holding, ready)
             if ready < arrival.stop:
                 unit = self.cache.layout.unit_tokens
                 holding.lost((arrival.stop - ready) * unit)
                 holding.retry_up_to(ready * unit)
+            self._run(holding, ready)
+            if ready < arrival.stop:
                 wakes += self.arrivals.fell_short(holding, ready)
         return wakes
 
@@ -161,7 +161,7 @@ class EngineOwned:
         for band in layout.windows:
             # Only the window before the planned end was loaded; an earlier end may need units before that.
             brought = min((job.start for job in arrival.jobs if job.band == band.number), default=arrival.stop)
-            if max(arrival.start, band.first_needed(stop * layout.unit_tokens)) < min(brought, stop):
+            if max(arrival.start, band.first_unit(stop)) < min(brought, stop):
                 return arrival.start
         return stop
 
@@ -180,8 +180,7 @@ class EngineOwned:
         require(holding, "offer", _S.PINNED, _S.RUNNING)
         added = encode_tokens(new_token_ids, "new_token_ids")
         before = holding.num_computed_tokens if holding.state is _S.RUNNING else holding.engine_tokens
-        check_progress(num_computed_tokens, before)
-        check_known(holding, num_computed_tokens, len(added) // TOKEN_BYTES)
+        check_count(holding, num_computed_tokens, before, len(added) // TOKEN_BYTES)
         num_units = num_computed_tokens // self.cache.layout.unit_tokens
         ids = EngineIds.of(self.cache.layout, self.num_rows, "block_ids", block_ids, num_units)
         known, computed, published = holding.sequence.num_tokens, holding.num_computed_tokens, holding.published
@@ -190,18 +189,19 @@ class EngineOwned:
         holding.published_up_to(num_units)
         try:
             found = self.offers.wanted(holding, ids, self._unwritten.get(holding, {}), is_last=is_last)
-            self.offers.check_sources(found)
+            self.offers.check_sources(found, self.num_rows)
         except InvalidArgument:
             holding.sequence.drop_after(known)
             holding.computed(computed)
             holding.published_up_to(published)
             raise
-        holding.committed(num_computed_tokens)
         if holding.state is _S.PINNED:  # without a load
             self.request_leases.end_host_lease(holding)
             holding.hit_up_to(0)
+            holding.computed(holding.engine_tokens)  # observers find what was ready in it
             self.moves.request(holding, _S.ALLOCATED)
             self.moves.request(holding, _S.RUNNING)
+        holding.committed(num_computed_tokens)
         jobs = self.offers.store(holding, found) if found else []
         for wake in self.arrivals.over(holding):
             wake()

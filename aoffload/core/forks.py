@@ -15,12 +15,12 @@ from .groups import Band
 from .lifecycle import RequestState
 from .observer import Moves
 from .owners import Holding
-from .paths import stretches
+from .paths import held_ids, stretches
 from .plan import Tier
-from .records import NoIndex
+from .records import NoEpoch
 from .request_leases import RequestLeases
-from .table import BlockTable
-from .waiting import require_idle
+from .table import BlockTable, nulls
+from .waiting import is_waiting
 
 __all__ = ["Fork", "Forks", "taken_from"]
 
@@ -65,10 +65,11 @@ class Forks:
 
     def check(self, parent: Holding) -> None:
         """Refuse to fork a request that waits for room, is in a step, or was invalidated."""
-        require_idle(parent, "fork")
+        if parent.waiter is not None:
+            raise is_waiting(parent, "fork")
         if parent.num_steps:
             raise WrongState(f"fork: a step writes into the blocks of {parent}")
-        if parent.epoch is NoIndex.INVALIDATED:
+        if parent.epoch is NoEpoch.INVALIDATED:
             raise WrongState(f"fork: what {parent} has read was taken back: it has to be aborted")
 
     @staticmethod
@@ -90,17 +91,13 @@ class Forks:
                     stop = min(stop, part.stop if part.first <= stretch.start else stretch.start)
         return stop
 
-    def first_own(self, parent: Holding, shared: int) -> list[int]:
-        """For each band, the first unit where a fork needs a block of its own."""
-        return [max(shared, table.start) for table in parent.tables]
-
     def num_units(self, parent: Holding, num_tokens: int) -> int:
         """The units in the tables of a fork with room for `num_tokens`, at least for all known tokens."""
         return self.cache.layout.num_units(max(num_tokens, parent.sequence.num_tokens, parent.num_computed_tokens))
 
     def take(self, parent: Holding, shared: int, num_units: int) -> list[array[int]]:
         """Take the blocks of a fork's own, for each band from unit `shared` on; `OutOfBlocks` changes nothing."""
-        bands, firsts = self.cache.layout.bands, self.first_own(parent, shared)
+        bands, firsts = self.cache.layout.bands, [max(shared, table.start) for table in parent.tables]
         counts = [max(0, num_units - first) * band.width for band, first in zip(bands, firsts, strict=True)]
         room, capacity = self.admission.room, self.admission.capacity
         in_all = sum(num_units * table.width - table.start * table.width for table in parent.tables)
@@ -111,16 +108,14 @@ class Forks:
             raise OutOfBlocks(sum(counts), 0 if behind else room, retryable=True)
         found = []
         for band, first, count in zip(bands, firsts, counts, strict=True):
-            nulls = array("i", bytes(4 * band.width * (min(first, num_units) - shared)))
-            found.append(nulls + self.cache.take(Tier.DEVICE, count))
+            before = nulls(band.width * (min(first, num_units) - shared))
+            found.append(before + self.cache.take(Tier.DEVICE, count))
         return found
 
     def share(self, parent: Holding, child: Holding, shared: int, num_units: int, blocks: list[array[int]]) -> Fork:
         """Give `child` a lease like the parent's up to unit `shared`, and `blocks` from there on."""
         if shared:
-            lease = parent.leases[Tier.DEVICE]
-            run = self.cache.cut(stretches(lease.run, shared - 1, shared)[0].run, shared)
-            self.request_leases.share(parent, child, run)
+            self.request_leases.share(parent, child, self.cache.cut(parent.leases[Tier.DEVICE].run, shared))
         bands = self.cache.layout.bands
         tables = tuple(self._table(parent, child, band, shared, own) for band, own in zip(bands, blocks, strict=True))
         unit = self.cache.layout.unit_tokens
@@ -132,12 +127,8 @@ class Forks:
 
     def _table(self, parent: Holding, child: Holding, band: Band, shared: int, own: array[int]) -> BlockTable:
         start = parent.tables[band.number].start
-        table = BlockTable(band.width, start=start)
-        table.append_null(min(start, shared))
-        for stretch in stretches(child.device_run, start, shared) if band.width else ():
-            table.extend(stretch.run.part(Tier.DEVICE, band.number).ids(stretch.start, stretch.stop))
-        table.extend(own)
-        return table
+        held = held_ids(child.device_run, Tier.DEVICE, band.number, start, shared)
+        return BlockTable(band.width, nulls(min(start, shared) * band.width) + held + own, start)
 
     def _copies(self, parent: Holding, child: Holding, shared: int) -> tuple[tuple[int, int], ...]:
         """(source, destination) blocks that `parent` has computed and `child` does not share."""

@@ -108,6 +108,10 @@ class Band:
             return 0
         return self.kind.required_blocks(num_tokens, 1).start // self.unit_tokens
 
+    def first_unit(self, stop: int) -> int:
+        """The first unit whose blocks are needed to continue computing at unit `stop`."""
+        return self.first_needed(stop * self.unit_tokens) if self.number else 0
+
     def margin(self, num_units: int) -> int:
         """Units stored in addition before a window of `num_units`: the next turn of a conversation matches somewhat
         earlier than this one ended."""
@@ -167,7 +171,7 @@ class Layout:
         """For each window the first unit needed to continue computing at unit `stop`."""
         if not self.windows:
             return ()
-        return [band.first_needed(stop * band.unit_tokens) for band in self.windows]
+        return [band.first_unit(stop) for band in self.windows]
 
     def num_units(self, num_tokens: int) -> int:
         """Units that hold `num_tokens`, rounded up."""

@@ -13,7 +13,8 @@ from .jobs import JobBook
 from .kept import Pin
 from .owners import Holding
 from .plan import Tier
-from .records import Lease, NoIndex, Run
+from .presence import covered, covered_stop
+from .records import Lease, NoEpoch, Run
 from .table import BlockTable
 from .tiers import TierBlocks
 from .waiting import Line
@@ -81,6 +82,8 @@ def _check_run(cache: PrefixCache, run: Run, num_after: int) -> None:
         _demand(begins_there, "a part that begins nowhere", run, part.first)
         if part.incoming is not None:
             _demand(not part.incoming.is_settled, "a settled job is still awaited", run, part.incoming)
+            reaches_furthest = part.band > 0 or covered(part)[1] == covered_stop(part)
+            _demand(reaches_furthest, "an earlier job brings more than the last one", run, part.incoming)
 
 
 def _check_references(tier: Tier, component: Component, runs: set[Run], leases: list[Lease]) -> None:
@@ -140,9 +143,9 @@ def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
 
 
 def _check_tables(holding: Holding) -> None:
-    if holding.epoch is NoIndex.INVALIDATED:
+    if holding.epoch is NoEpoch.INVALIDATED:
         return  # its tables may name withdrawn blocks, which a running forward only reads
-    if holding.epoch is NoIndex.ORPHANED:
+    if holding.epoch is NoEpoch.ORPHANED:
         for number, table in enumerate(holding.tables):
             _check_kept(holding, number, table)
         return

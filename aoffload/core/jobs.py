@@ -19,6 +19,7 @@ from .observer import Moves
 from .owners import Holding
 from .paths import Stretch, held_ids, stretches
 from .plan import Completion, Direction, Outcome, Tier, TransferPlan
+from .presence import covered
 from .records import Job, Part, Run
 
 __all__ = ["JobBook"]
@@ -48,7 +49,8 @@ class JobBook:
     def plan(
         self,
         holding: Holding | None,
-        direction: Direction,
+        source: Tier,
+        destination: Tier,
         run: Run,
         band: Band,
         start: int,
@@ -57,12 +59,11 @@ class JobBook:
         units_per_job: Sequence[int] = (),
         source_ids: array[int] | None = None,
     ) -> list[Job]:
-        """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of the other tier.
+        """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`.
 
         `units_per_job` replaces the limit of the book. `source_ids`: the engine's blocks to copy from, if it owns the
         device."""
         jobs: list[Job] = []
-        source, destination = (Tier.HOST, Tier.DEVICE) if direction is Direction.LOAD else (Tier.DEVICE, Tier.HOST)
         if band.number and not self.cache.tiers[destination].is_outside:
             self._make_adjoin(run, band, destination, start, stop)
         most = (units_per_job or self.units_per_job)[band.number]
@@ -70,7 +71,7 @@ class JobBook:
             last = min(first + most, stop)
             of_job = slice((first - start) * band.width, (last - start) * band.width)
             over = stretches(run, first, last)
-            held = held_ids(over, source, band.number) if source_ids is None else source_ids[of_job]
+            held = held_ids(run, source, band.number, first, last) if source_ids is None else source_ids[of_job]
             plan = TransferPlan(self._next_id, source, destination, held, blocks[of_job])
             self._next_id += 1
             jobs.append(self._job(holding, plan, band, over))
@@ -81,7 +82,7 @@ class JobBook:
         tier, a run holds one stretch of a window band."""
         for stretch in stretches(run, start, stop):
             part = stretch.run.part(tier, band.number)
-            first, last = part.covered
+            first, last = covered(part)
             if first == last:
                 continue
             if stretch.stop < first:
@@ -100,7 +101,7 @@ class JobBook:
             source.hold(plan.source_ids)
         else:
             # Storing must not refresh the source's LRU position.
-            read = self.cache.lease(plan.source, end.run, starts, is_use=plan.source is not Tier.DEVICE)
+            read = self.cache.lease(plan.source, end.run, starts, is_use=plan.destination < plan.source)
         if destination.is_outside:
             destination.hold(plan.destination_ids)
         else:
@@ -116,22 +117,19 @@ class JobBook:
 
     def _line_up(self, job: Job, over: list[Stretch]) -> None:
         """Make `job` a follower of its predecessor, so that publishing keeps prefix order, and the `incoming` job of
-        its parts."""
-        tier = job.plan.destination
-        job.predecessor = self._predecessor(over[0], tier, job.band)
+        its parts.
+
+        The predecessor is the job under way to the same run or, if `job` begins its run, to the run before. A window
+        band may get the front of a run last, behind the job to the same run."""
+        tier, band, first = job.plan.destination, job.band, over[0].run
+        before: Run | None = first
+        if job.start == first.start and (not band or first.part(tier, band).incoming is None):
+            before = first.before
+        job.predecessor = None if before is None else before.part(tier, band).incoming
         if job.predecessor is not None:
             job.predecessor.followers.append(job)
         for stretch in over:
-            stretch.run.part(tier, job.band).awaits(job)
-
-    @staticmethod
-    def _predecessor(first: Stretch, tier: Tier, band: int) -> Job | None:
-        """The job under way behind which a new job from `first` on is published: to the same run or, if `first` begins
-        its run, to the run before. A window band may get the front of a run last, behind the job to the same run."""
-        run: Run | None = first.run
-        if first.start == first.run.start and (not band or first.run.part(tier, band).incoming is None):
-            run = first.run.before
-        return None if run is None else run.part(tier, band).incoming
+            stretch.run.part(tier, band).awaits(job)
 
     def launch(self, job: Job) -> bool:
         """Mark a queued `job` as launched: it cannot be recalled. False: it is no longer queued."""
@@ -150,15 +148,14 @@ class JobBook:
         stores = (job.plan for job in self.unsettled.values() if job.plan.direction is Direction.STORE)
         return sum(plan.num_blocks for plan in stores)
 
-    def read_ids(self, tier: Tier) -> set[int]:
-        """Blocks of `tier` that copies under way read."""
-        plans = (job.plan for job in self.unsettled.values())
-        return {block_id for plan in plans if plan.source is tier for block_id in plan.source_ids}
+    def ids_being_read(self, tier: Tier) -> list[array[int]]:
+        """Blocks of `tier` that copies under way read, job by job."""
+        return [job.plan.source_ids for job in self.unsettled.values() if job.plan.source is tier]
 
-    def doubtful_ids(self, tier: Tier) -> set[int]:
-        """Blocks of `tier` that copies may still write to."""
+    def ids_being_written(self, tier: Tier) -> list[array[int]]:
+        """Blocks of `tier` that copies may still write to, job by job."""
         jobs = (*self.unsettled.values(), *self.quarantined.values())
-        return {block_id for job in jobs if job.plan.destination is tier for block_id in job.plan.destination_ids}
+        return [job.plan.destination_ids for job in jobs if job.plan.destination is tier]
 
     # -- settling -------------------------------------------------------------------------------------------------
 
@@ -222,7 +219,9 @@ class JobBook:
         if unproven:
             self.quarantined[job.job_id] = job
             self.cache.tiers[job.plan.destination].quarantine(job.plan.destination_ids)
-        if completion.outcome is Outcome.CORRUPT and self._has_wrong_source(job):
+        # Of a corrupt store only the copy is bad: requests compute with its source.
+        is_bad = completion.outcome is Outcome.CORRUPT and job.plan.direction is Direction.LOAD
+        if is_bad and job.run.epoch == self.cache.epoch:
             self._forget_corrupt(job, completion)
         if completion.outcome is Outcome.LANDED:
             self.moves.job(job, JobState.COMPLETED, "landed")
@@ -262,11 +261,6 @@ class JobBook:
         while before is not None and not brings(component, before, part, part.run):
             before = before.predecessor
         return before
-
-    def _has_wrong_source(self, job: Job) -> bool:
-        """Whether the source of a corrupt copy is to be forgotten. That of a load is. That of a store stays: requests
-        compute with these device blocks, and only the copy is bad."""
-        return job.plan.direction is Direction.LOAD and job.run.epoch == self.cache.epoch
 
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
         """Make the corrupt source units misses; the units around them stay."""

@@ -56,8 +56,8 @@ class Ledger(BeginningRequests, WorkingRequests):
     """
 
     def __repr__(self) -> str:
-        device, host = (f"{t.pool.num_free}/{t.pool.num_blocks}" for t in self.cache.tiers)
-        return f"<Ledger device {device} free, host {host} free, {len(self.holdings)} requests>"
+        tiers = [f"{t.tier.name.lower()} {t.pool.num_free}/{t.pool.num_blocks} free" for t in self.cache.tiers]
+        return f"<Ledger {', '.join(tiers)}, {len(self.holdings)} requests>"
 
     # -- what no request asks for ---------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from .lifecycle import RequestState, require
 from .matching import find_hit
 from .owners import Extension, Holding, Waiter, nobody
 from .policy import StoreScope, store_limit
+from .table import NO_LIMIT
 from .tokens import TokenSequence
 
 __all__ = ["BeginningRequests"]
@@ -65,22 +66,27 @@ class BeginningRequests(LedgerRooms):
         unit = self.layout.unit_tokens
         if reads_cache is not True:
             check_bool("reads_cache", reads_cache)
-        num_tokens = check_prefix(prefix).num_tokens
-        limit = num_tokens // unit if reads_cache else 0
+        sequence = TokenSequence(check_prefix(prefix), unit)
+        limit = sequence.num_prompt_units if reads_cache else 0
         if max_hit_tokens is not None:
             limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
         alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
-        may_store = store_limit(prefix, unit, store, max_store_tokens)
+        may_store = NO_LIMIT
+        if store is not StoreScope.ALL or max_store_tokens is not None:
+            may_store = store_limit(prefix, unit, store, max_store_tokens)
         if self._engine is not None or type(num_device_tokens) is not int or num_device_tokens:
-            self._check_device_tokens(num_device_tokens, num_tokens)
-        check_callable("wake", wake)
+            self._check_device_tokens(num_device_tokens, sequence.num_tokens)
+        if wake is not nobody:
+            check_callable("wake", wake)
         name = self._checked_name(request_id)
         holding = Holding(
-            name, TokenSequence(prefix, unit), self.cache.epoch, self._num_admitted, limit, alignment,
+            name, sequence, self.cache.epoch, self._num_admitted, limit, alignment,
             store_limit=may_store, ledger=self,
         )  # fmt: skip
-        self._enter(holding)
-        self._commits.admitted(holding)
+        self._num_admitted += 1
+        self.holdings[name] = holding
+        if may_store:
+            self._policy.seen(holding, 0, sequence.num_prompt_units)
         if self._engine is not None:
             self._engine.matches.match(holding, num_device_tokens, wake)
             return holding
@@ -116,20 +122,13 @@ class BeginningRequests(LedgerRooms):
         return self._engine_of(holding, "pending_until").arrivals.pending_until(holding)
 
     def _checked_name(self, request_id: str | None) -> str:
-        if request_id is None:
-            return self._unused_name(self._num_admitted)
-        name = check_text("request_id", request_id)
-        if name in self.holdings:
-            raise DuplicateRequest("request_id", f"a live request is called {name!r}")
-        return name
-
-    def _enter(self, holding: Holding) -> None:
-        self._num_admitted += 1
-        self.holdings[holding.request_id] = holding
-
-    def _unused_name(self, ticket: int) -> str:
-        """A name that no live request has."""
-        name = f"request-{ticket}"
+        """`request_id`, or a name that no live request has."""
+        if request_id is not None:
+            name = check_text("request_id", request_id)
+            if name in self.holdings:
+                raise DuplicateRequest("request_id", f"a live request is called {name!r}")
+            return name
+        name = f"request-{self._num_admitted}"
         while name in self.holdings:
             name += "'"
         return name
@@ -195,5 +194,6 @@ class BeginningRequests(LedgerRooms):
         num_units = self._forks.num_units(holding, wanted)
         unborn = self._forks.twin(holding, name, self._num_admitted)
         blocks = self._forks.take(holding, shared, num_units)
-        self._enter(unborn)
+        self._num_admitted += 1
+        self.holdings[name] = unborn
         return self._forks.share(holding, unborn, shared, num_units, blocks)

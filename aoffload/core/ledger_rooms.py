@@ -83,10 +83,10 @@ class LedgerRooms:
         self.admission = Admission(cache, leases, moves, self._others_hold_room, self._pins.yield_one)
         self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
         self._forks = Forks(cache, leases, self.admission, moves)
-        policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
-        stores = Stores(cache, self.jobs, moves)
+        self._policy = policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
+        stores = Stores(cache, self.jobs, moves, Tier.DEVICE, Tier.HOST)
         watermark = EvictionWatermark(cache, self.jobs, stores, policy.num_watermark_blocks)
-        self._commits = Commits(cache, leases, stores, self.admission, self._loads, policy, watermark, self._pins)
+        self._commits = Commits(cache, leases, stores, self.admission, moves, policy, watermark, self._pins)
         self._preemptions = Preemptions(cache, leases, moves, self.jobs, stores, self.admission, policy)
         share = config.max_prefetch_share
         self._cache_transfers = CacheTransfers(cache, leases, moves, self._loads, stores, self.admission, share)

@@ -49,7 +49,8 @@ class WorkingRequests(LedgerRooms):
         With `engine_blocks`, `into` holds the request's block tables: one per group, from the first token at least to
         the end of the hit. The copies write only to the blocks named there for the units that are loaded.
         """
-        check_callable("wake", wake)
+        if wake is not nobody:
+            check_callable("wake", wake)
         units_per_job: Sequence[int] = ()
         if max_job_bytes is not None:
             units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self._block_bytes)
@@ -82,7 +83,7 @@ class WorkingRequests(LedgerRooms):
     def settle(self, completion: Completion) -> None:
         """Settle a launched job: publish, release its leases, serve the line, wake; in this order."""
         check_completion(completion)
-        self._settled(self.jobs.settle(completion))
+        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))
 
     def discard(self, job_id: int) -> None:
         """Give up a job that was never launched; the requests that wait for it compute instead."""
@@ -235,7 +236,7 @@ class WorkingRequests(LedgerRooms):
         stores to launch.
         """
         reason = check_text("reason", reason)
-        if self._own(holding).is_over:
+        if self.holdings.get(self._own(holding).request_id) is not holding:
             raise WrongState(f"release: {holding} is {holding.state.name} already")
         plans: tuple[TransferPlan, ...] = ()
         done = holding.state is _S.RUNNING and holding.has_committed and reason == "closed_early"

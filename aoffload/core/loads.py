@@ -17,14 +17,14 @@ from .lifecycle import RequestState, require
 from .observer import Moves
 from .overlap import compare, compare_job
 from .owners import Holding, Waiter, nobody
-from .paths import stretches
-from .plan import EVERY_TIER, Direction, Tier, TransferPlan
-from .presence import accepted, coming, held_stop, incoming, present_stop
+from .paths import held_ids, stretches
+from .plan import HIT_TIERS, Tier, TransferPlan
+from .presence import accepted, covered, held_stop, jobs_bringing, jobs_into, present_stop
 from .publish import step_back
 from .records import Job, Load, Run
 from .request_leases import RequestLeases
-from .table import BlockTable
-from .waiting import require_idle
+from .table import NO_LIMIT, BlockTable
+from .waiting import is_waiting
 from .windows import slide_off
 
 __all__ = ["Loads", "has_holes", "require_no_holes"]
@@ -47,44 +47,37 @@ class Loads:
         wake: Callable[[], object] = nobody,
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
-        """Start loading the host hit onto the device; returns the plans to launch.
-
-        RUNNING afterwards: nothing to wait for. LOADING: `wake` is called when the load is over. REQUEUED: the load
-        fell short and there was no room for the missing blocks, so the request gave up all its blocks; `wake` is called
-        when its wait for room ends. The caller then accepts `holding.waiter` and plans again.
-        """
+        """Start loading the host hit onto the device; see `Ledger.plan_load`."""
         require(holding, "load", _S.ALLOCATED, _S.LOADING, _S.DRAINING, _S.REQUEUED, _S.RUNNING)
-        limit = None if max_tokens is None else check_int("max_tokens", max_tokens, 0)
+        limit = NO_LIMIT
+        if max_tokens is not None:
+            limit = check_int("max_tokens", max_tokens, 0) // self.cache.layout.unit_tokens
         if holding.state is _S.RUNNING:
             return ()
         if holding.load is not None:  # called again after a cancelled call
             holding.load.wake_by(wake)
             return ()
-        if holding.waiter is not None and holding.state is _S.REQUEUED:
+        if holding.waiter is not None:
+            if holding.state is not _S.REQUEUED:
+                raise is_waiting(holding, "load")
             holding.waiter.wake_by(wake)
             return ()
-        require_idle(holding, "load")
         if holding.num_steps:
             raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
-        stop = self._load_stop(holding, limit)
+        may_load = holding.epoch == self.cache.epoch and Tier.HOST in holding.leases
+        stop = min(holding.hit_stop, holding.num_units, limit) if may_load else 0
         jobs = self.start(holding, stop, wake, units_per_job) if stop > holding.published else []
         # Holes but nothing to load: a load without jobs is concluded at once, and fills them.
         if holding.load is None and has_holes(holding):
             holding.began_load(Load(holding.published, wake))
         if holding.load is None:
             self.request_leases.end_host_lease(holding)
-            self.ready(holding)
+            self.moves.request(holding, _S.RUNNING)
             return ()
         self.moves.request(holding, _S.LOADING)
         if not holding.load.jobs:
             self.conclude_all([holding])
         return tuple([job.plan for job in jobs])
-
-    def _load_stop(self, holding: Holding, max_tokens: int | None) -> int:
-        if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases:
-            return 0
-        stop = min(holding.hit_stop, holding.num_units)
-        return stop if max_tokens is None else min(stop, max_tokens // self.cache.layout.unit_tokens)
 
     def start(
         self, holding: Holding, stop: int, wake: Callable[[], object], units_per_job: Sequence[int] = ()
@@ -101,13 +94,15 @@ class Loads:
         if layout.full.width:
             stop = present_stop(path, Tier.HOST, on_its_way, stop)
         if layout.windows:
-            stop = accepted(layout, path, stop, EVERY_TIER)
+            stop = accepted(layout, path, stop, HIT_TIERS)
         if stop <= start:
             return []
-        before = holding.device_run
-        self._lease_path(holding, stop)  # first: filling the windows may evict, but not what the load adopts
+        before = holding.device_run if layout.windows else None
+        # First, as filling the windows may evict, but not what the load adopts: what the jobs publish is pinned as soon
+        # as it lands, and the present windows stay pinned, which are needed if the load fails.
+        self.request_leases.follow(holding, self.cache.cut(path[-1], stop))
         if layout.windows and not self._fill_windows(holding, stop):
-            self._lease_path_again(holding, before)
+            self.request_leases.follow(holding, before)
             return []
         load = Load(stop, wake, units_per_job=units_per_job)
         holding.began_load(load)
@@ -116,7 +111,7 @@ class Loads:
         if start < on_its_way:
             self._give_up(holding, layout.full, start, on_its_way)
         for band in layout.windows:
-            first = max(start, band.first_needed(stop * layout.unit_tokens))
+            first = max(start, band.first_unit(stop))
             shared += self._bring_window(holding, load, band, first, new)
         for job in (*shared, *new):
             if job.start < stop:
@@ -129,7 +124,7 @@ class Loads:
         hit; a shorter one needs blocks at earlier positions. False: no room, and nothing is taken."""
         wanted: list[tuple[BlockTable, int]] = []
         for band in self.cache.layout.windows:
-            first = max(holding.published, band.first_needed(stop * band.unit_tokens))
+            first = max(holding.published, band.first_unit(stop))
             wanted.append((holding.tables[band.number], first))
         if sum(table.num_null(first, stop) for table, first in wanted) > self.admission.room:
             return False
@@ -145,21 +140,7 @@ class Loads:
         there, last = present_stop(path, Tier.DEVICE, start, stop), path[-1]
         if last.start <= there and last.parts[Tier.DEVICE].incoming is None:  # the common case
             return [], there
-        return incoming(stretches(last, there, stop), there)
-
-    def _lease_path(self, holding: Holding, stop: int) -> None:
-        """Move the device lease to the end of the load, so that what its jobs publish is pinned as soon as it lands."""
-        last = holding.leases[Tier.HOST].run
-        if last.stop != stop:
-            last = self.cache.cut(stretches(last, stop - 1, stop)[0].run, stop)
-        self.request_leases.follow(holding, last)  # keeps the present windows, which are needed if the load fails
-
-    def _lease_path_again(self, holding: Holding, before: Run | None) -> None:
-        """Undo `_lease_path`: the device lease ends at `before` again, or there is none."""
-        if before is None:
-            self.request_leases.end_device_lease(holding)
-        else:
-            self.request_leases.follow(holding, before)
+        return jobs_bringing(stretches(last, there, stop), there)
 
     def _launch(self, holding: Holding, load: Load, band: Band, start: int, stop: int) -> list[Job]:
         """Plan jobs that load units `[start, stop)` into blocks of the request, which the jobs own from now on."""
@@ -167,7 +148,7 @@ class Loads:
             return []
         run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
         ids = table.null(start, stop)
-        return self.jobs.plan(holding, Direction.LOAD, run, band, start, stop, ids, load.units_per_job)
+        return self.jobs.plan(holding, Tier.HOST, Tier.DEVICE, run, band, start, stop, ids, load.units_per_job)
 
     def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
         """Free the request's blocks for units `[start, stop)`, which other jobs bring or have brought."""
@@ -181,8 +162,8 @@ class Loads:
         missing: list[range] = []
         for stretch in stretches(run, start, load.stop):
             part = stretch.run.part(Tier.DEVICE, band.number)
-            first, stop = part.covered
-            shared.update(dict.fromkeys(coming(part)))
+            first, stop = covered(part)
+            shared.update(dict.fromkeys(jobs_into(part)))
             self._give_up(holding, band, max(first, stretch.start), min(stop, stretch.stop))
             for units in outside(first, stop, stretch.start, stretch.stop):
                 if missing and missing[-1].stop == units.start:
@@ -197,14 +178,18 @@ class Loads:
         """End a load with what is on the device: RUNNING. Without room for the missing blocks, the request gives up all
         its blocks and waits in the line, at its old place: REQUEUED, or DRAINING while a step still uses them."""
         layout = self.cache.layout
-        start, ready = holding.published, self._ready_stop(holding, load)
+        start, run = holding.published, holding.device_run
+        path = [] if run is None else run.whole_path()
+        ready = max(start, held_stop(layout, path, Tier.DEVICE, start, load.stop))
+        missing: list[int] = []
         for table, band in zip(holding.tables, layout.bands, strict=True):
-            first = max(start, band.first_needed(ready * layout.unit_tokens))
+            first = max(start, band.first_unit(ready)) if band.number else start
             if table.width:
                 if start < first:
                     self.cache.give(Tier.DEVICE, table.null(start, first))
-                ids = self.request_leases.ready_ids(holding, band.number, first, ready)
+                ids = held_ids(run, Tier.DEVICE, band.number, first, ready)
                 self.cache.give(Tier.DEVICE, table.exchange(first, ids))
+            missing.append(table.num_null(ready, holding.num_units))
         holding.ready_up_to(ready, ready * layout.unit_tokens)
         if holding.overlap is not None:
             compare(self.moves, holding, layout.bands)
@@ -214,17 +199,8 @@ class Loads:
         self.request_leases.end_host_lease(holding)
         if layout.windows:
             slide_off(self.cache, holding)
-        missing = [table.num_null(ready, holding.num_units) for table in holding.tables]
         if any(missing) and sum(missing) > self.admission.room:
-            if holding.num_steps:
-                load.shorten(ready)  # a step writes to these blocks: the load is concluded again when the step ends
-                if holding.state is _S.LOADING:
-                    self.moves.request(holding, _S.DRAINING)
-                return
-            num_units = holding.num_units
-            self.request_leases.let_go(holding)
-            self.moves.request(holding, _S.REQUEUED)
-            self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
+            self._requeue(holding, load, ready)
             return
         for table, number in zip(holding.tables, missing, strict=True):
             if number:
@@ -232,11 +208,18 @@ class Loads:
         holding.ended_load()
         self.moves.request(holding, _S.RUNNING)
 
-    def _ready_stop(self, holding: Holding, load: Load) -> int:
-        """The unit up to which the device holds what computing needs."""
-        run, start = holding.device_run, holding.published
-        path = [] if run is None else run.whole_path()
-        return max(start, held_stop(self.cache.layout, path, Tier.DEVICE, start, load.stop))
+    def _requeue(self, holding: Holding, load: Load, ready: int) -> None:
+        """Give up all blocks and wait in the line. Not during a step, which writes to them: the load is concluded again
+        when the step ends."""
+        if holding.num_steps:
+            load.shorten(ready)
+            if holding.state is _S.LOADING:
+                self.moves.request(holding, _S.DRAINING)
+            return
+        num_units = holding.num_units
+        self.request_leases.let_go(holding)
+        self.moves.request(holding, _S.REQUEUED)
+        self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
         """End the loads of `holdings`; returns the callbacks to call after the line is served."""
@@ -248,11 +231,6 @@ class Loads:
             if holding.state is _S.RUNNING:
                 wakes.append(load.wake)
         return wakes
-
-    def ready(self, holding: Holding) -> None:
-        """Move the request to RUNNING without a load. Its device hit counts as computed."""
-        holding.computed(holding.published * self.cache.layout.unit_tokens)
-        self.moves.request(holding, _S.RUNNING)
 
     def abandon(self, holding: Holding) -> list[Job]:
         """Stop waiting for the load, and discard its queued jobs that no other request waits for. Returns the jobs

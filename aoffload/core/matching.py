@@ -6,7 +6,7 @@ import attrs
 
 from .groups import Layout
 from .index import RunIndex
-from .plan import EVERY_TIER, NUM_TIERS, Tier
+from .plan import HIT_TIERS, Tier
 from .presence import accepted, held_stop, present_stop
 from .records import Run
 from .tokens import TokenSequence
@@ -53,7 +53,7 @@ def find_hit(
         stop -= stop % alignment
         return Hit(min(device_stop, stop), stop, path)
     if islands:
-        stop = accepted(layout, path, stop, EVERY_TIER, alignment)
+        stop = accepted(layout, path, stop, HIT_TIERS, alignment)
         return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path)
     near = device_stop
     # The device hit ends no later than the hit, and device blocks behind the device hit do not count: shorten both in
@@ -61,7 +61,7 @@ def find_hit(
     while True:
         near = accepted(layout, path, near, (Tier.DEVICE,))
         reached = present_stop(path, Tier.HOST, near, stop) if layout.full.width else stop
-        reached = accepted(layout, path, reached, EVERY_TIER, alignment, device_limit=near)
+        reached = accepted(layout, path, reached, HIT_TIERS, alignment, device_limit=near)
         if near <= reached:
             return Hit(near, reached, path)
         near = reached
@@ -93,12 +93,9 @@ def _full_path(
         path.append(run)
         stop = agreed
         if has_full:
-            reached = run.start
-            for part in run.parts[1:NUM_TIERS]:
-                if part.stop > reached:
-                    reached = part.stop
+            reached = run.parts[Tier.HOST].stop
             if device_stop == run.start:
-                device_stop = min(run.parts[0].stop, agreed)
+                device_stop = min(run.parts[Tier.DEVICE].stop, agreed)
                 reached = max(reached, device_stop)
             stop = min(reached, agreed)
         elif device_stop == run.start:

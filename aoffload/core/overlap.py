@@ -18,7 +18,7 @@ from .observer import Moves
 from .owners import Holding, LoadOverlap
 from .paths import Stretch, stretches
 from .plan import Tier
-from .presence import coming
+from .presence import jobs_into
 from .records import Job, Load, Part
 from .table import BlockTable
 
@@ -51,7 +51,7 @@ def can_start(cache: PrefixCache, holding: Holding) -> bool:
     if any(table.num_null(load.stop, holding.num_units) for table in holding.tables):
         return False
     return all(
-        0 not in _once_landed(cache, holding, load, band)[_first_read(band, load.stop) * band.width :]
+        0 not in _once_landed(cache, holding, load, band)[band.first_unit(load.stop) * band.width :]
         for band in cache.layout.bands
     )
 
@@ -98,7 +98,7 @@ def compare_job(moves: Moves, holding: Holding, job: Job, band: Band) -> None:
     overlap = holding.overlap
     if overlap is None or overlap.state is not _S.SPECULATIVE:
         return
-    first = _first_read(band, overlap.stop)
+    first = band.first_unit(overlap.stop)
     lacking = set(overlap.tables[band.number][first * band.width :]) & set(job.plan.destination_ids)
     for stretch in stretches(holding.device_run, first, overlap.stop) if lacking else ():
         lacking.difference_update(stretch.run.part(Tier.DEVICE, band.number).blocks)
@@ -107,13 +107,8 @@ def compare_job(moves: Moves, holding: Holding, job: Job, band: Band) -> None:
 
 
 def _is_as_taken(overlap: LoadOverlap, table: BlockTable, band: Band) -> bool:
-    first = _first_read(band, overlap.stop)
+    first = band.first_unit(overlap.stop)
     return table.at(first, overlap.stop) == overlap.tables[band.number][first * band.width :]
-
-
-def _first_read(band: Band, stop: int) -> int:
-    """The first unit of `band` that a forward reads which begins to compute at unit `stop`."""
-    return band.first_needed(stop * band.unit_tokens)
 
 
 def check_valid(holding: Holding, num_computed_tokens: int) -> None:
@@ -142,12 +137,12 @@ def _once_landed(cache: PrefixCache, holding: Holding, load: Load, band: Band) -
     expected = BlockTable(band.width, holding.tables[band.number].at(0, load.stop))
     if not band.width:
         return expected.ids
-    first = _first_read(band, load.stop)
+    first = band.first_unit(load.stop)
     expected.null(0, first)
     for stretch in stretches(holding.device_run, max(first, holding.published), load.stop):
         part = stretch.run.part(Tier.DEVICE, band.number)
         _enter_held(expected, part, stretch)
-        for job in coming(part):
+        for job in jobs_into(part):
             if job in load.jobs:
                 _enter_coming(expected, job, stretch)
     return expected.ids

@@ -16,7 +16,7 @@ from ..errors import OutOfBlocks
 from .answer import NO_MATCH, PrefixMatch
 from .lifecycle import OverlapState, RequestState
 from .plan import Tier
-from .records import Claim, Job, Lease, NoIndex, Run
+from .records import Claimant, Job, Lease, NoEpoch, Run
 from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence
 
@@ -46,10 +46,10 @@ class Extension:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Holding(Claim):
+class Holding(Claimant):
     request_id: str
     sequence: TokenSequence
-    epoch: int | NoIndex
+    epoch: int | NoEpoch
     ticket: int
     """Its place in the line for room, kept when it has to queue again."""
     hit_limit: int
@@ -137,7 +137,7 @@ class Holding(Claim):
         return self.num_units > 0 or granted or Tier.DEVICE in self.leases or self.reserve is not None
 
     def all_leases(self) -> list[Lease]:
-        return [*self.leases.values()] if self.reserve is None else [*self.leases.values(), self.reserve]
+        return [*self.leases.values()] if self.reserve is None else [self.reserve, *self.leases.values()]
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -162,8 +162,11 @@ class Holding(Claim):
         self.published, self.ready_stop = min(self.published, start), min(self.ready_stop, start)
         self.num_computed_tokens = num_tokens
 
-    def forgot_match(self) -> None:
+    def forgot_match(self) -> list[Lease]:
+        """Returns its leases, which the caller releases."""
+        leases, self.leases, self.reserve = self.all_leases(), {}, None
         self.published = self.ready_stop = self.hit_stop = 0
+        return leases
 
     def given_tables(self, tables: tuple[BlockTable, ...], num_units: int) -> None:
         self.tables, self.num_units = tables, num_units
@@ -237,11 +240,11 @@ class Holding(Claim):
 
     def taint(self) -> None:
         """It may have read wrong KV: nothing of it is published any more."""
-        self.epoch = NoIndex.INVALIDATED
+        self.epoch = NoEpoch.INVALIDATED
 
     def orphan(self) -> None:
         """A reset of the device tier has made its blocks unfindable."""
-        self.epoch = NoIndex.ORPHANED
+        self.epoch = NoEpoch.ORPHANED
 
     def private_blocks(self) -> array[int]:
         """Ids of the blocks that only this request reads and frees."""

@@ -35,13 +35,12 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
     return found
 
 
-def held_ids(over: list[Stretch], tier: Tier, band: int) -> array[int]:
-    """The block ids of stretches `over` that `tier` holds of `band`; it must hold all of them."""
-    if len(over) == 1:
-        run, start, stop = over[0]
+def held_ids(run: Run | None, tier: Tier, band: int, start: int, stop: int) -> array[int]:
+    """The block ids of units `[start, stop)` of the path of `run`, all of which `tier` holds in `band`."""
+    if run is not None and run.start <= start < stop <= run.stop:  # as most are
         part = run.part(tier, band) if band else run.parts[tier]
         return part.blocks[(start - part.first) * part.width : (stop - part.first) * part.width]
     ids = array("i")
-    for run, start, stop in over:
-        ids.extend(run.part(tier, band).ids(start, stop))
+    for over, first, last in stretches(run, start, stop):
+        ids.extend(over.part(tier, band).ids(first, last))
     return ids

@@ -130,7 +130,8 @@ class Pins:
         again = self._hit_again(sequence, hit)
         device_start = again.device_stop or again.stop
         starts = {Tier.DEVICE: device_start, Tier.HOST: again.stop}
-        return hit, [_Wish(tier, stop, self._starts(min(stop, starts[tier]))) for tier, stop in ends]
+        window_starts = self.cache.layout.window_starts
+        return hit, [_Wish(tier, stop, list(window_starts(min(stop, starts[tier])))) for tier, stop in ends]
 
     def _hit_again(self, sequence: TokenSequence, hit: Hit) -> Hit:
         """What a request for the same prompt would match of `hit`."""
@@ -138,19 +139,15 @@ class Pins:
         limit = (sequence.num_tokens - 1) // layout.unit_tokens
         return hit if hit.stop <= limit or not layout.windows else find_hit(self.cache.index, sequence, layout, limit)
 
-    def _starts(self, stop: int) -> list[int]:
-        return list(self.cache.layout.window_starts(stop))
-
     def _take(self, pin: Pin, hit: Hit, wishes: list[_Wish]) -> None:
         unit = self.cache.layout.unit_tokens
         pin.match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
         if not wishes:
             return
         # Pin exactly what is there, not what is published behind it later.
-        last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
+        last = self.cache.cut(hit.path[-1], hit.stop)
         for wish in wishes:
-            run = next(run for run in last.path() if run.start < wish.stop)
-            pin.leases.append(self.cache.lease(wish.tier, self.cache.cut(run, wish.stop), wish.starts))
+            pin.leases.append(self.cache.lease(wish.tier, self.cache.cut(last, wish.stop), wish.starts))
 
     def _let_go(self, pin: Pin) -> None:
         for lease in pin.leases:

@@ -104,7 +104,7 @@ def _int_in(minimum: int, maximum: int) -> Any:
 
 
 @attrs.frozen
-class LazyStore:
+class LazyStore(EagerStore):
     """Stores blocks just before eviction: once allocating `watermark_blocks` more device blocks would evict them.
 
     None is an eighth of the device pool. Best effort: blocks evicted before they are stored are lost.
@@ -123,15 +123,9 @@ class LazyStore:
             return self
         return attrs.evolve(self, watermark_blocks=max(layout.width, num_device_blocks // 8, 1))
 
-    def seen(self, holding: Holding, first: int, stop: int) -> None:
-        """Counts nothing."""
-
-    def wanted_stop(self, holding: Holding) -> int:
-        return holding.published
-
 
 @attrs.define(eq=False)
-class SelectiveStore:
+class SelectiveStore(EagerStore):
     """Stores, at commit, what was asked for at least `min_seen` times.
 
     Counts prefixes, also those that no tier holds any more, within `max_counted_tokens` of 4 bytes each.
@@ -141,10 +135,6 @@ class SelectiveStore:
     max_counted_tokens: int = attrs.field(default=2**24, validator=_int_in(1, MAX_COUNTED_TOKENS))
     counts: HitCounts | None = attrs.field(default=None, init=False)
     """A ledger's own; None in a configuration."""
-
-    @property
-    def num_watermark_blocks(self) -> int:
-        return 0
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> Self:
         found = type(self)(self.min_seen, self.max_counted_tokens)

@@ -16,7 +16,7 @@ from .plan import Tier, TransferPlan
 from .policy import NoStore, StorePolicy
 from .request_leases import RequestLeases
 from .stores import Stores
-from .waiting import require_idle
+from .waiting import is_waiting
 
 __all__ = ["Preemption", "Preemptions"]
 
@@ -51,8 +51,8 @@ class Preemptions:
     def check(holding: Holding) -> None:
         """Refuse to preempt a request without blocks to give up, in a step, or waiting for room (unless REQUEUED)."""
         require(holding, "preempt", _S.ALLOCATED, _S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED, _S.RUNNING)
-        if holding.state is not _S.REQUEUED:
-            require_idle(holding, "preempt")
+        if holding.waiter is not None and holding.state is not _S.REQUEUED:
+            raise is_waiting(holding, "preempt")
         if holding.num_steps:
             raise WrongState(f"preempt: a step touches the blocks of {holding}")
 
@@ -69,8 +69,8 @@ class Preemptions:
         run, held = holding.device_run, self._held(holding)
         self.request_leases.give_up_tables(holding)
         if run is not None:
-            self.request_leases.keep_in_host(holding, run)
-            self.request_leases.end_device_lease(holding)
+            self.request_leases.keep(holding, Tier.HOST, run)
+            self.request_leases.follow(holding, None)
         holding.preempted(self.cache.layout.unit_tokens)
         self.moves.request(holding, _S.PREEMPTED)
         tell(self.moves, holding)

@@ -11,7 +11,7 @@ from .paths import Stretch
 from .plan import Tier
 from .records import Job, Part, Run
 
-__all__ = ["accepted", "coming", "held_stop", "incoming", "present_stop"]
+__all__ = ["accepted", "covered", "covered_stop", "held_stop", "jobs_bringing", "jobs_into", "present_stop"]
 
 
 def present_stop(path: Sequence[Run], tier: Tier, start: int, stop: int) -> int:
@@ -84,7 +84,7 @@ class _Held:
         position between the unit and `stop`. The next candidate lies before the missing unit: the last end of held
         units, or the last position at which the band needs nothing (`Band.free_unit`), whichever is later."""
         while stop > self.given:
-            missing = self._last_missing(band, max(self.given, band.first_needed(stop * band.unit_tokens)), stop)
+            missing = self._last_missing(band, max(self.given, band.first_unit(stop)), stop)
             if missing is None:
                 return stop
             stop = max(self._present_before(band, missing), band.free_unit(missing))
@@ -120,7 +120,7 @@ class _Held:
         return found
 
 
-def incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
+def jobs_bringing(over: list[Stretch], start: int) -> tuple[list[Job], int]:
     """The unsettled jobs that bring full attention of the stretches `over` to the device, from unit `start` on without
     a gap, and the end of these units. A job may bring more units behind that end, on another branch.
     """
@@ -144,9 +144,25 @@ def incoming(over: list[Stretch], start: int) -> tuple[list[Job], int]:
     return list(found), position
 
 
-def coming(part: Part) -> Iterator[Job]:
+def jobs_into(part: Part) -> Iterator[Job]:
     """The unsettled jobs that add to `part`, the one planned last first."""
     job = part.incoming
     while job is not None and not job.is_settled and job.stop > part.run.start:
         yield job
         job = job.predecessor
+
+
+def covered(part: Part) -> tuple[int, int]:
+    """(first, stop) of the units that the tier holds of the run or that jobs in flight will add; equal if none."""
+    if part.incoming is None:
+        return part.first, part.stop
+    run = part.run
+    first, stop = (part.first, part.stop) if part.blocks else (run.stop, run.start)
+    for job in jobs_into(part):  # the one planned last may bring the front of a window
+        first, stop = min(first, max(run.start, job.start)), max(stop, min(job.stop, run.stop))
+    return first, stop
+
+
+def covered_stop(part: Part) -> int:
+    """The same stop of full attention, without a walk along the jobs: the one planned last reaches furthest."""
+    return part.stop if part.incoming is None else max(part.stop, min(part.incoming.stop, part.run.stop))

@@ -10,7 +10,7 @@ from .intervals import without
 from .owners import Holding
 from .paths import stretches
 from .plan import Tier
-from .records import Part, Run
+from .records import Run
 from .request_leases import RequestLeases
 
 __all__ = ["first_published", "publish", "published_by", "read_by", "runs_from", "step_back", "take_private"]
@@ -56,42 +56,23 @@ def _take_place(cache: PrefixCache, holding: Holding, run: Run) -> None:
 
 
 def _fill(cache: PrefixCache, holding: Holding, run: Run, stop: int) -> None:
-    """Give an existing run blocks for the units that it lacks. The others stay private duplicates."""
-    part, table, position = run.parts[Tier.DEVICE], holding.tables[0], holding.published
-    if table.width:
-        present = min(part.stop, stop)
-        if present > position:
-            table.has_duplicates(range(position, present))
-        if present < stop:
-            before = part.stop
-            part.append(table.at(present, stop), stop)
-            cache.tiers[Tier.DEVICE].part_changed(part, part.first, before)
-    for band in cache.layout.windows:
-        _fill_window(cache, holding, band, run, position, stop)
+    """Give the path of `run` blocks for the units that it lacks up to `stop`. The others stay private duplicates."""
+    for number, table in enumerate(holding.tables):
+        start = max(holding.published, table.start)
+        for current, first, last in stretches(run, start, stop) if table.width else ():
+            part = current.part(Tier.DEVICE, number)
+            # A run holds one stretch of a window: units that do not adjoin it get a run of their own.
+            if part.blocks and last < part.first:
+                part = cache.split(current, last).part(Tier.DEVICE, number)
+            elif part.blocks and first > part.stop:
+                cache.split(current, first)
+            before = (part.first, part.stop) if part.blocks else (first, first)
+            known = part.enter(first, last, table.at(first, last))
+            if known:
+                table.has_duplicates(known)
+            if before != (part.first, part.stop):
+                cache.tiers[Tier.DEVICE].part_changed(part, *before)
     holding.published_up_to(stop)
-
-
-def _fill_window(cache: PrefixCache, holding: Holding, band: Band, run: Run, start: int, stop: int) -> None:
-    """The same for a window. A run holds one stretch of it: units that do not adjoin it get a run of their own."""
-    table = holding.tables[band.number]
-    start = max(start, table.start)
-    for stretch in stretches(run, start, stop):
-        current, first, last = stretch.run, stretch.start, stretch.stop
-        part = current.part(Tier.DEVICE, band.number)
-        if part.blocks and last < part.first:
-            current, part = _divided(cache, current, last, band)
-        elif part.blocks and first > part.stop:
-            cache.split(current, first)
-        held = (part.first, part.stop) if part.blocks else (first, first)
-        known = part.enter(first, last, table.at(first, last))
-        if known:
-            table.has_duplicates(known)
-        cache.tiers[Tier.DEVICE].part_changed(part, *held)
-
-
-def _divided(cache: PrefixCache, run: Run, at: int, band: Band) -> tuple[Run, Part]:
-    head = cache.split(run, at)
-    return head, head.part(Tier.DEVICE, band.number)
 
 
 def _append(leases: RequestLeases, holding: Holding, run: Run | None, stop: int) -> None:
@@ -194,11 +175,8 @@ def take_private(
 def step_back(leases: RequestLeases, holding: Holding, start: int) -> None:
     """Let the request compute again from unit `start` on: its blocks there are private, its lease ends there."""
     start = min(start, holding.published)  # after a reset more may be computed than was published
-    path = stretches(holding.device_run, 0, start)
-    if path:
-        leases.follow(holding, leases.cache.cut(path[-1].run, start))
-    else:
-        leases.end_device_lease(holding)
+    run = holding.device_run
+    leases.follow(holding, leases.cache.cut(run, start) if run is not None and start else None)
     holding.published_up_to(start)
     for table in holding.tables:
         table.step_back(start)

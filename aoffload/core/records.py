@@ -17,14 +17,14 @@ from ..prefix import Hasher, KeySpan, Root
 from .lifecycle import JobState
 from .plan import NUM_TIERS, Completion, Tier, TransferPlan
 from .tokens import hash_run
-from .tombstones import Tombstone
+from .tombstones import Tombstone, divided
 
 __all__ = [
-    "Claim", "Job", "Lease", "Load", "NoIndex", "Part", "Run",
+    "Claimant", "Job", "Lease", "Load", "NoEpoch", "Part", "Run",
 ]  # fmt: skip
 
 
-class NoIndex(enum.Enum):
+class NoEpoch(enum.Enum):
     """Stands in place of an epoch. It equals no epoch, so nothing of the job or the request is published."""
 
     INVALIDATED = "invalidated"
@@ -66,39 +66,16 @@ class Part:
     def __str__(self) -> str:
         return f"{self.stop - self.first}/{self.num_references}"
 
-    @property
-    def covered_stop(self) -> int:
-        """End of `covered`, found without walking the chain of jobs."""
-        return self.stop if self.incoming is None else max(self.stop, self.stop_of(self.incoming))
-
-    def stop_of(self, job: Job) -> int:
-        """End of the units that `job` adds to this part. The job may continue in later runs."""
-        return min(job.stop, self.run.stop)
-
-    @property
-    def covered(self) -> tuple[int, int]:
-        """(first, stop) of the units that the tier holds of this run or that jobs in flight will add; equal if none."""
-        job, first, stop = self.incoming, self.first, self.stop
-        if job is None:
-            return first, stop
-        last_stop = self.stop_of(job)
-        if not self.blocks:
-            first, stop = max(self.run.start, job.start), last_stop
-        while job is not None and not job.is_settled and job.stop > self.run.start:  # predecessors bring earlier units
-            first = min(first, max(self.run.start, job.start))
-            job = job.predecessor
-        return first, max(stop, last_stop)
-
     def ids(self, start: int, stop: int) -> array[int]:
         """The ids of units `[start, stop)`, all of them in this part."""
         return self.blocks[(start - self.first) * self.width : (stop - self.first) * self.width]
 
     def append(self, ids: array[int], stop: int) -> None:
-        """Append `ids`, which reach up to unit `stop`."""
+        """Append `ids`, which reach up to unit `stop`; the part may keep the array."""
         if self.blocks:
             self.blocks.extend(ids)
         else:
-            self.blocks = ids[:]  # exact size: an extended array keeps spare capacity
+            self.blocks = ids  # exact size: an extended array keeps spare capacity
         self.stop = stop
 
     def enter(self, first: int, last: int, ids: array[int]) -> range:
@@ -111,27 +88,26 @@ class Part:
             self.blocks = ids[: (self.first - first) * self.width] + self.blocks
             self.first = first
         if last > self.stop:
-            self.blocks.extend(ids[(self.stop - first) * self.width : (last - first) * self.width])
-            self.stop = last
+            self.append(ids[(self.stop - first) * self.width : (last - first) * self.width], last)
         return known
 
     def cut_off(self, head: Run, start: int, at: int, num_references: int, incoming: Job | None) -> Part:
         """Split at unit `at` and keep the rest. Returns the front as a part of `head`, which begins at unit `start`;
         `num_references` and `incoming` are those of the front."""
         front = Part(self.tier, self.band, self.width, head, start, start, _no_ids(), num_references, incoming)
-        front.tombstones, front.last_use = self.divide_tombstones(at), self.last_use
+        front.last_use = self.last_use
+        front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)
         if self.first < at:
             front.first, front.stop = self.first, min(at, self.stop)
         cut = (front.stop - front.first) * self.width
         front.blocks, self.blocks = self.blocks[:cut], self.blocks[cut:]  # exact size
-        self.first, self.stop = max(self.first, at), max(self.stop, at)
-        if not self.blocks:
-            self.empty_at(at)
+        self.begin_at(at)
         return front
 
     def hand_over(self, front: Part, at: int) -> int:
         """Move the blocks before unit `at` to `front`, the part right before this one. Returns their number."""
-        front.tombstones += self.divide_tombstones(at)
+        before, self.tombstones = divided(self.tombstones, self.width, at)
+        front.tombstones += before
         count = (min(max(at, self.first), self.stop) - self.first) * self.width
         if count and not front.blocks:
             front.first = front.stop = self.first
@@ -139,9 +115,7 @@ class Part:
             front.blocks.extend(self.blocks[:count])
             front.stop += count // self.width
             del self.blocks[:count]
-        self.first, self.stop = max(self.first, at), max(self.stop, at)
-        if not self.blocks:
-            self.empty_at(at)
+        self.begin_at(at)
         return count
 
     def join(self, fronts: Sequence[Part]) -> None:
@@ -157,9 +131,9 @@ class Part:
         self.blocks = blocks + self.blocks
         self.first = self.stop - len(self.blocks) // self.width
 
-    def empty_at(self, start: int) -> None:
-        """Set the position of an empty part: unit `start`, where its run begins."""
-        self.first = self.stop = start
+    def begin_at(self, start: int) -> None:
+        """Its run begins at unit `start` now, and it holds no block before that."""
+        self.first, self.stop = (max(self.first, start), max(self.stop, start)) if self.blocks else (start, start)
 
     def awaits(self, job: Job | None) -> None:
         """Set `incoming`."""
@@ -168,10 +142,12 @@ class Part:
     def drop_behind(self, stop: int) -> array[int]:
         """Truncate the part to end at unit `stop`. Returns the dropped blocks."""
         keep = max(0, stop - self.first) * self.width
-        dropped = self.blocks[keep:]
-        del self.blocks[keep:]
-        self.stop = stop
-        if not self.blocks:
+        if keep:
+            dropped = self.blocks[keep:]
+            del self.blocks[keep:]
+            self.stop = stop
+        else:
+            dropped, self.blocks = self.blocks, _no_ids()
             self.first = self.stop = self.run.start
         return dropped
 
@@ -190,12 +166,6 @@ class Part:
         """Remove all tombstones. Returns their blocks."""
         ids, self.tombstones = self.tombstone_ids(), ()
         return ids
-
-    def divide_tombstones(self, at: int) -> tuple[Tombstone, ...]:
-        """Keep the tombstones from unit `at` on. Returns those before it, for the part that gets these units."""
-        units = [unit for one in self.tombstones for unit in one.units(self.width)]
-        self.tombstones = tuple([unit for unit in units if unit.start >= at])
-        return tuple([unit for unit in units if unit.start < at])
 
     def disown(self, ids: Container[int]) -> None:
         """Remove `ids` from the tombstones without freeing them: they become private blocks of a request."""
@@ -293,7 +263,7 @@ class Job:
     """The run in which the job's units end. The runs before it are found through `before`."""
     start: int
     stop: int
-    epoch: int | NoIndex
+    epoch: int | NoEpoch
     band: int
     """The band whose blocks it copies. A transfer of several bands is several jobs."""
     source_lease: Lease | None
@@ -305,7 +275,7 @@ class Job:
     request_id: str
     """The request that caused it; empty for write-back before eviction."""
     state: JobState = JobState.QUEUED
-    claims: dict[Claim, None] = field(default_factory=dict)
+    claims: dict[Claimant, None] = field(default_factory=dict)
     """The owners whose loads wait for this job. A queued load job without claims is discarded."""
     followers: list[Job] = field(default_factory=list)
     parked: Completion | None = None
@@ -313,12 +283,12 @@ class Job:
     completion: Completion | None = None
     """The completion that settled the job."""
 
-    def claimed_by(self, claim: Claim) -> None:
-        """Record that `claim` waits for this job."""
-        self.claims[claim] = None
+    def claimed_by(self, claimant: Claimant) -> None:
+        """Record that `claimant` waits for this job."""
+        self.claims[claimant] = None
 
-    def unclaimed_by(self, claim: Claim) -> None:
-        self.claims.pop(claim, None)
+    def unclaimed_by(self, claimant: Claimant) -> None:
+        self.claims.pop(claimant, None)
 
     def end_claims(self) -> None:
         """Drop all claims: the job is settled."""
@@ -326,7 +296,7 @@ class Job:
 
     def publish_nothing(self) -> None:
         """Let the job publish nothing when it lands: what it brings is wrong, or was withdrawn."""
-        self.epoch = NoIndex.INVALIDATED
+        self.epoch = NoEpoch.INVALIDATED
 
     def __repr__(self) -> str:
         return f"<Job {self.job_id} {self.plan.direction.value} [{self.start},{self.stop}) {self.state.name}>"
@@ -347,7 +317,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Claim:
+class Claimant:
     """The part of a `Holding` that jobs know: a request or a cache transfer whose load waits for them."""
 
     load: Load | None = field(default=None, kw_only=True)

@@ -8,14 +8,13 @@ import attrs
 
 from .answer import PrefixMatch
 from .cache import PrefixCache
-from .groups import Band
 from .lifecycle import RequestState
 from .matching import Hit, find_hit
 from .owners import Holding
-from .paths import held_ids, stretches
+from .paths import held_ids
 from .plan import Tier
-from .records import Lease, Part, Run
-from .table import BlockTable
+from .records import Part, Run
+from .table import BlockTable, nulls
 
 __all__ = ["RequestLeases"]
 
@@ -53,51 +52,41 @@ class RequestLeases:
         # Pin nothing behind the hit: a request must never wait for room that its own pins take.
         last = hit.path[-1]
         if last.stop != hit.stop:
-            last = self.cache.cut(hit.run_at(hit.stop), hit.stop)
+            last = self.cache.cut(last, hit.stop)
         if hit.stop > hit.device_stop:
-            self.keep_in_host(holding, last)
+            self.keep(holding, Tier.HOST, last)
             if islands and layout.windows:
                 # Behind the device hit, the device may hold window blocks that the host lacks: the load adopts them.
-                holding.reserve = self.lease(Tier.DEVICE, last)
+                holding.reserve = self.cache.lease(Tier.DEVICE, last)
         if hit.device_stop:
-            on_device = next(run for run in last.path() if run.start < hit.device_stop)
-            run = self.cache.cut(on_device, hit.device_stop)
-            holding.leases[Tier.DEVICE] = self.lease(Tier.DEVICE, run)
+            self.keep(holding, Tier.DEVICE, self.cache.cut(last, hit.device_stop))
 
-    def lease(self, tier: Tier, run: Run) -> Lease:
-        """Pin, in `tier`, the blocks needed to continue computing at the end of `run`."""
-        layout = self.cache.layout
-        return self.cache.lease(tier, run, layout.window_starts(run.stop) if layout.windows else ())
+    def keep(self, holding: Holding, tier: Tier, run: Run) -> None:
+        """Pin in `tier` what the request reads or loads up to the end of `run`."""
+        holding.leases[tier] = self.cache.lease(tier, run)
 
-    def keep_in_host(self, holding: Holding, run: Run) -> None:
-        """Pin in the host what the request loads up to the end of `run`."""
-        holding.leases[Tier.HOST] = self.lease(Tier.HOST, run)
-
-    def follow(self, holding: Holding, run: Run) -> None:
-        """Move the end of the device lease to `run`, or take a device lease that ends there. A new lease pins each
-        window band from the start of its table on."""
+    def follow(self, holding: Holding, run: Run | None) -> None:
+        """Move the end of the device lease to `run`, or take a device lease that ends there; None: end the lease. A new
+        lease pins each window band from the start of its table on."""
         lease = holding.leases.get(Tier.DEVICE)
-        if lease is None:
-            starts = [table.start for table in holding.tables[1:]]
-            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
-        else:
+        if lease is not None and run is not None:
             self.cache.move_lease(lease, run)
+        elif lease is not None:
+            del holding.leases[Tier.DEVICE]
+            self.cache.release(lease)
+        elif run is not None:
+            starts = [table.start for table in holding.tables[1:]] if self.cache.windows else ()
+            holding.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
 
     def share(self, parent: Holding, child: Holding, run: Run) -> None:
         """Give `child`, a fork, a device lease like that of `parent`, but only to the end of `run`."""
         starts = [min(start, run.stop) for start in parent.leases[Tier.DEVICE].starts]
         child.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
 
-    def end_device_lease(self, holding: Holding) -> None:
-        lease = holding.leases.pop(Tier.DEVICE, None)
-        if lease is not None:
-            self.cache.release(lease)
-
     def forget_match(self, holding: Holding) -> None:
         """Release the leases and clear the match; the request is matched again later. Does not free private blocks."""
-        self.end_host_lease(holding)
-        self.end_device_lease(holding)
-        holding.forgot_match()
+        for lease in holding.forgot_match():
+            self.cache.release(lease)
 
     def match_again(self, holding: Holding, *, islands: bool = True) -> None:
         """Release the match, then match and pin what is cached by now."""
@@ -105,7 +94,7 @@ class RequestLeases:
         self.forget_match(holding)
         self.pin(holding, islands=islands)
 
-    def keep_match(self, holding: Holding) -> None:
+    def refresh_match(self, holding: Holding) -> None:
         """Bring the match up to date. Keeps the leases if a new match would take the same ones, since the head of the
         line is examined often; with windows, matches again in any case."""
         if self.cache.layout.windows or not self._pins_just(holding, self._find(holding, islands=True)):
@@ -150,7 +139,7 @@ class RequestLeases:
         units that will lie before its window once the host hit is loaded."""
         found = max(0, num_units - device_stop) * self.cache.layout.full.width
         for band in self.cache.layout.windows:
-            found += max(0, num_units - _first_fresh(band, device_stop, hit_stop)) * band.width
+            found += max(0, num_units - max(device_stop, band.first_unit(hit_stop))) * band.width
         return found
 
     def without_islands(self, holding: Holding, num_units: int) -> tuple[int, int]:
@@ -167,13 +156,13 @@ class RequestLeases:
     def _num_needed(self, part: Part, stop: int) -> int:
         """Blocks of `part` that are needed to continue computing at unit `stop`."""
         band = self.cache.layout.bands[part.band]
-        first = band.first_needed(stop * band.unit_tokens)
+        first = band.first_unit(stop)
         return len(range(max(part.first, first), min(part.stop, stop))) * part.width
 
     def num_kept(self, holding: Holding) -> int:
         """How many blocks of the device hit the request needs to continue computing at the end of the device hit."""
         stop, bands = holding.published, self.cache.layout.bands
-        return sum((stop - band.first_needed(stop * band.unit_tokens)) * band.width for band in bands)
+        return sum((stop - band.first_unit(stop)) * band.width for band in bands)
 
     def start_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
         """Set the block tables: the needed ids of the device hit, then `blocks`. Units behind the device hit and before
@@ -182,18 +171,15 @@ class RequestLeases:
         num_units = max(num_units, stop)  # a later match may have hit more than the request asked room for
         tables: list[BlockTable] = []
         for band in self.cache.layout.bands:
-            table = BlockTable(band.width, array("i"))
-            if stop:
-                table.begin_at(band.first_needed(stop * band.unit_tokens))
-                table.append_null(table.start)
-                table.extend(self.ready_ids(holding, band.number, table.start, stop))
-            fresh = min(num_units, _first_fresh(band, holding.published, holding.hit_stop))
-            if stop < fresh:
-                table.append_null(fresh - stop)
+            start = band.first_unit(stop) if stop else 0
+            fresh = min(num_units, max(stop, band.first_unit(holding.hit_stop))) if band.number else stop
             count = (num_units - fresh) * band.width
-            table.extend(blocks[taken : taken + count])
+            ids = blocks[taken : taken + count]
             taken += count
-            tables.append(table)
+            if fresh:
+                held = held_ids(holding.device_run, Tier.DEVICE, band.number, start, stop)
+                ids = nulls(start * band.width) + held + nulls((fresh - stop) * band.width) + ids
+            tables.append(BlockTable(band.width, ids, start))
         holding.given_tables(tuple(tables), num_units)
 
     def lengthen_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
@@ -203,16 +189,3 @@ class RequestLeases:
             for table, ids in zip(holding.tables, self.cache.layout.deal(blocks, added), strict=True):
                 table.extend(ids)
             holding.given_tables(holding.tables, num_units)
-
-    def ready_ids(self, holding: Holding, band: int, start: int, stop: int) -> array[int]:
-        """The ids of units `[start, stop)` on the path that the request leases on the device."""
-        if start >= stop:
-            return array("i")
-        return held_ids(stretches(holding.device_run, start, stop), Tier.DEVICE, band)
-
-
-def _first_fresh(band: Band, device_stop: int, hit_stop: int) -> int:
-    """The first unit behind the device hit that needs a block in `band`."""
-    if not band.number:
-        return device_stop
-    return max(device_stop, band.first_needed(hit_stop * band.unit_tokens))

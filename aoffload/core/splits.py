@@ -8,6 +8,7 @@ from .components import Component, FullComponent, brings, window_components
 from .groups import Band, Layout
 from .index import RunIndex
 from .plan import Tier
+from .presence import covered_stop
 from .records import Job, Part, Run
 from .tiers import TierBlocks
 from .tokens import max_run_units
@@ -56,11 +57,14 @@ class SplitsAndMerges:
         return front
 
     def cut(self, run: Run, at: int) -> Run:
-        """Make `run` end at unit `at`, or split it there. Returns the run that ends at `at`: a lease on it never pins
-        what is published behind `at` later."""
+        """The run that ends at unit `at` of the path of `run`, which is shortened or split there: a lease on it never
+        pins what is published behind `at` later."""
+        while run.start >= at:
+            assert run.before is not None, "not on the path"
+            run = run.before
         if run.stop == at:
             return run
-        if run.num_after or any(part.num_references or part.covered_stop > at for part in run.parts):
+        if run.num_after or any(part.num_references or covered_stop(part) > at for part in run.parts):
             return self.split(run, at)
         self.index.shorten(run, at)  # nothing is held behind `at`: a tail would be useless
         return run
@@ -145,7 +149,7 @@ class SplitsAndMerges:
                 return False
             if behind.blocks and front.blocks and behind.newer is not front:
                 return False
-            if back is not tail and component.is_end(front, behind):
+            if back is not tail and component.leaves_gap(front, behind):
                 return False
         return True
 
@@ -157,8 +161,7 @@ class SplitsAndMerges:
             self._join_parts(self.tiers[part.tier], [head.parts[number] for head in heads], part)
         self.index.absorb(tail, heads)
         for part in tail.parts:
-            if not part.blocks:
-                part.empty_at(tail.start)
+            part.begin_at(tail.start)
 
     @staticmethod
     def _join_parts(tier: TierBlocks, fronts: list[Part], part: Part) -> None:

@@ -12,8 +12,8 @@ from .groups import Band
 from .jobs import JobBook
 from .observer import Moves
 from .owners import Holding
-from .paths import Stretch, stretches
-from .plan import Direction, Tier
+from .paths import Stretch
+from .plan import Tier
 from .records import Job, Run
 
 __all__ = ["Stores", "first_stored"]
@@ -26,21 +26,24 @@ class Stores:
     cache: PrefixCache
     jobs: JobBook
     moves: Moves
+    source: Tier
+    destination: Tier
 
     def offer(self, holding: Holding | None, run: Run, first: int, stop: int, *, with_windows: bool) -> list[Job]:
-        """Store what the host lacks of the path of `run` up to unit `stop`, from unit `first` on and before it as far
-        as something is missing; `with_windows`: also what a hit near `stop` needs of window bands. `holding` is None
-        for a write-back."""
-        if not self.cache.tiers[Tier.HOST].pool.num_blocks:
+        """Store what `destination` lacks of the path of `run` up to unit `stop`, from unit `first` on and before it as
+        far as something is missing; `with_windows`: also what a hit near `stop` needs of window bands. `holding` is
+        None for a write-back."""
+        source, destination = self.source, self.destination
+        if not self.cache.tiers[destination].pool.num_blocks:
             return []
         jobs: list[Job] = []
         full = self.cache.layout.full
-        missing = self.cache.full.lacking(run, Tier.DEVICE, Tier.HOST, first, stop) if full.width else []
+        missing = self.cache.full.lacking(run, source, destination, first, stop) if full.width else []
         for over in _together(missing) if missing else ():
             jobs += self.store(holding, full, over)
         for window in self.cache.windows if with_windows else ():
             start = first_stored(window.band, self.last_end(holding, stop))
-            for over in _together(window.lacking(run, Tier.DEVICE, Tier.HOST, start, stop)):
+            for over in _together(window.lacking(run, source, destination, start, stop)):
                 jobs += self.store(holding, window.band, over)
         return jobs
 
@@ -54,23 +57,25 @@ class Stores:
     def store(
         self, holding: Holding | None, band: Band, over: list[Stretch], source_ids: array[int] | None = None
     ) -> list[Job]:
-        """Store `over`, as far as the host has room; from `source_ids`, where the blocks are an engine's."""
+        """Store `over`, as far as `destination` has room; from `source_ids`, where the blocks are an engine's."""
         # Pinned before room is made: the store must not evict the prefix before it.
-        host, end = self.cache.tiers[Tier.HOST], over[-1].run
-        pin = self.cache.lease(Tier.HOST, end, [end.stop for _ in self.cache.layout.windows])
+        there, end = self.cache.tiers[self.destination], over[-1].run
+        pin = self.cache.lease(self.destination, end, [end.stop for _ in self.cache.layout.windows])
         start, wanted = over[0].start, over[-1].stop - over[0].start
-        units = self.cache.components[band.number].fitting(start, over[-1].stop, host.room // band.width)
+        units = self.cache.components[band.number].fitting(start, over[-1].stop, there.room // band.width)
         jobs: list[Job] = []
         if units:
-            blocks = self.cache.take(Tier.HOST, len(units) * band.width)
-            run = self.cache.cut(stretches(pin.run, units.start, units.stop)[-1].run, units.stop)
+            blocks = self.cache.take(self.destination, len(units) * band.width)
+            run = self.cache.cut(pin.run, units.stop)
             if source_ids is not None:
                 source_ids = source_ids[(units.start - start) * band.width : (units.stop - start) * band.width]
             jobs = self.jobs.plan(
-                holding, Direction.STORE, run, band, units.start, units.stop, blocks, source_ids=source_ids
+                holding, self.source, self.destination, run, band, units.start, units.stop, blocks, (), source_ids
             )
         if len(units) < wanted:
-            self.moves.store_skipped(holding, (wanted - len(units)) * band.width, "host_full")
+            self.moves.store_skipped(
+                holding, (wanted - len(units)) * band.width, f"{self.destination.name.lower()}_full"
+            )
         self.cache.release(pin)
         return jobs
 
@@ -78,7 +83,7 @@ class Stores:
 def first_stored(band: Band, end: int) -> int:
     """The first unit of a window band that is stored for a hit that ends at unit `end`: with a margin, since the next
     turn of a conversation may match somewhat earlier."""
-    needed = band.first_needed(end * band.unit_tokens)
+    needed = band.first_unit(end)
     return max(0, needed - band.margin(end - needed))
 
 

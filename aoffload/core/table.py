@@ -21,13 +21,16 @@ import numpy as np
 
 from .intervals import within
 
-__all__ = ["NO_LIMIT", "BlockTable", "not_null"]
+__all__ = ["NO_LIMIT", "BlockTable", "not_null", "nulls"]
 
 
 NO_LIMIT = 2**62
 """A number of units: no limit."""
 MANY = 100
 """From this many ids on, numpy is faster than a loop that makes each id a Python int."""
+
+
+_NULL = array("i", [0])
 
 
 def _no_ids() -> array[int]:
@@ -78,13 +81,13 @@ class BlockTable:
         """Make units `[start, stop)` null. Returns the ids that were there, without nulls."""
         if start >= stop:
             return array("i")
-        return self.exchange(start, array("i", bytes(self.ids.itemsize * (stop - start) * self.width)))
-
-    def append_null(self, num_units: int) -> None:
-        self.ids.extend(array("i", bytes(self.ids.itemsize * num_units * self.width)))
+        units = slice(start * self.width, stop * self.width)
+        taken = self.ids[units]
+        self.ids[units] = _NULL * len(taken)
+        return not_null(taken)
 
     def num_null(self, start: int, stop: int) -> int:
-        return self.at(start, stop).count(0)
+        return self.ids[start * self.width : stop * self.width].count(0)
 
     def fill(self, start: int, stop: int, ids: array[int]) -> None:
         """Write `ids` into the null positions of units `[start, stop)`."""
@@ -99,9 +102,14 @@ class BlockTable:
         return found
 
 
+def nulls(count: int) -> array[int]:
+    """`count` times the null block."""
+    return _NULL * count
+
+
 def not_null(ids: array[int]) -> array[int]:
     """`ids` without the null block."""
     if len(ids) < MANY:
         return array("i", filter(None, ids)) if 0 in ids else ids
     seen = np.frombuffer(ids, np.int32)
-    return ids if seen.all() else array("i", seen[seen != 0].tobytes())
+    return ids if ids[seen.argmin()] else array("i", seen[seen != 0].tobytes())

@@ -84,13 +84,6 @@ class TierBlocks:
         pinned = self.pool.num_blocks - free - cached - quarantined
         return TierStatistics(self.pool.num_blocks, free, cached, pinned, quarantined)
 
-    def make_evictable(self, part: Part) -> None:
-        if part.last_use:
-            self.order.add_back(part)
-        else:
-            self.order.add(part)
-        self.num_cached += len(part.blocks)
-
     def make_pinned(self, part: Part) -> None:
         self.order.remove(part)
         self.num_cached -= len(part.blocks)
@@ -101,10 +94,14 @@ class TierBlocks:
             self.pool.give(part.take_tombstones())
         if not part.blocks:
             return
-        if part.run.epoch == self.epoch:
-            self.make_evictable(part)
+        if part.run.epoch != self.epoch:
+            self.pool.give(part.clear())  # a reset has made it unfindable
             return
-        self.pool.give(part.clear())  # a reset has made it unfindable
+        if part.last_use:
+            self.order.add_back(part)
+        else:
+            self.order.add(part)
+        self.num_cached += len(part.blocks)
 
     def part_changed(self, part: Part, first: int, stop: int) -> None:
         """Count and report the change: findable `part` held units `[first, stop)` of its run before."""

@@ -52,7 +52,7 @@ class TokenSequence:
         self._spans = prefix.spans
         self._unit_tokens = unit_tokens
         self._unit_bytes = unit_tokens * TOKEN_BYTES
-        self.num_prompt_tokens = self.num_tokens = prefix.num_tokens
+        self.num_prompt_tokens = self.num_tokens = len(prefix.tokens) // TOKEN_BYTES
         self.num_prompt_units = self.num_tokens // unit_tokens
         """Whole units of the prompt."""
         self._cuts = _cuts_of(prefix.spans, unit_tokens) if prefix.spans else ()

@@ -6,7 +6,7 @@ from array import array
 
 import attrs
 
-__all__ = ["Tombstone"]
+__all__ = ["Tombstone", "divided"]
 
 
 @attrs.frozen
@@ -20,3 +20,11 @@ class Tombstone:
         """One tombstone per unit."""
         count = len(self.ids) // width
         return [Tombstone(self.start + at, self.ids[at * width : (at + 1) * width]) for at in range(count)]
+
+
+def divided(
+    tombstones: tuple[Tombstone, ...], width: int, at: int
+) -> tuple[tuple[Tombstone, ...], tuple[Tombstone, ...]]:
+    """The tombstones before unit `at`, and those from it on."""
+    units = [unit for one in tombstones for unit in one.units(width)]
+    return tuple([unit for unit in units if unit.start < at]), tuple([unit for unit in units if unit.start >= at])

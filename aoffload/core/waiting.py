@@ -13,7 +13,7 @@ import attrs
 from ..errors import WrongState
 from .owners import Holding, Waiter
 
-__all__ = ["Line", "require_idle"]
+__all__ = ["Line", "is_waiting"]
 
 
 @attrs.define(eq=False)
@@ -46,7 +46,6 @@ def _ticket(waiter: Waiter) -> int:
     return waiter.holding.ticket
 
 
-def require_idle(holding: Holding, call: str) -> None:
-    """Refuse `call` while `holding` waits for room."""
-    if holding.waiter is not None:
-        raise WrongState(f"{call}: {holding} is waiting for room already")
+def is_waiting(holding: Holding, call: str) -> WrongState:
+    """The refusal of `call` while `holding` waits for room."""
+    return WrongState(f"{call}: {holding} is waiting for room already")

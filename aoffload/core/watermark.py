@@ -13,7 +13,7 @@ import attrs
 
 from .cache import PrefixCache
 from .jobs import JobBook
-from .plan import Tier
+from .presence import covered_stop
 from .records import Job, Part, Run
 from .stores import Stores
 
@@ -52,25 +52,25 @@ class EvictionWatermark:
 
     def _store(self, run: Run) -> list[Job]:
         stop = min(run.offered_stop, run.stop)
-        pin = self.cache.lease(Tier.DEVICE, run, [run.stop for _ in self.cache.layout.windows], is_use=False)
+        pin = self.cache.lease(self.stores.source, run, [run.stop for _ in self.cache.layout.windows], is_use=False)
         jobs = self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run))
         self.cache.release(pin)
         return jobs
 
     def _nothing_changed(self) -> bool:
         """True for most commits: free counts and offers unchanged."""
-        device, host = self.cache.tiers
-        room = (device.pool.num_free, device.num_cached, device.num_evicted, host.room)
-        now = (*room, self.cache.epoch, self._num_offers)
+        source, room = self.cache.tiers[self.stores.source], self.cache.tiers[self.stores.destination].room
+        counts = (source.pool.num_free, source.num_cached, source.num_evicted)
+        now = (*counts, room, self.cache.epoch, self._num_offers)
         before, self._looked_at = self._looked_at, now
         return now == before
 
     def _about_to_lose(self) -> list[Run]:
-        """Runs with blocks within the watermark that the host may lack, in eviction order."""
-        device = self.cache.tiers[Tier.DEVICE]
-        left = self.num_blocks - device.pool.num_free - self.jobs.num_stored_now()
+        """Runs with blocks within the watermark that may be missing below, in eviction order."""
+        source = self.cache.tiers[self.stores.source]
+        left = self.num_blocks - source.pool.num_free - self.jobs.num_stored_now()
         found: dict[Run, None] = {}
-        for part in device.order:
+        for part in source.order:
             if left <= 0:
                 break
             left -= len(part.blocks)
@@ -78,13 +78,12 @@ class EvictionWatermark:
                 found[part.run] = None
         return list(found)
 
-    @staticmethod
-    def _may_lack(part: Part) -> bool:
+    def _may_lack(self, part: Part) -> bool:
         run = part.run
         if run.offered_stop <= run.start:
             return False
-        if part is run.parts[Tier.DEVICE]:
-            return run.parts[Tier.HOST].covered_stop < min(part.stop, run.offered_stop)
+        if part is run.parts[self.stores.source]:
+            return covered_stop(run.parts[self.stores.destination]) < min(part.stop, run.offered_stop)
         return _is_end(run)
 
 

@@ -1,6 +1,6 @@
 """Metrics for Prometheus (extra `metrics`). docs/metrics.md lists them."""
 
-from .collector import MetricsCollector
+from .collector import LedgerCollector, MetricsCollector
 from .observer import Metrics
 
-__all__ = ["Metrics", "MetricsCollector"]
+__all__ = ["LedgerCollector", "Metrics", "MetricsCollector"]

@@ -76,8 +76,9 @@ def reason_of(reason: str) -> str:
     return head if head in REASONS else "other"
 
 
-_STAYS = ("pinned", "allocated", "loading", "draining", "requeued", "stranded", "running", "preempted")
-"""The states that a request stays in. It passes through the others within one call, which no scrape sees."""
+_STAYS = ("matched", "pinned", "allocated", "loading", "draining", "requeued", "stranded", "running", "preempted")
+"""The states that a request stays in. It passes through the others within one call, which no scrape sees. MATCHED is
+one only with `engine_blocks`: the request was told to ask again."""
 _DIRECTIONS = tuple(direction.value for direction in Direction)
 _TIERS = tuple(tier.name.lower() for tier in Tier)
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)

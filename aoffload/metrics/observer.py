@@ -1,4 +1,4 @@
-"""Counts events as they happen. Plain numbers, written and read in the event loop's thread."""
+"""Counts events as they happen. Plain numbers, written in the thread that calls the ledger."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ MAX_REPORTS = 1024
 
 
 class Metrics(RuntimeObserver):
-    """One of the `observers` of one runtime. `env` is its clock: give the runtime's, if that has one of its own."""
+    """One of the `observers` of one runtime, or of one `Ledger`. `env` has its clock: give the runtime's, if that has
+    one of its own."""
 
     def __init__(self, env: Env | None = None) -> None:
-        self._now = (Env() if env is None else env).now
+        self.now = (Env() if env is None else env).now
         self.num_admitted = 0
         self.num_preempted = 0
         self.finished: Counter[tuple[str, str]] = Counter()
@@ -40,6 +41,8 @@ class Metrics(RuntimeObserver):
         self.copy_seconds = {direction.value: Histogram(SECONDS) for direction in Direction}
         self.throughput = {direction.value: Histogram(THROUGHPUT) for direction in Direction}
         self.fence_latency = {direction.value: Histogram(SECONDS) for direction in Direction}
+        self.is_cache_off = False
+        """Whether a `CopyQueue` has turned the cache off."""
         self._since: dict[Holding, float] = {}
         """When each live request entered its state."""
         self._ready: dict[Holding, int] = {}
@@ -51,7 +54,7 @@ class Metrics(RuntimeObserver):
     # -- requests -------------------------------------------------------------------------------------------------
 
     def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
-        now, state = self._now(), holding.state
+        now, state = self.now(), holding.state
         since = self._since.get(holding)
         if old is _S.QUEUED:
             self.num_admitted += 1
@@ -72,7 +75,7 @@ class Metrics(RuntimeObserver):
     def _count_ready(self, holding: Holding) -> None:
         """Count what it need not compute: hits that are ready after the load. Other ready tokens are a fork's copy."""
         ready, match = holding.num_computed_tokens, holding.match
-        on_device = min(ready, match.num_device_tokens)
+        on_device = min(ready, max(match.num_device_tokens, holding.engine_tokens))  # an engine's hit needs no unit
         self.tokens["device_hit"] += on_device
         self.tokens["host_hit"] += min(ready - on_device, match.num_host_tokens)
         self._ready[holding] = ready
@@ -104,7 +107,7 @@ class Metrics(RuntimeObserver):
 
     def completion_delivered(self, completion: Completion) -> None:
         """In the copy thread."""
-        self._reports.append((completion.job_id, self._now()))
+        self._reports.append((completion.job_id, self.now()))
 
     def _count_latency(self, direction: str, job_id: int) -> None:
         while self._reports:
@@ -112,9 +115,12 @@ class Metrics(RuntimeObserver):
             self._reported.setdefault(reported_id, at)
         reported_s = self._reported.pop(job_id, None)
         if reported_s is not None:
-            self.fence_latency[direction].add(self._now() - reported_s)
+            self.fence_latency[direction].add(self.now() - reported_s)
         while len(self._reported) > MAX_REPORTS:
             del self._reported[next(iter(self._reported))]
+
+    def cache_turned_off(self, reason: str) -> None:
+        self.is_cache_off = True
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
         self.skipped_blocks[reason if reason in ("host_full", "in_flight") else "other"] += num_blocks

@@ -1,21 +1,26 @@
-"""A snapshot of a runtime between two of its calls: its counters and its present state."""
+"""A snapshot of a runtime, or of a ledger without one, between two calls: its counters and its present state."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from aoffload import OffloadRuntime, Tier
-from aoffload.ledger import TierStatistics
+from aoffload import Ledger, Tier
+from aoffload.core.tiers import TierBlocks
+from aoffload.ledger import LedgerLog, LedgerStatistics, Observers, TierStatistics
+from aoffload.observers import each_observer
 
 from .families import LABEL_VALUES
 from .histogram import Histogram
 from .observer import Metrics
 
-__all__ = ["Sample", "Snapshot", "take_snapshot"]
+if TYPE_CHECKING:  # it needs torch, and a ledger does not
+    from aoffload import OffloadRuntime
+
+__all__ = ["Sample", "Snapshot", "is_told", "snapshot_of_ledger", "snapshot_of_runtime"]
 
 Values: TypeAlias = "float | Histogram"
 
@@ -29,15 +34,48 @@ class Sample:
 @attrs.frozen
 class Snapshot:
     at: float
-    """Time of the snapshot, by the runtime's clock."""
+    """Time of the snapshot, by the clock of the runtime, or of the metrics."""
     samples: Mapping[str, list[Sample]]
     """By the name of the metric."""
 
 
-def take_snapshot(runtime: OffloadRuntime, metrics: Metrics) -> Snapshot:
+def snapshot_of_runtime(runtime: OffloadRuntime, metrics: Metrics) -> Snapshot:
     """Read all values. In the event loop's thread, between two calls of the runtime."""
-    samples = {name: list(found) for name, found in (*_counted(metrics), *_standing(runtime))}
-    return Snapshot(runtime.env.now(), samples)
+    found = runtime.statistics()
+    verified = {"right": found.transfers.blocks_verified, "corrupt": found.transfers.blocks_corrupt}
+    return _snapshot(
+        runtime.env.now(),
+        _counted(metrics),
+        _standing(runtime.ledger, found),
+        [
+            ("aoffload_block_bytes", _one(runtime.transport.block_bytes)),
+            ("aoffload_cache_off", _one(bool(found.off_reason))),
+            ("aoffload_room_wait_seconds", [Sample((), metrics.room_wait.copy())]),
+            ("aoffload_verified_blocks_total", _each("aoffload_verified_blocks_total", "result", verified)),
+        ],
+    )
+
+
+def snapshot_of_ledger(ledger: Ledger, metrics: Metrics) -> Snapshot:
+    """Read all values that a ledger without a runtime has. Between two calls of the ledger."""
+    return _snapshot(
+        metrics.now(),
+        _counted(metrics),
+        _standing(ledger, ledger.statistics()),
+        [
+            ("aoffload_block_bytes", _one(ledger._block_bytes)),
+            ("aoffload_cache_off", _one(metrics.is_cache_off)),
+        ],
+    )
+
+
+def is_told(metrics: Metrics, ledger: Ledger) -> bool:
+    """Whether `metrics` is among the observers of `ledger`."""
+    return any(one is metrics for one in each_observer(ledger._moves.observer))
+
+
+def _snapshot(at: float, *parts: Iterable[tuple[str, Iterable[Sample]]]) -> Snapshot:
+    return Snapshot(at, {name: list(found) for part in parts for name, found in part})
 
 
 def _counted(metrics: Metrics) -> Iterator[tuple[str, Iterable[Sample]]]:
@@ -50,36 +88,34 @@ def _counted(metrics: Metrics) -> Iterator[tuple[str, Iterable[Sample]]]:
     yield "aoffload_copied_bytes_total", _by_direction("aoffload_copied_bytes_total", metrics.copied_bytes)
     skipped = "aoffload_skipped_store_blocks_total"
     yield skipped, _each(skipped, "reason", metrics.skipped_blocks)
-    yield "aoffload_room_wait_seconds", [Sample((), metrics.room_wait.copy())]
     yield "aoffload_request_seconds", _copies(metrics.state_seconds)
     yield "aoffload_copy_seconds", _copies(metrics.copy_seconds)
     yield "aoffload_copy_throughput_bytes_per_second", _copies(metrics.throughput)
     yield "aoffload_fence_latency_seconds", _copies(metrics.fence_latency)
 
 
-def _standing(runtime: OffloadRuntime) -> Iterator[tuple[str, Iterable[Sample]]]:
-    """The present state of the runtime."""
-    ledger, found = runtime.ledger, runtime.statistics()
+def _standing(ledger: Ledger, found: LedgerStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:
+    """The present state of the ledger, and what its observers have lost."""
     live = Counter(holding.state.value for holding in ledger.holdings.values())
     yield "aoffload_requests", _each("aoffload_requests", "state", live)
     yield "aoffload_requests_waiting", _one(found.num_waiting)
     by_tier = {Tier.DEVICE: found.device, Tier.HOST: found.host}
-    yield "aoffload_blocks", _occupancy(by_tier)
-    yield "aoffload_pool_blocks", [Sample((tier.name.lower(),), one.num_blocks) for tier, one in by_tier.items()]
-    yield "aoffload_block_bytes", _one(runtime.transport.block_bytes)
-    evicted = [Sample((tier.tier.name.lower(),), tier.num_evicted) for tier in ledger.cache.tiers]
-    yield "aoffload_evicted_blocks_total", evicted
+    yield "aoffload_blocks", [sample for tier in ledger.cache.tiers for sample in _occupancy(tier, by_tier[tier.tier])]
+    ours = [tier for tier in ledger.cache.tiers if not tier.is_outside]  # of an engine's pool we know nothing
+    pools = [Sample((tier.tier.name.lower(),), by_tier[tier.tier].num_blocks) for tier in ours]
+    yield "aoffload_pool_blocks", pools
+    yield "aoffload_evicted_blocks_total", [Sample((tier.tier.name.lower(),), tier.num_evicted) for tier in ours]
     yield "aoffload_pins", _one(found.num_pins)
     jobs = Counter(job.state.value for job in ledger.jobs.unsettled.values())
     jobs["quarantined"] = len(ledger.jobs.quarantined)
     yield "aoffload_jobs", _each("aoffload_jobs", "state", jobs)
     yield "aoffload_late_completions_total", _one(found.num_late_completions)
-    verified = {"right": found.transfers.blocks_verified, "corrupt": found.transfers.blocks_corrupt}
-    yield "aoffload_verified_blocks_total", _each("aoffload_verified_blocks_total", "result", verified)
-    yield "aoffload_cache_off", _one(bool(found.off_reason))
     yield "aoffload_loads_paused", _one(found.loads_paused)
-    yield "aoffload_lost_log_events_total", _one(runtime.telemetry.num_lost_events)
-    yield "aoffload_observer_failures_total", _one(runtime.observers.num_failures)
+    told = list(each_observer(ledger._moves.observer))
+    num_lost = sum(one.num_lost_events for one in told if isinstance(one, LedgerLog))
+    yield "aoffload_lost_log_events_total", _one(num_lost)
+    num_failures = sum(one.num_failures for one in told if isinstance(one, Observers))
+    yield "aoffload_observer_failures_total", _one(num_failures)
 
 
 def _one(value: float) -> list[Sample]:
@@ -103,10 +139,9 @@ def _finished(metrics: Metrics) -> list[Sample]:
     return [Sample(key, metrics.finished[key]) for key in keys]
 
 
-def _occupancy(by_tier: Mapping[Tier, TierStatistics]) -> Iterator[Sample]:
-    for tier, found in by_tier.items():
-        for state in LABEL_VALUES["aoffload_blocks", "state"]:
-            yield Sample((tier.name.lower(), state), getattr(found, f"num_{state}"))
+def _occupancy(tier: TierBlocks, found: TierStatistics) -> Iterator[Sample]:
+    for state in ("pinned", "quarantined") if tier.is_outside else LABEL_VALUES["aoffload_blocks", "state"]:
+        yield Sample((tier.tier.name.lower(), state), getattr(found, f"num_{state}"))
 
 
 def _copies(histograms: Mapping[str, Histogram]) -> list[Sample]:

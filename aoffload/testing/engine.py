@@ -9,7 +9,7 @@ import attrs
 
 from ..core.groups import ChunkedLocal, SlidingWindow
 from ..core.kinds import AttentionKind
-from ..core.records import NoIndex
+from ..core.records import NoEpoch
 from ..request import Request
 from ..runtime import OffloadRuntime
 from .asks import Ask
@@ -217,7 +217,7 @@ class TagEngine:
 def _is_doomed(request: Request) -> bool:
     """Whether what `request` reads was invalidated, and it is being cancelled, for that or for an earlier reason."""
     holding = request._holding
-    return bool(request._cancel_reason) and holding is not None and holding.epoch is NoIndex.INVALIDATED
+    return bool(request._cancel_reason) and holding is not None and holding.epoch is NoEpoch.INVALIDATED
 
 
 def first_read(kind: AttentionKind, token: int) -> int:

@@ -17,7 +17,7 @@ from ..config import OffloadConfig
 from ..core.groups import FullAttention, KVCacheGroup
 from ..core.kinds import AttentionKind
 from ..core.plan import Tier
-from ..core.records import NoIndex
+from ..core.records import NoEpoch
 from ..observers import RuntimeObserver
 from ..runtime import OffloadRuntime
 from ..transfer.ranks.rank import LocalRank
@@ -138,7 +138,7 @@ class Simulation:
             on_stream = rank.stream if tier.tier is Tier.DEVICE else None
             tier.pool = OwnedPool(tier.pool, memory, _poison(memory, on_stream))
         unsettled = runtime.ledger.jobs.unsettled
-        rank.is_doomed = lambda job_id: job_id not in unsettled or unsettled[job_id].epoch is NoIndex.INVALIDATED
+        rank.is_doomed = lambda job_id: job_id not in unsettled or unsettled[job_id].epoch is NoEpoch.INVALIDATED
 
     def spawn(self, name: str, function: Callable[[Client], Awaitable[None]]) -> Client:
         """A client in a task of its own; it can be cancelled without harm to any other."""

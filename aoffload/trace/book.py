@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import attrs
 
+from ..core.answer import Answer
 from ..core.lifecycle import REQUEST_MOVES, CacheTransferState, JobState, PinState, RequestState
 from ..core.plan import Direction
 from .events import Event, FieldError, Kind
@@ -28,6 +29,8 @@ _LAST_STATES = {
     *(state.value for state in (CacheTransferState.DONE, CacheTransferState.CANCELLED)),
 }
 _PREEMPTED, _MATCHED = RequestState.PREEMPTED.value, RequestState.MATCHED.value
+_MATCHED_AGAIN = {state.value for state, targets in REQUEST_MOVES.items() if RequestState.MATCHED in targets}
+_PENDING = Answer.PENDING.value
 _LAUNCHED, _DISCARDED = JobState.LAUNCHED.value, JobState.DISCARDED.value
 _FIRST_STATES = {_MATCHED, CacheTransferState.MOVING.value, PinState.HELD.value}
 _OWNERS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION)
@@ -64,13 +67,15 @@ class TimelineBook:
         # All fields are read: from here on no `FieldError` is raised.
         key = (runtime.number, kind, name)
         timeline = self._timelines.get(key)
-        if timeline is not None and state == _MATCHED and timeline.states[-1] != _PREEMPTED:
+        if timeline is not None and state == _MATCHED and timeline.states[-1] not in _MATCHED_AGAIN:
             self._give_up(key)  # the log lacks its end, or the id was used twice
             timeline = None
         timeline = timeline or self._begin(key, event, runtime, previous)
         timeline.states.append(state)
         timeline.times_s.append(runtime.last_s)
         timeline.facts |= facts
+        if event.fields.get("answer") == _PENDING:
+            timeline.facts["num_pending"] = timeline.facts.get("num_pending", 0) + 1
         self._hold(timeline, state)
         if state in _LAST_STATES:
             timeline.outcome, timeline.reason = state, plain(reason)

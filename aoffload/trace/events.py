@@ -61,7 +61,8 @@ def _meanings() -> dict[str, Meaning]:
     found |= {f"load_overlap_{state.value}": Meaning(Kind.EARLY_START, state.value) for state in OverlapState}
     for kind in (Kind.PREFETCH, Kind.DEMOTION):
         found |= {f"{kind.value}_{state.value}": Meaning(kind, state.value) for state in CacheTransferState}
-    found |= {f"runtime_{state}": Meaning(Kind.RUNTIME, state) for state in ("opened", "closed")}
+    for face in ("runtime", "ledger"):
+        found |= {f"{face}_{state}": Meaning(Kind.RUNTIME, state) for state in ("opened", "closed")}
     alarms = (
         "transport_stalled", "transport_recovered", "transport_failed", "worker_failed", "cache_turned_off",
         "loads_paused", "loads_resumed",

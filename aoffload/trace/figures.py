@@ -50,6 +50,8 @@ class Figures(Listener):
     outcomes: dict[Kind, Tally] = attrs.field(factory=dict)
     in_state: dict[str, Durations] = attrs.field(factory=dict)
     """Durations of requests by state; a state that is entered twice counts twice."""
+    num_pending: int = 0
+    """Matches that were answered with pending."""
     until_running: Durations = attrs.field(factory=Durations)
     """Durations from the match until the request runs for the first time."""
     in_all: Durations = attrs.field(factory=Durations)
@@ -100,6 +102,7 @@ class Figures(Listener):
         for interval in timeline.intervals():
             self.in_state.setdefault(interval.state, Durations()).add(interval.duration_s)
         self.in_all.add(timeline.duration_s)
+        self.num_pending += timeline.facts.get("num_pending", 0)
         if "running" in timeline.states:
             self.until_running.add(timeline.times_s[timeline.states.index("running")] - timeline.start_s)
         if "num_blocks" in timeline.facts:

@@ -17,7 +17,8 @@ DERIVED = (
     "Derived, since no event carries the counts of a pool. Device: blocks in the tables of requests and prefetches, "
     "as many as each was given at its start. What several share counts once for each of them, so the sum may be larger "
     "than the pool; what decoding adds is not in it. Host: blocks that landed stores have filled, at most the pool; "
-    "what was dropped since then is not known."
+    "what was dropped since then is not known. Of device blocks that are an engine's own, only those that are being "
+    "loaded are known."
 )
 MEASURES = ("tables", "loading", "stored", "storing")
 

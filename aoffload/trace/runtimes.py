@@ -1,4 +1,7 @@
-"""Which runtime wrote an event: one log may have several, one after the other or side by side."""
+"""Which runtime wrote an event: one log may have several, one after the other or side by side.
+
+A ledger that a program drives without a runtime is one of them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Bound = tuple[tuple[str, str], ...]
 
 @attrs.define(eq=False)
 class RuntimeLife:
-    """One runtime from `runtime_opened` to `runtime_closed`."""
+    """One runtime from `runtime_opened` to `runtime_closed`; or one ledger, from `ledger_opened` to `ledger_closed`."""
 
     number: int
     name: str
@@ -27,7 +30,7 @@ class RuntimeLife:
     opened_s: float
     num_device_blocks: int = 0
     num_host_blocks: int = 0
-    """Zero where the log does not say."""
+    """Zero where the log does not say. Device blocks are zero, too, where they are an engine's own."""
     was_opened: bool = False
     """Whether the log has its beginning."""
     closed_s: float | None = None
@@ -35,16 +38,15 @@ class RuntimeLife:
     """The time of its latest event."""
 
     def is_called(self, name: str) -> bool:
-        """Whether `name` is its name, with or without "runtime", or its number."""
-        return name in (self.name, self.name.removeprefix("runtime "), str(self.number))
+        """Whether `name` is its name, with or without "runtime" or "ledger", or its number."""
+        return name in (self.name, self.name.partition(" ")[2], str(self.number))
 
     def title(self) -> str:
         """Its name and the sizes of its pools."""
         if not self.was_opened:
             return f"{self.name} (opened before the log begins)"
-        return (
-            f"{self.name} ({counted(self.num_device_blocks, 'device block')}, {self.num_host_blocks:,} in host memory)"
-        )
+        device = counted(self.num_device_blocks, "device block") if self.num_device_blocks else "device of its engine"
+        return f"{self.name} ({device}, {self.num_host_blocks:,} in host memory)"
 
     def describe(self) -> str:
         """Its title, and whether it was closed. After the whole log was read."""
@@ -75,9 +77,8 @@ class Runtimes:
         bound = self._bound(event)
         replaced = self._open.pop(bound, None)
         self.num_reopened += replaced is not None
-        life = self._add(
-            event, plain(", ".join(f"{name} {value}" if value.isdigit() else value for name, value in bound))
-        )
+        name = plain(", ".join(f"{name} {value}" if value.isdigit() else value for name, value in bound))
+        life = self._add(event, name, event.name.removesuffix("_opened"))
         life.num_device_blocks, life.num_host_blocks = sizes
         life.was_opened = True
         self._open[bound] = life
@@ -109,12 +110,12 @@ class Runtimes:
             return next(reversed(self._open.values()))
         if self.lives:
             return self.lives[-1]  # an event after it was closed
-        life = self._add(event, "")
+        life = self._add(event, "", "runtime")
         self._open[self._bound(event)] = life
         return life
 
-    def _add(self, event: Event, name: str) -> RuntimeLife:
+    def _add(self, event: Event, name: str, face: str) -> RuntimeLife:
         number = len(self.lives) + 1
-        life = RuntimeLife(number, f"runtime {name or number}", event.at_s, last_s=event.at_s)
+        life = RuntimeLife(number, f"{face} {name or number}", event.at_s, last_s=event.at_s)
         self.lives.append(life)
         return life

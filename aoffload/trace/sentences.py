@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ..core.answer import Answer
 from .events import Event
 from .wording import counted, duration, plain, size
 
@@ -29,7 +30,10 @@ def sentence(event: Event) -> str:
 
 
 def _matched(event: Event) -> str:
-    return f"looked up {counted(event.count('num_tokens'), 'prompt token')}: {_match(event)}"
+    found = _match(event)
+    if event.fields.get("answer") == Answer.PENDING.value:
+        found = f"{event.count('num_device_tokens'):,} on the device; another request loads what follows: asks again"
+    return f"looked up {counted(event.count('num_tokens'), 'prompt token')}: {found}"
 
 
 def _match(event: Event) -> str:
@@ -40,12 +44,16 @@ def _match(event: Event) -> str:
 
 
 def _allocated(event: Event) -> str:
-    return f"was given {counted(event.count('num_blocks'), 'block')}; matched in that step: {_match(event)}"
+    num_blocks = event.count("num_blocks")
+    given = counted(num_blocks, "block") if num_blocks else "blocks of its engine"
+    return f"was given {given}; matched in that step: {_match(event)}"
 
 
 def _running(event: Event) -> str:
     ready = event.count("num_ready_tokens")
-    return f"computes from token {ready:,} on" if ready else "computes from its first token on"
+    start = f"computes from token {ready:,} on" if ready else "computes from its first token on"
+    lost = event.count("num_lost_tokens") if "num_lost_tokens" in event.fields else 0
+    return f"{start}: its load has not brought {counted(lost, 'token')}" if lost else start
 
 
 def _done(event: Event) -> str:

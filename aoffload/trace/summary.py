@@ -20,6 +20,7 @@ MAX_RUNTIMES = 8
 MAX_REASONS = 10
 _PLURALS = {Kind.PREFETCH: "prefetches"}
 STATES = {
+    RequestState.MATCHED.value: "told to ask again",
     RequestState.PINNED.value: "waits for room",
     RequestState.ALLOCATED.value: "has blocks, does not load yet",
     RequestState.LOADING.value: "waits for copies",
@@ -29,7 +30,7 @@ STATES = {
     RequestState.RUNNING.value: "computes",
     RequestState.PREEMPTED.value: "gave its blocks away",
 }
-"""What a request does in a state. MATCHED is left out: it lasts for part of a step."""
+"""What a request does in a state. MATCHED lasts for part of a step only, unless it is told to ask again."""
 
 
 def summary(scan: Scan, figures: Figures) -> Iterator[str]:
@@ -81,7 +82,7 @@ def _states(figures: Figures) -> list[str]:
     whole = figures.in_all
     for state, meaning in STATES.items():
         found = figures.in_state.get(state)
-        if found is not None:
+        if found is not None and (state != RequestState.MATCHED.value or figures.num_pending):
             rows.append([f"  {state}", meaning, *_percentiles(found), share(found.total_s, whole.total_s)])
     if figures.until_running.num:
         rows.append(["  until it computes", "from its match on", *_percentiles(figures.until_running), ""])

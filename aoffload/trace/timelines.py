@@ -20,9 +20,12 @@ FACTS = (
     "num_host_tokens",
     "num_blocks",
     "num_ready_tokens",
+    "num_lost_tokens",
     "num_computed_tokens",
+    "num_pending",
 )
-"""Counts that events carry. The last event that has one counts: a request is matched again when its turn comes."""
+"""Counts that events carry. The last event that has one counts: a request is matched again when its turn comes. Except
+for `num_pending`: how many matches were answered with pending."""
 
 
 @attrs.frozen

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import attrs
 
-__all__ = ["PASSED", "Fence", "PassedFence"]
+__all__ = ["ORDERED", "PASSED", "Fence", "PassedFence"]
 
 
 @runtime_checkable
@@ -34,3 +34,6 @@ class PassedFence:
 
 
 PASSED = PassedFence()
+ORDERED = PassedFence()
+"""Given as `after=`: the engine's own streams order the copy behind all that touches its blocks, so nothing is recorded
+for it. Right only where the engine frees blocks behind its streams and hands none out before."""

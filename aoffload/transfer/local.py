@@ -17,7 +17,7 @@ from .backends.base import CopyBackend
 from .backends.cpu import CpuBackend
 from .backends.cuda import CudaBackend
 from .checksums import BlockChecksums
-from .fence import Fence
+from .fence import ORDERED, Fence
 from .lane import CopyLane, LaneCounts
 from .loss import DeviceLoss
 from .region import KVRegion, regions_of
@@ -169,6 +169,8 @@ class LocalTransport:
     def _fences(self, direction: Direction, after: Fence | None) -> tuple[Fence, ...]:
         """The fences to wait for. A load overwrites blocks that compute may still read, and a store without `after`
         reads blocks that it may still write, so both wait for all compute so far, too."""
+        if after is ORDERED:
+            return ()
         given = () if after is None else (after,)
         if direction is Direction.LOAD or not given:
             return (*given, self.record_fence())

@@ -102,7 +102,7 @@ class Transport(Protocol):
         """Start copying once `after` has passed. `TransferRefused`: nothing was started, and no completion follows.
 
         A load, and a store without `after`, also wait for all compute on the caller's stream so far: it may still read
-        the load's destination, or write the store's source.
+        the load's destination, or write the store's source. `ORDERED` as `after`: the caller's streams see to that.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -146,6 +147,12 @@ def settled_job_awaited(busy: Busy) -> None:
     busy.ledger.jobs.unsettled[busy.store.job_id].completion = object()  # type: ignore[assignment]
 
 
+def earlier_job_reaches_further(busy: Busy) -> None:
+    job = busy.ledger.jobs.unsettled[busy.store.job_id]
+    shorter = dataclasses.replace(job, stop=job.stop - 1, predecessor=job)
+    job.run.parts[Tier.HOST].awaits(shorter)
+
+
 def pins_behind_the_head(busy: Busy) -> None:
     last = busy.waiters[-1].holding
     last.leases[Tier.HOST] = busy.ledger.cache.lease(Tier.HOST, busy.run_with(Tier.HOST, pinned=False))
@@ -178,6 +185,7 @@ LAWS: list[tuple[Callable[[Busy], None], str]] = [
     (wrong_table, "a table does not name its leased blocks"),
     (released_lease, "a released lease is still held"),
     (settled_job_awaited, "a settled job is still awaited"),
+    (earlier_job_reaches_further, "an earlier job brings more than the last one"),
     (pins_behind_the_head, "somebody behind the head keeps pins"),
     (waiter_out_of_place, "a waiter out of place"),
 ]

@@ -10,7 +10,7 @@ from driving import Driven, prompt
 
 from aoffload.core.plan import Completion, Outcome
 
-MOST_CALLS = 220
+MOST_CALLS = 180
 """Calls of Python functions of this package that a request may make which loads 64 blocks and computes one token."""
 
 

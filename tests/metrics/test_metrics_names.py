@@ -143,7 +143,7 @@ def test_the_page_lists_every_metric_and_no_other() -> None:
 @pytest.mark.anyio
 async def test_the_program_of_the_page_runs() -> None:
     """It serves the metrics over HTTP for as long as the runtime is open."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    code, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert "9464" in code and "    ...  # your engine\n" in code
     code = code.replace("9464", "0").replace("...  # your engine", "await engine(server.server_port)")
     found: list[str] = []
@@ -227,5 +227,5 @@ def test_the_dashboard_can_be_loaded() -> None:
 
 def test_every_state_that_lasts_is_shown() -> None:
     """Each state but those within one call and the final ones has its series."""
-    hidden = {RequestState.QUEUED, RequestState.MATCHED, RequestState.DONE, RequestState.ABORTED}
+    hidden = {RequestState.QUEUED, RequestState.DONE, RequestState.ABORTED}
     assert set(LABEL_VALUES["aoffload_requests", "state"]) == {s.value for s in RequestState if s not in hidden}

@@ -132,7 +132,7 @@ async def test_what_goes_wrong_in_a_scrape_stays_there(monkeypatch: pytest.Monke
         def fail(*args: object) -> None:
             raise OSError("no statistics today")
 
-        monkeypatch.setattr(collector, "take_snapshot", fail)
+        monkeypatch.setattr(collector, "snapshot_of_runtime", fail)
         with pytest.raises(OSError, match="no statistics"):
             await anyio.to_thread.run_sync(found.scrape)
         monkeypatch.undo()

@@ -96,7 +96,7 @@ async def test_requests_for_one_prompt_load_it_once() -> None:
         engine.transport.auto = True
         await engine.stored(A)
         engine.transport.auto = False
-        ready: list[int] = []
+        began, ready = anyio.current_time(), list[int]()
         async with anyio.create_task_group() as group:
             for _ in range(6):
                 group.start_soon(serve_into, engine, A, ready)
@@ -106,6 +106,7 @@ async def test_requests_for_one_prompt_load_it_once() -> None:
             engine.transport.land_all()
         assert ready == [16] * 6 and loads(engine) == [4]
         assert engine.num_pending == 10, "each asked once when it was woken"
+        assert anyio.current_time() == began, "nobody waited for a time-out"
         await engine.assert_at_rest()
 
 

@@ -16,7 +16,7 @@ from aoffload.core.plan import Outcome, Tier, TransferPlan
 from aoffload.env import Env
 from aoffload.errors import RegionError, TransferRefused, WrongState
 from aoffload.transfer.backends.cpu import CpuBackend
-from aoffload.transfer.fence import PASSED, Fence
+from aoffload.transfer.fence import ORDERED, PASSED, Fence
 from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.transport import Transport
 
@@ -189,3 +189,28 @@ def test_what_cannot_be_opened_leaves_nothing_open() -> None:
         transport.open(4, verify=False, deliver=lambda completion: None, env=OneThread())
     assert not threads[0].is_alive()
     assert isinstance(transport.backend, Remembers) and transport.backend.is_closed
+
+
+class RecordingBackend(CpuBackend):
+    """Counts the fences that it records."""
+
+    num_fences = 0
+
+    def record_fence(self) -> Fence:
+        self.num_fences += 1
+        return super().record_fence()
+
+
+def test_what_the_engine_orders_itself_is_not_ordered_again(open_copies: Callable[..., Copies]) -> None:
+    """`ORDERED` launches without a fence of ours; without it a load records one, whatever it is given beside."""
+    copies = open_copies(numbered_pool(), 4, RecordingBackend)
+    backend = copies.transport.backend
+    assert isinstance(backend, RecordingBackend)
+    copies.launch_store([1], [0], after=ORDERED)
+    copies.launch_load([0], [2], after=ORDERED)
+    assert [copies.next().outcome, copies.next().outcome] == [Outcome.LANDED] * 2
+    assert backend.num_fences == 0
+    copies.launch_load([0], [2], after=PASSED)
+    copies.launch_store([1], [0])
+    assert [copies.next().outcome, copies.next().outcome] == [Outcome.LANDED] * 2
+    assert backend.num_fences == 2

@@ -6,7 +6,7 @@ from ...core.ledger import Ledger
 from ...core.lifecycle import RequestState
 from ...core.owners import Holding
 from ...core.plan import Tier
-from ...core.records import Job, NoIndex, Part
+from ...core.records import Job, NoEpoch, Part
 from ..violations import Violation
 from .ledger_state import Forward, LedgerState
 from .program import Call
@@ -85,7 +85,7 @@ class Laws:
         for job in self._ledger.jobs.unsettled.values():
             if (
                 job.plan.source is Tier.DEVICE
-                and job.epoch is not NoIndex.INVALIDATED
+                and job.epoch is not NoEpoch.INVALIDATED
                 and not free.isdisjoint(job.plan.source_ids)
             ):
                 raise Violation("a job's blocks", f"{job} reads blocks that are free")

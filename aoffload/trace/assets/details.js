@@ -6,7 +6,9 @@ const FACT_NAMES = {
   num_host_tokens: "of them in host memory",
   num_blocks: "blocks given",
   num_ready_tokens: "tokens ready when it began to compute",
+  num_lost_tokens: "tokens not brought by a load",
   num_computed_tokens: "tokens committed",
+  num_pending: "times told to ask again",
 };
 const MOST_JOBS = 200;
 

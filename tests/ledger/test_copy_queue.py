@@ -1,0 +1,271 @@
+"""The copy queue by itself: a ledger, a transport that does what the test says, and a clock that the test sets."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import attrs
+import pytest
+
+from aoffload import IntegrityError, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, RequestState, Tier
+from aoffload.ledger import Completion, CopyQueue, Holding, Outcome, Prefix, Root, TransferPlan
+from aoffload.transport import DeviceGone, Fence, TransferRefused
+
+BLOCK, BLOCK_BYTES = 4, 100
+
+
+@attrs.define(eq=False)
+class Copies:
+    """Keeps what is launched; `raises` is what the next launch raises."""
+
+    launched: list[TransferPlan] = attrs.field(factory=list)
+    raises: Exception | None = None
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        if self.raises is not None:
+            error, self.raises = self.raises, None
+            raise error
+        self.launched.append(plan)
+
+    def directions(self) -> str:
+        return " ".join(plan.direction.value for plan in self.launched)
+
+
+@attrs.define(eq=False)
+class Told:
+    events: list[str] = attrs.field(factory=list)
+
+    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
+        self.events.append(f"{source.name} to {destination.name}: {num_jobs} late")
+
+    def transport_recovered(self, source: Tier, destination: Tier) -> None:
+        self.events.append(f"{source.name} to {destination.name}: again")
+
+    def worker_failed(self, error: BaseException) -> None:
+        self.events.append(f"bug: {error}")
+
+    def cache_turned_off(self, reason: str) -> None:
+        self.events.append(f"off: {reason}")
+
+
+class Loop:
+    """A ledger with its queue; `now` is the time."""
+
+    def __init__(self, **options: Any) -> None:
+        options = {"max_job_bytes": 2 * BLOCK_BYTES, "transfer_timeout_s": 10, **options}
+        config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=40, **options)
+        self.ledger, self.copies, self.told, self.now = (
+            Ledger(config, 40, block_bytes=BLOCK_BYTES),
+            Copies(),
+            Told(),
+            0.0,
+        )
+        self.queue = CopyQueue(
+            self.ledger, self.copies, config, clock=lambda: self.now, block_bytes=BLOCK_BYTES, observer=self.told
+        )
+
+    def store(self, seed: int, num_blocks: int = 2) -> None:
+        """A request that computes its prompt and ends; its blocks are to be stored."""
+        holding = self.ledger.admit(prompt(seed, num_blocks))
+        self.ledger.allocate_nowait(holding)
+        self.queue.submit(self.ledger.plan_load(holding))
+        self.queue.submit(self.ledger.commit(holding, num_blocks * BLOCK + 1))
+        self.queue.submit(self.ledger.release(holding))
+
+    def load(self, seed: int, num_blocks: int = 2) -> Holding:
+        """A request whose prompt the host holds."""
+        holding = self.ledger.admit(prompt(seed, num_blocks))
+        assert holding.match.num_host_tokens == num_blocks * BLOCK
+        self.ledger.allocate_nowait(holding)
+        self.queue.submit(self.ledger.plan_load(holding))
+        return holding
+
+    def host(self, *seeds: int) -> None:
+        """Store these prompts and drop them from the device."""
+        for seed in seeds:
+            self.store(seed)
+            self.land()
+        self.ledger.reset(Tier.DEVICE)
+        self.copies.launched.clear()
+
+    def land(self, *job_ids: int, outcome: Outcome = Outcome.LANDED) -> None:
+        """Report these jobs, by default all that are launched."""
+        for plan in self.copies.launched:
+            if not job_ids or plan.job_id in job_ids:
+                num_landed = plan.num_blocks if outcome is Outcome.LANDED else 0
+                self.queue.deliver(Completion(plan.job_id, outcome, num_landed))
+        self.queue.advance()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.queue.advance()
+
+
+def prompt(seed: int, num_blocks: int) -> Prefix:
+    first = seed * 1000
+    return Prefix.of(Root("toy"), range(first, first + num_blocks * BLOCK + 1))
+
+
+def test_each_hop_has_bounds_of_its_own() -> None:
+    """Stores that fill their bound leave all of the loads' bound to loads; what did not fit follows as room comes."""
+    loop = Loop(max_jobs_in_flight=1)
+    loop.host(1, 2)
+    loop.store(3)
+    loop.store(4)
+    loads = [loop.load(1), loop.load(2)]
+    assert loop.copies.directions() == "store load"
+    assert repr(loop.queue) == "<CopyQueue on, 2 queued, 2 in flight>"
+    loop.land()
+    assert loop.copies.directions() == "store load load store"  # of what may go now, loads first
+    loop.land()
+    assert [holding.state for holding in loads] == [RequestState.RUNNING] * 2
+    assert (loop.queue.num_in_flight, loop.queue.num_bytes_in_flight, loop.queue.oldest_job) == (0, 0, math.inf)
+
+
+def test_bytes_are_bounded_and_a_larger_job_goes_alone() -> None:
+    """At most `max_bytes_in_flight` of a hop; one job that is larger is not kept for ever."""
+    loop = Loop(max_bytes_in_flight=2 * BLOCK_BYTES, max_jobs_in_flight=9)
+    loop.store(1)
+    loop.store(2)
+    assert loop.queue.num_bytes_in_flight == 2 * BLOCK_BYTES
+    small = Loop(max_bytes_in_flight=1)
+    small.store(1, num_blocks=1)
+    assert small.queue.num_bytes_in_flight == BLOCK_BYTES
+
+
+def test_a_late_copy_is_given_up_and_nothing_is_launched_behind_it() -> None:
+    """After its time, by the clock given: its load is a miss, its destination is quarantined, later loads are misses at
+    once, stores go on; its late report ends all that."""
+    loop = Loop()
+    loop.host(1, 2)
+    late = loop.load(1)
+    (plan,) = loop.copies.launched
+    assert loop.queue.next_deadline == 10
+    loop.pass_time(9.9)
+    assert late.state is RequestState.LOADING
+    loop.pass_time(0.2)
+    assert (late.state, late.num_computed_tokens) == (RequestState.RUNNING, 0)
+    assert loop.ledger.statistics().device.num_quarantined == 2
+    assert loop.queue.overdue == {plan.job_id}
+    refused = loop.load(2)
+    assert (refused.state, refused.num_computed_tokens) == (RequestState.RUNNING, 0)
+    loop.store(3)
+    assert loop.copies.directions() == "load store"
+    loop.land()
+    assert loop.told.events == ["HOST to DEVICE: 1 late", "HOST to DEVICE: again"]
+    assert loop.ledger.statistics().device.num_quarantined == 0
+    loop.ledger.release(refused)
+    loop.ledger.reset(Tier.DEVICE)
+    loop.load(2)
+    assert loop.copies.directions() == "load store load"
+
+
+def test_stores_have_a_time_of_their_own() -> None:
+    """A store that hangs is given up after `store_timeout_s`: a load that was launched before it still has time."""
+    loop = Loop(store_timeout_s=1)
+    loop.host(1)
+    loading = loop.load(1)
+    loop.store(2)
+    assert loop.queue.next_deadline == 1
+    loop.pass_time(1)
+    assert loop.told.events == ["DEVICE to HOST: 1 late"]
+    assert loop.ledger.statistics().host.num_quarantined == 2
+    assert (loading.state, loop.queue.next_deadline) == (RequestState.LOADING, 10)
+
+
+def test_what_was_delivered_in_time_is_not_late() -> None:
+    """A report that waits to be settled counts, however late `advance` is called."""
+    loop = Loop()
+    loop.host(1)
+    loading = loop.load(1)
+    loop.queue.deliver(Completion(loop.copies.launched[0].job_id, Outcome.LANDED, 2))
+    loop.pass_time(1000)
+    assert (loading.num_computed_tokens, loop.told.events) == (2 * BLOCK, [])
+
+
+@pytest.mark.parametrize("error", [TransferRefused("full"), OSError("a driver's error")])
+def test_a_launch_that_raises(error: Exception) -> None:
+    """What was refused frees its destination; what nobody knows of is quarantined. The engine goes on."""
+    loop = Loop()
+    loop.host(1)
+    loop.copies.raises = error
+    loading = loop.load(1)
+    loop.queue.advance()
+    assert (loading.state, loading.num_computed_tokens) == (RequestState.RUNNING, 0)
+    assert loop.ledger.statistics().device.num_quarantined == (0 if isinstance(error, TransferRefused) else 2)
+    assert loop.queue.is_accepting
+
+
+def test_a_lost_device_and_a_bug_turn_the_cache_off() -> None:
+    """Once, with the reason; what is planned afterwards is discarded, and requests compute."""
+    lost, broken = Loop(), Loop()
+    lost.host(1)
+    lost.copies.raises = DeviceGone("the device fell off the bus")
+    lost.load(1)
+    lost.queue.advance()
+    assert lost.told.events == ["off: the device fell off the bus"]
+    broken.store(1)
+
+    def settle(completion: Completion) -> None:
+        raise IntegrityError("planted")
+
+    broken.ledger.settle = settle  # type: ignore[method-assign]
+    broken.land()
+    assert broken.told.events == ["bug: planted", "off: the ledger failed"]
+    for loop in (lost, broken):
+        num_launched = len(loop.copies.launched)
+        loop.store(9)
+        assert len(loop.copies.launched) == num_launched
+        assert not loop.queue.is_accepting and loop.queue.off_reason in loop.told.events[-1]
+
+
+def test_stopping_settles_what_has_ended_and_quarantines_the_rest() -> None:
+    """Nothing queued is launched; what has been delivered counts; only what is in doubt is lost."""
+    loop = Loop(max_jobs_in_flight=2)
+    for seed in (1, 2, 3):
+        loop.store(seed)
+    first, second = loop.copies.launched
+    loop.queue.deliver(Completion(first.job_id, Outcome.LANDED, 2))
+    loop.queue.stop("the end")
+    assert loop.copies.directions() == "store store"
+    host = loop.ledger.statistics().host
+    assert (host.num_cached, host.num_quarantined, loop.ledger.statistics().num_jobs) == (2, 2, 0)
+    assert loop.queue.overdue == {second.job_id}
+    loop.ledger.check_integrity()
+
+
+def test_a_report_wakes_in_its_own_thread_and_pins_lapse_by_the_same_clock() -> None:
+    """`wake` is what a loop sleeps by, together with `next_deadline`, which counts pins, too."""
+    loop, woken = Loop(), list[int]()
+    loop.queue.wake = lambda: woken.append(threading.get_ident())
+    loop.host(1)
+    pin = loop.ledger.pin(prompt(1, 2), expires_at=3)
+    assert loop.queue.next_deadline == 3
+    before = len(woken)
+    thread = threading.Thread(target=loop.queue.deliver, args=(Completion(99, Outcome.LANDED),))
+    thread.start()
+    thread.join()
+    assert woken[before:] == [thread.ident]
+    loop.pass_time(3)
+    assert pin.has_lapsed and loop.queue.next_deadline == math.inf
+
+
+WRONG = {
+    "ledger": object(), "transport": object(), "config": {}, "clock": 1.0, "block_bytes": 0, "observer": object(),
+    "wake": 1, "ended": "now",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name: str) -> None:
+    """A queue that could not work is not made."""
+    loop = Loop()
+    right: dict[str, Any] = {
+        "ledger": loop.ledger, "transport": loop.copies, "config": loop.ledger.config, "clock": lambda: 0.0,
+        "block_bytes": 1,
+    }  # fmt: skip
+    with pytest.raises(InvalidArgument) as caught:
+        CopyQueue(**right | {name: WRONG[name]})
+    assert caught.value.argument == name
