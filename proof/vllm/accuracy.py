@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -45,6 +47,8 @@ def main(folder: str, model: str) -> None:
     sys.path.insert(0, folder)
     with mock.patch.object(type(current_platform), "is_cuda_alike", return_value=True):  # else it skips itself
         import test_integration
+    # Copies are over within milliseconds here.
+    test_integration.time = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 10))
     llm = LLM(
         model=model, dtype="float32", enforce_eager=True, block_size=32, num_gpu_blocks_override=100,
         max_model_len=2400, kv_transfer_config=KVTransferConfig(**OURS),

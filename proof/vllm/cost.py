@@ -20,7 +20,7 @@ from .transfers import OURS, PEER
 __all__ = ["SCENARIOS"]
 
 SMALL_POOL = 70
-NUM_ROUNDS = 4
+NUM_ROUNDS = 3
 LEAST_CHEAPER = 2.5
 OFFERED, MOST_OFFER_US = 8_192, 100.0
 BLOCK_SIZE = 16
@@ -65,7 +65,7 @@ class _Uncounted:
 def offers(bench: Bench) -> Row:
     """`Ledger.offer` of a long prompt that the host knows nothing of."""
     began_s = time.monotonic()
-    taken = sorted(_offer_us(seed) for seed in range(12))
+    taken = sorted(_offer_us(seed) for seed in range(7))
     found = f"{OFFERED:,} blocks in {statistics.median(taken):.0f} µs ({taken[0]:.0f} to {taken[-1]:.0f})"
     row = Row(f"an offer of {OFFERED:,} blocks", took_s=time.monotonic() - began_s, found=found)
     return row.missed("" if statistics.median(taken) <= MOST_OFFER_US else f"wanted: at most {MOST_OFFER_US:.0f} µs")

@@ -22,11 +22,11 @@ class Part:
 
 
 PARTS = (
-    Part("one_rank", "one rank, a model with full attention", 170, is_short=True),
+    Part("one_rank", "one rank, a model with full attention", 150, is_short=True),
     Part("hybrid", "one rank, a model with a window in one of its layers", 90, is_short=True),
-    Part("two_ranks", "tensor parallelism over two processes", 140),
-    Part("serving", "the API server over HTTP", 110),
+    Part("two_ranks", "tensor parallelism over two processes", 110),
+    Part("serving", "the API server over HTTP", 140),
     Part("cost", "what the connector costs the scheduler", 90),
-    Part("their_tests", "vLLM's own tests of such a connector", 110),
+    Part("their_tests", "vLLM's own tests of such a connector", 130),
 )
 """In the order in which they run."""
