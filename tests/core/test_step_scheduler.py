@@ -263,8 +263,10 @@ class Broken(Checked):
     """Every copy in one direction ends in one way (None: not at all); the others land. What ends without proof is
     proven over late, if at all."""
 
-    def __init__(self, direction: Direction, outcome: Outcome | None, num_rows: int = 24) -> None:
-        super().__init__(num_rows, 100)
+    def __init__(
+        self, direction: Direction, outcome: Outcome | None, num_rows: int = 24, max_quarantined_share: float = 0.25
+    ) -> None:
+        super().__init__(num_rows, 100, max_quarantined_share=max_quarantined_share)
         self.direction, self.outcome, self.broken = direction, outcome, Counter[int]()
 
     def copy(self, plan: TransferPlan) -> Completion | None:
@@ -283,17 +285,18 @@ class Broken(Checked):
 each_end = pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT, Outcome.UNPROVEN, None])
 
 
+@pytest.mark.parametrize("share", [0.25, 1.0])
 @each_end
-def test_loads_that_never_land(outcome: Outcome | None) -> None:
-    """Whatever becomes of loads, the scheduler comes to an end: every output is the right one, or the request was
-    rejected because copies that are not proven over hold too many blocks. Once they are, all blocks are back, and who
-    was rejected fits."""
-    scheduler = Broken(Direction.LOAD, outcome)
+def test_loads_that_never_land(outcome: Outcome | None, share: float) -> None:
+    """Whatever becomes of loads, the scheduler comes to an end, and every output is the right one. Where quarantine
+    has no bound, or many hang at once, a request may be rejected because copies that are not proven over hold too many
+    blocks. Once they are, all blocks are back, and who was rejected fits."""
+    scheduler = Broken(Direction.LOAD, outcome, max_quarantined_share=share)
     scheduler.run(*requests_of(30, 14))
     rejected = [request for request in scheduler.done if request.error is not None]
     assert len(scheduler.done) == 30 and scheduler.broken
     assert all(request.error.retryable for request in rejected)
-    assert len(rejected) < 30 and bool(rejected) == (outcome in (Outcome.UNPROVEN, None))
+    assert len(rejected) < 30 and bool(rejected) == (outcome is None or (outcome is Outcome.UNPROVEN and share == 1.0))
     found = scheduler.ledger.statistics().device
     assert 23 - len(scheduler.pool.free) == found.num_blocks == found.num_quarantined
     scheduler.outcome = Outcome.LANDED  # all of them are over after all
