@@ -22,7 +22,8 @@ from .errors import IllegalTransition, LeaseError
 from .observers import Observers
 from .prefix import Prefix, Root
 from .telemetry import LedgerLog
-from .transfer.copy_queue import CopyObserver, CopyQueue, Launches
+from .transfer.copy_observer import CopyObserver
+from .transfer.copy_queue import CopyQueue, Launches
 
 __all__ = [
     "Answer",

@@ -13,7 +13,7 @@ from .core.observer import NullObserver, Observer
 from .core.owners import Holding, LoadOverlap
 from .core.plan import Completion, Tier
 from .core.records import Job
-from .transfer.copy_queue import OBSERVES as COPIES_TELL
+from .transfer.copy_observer import OBSERVES as COPIES_TELL
 
 __all__ = ["Observers", "RuntimeObserver", "each_observer"]
 

@@ -23,12 +23,11 @@ from ..core.ledger import Ledger
 from ..core.owners import nobody
 from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from ..errors import DeviceGone, TransferRefused
+from .copy_observer import OBSERVES, CopyObserver, NullCopyObserver
 from .fence import Fence
 from .region_fences import RegionWatch
 
-__all__ = ["CopyObserver", "CopyQueue", "Launches"]
-
-OBSERVES = "transport_stalled transport_recovered worker_failed cache_turned_off"
+__all__ = ["CopyQueue", "Launches"]
 
 
 class Launches(Protocol):
@@ -42,31 +41,6 @@ class Launches(Protocol):
 @runtime_checkable
 class RecordsFences(Protocol):
     def record_fence(self) -> Fence: ...
-
-
-class CopyObserver(Protocol):
-    """Is told what concerns no single job. Must not raise, and must not call the queue."""
-
-    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
-        """`num_jobs` copies of this hop took too long: the hop launches nothing until they are over."""
-
-    def transport_recovered(self, source: Tier, destination: Tier) -> None:
-        """They are: the hop launches again."""
-
-    def worker_failed(self, error: BaseException) -> None:
-        """The ledger raised what it never should."""
-
-    def cache_turned_off(self, reason: str) -> None:
-        """Nothing is launched any more."""
-
-
-class NullCopyObserver:
-    """Does nothing."""
-
-    def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None: ...
-    def transport_recovered(self, source: Tier, destination: Tier) -> None: ...
-    def worker_failed(self, error: BaseException) -> None: ...
-    def cache_turned_off(self, reason: str) -> None: ...
 
 
 @attrs.frozen

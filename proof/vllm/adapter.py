@@ -186,11 +186,11 @@ class Adapter:
     @property
     def off_reason(self) -> str:
         """The error that the connector has hidden from vLLM's scheduler, and turned itself off for."""
-        return str(self._connector._scheduler.off_reason)
+        return str(self._connector.off_reason)
 
     @property
     def ledger(self) -> Any:
-        return self._connector._scheduler.half.ledger
+        return self._connector.ledger
 
     @property
     def cpu_block_pool(self) -> Any:

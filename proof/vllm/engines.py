@@ -192,13 +192,12 @@ class Engine:
 def _problems(connector: Any) -> Iterator[str]:
     """What our connector must not be at rest: off, because of an error that it has hidden from the scheduler; holding
     pins; or at odds with itself. Others have none of that."""
-    guard = getattr(connector, "_scheduler", None)
-    if guard is None:
+    if not hasattr(connector, "ledger"):
         return
-    if guard.off_reason:
-        yield f"the cache has turned itself off: {guard.off_reason}"
+    if connector.off_reason:
+        yield f"the cache has turned itself off: {connector.off_reason}"
         return
-    ledger = guard.half.ledger
+    ledger = connector.ledger
     ledger.check_integrity()
     found = ledger.statistics()
     for tier in ("device", "host"):

@@ -6,10 +6,8 @@ What a class does is in its code. There is no key and no variable by which a ser
 from __future__ import annotations
 
 from typing import Any, ClassVar
-from unittest import mock
 
 from aoffload.integrations.vllm import AoffloadConnector
-from aoffload.integrations.vllm import worker as worker_side
 
 from .meddling import Ending, MeddlingTransport
 
@@ -26,15 +24,9 @@ class Counted(AoffloadConnector):  # type: ignore[misc]
     """How many are."""
     ending: ClassVar[Ending] = Ending.WELL
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        local = worker_side.LocalTransport
-
-        def made(regions: Any) -> MeddlingTransport:
-            self.transport = MeddlingTransport(local(regions), self.ending_of)
-            return self.transport
-
-        with mock.patch.object(worker_side, "LocalTransport", made):
-            super().register_kv_caches(kv_caches)
+    def make_transport(self, regions: Any) -> MeddlingTransport:
+        self.transport = MeddlingTransport(super().make_transport(regions), self.ending_of)
+        return self.transport
 
     def ending_of(self, load: int) -> Ending:
         return self.ending if self.first <= load < self.first + self.number else Ending.WELL

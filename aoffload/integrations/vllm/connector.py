@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from aoffload import KVRegion, Ledger
+
 from ...errors import ConfigError
+from ...transport import LocalTransport, Transport
 from .groups import CachedGroups
 from .guard import Guard
 from .messages import Commands, Reports
@@ -69,7 +73,21 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             self._scheduler = Guard(half)
         else:
-            self._worker = WorkerSide(config, placements, num_blocks, parallel.rank)
+            self._worker = WorkerSide(config, placements, num_blocks, parallel.rank, self.make_transport)
+
+    def make_transport(self, regions: Sequence[KVRegion]) -> Transport:
+        """What copies between vLLM's tensors and host memory, in a worker. A subclass may copy otherwise."""
+        return LocalTransport(regions)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger, in the scheduler: for a look at it from outside."""
+        return self._deciding.half.ledger
+
+    @property
+    def off_reason(self) -> str:
+        """Why the cache has turned itself off, in the scheduler; empty while it is on."""
+        return self._deciding.off_reason
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from aoffload import KVRegion
 
 from ...config import OffloadConfig
 from ...env import Env
 from ...ledger import Completion, Outcome, TransferPlan
-from ...transport import DeviceGone, LocalTransport, TransferRefused
+from ...transport import DeviceGone, LocalTransport, TransferRefused, Transport
 from .messages import LoadReport, Reports
 from .regions import Placement, block_bytes_of, regions_at
 
@@ -22,18 +24,26 @@ _log = logging.getLogger("vllm.aoffload")
 class WorkerSide:
     """One per rank. Calls come from the thread that runs the model; copies run in threads of the transport."""
 
-    def __init__(self, config: OffloadConfig, placements: Sequence[Placement], num_blocks: int, rank: int) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        placements: Sequence[Placement],
+        num_blocks: int,
+        rank: int,
+        make_transport: Callable[[Sequence[KVRegion]], Transport] = LocalTransport,
+    ) -> None:
+        self._make_transport = make_transport
         self._config, self._placements, self._num_blocks, self._rank = config, placements, num_blocks, rank
-        self._transport: LocalTransport | None = None
+        self._transport: Transport | None = None
         """None before the tensors are registered, while the engine sleeps, and once closed."""
-        self._asleep: LocalTransport | None = None
+        self._asleep: Transport | None = None
         self._over: deque[Completion] = deque()
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Allocate the host memory behind vLLM's tensors. `RegionError`, `ConfigError`: it cannot be had."""
         regions = regions_at(self._placements, kv_caches, self._num_blocks)
         num_host_blocks = self._config.resolve_host_blocks(block_bytes_of(self._placements))
-        self._transport = LocalTransport(regions)
+        self._transport = self._make_transport(regions)
         self._transport.open(num_host_blocks, verify=self._config.verify, deliver=self._over.append, env=Env())
         _log.info(
             "aoffload: rank %d has %d host blocks of %d bytes behind %d device blocks in %d regions",
@@ -48,7 +58,7 @@ class WorkerSide:
             except (TransferRefused, DeviceGone) as error:
                 self._over.append(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
 
-    def _open_transport(self) -> LocalTransport:
+    def _open_transport(self) -> Transport:
         if self._transport is None:
             raise TransferRefused("there are no KV tensors now")
         return self._transport
