@@ -44,7 +44,7 @@ class Engine:
         self.ledger, self.transport = Ledger(config, transport.num_device_blocks, **sizes), transport
         self.woken = threading.Event()  # set by the copy threads
         self.copies = CopyQueue(self.ledger, transport, config, clock=monotonic, wake=self.woken.set, **sizes)
-        transport.open(64, verify=config.verify, deliver=self.copies.deliver, env=Env())
+        transport.open(config.num_host_blocks, verify=config.verify, deliver=self.copies.deliver, env=Env())
         self.waiting, self.running = deque[tuple[str, range]](), dict[Holding, range]()
         self.outputs = dict[str, int | OutOfBlocks]()
 

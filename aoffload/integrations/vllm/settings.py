@@ -11,7 +11,12 @@ from ...errors import ConfigError
 __all__ = ["KEYS", "offload_config"]
 
 _SIZES = ("host_bytes", "cpu_bytes_to_use", "num_host_blocks")
-_PASSED_ON = ("store_policy", "eviction", "verify", "max_bytes_in_flight", "transfer_timeout_s")
+_PASSED_ON = (
+    "store_policy", "eviction", "verify", "max_bytes_in_flight", "transfer_timeout_s", "store_timeout_s",
+    "pending_timeout_s", "max_quarantined_share",
+)  # fmt: skip
+_DEFAULTS = {"transfer_timeout_s": 30}
+"""Nothing else bounds how long a request of vLLM waits for its load."""
 KEYS = (*_SIZES, *_PASSED_ON)
 
 
@@ -30,7 +35,7 @@ def offload_config(
     if len(sizes) != 1:
         given = " and ".join(sizes) if sizes else "none"
         raise ConfigError("host_bytes", f"give one of {', '.join(_SIZES)} in kv_connector_extra_config, not {given}")
-    options = {key: extra[key] for key in _PASSED_ON if key in extra}
+    options = _DEFAULTS | {key: extra[key] for key in _PASSED_ON if key in extra}
     if sizes == ["num_host_blocks"]:
         options["num_host_blocks"] = extra["num_host_blocks"]
     else:
