@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from ..errors import CommitError, InvalidArgument
+from ..errors import CommitError, InvalidArgument, WrongState
 from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .arguments import check_int
 from .cache import PrefixCache
@@ -81,6 +81,8 @@ class EngineOwned:
         if max_tokens is not None:
             limit = min(limit, check_int("max_tokens", max_tokens, 0))
         if holding.state is not _S.PINNED:
+            if into is not None:
+                raise WrongState(f"load: the blocks of {holding} were named before: call it again without `into`")
             if holding.load is not None:  # called again
                 holding.load.wake_by(wake)
             return []

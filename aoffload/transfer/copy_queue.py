@@ -19,7 +19,9 @@ import attrs
 
 from ..arguments import check_callable, check_has, check_int, check_type
 from ..config import OffloadConfig
+from ..core.arguments import check_completion
 from ..core.ledger import Ledger
+from ..core.lifecycle import JobState
 from ..core.owners import nobody
 from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from ..errors import DeviceGone, TransferRefused
@@ -192,7 +194,9 @@ class CopyQueue:
     # -- completions ----------------------------------------------------------------------------------------------
 
     def deliver(self, completion: Completion) -> None:
-        """Accept a completion from any thread; never blocks. `advance` settles it."""
+        """Accept a completion from any thread; never blocks. `advance` settles it. `InvalidArgument` for what is none:
+        its job counts as under way until its time is over."""
+        check_completion(completion)
         self._inbox.append(completion)
         self.wake()
 
@@ -204,6 +208,9 @@ class CopyQueue:
     def settle_delivered(self) -> None:
         while self._inbox:
             completion = self._inbox.popleft()
+            job = self.ledger.jobs.unsettled.get(completion.job_id)
+            if job is not None and job.state is JobState.QUEUED:
+                continue  # it was never launched: the report is of something else
             self._note_end(completion)
             self.tell(self.ledger.settle, completion)
             self.regions.settle(completion)
@@ -255,9 +262,13 @@ class CopyQueue:
 
     def _give_up(self, hop: Hop, job_ids: Iterable[int], error: str) -> None:
         """Stop waiting for launched jobs. Their destinations are quarantined until a late completion ends the doubt."""
-        for job_id in job_ids:
+        late = tuple(job_ids)
+        for job_id in late:
             hop.forget(job_id)
             hop.overdue.add(job_id)
+        for job_id in late:
+            if job_id not in hop.overdue:
+                continue  # whoever was woken has had it settled meanwhile
             given_up = Completion(job_id, Outcome.UNPROVEN, error=error)
             self.tell(self.ledger.settle, given_up)
             self.regions.settle(given_up)
@@ -278,8 +289,8 @@ class CopyQueue:
                 self.transport.record_fence()
             except DeviceGone as error:
                 self.turn_off(str(error))
-            except TransferRefused:
-                return  # may be temporary
+            except Exception:  # noqa: BLE001 - refused, or a driver error: may be temporary, and nothing was started
+                return
 
     def discard_queued(self) -> None:
         """Drop jobs that were never launched; requests that wait for them compute instead."""

@@ -24,6 +24,7 @@ from aoffload import (
     SelectiveStore,
     SlidingWindow,
     Tier,
+    WrongState,
 )
 from aoffload.ledger import Direction, Outcome, Prefix, Root, StoreScope
 
@@ -416,7 +417,9 @@ def test_a_load_that_is_planned_again_has_the_last_wake() -> None:
     assert driven.load(holding, None, wake=lambda: woken.append("second")) == []
     driven.land(plans)
     assert woken == ["second"]
-    assert driven.load(holding, driven.fresh(17)) == [] and woken == ["second"]
+    assert driven.load(holding, None) == [] and woken == ["second"]
+    with pytest.raises(WrongState, match="named before"):
+        driven.load(holding, driven.fresh(17))  # nothing would be copied into these
 
 
 def test_an_offer_in_place_of_a_load_lets_the_hit_go() -> None:

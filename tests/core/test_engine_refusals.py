@@ -133,7 +133,7 @@ def test_an_engines_calls_are_refused_where_the_blocks_are_ours() -> None:
     ("call", "legal"),
     [
         ("match_again", "PINNED MATCHED"),
-        ("load", "PINNED LOADING RUNNING"),
+        ("load", "PINNED"),
         ("abandon_load", "LOADING"),
         ("offer", "PINNED RUNNING"),
         ("invalidate", "RUNNING"),

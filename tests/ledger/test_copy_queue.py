@@ -252,6 +252,75 @@ def test_a_report_wakes_in_its_own_thread_and_pins_lapse_by_the_same_clock() -> 
     assert pin.has_lapsed and loop.queue.next_deadline == math.inf
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_landed", -1), ("num_landed", 4.0), ("outcome", "landed"), ("corrupt", None), ("error", 5)],
+)
+def test_a_report_that_is_none_is_refused_at_the_door(field: str, value: object) -> None:
+    """By name, to the transport that made it; its job is given up in its time, and nothing is lost for ever."""
+    loop = Loop()
+    loop.host(1)
+    loading = loop.load(1)
+    (plan,) = loop.copies.launched
+    wrong: dict[str, Any] = {"num_landed": 2, field: value}
+    with pytest.raises(InvalidArgument, match=field):
+        loop.queue.deliver(Completion(plan.job_id, **{"outcome": Outcome.LANDED, **wrong}))
+    loop.pass_time(10)
+    assert (loading.state, loading.num_computed_tokens) == (RequestState.RUNNING, 0)
+    assert loop.ledger.statistics().device.num_quarantined == 2 and loop.queue.is_accepting
+    loop.land()
+    assert loop.ledger.statistics().device.num_quarantined == 0
+
+
+def test_a_report_of_a_job_that_was_never_launched_says_nothing() -> None:
+    """A transport that mistakes one job for another turns nothing off; the job itself is launched in its turn."""
+    loop = Loop(max_jobs_in_flight=1)
+    loop.store(1)
+    loop.store(2)
+    (first,) = loop.copies.launched
+    loop.queue.deliver(Completion(first.job_id + 1, Outcome.LANDED, 2))
+    loop.queue.advance()
+    assert loop.queue.is_accepting and loop.told.events == []
+    loop.land()
+    loop.land()
+    assert loop.ledger.statistics().host.num_cached == 4
+
+
+def test_whoever_is_woken_may_advance_the_queue() -> None:
+    """Two loads are late. The wake of the first settles the second, which has landed: it is not overdue as well."""
+    loop = Loop()
+    loop.host(1, 2)
+    first, second = loop.ledger.admit(prompt(1, 2)), loop.ledger.admit(prompt(2, 2))
+    for holding in (first, second):
+        loop.ledger.allocate_nowait(holding)
+
+    def woken() -> None:
+        loop.queue.deliver(Completion(loop.copies.launched[1].job_id, Outcome.LANDED, 2))
+        loop.queue.advance()
+
+    loop.queue.submit(loop.ledger.plan_load(first, wake=woken))
+    loop.queue.submit(loop.ledger.plan_load(second))
+    loop.pass_time(10)
+    assert (first.num_computed_tokens, second.num_computed_tokens) == (0, 2 * BLOCK)
+    assert loop.queue.overdue == {loop.copies.launched[0].job_id}
+    loop.land(loop.copies.launched[0].job_id)
+    assert loop.queue.overdue == frozenset()
+
+
+def test_a_device_that_cannot_be_asked_ends_nothing() -> None:
+    """After a failed copy the device is asked whether it is lost; whatever that raises, the loop goes on."""
+    loop = Loop()
+
+    class Unanswering(Copies):
+        def record_fence(self) -> Fence:
+            raise ZeroDivisionError
+
+    loop.queue.transport = loop.copies = Unanswering()
+    loop.store(1)
+    loop.land(outcome=Outcome.FAILED)
+    assert loop.queue.is_accepting and loop.ledger.statistics().num_jobs == 0
+
+
 WRONG = {
     "ledger": object(), "transport": object(), "config": {}, "clock": 1.0, "block_bytes": 0, "observer": object(),
     "wake": 1, "ended": "now",

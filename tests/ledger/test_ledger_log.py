@@ -15,7 +15,7 @@ from engine_driving import EngineDriven
 from page_data import column, columns, page_data
 from stepping import PROGRAMS, EngineSteps, OwnSteps, Program, Seen
 
-from aoffload import InvalidArgument
+from aoffload import IntegrityError, InvalidArgument
 from aoffload.demo.logs import make_logger
 from aoffload.ledger import (
     Completion,
@@ -200,8 +200,14 @@ class Hanging:
             raise DeviceGone("no answer")
 
 
+def fails(completion: Completion) -> None:
+    raise IntegrityError("planted")
+
+
 @pytest.mark.parametrize("has_others", [False, True])
-def test_a_copy_queue_reports_to_the_log_and_the_metrics(tmp_path: Path, has_others: bool) -> None:
+def test_a_copy_queue_reports_to_the_log_and_the_metrics(
+    tmp_path: Path, has_others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stall, its end, a ledger that fails and a device that is lost are alarms, as they are of a runtime; with others
     beside the log, too. The metrics hear that the cache is off."""
     path, now, metrics = tmp_path / "log", 0.0, Metrics()
@@ -219,8 +225,10 @@ def test_a_copy_queue_reports_to_the_log_and_the_metrics(tmp_path: Path, has_oth
         queue.advance()
         queue.deliver(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
         queue.advance()
-        queue.deliver(Completion(99, Outcome.LANDED, -1))  # of no job, and no completion: the ledger refuses it
-        queue.advance()
+        with monkeypatch.context() as patched:
+            patched.setattr(driven.ledger, "settle", fails)
+            queue.deliver(Completion(99, Outcome.LANDED))
+            queue.advance()
         assert not queue.is_accepting
         lost = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=told)
         transport.is_lost = True
