@@ -208,7 +208,7 @@ class Oracles:
         if late:
             raise Violation("launched behind a stall", f"{plan} behind jobs {sorted(late)}")
         self._hops[plan.job_id] = hop
-        self._check_order(transport, plan)
+        self._check_order(plan)
         if not self.faults.fired and not self._fits(transport, plan):
             raise Violation("too much in flight", f"{plan} beside {list(transport.in_flight)}")
 
@@ -219,16 +219,19 @@ class Oracles:
         num_bytes = sum(other.num_blocks for other in (*beside, plan)) * transport.block_bytes
         return not beside or (len(beside) < config.max_jobs_in_flight and num_bytes <= config.bytes_in_flight)
 
-    def _check_order(self, transport: SimulatedTransport, plan: TransferPlan) -> None:
+    def _has_room(self, plan: TransferPlan) -> bool:
+        """Whether it could be launched. A copy that has ended fills its bound until it is settled."""
+        copies = self.runtime.worker.copies
+        return copies._may_launch(copies._hop_of(plan), plan.num_blocks * copies.block_bytes)
+
+    def _check_order(self, plan: TransferPlan) -> None:
         unsettled = self.runtime.ledger.jobs.unsettled
         job = unsettled.get(plan.job_id)
         if job is None or (type(job.epoch) is int and job.epoch < self.runtime.ledger.cache.epoch):
             raise Violation("a copy for nobody", f"{plan} was discarded, or queued before the cache was reset")
         loads = [job for job in unsettled.values() if job.plan.direction is Direction.LOAD]
         waiting = [job for job in loads if job.state is JobState.QUEUED and job.claims]
-        if self.faults.fired:
-            return  # a copy that hangs may have left the transport, and still fill the bound
-        if waiting and plan.direction is Direction.STORE and self._fits(transport, waiting[0].plan):
+        if waiting and plan.direction is Direction.STORE and self._has_room(waiting[0].plan):
             raise Violation("a store before a load", f"{plan} before {waiting[0]}")
 
     # -- after every step -----------------------------------------------------------------------------------------

@@ -151,9 +151,11 @@ class EngineMachine(EngineState, Machine):
             if not self._grow(client, len(client.text.tokens), hit_stop if sparse else 0):
                 return "no room"
         try:
-            plans = self.ledger.plan_load(holding, max_tokens, client.wake, into=client.tables)
+            # A load that has begun knows its blocks: whoever asks again names none.
+            plans = self.ledger.plan_load(holding, max_tokens, client.wake, into=client.tables if is_new else None)
         except AoffloadError:
-            self._shrink(client, before)
+            if is_new:
+                self._shrink(client, before)
             raise
         self.take(plans)
         self._note("load", plans)
