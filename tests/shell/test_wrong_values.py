@@ -411,7 +411,11 @@ ENGINE: dict[str, Row] = {
     ),
     "plan_load into one block": Row(lambda c, v: c.ledger.plan_load(c.matched, into=[[v] * 4]), "into"),
     "plan_load max_tokens": Row(
-        lambda c, v: c.ledger.plan_load(c.matched, v, into=[range(700, 704)]), "max_tokens", ANY_COUNT
+        lambda c, v: c.ledger.plan_load(
+            c.matched, v, into=[range(700, 704)] if c.matched.state is RequestState.PINNED else None
+        ),
+        "max_tokens",
+        ANY_COUNT,
     ),
     "offer": Row(lambda c, v: c.ledger.offer(v, 16, [range(500, 504)]), HOLDING),
     "offer num_computed_tokens": Row(
