@@ -412,7 +412,7 @@ ENGINE: dict[str, Row] = {
     "plan_load into one block": Row(lambda c, v: c.ledger.plan_load(c.matched, into=[[v] * 4]), "into"),
     "plan_load max_tokens": Row(
         lambda c, v: c.ledger.plan_load(
-            c.matched, v, into=[range(700, 704)] if c.matched.state is RequestState.PINNED else None
+            c.matched, v, into=[range(700, 704)] if c.matched.state.name == "PINNED" else None
         ),
         "max_tokens",
         ANY_COUNT,
