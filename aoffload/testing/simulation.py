@@ -29,6 +29,7 @@ from .device import Stream
 from .env import SimulatedEnv
 from .faults import Faults
 from .injector import Injector
+from .launch_oracle import LaunchOracle
 from .loop import SimulatedLoop
 from .memory import OwnedPool
 from .oracles import Oracles
@@ -125,7 +126,7 @@ class Simulation:
         keeping = PinOracle(runtime, engine, self.faults, self.env.now)
         oracles = Oracles(runtime, engine, self.faults, Waits(runtime, self.env.now), keeping)
         oracles.attach()
-        ranks[0].check_launch = oracles.check_launch
+        ranks[0].check_launch = LaunchOracle(runtime, self.faults).check
         self.engines.append(engine)
         self.oracles.append(oracles)
         return engine

@@ -68,16 +68,14 @@ class Walk:
             copies = self.engine.in_flight()
             if self.random.random() < 0.05:
                 await anyio.sleep(self.random.choice([1, 6, 40]))
-            if self.random.random() < 0.6 and self.engine.runtime.ledger.holdings:
-                name = self.random.choice(list(self.engine.runtime.ledger.holdings))
-                self.counts["preempted"] += self.engine.runtime.cancel(name, "preempted")
+            self.preempt(0.6)
             if not copies:
                 await anyio.sleep(0.1)
                 continue
             job_id = self.random.choice(copies)
             num_blocks = transport.in_flight[job_id].plan.num_blocks
             (end,) = self.random.choices(
-                ["land", "fail", "corrupt", "lose"], [12, 2, 1, 1 - (job_id in transport.lost)]
+                ["land", "fail", "corrupt", "lose"], [9, 2, 2, 2 * (job_id not in transport.lost)]
             )
             self.counts[end] += 1
             if end == "fail":
@@ -89,6 +87,12 @@ class Walk:
         while self.engine.in_flight():
             transport.land(self.engine.in_flight()[0])
             await turns(2)
+        await anyio.sleep(0.1)  # time passes once nobody has anything left to do: all that was reported is settled
+
+    def preempt(self, odds: float) -> None:
+        holdings = list(self.engine.runtime.ledger.holdings)
+        if holdings and self.random.random() < odds:
+            self.counts["preempted"] += self.engine.runtime.cancel(self.random.choice(holdings), "preempted")
 
     async def run(self) -> None:
         async with anyio.create_task_group() as ending:
@@ -97,6 +101,7 @@ class Walk:
                 for number in range(NUM_LIVES):
                     living.start_soon(self.live, number)
                     await turns(self.random.randint(0, 5))
+                    self.preempt(0.2)
                     self.engine.runtime.check_integrity()
             self.is_over = True
 

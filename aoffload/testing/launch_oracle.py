@@ -1,0 +1,60 @@
+"""The oracle of launches: which copies may begin, in which order, and how many at a time."""
+
+from __future__ import annotations
+
+import attrs
+
+from ..core.lifecycle import JobState
+from ..core.plan import Direction, Tier, TransferPlan
+from ..runtime import OffloadRuntime
+from .faults import Faults
+from .transport import SimulatedTransport
+from .violations import Violation
+
+__all__ = ["LaunchOracle"]
+
+
+@attrs.define(eq=False)
+class LaunchOracle:
+    """Is asked by the transport before each launch."""
+
+    runtime: OffloadRuntime
+    faults: Faults
+    _hops: dict[int, tuple[Tier, Tier]] = attrs.field(factory=dict)
+    """Source and destination of every job launched so far."""
+
+    def check(self, transport: SimulatedTransport, plan: TransferPlan) -> None:
+        """No launch by a runtime that closes, behind a stall, or for a job that was discarded or queued before a reset.
+        Loads go before stores. The in-flight bounds hold, except that a job larger than the byte bound goes alone."""
+        if not self.runtime._session.is_open:
+            raise Violation("launched while closing", repr(self.runtime))
+        hop = (plan.source, plan.destination)
+        late = [job_id for job_id in self.runtime.worker.copies.overdue if self._hops.get(job_id) == hop]
+        if late:
+            raise Violation("launched behind a stall", f"{plan} behind jobs {sorted(late)}")
+        self._hops[plan.job_id] = hop
+        self._check_order(plan)
+        if not self.faults.fired and not self._fits(transport, plan):
+            raise Violation("too much in flight", f"{plan} beside {list(transport.in_flight)}")
+
+    def _fits(self, transport: SimulatedTransport, plan: TransferPlan) -> bool:
+        """Whether the bounds of its hop allow this launch."""
+        config = self.runtime.config
+        beside = [copy.plan for copy in transport.in_flight.values() if copy.plan.direction is plan.direction]
+        num_bytes = sum(other.num_blocks for other in (*beside, plan)) * transport.block_bytes
+        return not beside or (len(beside) < config.max_jobs_in_flight and num_bytes <= config.bytes_in_flight)
+
+    def _has_room(self, plan: TransferPlan) -> bool:
+        """Whether it could be launched. A copy that has ended fills its bound until it is settled."""
+        copies = self.runtime.worker.copies
+        return copies._may_launch(copies._hop_of(plan), plan.num_blocks * copies.block_bytes)
+
+    def _check_order(self, plan: TransferPlan) -> None:
+        unsettled = self.runtime.ledger.jobs.unsettled
+        job = unsettled.get(plan.job_id)
+        if job is None or (type(job.epoch) is int and job.epoch < self.runtime.ledger.cache.epoch):
+            raise Violation("a copy for nobody", f"{plan} was discarded, or queued before the cache was reset")
+        loads = [job for job in unsettled.values() if job.plan.direction is Direction.LOAD]
+        waiting = [job for job in loads if job.state is JobState.QUEUED and job.claims]
+        if waiting and plan.direction is Direction.STORE and self._has_room(waiting[0].plan):
+            raise Violation("a store before a load", f"{plan} before {waiting[0]}")
