@@ -88,7 +88,7 @@ class Request:
     def __init__(self, name: str, tokens: list[int], num_tokens: int, taste: int = 0, fork_at: int = 0) -> None:
         self.name, self.tokens, self.num_tokens, self.taste, self.fork_at = name, tokens, num_tokens, taste, fork_at
         self.holding, self.tables = None, list[list[int]]()  # one block table for each group, while it runs
-        self.reads_cache, self.error = True, None
+        self.max_hit, self.error = None, None
         self.expected = lambda: plain_run(tokens, num_tokens, taste)
 
 
@@ -142,7 +142,7 @@ class Scheduler:
         tables, prefix = self.pool.hit(request.tokens), Prefix.of(Root("toy"), request.tokens)
         own = {"num_device_tokens": len(tables[0]) * BLOCK}
         if request.holding is None:
-            request.holding = self.ledger.admit(prefix, request_id=request.name, reads_cache=request.reads_cache, **own)
+            request.holding = self.ledger.admit(prefix, request_id=request.name, max_hit_tokens=request.max_hit, **own)
         match = self.ledger.match_again(request.holding, **own)
         if match.is_pending:
             self.counts["pending"] += 1
@@ -186,7 +186,7 @@ class Scheduler:
 
     def leave(self, request: Request, reason: str) -> None:
         """Give its blocks back at once. Those that a copy or another request holds are not free yet."""
-        request.reads_cache = request.reads_cache and not request.holding.num_lost_tokens  # not the same load twice
+        request.max_hit = request.holding.retry_max_hit_tokens  # a copy that failed is not tried for ever
         self.ledger.release(request.holding, reason)
         self.give(request, 0)
         request.holding, request.tables = None, []
