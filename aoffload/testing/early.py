@@ -69,7 +69,7 @@ class EarlyForward:
                 compute()
             elif ask.style == "step":
                 await self.engine.env.run_in_thread(compute)
-            else:
+            elif pending.can_start:  # asked again: the load may have been lost while this waited
                 await runtime.run_step([pending], compute)
 
     def _compute(self, table: list[list[int]], stop: int) -> None:
