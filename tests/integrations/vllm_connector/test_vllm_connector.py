@@ -3,56 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
-from engine_doubles import Request
-from small_engine import SmallEngine
+from engine_doubles import TEXT, Request
+from small_engine import SmallEngine, counted, held
 
 from aoffload.integrations.vllm.messages import Commands
 from aoffload.ledger import Completion, Outcome, TransferPlan
 
-TEXT = list(range(30))
-
-
-@pytest.fixture
-def engines() -> Iterator[Callable[..., SmallEngine]]:
-    made: list[SmallEngine] = []
-
-    def make(**options: Any) -> SmallEngine:
-        made.append(SmallEngine(**options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-        assert not engine.wrong, "wrong KV was read"
-        engine.half.ledger.check_integrity()
-        assert not engine.manager.tables, "a request kept its blocks"
-
-
-@pytest.fixture
-def warm(engines: Callable[..., SmallEngine]) -> Callable[..., SmallEngine]:
-    """An engine that has stored TEXT and forgotten it on its device."""
-
-    def make(**options: Any) -> SmallEngine:
-        engine = engines(**options)
-        engine.run(Request("first", TEXT))
-        assert engine.half.ledger.statistics().host.num_cached == 7
-        engine.manager.evict_all()
-        return engine
-
-    return make
-
-
-def held(engine: SmallEngine) -> int:
-    return sum(block.ref_cnt for block in engine.manager.block_pool.blocks)
-
-
-def counted(engine: SmallEngine, name: str) -> float:
-    return engine.half.counts._counted[name]
 
 
 def test_what_was_evicted_is_loaded(warm: Callable[..., SmallEngine]) -> None:
@@ -162,7 +123,7 @@ def test_a_load_that_hangs_is_given_up(warm: Callable[..., SmallEngine]) -> None
     engine.now = 3.0
     engine.run()
     assert held(engine) == 7
-    assert engine.half.ledger.statistics().device.num_quarantined == 7
+    assert engine.connector.ledger.statistics().device.num_quarantined == 7
     engine.workers[0]._over.append(Completion(plans[0].job_id, Outcome.FAILED))
     engine.step()
     assert held(engine) == 0
@@ -205,8 +166,6 @@ def test_an_aborted_load_is_reported(warm: Callable[..., SmallEngine]) -> None:
     engine.finish(request)
     engine.step()
     assert seen == ["again"]
-    engine.loading.clear()
-    engine.manager.release(request)
     assert held(engine) == 7, "the copy holds its blocks itself"
     engine.workers[0].start(held_back)
     engine.run()
@@ -216,7 +175,7 @@ def test_an_aborted_load_is_reported(warm: Callable[..., SmallEngine]) -> None:
 def test_a_reset_forgets_the_host(warm: Callable[..., SmallEngine]) -> None:
     """Weights have changed: what was stored before is never loaded."""
     engine = warm()
-    engine.guard.reset()
+    engine.connector.reset_cache()
     engine.run(Request("again", TEXT))
     assert counted(engine, "copied_blocks|load") == 0
 
@@ -226,15 +185,16 @@ def test_an_error_turns_the_cache_off(
 ) -> None:
     """Also while a request waits for its load: it computes, and so do all others."""
     engine = warm()
+    engine.may_be_off = True
     request = Request("again", TEXT)
     engine.submit(request)
     engine.step()
     monkeypatch.setattr(engine.half, "_plan_stores", lambda scheduled: 1 / 0)
     monkeypatch.setattr(engine.half, "take", lambda reports: 1 / 0)
     engine.run(Request("later", TEXT))
-    assert "ZeroDivisionError" in engine.guard.off_reason
+    assert "ZeroDivisionError" in engine.connector.off_reason
     assert "aoffload is off" in caplog.text
-    assert engine.guard.take_counts()["off"] == 1
+    assert engine.connector.get_kv_connector_stats().data["off"] == 1
     for _ in range(20_000):
         if not held(engine):
             return
