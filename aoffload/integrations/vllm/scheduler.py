@@ -130,7 +130,7 @@ class SchedulerSide:
         """What the workers have to do in the step `output`."""
         for request_id in output.preempted_req_ids or ():
             found = self._requests.get(request_id)
-            if found is not None and not found.is_asking:
+            if found is not None and not found.has_asked_again:
                 found.leave(self.ledger, "preempted")
         plans = (*self._loads, *self._plan_stores(output.num_scheduled_tokens))
         self._loads.clear()

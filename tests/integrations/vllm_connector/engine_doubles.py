@@ -122,10 +122,23 @@ class Manager:
             pool.touch(found[-1])
         self.tables[request.request_id] = tuple(found)
 
-    def grow(self, request: Request, num_computed: int, num_tokens: int) -> None:
-        """Blocks for `num_tokens`. What lies before the window of the first token to compute becomes null."""
-        stop = -(-num_tokens // BLOCK)
-        for group, table in enumerate(self.tables[request.request_id]):
+    def has_room(self, request: Request, num_hit: int, num_tokens: int) -> bool:
+        """Whether there are blocks for `num_tokens` behind a hit of `num_hit` blocks."""
+        taken = sum(
+            self.block_pool.cached[group, request.block_hashes[at]].block_id in self.block_pool.free
+            for group in range(len(self.windows))
+            for at in range(self.first_needed(group, num_hit), num_hit)
+        )
+        wanted = (-(-num_tokens // BLOCK) - num_hit) * len(self.windows)
+        return len(self.block_pool.free) >= taken + wanted
+
+    def grow(self, request: Request, num_computed: int, num_tokens: int) -> bool:
+        """Blocks for `num_tokens`, if there are enough. What lies before the window of the first token to compute
+        becomes null."""
+        stop, tables = -(-num_tokens // BLOCK), self.tables[request.request_id]
+        if sum(stop - len(table) for table in tables) > len(self.block_pool.free):
+            return False
+        for group, table in enumerate(tables):
             first = self.first_needed(group, num_computed // BLOCK)
             for at, block in enumerate(table[:first]):
                 if block is not self.block_pool.null:
@@ -133,6 +146,7 @@ class Manager:
                     self.block_pool.free_blocks([block])
             table += [self.block_pool.null] * (min(first, stop) - len(table))
             table += self.block_pool.take(stop - len(table))
+        return True
 
     def cache(self, request: Request, num_tokens: int) -> None:
         for group, table in enumerate(self.tables[request.request_id]):

@@ -90,6 +90,9 @@ class SmallEngine:
         self.over: set[str] = set()
         self.failed: set[str] = set()
         self.preempted: set[str] = set()
+        """Since the last step was told of."""
+        self.has_preempted = False
+        self.num_preemptions = 0
         self.alter: Callable[[Commands], Commands] = lambda commands: commands
         """What a test makes of the commands on their way to the workers."""
         self.told: list[Any] = []
@@ -117,16 +120,42 @@ class SmallEngine:
 
     def step(self) -> None:
         """One step of everything that is ready. A request that has computed and generated all is finished."""
-        scheduled: dict[str, int] = {}
-        ready = [*self.running, *(request for request in tuple(self.waiting) if self._may_run(request))]
+        ready = []
+        for request in tuple(self.running):
+            if request in self.running and self._has_room(request):
+                ready.append(request)
+        if not self.has_preempted:
+            ready += [request for request in tuple(self.waiting) if self._may_run(request)]
+        self.has_preempted = False
+        if not ready and not self.loading:
+            self._make_room()
+        scheduled = {}
         for request in ready:
-            number = min(self.most_tokens, request.num_tokens - request.num_computed_tokens)
-            self.manager.grow(request, request.num_computed_tokens, request.num_computed_tokens + number)
-            scheduled[request.request_id] = number
+            scheduled[request.request_id] = self._num_next(request)
             if request not in self.running:
                 self.waiting.remove(request)
                 self.running.append(request)
         self._execute(ready, scheduled)
+
+    def _make_room(self) -> None:
+        """Requests that have loaded hold all blocks between them, and none can go on: the last one gives its up."""
+        holding = [one for one in self.waiting if one.num_computed_tokens]
+        if len(holding) > 1:
+            self._take_blocks(holding[-1])
+
+    def _num_next(self, request: Request) -> int:
+        return min(self.most_tokens, request.num_tokens - request.num_computed_tokens)
+
+    def _has_room(self, request: Request) -> bool:
+        """Give it blocks for what it computes next; the last of those that run lose theirs for that."""
+        num_computed = request.num_computed_tokens
+        while not self.manager.grow(request, num_computed, num_computed + self._num_next(request)):
+            victim = self.running[-1]
+            self.preempt(victim)
+            self.has_preempted = True
+            if victim is request:
+                return False
+        return True
 
     def _may_run(self, request: Request) -> bool:
         name = request.request_id
@@ -134,7 +163,10 @@ class SmallEngine:
             if name not in self.over:
                 return False
             self._promote(request)
-        return bool(request.num_computed_tokens) or self._match(request)
+        if request.num_computed_tokens:
+            num_computed = request.num_computed_tokens
+            return self.manager.grow(request, num_computed, num_computed + self._num_next(request))
+        return self._match(request)
 
     def _promote(self, request: Request) -> None:
         name = request.request_id
@@ -155,25 +187,33 @@ class SmallEngine:
             external, is_async, hit, local = 0, False, 0, 0
         if external is None:
             return False
+        stop = local + external
+        if not self.manager.has_room(request, hit, stop if is_async else min(stop + self.most_tokens, request.num_tokens)):
+            return False
         self.allocate(request, hit, external)
         if is_async:
             self.loading[request.request_id] = request
-        return not is_async
+            return False
+        return self.manager.grow(request, stop, stop + self._num_next(request))
 
     def allocate(self, request: Request, num_blocks: int, num_external: int) -> None:
+        """Blocks for what it has: those of the engine's own hit, and some to load into."""
         request.num_computed_tokens = num_blocks * BLOCK + num_external
         self.manager.adopt(request, num_blocks)
-        self.manager.grow(request, request.num_computed_tokens, request.num_computed_tokens)
-        self.connector.update_state_after_alloc(
-            request, self.manager.get_blocks(request.request_id), num_external
-        )
+        assert self.manager.grow(request, request.num_computed_tokens, request.num_computed_tokens)
+        blocks = self.manager.get_blocks(request.request_id)
+        self.connector.update_state_after_alloc(request, blocks, num_external)
 
     def preempt(self, request: Request) -> None:
-        self.manager.release(request)
-        request.num_computed_tokens = 0
         self.running.remove(request)
         self.waiting.insert(0, request)
+        self._take_blocks(request)
+
+    def _take_blocks(self, request: Request) -> None:
+        self.manager.release(request)
+        request.num_computed_tokens = 0
         self.preempted.add(request.request_id)
+        self.num_preemptions += 1
 
     def _execute(self, ready: list[Request], scheduled: dict[str, int]) -> None:
         output = SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=self.preempted)
