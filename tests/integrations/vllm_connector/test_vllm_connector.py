@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Any
 
 import attrs
 import pytest
 from engine_doubles import TEXT, Request
-from small_engine import SmallEngine, counted, held
+from small_engine import SmallEngine, counted, held, instead, over
 
 from aoffload.integrations.vllm.messages import Commands
 from aoffload.ledger import Completion, Outcome, TransferPlan
-
 
 
 def test_what_was_evicted_is_loaded(warm: Callable[..., SmallEngine]) -> None:
@@ -36,36 +34,6 @@ def test_what_the_engine_has_is_not_loaded(warm: Callable[..., SmallEngine]) -> 
     loaded = counted(engine, "copied_blocks|load")
     engine.run(Request("again", TEXT))
     assert (loaded - before, counted(engine, "copied_blocks|load") - loaded) == (3, 4)
-
-
-def test_one_of_many_loads_what_they_share(warm: Callable[..., SmallEngine]) -> None:
-    """The others are told to ask again, also in the same step, and hit the engine's own cache then."""
-    engine = warm(num_blocks=80)
-    engine.run(*(Request(f"r{at}", [*TEXT, 50 + at]) for at in range(8)))
-    assert counted(engine, "copied_blocks|load") == 7
-    assert held(engine) == 0
-
-
-def over(outcome: Outcome, **fields: Any) -> Callable[[TransferPlan], Completion | None]:
-    return lambda plan: Completion(plan.job_id, outcome, **fields)
-
-
-def instead(engine: SmallEngine, end: Callable[[TransferPlan], Completion | None]) -> list[TransferPlan]:
-    """Loads end like that instead of being copied. Returns the list of their plans."""
-    seen: list[TransferPlan] = []
-
-    def alter(commands: Commands) -> Commands:
-        for plan in commands.loads:
-            seen.append(plan)
-            assert len(seen) < 9, "the same load is tried for ever"
-            completion = end(plan)
-            for worker in engine.workers:
-                if completion is not None:
-                    worker._over.append(completion)
-        return attrs.evolve(commands, loads=())
-
-    engine.alter = alter
-    return seen
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import pytest
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, held
-
-from aoffload.ledger import TransferPlan
 
 OTHER = list(range(100, 130))
 

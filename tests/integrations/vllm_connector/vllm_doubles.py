@@ -65,7 +65,7 @@ class TransferResults:
     failed_recving: set[str] = attrs.field(factory=set)
 
 
-class CacheHitSource(str, Enum):
+class CacheHitSource(Enum):
     DEVICE = "device"
     HOST = "host"
 
@@ -180,7 +180,6 @@ def vllm_importable() -> Iterator[None]:
 
 
 with vllm_importable():
-    import aoffload.integrations.vllm as _package
     from aoffload.integrations.vllm import statistics as statistics
     from aoffload.integrations.vllm.connector import AoffloadConnector as AoffloadConnector
 
