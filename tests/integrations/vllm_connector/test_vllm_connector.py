@@ -173,15 +173,27 @@ def test_an_error_turns_the_cache_off(
 def test_a_sleeping_worker_copies_nothing(warm: Callable[..., SmallEngine]) -> None:
     """Its tensors have no memory then. What the host holds is there when it wakes."""
     engine = warm()
-    engine.workers[0].sleep()
-    engine.workers[0].sleep()
+    engine.copiers[0].unregister_kv_caches()
+    engine.copiers[0].unregister_kv_caches()
     engine.run(Request("again", TEXT))
     assert counted(engine, "jobs|load|failed") == 1
-    engine.workers[0].wake_up()
-    engine.workers[0].wake_up()
+    engine.copiers[0].restore_kv_caches()
+    engine.copiers[0].restore_kv_caches()
     engine.manager.evict_all()
     engine.run(Request("once more", TEXT))
     assert counted(engine, "copied_blocks|load") == 7
+
+
+def test_a_worker_may_stop_while_it_sleeps(warm: Callable[..., SmallEngine]) -> None:
+    """Its copy threads end, and its host memory goes."""
+    engine = warm()
+    transport = engine.workers[0]._transport
+    engine.copiers[0].unregister_kv_caches()
+    engine.copiers[0].shutdown()
+    engine.copiers[0].restore_kv_caches()
+    engine.run(Request("again", TEXT))
+    assert counted(engine, "jobs|load|failed") == 1
+    assert transport is not None and transport.close(1.0)
 
 
 def test_two_salts_share_nothing(warm: Callable[..., SmallEngine]) -> None:

@@ -56,9 +56,7 @@ def test_with_one_group_what_has_landed_counts(
 
 
 @pytest.mark.parametrize("windows", [(0,), TWO_GROUPS])
-def test_a_load_that_brought_nothing_is_lost_whole(
-    warm: Callable[..., SmallEngine], windows: tuple[int, ...]
-) -> None:
+def test_a_load_that_brought_nothing_is_lost_whole(warm: Callable[..., SmallEngine], windows: tuple[int, ...]) -> None:
     """The request begins again, with blocks of its own."""
     engine = warm(windows=windows, num_blocks=40)
     copy_front(engine, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -162,7 +163,9 @@ NAMES: dict[str, dict[str, Any]] = {
 def vllm_importable() -> Iterator[None]:
     """vLLM where it is installed. Else the stand-ins, which are gone afterwards, with what was imported over them."""
     if HAS_VLLM:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what it imports
+            yield
         return
     made = {name: ModuleType(name) for name in NAMES}
     for name, module in made.items():
