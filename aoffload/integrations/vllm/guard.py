@@ -31,10 +31,12 @@ class Guard:
         return 0
 
     def allocated(self, request: Any, num_external: int) -> None:
-        try:
-            self.half.allocated(request, num_external)
-        except Exception as error:  # noqa: BLE001
-            self._turn_off(error)
+        if not self.off_reason:
+            try:
+                return self.half.allocated(request, num_external)
+            except Exception as error:  # noqa: BLE001
+                self._turn_off(error)
+        self.half.refuse(request, num_external)
 
     def step(self, output: Any) -> Commands:
         if not self.off_reason:
@@ -63,7 +65,10 @@ class Guard:
 
     def reset(self) -> None:
         if not self.off_reason:
-            self.half.reset()
+            try:
+                self.half.reset()
+            except Exception as error:  # noqa: BLE001 - what is not forgotten is never loaded
+                self._turn_off(error)
 
     def take_counts(self) -> dict[str, float]:
         """What has been counted since the last call, and what there is now; empty if nothing has changed."""
@@ -79,5 +84,6 @@ class Guard:
 
     def _turn_off(self, error: Exception) -> None:
         self.off_reason = repr(error)
+        self.half.discard_queued()
         self.half.counts.turned_off()
         _log.error("aoffload is off: nothing is loaded or stored any more", exc_info=error)

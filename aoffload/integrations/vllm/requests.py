@@ -55,6 +55,11 @@ class EngineRequest:
         return self.holding is not None and self.holding.state in _ASKING
 
     @property
+    def has_asked_again(self) -> bool:
+        """Whether it has come back in the step that tells of its preemption: vLLM preempts between steps, too."""
+        return self.is_asking or self.wait is Wait.LOAD
+
+    @property
     def is_running(self) -> bool:
         return self.holding is not None and self.holding.state is RequestState.RUNNING
 

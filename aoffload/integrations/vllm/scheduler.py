@@ -21,7 +21,7 @@ from typing import Any
 
 from aoffload import Ledger, OffloadConfig
 
-from ...ledger import CopyQueue, TransferPlan
+from ...ledger import Completion, CopyQueue, JobState, TransferPlan
 from ...prefix import Roots
 from .blocks import BlockTable, EnginePool
 from .counts import Counts
@@ -60,6 +60,8 @@ class SchedulerSide:
         self._over: list[EngineRequest] = []
         """Requests whose load is over, of which vLLM does not know yet."""
         self._reports: list[LoadReport] = []
+        self._joined: list[Completion] = []
+        """The copies that the last `take` was told of."""
 
     def bind(self, kv_cache_manager: Any) -> None:
         """vLLM's block pool and prefix cache are there: begin."""
@@ -130,7 +132,7 @@ class SchedulerSide:
         """What the workers have to do in the step `output`."""
         for request_id in output.preempted_req_ids or ():
             found = self._requests.get(request_id)
-            if found is not None and not found.is_asking:
+            if found is not None and not found.has_asked_again:
                 found.leave(self.ledger, "preempted")
         plans = (*self._loads, *self._plan_stores(output.num_scheduled_tokens))
         self._loads.clear()
@@ -171,7 +173,8 @@ class SchedulerSide:
 
     def take(self, reports: Reports) -> set[str]:
         """Settle what the workers have copied. Returns the requests whose loads have landed."""
-        for completion in self._outbox.joined(reports):
+        self._joined = self._outbox.joined(reports)
+        for completion in self._joined:
             self._queue.deliver(completion)
         self._queue.settle_delivered()
         self._check()
@@ -268,10 +271,23 @@ class SchedulerSide:
         return self._commands()
 
     def settle(self, reports: Reports) -> None:
-        """Give blocks back whose copies are over."""
-        for completion in self._outbox.joined(reports):
+        """Give blocks back whose copies are over, also those of the `take` that has raised."""
+        joined, self._joined = [*self._joined, *self._outbox.joined(reports)], []
+        for completion in joined:
             with suppress(Exception):  # the ledger has raised before
                 self.ledger.settle(completion)
+
+    def discard_queued(self) -> None:
+        """Give blocks back whose copies have not started: from now on nothing starts any more."""
+        for job_id, job in tuple(self.ledger.jobs.unsettled.items()):
+            if job.state is JobState.QUEUED:
+                with suppress(Exception):
+                    self.ledger.discard(job_id)
+
+    def refuse(self, request: Any, num_external: int) -> None:
+        """vLLM waits for a load that was promised before the error. The next step says that it is lost."""
+        if num_external:
+            self._requests[request.request_id].wait = Wait.LOAD
 
     def forget(self, request_id: str) -> None:
         """The request is over. If vLLM waits for its load, it keeps the blocks until it hears of that."""

@@ -11,6 +11,7 @@ import torch
 
 BLOCK = 4
 PAGE_BYTES = 16
+TEXT = list(range(30))
 
 
 def feature(start: int, length: int, name: str, modality: str = "image") -> Any:
@@ -22,6 +23,8 @@ class Request:
         self.request_id, self.all_token_ids = request_id, list(tokens)
         self.num_computed_tokens, self.cache_salt, self.lora_request, self.mm_features = 0, None, None, []
         self.prompt_embeds, self.resumable, self.skip_reading_prefix_cache = None, False, False
+        self.num_new = 0
+        """Tokens that it generates."""
         self.__dict__.update(fields)
 
     @property
@@ -40,7 +43,7 @@ class Block:
 
 
 class Pool:
-    """Free blocks keep what is cached in them until they are taken."""
+    """Free blocks keep what is cached in them until they are taken. Block 0 is the null block: nobody owns it."""
 
     hash_block_size = BLOCK
 
@@ -49,13 +52,19 @@ class Pool:
         self.free = OrderedDict.fromkeys(range(1, num_blocks))
         self.cached: dict[Any, Block] = {}
 
+    @property
+    def null(self) -> Block:
+        return self.blocks[0]
+
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             self.free.pop(block.block_id, None)
-            block.ref_cnt += 1
+            block.ref_cnt += block is not self.null
 
     def free_blocks(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
+            if block is self.null:
+                continue
             block.ref_cnt -= 1
             assert block.ref_cnt >= 0, "freed more often than held"
             if not block.ref_cnt:
@@ -74,41 +83,81 @@ class Pool:
 
 
 class Manager:
-    """Block tables by request, of one group."""
+    """Block tables by request: one for each group, full attention or, where `windows` has a number, the last so many
+    tokens."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.block_pool = Pool(num_blocks)
-        self.tables: dict[str, list[Block]] = {}
+    def __init__(self, num_blocks: int, windows: Sequence[int] = (0,)) -> None:
+        self.block_pool, self.windows = Pool(num_blocks), windows
+        self.tables: dict[str, tuple[list[Block], ...]] = {}
 
     def get_blocks(self, request_id: str) -> Any:
-        return SimpleNamespace(blocks=(self.tables.get(request_id, []),))
+        return SimpleNamespace(blocks=self.tables.get(request_id, tuple([] for _ in self.windows)))
 
-    def hit(self, request: Request) -> list[Block]:
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return tuple([block.block_id for block in table] for table in self.get_blocks(request_id).blocks)
+
+    def first_needed(self, group: int, stop: int) -> int:
+        """The first block of `group` that the token behind block `stop` reads."""
+        window = self.windows[group]
+        return max(0, stop * BLOCK - window + 1) // BLOCK if window else 0
+
+    def hit(self, request: Request) -> int:
+        """Blocks of the longest prefix at whose end every group has what it reads."""
+        keys = request.block_hashes[: (request.num_tokens - 1) // BLOCK]
+        for stop in range(len(keys), 0, -1):
+            if all(
+                (group, keys[at]) in self.block_pool.cached
+                for group in range(len(self.windows))
+                for at in range(self.first_needed(group, stop), stop)
+            ):
+                return stop
+        return 0
+
+    def adopt(self, request: Request, num_blocks: int) -> None:
+        pool, keys = self.block_pool, request.block_hashes
         found = []
-        for key in request.block_hashes[: (request.num_tokens - 1) // BLOCK]:
-            cached = self.block_pool.get_cached_block(key, [0])
-            if cached is None:
-                break
-            found += cached
-        return found
+        for group in range(len(self.windows)):
+            first = self.first_needed(group, num_blocks)
+            found.append([pool.null] * first + [pool.cached[group, keys[at]] for at in range(first, num_blocks)])
+            pool.touch(found[-1])
+        self.tables[request.request_id] = tuple(found)
 
-    def adopt(self, request: Request, blocks: list[Block]) -> None:
-        self.block_pool.touch(blocks)
-        self.tables[request.request_id] = list(blocks)
+    def has_room(self, request: Request, num_hit: int, num_tokens: int) -> bool:
+        """Whether there are blocks for `num_tokens` behind a hit of `num_hit` blocks."""
+        taken = sum(
+            self.block_pool.cached[group, request.block_hashes[at]].block_id in self.block_pool.free
+            for group in range(len(self.windows))
+            for at in range(self.first_needed(group, num_hit), num_hit)
+        )
+        wanted = (-(-num_tokens // BLOCK) - num_hit) * len(self.windows)
+        return len(self.block_pool.free) >= taken + wanted
 
-    def grow(self, request: Request, num_tokens: int) -> None:
-        table = self.tables.setdefault(request.request_id, [])
-        table += self.block_pool.take(-(-num_tokens // BLOCK) - len(table))
+    def grow(self, request: Request, num_computed: int, num_tokens: int) -> bool:
+        """Blocks for `num_tokens`, if there are enough. What lies before the window of the first token to compute
+        becomes null."""
+        stop, tables = -(-num_tokens // BLOCK), self.tables[request.request_id]
+        if sum(stop - len(table) for table in tables) > len(self.block_pool.free):
+            return False
+        for group, table in enumerate(tables):
+            first = self.first_needed(group, num_computed // BLOCK)
+            for at, block in enumerate(table[:first]):
+                if block is not self.block_pool.null:
+                    table[at] = self.block_pool.null
+                    self.block_pool.free_blocks([block])
+            table += [self.block_pool.null] * (min(first, stop) - len(table))
+            table += self.block_pool.take(stop - len(table))
+        return True
 
     def cache(self, request: Request, num_tokens: int) -> None:
-        for at, key in enumerate(request.block_hashes[: num_tokens // BLOCK]):
-            block = self.tables[request.request_id][at]
-            if (0, key) not in self.block_pool.cached and block.key is None:
-                block.key = (0, key)
-                self.block_pool.cached[block.key] = block
+        for group, table in enumerate(self.tables[request.request_id]):
+            for block, key in zip(table, request.block_hashes[: num_tokens // BLOCK], strict=False):
+                if block is not self.block_pool.null and (group, key) not in self.block_pool.cached and not block.key:
+                    block.key = (group, key)
+                    self.block_pool.cached[block.key] = block
 
     def release(self, request: Request) -> None:
-        self.block_pool.free_blocks(reversed(self.tables.pop(request.request_id, [])))
+        for table in self.tables.pop(request.request_id, ()):
+            self.block_pool.free_blocks(reversed(table))
 
     def evict_all(self) -> None:
         self.block_pool.cached.clear()

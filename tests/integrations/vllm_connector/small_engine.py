@@ -1,158 +1,317 @@
-"""A scheduler like vLLM's around both halves of the connector: it calls the hooks in vLLM's order. The KV of a token is
-a hash of all tokens up to it, so wrong bytes are seen."""
+"""A scheduler like vLLM's around the connector: it calls the hooks in vLLM's order. The KV of a token is a hash of all
+tokens up to it, so wrong bytes are seen."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 from engine_doubles import BLOCK, PAGE_BYTES, Manager, Request, kv_tensor
+from vllm_described import kv_cache_config, vllm_config
+from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
-from aoffload import FullAttention, KVCacheGroup
-from aoffload.integrations.vllm.groups import CachedGroups
-from aoffload.integrations.vllm.guard import Guard
-from aoffload.integrations.vllm.messages import Commands, Reports
-from aoffload.integrations.vllm.regions import block_bytes_of, placements_of
+from aoffload.integrations.vllm.messages import Commands
 from aoffload.integrations.vllm.scheduler import SchedulerSide
-from aoffload.integrations.vllm.settings import offload_config
-from aoffload.integrations.vllm.worker import WorkerSide, invalid_blocks, lost_requests
-
-GROUPS = CachedGroups((0,), (KVCacheGroup("full", FullAttention(), BLOCK),))
+from aoffload.integrations.vllm.worker import WorkerSide
+from aoffload.ledger import Completion, Outcome, TransferPlan
 
 
 class SmallEngine:
-    def __init__(self, num_blocks: int = 24, num_ranks: int = 1, **extra: Any) -> None:
-        config = offload_config({"num_host_blocks": 64, **extra}, GROUPS.groups, namespace="m", num_ranks=num_ranks)
-        self.manager = Manager(num_blocks)
-        self.memories, placed = [], kv_tensor(num_blocks)[1]
-        places = placements_of([placed], num_blocks)
+    def __init__(
+        self,
+        num_blocks: int = 24,
+        num_ranks: int = 1,
+        *,
+        windows: tuple[int, ...] = (0,),
+        most_tokens: int = 1_000,
+        **extra: Any,
+    ) -> None:
+        self.manager = Manager(num_blocks, windows)
+        self.most_tokens = most_tokens
+        """Tokens that a request computes in one step, at most."""
         self.now = 0.0
-        self.half = SchedulerSide(
-            config,
-            GROUPS,
-            num_blocks=num_blocks,
-            block_bytes=block_bytes_of(places),
-            num_ranks=num_ranks,
-            clock=lambda: self.now,
-        )
-        self.half.bind(self.manager)
-        self.guard = Guard(self.half)
-        self.workers = [WorkerSide(config, places, num_blocks, rank) for rank in range(num_ranks)]
-        for worker in self.workers:
-            self.memories.append(kv_tensor(num_blocks)[0])
-            worker.register(dict.fromkeys(placed.layers, self.memories[-1]))
+        described = kv_cache_config(num_blocks, windows)
+        with vllm_importable():
+            self.connector = AoffloadConnector(vllm_config(num_ranks, **extra), KVConnectorRole.SCHEDULER, described)
+            self.copiers = [
+                AoffloadConnector(vllm_config(num_ranks, rank, **extra), KVConnectorRole.WORKER, described)
+                for rank in range(num_ranks)
+            ]
+        self.half._clock = lambda: self.now
+        self.connector.bind_kv_cache_manager(self.manager)
+        self.memories = [kv_tensor(num_blocks)[0] for _ in self.copiers]
+        for copier, memory in zip(self.copiers, self.memories, strict=True):
+            copier.register_kv_caches(dict.fromkeys(kv_tensor(num_blocks)[1].layers, memory))
         self.waiting: list[Request] = []
+        self.running: list[Request] = []
         self.loading: dict[str, Request] = {}
+        """Those for whose load the engine waits. Their blocks stay until it is over, also if they have finished."""
         self.over: set[str] = set()
-        self.requests: dict[str, Request] = {}
+        self.failed: set[str] = set()
+        self.preempted: set[str] = set()
+        """Since the last step was told of."""
+        self.has_preempted = False
+        self.num_preemptions = 0
         self.alter: Callable[[Commands], Commands] = lambda commands: commands
         """What a test makes of the commands on their way to the workers."""
+        self.told: list[Any] = []
+        """What the workers have told vLLM, step by step."""
         self.wrong: list[str] = []
+        self.may_be_off = False
+
+    @property
+    def half(self) -> SchedulerSide:
+        found: SchedulerSide = self.connector._scheduler.half
+        return found
+
+    @property
+    def workers(self) -> list[WorkerSide]:
+        return [copier._worker for copier in self.copiers]
 
     def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
+        for copier in self.copiers:
+            copier.shutdown()
 
     # -- the scheduler --------------------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
         self.waiting += requests
-        self.requests |= {request.request_id: request for request in requests}
 
-    def step(self, preempted: Iterable[str] = ()) -> None:
-        """Every request that is ready is computed to its end, and finishes."""
-        scheduled: dict[str, int] = {}
-        for request in tuple(self.waiting):
-            name = request.request_id
-            if name in self.loading:
-                if name not in self.over:
-                    continue
-                del self.loading[name]
-                self.over.discard(name)
-                if request.num_computed_tokens:
-                    self.manager.cache(request, request.num_computed_tokens)
-                else:
-                    self.manager.release(request)
-            if not request.num_computed_tokens and not self._match(request):
-                continue
-            self.manager.grow(request, request.num_tokens)
-            scheduled[name] = request.num_tokens - request.num_computed_tokens
-        self._execute(scheduled, preempted)
+    def step(self) -> None:
+        """One step of everything that is ready. A request that has computed and generated all is finished."""
+        ready = []
+        for request in tuple(self.running):
+            if request in self.running and self._has_room(request):
+                ready.append(request)
+        if not self.has_preempted:
+            ready += [request for request in tuple(self.waiting) if self._may_run(request)]
+        self.has_preempted = False
+        if not ready and not self.loading:
+            self._make_room()
+        scheduled = {}
+        for request in ready:
+            scheduled[request.request_id] = self._num_next(request)
+            if request not in self.running:
+                self.waiting.remove(request)
+                self.running.append(request)
+        self._execute(ready, scheduled)
+
+    def _make_room(self) -> None:
+        """Requests that have loaded hold all blocks between them, and none can go on: the last one gives its up."""
+        holding = [one for one in self.waiting if one.num_computed_tokens]
+        if len(holding) > 1:
+            self._take_blocks(holding[-1])
+
+    def _num_next(self, request: Request) -> int:
+        return min(self.most_tokens, request.num_tokens - request.num_computed_tokens)
+
+    def _has_room(self, request: Request) -> bool:
+        """Give it blocks for what it computes next; the last of those that run lose theirs for that."""
+        num_computed = request.num_computed_tokens
+        while not self.manager.grow(request, num_computed, num_computed + self._num_next(request)):
+            victim = self.running[-1]
+            self.preempt(victim)
+            self.has_preempted = True
+            if victim is request:
+                return False
+        return True
+
+    def _may_run(self, request: Request) -> bool:
+        name = request.request_id
+        if name in self.loading:
+            if name not in self.over:
+                return False
+            self._promote(request)
+        if request.num_computed_tokens:
+            num_computed = request.num_computed_tokens
+            return self.manager.grow(request, num_computed, num_computed + self._num_next(request))
+        return self._match(request)
+
+    def _promote(self, request: Request) -> None:
+        name = request.request_id
+        del self.loading[name]
+        self.over.discard(name)
+        if name not in self.failed or request.num_computed_tokens:
+            self.manager.cache(request, request.num_computed_tokens)
+        else:
+            self.manager.release(request)
+        self.failed.discard(name)
 
     def _match(self, request: Request) -> bool:
         """Whether it can be computed in this step."""
         hit = self.manager.hit(request)
-        local = len(hit) * BLOCK
-        external = self.guard.match(request, local)
+        local = hit * BLOCK
+        external, is_async = self.connector.get_num_new_matched_tokens(request, local)
+        if request.skip_reading_prefix_cache:
+            external, is_async, hit, local = 0, False, 0, 0
         if external is None:
             return False
-        self.manager.adopt(request, hit)
-        request.num_computed_tokens = local + external
-        if external:
-            self.manager.grow(request, local + external)
+        stop = local + external
+        if not self.manager.has_room(
+            request, hit, stop if is_async else min(stop + self.most_tokens, request.num_tokens)
+        ):
+            return False
+        self.allocate(request, hit, external)
+        if is_async:
             self.loading[request.request_id] = request
-        self.guard.allocated(request, external)
-        return not external
+            return False
+        return self.manager.grow(request, stop, stop + self._num_next(request))
 
-    def _execute(self, scheduled: dict[str, int], preempted: Iterable[str]) -> None:
-        output = SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=set(preempted))
-        commands = self.alter(self.guard.step(output))
-        for name in scheduled:
-            self.manager.cache(self.requests[name], self.requests[name].num_tokens)
-        for memory in self.memories:
-            for name in scheduled:
-                self._forward(memory, self.requests[name])
-        for worker in self.workers:
-            worker.start((*commands.loads, *commands.stores))
-        told = [reports for worker in self.workers if (reports := worker.take_reports()) is not None]
-        self._update(commands, scheduled)
-        if told:
-            self.over |= self.guard.take(reduce(Reports.joined, told))
+    def allocate(self, request: Request, num_blocks: int, num_external: int) -> None:
+        """Blocks for what it has: those of the engine's own hit, and some to load into."""
+        request.num_computed_tokens = num_blocks * BLOCK + num_external
+        self.manager.adopt(request, num_blocks)
+        assert self.manager.grow(request, request.num_computed_tokens, request.num_computed_tokens)
+        blocks = self.manager.get_blocks(request.request_id)
+        self.connector.update_state_after_alloc(request, blocks, num_external)
 
-    def _update(self, commands: Commands, scheduled: dict[str, int]) -> None:
-        invalid, lost = invalid_blocks(commands.reports), lost_requests(commands.reports)
+    def preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.waiting.insert(0, request)
+        self._take_blocks(request)
+
+    def _take_blocks(self, request: Request) -> None:
+        self.manager.release(request)
+        request.num_computed_tokens = 0
+        self.preempted.add(request.request_id)
+        self.num_preemptions += 1
+
+    def _execute(self, ready: list[Request], scheduled: dict[str, int]) -> None:
+        output = SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=self.preempted)
+        bound = self.connector.build_connector_meta(output)
+        bound.commands = self.alter(bound.commands)
+        self.preempted = set()
+        for request in ready:
+            self.manager.cache(request, request.num_computed_tokens + scheduled[request.request_id])
+        told = [
+            self._work(copier, bound, memory, ready, scheduled)
+            for copier, memory in zip(self.copiers, self.memories, strict=True)
+        ]
+        self.told.append(told)
+        self._handle_lost(told)
+        for request in ready:
+            request.num_computed_tokens += scheduled[request.request_id]
+            self._advance(request)
+        self._handle_over(told)
+
+    def _work(self, copier: Any, bound: Any, memory: Any, ready: list[Request], scheduled: dict[str, int]) -> Any:
+        """What vLLM's model runner does in a step."""
+        copier.bind_connector_metadata(bound)
+        copier.start_load_kv(None)
+        for request in ready:
+            self._forward(memory, request, scheduled[request.request_id])
+        copier.wait_for_save()
+        results = copier.get_transfer_results(set())
+        invalid = copier.get_block_ids_with_load_errors()
+        meta = copier.build_connector_worker_meta()
+        copier.clear_connector_metadata()
+        return SimpleNamespace(results=results, invalid=invalid, meta=meta)
+
+    def _handle_lost(self, told: list[Any]) -> None:
+        lost = {name for one in told for name in one.results.failed_recving}
+        invalid = {block_id for one in told for block_id in one.invalid}
+        assert not invalid or len(self.manager.windows) == 1, "ids of blocks are told with one group only"
         for name, request in self.loading.items():
+            table = self.manager.block_ids(name)[0]
+            stop = next((at for at, block_id in enumerate(table) if block_id in invalid), None)
             if name in lost:
                 request.num_computed_tokens = 0
-            for at, block in enumerate(self.manager.tables.get(name, [])):
-                if block.block_id in invalid:
-                    request.num_computed_tokens = min(request.num_computed_tokens, at * BLOCK)
-        self.over |= {report.request_id for report in commands.reports}
-        for name in scheduled:
-            request = self.requests[name]
-            request.num_computed_tokens = request.num_tokens
+            elif stop is not None:
+                request.num_computed_tokens = stop * BLOCK
+            if name in lost or stop is not None:
+                self.failed.add(name)
+
+    def _handle_over(self, told: list[Any]) -> None:
+        """A load is over when every rank says so, or the scheduler's half of the connector does."""
+        metas = [one.meta for one in told if one.meta is not None]
+        output = SimpleNamespace(
+            kv_connector_worker_meta=reduce(lambda one, other: one.aggregate(other), metas) if metas else None,
+            finished_recving=set.intersection(*(one.results.finished_recving for one in told)),
+        )
+        self.connector.update_connector_output(output)
+        for name in output.finished_recving:
+            assert name in self.loading, "a load is over for which vLLM does not wait"
+            assert name not in self.over, "a load is over twice"
+            if self.loading[name] in self.waiting:
+                self.over.add(name)
+            else:
+                self.manager.release(self.loading.pop(name))
+
+    def _advance(self, request: Request) -> None:
+        if request.num_computed_tokens < request.num_tokens:
+            return
+        if request.num_new:
+            request.num_new -= 1
+            request.all_token_ids.append((request.all_token_ids[-1] * 7 + 3) % 200)
+        else:
             self.finish(request)
 
     def finish(self, request: Request) -> None:
-        ids = [block.block_id for block in self.manager.tables.get(request.request_id, [])]
-        self.guard.finished(request, (ids,))
-        self.waiting.remove(request)
-        if request.request_id not in self.loading:
+        ids = self.manager.block_ids(request.request_id)
+        is_kept, _ = self.connector.request_finished_all_groups(request, ids)
+        assert not is_kept, "nothing but copies keeps blocks"
+        (self.running if request in self.running else self.waiting).remove(request)
+        if request.request_id not in self.loading or request.request_id in self.over:
+            self.loading.pop(request.request_id, None)
+            self.over.discard(request.request_id)
             self.manager.release(request)
 
     def run(self, *requests: Request, most_steps: int = 20_000) -> None:
         """Until every request has finished and the connector is at rest."""
         self.submit(*requests)
         for _ in range(most_steps):
-            if not self.waiting and not self.guard.is_busy:
+            if not (self.waiting or self.running or self.connector.has_pending_push_work()):
                 return
             self.step()
         raise AssertionError(f"not at rest: {[request.request_id for request in self.waiting]}")
 
     # -- the model ------------------------------------------------------------------------------------------------
 
-    def _forward(self, memory: Any, request: Request) -> None:
-        """Compute what is not computed, and note a request that would have read wrong KV."""
-        blocks, pages = self.manager.tables[request.request_id], memory.view(2, -1, PAGE_BYTES)
-        for at in range(request.num_tokens):
-            place = slice(at % BLOCK * 4, at % BLOCK * 4 + 4)
-            right = zlib.crc32(bytes(request.all_token_ids[: at + 1])).to_bytes(4, "little")
-            page = pages[:, blocks[at // BLOCK].block_id, place]
-            if at >= request.num_computed_tokens:
-                page[:] = page.new_tensor(list(right))
-            elif any(bytes(each.tolist()) != right for each in page):
-                self.wrong.append(f"{request.request_id} at {at}")
-                return
+    def _forward(self, memory: Any, request: Request, number: int) -> None:
+        """Compute `number` tokens, and note a request that would have read wrong KV."""
+        pages, start = memory.view(2, -1, PAGE_BYTES), request.num_computed_tokens
+        for group, table in enumerate(self.manager.tables[request.request_id]):
+            window = self.manager.windows[group]
+            for at in range(max(0, start - window + 1) if window else 0, start + number):
+                page = pages[:, table[at // BLOCK].block_id, at % BLOCK * 4 : at % BLOCK * 4 + 4]
+                right = zlib.crc32(bytes([group, *request.all_token_ids[: at + 1]])).to_bytes(4, "little")
+                if at >= start:
+                    page[:] = page.new_tensor(list(right))
+                elif any(bytes(each.tolist()) != right for each in page):
+                    self.wrong.append(f"{request.request_id} at {at} of group {group}")
+                    return
+
+
+def held(engine: SmallEngine) -> int:
+    return sum(block.ref_cnt for block in engine.manager.block_pool.blocks)
+
+
+def counted(engine: SmallEngine, name: str) -> float:
+    found: float = engine.half.counts._counted[name]
+    return found
+
+
+def over(outcome: Outcome, **fields: Any) -> Callable[[TransferPlan], Completion | None]:
+    return lambda plan: Completion(plan.job_id, outcome, **fields)
+
+
+def instead(engine: SmallEngine, end: Callable[[TransferPlan], Completion | None]) -> list[TransferPlan]:
+    """Loads end like that instead of being copied. Returns the list of their plans."""
+    seen: list[TransferPlan] = []
+
+    def alter(commands: Commands) -> Commands:
+        for plan in commands.loads:
+            seen.append(plan)
+            assert len(seen) < 9, "the same load is tried for ever"
+            completion = end(plan)
+            for worker in engine.workers:
+                if completion is not None:
+                    worker._over.append(completion)
+        return attrs.evolve(commands, loads=())
+
+    engine.alter = alter
+    return seen

@@ -3,56 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import attrs
 import pytest
-from engine_doubles import Request
-from small_engine import SmallEngine
+from engine_doubles import TEXT, Request
+from small_engine import SmallEngine, counted, held, instead, over
 
 from aoffload.integrations.vllm.messages import Commands
 from aoffload.ledger import Completion, Outcome, TransferPlan
-
-TEXT = list(range(30))
-
-
-@pytest.fixture
-def engines() -> Iterator[Callable[..., SmallEngine]]:
-    made: list[SmallEngine] = []
-
-    def make(**options: Any) -> SmallEngine:
-        made.append(SmallEngine(**options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-        assert not engine.wrong, "wrong KV was read"
-        engine.half.ledger.check_integrity()
-        assert not engine.manager.tables, "a request kept its blocks"
-
-
-@pytest.fixture
-def warm(engines: Callable[..., SmallEngine]) -> Callable[..., SmallEngine]:
-    """An engine that has stored TEXT and forgotten it on its device."""
-
-    def make(**options: Any) -> SmallEngine:
-        engine = engines(**options)
-        engine.run(Request("first", TEXT))
-        assert engine.half.ledger.statistics().host.num_cached == 7
-        engine.manager.evict_all()
-        return engine
-
-    return make
-
-
-def held(engine: SmallEngine) -> int:
-    return sum(block.ref_cnt for block in engine.manager.block_pool.blocks)
-
-
-def counted(engine: SmallEngine, name: str) -> float:
-    return engine.half.counts._counted[name]
 
 
 def test_what_was_evicted_is_loaded(warm: Callable[..., SmallEngine]) -> None:
@@ -75,36 +34,6 @@ def test_what_the_engine_has_is_not_loaded(warm: Callable[..., SmallEngine]) -> 
     loaded = counted(engine, "copied_blocks|load")
     engine.run(Request("again", TEXT))
     assert (loaded - before, counted(engine, "copied_blocks|load") - loaded) == (3, 4)
-
-
-def test_one_of_many_loads_what_they_share(warm: Callable[..., SmallEngine]) -> None:
-    """The others are told to ask again, also in the same step, and hit the engine's own cache then."""
-    engine = warm(num_blocks=80)
-    engine.run(*(Request(f"r{at}", [*TEXT, 50 + at]) for at in range(8)))
-    assert counted(engine, "copied_blocks|load") == 7
-    assert held(engine) == 0
-
-
-def over(outcome: Outcome, **fields: Any) -> Callable[[TransferPlan], Completion | None]:
-    return lambda plan: Completion(plan.job_id, outcome, **fields)
-
-
-def instead(engine: SmallEngine, end: Callable[[TransferPlan], Completion | None]) -> list[TransferPlan]:
-    """Loads end like that instead of being copied. Returns the list of their plans."""
-    seen: list[TransferPlan] = []
-
-    def alter(commands: Commands) -> Commands:
-        for plan in commands.loads:
-            seen.append(plan)
-            assert len(seen) < 9, "the same load is tried for ever"
-            completion = end(plan)
-            for worker in engine.workers:
-                if completion is not None:
-                    worker._over.append(completion)
-        return attrs.evolve(commands, loads=())
-
-    engine.alter = alter
-    return seen
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -162,7 +91,7 @@ def test_a_load_that_hangs_is_given_up(warm: Callable[..., SmallEngine]) -> None
     engine.now = 3.0
     engine.run()
     assert held(engine) == 7
-    assert engine.half.ledger.statistics().device.num_quarantined == 7
+    assert engine.connector.ledger.statistics().device.num_quarantined == 7
     engine.workers[0]._over.append(Completion(plans[0].job_id, Outcome.FAILED))
     engine.step()
     assert held(engine) == 0
@@ -205,8 +134,6 @@ def test_an_aborted_load_is_reported(warm: Callable[..., SmallEngine]) -> None:
     engine.finish(request)
     engine.step()
     assert seen == ["again"]
-    engine.loading.clear()
-    engine.manager.release(request)
     assert held(engine) == 7, "the copy holds its blocks itself"
     engine.workers[0].start(held_back)
     engine.run()
@@ -216,7 +143,7 @@ def test_an_aborted_load_is_reported(warm: Callable[..., SmallEngine]) -> None:
 def test_a_reset_forgets_the_host(warm: Callable[..., SmallEngine]) -> None:
     """Weights have changed: what was stored before is never loaded."""
     engine = warm()
-    engine.guard.reset()
+    engine.connector.reset_cache()
     engine.run(Request("again", TEXT))
     assert counted(engine, "copied_blocks|load") == 0
 
@@ -226,15 +153,16 @@ def test_an_error_turns_the_cache_off(
 ) -> None:
     """Also while a request waits for its load: it computes, and so do all others."""
     engine = warm()
+    engine.may_be_off = True
     request = Request("again", TEXT)
     engine.submit(request)
     engine.step()
     monkeypatch.setattr(engine.half, "_plan_stores", lambda scheduled: 1 / 0)
     monkeypatch.setattr(engine.half, "take", lambda reports: 1 / 0)
     engine.run(Request("later", TEXT))
-    assert "ZeroDivisionError" in engine.guard.off_reason
+    assert "ZeroDivisionError" in engine.connector.off_reason
     assert "aoffload is off" in caplog.text
-    assert engine.guard.take_counts()["off"] == 1
+    assert engine.connector.get_kv_connector_stats().data["off"] == 1
     for _ in range(20_000):
         if not held(engine):
             return
@@ -245,15 +173,27 @@ def test_an_error_turns_the_cache_off(
 def test_a_sleeping_worker_copies_nothing(warm: Callable[..., SmallEngine]) -> None:
     """Its tensors have no memory then. What the host holds is there when it wakes."""
     engine = warm()
-    engine.workers[0].sleep()
-    engine.workers[0].sleep()
+    engine.copiers[0].unregister_kv_caches()
+    engine.copiers[0].unregister_kv_caches()
     engine.run(Request("again", TEXT))
     assert counted(engine, "jobs|load|failed") == 1
-    engine.workers[0].wake_up()
-    engine.workers[0].wake_up()
+    engine.copiers[0].restore_kv_caches()
+    engine.copiers[0].restore_kv_caches()
     engine.manager.evict_all()
     engine.run(Request("once more", TEXT))
     assert counted(engine, "copied_blocks|load") == 7
+
+
+def test_a_worker_may_stop_while_it_sleeps(warm: Callable[..., SmallEngine]) -> None:
+    """Its copy threads end, and its host memory goes."""
+    engine = warm()
+    transport = engine.workers[0]._transport
+    engine.copiers[0].unregister_kv_caches()
+    engine.copiers[0].shutdown()
+    engine.copiers[0].restore_kv_caches()
+    engine.run(Request("again", TEXT))
+    assert counted(engine, "jobs|load|failed") == 1
+    assert transport is not None and transport.close(1.0)
 
 
 def test_two_salts_share_nothing(warm: Callable[..., SmallEngine]) -> None:

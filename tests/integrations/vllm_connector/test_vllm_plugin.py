@@ -6,10 +6,17 @@ import importlib.util
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any
 
+import attrs
 import pytest
+from engine_doubles import Manager, Request
+from vllm_described import kv_cache_config, vllm_config
+from vllm_doubles import CONNECTOR, NAMES, AoffloadConnector, KVConnectorRole, vllm_importable
 
 import aoffload.integrations.vllm as package
+from aoffload import ConfigError
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -47,22 +54,86 @@ def test_every_hook_is_one_of_vllms() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     hooks = {name for name in vars(package.AoffloadConnector) if not name.startswith("_")}
-    assert hooks - set(dir(KVConnectorBase_V1)) - {"request_finished_all_groups"} <= {
-        "unregister_kv_caches",
-        "restore_kv_caches",
-    }
+    ours = {"ledger", "off_reason", "make_transport"}
+    later = {"unregister_kv_caches", "restore_kv_caches"}
+    assert hooks - set(dir(KVConnectorBase_V1)) - {"request_finished_all_groups"} <= ours | later
 
 
 @pytest.mark.vllm
 @needs_vllm
-def test_statistics_add_up() -> None:
-    """Counts are summed over an interval; of a gauge the last value counts."""
-    made = package.AoffloadConnector.build_kv_connector_stats
-    one, other = made({"lost_tokens": 3.0, "off": 0.0}), made({"lost_tokens": 4.0, "jobs|load|landed": 1.0, "off": 1.0})
-    total = one.aggregate(other)
-    assert total.reduce() == {"lost_tokens": 7.0, "jobs load landed": 1.0, "off": 1.0}
-    assert not total.is_empty()
-    assert made().is_empty()
+def test_the_stand_ins_have_vllms_names() -> None:
+    """What runs without vLLM runs over names that vLLM has, with fields that vLLM's classes have."""
+    for module_name, made in NAMES.items():
+        module = importlib.import_module(module_name)
+        for name, stand_in in made.items():
+            real = getattr(module, name)
+            fields = {field.name for field in attrs.fields(stand_in)} if attrs.has(stand_in) else set()
+            assert fields <= set(getattr(real, "__dataclass_fields__", {})), name
+    assert set(dir(NAMES[f"{CONNECTOR}.v1.base"]["KVConnectorBase_V1"])) <= set(dir(base_of_vllm()))
+
+
+def base_of_vllm() -> Any:
+    return importlib.import_module(f"{CONNECTOR}.v1.base").KVConnectorBase_V1
+
+
+def made(role: str = "SCHEDULER", **changes: Any) -> Any:
+    """A connector of a configuration that differs from a sound one: `kv_role="kv_producer"`."""
+    config = vllm_config()
+    for part in vars(config).values():
+        for name, value in changes.items():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    config.speculative_config = changes.get("speculative_config")
+    with vllm_importable():
+        return AoffloadConnector(config, KVConnectorRole[role], kv_cache_config(9))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_load_failure_policy", "fail"),
+        ("kv_role", "kv_producer"),
+        ("enable_prefix_caching", False),
+        ("pipeline_parallel_size", 2),
+        ("speculative_config", SimpleNamespace(method="eagle", use_eagle=lambda: True)),
+    ],
+)
+def test_what_cannot_work_is_refused(name: str, value: Any) -> None:
+    """At the start, by the name of the option."""
+    with pytest.raises(ConfigError) as caught:
+        made(**{name: value})
+    assert caught.value.argument == name
+
+
+def test_speculation_without_kv_of_its_own_is_no_obstacle() -> None:
+    """n-gram drafts compute nothing."""
+    assert made(speculative_config=SimpleNamespace(method="ngram", use_eagle=lambda: False)).off_reason == ""
+
+
+def test_what_the_model_is_enters_every_key() -> None:
+    """Another model, revision, type of weights or of KV never hits."""
+    spaces = [
+        made(**changes)._scheduler.half._config.namespace
+        for changes in ({}, {"model": "n"}, {"revision": "b"}, {"dtype": "float16"}, {"cache_dtype": "fp8"})
+    ]
+    assert len(set(spaces)) == 5
+
+
+def test_it_is_a_cache_and_no_delivery() -> None:
+    """vLLM neither recomputes a preempted request for it, nor keeps blocks of one that has finished."""
+    connector = made()
+    connector.bind_kv_cache_manager(Manager(9))
+    assert not connector.requires_kv_delivery
+    assert connector.request_finished(Request("r", range(9)), [1, 2]) == (False, None)
+    assert connector._cache_hit_source.value == "host"
+
+
+def test_workers_count_nothing() -> None:
+    """Their numbers reach the scheduler with what they have copied."""
+    worker = made("WORKER")
+    assert worker.get_kv_connector_stats() is None
+    assert worker.build_connector_worker_meta() is None
+    worker.shutdown()
 
 
 def test_the_entry_point_is_declared() -> None:

@@ -1,0 +1,42 @@
+"""Engines around the connector, and what has to hold of each of them in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from engine_doubles import TEXT, Request
+from small_engine import SmallEngine
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[..., SmallEngine]]:
+    made: list[SmallEngine] = []
+
+    def make(**options: Any) -> SmallEngine:
+        made.append(SmallEngine(**options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert not engine.wrong, "wrong KV was read"
+        assert engine.may_be_off or not engine.connector.off_reason, "the connector hid an error"
+        engine.connector.ledger.check_integrity()
+        assert not engine.manager.tables, "a request kept its blocks"
+
+
+@pytest.fixture
+def warm(engines: Callable[..., SmallEngine]) -> Callable[..., SmallEngine]:
+    """An engine that has stored TEXT and forgotten it on its device."""
+
+    def make(**options: Any) -> SmallEngine:
+        engine = engines(**options)
+        engine.run(Request("first", TEXT))
+        in_windows = 0 if engine.manager.windows == (0,) else 4
+        assert engine.connector.ledger.statistics().host.num_cached == 7 + in_windows
+        engine.manager.evict_all()
+        return engine
+
+    return make

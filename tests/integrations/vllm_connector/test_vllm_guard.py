@@ -1,0 +1,69 @@
+"""An error in the connector turns it off: vLLM goes on without a cache, and gets every block back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_doubles import TEXT, Request
+from small_engine import SmallEngine, held
+
+OTHER = list(range(100, 130))
+
+
+def fail(*arguments: object, **options: object) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+def to_rest(engine: SmallEngine) -> None:
+    """Go on until copies that were under way have given their blocks back."""
+    engine.run()
+    for _ in range(20_000):
+        if not held(engine):
+            return
+        engine.step()
+    raise AssertionError(f"{held(engine)} blocks stay held")
+
+
+def narrow(engine: SmallEngine) -> SmallEngine:
+    """From now on copies wait for room in flight: one at a time."""
+    engine.half._queue._max_bytes, engine.most_tokens, engine.may_be_off = 1, 12, True
+    return engine
+
+
+HOOKS = ["match", "allocated", "step", "_plan_stores", "take", "_take_over", "finished", "_offer_last"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_error_in_any_hook_turns_the_cache_off(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """Whoever waits for a load computes, and so do all others; nobody waits for ever, and no block is lost. What
+    takes longer than a load is bounded too: some copies wait for room in flight."""
+    engine = narrow(warm(num_blocks=40))
+    engine.submit(Request("again", TEXT), Request("other", OTHER))
+    engine.step()
+    monkeypatch.setattr(engine.half, hook, fail)
+    engine.run(Request("later", [*TEXT[:9], *OTHER]))
+    assert "ZeroDivisionError" in engine.connector.off_reason
+    engine.run(Request("last", TEXT))
+    to_rest(engine)
+
+
+@pytest.mark.parametrize("hook", ["plan_load", "offer", "release", "settle", "launch", "admit", "match_again"])
+@pytest.mark.parametrize("after", range(4))
+def test_an_error_in_the_ledger_turns_the_cache_off(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch, hook: str, after: int
+) -> None:
+    """In the middle of a hook that has planned copies already."""
+    engine = narrow(warm(num_blocks=60))
+    sound, calls = getattr(engine.connector.ledger, hook), iter(range(1_000))
+
+    def once(*arguments: Any, **options: Any) -> Any:
+        return fail() if next(calls) == after else sound(*arguments, **options)
+
+    monkeypatch.setattr(engine.connector.ledger, hook, once, raising=True)
+    engine.run(Request("again", TEXT), Request("other", OTHER), Request("third", [*TEXT[:9], *OTHER], num_new=5))
+    engine.run(Request("last", TEXT))
+    to_rest(engine)

@@ -1,0 +1,47 @@
+"""vLLM's configurations, as far as the connector reads them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from engine_doubles import BLOCK, kv_tensor
+from vllm_doubles import interface
+
+HEADS = {"num_kv_heads": 1, "head_size": 8, "block_size": BLOCK}
+
+
+def vllm_config(num_ranks: int = 1, rank: int = 0, **extra: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_load_failure_policy="recompute",
+            kv_role="kv_both",
+            is_kv_producer=True,
+            kv_connector_extra_config={"num_host_blocks": 64, **extra},
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, world_size=num_ranks, rank=rank, pipeline_parallel_size=1
+        ),
+        model_config=SimpleNamespace(model="m", revision=None, dtype="float32"),
+        speculative_config=None,
+    )
+
+
+def kv_cache_config(num_blocks: int, windows: tuple[int, ...] = (0,), **fields: Any) -> Any:
+    """A group of full attention for each 0 of `windows`, and one with a window for each other number."""
+
+    def spec(window: int) -> Any:
+        if window:
+            return interface.SlidingWindowSpec(**HEADS, dtype=torch.uint8, sliding_window=window)
+        return interface.FullAttentionSpec(**HEADS, dtype=torch.uint8)
+
+    found = {
+        "num_blocks": num_blocks,
+        "kv_cache_tensors": [kv_tensor(num_blocks)[1]],
+        "kv_cache_groups": [SimpleNamespace(kv_cache_spec=spec(window)) for window in windows],
+        "prefix_cacheable_group_ids": tuple(range(len(windows))),
+        "has_mamba_layers": False,
+    }
+    return SimpleNamespace(**found | fields)
