@@ -180,7 +180,7 @@ class Session:
         fence = self._fences.pop(holding.request_id, None)
         self.worker.submit(self.ledger.release(holding, reason), fence)
         if self.is_open:  # no write-back into a cache that closes
-            self.worker.submit(self.ledger.plan_write_back())
+            self._write_back()
 
     def abandon(self, holding: Holding, scope: anyio.CancelScope | None) -> None:
         """End a request that was never left. Called by its finaliser, see `call_later`."""
@@ -240,9 +240,14 @@ class Session:
         """Publish what was computed; store it once `fence` has passed, or not at all without a fence."""
         plans = self.ledger.commit(holding, num_computed_tokens, new_token_ids)
         self._fences[holding.request_id] = fence
-        self._store_behind(fence, plans)
-        # Not behind this fence: blocks that are close to eviction may have been computed by any request.
-        self.worker.submit(self.ledger.plan_write_back())
+        if plans:
+            self._store_behind(fence, plans)
+        self._write_back()
+
+    def _write_back(self) -> None:
+        """Store what is about to be evicted. Not behind the fence of a commit: any request may have computed it."""
+        if self.ledger.writes_back and (plans := self.ledger.plan_write_back()):
+            self.worker.submit(plans)
 
     def offer_behind(
         self,

@@ -101,8 +101,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "lapse not watched for",
         "aoffload.transfer.copy_queue",
-        "min([self.ledger.next_lapse, *(hop.next_deadline for hop in self._hops.values())])",
-        "min([math.inf, *(hop.next_deadline for hop in self._hops.values())])",
+        "due = self.ledger.next_lapse\n",
+        "due = math.inf\n",
         "a pin ends when its time is over",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),

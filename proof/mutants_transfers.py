@@ -12,15 +12,15 @@ _OWNERSHIP = (
     Mutant(
         "job borrows the request's lease",
         JOBS,
-        "read = self.cache.lease(plan.source, end.run, starts, is_use=plan.destination < plan.source)",
-        "read = self.cache.lease(plan.destination, end.run, starts)",
+        "read = self.cache.lease(plan.source, run, starts, is_use=plan.destination < plan.source)",
+        "read = self.cache.lease(plan.destination, run, starts)",
         "a job owns its own leases: its source stays",
     ),
     Mutant(
         "destination path not pinned",
         JOBS,
-        "            written = self.cache.lease(plan.destination, end.run, starts)",
-        "            written = self.cache.lease(plan.source, end.run, starts)",
+        "            written = self.cache.lease(plan.destination, run, starts)",
+        "            written = self.cache.lease(plan.source, run, starts)",
         "what a copy follows stays until it has landed",
     ),
     Mutant(
@@ -53,17 +53,17 @@ _OWNERSHIP = (
     Mutant(
         "run looked up by its key at completion",
         JOBS,
-        "            part = stretch.run.part(tier, job.band)\n            first, last",
-        "            part = self.cache.index.runs[stretch.run.key].part(tier, job.band)\n            first, last",
+        "            part, last = run.parts[place], min(stop, proven_stop)\n",
+        "            part, last = self.cache.index.runs[run.key].parts[place], min(stop, proven_stop)\n",
         "ids of an unfinished transfer belong to the job, not to the index",
     ),
     Mutant(
         "destination read from the table at completion",
         JOBS,
-        "        for stretch in stretches(job.run, job.start, job.stop):\n            part",
+        "        for run, first, stop in stretches(job.run, job.start, job.stop):\n            part",
         "        for waiting in job.claims:\n"
         "            ids = waiting.table[job.start * width : job.stop * width]\n"
-        "        for stretch in stretches(job.run, job.start, job.stop):\n            part",
+        "        for run, first, stop in stretches(job.run, job.start, job.stop):\n            part",
         "never look a request up at completion",
     ),
     Mutant(
@@ -288,7 +288,7 @@ _STORES = (
         "failed store never offered again",
         JOBS,
         "            if part.incoming is job:\n",
-        "            if part.incoming is job and part.stop >= stretch.stop:\n",
+        "            if part.incoming is job and part.stop >= stop:\n",
         "after a failure the offload that was wanted is offered again (I3)",
     ),
     Mutant(
@@ -302,8 +302,8 @@ _STORES = (
     Mutant(
         "store waits for no host room",
         "aoffload.core.stores",
-        "over[-1].stop, there.room // band.width)",
-        "over[-1].stop, there.capacity // band.width)",
+        "fitting(start, stop, there.room // band.width)",
+        "fitting(start, stop, there.capacity // band.width)",
         "a store that finds no room is skipped",
     ),
 )

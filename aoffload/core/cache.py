@@ -61,7 +61,8 @@ class PrefixCache(SplitsAndMerges):
             lease.starts = list(self.layout.window_starts(run.stop) if starts is None else starts)
         for window, start in zip(self.windows, lease.starts, strict=True):
             if start < run.stop:
-                self._split_path(run, start)
+                if start != run.start:
+                    self._split_path(run, start)
                 window.pin(blocks, run, start, is_use)
         return lease
 
@@ -99,13 +100,16 @@ class PrefixCache(SplitsAndMerges):
     def slide_lease(self, lease: Lease, band: Band, start: int) -> None:
         """Unpin the units of `band` before `start`. They stay cached until their room is needed."""
         at = band.number - 1
+        if lease.starts[at] >= start:
+            return
         window, blocks = self.windows[at], self.tiers[lease.tier]
         for current in reversed(_between(lease.run, lease.starts[at], start)):
             if current.stop <= start:
-                window.unpin_run(blocks, current)
+                window.unpin(blocks, current, current.start)
             elif not self.shift_boundary(current, start, band):
-                window.unpin_run(blocks, self.split(current, start))
-        lease.starts[at] = max(lease.starts[at], start)
+                head = self.split(current, start)
+                window.unpin(blocks, head, head.start)
+        lease.starts[at] = start
 
     def pinned_by_none_but(self, leases: Iterable[Lease]) -> list[Part]:
         """The parts that no lease but `leases`, all of one tier, pins."""

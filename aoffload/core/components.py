@@ -26,7 +26,7 @@ from .intervals import outside
 from .paths import Stretch, stretches
 from .plan import Tier
 from .presence import covered, covered_stop
-from .records import Job, Lease, Part, Run
+from .records import Job, Lease, Part, Run, place_of
 from .tiers import TierBlocks
 
 __all__ = ["Component", "FullComponent", "WindowComponent", "brings", "window_components"]
@@ -117,7 +117,7 @@ class FullComponent:
             part, there = current.parts[tier], min(current.parts[source].stop, stop)
             reached = part.stop if part.incoming is None else covered_stop(part)
             if reached < there:
-                found.append(Stretch(current, reached, there))
+                found.append((current, reached, there))
             if current.start < min(start, reached, stop):
                 break
             current = current.before
@@ -135,12 +135,15 @@ class WindowComponent:
     """One window band."""
 
     band: Band
+    places: tuple[int, ...]
+    """By tier: where `Run.parts` has the part of the band."""
 
     def pin(self, blocks: TierBlocks, run: Run, start: int, is_use: bool) -> None:
         """Count a lease on every run from unit `start` on, on the path of `run`."""
         current: Run | None = run
+        place = self.places[blocks.tier]
         while current is not None and current.stop > start:
-            part = current.part(blocks.tier, self.band.number)
+            part = current.parts[place]
             part.num_references += 1
             if part.num_references == 1 and part.blocks:
                 blocks.make_pinned(part)
@@ -151,15 +154,13 @@ class WindowComponent:
     def unpin(self, blocks: TierBlocks, run: Run, start: int) -> None:
         """The opposite of `pin`."""
         current: Run | None = run
+        place = self.places[blocks.tier]
         while current is not None and current.stop > start:
-            self.unpin_run(blocks, current)
+            part = current.parts[place]
+            part.num_references -= 1
+            if not part.num_references:
+                blocks.let_go_of(part)
             current = current.before
-
-    def unpin_run(self, blocks: TierBlocks, run: Run) -> None:
-        part = run.part(blocks.tier, self.band.number)
-        part.num_references -= 1
-        if not part.num_references:
-            blocks.let_go_of(part)
 
     def head_references(self, num_references: int) -> int:
         return num_references  # a lease begins where a run does: it covers both
@@ -179,6 +180,8 @@ class WindowComponent:
         if part.blocks and (last < part.first or first > part.stop):
             return ids
         known, width = part.enter(first, last, ids), part.width
+        if not known and len(ids) == (last - first) * width:
+            return array("i")
         return ids[(known.start - first) * width : (known.stop - first) * width] + ids[(last - first) * width :]
 
     def fitting(self, start: int, stop: int, num_units: int) -> range:
@@ -187,14 +190,15 @@ class WindowComponent:
     def lacking(self, run: Run, source: Tier, tier: Tier, start: int, stop: int) -> list[Stretch]:
         """Units of `[start, stop)` that `source` holds and `tier` neither holds nor will get; last first."""
         found: list[Stretch] = []
-        for current in run.path():
-            if current.stop <= start:
-                break
-            part = current.part(source, self.band.number)
+        current: Run | None = run
+        here, there = self.places[source], self.places[tier]
+        while current is not None and current.stop > start:
+            part, other = current.parts[here], current.parts[there]
             first, last = max(start, part.first), min(stop, part.stop)
-            if first < last:
-                units = outside(*covered(current.part(tier, self.band.number)), first, last)
-                found += [Stretch(current, one.start, one.stop) for one in reversed(units)]
+            if first < last and not other.first <= first < last <= other.stop:
+                units = outside(*covered(other), first, last)
+                found += [(current, one.start, one.stop) for one in reversed(units)]
+            current = current.before
         return found
 
     def expected_references(self, tier: Tier, runs: Iterable[Run], leases: Iterable[Lease]) -> Counter[Run]:
@@ -216,8 +220,8 @@ def brings(component: Component, job: Job, part: Part, run: Run) -> bool:
     """Whether `job` is unsettled and adds to `part`: the part of `run`, or one whose front is about to become that.
     False if `run` is not on the job's path: when a job settles, it clears `incoming` on its own path only."""
     first = component.first_brought(job, part)
-    return not job.is_settled and any(over.run is run for over in stretches(job.run, first, job.stop))
+    return not job.is_settled and any(over is run for over, _, _ in stretches(job.run, first, job.stop))
 
 
 def window_components(layout: Layout) -> tuple[WindowComponent, ...]:
-    return tuple(WindowComponent(band) for band in layout.windows)
+    return tuple(WindowComponent(band, tuple(place_of(tier, band.number) for tier in Tier)) for band in layout.windows)

@@ -85,10 +85,10 @@ class Forks:
         """The unit up to which `parent` can share its blocks: published, and not found corrupt since."""
         stop = parent.published
         for band, table in zip(self.cache.layout.bands, parent.tables, strict=True):
-            for stretch in stretches(parent.device_run, table.start, stop) if band.width else ():
-                part = stretch.run.part(Tier.DEVICE, band.number)
-                if part.stop < stretch.stop or part.first > stretch.start:
-                    stop = min(stop, part.stop if part.first <= stretch.start else stretch.start)
+            for run, first, last in stretches(parent.device_run, table.start, stop) if band.width else ():
+                part = run.part(Tier.DEVICE, band.number)
+                if part.stop < last or part.first > first:
+                    stop = min(stop, part.stop if part.first <= first else first)
         return stop
 
     def num_units(self, parent: Holding, num_tokens: int) -> int:

@@ -87,6 +87,10 @@ class KVCacheGroup:
         check_kind(self.name, self.attention, self.block_size)
 
 
+MAX_ANSWERS = 1024
+"""Positions for which a band keeps its answers."""
+
+
 @attrs.frozen
 class Band:
     """Groups of one attention kind: at any position, all of them need the same tokens.
@@ -99,6 +103,8 @@ class Band:
     block_sizes: tuple[int, ...]
     unit_tokens: int
     width: int
+    _firsts: dict[int, int] = attrs.field(factory=dict, init=False, eq=False, repr=False)
+    """Answers of `first_unit`: a request asks for the same few positions again and again."""
 
     def first_needed(self, num_tokens: int) -> int:
         """The first unit whose blocks are needed to continue computing at token `num_tokens`.
@@ -110,7 +116,14 @@ class Band:
 
     def first_unit(self, stop: int) -> int:
         """The first unit whose blocks are needed to continue computing at unit `stop`."""
-        return self.first_needed(stop * self.unit_tokens) if self.number else 0
+        if not self.number:
+            return 0
+        first = self._firsts.get(stop)
+        if first is None:
+            if len(self._firsts) >= MAX_ANSWERS:
+                self._firsts.clear()
+            first = self._firsts[stop] = self.first_needed(stop * self.unit_tokens)
+        return first
 
     def margin(self, num_units: int) -> int:
         """Units stored in addition before a window of `num_units`: the next turn of a conversation matches somewhat

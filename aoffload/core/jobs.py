@@ -20,7 +20,7 @@ from .owners import Holding
 from .paths import Stretch, held_ids, stretches
 from .plan import Completion, Direction, Outcome, Tier, TransferPlan
 from .presence import covered
-from .records import Job, Part, Run
+from .records import Job, Part, Run, place_of
 
 __all__ = ["JobBook"]
 
@@ -80,34 +80,34 @@ class JobBook:
     def _make_adjoin(self, run: Run, band: Band, tier: Tier, start: int, stop: int) -> None:
         """Split runs so that units `[start, stop)` leave no gap to what `tier` holds, or will get, of the same run: per
         tier, a run holds one stretch of a window band."""
-        for stretch in stretches(run, start, stop):
-            part = stretch.run.part(tier, band.number)
-            first, last = covered(part)
+        place = place_of(tier, band.number)
+        for over, begin, end in stretches(run, start, stop):
+            first, last = covered(over.parts[place])
             if first == last:
                 continue
-            if stretch.stop < first:
-                self.cache.split(stretch.run, stretch.stop)
-            elif stretch.start > last:
-                self.cache.split(stretch.run, stretch.start)
+            if end < first:
+                self.cache.split(over, end)
+            elif begin > last:
+                self.cache.split(over, begin)
 
     def _job(self, holding: Holding | None, plan: TransferPlan, band: Band, over: list[Stretch]) -> Job:
-        end = over[-1]
+        (first, start, _), (run, _, stop) = over[0], over[-1]
         windows = self.cache.layout.windows
         # The leases pin no window band but the job's own, and that from the start of the job's first run on.
-        starts = [over[0].run.start if other is band else end.run.stop for other in windows] if windows else ()
+        starts = [first.start if other is band else run.stop for other in windows] if windows else ()
         source, destination = self.cache.tiers[plan.source], self.cache.tiers[plan.destination]
         read = written = None
         if source.is_outside:
             source.hold(plan.source_ids)
         else:
             # Storing must not refresh the source's LRU position.
-            read = self.cache.lease(plan.source, end.run, starts, is_use=plan.destination < plan.source)
+            read = self.cache.lease(plan.source, run, starts, is_use=plan.destination < plan.source)
         if destination.is_outside:
             destination.hold(plan.destination_ids)
         else:
-            written = self.cache.lease(plan.destination, end.run, starts)
+            written = self.cache.lease(plan.destination, run, starts)
         job = Job(
-            plan, end.run, over[0].start, end.stop, self.cache.epoch, band.number, read, written, None,
+            plan, run, start, stop, self.cache.epoch, band.number, read, written, None,
             "" if holding is None else holding.request_id,
         )  # fmt: skip
         if written is not None:
@@ -121,15 +121,15 @@ class JobBook:
 
         The predecessor is the job under way to the same run or, if `job` begins its run, to the run before. A window
         band may get the front of a run last, behind the job to the same run."""
-        tier, band, first = job.plan.destination, job.band, over[0].run
+        place, first = place_of(job.plan.destination, job.band), over[0][0]
         before: Run | None = first
-        if job.start == first.start and (not band or first.part(tier, band).incoming is None):
+        if job.start == first.start and (not job.band or first.parts[place].incoming is None):
             before = first.before
-        job.predecessor = None if before is None else before.part(tier, band).incoming
+        job.predecessor = None if before is None else before.parts[place].incoming
         if job.predecessor is not None:
             job.predecessor.followers.append(job)
-        for stretch in over:
-            stretch.run.part(tier, band).awaits(job)
+        for run, _, _ in over:
+            run.parts[place].awaits(job)
 
     def launch(self, job: Job) -> bool:
         """Mark a queued `job` as launched: it cannot be recalled. False: it is no longer queued."""
@@ -241,11 +241,10 @@ class JobBook:
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish the proven blocks on the job's own runs, in prefix order; free the others unless `keep_ids`."""
         width, tier, ids = self.cache.layout.bands[job.band].width, job.plan.destination, job.plan.destination_ids
-        component = self.cache.components[job.band]
-        for stretch in stretches(job.run, job.start, job.stop):
-            part = stretch.run.part(tier, job.band)
-            first, last = stretch.start, min(stretch.stop, proven_stop)
-            brought = ids[(first - job.start) * width : (stretch.stop - job.start) * width]
+        component, place = self.cache.components[job.band], place_of(tier, job.band)
+        for run, first, stop in stretches(job.run, job.start, job.stop):
+            part, last = run.parts[place], min(stop, proven_stop)
+            brought = ids[(first - job.start) * width : (stop - job.start) * width]
             if first < last:
                 held = (part.first, part.stop)
                 brought = component.enter(part, first, last, brought)
@@ -267,8 +266,8 @@ class JobBook:
         width = self.cache.layout.bands[job.band].width
         bad = {job.start + index // width for index in completion.corrupt if 0 <= index < job.plan.num_blocks}
         for position in sorted(bad):
-            for stretch in stretches(job.run, position, position + 1):
-                part = stretch.run.part(job.plan.source, job.band)
+            for run, _, _ in stretches(job.run, position, position + 1):
+                part = run.part(job.plan.source, job.band)
                 if part.first <= position < part.stop:
                     self.cache.forget(part, position)
 

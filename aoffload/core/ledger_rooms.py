@@ -85,6 +85,8 @@ class LedgerRooms:
         self._forks = Forks(cache, leases, self.admission, moves)
         self._policy = policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
         stores = Stores(cache, self.jobs, moves, Tier.DEVICE, Tier.HOST)
+        self.writes_back = policy.num_watermark_blocks > 0
+        """Whether `plan_write_back` ever plans anything."""
         watermark = EvictionWatermark(cache, self.jobs, stores, policy.num_watermark_blocks)
         self._commits = Commits(cache, leases, stores, self.admission, moves, policy, watermark, self._pins)
         self._preemptions = Preemptions(cache, leases, moves, self.jobs, stores, self.admission, policy)

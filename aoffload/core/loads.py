@@ -21,7 +21,7 @@ from .paths import held_ids, stretches
 from .plan import HIT_TIERS, Tier, TransferPlan
 from .presence import accepted, covered, held_stop, jobs_bringing, jobs_into, present_stop
 from .publish import step_back
-from .records import Job, Load, Run
+from .records import Job, Load, Run, place_of
 from .request_leases import RequestLeases
 from .table import NO_LIMIT, BlockTable
 from .waiting import is_waiting
@@ -122,14 +122,15 @@ class Loads:
     def _fill_windows(self, holding: Holding, stop: int) -> bool:
         """Give the window tables blocks where a load up to `stop` writes. The tables were made for a load of the whole
         hit; a shorter one needs blocks at earlier positions. False: no room, and nothing is taken."""
-        wanted: list[tuple[BlockTable, int]] = []
+        wanted: list[tuple[BlockTable, int, int]] = []
         for band in self.cache.layout.windows:
-            first = max(holding.published, band.first_unit(stop))
-            wanted.append((holding.tables[band.number], first))
-        if sum(table.num_null(first, stop) for table, first in wanted) > self.admission.room:
+            table, first = holding.tables[band.number], max(holding.published, band.first_unit(stop))
+            if number := table.num_null(first, stop):
+                wanted.append((table, first, number))
+        if sum([number for _, _, number in wanted]) > self.admission.room:
             return False
-        for table, first in wanted:
-            table.fill(first, stop, self.cache.take(Tier.DEVICE, table.num_null(first, stop)))
+        for table, first, number in wanted:
+            table.fill(first, stop, self.cache.take(Tier.DEVICE, number))
         return True
 
     def on_its_way(self, path: list[Run], start: int, stop: int) -> tuple[list[Job], int]:
@@ -160,12 +161,15 @@ class Loads:
         run = holding.leases[Tier.DEVICE].run
         shared: dict[Job, None] = {}
         missing: list[range] = []
-        for stretch in stretches(run, start, load.stop):
-            part = stretch.run.part(Tier.DEVICE, band.number)
+        place = place_of(Tier.DEVICE, band.number)
+        for over, begin, end in stretches(run, start, load.stop):
+            part = over.parts[place]
             first, stop = covered(part)
-            shared.update(dict.fromkeys(jobs_into(part)))
-            self._give_up(holding, band, max(first, stretch.start), min(stop, stretch.stop))
-            for units in outside(first, stop, stretch.start, stretch.stop):
+            if part.incoming is not None:
+                shared.update(dict.fromkeys(jobs_into(part)))
+            if first < stop:
+                self._give_up(holding, band, max(first, begin), min(stop, end))
+            for units in outside(first, stop, begin, end):
                 if missing and missing[-1].stop == units.start:
                     missing[-1] = range(missing[-1].start, units.stop)
                 else:

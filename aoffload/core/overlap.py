@@ -100,8 +100,8 @@ def compare_job(moves: Moves, holding: Holding, job: Job, band: Band) -> None:
         return
     first = band.first_unit(overlap.stop)
     lacking = set(overlap.tables[band.number][first * band.width :]) & set(job.plan.destination_ids)
-    for stretch in stretches(holding.device_run, first, overlap.stop) if lacking else ():
-        lacking.difference_update(stretch.run.part(Tier.DEVICE, band.number).blocks)
+    for run, _, _ in stretches(holding.device_run, first, overlap.stop) if lacking else ():
+        lacking.difference_update(run.part(Tier.DEVICE, band.number).blocks)
     if lacking:
         moves.overlap(overlap, _S.INVALID)
 
@@ -140,7 +140,7 @@ def _once_landed(cache: PrefixCache, holding: Holding, load: Load, band: Band) -
     first = band.first_unit(load.stop)
     expected.null(0, first)
     for stretch in stretches(holding.device_run, max(first, holding.published), load.stop):
-        part = stretch.run.part(Tier.DEVICE, band.number)
+        part = stretch[0].part(Tier.DEVICE, band.number)
         _enter_held(expected, part, stretch)
         for job in jobs_into(part):
             if job in load.jobs:
@@ -149,7 +149,8 @@ def _once_landed(cache: PrefixCache, holding: Holding, load: Load, band: Band) -
 
 
 def _enter_held(expected: BlockTable, part: Part, stretch: Stretch) -> None:
-    start, stop = max(part.first, stretch.start), min(part.stop, stretch.stop)
+    _, first, last = stretch
+    start, stop = max(part.first, first), min(part.stop, last)
     if start < stop:
         expected.put(start, part.ids(start, stop))
 
@@ -157,7 +158,8 @@ def _enter_held(expected: BlockTable, part: Part, stretch: Stretch) -> None:
 def _enter_coming(expected: BlockTable, job: Job, stretch: Stretch) -> None:
     """Enter what `job` brings where the table is null. Called last job first: a predecessor may go on in another
     branch, at units that `job` brings here."""
-    start, stop = max(job.start, stretch.start), min(job.stop, stretch.stop)
+    _, first, last = stretch
+    start, stop = max(job.start, first), min(job.stop, last)
     if start < stop:
         width, there = expected.width, expected.at(start, stop)
         brought = job.plan.destination_ids[(start - job.start) * width : (stop - job.start) * width]

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple
+from typing import TypeAlias
 
 from .plan import Tier
-from .records import Run
+from .records import Run, place_of
 
 __all__ = ["Stretch", "held_ids", "stretches"]
 
 
-class Stretch(NamedTuple):
-    """Units `[start, stop)` of one run."""
-
-    run: Run
-    start: int
-    stop: int
+Stretch: TypeAlias = tuple[Run, int, int]
+"""`(run, start, stop)`: units `[start, stop)` of one run."""
 
 
 def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
@@ -24,12 +20,12 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
     if start >= stop:
         return []
     if run is not None and run.start <= start and stop <= run.stop:  # as most do
-        return [Stretch(run, start, stop)]
+        return [(run, start, stop)]
     found: list[Stretch] = []
     while run is not None and run.stop > start:
         if run.start < stop:
             first, last = run.start, run.stop
-            found.append(Stretch(run, first if first > start else start, last if last < stop else stop))
+            found.append((run, first if first > start else start, last if last < stop else stop))
         run = run.before
     found.reverse()
     return found
@@ -38,9 +34,11 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
 def held_ids(run: Run | None, tier: Tier, band: int, start: int, stop: int) -> array[int]:
     """The block ids of units `[start, stop)` of the path of `run`, all of which `tier` holds in `band`."""
     if run is not None and run.start <= start < stop <= run.stop:  # as most are
-        part = run.part(tier, band) if band else run.parts[tier]
+        part = run.part(tier, band)
         return part.blocks[(start - part.first) * part.width : (stop - part.first) * part.width]
     ids = array("i")
+    place = place_of(tier, band)
     for over, first, last in stretches(run, start, stop):
-        ids.extend(over.part(tier, band).ids(first, last))
+        part = over.parts[place]
+        ids.extend(part.blocks[(first - part.first) * part.width : (last - part.first) * part.width])
     return ids

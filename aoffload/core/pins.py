@@ -172,9 +172,9 @@ class Pins:
         wanted: dict[Part, range] = {}
         for wish in wishes:
             for band, start in zip(self.cache.layout.bands, (0, *wish.starts), strict=True):
-                for over in stretches(hit.path[-1], start, wish.stop):
-                    part = over.run.part(wish.tier, band.number)
-                    first, stop = max(over.start, part.first), min(over.stop, part.stop)
+                for run, first, stop in stretches(hit.path[-1], start, wish.stop):
+                    part = run.part(wish.tier, band.number)
+                    first, stop = max(first, part.first), min(stop, part.stop)
                     if part not in kept and first < stop:
                         before = wanted.get(part, range(first, stop))
                         wanted[part] = range(min(first, before.start), max(stop, before.stop))

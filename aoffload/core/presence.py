@@ -9,7 +9,7 @@ import attrs
 from .groups import Band, Layout
 from .paths import Stretch
 from .plan import Tier
-from .records import Job, Part, Run
+from .records import Job, Part, Run, place_of
 
 __all__ = ["accepted", "covered", "covered_stop", "held_stop", "jobs_bringing", "jobs_into", "present_stop"]
 
@@ -92,12 +92,18 @@ class _Held:
 
     def _last_missing(self, band: Band, start: int, stop: int) -> int | None:
         """The last unit of `[start, stop)` that none of `tiers` holds. `stop` moves back over the held units."""
+        place = place_of(Tier.DEVICE, band.number)
         for run in reversed(self.path):
             while start < stop and run.start < stop:
-                firsts = [units.start for units in self._units(band, run) if units.start < stop <= units.stop]
-                if not firsts:
+                first = stop
+                for tier in self.tiers:
+                    part = run.parts[place + tier]
+                    is_held = part.first < stop <= part.stop and (tier is not Tier.DEVICE or stop <= self.device_limit)
+                    if is_held and part.first < first:
+                        first = part.first
+                if first == stop:
                     return stop - 1
-                stop = min(firsts)
+                stop = first
         return None if stop <= start else stop - 1
 
     def _present_before(self, band: Band, position: int) -> int:
@@ -126,10 +132,10 @@ def jobs_bringing(over: list[Stretch], start: int) -> tuple[list[Job], int]:
     """
     found: dict[Job, None] = {}
     position = start
-    for stretch in over:
-        if stretch.stop <= position:
+    for run, _, stop in over:
+        if stop <= position:
             continue
-        part = stretch.run.parts[Tier.DEVICE]
+        part = run.parts[Tier.DEVICE]
         chain: list[Job] = []
         job = part.incoming
         while job is not None and not job.is_settled and job.stop > start:
@@ -138,8 +144,8 @@ def jobs_bringing(over: list[Stretch], start: int) -> tuple[list[Job], int]:
         if not chain or chain[-1].start > position:  # a gap before these jobs: they will publish nothing
             break
         found.update(dict.fromkeys(chain))
-        position = min(chain[0].stop, stretch.stop)
-        if position < stretch.stop:
+        position = min(chain[0].stop, stop)
+        if position < stop:
             break
     return list(found), position
 

@@ -110,12 +110,10 @@ def published_by(cache: PrefixCache, holding: Holding, start: int) -> list[tuple
     others cached first. Splits runs where these units begin and end."""
     own = _own_units(cache, holding, start)
     for at in {at for _, units in own for at in (units.start, units.stop)}:
-        for stretch in stretches(holding.device_run, at, at + 1):
-            if stretch.run.start < at:
-                cache.split(stretch.run, at)
-    return [
-        (band, stretch.run) for band, units in own for stretch in stretches(holding.device_run, units.start, units.stop)
-    ]
+        for run, _, _ in stretches(holding.device_run, at, at + 1):
+            if run.start < at:
+                cache.split(run, at)
+    return [(band, run) for band, units in own for run, _, _ in stretches(holding.device_run, units.start, units.stop)]
 
 
 def first_published(cache: PrefixCache, holding: Holding, start: int) -> int:

@@ -126,10 +126,12 @@ class SplitsAndMerges:
             if self._can_join(head, heads[-1] if heads else left[-1], left[-1]):
                 heads.append(head)
                 continue
-            self._join(heads, left[-1])
-            heads = []
+            if heads:
+                self._join(heads, left[-1])
+                heads = []
             left.append(head)
-        self._join(heads, left[-1])
+        if heads:
+            self._join(heads, left[-1])
         return left
 
     def _can_join(self, head: Run, back: Run, tail: Run) -> bool:
@@ -155,8 +157,6 @@ class SplitsAndMerges:
 
     def _join(self, heads: list[Run], tail: Run) -> None:
         """Merge `heads`, nearest first, into `tail`."""
-        if not heads:
-            return
         for number, part in enumerate(tail.parts):
             self._join_parts(self.tiers[part.tier], [head.parts[number] for head in heads], part)
         self.index.absorb(tail, heads)
@@ -176,15 +176,16 @@ class SplitsAndMerges:
         """Remove a run that holds nothing, or drop its tokens that no tier holds if these are half of it or more."""
         if run.epoch != self.index.epoch or run.num_after:
             return
-        held = run.start
+        start = held = run.start
+        num_units = run.stop - start
         for part in run.parts:
-            if part.num_references or part.incoming is not None:
+            if part.num_references or part.incoming is not None or (part.stop - start) * 2 > num_units:
                 return
             if part.stop > held:
                 held = part.stop
-        if held == run.start:
+        if held == start:
             self.index.remove(run)
-        elif (held - run.start) * 2 <= run.stop - run.start:
+        else:
             self.index.shorten(run, held)
 
 

@@ -41,10 +41,12 @@ class Stores:
         missing = self.cache.full.lacking(run, source, destination, first, stop) if full.width else []
         for over in _together(missing) if missing else ():
             jobs += self.store(holding, full, over)
-        for window in self.cache.windows if with_windows else ():
-            start = first_stored(window.band, self.last_end(holding, stop))
-            for over in _together(window.lacking(run, source, destination, start, stop)):
-                jobs += self.store(holding, window.band, over)
+        if with_windows and self.cache.windows:
+            end = self.last_end(holding, stop)
+            for window in self.cache.windows:
+                missing = window.lacking(run, source, destination, first_stored(window.band, end), stop)
+                for over in _together(missing) if missing else ():
+                    jobs += self.store(holding, window.band, over)
         return jobs
 
     def last_end(self, holding: Holding | None, stop: int) -> int:
@@ -59,10 +61,10 @@ class Stores:
     ) -> list[Job]:
         """Store `over`, as far as `destination` has room; from `source_ids`, where the blocks are an engine's."""
         # Pinned before room is made: the store must not evict the prefix before it.
-        there, end = self.cache.tiers[self.destination], over[-1].run
+        there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], over[0], over[-1]
         pin = self.cache.lease(self.destination, end, [end.stop for _ in self.cache.layout.windows])
-        start, wanted = over[0].start, over[-1].stop - over[0].start
-        units = self.cache.components[band.number].fitting(start, over[-1].stop, there.room // band.width)
+        wanted = stop - start
+        units = self.cache.components[band.number].fitting(start, stop, there.room // band.width)
         jobs: list[Job] = []
         if units:
             blocks = self.cache.take(self.destination, len(units) * band.width)
@@ -91,7 +93,7 @@ def _together(found: list[Stretch]) -> Iterator[list[Stretch]]:
     """Group stretches, given last first, into lists without gaps, in prefix order."""
     together: list[Stretch] = []
     for stretch in reversed(found):
-        if together and together[-1].stop != stretch.start:
+        if together and together[-1][2] != stretch[1]:
             yield together
             together = []
         together.append(stretch)

@@ -148,13 +148,15 @@ class Oracles:
 
     def _check_held(self, holding: Holding, run: Run, tiers: tuple[Tier, ...], stop: int) -> None:
         for band in self.runtime.ledger.layout.bands:
-            for over in stretches(run, band.first_needed(stop * band.unit_tokens), stop) if band.width else ():
-                parts = [over.run.part(tier, band.number) for tier in tiers]
+            for over, first, last in (
+                stretches(run, band.first_needed(stop * band.unit_tokens), stop) if band.width else ()
+            ):
+                parts = [over.part(tier, band.number) for tier in tiers]
                 if any(len(part.blocks) != (part.stop - part.first) * part.width for part in parts):
-                    raise Violation("a match of nothing", f"{holding} matched {stop} units, and {over.run} is there")
+                    raise Violation("a match of nothing", f"{holding} matched {stop} units, and {over} is there")
                 held = {unit for part in parts for unit in range(part.first, part.stop)}
-                if not held.issuperset(range(over.start, over.stop)):
-                    raise Violation("a match of nothing", f"{holding} matched {stop} units, and {over.run} is there")
+                if not held.issuperset(range(first, last)):
+                    raise Violation("a match of nothing", f"{holding} matched {stop} units, and {over} is there")
 
     def _check_turns(self, name: str, extending: tuple[Waiter, ...], allocating: tuple[Waiter, ...]) -> None:
         """Extensions are granted before allocations, each in their order; no newcomer passes the line; the youngest
@@ -245,7 +247,7 @@ class Oracles:
         if job.predecessor is not None and not job.predecessor.is_settled:
             return False
         over = stretches(job.run, 0, job.start)
-        return any(stretch.run.parts[Tier.HOST].stop < stretch.stop for stretch in over)
+        return any(run.parts[Tier.HOST].stop < stop for run, _, stop in over)
 
     def _check_pins(self) -> None:
         """A preempted request has no device lease, a running one no host lease, and a matched one has its leases."""

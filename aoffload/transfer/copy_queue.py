@@ -221,7 +221,8 @@ class CopyQueue:
 
     def _note_end(self, completion: Completion) -> None:
         for hop in self._hops.values():
-            hop.forget(completion.job_id)
+            if completion.job_id in hop.in_flight:
+                hop.forget(completion.job_id)
             if completion.job_id in hop.overdue and completion.outcome is not Outcome.UNPROVEN:
                 hop.overdue.discard(completion.job_id)
                 if not hop.overdue:
@@ -241,7 +242,11 @@ class CopyQueue:
     @property
     def next_deadline(self) -> float:
         """When a copy in flight is late or a pin lapses, on `clock`; infinity if neither. `advance` is due then."""
-        return min([self.ledger.next_lapse, *(hop.next_deadline for hop in self._hops.values())])
+        due = self.ledger.next_lapse
+        for hop in self._hops.values():
+            if hop.in_flight:
+                due = min(due, hop.next_deadline)
+        return due
 
     def give_up_late(self) -> None:
         """Give up the copies whose time is over, and let pins lapse."""

@@ -192,11 +192,11 @@ class LocalTransport:
         lowest, stop = _LOWEST_ID[tier], self._num_blocks[tier]
         if lowest <= ids[0] <= ids[-1] < stop and are_neighbours(ids):  # the usual case: consecutive ids
             return
-        seen = np.frombuffer(ids, np.int32)
-        first, last = int(seen.min()), int(seen.max())
+        ascending = np.sort(np.frombuffer(ids, np.int32))
+        first, last = int(ascending[0]), int(ascending[-1])
         if not lowest <= first <= last < stop:
             raise TransferRefused(f"job {plan.job_id}: {name} must be in [{lowest}, {stop}), got {first} to {last}")
-        if not (seen[1:] > seen[:-1]).all() and not np.diff(np.sort(seen)).all():  # ascending ids are distinct
+        if not np.logical_and.reduce(ascending[1:] > ascending[:-1]):
             raise TransferRefused(f"job {plan.job_id}: {name} names a block twice")
 
 

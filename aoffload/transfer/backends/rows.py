@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -159,7 +158,8 @@ def gaps(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def stretches(ids: NDArray[np.int64]) -> Iterator[slice]:
     """The maximal slices of consecutive ids."""
-    bounds = [0, *(np.flatnonzero(gaps(ids)) + 1).tolist(), len(ids)]
-    for start, stop in itertools.pairwise(bounds):
-        if start < stop:
-            yield slice(start, stop)
+    start = 0
+    for last in (*gaps(ids).nonzero()[0].tolist(), len(ids) - 1):
+        if start <= last:
+            yield slice(start, last + 1)
+        start = last + 1
