@@ -188,7 +188,7 @@ def clock() -> float:
     [
         ({"engine_blocks": Counted()}, InvalidArgument, "clock: "),
         ({"engine_blocks": Counted(), "clock": 3.0}, InvalidArgument, "clock: "),
-        ({"clock": clock}, InvalidArgument, "clock: "),
+        ({"clock": 3.0}, InvalidArgument, "clock: "),
         ({"engine_blocks": Counted, "clock": clock}, ConfigError, "engine_blocks: "),
         ({"engine_blocks": [1, 2, 3], "clock": clock}, ConfigError, "engine_blocks: "),
         ({"engine_blocks": Counted(), "device_pool": FreeList(17), "clock": clock}, ConfigError, "device_pool: "),
