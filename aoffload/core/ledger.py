@@ -150,8 +150,8 @@ class Ledger(BeginningRequests, WorkingRequests):
         return tuple(self.situation.requests())
 
     def holders(self) -> tuple[Holder, ...]:
-        """Everybody who holds device blocks, the biggest first: requests, steps (also for requests that are over), pins,
-        jobs, prefetches, demotions."""
+        """Everybody who holds device blocks, the biggest first: requests, steps (also for requests that are over),
+        pins, jobs, prefetches, demotions."""
         return tuple(self.situation.biggest())
 
     def explain(self) -> str:
@@ -159,7 +159,9 @@ class Ledger(BeginningRequests, WorkingRequests):
         found = self.statistics()
         device, names = found.device, ("free", "cached", "pinned", "quarantined")
         counts = ", ".join(f"{getattr(device, f'num_{name}')} {name}" for name in names)
-        about = f"{device.num_blocks} device blocks: {counts}; {found.num_requests} requests, {found.num_waiting} in line"
+        about = (
+            f"{device.num_blocks} device blocks: {counts}; {found.num_requests} requests, {found.num_waiting} in line"
+        )
         return explained(about, self.requests(), self.holders())
 
     def check_integrity(self) -> None:

@@ -136,6 +136,14 @@ class Situation:
 
     # -- the oldest -----------------------------------------------------------------------------------------------
 
+    def oldest_by_state(self) -> dict[str, float]:
+        """Seconds that a live request has been in its state, the longest of each state."""
+        first: dict[str, float] = {}
+        for holding in self.holdings.values():
+            state = holding.state.value
+            first[state] = min(first.get(state, holding.since_s), holding.since_s)
+        return {state: self._longest([since_s]) for state, since_s in first.items()}
+
     def oldest_wait_s(self) -> float:
         """Seconds that the oldest waiter has been in line; 0 if the line is empty."""
         return self._longest(waiter.joined_s for waiter in self._line() if waiter.joined_s is not None)

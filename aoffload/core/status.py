@@ -1,5 +1,4 @@
-"""What a person asks when nothing goes on: who waits for what, since when, and who holds that. Values, and their words.
-"""
+"""What a person asks when nothing goes on: who waits for what, since when, and who holds that. Values in words."""
 
 from __future__ import annotations
 
@@ -108,11 +107,12 @@ def _named(names: Sequence[str], over: Sequence[str]) -> str:
 
 def explained(about: str, requests: Iterable[RequestStatus], holders: Iterable[Holder]) -> str:
     """A table for people."""
-    rows = [
-        (one.request_id, one.state.value, seconds(one.age_s), str(one.num_blocks), one.what()) for one in requests
-    ]
+    rows: list[tuple[str, ...]] = []
+    for one in requests:
+        rows.append((one.request_id, one.state.value, seconds(one.age_s), str(one.num_blocks), one.what()))
     lines = [about, *_table(("request", "state", "for", "blocks", "waits for"), rows)]
-    lines += ["device blocks are held by", *(f"  {holder}" for holder in holders)]
+    held = [f"  {holder}" for holder in holders]
+    lines += ["device blocks are held by", *(held or ["  nobody"])]
     return "\n".join(lines)
 
 

@@ -57,6 +57,7 @@ OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, Holding], object]]] = {
 EVERYWHERE = {
     "lookup", "admit", "plan_load", "launch", "settle", "discard", "invalidate", "release", "pin", "unpin", "lapse",
     "drop_pins", "reset", "statistics", "check_integrity", "watch", "abandon_load",
+    "requests", "holders", "explain",
 }  # fmt: skip
 IDLE = {"accept", "withdraw", "cancel", "cancel_cache_transfers", "plan_write_back"}
 """Calls about what is never made there."""
