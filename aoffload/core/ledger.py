@@ -159,9 +159,8 @@ class Ledger(BeginningRequests, WorkingRequests):
         found = self.statistics()
         device, names = found.device, ("free", "cached", "pinned", "quarantined")
         counts = ", ".join(f"{getattr(device, f'num_{name}')} {name}" for name in names)
-        about = (
-            f"{device.num_blocks} device blocks: {counts}; {found.num_requests} requests, {found.num_waiting} in line"
-        )
+        live = f"{found.num_requests} request{'' if found.num_requests == 1 else 's'}, {found.num_waiting} in line"
+        about = f"{device.num_blocks} device blocks: {counts}; {live}"
         return explained(about, self.requests(), self.holders())
 
     def check_integrity(self) -> None:

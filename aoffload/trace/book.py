@@ -182,6 +182,7 @@ class TimelineBook:
     def _give_up(self, key: TimelineKey) -> None:
         """End a timeline as unfinished, at the last event of its runtime."""
         timeline = self._timelines[key]
+        timeline.in_steps = [step.name for step in self._steps_of.get(key, ())]
         timeline.states.append(UNFINISHED)
         timeline.times_s.append(timeline.runtime.last_s)
         if timeline.num_held_blocks:

@@ -116,7 +116,7 @@ class Figures(Listener):
         if event.name == "slow_wait":
             error = f"{event.text('holder')} holds most"
         elif event.name == "slow_step":
-            error = f"step {event.count('step_id')}"
+            error = f"step {event.count('step_id')} holds {event.count('num_blocks')} blocks"
         self.alarms.add(f"{event.name}: {error}" if error else event.name)
 
     def _is_wanted(self, runtime: RuntimeLife) -> bool:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
+from ..core.lifecycle import RequestState
 from .events import Event, FieldError, Kind
 from .request_log import RequestLog, UnknownError, find_request_logs
 from .sentences import sentence
@@ -82,7 +83,8 @@ def _closing(request_log: RequestLog) -> Iterator[str]:
         yield f"  {counted(request_log.num_steps, 'step')}{longest}"
     if not request_log.is_over:
         since = duration(stop_s - moves[-1].at_s)
-        yield f"  It is not over at {time_of_day(stop_s)}: {now} for {since}{_meaning(now)}."
+        where = " in no step" if now == RequestState.RUNNING.value and not request_log.open_steps else _meaning(now)
+        yield f"  It is not over at {time_of_day(stop_s)}: {now} for {since}{where}."
     for step_id, begun_s in request_log.open_steps.items():
         held = duration(request_log.until_s - begun_s)
         still = "is over, but its blocks are not free" if request_log.is_over else "computes"

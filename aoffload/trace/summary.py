@@ -104,6 +104,8 @@ def doing(timeline: Timeline) -> str:
     if timeline.kind is not Kind.STEP:
         state = timeline.last_state()
         meaning = f", {STATES[state]}" if state in STATES else ""
+        if state == RequestState.RUNNING.value:
+            meaning = f", in step {', '.join(timeline.in_steps[:MAX_NAMED])}" if timeline.in_steps else ", in no step"
         return f"{state} for {duration(timeline.last_state_s)}{meaning}"
     live = [plain(name) for name in timeline.members if plain(name) not in timeline.kept]
     over = [f"{counted(count, 'block')} of {name}, which is over" for name, count in timeline.kept.items()]

@@ -64,6 +64,8 @@ class Timeline:
     """Blocks in its tables at present."""
     members: list[str] = attrs.field(factory=list)
     """Of a step: the ids of its requests."""
+    in_steps: list[str] = attrs.field(factory=list)
+    """Of a request that is not over: the open steps that it is in."""
     kept: dict[str, int] = attrs.field(factory=dict)
     """Of a step: those of its requests that are over, and how many blocks it still holds of each."""
 
