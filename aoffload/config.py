@@ -127,6 +127,10 @@ class OffloadConfig:
     from the engine for this long."""
     close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
     """How long closing waits for copies in flight before it quarantines them."""
+    slow_wait_s: float | None = attrs.field(default=30.0, validator=_SECONDS_OR_NONE)
+    """A request in line for room this long is a warning (`slow_wait`), once. None: never."""
+    slow_step_s: float | None = attrs.field(default=30.0, validator=_SECONDS_OR_NONE)
+    """A step open this long is a warning (`slow_step`), once. None: never."""
     pending_timeout_s: float = attrs.field(default=2.0, validator=_seconds)
     """With `engine_blocks`: how long a request is told to wait for another request's load of the same block before it
     loads the block itself."""

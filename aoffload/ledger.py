@@ -14,9 +14,10 @@ from .core.kinds import AttentionKind
 from .core.ledger import LedgerStatistics
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
 from .core.observer import Observer
-from .core.owners import Holding, LoadOverlap, Waiter
+from .core.owners import Holding, LoadOverlap, Step, Waiter
 from .core.plan import Completion, Direction, Outcome, TransferPlan
 from .core.policy import StorePolicy, StoreScope
+from .core.status import Holder, RequestStatus, WaitsFor
 from .core.tiers import BlockWatcher, TierStatistics
 from .errors import IllegalTransition, LeaseError
 from .observers import Observers
@@ -40,6 +41,7 @@ __all__ = [
     "EngineBlocks",
     "EvictionOrder",
     "Fork",
+    "Holder",
     "Holding",
     "IllegalTransition",
     "JobState",
@@ -56,10 +58,13 @@ __all__ = [
     "PinState",
     "Prefetch",
     "Prefix",
+    "RequestStatus",
     "Root",
+    "Step",
     "StorePolicy",
     "StoreScope",
     "TierStatistics",
     "TransferPlan",
     "Waiter",
+    "WaitsFor",
 ]

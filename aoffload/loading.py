@@ -8,13 +8,13 @@ import anyio
 
 from .arguments import shown
 from .core.lifecycle import RequestState
-from .core.owners import Holding
+from .core.owners import Holding, Waiter
 from .core.records import Load
 from .errors import InvalidArgument, WrongState
 from .session import Entered, Session
 from .transfer.region_fences import LoadedRegion, RegionFences
 
-__all__ = ["AwaitedLoad", "PendingLoad", "wait_until_woken"]
+__all__ = ["AwaitedLoad", "PendingLoad", "wait_for_room", "wait_until_woken"]
 
 
 async def wait_until_woken(request: Entered, bound_s: float | None) -> bool:
@@ -27,6 +27,13 @@ async def wait_until_woken(request: Entered, bound_s: float | None) -> bool:
     finally:
         was_pending = worker.clear_alarm(event)
     return bound_s is not None and not was_pending
+
+
+async def wait_for_room(request: Entered, waiter: Waiter | None) -> None:
+    """Wait in `request`, whose `waiter` is in line, until it is woken, or until a long wait has been said to be one."""
+    slow = request._session.slow
+    if await wait_until_woken(request, slow.left_s(waiter)) and waiter is not None:
+        slow.look_at_wait(waiter)
 
 
 class AwaitedLoad:
@@ -64,8 +71,10 @@ class AwaitedLoad:
                 session.ledger.accept(holding.waiter)
                 self._start(holding)
                 continue
-            has_bound = holding.state is RequestState.LOADING  # else a step or a grant ends the wait
-            is_late = await wait_until_woken(request, session.config.load_timeout_s if has_bound else None)
+            if holding.state is not RequestState.LOADING:  # a step or a grant ends the wait
+                await wait_for_room(request, holding.waiter)
+                continue
+            is_late = await wait_until_woken(request, session.config.load_timeout_s)
             if is_late and holding.state is RequestState.LOADING:
                 self._max_tokens = 0  # if it has to queue for room now, its next plan loads nothing
                 self._give_up()

@@ -10,15 +10,16 @@ from .core.kept import CacheTransfer, Pin
 from .core.ledger_rooms import OBSERVES
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.observer import NullObserver, Observer
-from .core.owners import Holding, LoadOverlap
+from .core.owners import Holding, LoadOverlap, Step
 from .core.plan import Completion, Tier
 from .core.records import Job
+from .core.status import Holder, RequestStatus
 from .transfer.copy_observer import OBSERVES as COPIES_TELL
 
 __all__ = ["Observers", "RuntimeObserver", "each_observer"]
 
 _RENAMED = {"errand_moved": "cache_transfer_moved", "early_moved": "overlap_moved"}
-_TOLD = f"{OBSERVES} waited_for_room completion_delivered {COPIES_TELL}".split()
+_TOLD = f"{OBSERVES} waited_for_room slow_wait slow_step completion_delivered {COPIES_TELL}".split()
 
 
 class RuntimeObserver(NullObserver):
@@ -37,6 +38,12 @@ class RuntimeObserver(NullObserver):
 
     def waited_for_room(self, holding: Holding, seconds: float) -> None:
         """A wait for room is over, however it ended."""
+
+    def slow_wait(self, status: RequestStatus) -> None:
+        """A request has been in line for room for `slow_wait_s`; told once a wait."""
+
+    def slow_step(self, step: Holder) -> None:
+        """A step has been open for `slow_step_s`; told once a step."""
 
     def completion_delivered(self, completion: Completion) -> None:
         """The transport has delivered a completion. Called in that thread, before the event loop settles it."""
@@ -94,10 +101,25 @@ class Observers:
     def loads_resumed(self, num_quarantined: int) -> None:
         self._tell("loads_resumed", num_quarantined)
 
+    def step_begun(self, step: Step) -> None:
+        self._tell("step_begun", step)
+
+    def step_ended(self, step: Step) -> None:
+        self._tell("step_ended", step)
+
+    def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None:
+        self._tell("extension_refused", holding, num_needed, num_available)
+
     # -- told by what waits and what copies -----------------------------------------------------------------------
 
     def waited_for_room(self, holding: Holding, seconds: float) -> None:
         self._tell("waited_for_room", holding, seconds)
+
+    def slow_wait(self, status: RequestStatus) -> None:
+        self._tell("slow_wait", status)
+
+    def slow_step(self, step: Holder) -> None:
+        self._tell("slow_step", step)
 
     def completion_delivered(self, completion: Completion) -> None:
         """Called in the transport's thread."""

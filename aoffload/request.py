@@ -11,7 +11,7 @@ from .core.owners import Extension, Waiter
 from .core.preemption import Preemption
 from .engine_calls import EngineCalls
 from .errors import OutOfBlocks
-from .loading import AwaitedLoad, PendingLoad
+from .loading import AwaitedLoad, PendingLoad, wait_for_room
 from .prefix import TokenIds
 from .transfer.fence import Fence
 
@@ -76,7 +76,7 @@ class Request(EngineCalls):
         began_s = session.env.now()
         try:
             while not waiter.is_over:  # a grant may be taken back before its task has run
-                await self._wait(anyio.Event())
+                await wait_for_room(self, waiter)
                 self._live()
             return self._session.ledger.accept(waiter)
         finally:  # leave the line, or give an unused grant back, however the wait ends

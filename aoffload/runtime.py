@@ -23,6 +23,7 @@ from .core.plan import Tier
 from .core.policy import StoreScope
 from .env import Env
 from .errors import InvalidArgument, RequestAborted, RuntimeClosed
+from .explained import Explained
 from .loading import PendingLoad
 from .observers import Observers, RuntimeObserver
 from .opening import Opening
@@ -52,7 +53,7 @@ class RuntimeStatistics(LedgerStatistics):
     """Why the cache has turned itself off: nothing is loaded or stored any more. Empty while it is on."""
 
 
-class OffloadRuntime:
+class OffloadRuntime(Explained):
     """An async context manager around one engine's KV cache.
 
     `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;

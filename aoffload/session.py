@@ -28,6 +28,7 @@ from .env import Env
 from .errors import AoffloadError, DeviceGone, RuntimeClosed, TransferRefused, WrongProcess, WrongThread
 from .observers import Observers
 from .prefix import Prefix, TokenIds
+from .slow import SlowWatch
 from .telemetry import Telemetry
 from .transfer.fence import Fence
 from .transfer.transport import Transport
@@ -105,6 +106,8 @@ class Session:
         """Returns the current task; set by `begin`."""
         self.now: Callable[[], float] = float
         """The event loop's clock, also outside of a task; set by `begin`."""
+        self.slow: SlowWatch
+        """Set by `begin`."""
         self.hashing: anyio.CapacityLimiter | None = None
         """For hashing threads. The program's threads may fill the default limiter while they wait for the runtime."""
         # Weak, or an abandoned request would never be noticed.
@@ -122,6 +125,8 @@ class Session:
             raise RuntimeClosed("a runtime is entered once: make another one")
         self._thread_id, self._process_id = threading.get_ident(), os.getpid()
         self.running_task, self.now = self.env.running_task(), self.env.loop_clock()
+        self.ledger._moves.clock = self.now  # not given to the ledger when it is made: there was no loop yet
+        self.slow = self.worker.slow = SlowWatch(self.ledger, self.config, self.observers, self.now)
         self.hashing = anyio.CapacityLimiter(1)
 
     def check_usable(self) -> None:

@@ -44,6 +44,7 @@ def hold(session: Session, requests: Iterable[Request | PendingLoad]) -> Abstrac
             arriving.append(one._arriving(session))
         else:
             held.append(_own(session, "requests", one)._live())
+    session.worker.step_begins()
     return session.ledger.step(held, arriving)
 
 

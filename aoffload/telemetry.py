@@ -17,9 +17,10 @@ from .arguments import check_has, check_type
 from .core.kept import CacheTransfer, Demotion, Pin, Prefetch
 from .core.ledger import Ledger
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
-from .core.owners import Holding, LoadOverlap
+from .core.owners import Holding, LoadOverlap, Step
 from .core.plan import Tier
 from .core.records import Job
+from .core.status import Holder, RequestStatus
 from .errors import InvalidArgument
 from .transfer.transport import PinProgress
 
@@ -194,6 +195,52 @@ class LedgerLog:
     @_harmless
     def loads_resumed(self, num_quarantined: int) -> None:
         self.logger.warning("loads_resumed", num_quarantined=num_quarantined)
+
+    def step_begun(self, step: Step) -> None:
+        try:
+            if self._is_heard(_DEBUG):
+                ids = [holding.request_id for holding in step.holdings]
+                num_blocks = sum(holding.num_blocks for holding in step.holdings)
+                self.logger.debug("step_begun", step_id=step.step_id, request_ids=ids, num_blocks=num_blocks)
+        except Exception:  # noqa: BLE001 - see `_harmless`
+            self.num_lost_events += 1
+
+    def step_ended(self, step: Step) -> None:
+        try:
+            if self._is_heard(_DEBUG):
+                over = [holding.request_id for holding in step.holdings if holding.is_over]
+                self.logger.debug("step_ended", step_id=step.step_id, over=over)
+        except Exception:  # noqa: BLE001 - see `_harmless`
+            self.num_lost_events += 1
+
+    @_harmless
+    def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None:
+        room = {"num_needed": num_needed, "num_available": num_available}
+        self.logger.debug("extension_refused", request_id=holding.request_id, **room)
+
+    @_harmless
+    def slow_wait(self, status: RequestStatus) -> None:
+        biggest = f"{status.held_by[0].kind} {status.held_by[0].name}" if status.held_by else "nobody"
+        self.logger.warning(
+            "slow_wait",
+            request_id=status.request_id,
+            num_blocks=status.num_missing,
+            waited_s=round(status.waited_s or 0.0, 3),
+            place=status.place,
+            holder=biggest,
+            holders=[str(holder) for holder in status.held_by],
+        )
+
+    @_harmless
+    def slow_step(self, step: Holder) -> None:
+        self.logger.warning(
+            "slow_step",
+            step_id=int(step.name),
+            num_blocks=step.num_blocks,
+            open_s=round(step.age_s or 0.0, 3),
+            request_ids=list(step.request_ids),
+            over=list(step.over),
+        )
 
     @_harmless
     def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:

@@ -15,6 +15,7 @@ from .config import OffloadConfig
 from .core.ledger import Ledger
 from .core.plan import Completion, TransferPlan
 from .env import Env
+from .slow import SlowWatch
 from .telemetry import Telemetry
 from .transfer.copy_queue import CopyQueue
 from .transfer.fence import Fence
@@ -29,7 +30,7 @@ class CopyWorker:
     """Drives the copy queue of a runtime.
 
     Completions arrive from any thread, with one coalesced wake-up of the event loop, whose callback settles them; the
-    worker's task only watches deadlines: of copies, of pins, and the alarms of waiting tasks.
+    worker's task only watches deadlines: of copies, of pins, of steps, and the alarms of waiting tasks.
     """
 
     ledger: Ledger
@@ -38,6 +39,8 @@ class CopyWorker:
     env: Env
     telemetry: Telemetry
     copies: CopyQueue = attrs.field(init=False)
+    slow: SlowWatch | None = attrs.field(init=False, default=None)
+    """Set by who begins to use the worker."""
     _alarms: dict[anyio.Event, float] = attrs.field(factory=dict)
     """Events and the times to set them."""
     _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
@@ -121,6 +124,12 @@ class CopyWorker:
             self.copies.tell(self.ledger.drop_pins)  # no task checks deadlines any more
         else:
             self._wake_by(expires_at)
+
+    def step_begins(self) -> None:
+        """Look at steps in `slow_step_s` seconds, at the latest."""
+        slow_s = self.config.slow_step_s
+        if slow_s is not None:
+            self._wake_by(self._clock() + slow_s)
 
     def set_alarm(self, event: anyio.Event, after_s: float) -> None:
         """Set `event` after `after_s` seconds, unless it is cleared before.
@@ -216,10 +225,13 @@ class CopyWorker:
         self.copies.stop("the worker failed")
 
     def _next_deadline(self) -> float:
-        return min(self.copies.next_deadline, min(self._alarms.values(), default=math.inf))
+        slow = math.inf if self.slow is None else self.slow.next_deadline
+        return min(self.copies.next_deadline, slow, min(self._alarms.values(), default=math.inf))
 
     def _check_deadlines(self) -> None:
         self.copies.give_up_late()
+        if self.slow is not None:
+            self.slow.look_at_steps()
         self._ring(self._clock())
 
     def _ring(self, now: float) -> None:

@@ -14,6 +14,7 @@ ROOMS = {
     "core": 1,
     "transfer": 2,
     "worker": 3, "telemetry": 3, "observers": 3,
+    "slow": 3, "explained": 3,
     "scopes": 3, "session": 4,
     "request": 5, "request_block": 5, "engine_calls": 5, "loading": 5, "pins": 5, "opening": 5, "steps": 5,
     "runtime": 6,
@@ -24,7 +25,7 @@ FACES = ("ledger", "transport", "ranks", "cuda")
 """Where public names are imported from that are defined further down."""
 FLOORS = (
     "answer blocks intervals kinds lifecycle plan tokens tombstones",
-    "arguments groups records table",
+    "arguments groups records status table",
     "engine_ids eviction index owners paths",
     "engine_arrivals hit_counts kept presence tiers waiting",
     "components matching observer policy",
@@ -34,7 +35,7 @@ FLOORS = (
     "admission integrity overlap publish stores",
     "forks watermark loads",
     "cache_transfers commits preemption",
-    "engine_matches engine_offers",
+    "engine_matches engine_offers situation",
     "engine_owned",
     "ledger_rooms",
     "ledger_requests ledger_work",

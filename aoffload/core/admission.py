@@ -66,7 +66,11 @@ class Admission:
         """Extend the block table to `num_tokens` in all; `OutOfBlocks` changes nothing."""
         num_units = self._units_to_extend(holding, num_tokens)
         before = holding.num_units
-        blocks = self._take_nowait(holding, num_units, behind=bool(self.line.extending))
+        try:
+            blocks = self._take_nowait(holding, num_units, behind=bool(self.line.extending))
+        except OutOfBlocks as error:
+            self.moves.extension_refused(holding, error.num_needed, error.num_available)
+            raise
         self.request_leases.lengthen_tables(holding, num_units, blocks)
         return self.extension(holding, before)
 
@@ -214,6 +218,7 @@ class Admission:
         before = self.line.allocating[0] if self.line.allocating else waiter
         self._promised = max(self._promised, self.capacity, self.num_least(waiter))
         waiter.holding.waiter = waiter
+        self._joins(waiter)
         self.line.join_allocating(waiter)
         head = self.line.allocating[0]
         if head is not before:
@@ -224,7 +229,12 @@ class Admission:
     def _wait_for_extension(self, waiter: Waiter) -> None:
         self._promised = max(self._promised, self.capacity)
         waiter.holding.waiter = waiter
+        self._joins(waiter)
         self.line.join_extending(waiter)
+
+    def _joins(self, waiter: Waiter) -> None:
+        if self.moves.clock is not None:
+            waiter.joined(self.moves.clock())
 
     def _forget_match(self, holding: Holding) -> None:
         """Release the pins of a request in the line; it is matched again when the line is served next."""

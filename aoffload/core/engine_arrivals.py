@@ -61,6 +61,11 @@ class Arrivals:
         question = self._questions.get(holding)
         return math.inf if question is None else question.since + self.pending_timeout_s
 
+    def waits_for(self, holding: Holding) -> Holding | None:
+        """The request whose load `holding` was told to wait for; None if it was told otherwise."""
+        question = self._questions.get(holding)
+        return None if question is None else question.bringer
+
     def ask_again(self, holding: Holding, bringer: Holding, wake: Callable[[], object]) -> None:
         """`holding` is told PENDING because of `bringer`. The timeout counts from the first time."""
         before = self._questions.get(holding)

@@ -28,6 +28,8 @@ class Pin:
     match: PrefixMatch = NO_MATCH
     """What it keeps, or has kept."""
     leases: list[Lease] = field(default_factory=list)
+    since_s: float = 0.0
+    """When it entered its state, where the ledger has a clock."""
 
     def __repr__(self) -> str:
         return f"<Pin {self.pin_id} {self.state.name} {self.match.num_tokens} tokens>"

@@ -23,6 +23,7 @@ from .ledger_work import WorkingRequests
 from .lifecycle import PinState
 from .owners import Holding, nobody
 from .plan import Tier
+from .status import Holder, RequestStatus, explained
 from .tiers import BlockWatcher, TierStatistics
 from .tokens import TokenSequence
 
@@ -51,8 +52,8 @@ class Ledger(BeginningRequests, WorkingRequests):
 
     The ledger allocates the device blocks. With `engine_blocks`, an engine does, which has a pool and a prefix cache
     itself: then `offer` takes the place of `commit`, `plan_load` copies into blocks that the engine names, and the
-    calls about device blocks raise `WrongState` (docs/engines.md has the table). `clock` is the engine's clock in
-    seconds, such as `time.monotonic`.
+    calls about device blocks raise `WrongState` (docs/engines.md has the table). `clock` counts seconds, such as
+    `time.monotonic`: `engine_blocks` need one, otherwise it only tells the ages in `requests()`.
     """
 
     def __repr__(self) -> str:
@@ -142,6 +143,25 @@ class Ledger(BeginningRequests, WorkingRequests):
         num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
         late, paused = self.jobs.num_late, self._engine is not None and self._engine.matches.loads_paused
         return LedgerStatistics(device, host, len(self.holdings), waiting, num_jobs, late, num_pins, paused)
+
+    def requests(self) -> tuple[RequestStatus, ...]:
+        """The live requests, the one that is in its state for the longest first: what each holds and waits for, and who
+        holds that. Ages are None in a ledger without a `clock`."""
+        return tuple(self.situation.requests())
+
+    def holders(self) -> tuple[Holder, ...]:
+        """Everybody who holds device blocks, the biggest first: requests, steps (also for requests that are over),
+        pins, jobs, prefetches, demotions."""
+        return tuple(self.situation.biggest())
+
+    def explain(self) -> str:
+        """`requests()` and `holders()` as a table to print."""
+        found = self.statistics()
+        device, names = found.device, ("free", "cached", "pinned", "quarantined")
+        counts = ", ".join(f"{getattr(device, f'num_{name}')} {name}" for name in names)
+        live = f"{found.num_requests} request{'' if found.num_requests == 1 else 's'}, {found.num_waiting} in line"
+        about = f"{device.num_blocks} device blocks: {counts}; {live}"
+        return explained(about, self.requests(), self.holders())
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""

@@ -24,13 +24,14 @@ from .groups import KVCacheGroup, Layout
 from .jobs import JobBook
 from .loads import Loads
 from .observer import Moves, Observer
-from .owners import Holding
+from .owners import Holding, Step
 from .pins import Pins
 from .plan import Outcome, Tier
 from .policy import store_policy_of
 from .preemption import Preemptions
 from .records import Job
 from .request_leases import RequestLeases
+from .situation import Situation
 from .stores import Stores
 from .tiers import TierBlocks
 from .watermark import EvictionWatermark
@@ -39,7 +40,8 @@ __all__ = ["LedgerRooms"]
 
 
 OBSERVES = (
-    "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved loads_paused loads_resumed"
+    "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved loads_paused loads_resumed "
+    "step_begun step_ended extension_refused"
 )
 ORDERS = "add add_newer add_back remove oldest __iter__"
 
@@ -67,9 +69,12 @@ class LedgerRooms:
         self.config, self.layout = config, Layout.of(_groups_of(config))
         self.holdings: dict[str, Holding] = {}
         self._closing: set[Holding] = set()
+        self.steps: dict[int, Step] = {}
+        """Those under way, the oldest first."""
+        self._num_steps = 0
         self._num_admitted, self._block_bytes = 0, block_bytes
         new_order = _eviction_of(config.eviction)
-        self._moves = moves = Moves(observer)
+        self._moves = moves = Moves(observer, clock)
         if engine_blocks is None:
             device = _device_tier(num_device_blocks, device_pool, new_order)
         else:
@@ -94,7 +99,7 @@ class LedgerRooms:
         self._cache_transfers = CacheTransfers(cache, leases, moves, self._loads, stores, self.admission, share)
         self._engine: EngineOwned | None = None
         self._conclude_loads = self._loads.conclude_all
-        if isinstance(device, EngineTier) and clock is not None:
+        if isinstance(device, EngineTier) and clock is not None:  # `_check_engine` demands one
             if policy.num_watermark_blocks:
                 raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
             most = max(1, config.bytes_in_flight // block_bytes)
@@ -105,6 +110,10 @@ class LedgerRooms:
                 cache, leases, moves, self.jobs, offers, matches, arrivals, self._pins, num_device_blocks
             )
             self._conclude_loads = self._engine.conclude_all
+        self.situation = Situation(
+            self.holdings, self.steps, self._pins, self.jobs, self._cache_transfers, self.admission,
+            None if self._engine is None else self._engine.arrivals, moves,
+        )  # fmt: skip
 
     # -- how a call begins and ends -------------------------------------------------------------------------------
 
@@ -179,13 +188,9 @@ def _device_tier(
 
 
 def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> None:
-    if engine_blocks is None:
-        if clock is not None:
-            raise InvalidArgument("clock", "is for `engine_blocks`: nothing else here measures time")
-        return
-    if device_pool is not None:
+    if engine_blocks is not None and device_pool is not None:
         raise ConfigError("device_pool", "must be None: the blocks are the engine's")
-    if not callable(clock):
+    if not callable(clock) and (clock is not None or engine_blocks is not None):
         raise InvalidArgument("clock", f"must be what the engine measures seconds by, got {shown(clock)}")
 
 

@@ -13,7 +13,7 @@ from .ledger_rooms import LedgerRooms
 from .lifecycle import RequestState, require
 from .loads import require_no_holes
 from .overlap import begin_step, can_start, expected_ids, first_invalid_token, tell
-from .owners import Holding, nobody
+from .owners import Holding, Step, nobody
 from .plan import Completion, TransferPlan
 from .preemption import Preemption
 from .windows import slide
@@ -173,6 +173,7 @@ class WorkingRequests(LedgerRooms):
         for holding in held:
             begin_step(self.cache, self._moves, holding)
             holding.began_step()
+        step = self._begun(held)
         try:
             yield
         finally:
@@ -180,7 +181,15 @@ class WorkingRequests(LedgerRooms):
             for holding in held:
                 if holding.ended_step():
                     wakes += self._end_steps(holding)
+            del self.steps[step.step_id]
+            self._moves.step_ended(step)
             self.admission.serve_line(wakes)
+
+    def _begun(self, holdings: tuple[Holding, ...]) -> Step:
+        self._num_steps += 1
+        self.steps[self._num_steps] = step = Step(self._num_steps, holdings)
+        self._moves.step_begun(step)
+        return step
 
     def _check_step(self, holdings: Iterable[Holding], arriving: Iterable[Holding]) -> None:
         for holding in holdings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import attrs
@@ -22,7 +23,7 @@ from .lifecycle import (
     State,
     Stateful,
 )
-from .owners import Holding, LoadOverlap
+from .owners import Holding, LoadOverlap, Step
 from .records import Job
 
 __all__ = ["Moves", "NullObserver", "Observer"]
@@ -45,6 +46,13 @@ class Observer(Protocol):
     def loads_resumed(self, num_quarantined: int) -> None:
         """Copies were proven over, and loading goes on."""
 
+    def step_begun(self, step: Step) -> None: ...
+    def step_ended(self, step: Step) -> None:
+        """Blocks that only this step held are free. Of requests that are over, it held the last ones."""
+
+    def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None:
+        """`extend_nowait` has raised `OutOfBlocks`; nothing has changed. `extend` waits in line then."""
+
 
 class NullObserver:
     """Does nothing: a base for observers of some moves only."""
@@ -57,18 +65,25 @@ class NullObserver:
     def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None: ...
     def loads_paused(self, num_quarantined: int) -> None: ...
     def loads_resumed(self, num_quarantined: int) -> None: ...
+    def step_begun(self, step: Step) -> None: ...
+    def step_ended(self, step: Step) -> None: ...
+    def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None: ...
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Moves:
     """Moves states as their tables allow, and tells the observer. An illegal move raises and changes nothing."""
 
     observer: Observer | None
+    clock: Callable[[], float] | None = None
+    """Ages of states count by it; None: nobody asks for them."""
 
     def request(self, holding: Holding, state: RequestState) -> None:
         old = holding.state
         if state not in REQUEST_MOVES[old]:
             raise _illegal(holding, state)
+        if self.clock is not None:
+            holding.since_s = self.clock()
         holding.state = state
         if self.observer is not None:
             self.observer.request_moved(holding, old, holding.reason)
@@ -77,6 +92,8 @@ class Moves:
         old = job.state
         if state not in JOB_MOVES[old]:
             raise _illegal(job, state)
+        if self.clock is not None:
+            job.since_s = self.clock()
         job.state = state
         if self.observer is not None:
             self.observer.job_moved(job, old, reason)
@@ -85,6 +102,8 @@ class Moves:
         old = pin.state
         if state not in PIN_MOVES[old]:
             raise _illegal(pin, state)
+        if self.clock is not None:
+            pin.since_s = self.clock()
         pin.state = state
         if self.observer is not None:
             self.observer.pin_moved(pin, old)
@@ -109,6 +128,20 @@ class Moves:
         """Tell the observer that blocks that were to be stored are not."""
         if self.observer is not None:
             self.observer.store_skipped(holding, num_blocks, reason)
+
+    def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None:
+        if self.observer is not None:
+            self.observer.extension_refused(holding, num_needed, num_available)
+
+    def step_begun(self, step: Step) -> None:
+        if self.clock is not None:
+            step.begun_s = self.clock()
+        if self.observer is not None:
+            self.observer.step_begun(step)
+
+    def step_ended(self, step: Step) -> None:
+        if self.observer is not None:
+            self.observer.step_ended(step)
 
     def loads_paused(self, num_quarantined: int) -> None:
         if self.observer is not None:

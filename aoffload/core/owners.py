@@ -24,6 +24,7 @@ __all__ = [
     "LoadOverlap",
     "Extension",
     "Holding",
+    "Step",
     "Waiter",
     "claimants",
     "nobody",
@@ -99,6 +100,8 @@ class Holding(Claimant):
     """Forwards that touch its blocks. No block that they touch is given back before they end."""
     when_idle: Callable[[], object] = lambda: None
     """Called when the last of these forwards has ended."""
+    since_s: float = 0.0
+    """When it entered its state, where the ledger has a clock."""
 
     def __repr__(self) -> str:
         return f"<Holding {self.request_id!r} {self.state.name} {self.num_blocks} blocks>"
@@ -258,6 +261,11 @@ class Holding(Claimant):
         """Positions in its block tables, including null ones."""
         return sum(len(table.ids) for table in self.tables)
 
+    @property
+    def num_held(self) -> int:
+        """Blocks in its tables, without null ones."""
+        return sum(table.num_held for table in self.tables)
+
 
 def claimants(job: Job) -> list[Holding]:
     """The holdings whose loads wait for `job`."""
@@ -282,6 +290,8 @@ class Waiter:
     """Blocks that it lacked when `serve_line` last examined it."""
     changes_seen: int = -1
     """`TierBlocks.num_changes` of the device at that time; -1: examine it in any case."""
+    joined_s: float | None = None
+    """When it joined the line, where the ledger has a clock."""
 
     def __repr__(self) -> str:
         over = "granted" if self.granted is not None else "failed" if self.error else "waiting"
@@ -290,6 +300,11 @@ class Waiter:
     @property
     def is_over(self) -> bool:
         return self.granted is not None or self.error is not None
+
+    def joined(self, now: float) -> None:
+        """It joins the line. One whose grant was taken back joins again, and waits since it joined first."""
+        if self.joined_s is None:
+            self.joined_s = now
 
     def wake_by(self, wake: Callable[[], object]) -> None:
         """Replace `wake`: another task waits for the room."""
@@ -312,6 +327,24 @@ class Waiter:
 
     def fail(self, error: OutOfBlocks) -> None:
         self.error = error
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Step:
+    """A forward over the blocks of `holdings`, which it holds until it ends, also of requests that are over."""
+
+    step_id: int
+    holdings: tuple[Holding, ...]
+    begun_s: float = 0.0
+    """Where the ledger has a clock."""
+
+    def __repr__(self) -> str:
+        return f"<Step {self.step_id} {' '.join(holding.request_id for holding in self.holdings)}>"
+
+    @property
+    def num_blocks(self) -> int:
+        """Device blocks that it holds; those that requests share count for each of them."""
+        return sum(holding.num_held for holding in dict.fromkeys(self.holdings))
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -30,7 +30,7 @@ from .presence import held_stop
 from .records import Lease, Part
 from .tokens import TokenSequence
 
-__all__ = ["Pins"]
+__all__ = ["Pins", "pinned_parts"]
 
 _S = PinState
 
@@ -98,7 +98,7 @@ class Pins:
         alone = self.cache.pinned_by_none_but(itertools.chain.from_iterable(leases.values()))
         kept = {part for part in alone if part.blocks or part.tombstones}
         for pin in self.pins:
-            if any(part in kept for lease in leases[pin] for part in _parts(lease)):
+            if any(part in kept for lease in leases[pin] for part in pinned_parts(lease)):
                 self.end(pin, _S.YIELDED)
                 return True
         return False
@@ -106,7 +106,7 @@ class Pins:
     def renew(self) -> None:
         """Cached blocks were wrong: pins on tombstones take new leases on what is right, so that the rest is freed."""
         for pin in self.pins:
-            if any(part.tombstones for lease in pin.leases for part in _parts(lease)):
+            if any(part.tombstones for lease in pin.leases for part in pinned_parts(lease)):
                 limit = pin.match.num_tokens // self.cache.layout.unit_tokens
                 self._let_go(pin)
                 self._take(pin, *self._wishes(pin.sequence, limit))
@@ -159,7 +159,7 @@ class Pins:
     def _check_share(self, hit: Hit, wishes: list[_Wish]) -> None:
         for tier in self.cache.tiers:
             leases = [lease for pin in self.pins for lease in pin.leases if lease.tier is tier.tier]
-            kept = {part for lease in leases for part in _parts(lease)}
+            kept = {part for lease in leases for part in pinned_parts(lease)}
             bound = int(tier.pool.num_blocks * self.max_share)
             num_kept = sum(len(part.blocks) for part in kept)
             added = self._num_added(hit, [wish for wish in wishes if wish.tier is tier.tier], kept)
@@ -181,7 +181,7 @@ class Pins:
         return sum(len(units) * part.width for part, units in wanted.items())
 
 
-def _parts(lease: Lease) -> Iterator[Part]:
+def pinned_parts(lease: Lease) -> Iterator[Part]:
     """Every part that `lease` pins: of full attention all, of window bands from their starts on."""
     for run in lease.run.path():
         for part, start in zip(run.parts_in(lease.tier), (0, *lease.starts), strict=True):

@@ -291,6 +291,8 @@ class Job:
     """A completion that came before the predecessor was settled. The job is settled with it right after."""
     completion: Completion | None = None
     """The completion that settled the job."""
+    since_s: float = 0.0
+    """When it entered its state, where the ledger has a clock."""
 
     def claimed_by(self, claimant: Claimant) -> None:
         """Record that `claimant` waits for this job."""

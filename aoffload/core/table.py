@@ -86,6 +86,10 @@ class BlockTable:
         self.ids[units] = _NULL * len(taken)
         return not_null(taken)
 
+    @property
+    def num_held(self) -> int:
+        return len(self.ids) - self.ids.count(0)
+
     def num_null(self, start: int, stop: int) -> int:
         return self.ids[start * self.width : stop * self.width].count(0)
 

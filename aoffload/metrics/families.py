@@ -32,6 +32,9 @@ _GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
 FAMILIES = (
     Family("aoffload_requests", _GAUGE, ("state",), "Live requests by state."),
     Family("aoffload_requests_waiting", _GAUGE, (), "Requests in line for device blocks."),
+    Family("aoffload_oldest_request_seconds", _GAUGE, ("state",), "Age of the oldest stay in each state of a request."),
+    Family("aoffload_oldest_wait_seconds", _GAUGE, (), "How long the oldest waiter for device blocks is in line."),
+    Family("aoffload_oldest_step_seconds", _GAUGE, (), "How long the oldest step has been open: it holds its blocks."),
     Family("aoffload_requests_admitted_total", _COUNTER, (), "Requests that were matched and pinned."),
     Family("aoffload_requests_finished_total", _COUNTER, ("outcome", "reason"), "Requests that are over."),
     Family("aoffload_requests_preempted_total", _COUNTER, (), "Preemptions: device blocks given up half-way."),
@@ -85,6 +88,7 @@ _OUTCOMES = tuple(outcome.value for outcome in Outcome)
 
 LABEL_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("aoffload_requests", "state"): _STAYS,
+    ("aoffload_oldest_request_seconds", "state"): _STAYS,
     ("aoffload_requests_finished_total", "outcome"): ("done", "aborted"),
     ("aoffload_requests_finished_total", "reason"): ("", *REASONS),
     ("aoffload_tokens_total", "source"): ("device_hit", "host_hit", "computed"),

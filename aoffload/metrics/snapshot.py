@@ -47,6 +47,7 @@ def snapshot_of_runtime(runtime: OffloadRuntime, metrics: Metrics) -> Snapshot:
         runtime.env.now(),
         _counted(metrics),
         _standing(runtime.ledger, found),
+        _ages(runtime.ledger),
         [
             ("aoffload_block_bytes", _one(runtime.transport.block_bytes)),
             ("aoffload_cache_off", _one(bool(found.off_reason))),
@@ -62,6 +63,7 @@ def snapshot_of_ledger(ledger: Ledger, metrics: Metrics) -> Snapshot:
         metrics.now(),
         _counted(metrics),
         _standing(ledger, ledger.statistics()),
+        _ages(ledger) if ledger.situation.moves.clock is not None else (),
         [
             ("aoffload_block_bytes", _one(ledger._block_bytes)),
             ("aoffload_cache_off", _one(metrics.is_cache_off)),
@@ -118,11 +120,19 @@ def _standing(ledger: Ledger, found: LedgerStatistics) -> Iterator[tuple[str, It
     yield "aoffload_observer_failures_total", _one(num_failures)
 
 
+def _ages(ledger: Ledger) -> Iterator[tuple[str, Iterable[Sample]]]:
+    """How long the oldest of its kind has been there; 0 where there is none, or no clock yet."""
+    states = "aoffload_oldest_request_seconds"
+    yield states, _each(states, "state", ledger.situation.oldest_by_state())
+    yield "aoffload_oldest_wait_seconds", _one(ledger.situation.oldest_wait_s())
+    yield "aoffload_oldest_step_seconds", _one(ledger.situation.oldest_step_s())
+
+
 def _one(value: float) -> list[Sample]:
     return [Sample((), value)]
 
 
-def _each(name: str, label: str, values: Mapping[str, int]) -> list[Sample]:
+def _each(name: str, label: str, values: Mapping[str, float]) -> list[Sample]:
     """A sample for every value of the label, zeros too: a rate needs a point to begin at."""
     return [Sample((value,), values.get(value, 0)) for value in LABEL_VALUES[name, label]]
 

@@ -32,7 +32,8 @@ _PREEMPTED, _MATCHED = RequestState.PREEMPTED.value, RequestState.MATCHED.value
 _MATCHED_AGAIN = {state.value for state, targets in REQUEST_MOVES.items() if RequestState.MATCHED in targets}
 _PENDING = Answer.PENDING.value
 _LAUNCHED, _DISCARDED = JobState.LAUNCHED.value, JobState.DISCARDED.value
-_FIRST_STATES = {_MATCHED, CacheTransferState.MOVING.value, PinState.HELD.value}
+_STEP, _BEGUN, _ENDED = "step", "begun", "ended"
+_FIRST_STATES = {_MATCHED, CacheTransferState.MOVING.value, PinState.HELD.value, _BEGUN}
 _OWNERS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION)
 _TABLE_STATES = {RequestState.ALLOCATED.value, CacheTransferState.MOVING.value}
 
@@ -55,6 +56,9 @@ class TimelineBook:
     _timelines: dict[TimelineKey, Timeline] = attrs.field(factory=dict)
     _jobs: dict[JobKey, JobTimeline] = attrs.field(factory=dict)
     _usages: UsageBook = attrs.field(factory=UsageBook)
+    step_lanes: Lanes = attrs.field(factory=Lanes)
+    _steps_of: dict[TimelineKey, list[Timeline]] = attrs.field(factory=dict)
+    """The open steps of each request, by the key of the request."""
 
     def timeline_moved(self, event: Event, runtime: RuntimeLife) -> None:
         """An event of a request, a prefetch, a demotion or a pin."""
@@ -76,10 +80,49 @@ class TimelineBook:
         timeline.facts |= facts
         if event.fields.get("answer") == _PENDING:
             timeline.facts["num_pending"] = timeline.facts.get("num_pending", 0) + 1
+        if state in _LAST_STATES:
+            self._keep_in_step(key, timeline)
         self._hold(timeline, state)
         if state in _LAST_STATES:
             timeline.outcome, timeline.reason = state, plain(reason)
             self._end(key)
+
+    def step_moved(self, event: Event, runtime: RuntimeLife) -> None:
+        key = (runtime.number, Kind.STEP, str(event.count("step_id")))
+        if event.meaning.state == _BEGUN:
+            members, facts = event.texts("request_ids"), {"num_blocks": event.count("num_blocks")}
+            if key in self._timelines:
+                self._give_up(key)
+            step = self._begin(key, event, runtime, "")
+            step.members, step.facts = members, facts
+            for name in members:
+                self._steps_of.setdefault((runtime.number, Kind.REQUEST, name), []).append(step)
+        else:
+            step = self._timelines.get(key) or self._begin(key, event, runtime, "")
+            step.outcome = _ENDED
+        step.states.append(_STEP if event.meaning.state == _BEGUN else _ENDED)
+        step.times_s.append(runtime.last_s)
+        if step.outcome == _ENDED:
+            self._end(key)
+
+    def _keep_in_step(self, key: TimelineKey, timeline: Timeline) -> None:
+        """A request is over. If it is in a step, that step holds its blocks until it ends."""
+        steps = self._steps_of.pop(key, None)
+        if steps:
+            timeline.facts["num_kept_blocks"] = timeline.num_held_blocks
+            steps[-1].kept[timeline.name] = timeline.num_held_blocks
+            steps[-1].num_held_blocks += timeline.num_held_blocks
+            timeline.num_held_blocks = 0
+
+    def _let_go(self, key: TimelineKey, step: Timeline) -> None:
+        """A step is over: what only it has held is free."""
+        for name in step.members:
+            of = (key[0], Kind.REQUEST, name)
+            steps = [other for other in self._steps_of.get(of, ()) if other is not step]
+            if steps:
+                self._steps_of[of] = steps
+            else:
+                self._steps_of.pop(of, None)
 
     def job_moved(self, event: Event, runtime: RuntimeLife) -> None:
         state = event.meaning.state
@@ -100,8 +143,10 @@ class TimelineBook:
         job.ended_s = runtime.last_s
         self._end_job(key)
 
-    def runtime_over(self, runtime: RuntimeLife) -> None:
-        """End the open timelines and jobs of the runtime as unfinished: the log has no end of them."""
+    def runtime_over(self, runtime: RuntimeLife, until_s: float | None = None) -> None:
+        """End the open timelines and jobs of the runtime as unfinished, at `until_s` or at its last event: the log has
+        no end of them."""
+        runtime.last_s = max(runtime.last_s, until_s or 0.0)
         for key in [key for key in self._timelines if key[0] == runtime.number]:
             self._give_up(key)
         for job_key in [key for key in self._jobs if key[0] == runtime.number]:
@@ -110,7 +155,8 @@ class TimelineBook:
 
     def _begin(self, key: TimelineKey, event: Event, runtime: RuntimeLife, previous: str) -> Timeline:
         self.num_timelines += 1
-        timeline = Timeline(self.num_timelines, key[1], plain(key[2]), runtime, self.lanes.take(), [], [])
+        lane = (self.step_lanes if key[1] is Kind.STEP else self.lanes).take()
+        timeline = Timeline(self.num_timelines, key[1], plain(key[2]), runtime, lane, [], [])
         state = event.meaning.state
         if state not in _FIRST_STATES and not (key[1] is Kind.DEMOTION or key[1] is Kind.PREFETCH):
             self.num_early += 1
@@ -136,6 +182,7 @@ class TimelineBook:
     def _give_up(self, key: TimelineKey) -> None:
         """End a timeline as unfinished, at the last event of its runtime."""
         timeline = self._timelines[key]
+        timeline.in_steps = [step.name for step in self._steps_of.get(key, ())]
         timeline.states.append(UNFINISHED)
         timeline.times_s.append(timeline.runtime.last_s)
         if timeline.num_held_blocks:
@@ -144,7 +191,14 @@ class TimelineBook:
 
     def _end(self, key: TimelineKey) -> None:
         timeline = self._timelines.pop(key)
-        self.lanes.give(timeline.lane)
+        if key[1] is Kind.STEP:
+            self.step_lanes.give(timeline.lane)
+            self._let_go(key, timeline)
+            if timeline.outcome == _ENDED and timeline.num_held_blocks:
+                self._report(timeline.runtime, self._usages.table_changed(timeline.runtime, -timeline.num_held_blocks))
+        else:
+            self.lanes.give(timeline.lane)
+            self._steps_of.pop(key, None)
         self.listener.timeline_over(timeline)
 
     def _launch(self, key: JobKey, event: Event, runtime: RuntimeLife) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .events import time_of
 from .figures import Figures
 from .narrative import UnknownError, narrative
 from .page import write_page
@@ -50,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 good; 2 no such log, request or place to write to; 130 Ctrl-C.",
     )
     parser.add_argument("log", type=Path, metavar="LOG", help="JSON lines (docs/tracing.md); - for standard input")
+    _add_until(parser, None)
     parser.set_defaults(run=_summary, runtime="")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add = commands.add_parser
@@ -65,12 +68,35 @@ def make_parser() -> argparse.ArgumentParser:
     perfetto = add("perfetto", help="a trace for the Perfetto viewer (ui.perfetto.dev), or chrome://tracing")
     perfetto.add_argument("file", type=Path, metavar="FILE")
     perfetto.set_defaults(run=_perfetto)
+    for command in (whole, request, page, perfetto):
+        _add_until(command, argparse.SUPPRESS)  # the default would hide what stands before the command
     return parser
+
+
+def _add_until(parser: argparse.ArgumentParser, default: object) -> None:
+    parser.add_argument(
+        "--until", type=_until, default=default, metavar="TIME",
+        help="what is not over is open until then, and later events are left out: ISO 8601 (UTC), seconds since 1970, "
+        "or now; without it, the last event",
+    )  # fmt: skip
+
+
+def _until(text: str) -> float:
+    if text == "now":
+        return time.time()
+    try:
+        value: float | str = float(text)
+    except ValueError:
+        value = text
+    at_s = time_of(value)
+    if at_s is None:
+        raise argparse.ArgumentTypeError(f"must be a time such as 2026-11-21T21:50:16, got {plain(text)!r}")
+    return at_s
 
 
 def _summary(options: argparse.Namespace) -> None:
     figures = Figures(options.runtime)
-    scan = Scan.of(options.log, figures, sys.stderr)
+    scan = Scan.of(options.log, figures, sys.stderr, options.until)
     scan.run()
     if options.runtime and not any(life.is_called(options.runtime) for life in scan.runtimes.lives):
         raise UnknownError(_no_runtime(options, scan))
@@ -84,16 +110,16 @@ def _no_runtime(options: argparse.Namespace, scan: Scan) -> str:
 
 
 def _request(options: argparse.Namespace) -> None:
-    for line in narrative(options.log, options.request_id, sys.stderr):
+    for line in narrative(options.log, options.request_id, sys.stderr, options.until):
         print(line)
 
 
 def _page(options: argparse.Namespace) -> None:
-    print(write_page(options.log, options.file, sys.stderr))
+    print(write_page(options.log, options.file, sys.stderr, options.until))
 
 
 def _perfetto(options: argparse.Namespace) -> None:
-    print(write_perfetto(options.log, options.file, sys.stderr))
+    print(write_perfetto(options.log, options.file, sys.stderr, options.until))
 
 
 def _os_error(error: OSError) -> int:

@@ -15,13 +15,15 @@ from .occupancy import MEASURES, Usage
 from .runtimes import RuntimeLife
 from .series import Series
 from .timelines import FACTS, JobTimeline, Timeline
+from .wording import plain
 
 __all__ = ["Drawing"]
 
 MAX_DRAWN = 500_000
 """The most timelines, and the most jobs, on a page; browsers cannot take many more. The others are only counted."""
-KINDS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.PIN)
+KINDS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.PIN, Kind.STEP)
 DIRECTIONS = tuple(Direction)
+MAX_NAMED = 4
 _NOT_KNOWN = 0xFFFF_FFFF
 """The value of a fact that no event had."""
 
@@ -62,7 +64,7 @@ class Drawing(Listener):
         if columns["number"].num_values >= MAX_DRAWN:
             self.num_left_out += 1
             return
-        self._names.append(timeline.name)
+        self._names.append(timeline.name if timeline.kind is not Kind.STEP else _about_step(timeline))
         number = self._words.number
         columns["number"].append(timeline.number)
         columns["kind"].append(KINDS.index(timeline.kind))
@@ -118,6 +120,14 @@ class Drawing(Listener):
             "words": self._words.texts,
             "usages": {str(number): _usage(series) for number, series in self._usages.items()},
         }
+
+
+def _about_step(step: Timeline) -> str:
+    """Its number and a few of its requests, those first that are over."""
+    over = [f"{name} (over)" for name in step.kept]
+    names = over + [plain(name) for name in step.members if plain(name) not in step.kept]
+    rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{step.name} of {', '.join(names[:MAX_NAMED])}{rest}" if names else step.name
 
 
 def _finish(columns: dict[str, NumberColumn]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..core.lifecycle import CacheTransferState, JobState, OverlapState, PinStat
 from .lines import LogLines
 from .parse_errors import ParseError, ParseErrors
 
-__all__ = ["MEANINGS", "NOTE", "FieldError", "Event", "EventReader", "Kind", "Meaning"]
+__all__ = ["MEANINGS", "NOTE", "FieldError", "Event", "EventReader", "Kind", "Meaning", "time_of"]
 
 MAX_TIME_S = 250_000_000_000.0
 """The year 9892: later times cannot be shown as a date."""
@@ -28,7 +28,10 @@ class Kind(enum.Enum):
     DEMOTION = "demotion"
     PIN = "pin"
     JOB = "job"
+    STEP = "step"
     EARLY_START = "early_start"
+    REFUSAL = "refusal"
+    """A call of a request that had no room, and changed nothing."""
     SKIPPED_STORE = "store"
     RUNTIME = "runtime"
     OPENING = "opening"
@@ -65,10 +68,13 @@ def _meanings() -> dict[str, Meaning]:
         found |= {f"{face}_{state}": Meaning(Kind.RUNTIME, state) for state in ("opened", "closed")}
     alarms = (
         "transport_stalled", "transport_recovered", "transport_failed", "worker_failed", "cache_turned_off",
-        "loads_paused", "loads_resumed",
+        "loads_paused", "loads_resumed", "slow_wait", "slow_step",
     )  # fmt: skip
     return found | {name: Meaning(Kind.ALARM, name) for name in alarms} | {
         "store_skipped": Meaning(Kind.SKIPPED_STORE, "skipped"),
+        "step_begun": Meaning(Kind.STEP, "begun"),
+        "step_ended": Meaning(Kind.STEP, "ended"),
+        "extension_refused": Meaning(Kind.REFUSAL, "extension"),
         "host_memory_page_locked": Meaning(Kind.OPENING, "page-locked"),
     }  # fmt: skip
 
@@ -95,6 +101,12 @@ class Event:
     def text(self, name: str) -> str:
         value = self.fields.get(name)
         if type(value) is not str:
+            raise FieldError(name)
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        value = self.fields.get(name)
+        if type(value) is not list or any(type(one) is not str for one in value):
             raise FieldError(name)
         return value
 
@@ -136,7 +148,7 @@ class EventReader:
             self._count(ParseError.NO_EVENT, line)
             return None
         meaning = MEANINGS.get(name, NOTE)
-        at_s = _time_of(fields.get("timestamp"))
+        at_s = time_of(fields.get("timestamp"))
         if meaning is NOTE:
             self.parse_errors.add(ParseError.FOREIGN, self.lines.num_lines, name)
             return Event(name, at_s, fields, NOTE) if at_s is not None and "request_id" in fields else None
@@ -150,7 +162,7 @@ class EventReader:
         self.parse_errors.add(parse_error, self.lines.num_lines, line[:80].decode(errors="replace").strip())
 
 
-def _time_of(value: Any) -> float | None:
+def time_of(value: Any) -> float | None:
     """ISO 8601 or seconds since 1970, as structlog's TimeStamper writes them; UTC if it names no zone."""
     if type(value) is str:
         try:

@@ -12,11 +12,12 @@ from .events import Event, Kind
 from .listener import Listener
 from .runtimes import RuntimeLife
 from .tally import Tally
-from .timelines import JobTimeline, Timeline
+from .timelines import UNFINISHED, JobTimeline, Timeline
 
-__all__ = ["NUM_SLOWEST", "Figures", "JobFigures"]
+__all__ = ["NUM_OPEN", "NUM_SLOWEST", "Figures", "JobFigures"]
 
 NUM_SLOWEST = 10
+NUM_OPEN = 10
 
 
 @attrs.define(eq=False)
@@ -50,6 +51,11 @@ class Figures(Listener):
     outcomes: dict[Kind, Tally] = attrs.field(factory=dict)
     in_state: dict[str, Durations] = attrs.field(factory=dict)
     """Durations of requests by state; a state that is entered twice counts twice."""
+    steps: Durations = attrs.field(factory=Durations)
+    num_refused: int = 0
+    """Extensions that found no room."""
+    num_open: int = 0
+    """Requests and steps that are not over."""
     num_pending: int = 0
     """Matches that were answered with pending."""
     until_running: Durations = attrs.field(factory=Durations)
@@ -63,17 +69,27 @@ class Figures(Listener):
     alarms: Tally = attrs.field(factory=Tally)
     jobs: dict[Direction, JobFigures] = attrs.field(factory=lambda: {way: JobFigures() for way in Direction})
     _slowest: list[tuple[float, int, Timeline]] = attrs.field(factory=list)
+    _open: list[tuple[float, int, Timeline]] = attrs.field(factory=list)
 
     def slowest(self) -> list[Timeline]:
-        """Requests, the slowest first."""
-        return [timeline for _, _, timeline in sorted(self._slowest, key=lambda entry: (-entry[0], entry[1]))]
+        """Requests that are over, the slowest first."""
+        return _longest_first(self._slowest)
+
+    def still_open(self) -> list[Timeline]:
+        """Requests and steps that are not over, those that are open for the longest first."""
+        return _longest_first(self._open)
 
     def timeline_over(self, timeline: Timeline) -> None:
         if not self._is_wanted(timeline.runtime):
             return
         self.outcomes.setdefault(timeline.kind, Tally()).add(timeline.outcome)
+        if timeline.outcome == UNFINISHED and timeline.kind in (Kind.REQUEST, Kind.STEP):
+            self.num_open += 1
+            _keep(self._open, timeline, NUM_OPEN)
         if timeline.kind is Kind.REQUEST:
             self._add_request(timeline)
+        elif timeline.kind is Kind.STEP:
+            self.steps.add(timeline.duration_s)
 
     def job_over(self, job: JobTimeline) -> None:
         if not self._is_wanted(job.runtime):
@@ -81,6 +97,10 @@ class Figures(Listener):
         self.jobs[job.direction].add(job)
         if job.outcome == "failed":
             self.alarms.add(f"{job.direction.value} failed: {job.error or 'no error given'}")
+
+    def refused(self, event: Event, runtime: RuntimeLife) -> None:
+        event.count("num_needed")
+        self.num_refused += self._is_wanted(runtime)
 
     def store_skipped(self, event: Event, runtime: RuntimeLife) -> None:
         reason, num_blocks = event.text("reason"), event.count("num_blocks")
@@ -93,6 +113,10 @@ class Figures(Listener):
         if not self._is_wanted(runtime):
             return
         error = event.fields.get("error") or event.fields.get("reason")
+        if event.name == "slow_wait":
+            error = f"{event.text('holder')} holds most"
+        elif event.name == "slow_step":
+            error = f"step {event.count('step_id')} holds {event.count('num_blocks')} blocks"
         self.alarms.add(f"{event.name}: {error}" if error else event.name)
 
     def _is_wanted(self, runtime: RuntimeLife) -> bool:
@@ -110,8 +134,18 @@ class Figures(Listener):
                 self.tokens.add(fact, count)
         if timeline.outcome == "aborted":
             self.aborts.add(f"{timeline.reason} while {timeline.last_state()}")
-        entry = (timeline.duration_s, -timeline.number, timeline)
-        if len(self._slowest) < NUM_SLOWEST:
-            heapq.heappush(self._slowest, entry)
-        else:
-            heapq.heappushpop(self._slowest, entry)
+        if timeline.outcome != UNFINISHED:
+            _keep(self._slowest, timeline, NUM_SLOWEST)
+
+
+def _keep(longest: list[tuple[float, int, Timeline]], timeline: Timeline, number: int) -> None:
+    """Add `timeline` to the heap of the `number` longest ones."""
+    entry = (timeline.duration_s, -timeline.number, timeline)
+    if len(longest) < number:
+        heapq.heappush(longest, entry)
+    else:
+        heapq.heappushpop(longest, entry)
+
+
+def _longest_first(heap: list[tuple[float, int, Timeline]]) -> list[Timeline]:
+    return [timeline for _, _, timeline in sorted(heap, key=lambda entry: (-entry[0], entry[1]))]

@@ -7,9 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
+from ..core.lifecycle import RequestState
 from .events import Event, FieldError, Kind
 from .request_log import RequestLog, UnknownError, find_request_logs
 from .sentences import sentence
+from .summary import STATES
 from .table import text_table
 from .wording import counted, date_and_time, duration, plain, share, time_of_day
 
@@ -19,9 +21,9 @@ NOTEWORTHY_S = 0.0005
 """Pauses of at least this many seconds are shown."""
 
 
-def narrative(log: Path, request_id: str, progress: TextIO) -> Iterator[str]:
+def narrative(log: Path, request_id: str, progress: TextIO, until_s: float | None = None) -> Iterator[str]:
     """Lines of text. Raises `OSError` or `UnknownError`."""
-    request_logs = find_request_logs(log, request_id, progress)
+    request_logs = find_request_logs(log, request_id, progress, until_s)
     if len(request_logs) > 1:
         yield f"{counted(len(request_logs), 'request')} had the id {plain(request_id)}"
         yield ""
@@ -50,15 +52,23 @@ def _say(event: Event) -> str:
         return f"{event.name}, without a {error} that can be read"
 
 
+def _meaning(state: str) -> str:
+    return f" ({STATES[state]})" if state in STATES else ""
+
+
 def _closing(request_log: RequestLog) -> Iterator[str]:
     """Where its time went, and remarks on what the log lacks."""
     moves = [event for event in request_log.events if event.meaning.kind is Kind.REQUEST]
     if not moves:
         return
-    whole = moves[-1].at_s - moves[0].at_s
+    stop_s = moves[-1].at_s if request_log.is_over else max(request_log.until_s, moves[-1].at_s)
+    whole = stop_s - moves[0].at_s
     sums: dict[str, float] = {}
     for event, following in pairwise(moves):
         sums[event.meaning.state] = sums.get(event.meaning.state, 0.0) + following.at_s - event.at_s
+    now = moves[-1].meaning.state
+    if not request_log.is_over:
+        sums[now] = sums.get(now, 0.0) + stop_s - moves[-1].at_s
     parts = [
         f"{state} {duration(seconds)} ({share(seconds, whole)})"
         for state, seconds in sorted(sums.items(), key=lambda item: -item[1])
@@ -68,7 +78,16 @@ def _closing(request_log: RequestLog) -> Iterator[str]:
     yield f"  {duration(whole)} in all{': ' if parts else ''}{', '.join(parts)}"
     if moves[0].name != "request_matched":
         yield "  Its beginning is not in this log."
+    if request_log.num_steps:
+        longest = f", the longest {duration(request_log.longest_step_s)}" if request_log.longest_step_s else ""
+        yield f"  {counted(request_log.num_steps, 'step')}{longest}"
     if not request_log.is_over:
-        yield "  It has no end in this log."
+        since = duration(stop_s - moves[-1].at_s)
+        where = " in no step" if now == RequestState.RUNNING.value and not request_log.open_steps else _meaning(now)
+        yield f"  It is not over at {time_of_day(stop_s)}: {now} for {since}{where}."
+    for step_id, begun_s in request_log.open_steps.items():
+        held = duration(request_log.until_s - begun_s)
+        still = "is over, but its blocks are not free" if request_log.is_over else "computes"
+        yield f"  Step {step_id} holds its blocks for {held} and has not ended: the request {still}."
     if "loading" in sums and not any(event.fields.get("direction") == "load" for event in request_log.events):
         yield "  It loaded without a job of its own: another request had begun to bring the same blocks."

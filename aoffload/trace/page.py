@@ -23,10 +23,10 @@ SCRIPTS = ("format.js", "data.js", "view.js", "gantt.js", "pools.js", "details.j
 _FORMAT = 1
 
 
-def write_page(log: Path, file: Path, progress: TextIO) -> str:
+def write_page(log: Path, file: Path, progress: TextIO, until_s: float | None = None) -> str:
     """Read `log`, write `file`; returns a line about it. Raises `OSError`, or `EmptyLogError`."""
     drawing = Drawing()
-    scan = Scan.of(log, drawing, progress)
+    scan = Scan.of(log, drawing, progress, until_s)
     with whole_file(file, beside=log) as output:
         scan.run()
         page = make_page(scan, drawing)
@@ -61,6 +61,7 @@ def _data(scan: Scan, drawing: Drawing) -> dict[str, Any]:
         "first_s": scan.first_s,
         "last_s": scan.last_s,
         "num_lanes": scan.book.lanes.num_lanes,
+        "num_step_lanes": scan.book.step_lanes.num_lanes,
         "num_job_lanes": {direction.value: lanes.num_lanes for direction, lanes in scan.book.job_lanes.items()},
         "remarks": remarks,
         "derived": DERIVED,

@@ -23,15 +23,16 @@ from .wording import counted
 
 __all__ = ["PerfettoTrace", "write_perfetto"]
 
+_STEP_THREADS = 500_000
 _JOB_THREADS = {Direction.LOAD: 1_000_000, Direction.STORE: 2_000_000}
 """First thread number for the lanes of jobs; those of requests begin at 1."""
 
 
-def write_perfetto(log: Path, file: Path, progress: TextIO) -> str:
+def write_perfetto(log: Path, file: Path, progress: TextIO, until_s: float | None = None) -> str:
     """Read `log`, write `file`; returns a line about it. Raises `OSError`, or `EmptyLogError`."""
     with whole_file(file, beside=log) as output:
         trace = PerfettoTrace(output)
-        scan = Scan.of(log, trace, progress)
+        scan = Scan.of(log, trace, progress, until_s)
         trace.begin()
         scan.run()
         trace.end({"log": scan.title(), "remarks": " | ".join(scan.remarks()), "occupancy": DERIVED})
@@ -57,16 +58,17 @@ class PerfettoTrace(Listener):
         self._name("process", runtime.number, 0, runtime.title())
 
     def timeline_over(self, timeline: Timeline) -> None:
-        thread = 1 + timeline.lane
-        self._introduce(timeline.runtime, thread, "requests")
+        is_step = timeline.kind is Kind.STEP
+        thread = timeline.lane + (_STEP_THREADS if is_step else 1)
+        self._introduce(timeline.runtime, thread, "steps" if is_step else "requests")
         at = {"pid": timeline.runtime.number, "tid": thread}
-        name = f"pin {timeline.name}" if timeline.kind is Kind.PIN else timeline.name
         about = {
             "outcome": timeline.outcome,
             **({"reason": timeline.reason} if timeline.reason else {}),
             **timeline.facts,
+            **({"request_ids": timeline.members, "kept_blocks": timeline.kept} if is_step else {}),
         }
-        self._slice(name, timeline.kind.value, timeline.start_s, timeline.stop_s, at, about)
+        self._slice(timeline.title(), timeline.kind.value, timeline.start_s, timeline.stop_s, at, about)
         for interval in timeline.intervals():
             if _micros(interval.stop_s) > _micros(interval.start_s):
                 self._slice(interval.state, "state", interval.start_s, interval.stop_s, at, {})

@@ -33,6 +33,13 @@ class RequestLog:
     events: list[Event] = attrs.field(factory=list)
     job_ids: set[int] = attrs.field(factory=set)
     is_over: bool = False
+    num_steps: int = 0
+    longest_step_s: float = 0.0
+    """Of those that have ended."""
+    open_steps: dict[int, float] = attrs.field(factory=dict)
+    """Steps that have not ended, each with when it began: they hold its blocks, whatever it does."""
+    until_s: float = 0.0
+    """The end of the log, or what was taken for it."""
 
     @property
     def start_s(self) -> float:
@@ -46,6 +53,9 @@ class _Search:
     request_id: str
     runtimes: Runtimes = attrs.field(factory=Runtimes)
     found: list[RequestLog] = attrs.field(factory=list)
+    until_s: float | None = None
+    """Later events are left out."""
+    last_s: float = 0.0
     similar: dict[str, None] = attrs.field(factory=dict)
     """Ids that contain the one that was asked for, in the order of the log."""
 
@@ -55,6 +65,9 @@ class _Search:
             self._look_at_runtime(event)
             return
         name = event.fields.get("request_id")
+        if event.meaning.kind is Kind.STEP or event.name == "slow_step":
+            self._look_at_step(event, self.runtimes.of(event))
+            return
         if name != self.request_id:
             self._compare(name)
             return
@@ -65,6 +78,26 @@ class _Search:
             self.runtimes.closed(event)
         else:
             self.runtimes.opened(event)
+
+    def _look_at_step(self, event: Event, runtime: RuntimeLife) -> None:
+        """Keep count of steps. Only those are told that are long, or end after the request."""
+        step_id = event.count("step_id")
+        if event.meaning.state != "ended" and self.request_id not in event.texts("request_ids"):
+            return
+        mine = [request_log for request_log in self.found if request_log.runtime is runtime]
+        if event.meaning.state == "begun" and mine:
+            mine[-1].open_steps[step_id] = event.at_s
+            mine[-1].num_steps += 1
+        for request_log in mine:
+            if step_id not in request_log.open_steps:
+                continue
+            if event.meaning.kind is Kind.ALARM:
+                request_log.events.append(event)
+            elif event.meaning.state == "ended":
+                seconds = event.at_s - request_log.open_steps.pop(step_id)
+                request_log.longest_step_s = max(request_log.longest_step_s, seconds)
+                if request_log.is_over:
+                    request_log.events.append(event)
 
     def _compare(self, name: object) -> None:
         if type(name) is str and len(self.similar) < MAX_SIMILAR and self.request_id in name:
@@ -88,15 +121,23 @@ class _Search:
         return self.found[-1]
 
 
-def find_request_logs(log: Path, request_id: str, progress: TextIO) -> Sequence[RequestLog]:
+def find_request_logs(
+    log: Path, request_id: str, progress: TextIO, until_s: float | None = None
+) -> Sequence[RequestLog]:
     """The requests of an id, in the order of the log. Raises `OSError`, or `UnknownError`, which names similar ids."""
-    search = _Search(request_id)
+    search = _Search(request_id, until_s=until_s)
     reader = EventReader(LogLines(log, Progress(progress)))
     for event in reader:
+        if until_s is not None and event.at_s > until_s:
+            continue
+        search.last_s = max(search.last_s, event.at_s)
         try:
             search.look_at(event)
         except FieldError:
             reader.leave_out(event)
+    for request_log in search.found:
+        closed = request_log.runtime.closed_s
+        request_log.until_s = max(search.last_s, until_s or 0.0) if closed is None else closed
     if not search.found:
         raise UnknownError(_nothing_found(log, request_id, search, reader))
     return search.found

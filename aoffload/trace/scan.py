@@ -35,13 +35,18 @@ class Scan:
     last_s: float = 0.0
     num_back: int = 0
     """Events that are older than the one before them."""
+    until_s: float | None = None
+    """What is later is left out, and what is open lasts until then; None: until the last event."""
+    num_later: int = 0
+    """Events that are later than `until_s`."""
     _previous_s: float = 0.0
     _headless: RuntimeLife | None = None
     """The runtime that was open when the log began."""
 
     @classmethod
-    def of(cls, path: Path, listener: Listener, progress: TextIO) -> Scan:
-        return cls(path, listener, EventReader(LogLines(path, Progress(progress))), TimelineBook(listener))
+    def of(cls, path: Path, listener: Listener, progress: TextIO, until_s: float | None = None) -> Scan:
+        reader = EventReader(LogLines(path, Progress(progress)))
+        return cls(path, listener, reader, TimelineBook(listener), until_s=until_s)
 
     @property
     def duration_s(self) -> float:
@@ -50,16 +55,24 @@ class Scan:
     def run(self) -> None:
         """Raises `OSError` for a log that cannot be read, `EmptyLogError` for one without an event of aoffload."""
         for event in self.reader:
-            if event.meaning.kind is not Kind.NOTE:
+            if self.until_s is not None and event.at_s > self.until_s:
+                self._leave_out_later(event)
+            elif event.meaning.kind is not Kind.NOTE:
                 self._look_at_time(event)
                 try:
                     self._take(event)
                 except FieldError:
                     self.reader.leave_out(event)
-        for runtime in self.runtimes.lives:
-            self.book.runtime_over(runtime)
         if not self.reader.num_events:
             raise EmptyLogError(str(self.path))
+        self.last_s = max(self.last_s, self.until_s or 0.0)
+        for runtime in self.runtimes.lives:
+            self.book.runtime_over(runtime, self.last_s if runtime.closed_s is None else None)
+
+    def _leave_out_later(self, event: Event) -> None:
+        if event.meaning.kind is not Kind.NOTE:
+            self.reader.num_events -= 1
+            self.num_later += 1
 
     def remarks(self) -> list[str]:
         """What a reader should know about the quality of the log."""
@@ -68,6 +81,8 @@ class Scan:
             found.append(
                 f"{counted(self.num_back, 'event')} older than the one before: merged logs, or a clock put back"
             )
+        if self.num_later:
+            found.append(f"{counted(self.num_later, 'event')} left out: later than --until")
         if self.book.num_early:
             early = counted(self.book.num_early, "timeline", "timelines")
             found.append(f"{early} without a beginning: a log from the middle, or of a level above debug")
@@ -105,6 +120,10 @@ class Scan:
             self.listener.runtime_opened(runtime)
         if kind is Kind.JOB:
             self.book.job_moved(event, runtime)
+        elif kind is Kind.STEP:
+            self.book.step_moved(event, runtime)
+        elif kind is Kind.REFUSAL:
+            self.listener.refused(event, runtime)
         elif kind is Kind.SKIPPED_STORE:
             self.listener.store_skipped(event, runtime)
         elif kind is Kind.EARLY_START:

@@ -115,6 +115,24 @@ def _early(event: Event) -> str:
     return words[event.meaning.state].format(counted(event.count("num_tokens"), "token"))
 
 
+def _refused(event: Event) -> str:
+    needed, there = counted(event.count("num_needed"), "block"), event.count("num_available")
+    return f"asked for more room and was refused: {needed} needed, {there:,} to be had"
+
+
+def _slow_wait(event: Event) -> str:
+    wanted = f"{counted(event.count('num_blocks'), 'block')} for {duration(event.seconds('waited_s'))}"
+    return f"WAITS LONG for {wanted}, held by {plain('; '.join(event.texts('holders')) or 'nobody')}"
+
+
+def _slow_step(event: Event) -> str:
+    return f"step {event.count('step_id')} IS OPEN FOR LONG: {duration(event.seconds('open_s'))}"
+
+
+def _step(event: Event) -> str:
+    return f"step {event.count('step_id')} has ended: until then it has held the blocks"
+
+
 def _note(event: Event) -> str:
     about = ", ".join(f"{name}={value}" for name, value in event.fields.items() if name not in _UNSAID)
     return plain(f"your program: {event.name} {about}".rstrip())
@@ -137,6 +155,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "job_failed": _failed,
     "job_discarded": _discarded,
     "store_skipped": _skipped,
+    "extension_refused": _refused,
+    "slow_wait": _slow_wait,
+    "slow_step": _slow_step,
+    "step_ended": _step,
     "load_overlap_speculative": _early,
     "load_overlap_confirmed": _early,
     "load_overlap_invalid": _early,

@@ -14,10 +14,11 @@ from .tally import Tally
 from .timelines import Timeline
 from .wording import counted, duration, plain, share, size, time_of_day
 
-__all__ = ["summary"]
+__all__ = ["STATES", "doing", "summary"]
 
 MAX_RUNTIMES = 8
 MAX_REASONS = 10
+MAX_NAMED = 4
 _PLURALS = {Kind.PREFETCH: "prefetches"}
 STATES = {
     RequestState.MATCHED.value: "told to ask again",
@@ -41,6 +42,7 @@ def summary(scan: Scan, figures: Figures) -> Iterator[str]:
         yield f"of these, only {plain(figures.wanted)}:"
     for block in (
         _requests(figures),
+        _open(scan, figures),
         _states(figures),
         _jobs(figures),
         _others(figures),
@@ -74,7 +76,42 @@ def _requests(figures: Figures) -> list[str]:
             f"  {counted(prompt, 'prompt token')} of those that got blocks: "
             f"{share(found, prompt)} found on the device, {share(host, prompt)} in host memory"
         )
+    if figures.num_refused:
+        lines.append(f"  {counted(figures.num_refused, 'extension')} refused: no room")
     return lines
+
+
+def _open(scan: Scan, figures: Figures) -> list[str]:
+    """What is not over, first of all: it may be stuck."""
+    rows = [
+        [
+            f"  {duration(timeline.duration_s)}",
+            timeline.title(),
+            doing(timeline),
+            f"from {time_of_day(timeline.start_s)}",
+        ]
+        for timeline in figures.still_open()
+    ]
+    if not rows:
+        return []
+    lines = [f"not over at {time_of_day(scan.last_s)}, the longest first", *text_table(rows, 4)]
+    rest = figures.num_open - len(rows)
+    return [*lines, f"  and {rest:,} more"] if rest else lines
+
+
+def doing(timeline: Timeline) -> str:
+    """What an unfinished request does, or whose blocks an open step holds."""
+    if timeline.kind is not Kind.STEP:
+        state = timeline.last_state()
+        meaning = f", {STATES[state]}" if state in STATES else ""
+        if state == RequestState.RUNNING.value:
+            meaning = f", in step {', '.join(timeline.in_steps[:MAX_NAMED])}" if timeline.in_steps else ", in no step"
+        return f"{state} for {duration(timeline.last_state_s)}{meaning}"
+    live = [plain(name) for name in timeline.members if plain(name) not in timeline.kept]
+    over = [f"{counted(count, 'block')} of {name}, which is over" for name, count in timeline.kept.items()]
+    parts = over + ([f"those of {', '.join(live[:MAX_NAMED])}"] if live else [])
+    rest = len(live) - MAX_NAMED
+    return f"holds {'; '.join(parts)}{f' and {rest:,} more' if rest > 0 else ''}" if parts else "open"
 
 
 def _states(figures: Figures) -> list[str]:
@@ -86,8 +123,11 @@ def _states(figures: Figures) -> list[str]:
             rows.append([f"  {state}", meaning, *_percentiles(found), share(found.total_s, whole.total_s)])
     if figures.until_running.num:
         rows.append(["  until it computes", "from its match on", *_percentiles(figures.until_running), ""])
-    rows.append(["  in all", "", *_percentiles(whole), ""])
-    return text_table(rows, 2) if whole.num else []
+    if whole.num:
+        rows.append(["  in all", "", *_percentiles(whole), ""])
+    if figures.steps.num:
+        rows.append(["  steps", "hold their blocks", *_percentiles(figures.steps), ""])
+    return text_table(rows, 2) if len(rows) > 1 else []
 
 
 def _percentiles(found: Durations) -> list[str]:

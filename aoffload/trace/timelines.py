@@ -1,4 +1,4 @@
-"""Timelines (timelines) of one request, prefetch, demotion, pin or job, from its first event to its last."""
+"""Timelines of one request, prefetch, demotion, pin, step or job, from its first event to its last."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ FACTS = (
     "num_lost_tokens",
     "num_computed_tokens",
     "num_pending",
+    "num_kept_blocks",
 )
 """Counts that events carry. The last event that has one counts: a request is matched again when its turn comes. Except
-for `num_pending`: how many matches were answered with pending."""
+for `num_pending`: how many matches were answered with pending, and `num_kept_blocks`: blocks that a step still held
+when the request was over."""
 
 
 @attrs.frozen
@@ -49,7 +51,7 @@ class Timeline:
     """In order of their beginnings, from 1."""
     kind: Kind
     name: str
-    """The request id; for a pin its number."""
+    """The request id; for a pin or a step its number."""
     runtime: RuntimeLife
     lane: int
     states: list[str]
@@ -60,6 +62,12 @@ class Timeline:
     facts: dict[str, int] = attrs.field(factory=dict)
     num_held_blocks: int = 0
     """Blocks in its tables at present."""
+    members: list[str] = attrs.field(factory=list)
+    """Of a step: the ids of its requests."""
+    in_steps: list[str] = attrs.field(factory=list)
+    """Of a request that is not over: the open steps that it is in."""
+    kept: dict[str, int] = attrs.field(factory=dict)
+    """Of a step: those of its requests that are over, and how many blocks it still holds of each."""
 
     @property
     def start_s(self) -> float:
@@ -81,6 +89,15 @@ class Timeline:
     def last_state(self) -> str:
         """The state before it ended."""
         return self.states[-2] if len(self.states) > 1 else ""
+
+    @property
+    def last_state_s(self) -> float:
+        """Seconds in that state."""
+        return self.times_s[-1] - self.times_s[-2] if len(self.states) > 1 else 0.0
+
+    def title(self) -> str:
+        """What it is called among others."""
+        return f"{self.kind.value} {self.name}" if self.kind in (Kind.PIN, Kind.STEP) else self.name
 
 
 @attrs.define(eq=False)

@@ -57,6 +57,7 @@ OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, Holding], object]]] = {
 EVERYWHERE = {
     "lookup", "admit", "plan_load", "launch", "settle", "discard", "invalidate", "release", "pin", "unpin", "lapse",
     "drop_pins", "reset", "statistics", "check_integrity", "watch", "abandon_load",
+    "requests", "holders", "explain",
 }  # fmt: skip
 IDLE = {"accept", "withdraw", "cancel", "cancel_cache_transfers", "plan_write_back"}
 """Calls about what is never made there."""
@@ -188,7 +189,7 @@ def clock() -> float:
     [
         ({"engine_blocks": Counted()}, InvalidArgument, "clock: "),
         ({"engine_blocks": Counted(), "clock": 3.0}, InvalidArgument, "clock: "),
-        ({"clock": clock}, InvalidArgument, "clock: "),
+        ({"clock": 3.0}, InvalidArgument, "clock: "),
         ({"engine_blocks": Counted, "clock": clock}, ConfigError, "engine_blocks: "),
         ({"engine_blocks": [1, 2, 3], "clock": clock}, ConfigError, "engine_blocks: "),
         ({"engine_blocks": Counted(), "device_pool": FreeList(17), "clock": clock}, ConfigError, "device_pool: "),

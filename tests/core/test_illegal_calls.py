@@ -55,7 +55,7 @@ ENGINE_CALLS = {"match_again", "offer", "pending_until"}
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
     "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel", "cancel_cache_transfers",
-    "plan_write_back", "watch",
+    "plan_write_back", "watch", "requests", "holders", "explain",
 }  # fmt: skip
 
 LOOKING = "block_ids can_start_early num_expected_tokens first_invalid_token expected_block_ids"

@@ -495,7 +495,7 @@ MADE: dict[str, Row] = {
     "Ledger engine_blocks": Row(
         lambda _, v: Ledger(config(), 17, engine_blocks=v, clock=lambda: 0.0), "engine_blocks clock"
     ),
-    "Ledger clock": Row(lambda _, v: Ledger(config(), 17, clock=v), "clock", "None"),
+    "Ledger clock": Row(lambda _, v: Ledger(config(), 17, clock=v), "clock", f"None {CALLABLES}"),
     "Ledger clock of an engine": Row(
         lambda _, v: Ledger(config(), 17, engine_blocks=Kept(), clock=v), "clock", CALLABLES
     ),

@@ -3,7 +3,7 @@
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f8: Float64Array };
 const NOT_KNOWN = 0xffffffff;
 const FACTS = ["num_tokens", "num_device_tokens", "num_host_tokens", "num_blocks", "num_ready_tokens", "num_lost_tokens",
-  "num_computed_tokens", "num_pending"];
+  "num_computed_tokens", "num_pending", "num_kept_blocks"];
 
 async function readColumn(column) {
   const bytes = Uint8Array.from(atob(column.data), (letter) => letter.charCodeAt(0));
@@ -92,13 +92,26 @@ function factsOf(trace, timeline) {
 }
 
 // At most `most` timelines whose name contains the text: the same name first, then in the order of the log.
+function isStep(trace, timeline) {
+  return trace.kinds[trace.timelines.kind[timeline]] === "step";
+}
+
+// Requests and steps that are not over, those that are open for the longest first.
+function openTimelines(trace) {
+  const { outcome, kind, startS, stopS } = trace.timelines;
+  const unfinished = trace.words.indexOf("unfinished");
+  const kinds = ["request", "step"].map((name) => trace.kinds.indexOf(name));
+  const found = Array.from(outcome.keys()).filter((at) => outcome[at] === unfinished && kinds.includes(kind[at]));
+  return found.sort((a, b) => stopS[b] - startS[b] - (stopS[a] - startS[a]) || a - b);
+}
+
 function searchTimelines(trace, text, most) {
   const names = trace.timelines.name;
   const same = [];
   const others = [];
   let count = 0;
   for (let at = 0; at < names.length; at++) {
-    if (!names[at].includes(text)) continue;
+    if (!names[at].includes(text) || isStep(trace, at)) continue;
     count += 1;
     if (names[at] === text) same.push(at);
     else if (others.length < most) others.push(at);

@@ -9,6 +9,7 @@ const FACT_NAMES = {
   num_lost_tokens: "tokens not brought by a load",
   num_computed_tokens: "tokens committed",
   num_pending: "times told to ask again",
+  num_kept_blocks: "blocks that a step still held at its end",
 };
 const MOST_JOBS = 200;
 
@@ -21,7 +22,7 @@ function element(name, text, className) {
 
 function timelineTitle(trace, timeline) {
   const kind = trace.kinds[trace.timelines.kind[timeline]];
-  return kind === "pin" ? `pin ${trace.timelines.name[timeline]}` : trace.timelines.name[timeline];
+  return kind === "pin" || kind === "step" ? `${kind} ${trace.timelines.name[timeline]}` : trace.timelines.name[timeline];
 }
 
 function outcomeText(trace, timeline) {
@@ -48,6 +49,15 @@ function timelineTip(trace, timeline, atS) {
   if ("num_blocks" in facts) lines.push(countText(facts.num_blocks, "block"));
   lines.push(runtimeName(trace, timelines.runtime[timeline]));
   return lines.join("\n");
+}
+
+// What an unfinished request does, or how much an open step holds.
+function openText(trace, timeline) {
+  const { timelines } = trace;
+  const now = intervalsOf(trace, timeline).pop();
+  const [title, blocks] = [timelineTitle(trace, timeline), factsOf(trace, timeline).num_blocks];
+  if (isStep(trace, timeline)) return `${title}: holds ${countText(blocks, "block")}`;
+  return now ? `${title}: ${now.state} for ${durationText(now.stopS - now.startS)}` : title;
 }
 
 function jobTip(trace, job) {

@@ -102,17 +102,19 @@ class Gantt {
   }
 }
 
-// Requests, prefetches, demotions and pins, by state; an abort ends in red.
+// Requests, prefetches, demotions, pins and steps, by state; an abort ends in red, what is not over with an open end.
 class TimelinePainter {
   constructor(trace, view) {
     Object.assign(this, { trace, view });
     this.aborted = trace.words.indexOf("aborted");
+    this.unfinished = trace.words.indexOf("unfinished");
     this.refreshColours();
   }
 
   refreshColours() {
     this.colours = this.trace.words.map((word) => (/^[a-z]+$/.test(word) && colour(word)) || colour("soft"));
     this.bad = colour("bad");
+    this.open = colour("open");
     this.mark = colour("mark");
   }
 
@@ -144,6 +146,7 @@ class TimelinePainter {
     }
     const stop = box.view.toX(moves.at_s[end], box.width);
     if (timelines.outcome[timeline] === this.aborted) this.fill(box, this.bad, stop - 3, 3);
+    if (timelines.outcome[timeline] === this.unfinished) this.fill(box, this.open, stop, 6);
   }
 
   fill(box, style, left, width) {

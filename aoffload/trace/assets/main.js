@@ -1,6 +1,7 @@
 // Puts the panels together and handles the reader's input.
 
 const MOST_MATCHES = 20;
+const MOST_OPEN = 10;
 const WHEEL_STEP = 0.0015;
 const $ = (id) => document.getElementById(id);
 
@@ -10,6 +11,7 @@ class Page {
     this.view = new View(trace.first_s, trace.last_s);
     this.view.changed = () => this.redraw();
     this.gantt = new Gantt($("gantt"), timelineIndex(trace), new TimelinePainter(trace, this.view), this.view);
+    this.steps = new Gantt($("steps"), stepIndex(trace), new TimelinePainter(trace, this.view), this.view);
     this.jobs = trace.directions.map((name) => {
       return new Gantt($(`${name}s`), jobIndex(trace, name), new JobPainter(trace, this.view), this.view);
     });
@@ -29,7 +31,7 @@ class Page {
 
   draw() {
     drawAxis($("axis"), this.view);
-    for (const panel of [this.gantt, ...this.jobs, ...this.plots]) panel.draw();
+    for (const panel of [this.gantt, this.steps, ...this.jobs, ...this.plots]) panel.draw();
   }
 
   select(timeline) {
@@ -48,7 +50,7 @@ class Page {
     if (runtime && runtime !== timelines.runtime[timeline]) this.showRuntime(0);
     this.select(timeline);
     this.view.showTimeline(timelines.startS[timeline], timelines.stopS[timeline]);
-    this.gantt.reveal(timelines.lane[timeline]);
+    (isStep(this.trace, timeline) ? this.steps : this.gantt).reveal(timelines.lane[timeline]);
   }
 
   showRuntime(number) {
@@ -62,7 +64,14 @@ class Page {
 
 function timelineIndex(trace) {
   const { lane, startS, stopS } = trace.timelines;
-  return new LaneIndex(Math.max(1, trace.num_lanes), Uint32Array.from(lane.keys()), lane, startS, stopS);
+  const bars = Uint32Array.from(lane.keys()).filter((timeline) => !isStep(trace, timeline));
+  return new LaneIndex(Math.max(1, trace.num_lanes), bars, lane, startS, stopS);
+}
+
+function stepIndex(trace) {
+  const { lane, startS, stopS } = trace.timelines;
+  const bars = Uint32Array.from(lane.keys()).filter((timeline) => isStep(trace, timeline));
+  return new LaneIndex(Math.max(1, trace.num_step_lanes), bars, lane, startS, stopS);
 }
 
 function jobIndex(trace, name) {
@@ -86,6 +95,26 @@ function fillHeader(trace) {
     $("remarks").lastElementChild.append(...trace.remarks.map((remark) => element("li", remark)));
   }
   $("counts").textContent = outcomeCounts(trace);
+}
+
+// What is not over stands first: it may be stuck.
+function fillOpen(page) {
+  const { trace } = page;
+  const { startS, stopS } = trace.timelines;
+  const open = openTimelines(trace);
+  $("open").hidden = !open.length;
+  $("steps").parentElement.hidden = !trace.num_step_lanes;
+  $("open").querySelector("small").textContent = `at ${timeText(trace.last_s)}, the longest first` +
+    (open.length > MOST_OPEN ? ` (${MOST_OPEN} of ${open.length.toLocaleString("en")})` : "");
+  const lines = open.slice(0, MOST_OPEN).map((timeline) => {
+    const line = element("li");
+    const button = element("button", `${durationText(stopS[timeline] - startS[timeline])}  ${openText(trace, timeline)}`);
+    button.type = "button";
+    button.addEventListener("click", () => page.goTo(timeline));
+    line.append(button);
+    return line;
+  });
+  $("open").querySelector("ol").replaceChildren(...lines);
 }
 
 // Counts of requests; prefetches, demotions and pins are drawn among them, but not counted.
@@ -118,7 +147,8 @@ function fillLegends(trace) {
     requeued: "requeued (waits for room again)", stranded: "stranded (never has room again)", running: "running",
     preempted: "preempted", moving: "prefetch or demotion", held: "pin" };
   const shown = Object.entries(states).filter(([name]) => used.has(name));
-  fillLegend("states", used.has("aborted") ? [...shown, ["bad", "aborted"]] : shown);
+  const ends = [["aborted", "bad", "aborted"], ["unfinished", "open", "not over"]].filter(([name]) => used.has(name));
+  fillLegend("states", [...shown, ...ends.map(([, name, text]) => [name, text])]);
   fillLegend("directions", [["loading", "load (host to device)"], ["pool", "store (device to host)"], ["bad", "failed"]]);
   fillLegend("measures", Object.values(MEASURES));
 }
@@ -171,11 +201,13 @@ function wheeled(event, view, target) {
 
 function listenToPanels(page) {
   const { trace, gantt } = page;
-  const ofTimeline = (event) => {
-    const { bar, atS } = gantt.barAt(event);
-    return bar < 0 ? "" : timelineTip(trace, bar, atS);
-  };
-  listenToPointer(page, gantt, gantt.canvas, ofTimeline, (event) => page.select(gantt.barAt(event).bar));
+  for (const panel of [gantt, page.steps]) {
+    const ofTimeline = (event) => {
+      const { bar, atS } = panel.barAt(event);
+      return bar < 0 ? "" : timelineTip(trace, bar, atS);
+    };
+    listenToPointer(page, panel, panel.canvas, ofTimeline, (event) => page.select(panel.barAt(event).bar));
+  }
   for (const jobs of page.jobs) listenToJobs(page, jobs);
   for (const plot of page.plots) listenToPointer(page, plot, plot.canvas, (event) => plot.tip(event), () => {});
 }
@@ -260,7 +292,7 @@ function listenToRest(page) {
   });
   window.addEventListener("resize", () => page.redraw());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    for (const { painter } of [page.gantt, ...page.jobs]) painter.refreshColours();
+    for (const { painter } of [page.gantt, page.steps, ...page.jobs]) painter.refreshColours();
     fillLegends(page.trace);
     page.redraw();
   });
@@ -271,6 +303,7 @@ async function start() {
   const page = new Page(trace);
   fillHeader(trace);
   fillLegends(trace);
+  fillOpen(page);
   for (const listen of [listenToPanels, listenToSearch, listenToKeys, listenToRest]) listen(page);
   page.draw();
   document.body.dataset.readyMs = String(Math.round(performance.now()));

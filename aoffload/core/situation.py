@@ -1,0 +1,175 @@
+"""Who holds device blocks and who waits, read off what there is. Nothing is kept for it but the times of moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+
+import attrs
+
+from .admission import Admission
+from .cache_transfers import CacheTransfers
+from .engine_arrivals import Arrivals
+from .jobs import JobBook
+from .kept import Prefetch
+from .lifecycle import RequestState
+from .observer import Moves
+from .owners import Holding, Step, Waiter
+from .pins import Pins, pinned_parts
+from .plan import Tier
+from .records import Job, Lease
+from .status import Holder, RequestStatus, WaitsFor
+
+__all__ = ["Situation"]
+
+_S = RequestState
+NUM_BIGGEST = 3
+"""Holders that a wait for room names."""
+
+
+@attrs.frozen
+class Situation:
+    """The present state of a ledger, in answers to questions."""
+
+    holdings: Mapping[str, Holding]
+    steps: Mapping[int, Step]
+    pins: Pins
+    jobs: JobBook
+    transfers: CacheTransfers
+    admission: Admission
+    arrivals: Arrivals | None
+    moves: Moves
+
+    # -- who holds ------------------------------------------------------------------------------------------------
+
+    def biggest(self) -> list[Holder]:
+        """Everybody who holds device blocks, the biggest first, and of equals the oldest."""
+        found = [holder for holder in self._all() if holder.num_blocks]
+        return sorted(found, key=lambda holder: (-holder.num_blocks, -(holder.age_s or 0.0)))
+
+    def _all(self) -> Iterator[Holder]:
+        yield from map(self._request, self.holdings.values())
+        yield from map(self.step, self.steps.values())
+        for pin in self.pins.pins:
+            yield Holder("pin", str(pin.pin_id), pin.state.value, self._age(pin.since_s), _num_pinned(pin.leases))
+        for job in (*self.jobs.unsettled.values(), *self.jobs.quarantined.values()):
+            yield self._job(job)
+        for transfer in self.transfers.under_way.values():
+            holding = transfer.holding
+            kind = "prefetch" if isinstance(transfer, Prefetch) else "demotion"
+            yield Holder(kind, holding.request_id, transfer.state.value, None, num_held(holding))
+
+    def _request(self, holding: Holding) -> Holder:
+        age_s = self._age(holding.since_s)
+        return Holder("request", holding.request_id, holding.state.value, age_s, num_held(holding))
+
+    def step(self, step: Step) -> Holder:
+        holdings = tuple(dict.fromkeys(step.holdings))
+        over = tuple(holding.request_id for holding in holdings if holding.is_over)
+        names = tuple(holding.request_id for holding in holdings)
+        return Holder("step", str(step.step_id), "open", self._age(step.begun_s), step.num_blocks, names, over)
+
+    def _job(self, job: Job) -> Holder:
+        state = "quarantined" if job.job_id in self.jobs.quarantined else job.state.value
+        if job.parked is not None:
+            state = "parked"  # it has ended, and waits for the job that brings the blocks before its own
+        ids = job.plan.destination_ids if job.plan.destination is Tier.DEVICE else job.plan.source_ids
+        began = (job.request_id,) if job.request_id else ()
+        return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), len(ids), began)
+
+    # -- who waits ------------------------------------------------------------------------------------------------
+
+    def requests(self) -> list[RequestStatus]:
+        """The live requests, the one that is in its state for the longest first."""
+        biggest = self.biggest()
+        places = {waiter: place for place, waiter in enumerate(self._line(), 1)}
+        steps: dict[Holding, list[Step]] = {}
+        for step in self.steps.values():
+            for holding in dict.fromkeys(step.holdings):
+                steps.setdefault(holding, []).append(step)
+        found = sorted(self.holdings.values(), key=lambda holding: holding.since_s)
+        return [self._status(holding, places, biggest, steps.get(holding, [])) for holding in found]
+
+    def _line(self) -> Iterator[Waiter]:
+        yield from self.admission.line.extending
+        yield from self.admission.line.allocating
+
+    def _status(
+        self, holding: Holding, places: Mapping[Waiter, int], biggest: list[Holder], steps: list[Step]
+    ) -> RequestStatus:
+        waiter = holding.waiter
+        place = None if waiter is None else places.get(waiter)
+        waits_for, held_by = self._reason(holding, steps)
+        status = RequestStatus(
+            holding.request_id, holding.state, self._age(holding.since_s), num_held(holding), waits_for, held_by=held_by
+        )
+        if waiter is None or place is None:
+            return status
+        return attrs.evolve(
+            status,
+            waits_for=WaitsFor.ROOM,
+            place=place,
+            waited_s=None if waiter.joined_s is None else self._age(waiter.joined_s),
+            num_missing=self.admission.num_missing(holding, waiter.num_units),
+            held_by=tuple(islice(_others(biggest, holding.request_id), NUM_BIGGEST)),
+        )
+
+    def _reason(self, holding: Holding, steps: list[Step]) -> tuple[WaitsFor, tuple[Holder, ...]]:
+        if holding.state is _S.LOADING and holding.load is not None:
+            jobs = sorted(holding.load.jobs, key=lambda job: job.job_id)
+            return WaitsFor.COPIES, tuple(map(self._job, jobs))
+        bringer = None if self.arrivals is None else self.arrivals.waits_for(holding)
+        if bringer is not None and holding.state is _S.MATCHED:
+            return WaitsFor.REQUEST, (self._request(bringer),)
+        if steps:
+            return WaitsFor.STEP, tuple(map(self.step, steps))
+        return WaitsFor.PROGRAM, ()
+
+    def wait_for_room(self, waiter: Waiter, biggest: list[Holder]) -> RequestStatus:
+        """What one waiter waits for. `biggest` is known to the caller, who may ask for many waiters at once."""
+        places = {other: place for place, other in enumerate(self._line(), 1) if other is waiter}
+        return self._status(waiter.holding, places, biggest, [])
+
+    def _age(self, since_s: float) -> float | None:
+        clock = self.moves.clock
+        return None if clock is None else max(0.0, clock() - since_s)
+
+    # -- the oldest -----------------------------------------------------------------------------------------------
+
+    def oldest_by_state(self) -> dict[str, float]:
+        """Seconds that a live request has been in its state, the longest of each state."""
+        first: dict[str, float] = {}
+        for holding in self.holdings.values():
+            state = holding.state.value
+            first[state] = min(first.get(state, holding.since_s), holding.since_s)
+        return {state: self._longest([since_s]) for state, since_s in first.items()}
+
+    def oldest_wait_s(self) -> float:
+        """Seconds that the oldest waiter has been in line; 0 if the line is empty."""
+        return self._longest(waiter.joined_s for waiter in self._line() if waiter.joined_s is not None)
+
+    def oldest_step_s(self) -> float:
+        return self._longest(step.begun_s for step in self.steps.values())
+
+    def _longest(self, times: Iterable[float]) -> float:
+        return max((self._age(at) or 0.0 for at in times), default=0.0)
+
+
+def _others(holders: Iterable[Holder], request_id: str) -> Iterator[Holder]:
+    """Without what the request itself holds, also in steps of its own."""
+    for holder in holders:
+        if (holder.kind, holder.name) != ("request", request_id) and holder.request_ids != (request_id,):
+            yield holder
+
+
+def num_held(holding: Holding) -> int:
+    """Device blocks that a request holds: those of its tables, or before it has any what its match pins, and a grant
+    that its task has not accepted yet."""
+    granted = holding.waiter.granted if holding.waiter is not None else None
+    found = holding.num_held if holding.tables else _num_pinned(holding.all_leases())
+    return found + len(granted or ())
+
+
+def _num_pinned(leases: Iterable[Lease]) -> int:
+    parts = {part for lease in leases if lease.tier is Tier.DEVICE for part in pinned_parts(lease)}
+    return sum(len(part.blocks) + len(part.tombstone_ids()) for part in parts)

@@ -1,0 +1,122 @@
+"""What a person asks when nothing goes on: who waits for what, since when, and who holds that. Values in words."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+
+from .lifecycle import RequestState
+
+__all__ = ["Holder", "RequestStatus", "WaitsFor", "explained", "seconds"]
+
+NUM_NAMED = 4
+"""Requests of a step that a line names; of the others it has the number."""
+
+
+class WaitsFor(enum.Enum):
+    PROGRAM = "its program"
+    """Nothing here: the next call is the program's."""
+    ROOM = "room"
+    COPIES = "copies"
+    """Its own, or those that another request began."""
+    STEP = "a step"
+    """A forward that touches its blocks."""
+    REQUEST = "another request"
+    """With `engine_blocks`: that one's load brings the next block."""
+
+
+def seconds(value: float | None) -> str:
+    """An age in words; empty where no clock was given."""
+    if value is None:
+        return ""
+    return f"{value:.1f} s" if value < 100 else f"{value:,.0f} s"
+
+
+def _for(age_s: float | None) -> str:
+    return "" if age_s is None else f" for {seconds(age_s)}"
+
+
+@attrs.frozen
+class Holder:
+    """Who holds device blocks. Blocks that several hold count for each of them."""
+
+    kind: str
+    """`request`, `step`, `pin`, `prefetch`, `demotion`; of jobs `load` or `store`."""
+    name: str
+    """The request id, or a number."""
+    state: str
+    age_s: float | None
+    """Seconds in that state; None without a clock."""
+    num_blocks: int
+    request_ids: tuple[str, ...] = ()
+    """Of a step: its requests. Of a job: the one that began it."""
+    over: tuple[str, ...] = ()
+    """Of a step: those of its requests that are over. Their blocks are free once no step holds them."""
+
+    def __str__(self) -> str:
+        of = ""
+        if self.request_ids:
+            of = f" of {_named(self.request_ids, self.over)}"
+        blocks = f"{self.num_blocks} block{'' if self.num_blocks == 1 else 's'}"
+        return f"{self.kind} {self.name}{of}, {self.state}{_for(self.age_s)}: {blocks}"
+
+
+@attrs.frozen
+class RequestStatus:
+    """A live request, and what it waits for."""
+
+    request_id: str
+    state: RequestState
+    age_s: float | None
+    """Seconds in that state; None without a clock."""
+    num_blocks: int
+    """Device blocks that it holds; shared ones count."""
+    waits_for: WaitsFor
+    place: int | None = None
+    """Its place in line for room, from 1. Extensions come first."""
+    waited_s: float | None = None
+    """Seconds in line."""
+    num_missing: int = 0
+    """Blocks that it waits for in line."""
+    held_by: tuple[Holder, ...] = ()
+    """Who holds what it waits for: the biggest holders of device blocks, the jobs, the steps, or the other request."""
+
+    def __str__(self) -> str:
+        state = f"request {self.request_id}, {self.state.value}{_for(self.age_s)}, {self.num_blocks} blocks"
+        return f"{state}; waits for {self.what()}"
+
+    def what(self) -> str:
+        """What it waits for, and who holds that, in words."""
+        if self.waits_for is WaitsFor.PROGRAM:
+            return "its program: the next call is not ours"
+        held = "; ".join(map(str, self.held_by)) or "nobody"
+        if self.waits_for is WaitsFor.ROOM:
+            line = f"room for {self.num_missing} blocks{_for(self.waited_s)}, place {self.place} in line"
+            return f"{line}; held by {held}"
+        return f"{self.waits_for.value}: {held}"
+
+
+def _named(names: Sequence[str], over: Sequence[str]) -> str:
+    """A few of `names`, those that are over first."""
+    first = [f"{name} (over)" for name in over] + [name for name in names if name not in over]
+    rest = len(first) - NUM_NAMED
+    return ", ".join(first[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def explained(about: str, requests: Iterable[RequestStatus], holders: Iterable[Holder]) -> str:
+    """A table for people."""
+    rows: list[tuple[str, ...]] = []
+    for one in requests:
+        rows.append((one.request_id, one.state.value, seconds(one.age_s), str(one.num_blocks), one.what()))
+    lines = [about, *_table(("request", "state", "for", "blocks", "waits for"), rows)]
+    held = [f"  {holder}" for holder in holders]
+    lines += ["device blocks are held by", *(held or ["  nobody"])]
+    return "\n".join(lines)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
+    for row in (head, *rows):
+        yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

@@ -1,0 +1,28 @@
+"""What a runtime says about itself when nothing goes on."""
+
+from __future__ import annotations
+
+from .core.ledger import Ledger
+from .core.status import Holder, RequestStatus
+
+__all__ = ["Explained"]
+
+
+class Explained:
+    """The questions that a runtime passes on to its ledger. They change nothing, and may be asked at any time."""
+
+    ledger: Ledger
+
+    def requests(self) -> tuple[RequestStatus, ...]:
+        """The live requests, the one that is in its state for the longest first: what each holds and waits for, and who
+        holds that."""
+        return self.ledger.requests()
+
+    def holders(self) -> tuple[Holder, ...]:
+        """Everybody who holds device blocks, the biggest first: requests, steps (also for requests that are over),
+        pins, jobs, prefetches, demotions."""
+        return self.ledger.holders()
+
+    def explain(self) -> str:
+        """`requests()` and `holders()` as a table to print."""
+        return self.ledger.explain()
