@@ -1,4 +1,4 @@
-"""Access to clock, randomness and threads. A simulator replaces it."""
+"""What surrounds the runtime: clock, randomness and threads, which a simulator replaces, and what is installed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import anyio.to_thread
 import attrs
 
 from .arguments import check_type
+from .errors import MissingExtra
 
-__all__ = ["Env"]
+__all__ = ["Env", "MissingExtra"]
 
 Result = TypeVar("Result")
 

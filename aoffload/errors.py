@@ -12,6 +12,7 @@ __all__ = [
     "IntegrityError",
     "InvalidArgument",
     "LeaseError",
+    "MissingExtra",
     "OutOfBlocks",
     "RegionError",
     "RegionNotLoaded",
@@ -52,6 +53,16 @@ class CommitError(InvalidArgument):
 
 class DuplicateRequest(InvalidArgument):
     """A request id that a live request already has."""
+
+
+class MissingExtra(AoffloadError, ModuleNotFoundError):  # noqa: N818
+    """An optional package is not installed: the module `name`, which `extra` brings, as the message says."""
+
+    def __init__(self, extra: str, module: str, user: str) -> None:
+        # vLLM brings this package along, not the other way round.
+        install = "vllm" if extra == "vllm" else f"'aoffload[{extra}]'"
+        super().__init__(f"{user} needs {module}, which is not installed: pip install {install}", name=module)
+        self.extra = extra
 
 
 class OutOfBlocks(AoffloadError):  # noqa: N818

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "aoffload"
 ROOMS = {
-    "errors": 0, "arguments": 0, "prefix": 0, "config": 0, "env": 0,
+    "errors": 0, "extras": 0, "arguments": 0, "prefix": 0, "config": 0, "env": 0,
     "core": 1,
     "transfer": 2,
     "worker": 3, "telemetry": 3, "observers": 3,
@@ -20,6 +20,7 @@ ROOMS = {
     "runtime": 6,
     "ledger": 7, "transport": 7, "ranks": 7, "cuda": 7,
     "demo": 8, "integrations": 8, "testing": 8, "trace": 8, "metrics": 8, "kv_events": 8,
+    "cli": 9, "__main__": 9,
 }  # fmt: skip
 FACES = ("ledger", "transport", "ranks", "cuda")
 """Where public names are imported from that are defined further down."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 import time
@@ -15,6 +15,7 @@ import torch
 
 from ..env import Env
 from ..errors import AoffloadError, ConfigError, InvalidArgument
+from ..extras import needed
 from ..integrations.models import load_model
 from .interrupt import Interrupt
 from .logs import make_logger
@@ -63,8 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _open(files: ExitStack, options: DemoOptions) -> TextIO | None:
     """Open the log, and check what the options need, before the work."""
-    if options.backend == "trio" and importlib.util.find_spec("trio") is None:
-        raise InvalidArgument("backend", "trio is not installed: pip install aoffload[trio]")
+    if options.backend == "trio":
+        with needed("trio", "--backend trio"):
+            importlib.import_module("trio")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument("device", "torch sees no CUDA device here")
     try:

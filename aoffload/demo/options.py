@@ -50,7 +50,7 @@ class DemoOptions:
 def make_parser() -> argparse.ArgumentParser:
     default = DemoOptions()
     parser = argparse.ArgumentParser(
-        prog="python -m aoffload.demo",
+        prog="aoffload demo",
         description="Serve conversations on a device pool that keeps everything, on a small one without offload, and "
         "on the small one with offload; compare answers, logits and times.",
         epilog="Exit status: 0 good; 1 answers differ, a block is corrupt or a pin is left; 2 bad options; 130 Ctrl-C.",

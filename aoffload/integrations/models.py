@@ -21,8 +21,8 @@ def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") 
 
     The named ones have weights drawn from `seed`, the same on every device and torch's own generator untouched.
     A directory is what `save_pretrained` writes, a config and safetensors; nothing is ever downloaded. Raises
-    `InvalidArgument` naming `model` for anything else, and `ConfigError` if transformers is needed but not installed,
-    or if the model has attention that block tables and windows do not describe.
+    `InvalidArgument` naming `model` for anything else, `ConfigError` for attention that block tables and windows do not
+    describe, and `MissingExtra` if transformers is needed but not installed.
     """
     if name == "tiny":
         return Decoder(DecoderConfig(), seed=seed, device=device)

@@ -1,7 +1,7 @@
 """Hugging Face models on paged tensors, through one function registered with transformers' attention interface.
 
 The function gets the batch and the KV tensor as keyword arguments of the forward, so no model is patched and no state
-is kept between calls. Needs the extra: `pip install aoffload[transformers]`.
+is kept between calls. Needs the extra: `pip install 'aoffload[transformers]'`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from ..core.groups import FullAttention, SlidingWindow
 from ..core.kinds import AttentionKind
 from ..errors import ConfigError, InvalidArgument
+from ..extras import needed
 from .attention import paged_attention
 from .decoder import DecoderConfig
 from .layers import LayerPlace, group_layers, places_of
@@ -193,11 +194,8 @@ def _attention_function(
 
 def _import_transformers() -> Any:
     """Import transformers and register the attention function."""
-    try:
+    with needed("transformers", "the model"):
         import transformers
-    except ImportError as error:
-        problem = "needs transformers, which is not installed: pip install aoffload[transformers]"
-        raise ConfigError("model", problem) from error
     transformers.AttentionInterface.register(ATTENTION_NAME, _attention_function)
     return transformers
 

@@ -1,6 +1,9 @@
 """KV events for cache-aware routers, in the format that vLLM publishes (extra `events`). See docs/kv_events.md."""
 
-from .format import EventFormat
-from .publisher import KVEventPublisher
+from ..extras import needed
+
+with needed("events", "aoffload.kv_events"):
+    from .format import EventFormat
+    from .publisher import KVEventPublisher
 
 __all__ = ["EventFormat", "KVEventPublisher"]

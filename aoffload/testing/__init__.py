@@ -5,21 +5,24 @@ For this package's own proof, and for programs that embed the runtime: write a s
 
 from __future__ import annotations
 
-from .asks import Ask
-from .choosers import Chooser, Exactly, Option, PriorityChooser, RandomChooser
-from .clients import Client
-from .engine import SPOILED, ForwardFailed
-from .env import SimulatedEnv
-from .explore import Tally, cancel_sweep, exhaust, explain, fault_sweep, replay, shrink
-from .faults import FAULTS, Fault, FaultKind
-from .injection import HOWS, Cancel
-from .memory import Memory, Tags
-from .plans import Plan, Result
-from .scheduler import Decision, Scheduler
-from .serving import SimulatedEngine
-from .simulation import Scenario, Simulation, simulate
-from .transport import SimulatedTransport
-from .violations import Violation
+from ..extras import needed
+
+with needed("trio", "aoffload.testing"):
+    from .asks import Ask
+    from .choosers import Chooser, Exactly, Option, PriorityChooser, RandomChooser
+    from .clients import Client
+    from .engine import SPOILED, ForwardFailed
+    from .env import SimulatedEnv
+    from .explore import Tally, cancel_sweep, exhaust, explain, fault_sweep, replay, shrink
+    from .faults import FAULTS, Fault, FaultKind
+    from .injection import HOWS, Cancel
+    from .memory import Memory, Tags
+    from .plans import Plan, Result
+    from .scheduler import Decision, Scheduler
+    from .serving import SimulatedEngine
+    from .simulation import Scenario, Simulation, simulate
+    from .transport import SimulatedTransport
+    from .violations import Violation
 
 __all__ = [
     "FAULTS",

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m aoffload.trace",
+        prog="aoffload trace",
         description="What a log of JSON lines says about requests, copies and pools.",
         epilog="Exit status: 0 good; 2 no such log, request or place to write to; 130 Ctrl-C.",
     )
@@ -131,5 +131,5 @@ def _os_error(error: OSError) -> int:
 
 
 def _complain(problem: str) -> int:
-    print(f"python -m aoffload.trace: {problem}", file=sys.stderr)
+    print(f"aoffload trace: {problem}", file=sys.stderr)
     return BAD_INPUT

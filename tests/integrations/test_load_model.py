@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from aoffload.errors import ConfigError, InvalidArgument
+from aoffload.errors import ConfigError, InvalidArgument, MissingExtra
 from aoffload.integrations import PagedBatch, PagedModel, SequenceSlice, load_model
 
 
@@ -104,7 +104,7 @@ def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert load_model("tiny").vocab_size == 4096
     for name in ("llama", "qwen3", "gemma3", "gpt-oss", str(tmp_path)):
-        with pytest.raises(ConfigError, match=r"pip install aoffload\[transformers\]"):
+        with pytest.raises(MissingExtra, match=r"pip install 'aoffload\[transformers\]'"):
             load_model(name)
 
 

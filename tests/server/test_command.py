@@ -216,5 +216,6 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
         "runpy.run_module('aoffload.integrations.openai_server', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert re.fullmatch(r"\w+ is not installed: pip install aoffload\[server\]\n", done.stderr)
+    assert done.returncode == 2
+    said = r"aoffload serve: the server needs \w+, which is not installed: pip install 'aoffload\[server\]'\n"
+    assert re.fullmatch(said, done.stderr)

@@ -9,6 +9,7 @@ that task is cancelled and the request releases all its blocks.
 
 from typing import TYPE_CHECKING, Any
 
+from ...extras import needed
 from .admission import Admission, ServerState
 from .answering import Service
 from .bodies import Limits
@@ -38,7 +39,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import `make_app` when it is used: only it needs starlette."""
     if name == "make_app":
-        from .app import make_app
+        with needed("server", "make_app"):
+            from .app import make_app
 
         return make_app
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,20 +1,22 @@
-"""Run the server; see `python -m aoffload.integrations.openai_server --help`."""
+"""Run the server; see `python -m aoffload.integrations.openai_server --help`. `aoffload serve` does the same."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+
+from ...errors import MissingExtra
+from ...extras import needed
 
 
-def _load_main() -> Callable[[], int]:
+def _run() -> int:
     try:
-        from .command import main
-    except ModuleNotFoundError as error:
-        if error.name not in {"starlette", "uvicorn"}:
-            raise
-        sys.exit(f"{error.name} is not installed: pip install aoffload[server]")
-    return main
+        with needed("server", "the server"):
+            from .command import main
+    except MissingExtra as error:
+        print(f"aoffload serve: {error}", file=sys.stderr)
+        return 2
+    return main()
 
 
 if __name__ == "__main__":
-    raise SystemExit(_load_main()())
+    raise SystemExit(_run())

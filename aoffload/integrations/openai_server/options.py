@@ -57,7 +57,7 @@ class ServerOptions:
 def make_parser() -> argparse.ArgumentParser:
     default = ServerOptions()
     parser = argparse.ArgumentParser(
-        prog="python -m aoffload.integrations.openai_server",
+        prog="aoffload serve",
         description="Serve a model to clients of OpenAI's API, with KV cache offload, on loopback by default.",
         epilog="SIGTERM and Ctrl-C drain: those inside get their answers, up to --drain-timeout; a second one ends "
         "them at once. Exit status: 0 after that, 2 for bad options or an address that can't be had.",

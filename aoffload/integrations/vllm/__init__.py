@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ...extras import needed
+
 if TYPE_CHECKING:
     from .connector import AoffloadConnector
 
@@ -16,7 +18,8 @@ __all__ = ["AoffloadConnector", "register"]
 
 def register() -> None:
     """Make `kv_connector="AoffloadConnector"` known to vLLM. Entry point of the group `vllm.general_plugins`."""
-    factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    with needed("vllm", "AoffloadConnector"):
+        factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
     if "AoffloadConnector" not in factory._registry:  # vLLM loads plugins once in each process, or again
         factory.register_connector("AoffloadConnector", __name__, "AoffloadConnector")
 
@@ -24,4 +27,5 @@ def register() -> None:
 def __getattr__(name: str) -> Any:
     if name != "AoffloadConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(".connector", __name__).AoffloadConnector
+    with needed("vllm", "AoffloadConnector"):
+        return import_module(".connector", __name__).AoffloadConnector

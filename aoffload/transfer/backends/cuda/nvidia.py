@@ -1,4 +1,4 @@
-"""A `CudaDriver` over NVIDIA's Python bindings (`pip install aoffload[cuda]`)."""
+"""A `CudaDriver` over NVIDIA's Python bindings (`pip install 'aoffload[cuda]'`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ....extras import needed
 from ...fence import Fence
 from .driver import LOST_CODES, CudaError, DeviceLost, Handle, Pieces, SourceOrder, StreamCaptured
 from .events import CudaFence
@@ -47,12 +48,13 @@ class NvidiaDriver:
     """Implements `CudaDriver` for one device, in its primary context, which is also torch's.
 
     The bindings' own batch call takes a Python object per address, created and read under the GIL; this class passes
-    arrays to the driver. `ImportError` without the bindings, `CudaError` without a driver or such a device.
+    arrays to the driver. `MissingExtra` without the bindings, `CudaError` without a driver or such a device.
     """
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
-        self._cuda: ModuleType = importlib.import_module("cuda.bindings.driver")
+        with needed("cuda", "NvidiaDriver"):
+            self._cuda: ModuleType = importlib.import_module("cuda.bindings.driver")
         try:
             self._ask("cuInit", 0)
         except RuntimeError as error:  # the bindings are there, the driver's library is not
