@@ -10,7 +10,6 @@ from .core.engine_blocks import EngineBlocks
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
 from .core.kept import CacheTransfer, Demotion, Pin, Prefetch
-from .core.kinds import AttentionKind
 from .core.ledger import LedgerStatistics
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
 from .core.observer import Observer
@@ -19,6 +18,7 @@ from .core.plan import Completion, Direction, Outcome, TransferPlan
 from .core.policy import StorePolicy, StoreScope
 from .core.tiers import BlockWatcher, TierStatistics
 from .errors import IllegalTransition, LeaseError
+from .kinds import AttentionKind
 from .observers import Observers
 from .prefix import Prefix, Root
 from .telemetry import LedgerLog

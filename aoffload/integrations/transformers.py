@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..core.groups import FullAttention, SlidingWindow
-from ..core.kinds import AttentionKind
 from ..errors import ConfigError, InvalidArgument
+from ..kinds import AttentionKind
 from .attention import paged_attention
 from .decoder import DecoderConfig
 from .layers import LayerPlace, group_layers, places_of
