@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import re
+import textwrap
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -137,6 +138,36 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     named = {span for span in code_spans(page) if re.fullmatch(r"[\w/]+(\.py|\.md|/)", span)}
     kept = {name for name in named if not name.startswith("build/")}  # what is in there is made
     assert [name for name in sorted(kept) if not any((at / name).exists() for at in (ROOT, PACKAGE))] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL], ids=attrgetter("stem"))
+def test_blocks_of_a_page_are_python(page: Path) -> None:
+    """Each block compiles, fragments too, and what it imports from the package is there. (The tutorial shows one program
+    in pieces.)"""
+    for code in code_blocks(page, "python"):
+        tree = compile(textwrap.dedent(code), page.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        imports = [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and "aoffload" in str(one.module)]
+        exec(compile(ast.Module(imports, []), page.name, "exec"), {})
+
+
+def test_the_page_about_a_ledger_in_a_loop_wires_one() -> None:
+    """The blocks of docs/ledger_loop.md, one behind the other, are a program."""
+    namespace: dict[str, Any] = {}
+    for code in code_blocks(DOCS / "ledger_loop.md", "python"):
+        exec(compile(code, "ledger_loop.md", "exec"), namespace)
+    assert namespace["copies"].is_accepting
+    assert namespace["transport"].close(10)
+
+
+def test_settings_of_the_page_are_the_same_in_a_file_and_in_the_environment(tmp_path: Path) -> None:
+    """The file that docs/howto/tuning-pools.md shows can be read, and its comments say the variables for its keys."""
+    (shown,) = code_blocks(DOCS / "howto/tuning-pools.md", "toml")
+    (tmp_path / "aoffload.toml").write_text(shown)
+    found = OffloadConfig.from_file(tmp_path / "aoffload.toml")
+    assert (found.host_bytes, found.verify, len(found.groups)) == ("64GiB", True, 2)
+    variables = dict(re.findall(r"# (AOFFLOAD_\w+)='?(.*?)'?$", shown, re.MULTILINE))
+    read = OffloadConfig.from_env(variables, store_policy="lazy")
+    assert (read.host_bytes, read.verify, len(read.groups)) == ("64GiB", True, 2)
 
 
 def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
