@@ -31,7 +31,6 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 README, API, TRACING = ROOT / "README.md", DOCS / "api.md", DOCS / "tracing.md"
 CHANGELOG = ROOT / "CHANGELOG.md"
 TUTORIAL, OWN_ENGINE = DOCS / "tutorial.md", ROOT / "examples/own_engine.py"
-ASYNC_ENGINE, ABOUT_ASYNC_ENGINE = ROOT / "examples/async_engine.py", "## An engine that has a pool already\n"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -142,8 +141,8 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL], ids=attrgetter("stem"))
 def test_blocks_of_a_page_are_python(page: Path) -> None:
-    """Each block compiles, fragments too, and what it imports from the package is there. (The tutorial shows one program
-    in pieces.)"""
+    """Each block compiles, fragments too, and what it imports from the package is there. The tutorial: one program
+    in pieces."""
     for code in code_blocks(page, "python"):
         tree = compile(textwrap.dedent(code), page.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         imports = [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and "aoffload" in str(one.module)]
@@ -183,24 +182,15 @@ def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
 def test_the_tutorial_shows_the_example_line_by_line() -> None:
     """The blocks of docs/tutorial.md one behind the other are examples/own_engine.py, and nothing is left out."""
     program = OWN_ENGINE.read_text().partition('"""\n\n')[2]
-    page = TUTORIAL.read_text().partition(ABOUT_ASYNC_ENGINE)[0]
-    shown = [line for block in code_blocks_in(page, "python") for line in block.splitlines() if line]
+    shown = [line for block in code_blocks(TUTORIAL, "python") for line in block.splitlines() if line]
     assert shown == [line for line in program.splitlines() if line]
 
 
-def test_the_tutorial_shows_pieces_of_the_other_example() -> None:
-    """Each block about examples/async_engine.py stands there as it is shown."""
-    pieces = code_blocks_in(TUTORIAL.read_text().partition(ABOUT_ASYNC_ENGINE)[2], "python")
-    assert len(pieces) > 3
-    assert [piece for piece in pieces if piece not in ASYNC_ENGINE.read_text()] == []
-
-
-def test_the_tutorial_shows_what_the_examples_print() -> None:
-    """Each output is the one in the docstring of the example, which is what the example prints."""
-    docstrings = [ast.get_docstring(ast.parse(one.read_text())) or "" for one in (OWN_ENGINE, ASYNC_ENGINE)]
-    printed = [docstring.partition("Prints:\n")[2].splitlines() for docstring in docstrings]
-    promised = [[line.removeprefix("    ") for line in lines] for lines in printed]
-    assert [shown.splitlines() for shown in code_blocks(TUTORIAL, "text")] == promised
+def test_the_tutorial_shows_what_the_example_prints() -> None:
+    """Its output is the one in the docstring of the example, which is what the example prints."""
+    docstring = ast.get_docstring(ast.parse(OWN_ENGINE.read_text())) or ""
+    promised = [line.removeprefix("    ") for line in docstring.partition("Prints:\n")[2].splitlines()]
+    assert [shown.splitlines() for shown in code_blocks(TUTORIAL, "text")] == [promised]
 
 
 def test_numbers_about_tuning_are_measured_ones() -> None:
