@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, Self
 
 import attrs
 
 from .arguments import as_tuple, check_has, check_int, number_of, shown
+from .config_sources import read_environment, read_file
 from .errors import ConfigError
 
 __all__ = ["GroupLike", "OffloadConfig", "parse_bytes"]
@@ -152,6 +154,24 @@ class OffloadConfig:
         for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
             if getattr(self, name) is not None or name != "host_bytes":
                 parse_bytes(name, getattr(self, name))
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], **arguments: Any) -> Self:
+        """The configuration in a TOML file, whose keys are the fields; `arguments` go before it.
+
+        A group is a table with `name`, `block_size`, and `window` or `chunk` unless it is full attention. `ConfigError`
+        names the key and the file, also where a key is unknown or the file cannot be read.
+        """
+        return read_file(path, cls).build(cls, arguments)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Self:
+        """The configuration in environment variables: `AOFFLOAD_` and the name of the field in capitals.
+
+        `arguments` go before variables, and variables before the file that `AOFFLOAD_CONFIG_FILE` names. A list of
+        groups is written as in such a file. `environ`: instead of `os.environ`. `ConfigError` names the variable.
+        """
+        return read_environment(os.environ if environ is None else environ, cls).build(cls, arguments)
 
     def resolve_host_blocks(self, block_bytes: int) -> int:
         """The size of the host pool in blocks of `block_bytes`."""

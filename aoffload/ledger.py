@@ -10,7 +10,6 @@ from .core.engine_blocks import EngineBlocks
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
 from .core.kept import CacheTransfer, Demotion, Pin, Prefetch
-from .core.kinds import AttentionKind
 from .core.ledger import LedgerStatistics
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
 from .core.observer import Observer
@@ -20,6 +19,7 @@ from .core.policy import StorePolicy, StoreScope
 from .core.status import Holder, RequestStatus, WaitsFor
 from .core.tiers import BlockWatcher, TierStatistics
 from .errors import IllegalTransition, LeaseError
+from .kinds import AttentionKind
 from .observers import Observers
 from .prefix import Prefix, Root
 from .telemetry import LedgerLog

@@ -2,7 +2,7 @@
 
 Each request is a task. It may be cancelled at any await, is preempted where an older one needs its blocks, and computes
 what a load does not bring: copies may fail, hang, or end without proof. The "model" reads the KV of every token before,
-so one wrong byte changes the output. docs/tutorial.md walks through it.
+so one wrong byte changes the output. docs/engines.md has the rules.
 
 Prints:
     22 requests: 18 answered, 4 hung up on

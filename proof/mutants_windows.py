@@ -6,7 +6,7 @@ from .planting import Mutant
 
 __all__ = ["WINDOW_MUTANTS"]
 
-GROUPS, MATCHING, WINDOWS = "aoffload.core.groups", "aoffload.core.matching", "aoffload.core.windows"
+GROUPS, MATCHING, WINDOWS = "aoffload.groups", "aoffload.core.matching", "aoffload.core.windows"
 CACHE, PINS, STORES = "aoffload.core.cache", "aoffload.core.request_leases", "aoffload.core.stores"
 LOADS, ADMISSION, PREEMPTION = "aoffload.core.loads", "aoffload.core.admission", "aoffload.core.preemption"
 SPLITS, RECORDS, COMMITS = "aoffload.core.splits", "aoffload.core.records", "aoffload.core.commits"

@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import re
+import textwrap
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,6 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 README, API, TRACING = ROOT / "README.md", DOCS / "api.md", DOCS / "tracing.md"
 CHANGELOG = ROOT / "CHANGELOG.md"
 TUTORIAL, OWN_ENGINE = DOCS / "tutorial.md", ROOT / "examples/own_engine.py"
-ASYNC_ENGINE, ABOUT_ASYNC_ENGINE = ROOT / "examples/async_engine.py", "## An engine that has a pool already\n"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -139,6 +139,36 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in sorted(kept) if not any((at / name).exists() for at in (ROOT, PACKAGE))] == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL], ids=attrgetter("stem"))
+def test_blocks_of_a_page_are_python(page: Path) -> None:
+    """Each block compiles, fragments too, and what it imports from the package is there. The tutorial: one program
+    in pieces."""
+    for code in code_blocks(page, "python"):
+        tree = compile(textwrap.dedent(code), page.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        imports = [one for one in ast.walk(tree) if isinstance(one, ast.ImportFrom) and "aoffload" in str(one.module)]
+        exec(compile(ast.Module(imports, []), page.name, "exec"), {})
+
+
+def test_the_page_about_a_ledger_in_a_loop_wires_one() -> None:
+    """The blocks of docs/ledger_loop.md, one behind the other, are a program."""
+    namespace: dict[str, Any] = {}
+    for code in code_blocks(DOCS / "ledger_loop.md", "python"):
+        exec(compile(code, "ledger_loop.md", "exec"), namespace)
+    assert namespace["copies"].is_accepting
+    assert namespace["transport"].close(10)
+
+
+def test_settings_of_the_page_are_the_same_in_a_file_and_in_the_environment(tmp_path: Path) -> None:
+    """The file that docs/howto/tuning-pools.md shows can be read, and its comments say the variables for its keys."""
+    (shown,) = code_blocks(DOCS / "howto/tuning-pools.md", "toml")
+    (tmp_path / "aoffload.toml").write_text(shown)
+    found = OffloadConfig.from_file(tmp_path / "aoffload.toml")
+    assert (found.host_bytes, found.verify, len(found.groups)) == ("64GiB", True, 2)
+    variables = dict(re.findall(r"# (AOFFLOAD_\w+)='?(.*?)'?$", shown, re.MULTILINE))
+    read = OffloadConfig.from_env(variables, store_policy="lazy")
+    assert (read.host_bytes, read.verify, len(read.groups)) == ("64GiB", True, 2)
+
+
 def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
     """The program in docs/pins.md is whole, and the block behind it is its output."""
     page = ROOT / "docs/pins.md"
@@ -152,24 +182,15 @@ def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
 def test_the_tutorial_shows_the_example_line_by_line() -> None:
     """The blocks of docs/tutorial.md one behind the other are examples/own_engine.py, and nothing is left out."""
     program = OWN_ENGINE.read_text().partition('"""\n\n')[2]
-    page = TUTORIAL.read_text().partition(ABOUT_ASYNC_ENGINE)[0]
-    shown = [line for block in code_blocks_in(page, "python") for line in block.splitlines() if line]
+    shown = [line for block in code_blocks(TUTORIAL, "python") for line in block.splitlines() if line]
     assert shown == [line for line in program.splitlines() if line]
 
 
-def test_the_tutorial_shows_pieces_of_the_other_example() -> None:
-    """Each block about examples/async_engine.py stands there as it is shown."""
-    pieces = code_blocks_in(TUTORIAL.read_text().partition(ABOUT_ASYNC_ENGINE)[2], "python")
-    assert len(pieces) > 3
-    assert [piece for piece in pieces if piece not in ASYNC_ENGINE.read_text()] == []
-
-
-def test_the_tutorial_shows_what_the_examples_print() -> None:
-    """Each output is the one in the docstring of the example, which is what the example prints."""
-    docstrings = [ast.get_docstring(ast.parse(one.read_text())) or "" for one in (OWN_ENGINE, ASYNC_ENGINE)]
-    printed = [docstring.partition("Prints:\n")[2].splitlines() for docstring in docstrings]
-    promised = [[line.removeprefix("    ") for line in lines] for lines in printed]
-    assert [shown.splitlines() for shown in code_blocks(TUTORIAL, "text")] == promised
+def test_the_tutorial_shows_what_the_example_prints() -> None:
+    """Its output is the one in the docstring of the example, which is what the example prints."""
+    docstring = ast.get_docstring(ast.parse(OWN_ENGINE.read_text())) or ""
+    promised = [line.removeprefix("    ") for line in docstring.partition("Prints:\n")[2].splitlines()]
+    assert [shown.splitlines() for shown in code_blocks(TUTORIAL, "text")] == [promised]
 
 
 def test_numbers_about_tuning_are_measured_ones() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "aoffload"
 ROOMS = {
-    "errors": 0, "extras": 0, "arguments": 0, "prefix": 0, "config": 0, "env": 0,
+    "errors": 0, "extras": 0, "arguments": 0, "prefix": 0, "kinds": 0, "groups": 0, "config": 0, "config_sources": 0,
+    "env": 0,
     "core": 1,
     "transfer": 2,
     "worker": 3, "telemetry": 3, "observers": 3,
@@ -25,7 +26,7 @@ ROOMS = {
 FACES = ("ledger", "transport", "ranks", "cuda")
 """Where public names are imported from that are defined further down."""
 FLOORS = (
-    "answer blocks intervals kinds lifecycle plan tokens tombstones",
+    "answer blocks intervals lifecycle plan tokens tombstones",
     "arguments groups records status table",
     "engine_ids eviction index owners paths",
     "engine_arrivals hit_counts kept presence tiers waiting",

@@ -9,8 +9,8 @@ import attrs
 
 from ..config import GroupLike
 from ..core.groups import FullAttention, KVCacheGroup, SlidingWindow
-from ..core.kinds import AttentionKind
 from ..errors import ConfigError
+from ..kinds import AttentionKind
 
 __all__ = ["LayerGroup", "LayerPlace", "check_groups", "group_layers", "kv_cache_groups", "places_of"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..core.groups import FullAttention, SlidingWindow
-from ..core.kinds import AttentionKind
 from ..errors import ConfigError, InvalidArgument
 from ..extras import needed
+from ..kinds import AttentionKind
 from .attention import paged_attention
 from .decoder import DecoderConfig
 from .layers import LayerPlace, group_layers, places_of

@@ -8,8 +8,8 @@ import anyio
 import attrs
 
 from ..core.groups import ChunkedLocal, SlidingWindow
-from ..core.kinds import AttentionKind
 from ..core.records import NoEpoch
+from ..kinds import AttentionKind
 from ..request import Request
 from ..runtime import OffloadRuntime
 from .asks import Ask

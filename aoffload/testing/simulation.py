@@ -15,9 +15,9 @@ import anyio
 
 from ..config import OffloadConfig
 from ..core.groups import FullAttention, KVCacheGroup
-from ..core.kinds import AttentionKind
 from ..core.plan import Tier
 from ..core.records import NoEpoch
+from ..kinds import AttentionKind
 from ..observers import RuntimeObserver
 from ..runtime import OffloadRuntime
 from ..transfer.ranks.rank import LocalRank

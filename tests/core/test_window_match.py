@@ -12,10 +12,10 @@ import pytest
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
 from aoffload.core.groups import Layout
 from aoffload.core.index import RunIndex
-from aoffload.core.kinds import AttentionKind
 from aoffload.core.matching import find_hit
 from aoffload.core.records import Run
 from aoffload.core.tokens import TokenSequence
+from aoffload.kinds import AttentionKind
 from aoffload.ledger import Prefix, Root
 
 NUM_CASES = 10_000

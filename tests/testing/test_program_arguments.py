@@ -3,26 +3,25 @@ program that tests nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import pytest
 
 from aoffload import ConfigError, InvalidArgument
 from aoffload.testing.programs import (
+    Face,
     GroupShape,
     Program,
     World,
     as_test,
     call,
+    calls_of,
     explore_programs,
     program_of,
     replay_program,
     run_program,
 )
-from aoffload.testing.programs.vocabulary import ENGINE_CALLS, LEDGER_CALLS, RUNTIME_CALLS, Words
 
 PLAIN = World((GroupShape("full", 0, 2),), 8, 8, 100, "eager")
 WRONG_CALLS = [
@@ -140,9 +139,19 @@ def test_a_name_that_no_test_can_have_is_refused() -> None:
         as_test(Program("ledger", PLAIN, ()), "not a name", "broken")
 
 
-@pytest.mark.parametrize("calls", [LEDGER_CALLS, ENGINE_CALLS, RUNTIME_CALLS], ids=["ledger", "engine", "runtime"])
-def test_the_page_has_every_call(calls: Mapping[str, Words]) -> None:
-    """Who writes a program by hand finds each call and what it takes."""
-    page = (Path(__file__).parent.parent.parent / "docs" / "testing.md").read_text()
+@pytest.mark.parametrize("face", get_args(Face))
+def test_every_call_says_what_it_takes(face: Face) -> None:
+    """Who writes a program by hand finds each call, and can make it with what it says it needs."""
+    calls = calls_of(face)
+    assert {one.name for seed in range(40) for one in program_of(face, seed)[0].calls} <= calls.keys()
     for name, words in calls.items():
-        assert name == "configure" or f"| `{name}` | {', '.join(sorted(words.needed)) or '-'} |" in page, name
+        needed, optional = (part.partition(" ")[2].removeprefix("have ") for part in str(words).split("; "))
+        assert {*needed.split(", "), *optional.split(", ")} - {"-"} == words.allowed, name
+
+
+@pytest.mark.parametrize("face", ["", "LEDGER", "runtime", None, 7, []])
+def test_calls_of_no_face_are_refused(face: Any) -> None:
+    """A misspelled face has no calls, not those of another one."""
+    with pytest.raises(InvalidArgument, match="asyncio") as refusal:
+        calls_of(face)
+    assert refusal.value.argument == "face"

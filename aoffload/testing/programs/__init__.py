@@ -19,6 +19,7 @@ from .explore import (
 from .outcome import Outcome
 from .program import Call, Face, GroupShape, Program, World, draw_world
 from .shortening import as_test
+from .vocabulary import calls_of
 
 __all__ = [
     "Broken",
@@ -31,6 +32,7 @@ __all__ = [
     "World",
     "as_test",
     "call",
+    "calls_of",
     "check_program",
     "draw_world",
     "explore_programs",

@@ -11,9 +11,9 @@ import attrs
 from ...arguments import check_int, shown
 from ...config import OffloadConfig
 from ...core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
-from ...core.kinds import AttentionKind
 from ...core.policy import LazyStore, SelectiveStore
 from ...errors import InvalidArgument
+from ...kinds import AttentionKind
 from .vocabulary import check_call
 
 __all__ = ["Call", "Face", "GroupShape", "Program", "World", "check_face", "draw_world"]

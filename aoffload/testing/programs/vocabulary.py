@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from ...arguments import shown
 from ...config import OffloadConfig
 from ...errors import InvalidArgument
 from ..faults import FAULTS
@@ -31,6 +32,10 @@ class Words:
         words = text.split()
         needed = frozenset(word.removesuffix("!") for word in words if word.endswith("!"))
         return cls(needed, frozenset(word.removesuffix("!") for word in words))
+
+    def __str__(self) -> str:
+        optional = self.allowed - self.needed
+        return f"needs {', '.join(sorted(self.needed)) or '-'}; may have {', '.join(sorted(optional)) or '-'}"
 
 
 def _table(rows: Mapping[str, str]) -> dict[str, Words]:
@@ -103,8 +108,11 @@ NAMES = ("who", "name", "child", "step", "job", "method")
 
 
 def calls_of(face: str) -> Mapping[str, Words]:
-    """The calls that programs of a face may make."""
-    return {"ledger": LEDGER_CALLS, "engine": ENGINE_CALLS}.get(face, RUNTIME_CALLS)
+    """The calls that programs of a face may make, each with the arguments that it needs and may have."""
+    faces = {"ledger": LEDGER_CALLS, "engine": ENGINE_CALLS, "asyncio": RUNTIME_CALLS, "trio": RUNTIME_CALLS}
+    if not isinstance(face, str) or face not in faces:
+        raise InvalidArgument("face", f"must be one of {', '.join(faces)}, got {shown(face)}")
+    return faces[face]
 
 
 def check_call(face: str, call: Any) -> None:

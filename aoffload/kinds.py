@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..errors import ConfigError
+from .errors import ConfigError
 
 __all__ = ["AttentionKind", "check_kind"]
 

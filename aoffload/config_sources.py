@@ -1,0 +1,171 @@
+"""Where settings come from besides arguments: a TOML file, and environment variables.
+
+A setting has the name of its field in all of them; a variable has it in capitals behind `AOFFLOAD_`. What a later
+source says replaces what an earlier one says. A setting that is refused is named together with where it was read.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+
+from .arguments import shown
+from .errors import ConfigError
+from .groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+
+__all__ = ["Settings", "read_environment", "read_file"]
+
+PREFIX = "AOFFLOAD_"
+FILE_VARIABLE = "AOFFLOAD_CONFIG_FILE"
+"""Names a file, whose settings the other variables replace."""
+HOST_POOL = {"num_host_blocks", "host_bytes"}
+"""Two ways to say one thing: a later source that has one of them replaces the other, too."""
+GROUP_KEYS = ("name", "block_size", "window", "chunk")
+NAMES = ("store_policy", "eviction")
+"""Settings that also take objects, which only a program can give."""
+
+Config = TypeVar("Config")
+
+
+@attrs.frozen
+class Settings:
+    """What sources have said: values by field, and for each where it was read."""
+
+    values: dict[str, Any] = attrs.field(factory=dict)
+    origins: dict[str, str] = attrs.field(factory=dict)
+    sources: tuple[str, ...] = ()
+
+    def over(self, earlier: Settings) -> Settings:
+        """These settings, and those of `earlier` that these do not replace."""
+        replaced = self.values.keys() | (HOST_POOL if HOST_POOL & self.values.keys() else set())
+        kept = {name: value for name, value in earlier.values.items() if name not in replaced}
+        return Settings(kept | self.values, earlier.origins | self.origins, earlier.sources + self.sources)
+
+    def build(self, kind: Callable[..., Config], arguments: dict[str, Any]) -> Config:
+        """A configuration from these settings and from `arguments`, which replace them."""
+        settings = Settings(arguments).over(self)
+        where = " and ".join(self.sources)
+        if "groups" not in settings.values:
+            raise ConfigError("groups", f"is missing ({where})")
+        try:
+            return kind(**settings.values)
+        except ConfigError as error:
+            name = error.argument.partition(".")[0]
+            if name in arguments:
+                raise
+            raise ConfigError(error.argument, f"{error.problem} ({self.origins.get(name, where)})") from error
+
+
+def read_file(path: object, kind: type[Any], argument: str = "path") -> Settings:
+    """The settings in a TOML file, whose keys are the fields of `kind`."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(argument, f"must be the path of a TOML file, got {shown(path)}")
+    name = os.fsdecode(path)
+    try:
+        found = tomllib.loads(Path(name).read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(argument, f"cannot read {name}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a path with a null byte
+        raise ConfigError(argument, f"{name!r} is no TOML file: {error}") from error
+    for key in found:
+        if key not in attrs.fields_dict(kind):
+            raise ConfigError(key, f"is no setting ({name})")
+    values = {key: _from_toml(key, value, name) for key, value in found.items()}
+    return Settings(values, dict.fromkeys(values, name), (name,))
+
+
+def read_environment(environ: Mapping[str, str], kind: type[Any]) -> Settings:
+    """The settings in variables `AOFFLOAD_…`, over those of the file that `AOFFLOAD_CONFIG_FILE` names."""
+    fields = {PREFIX + name.upper(): field for name, field in attrs.fields_dict(kind).items()}
+    values, origins, earlier = {}, {}, Settings()
+    for variable in sorted(environ):
+        if variable == FILE_VARIABLE:
+            earlier = read_file(environ[variable], kind, FILE_VARIABLE)
+        elif variable in fields:
+            field = fields[variable]
+            values[field.name] = _from_text(field, environ[variable], variable)
+            origins[field.name] = variable
+        elif variable.startswith(PREFIX):
+            raise ConfigError(variable, "is the variable of no setting")
+    return Settings(values, origins, (f"variables {PREFIX}…",)).over(earlier)
+
+
+def _from_toml(key: str, value: object, origin: str) -> object:
+    if key == "groups":
+        return _groups(value, origin)
+    if key in NAMES and not isinstance(value, str):
+        raise ConfigError(key, f"must be a name, got {shown(value)} ({origin})")
+    return value
+
+
+def _groups(value: object, origin: str) -> list[KVCacheGroup]:
+    if not isinstance(value, list):
+        raise ConfigError("groups", f"must be a list of tables, got {shown(value)} ({origin})")
+    return [_group(table, origin) for table in value]
+
+
+def _group(table: object, origin: str) -> KVCacheGroup:
+    if not isinstance(table, dict):
+        raise ConfigError("groups", f"must be a list of tables, got {shown(table)} in it ({origin})")
+    for key in table:
+        if key not in GROUP_KEYS:
+            raise ConfigError(f"groups.{key}", f"is not one of {', '.join(GROUP_KEYS)} ({origin})")
+    if "window" in table and "chunk" in table:
+        raise ConfigError("groups.window", f"and groups.chunk are of different kinds of attention ({origin})")
+    try:
+        kind = _attention(table)
+        named = {key: table[key] for key in ("name", "block_size") if key in table}
+        return KVCacheGroup(**{"name": "", **named}, attention=kind)
+    except ConfigError as error:
+        argument = error.argument if error.argument.startswith("groups.") else f"groups.{error.argument}"
+        raise ConfigError(argument, f"{error.problem} ({origin})") from error
+
+
+def _attention(table: dict[str, Any]) -> FullAttention | SlidingWindow | ChunkedLocal:
+    if "window" in table:
+        return SlidingWindow(table["window"])
+    return ChunkedLocal(table["chunk"]) if "chunk" in table else FullAttention()
+
+
+def _from_text(field: attrs.Attribute[Any], text: str, variable: str) -> object:
+    """The value of `field` that `text` stands for, by the annotation of the field."""
+    if field.name == "groups":
+        return _groups_from_text(text, variable)
+    annotation = str(field.type)
+    if annotation.startswith("bool"):
+        return _bool(field.name, text, variable)
+    if annotation.startswith("float"):
+        return _number(field.name, text, variable, float)
+    if annotation in ("int", "int | None"):
+        return _number(field.name, text, variable, int)
+    return text  # a name, a namespace, or a size, which may be a number
+
+
+def _number(name: str, text: str, variable: str, kind: type[int] | type[float]) -> float:
+    try:
+        return kind(text)
+    except ValueError as error:
+        noun = "an integer" if kind is int else "a number"
+        raise ConfigError(name, f"must be {noun}, got {shown(text)} ({variable})") from error
+
+
+def _bool(name: str, text: str, variable: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ConfigError(name, f"must be true or false, got {shown(text)} ({variable})")
+    return text.lower() == "true"
+
+
+def _groups_from_text(text: str, variable: str) -> list[KVCacheGroup]:
+    """As behind `groups =` in a file."""
+    try:
+        found = tomllib.loads(f"groups = {text}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("groups", f"is no TOML: {error} ({variable})") from error
+    if found.keys() != {"groups"}:
+        raise ConfigError("groups", f"must be one list of tables, got {shown(text)} ({variable})")
+    return _groups(found["groups"], variable)

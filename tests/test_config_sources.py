@@ -1,0 +1,210 @@
+"""The configuration read from a file or from the environment: the same settings, and errors that say where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, OffloadConfig, SlidingWindow
+
+GROUPS = (
+    KVCacheGroup("full", FullAttention(), 32),
+    KVCacheGroup("near", SlidingWindow(128)),
+    KVCacheGroup("local", ChunkedLocal(8192)),
+)
+GROUPS_TEXT = '[{name = "full", block_size = 32}, {name = "near", window = 128}, {name = "local", chunk = 8192}]'
+OTHERS: dict[str, Any] = {
+    "groups": GROUPS,
+    "num_host_blocks": 77,
+    "host_bytes": "3GiB",
+    "namespace": "llama-3.1-8b@bf16",
+    "store_policy": "lazy",
+    "eviction": "lru",
+    "verify": True,
+    "max_jobs_in_flight": 9,
+    "max_bytes_in_flight": "1MB",
+    "max_job_bytes": "77777",
+    "load_timeout_s": 1.5,
+    "transfer_timeout_s": 2.0,
+    "store_timeout_s": 2.5,
+    "close_timeout_s": 3.0,
+    "pending_timeout_s": 4.0,
+    "max_pinned_share": 0.1,
+    "max_prefetch_share": 0.2,
+    "max_quarantined_share": 0.3,
+}
+"""For each field a value that it does not have by default."""
+FIELDS = [field.name for field in attrs.fields(OffloadConfig)]
+LEAST = 'num_host_blocks = 4\n[[groups]]\nname = "full"\n'
+
+each_field = pytest.mark.parametrize("name", FIELDS)
+
+
+def written(value: object) -> str:
+    """A value as it is written in a TOML file."""
+    if value is GROUPS:
+        return GROUPS_TEXT
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def file_of(directory: Path, text: str) -> Path:
+    path = directory / "aoffload.toml"
+    path.write_text(text)
+    return path
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    """What a configuration needs besides the field `name`."""
+    return {"groups": [KVCacheGroup("full")], **({} if name == "host_bytes" else {"num_host_blocks": 4})}
+
+
+@each_field
+def test_every_setting_can_be_in_a_file(name: str, tmp_path: Path) -> None:
+    """A field set in a file is the field set in the program."""
+    path = file_of(tmp_path, f"{name} = {written(OTHERS[name])}\n")
+    others = {key: value for key, value in arguments_of(name).items() if key != name}
+    assert OffloadConfig.from_file(path, **others) == OffloadConfig(**others, **{name: OTHERS[name]})
+
+
+@each_field
+def test_every_setting_can_be_in_the_environment(name: str) -> None:
+    """The variable has the field's name in capitals; only strings are quoted in a file and not in a variable."""
+    value = OTHERS[name]
+    text = value if isinstance(value, str) else written(value)
+    others = {key: value for key, value in arguments_of(name).items() if key != name}
+    found = OffloadConfig.from_env({f"AOFFLOAD_{name.upper()}": text, "HOME": "/"}, **others)
+    assert found == OffloadConfig(**others, **{name: value})
+
+
+def test_arguments_go_before_variables_and_these_before_the_file(tmp_path: Path) -> None:
+    """Each setting is taken from the nearest of the three that has it."""
+    path = file_of(tmp_path, 'verify = true\nnamespace = "file"\nmax_jobs_in_flight = 2\n' + LEAST)
+    environ = {"AOFFLOAD_CONFIG_FILE": str(path), "AOFFLOAD_NAMESPACE": "variable", "AOFFLOAD_MAX_JOBS_IN_FLIGHT": "3"}
+    found = OffloadConfig.from_env(environ, max_jobs_in_flight=5)
+    assert (found.verify, found.namespace, found.max_jobs_in_flight) == (True, "variable", 5)
+    assert OffloadConfig.from_file(path, namespace="argument").namespace == "argument"
+
+
+def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AOFFLOAD_NUM_HOST_BLOCKS", "12")
+    assert OffloadConfig.from_env(groups=GROUPS).num_host_blocks == 12
+
+
+def test_a_later_source_may_size_the_host_pool_in_the_other_way(tmp_path: Path) -> None:
+    """Blocks in the file and bytes in a variable are no contradiction; both in one source are."""
+    path = file_of(tmp_path, LEAST)
+    found = OffloadConfig.from_env({"AOFFLOAD_CONFIG_FILE": str(path), "AOFFLOAD_HOST_BYTES": "1GiB"})
+    assert (found.num_host_blocks, found.host_bytes) == (None, "1GiB")
+    assert OffloadConfig.from_file(path, host_bytes=2**20).host_bytes == 2**20
+    with pytest.raises(ConfigError, match=r"either num_host_blocks or host_bytes \(.*aoffload.toml"):
+        OffloadConfig.from_file(file_of(tmp_path, 'host_bytes = "1GiB"\n' + LEAST))
+
+
+WRONG = {
+    "num_host_block = 4": "num_host_block",
+    "num_host_blocks = 'many'": "num_host_blocks",
+    "num_host_blocks = 4.0": "num_host_blocks",
+    "host_bytes = '8 gigs'": "host_bytes",
+    "max_job_bytes = []": "max_job_bytes",
+    "namespace = 7": "namespace",
+    "store_policy = 'lazily'": "store_policy",
+    "store_policy = {name = 'lazy'}": "store_policy",
+    "eviction = 3": "eviction",
+    "verify = 'yes'": "verify",
+    "load_timeout_s = nan": "load_timeout_s",
+    "transfer_timeout_s = 1979-05-27": "transfer_timeout_s",
+    "max_pinned_share = 2": "max_pinned_share",
+    "groups = []": "groups",
+    "groups = 'full'": "groups",
+    "groups = ['full']": "groups",
+    "groups = [{}]": "groups.name",
+    "groups = [{name = 'a', blocksize = 16}]": "groups.blocksize",
+    "groups = [{name = 'a', block_size = 0}]": "groups.block_size",
+    "groups = [{name = 'a', window = 0}]": "groups.window",
+    "groups = [{name = 'a', chunk = '8'}]": "groups.chunk",
+    "groups = [{name = 'a', window = 8, chunk = 8}]": "groups.window",
+    "groups = [{name = 'a'}, {name = 'a'}]": "groups",
+}
+"""Lines of a file, and the setting that the error names."""
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_is_wrong_in_a_file_is_named_with_the_file(line: str, tmp_path: Path) -> None:
+    """Unknown keys, wrong types, values out of range, contradictions: one typed error, the key and the file in it."""
+    name = line.partition(" ")[0]
+    others = {key: value for key, value in arguments_of(name).items() if key != name}
+    path = file_of(tmp_path, line)
+    with pytest.raises(ConfigError) as refusal:
+        OffloadConfig.from_file(path, **others)
+    assert refusal.value.argument == WRONG[line]
+    assert str(refusal.value).endswith(f"({path})")
+    assert str(refusal.value).count(str(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "argument"),
+    [
+        ("AOFFLOAD_NUM_HOST_BLOCK", "4", "AOFFLOAD_NUM_HOST_BLOCK"),
+        ("AOFFLOAD_num_host_blocks", "4", "AOFFLOAD_num_host_blocks"),
+        *(("AOFFLOAD_NUM_HOST_BLOCKS", text, "num_host_blocks") for text in ("", "many", "1.5", "-4", "9" * 9999)),
+        *(("AOFFLOAD_VERIFY", text, "verify") for text in ("", "yes", "1")),
+        *(("AOFFLOAD_LOAD_TIMEOUT_S", text, "load_timeout_s") for text in ("", "soon", "inf", "-1")),
+        ("AOFFLOAD_HOST_BYTES", "8 gigs", "host_bytes"),
+        ("AOFFLOAD_STORE_POLICY", "LAZY", "store_policy"),
+        ("AOFFLOAD_NAMESPACE", "\udcff", "namespace"),
+        *(("AOFFLOAD_GROUPS", text, "groups") for text in ("", "full", "7", "[]\nverify = true", "[" * 9999)),
+        ("AOFFLOAD_GROUPS", '[{name = "a", block_size = "16"}]', "groups.block_size"),
+    ],
+)
+def test_what_is_wrong_in_the_environment_is_named_with_the_variable(variable: str, text: str, argument: str) -> None:
+    """A misspelled variable is refused, too: a setting is never left out in silence."""
+    name = variable.removeprefix("AOFFLOAD_").lower()
+    others = {key: value for key, value in arguments_of(name).items() if key != name}
+    with pytest.raises(ConfigError) as refusal:
+        OffloadConfig.from_env({variable: text}, **others)
+    assert refusal.value.argument == argument
+    assert str(refusal.value).count(variable) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"num_host_blocks", b"verify = true\nverify = true", b"\xff\xfe", b"[" * 9999]
+)
+def test_a_file_that_cannot_be_read_is_named(content: bytes | None, tmp_path: Path) -> None:
+    """Missing, no TOML, no UTF-8: as a file of its own, and as the one that the environment names."""
+    path = tmp_path / "aoffload.toml"
+    if content is not None:
+        path.write_bytes(content)
+    for argument, read in {
+        "path": lambda: OffloadConfig.from_file(path),
+        "AOFFLOAD_CONFIG_FILE": lambda: OffloadConfig.from_env({"AOFFLOAD_CONFIG_FILE": str(path)}),
+    }.items():
+        with pytest.raises(ConfigError, match=r"aoffload\.toml") as refusal:
+            read()
+        assert refusal.value.argument == argument
+
+
+@pytest.mark.parametrize("path", [None, 3, "", "a\0b", ".", b"aoffload.toml"])
+def test_a_path_that_is_none_is_refused(path: Any) -> None:
+    """Another type, a directory, or nothing at all."""
+    with pytest.raises(ConfigError) as refusal:
+        OffloadConfig.from_file(path)
+    assert refusal.value.argument == "path"
+
+
+def test_what_is_missing_everywhere_is_named_with_all_sources(tmp_path: Path) -> None:
+    """Whoever forgot the groups, or the host pool, sees where they were looked for."""
+    path = file_of(tmp_path, "num_host_blocks = 4")
+    with pytest.raises(ConfigError, match=r"groups: is missing .*aoffload.toml and variables AOFFLOAD_"):
+        OffloadConfig.from_env({"AOFFLOAD_CONFIG_FILE": str(path)})
+    with pytest.raises(ConfigError, match=r"num_host_blocks: .*variables AOFFLOAD_"):
+        OffloadConfig.from_env({}, groups=GROUPS)
+
+
+def test_an_error_about_an_argument_names_no_source(tmp_path: Path) -> None:
+    """What the program says wrongly stands in no file."""
+    with pytest.raises(ConfigError) as refusal:
+        OffloadConfig.from_file(file_of(tmp_path, LEAST), verify="yes")
+    assert "aoffload.toml" not in str(refusal.value)
