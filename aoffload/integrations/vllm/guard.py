@@ -33,7 +33,8 @@ class Guard:
     def allocated(self, request: Any, num_external: int) -> None:
         if not self.off_reason:
             try:
-                return self.half.allocated(request, num_external)
+                self.half.allocated(request, num_external)
+                return
             except Exception as error:  # noqa: BLE001
                 self._turn_off(error)
         self.half.refuse(request, num_external)
