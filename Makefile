@@ -41,7 +41,7 @@ test-rest: $(VENV)/.installed
 	$(BIN)/python -m pytest $(SERVING:%=--ignore=%)
 
 # A part of the tests with the lowest versions that pyproject.toml states, in an environment of its own: 6 GB, since the
-# index has old versions of torch with all of CUDA.
+# index has old versions of torch with all of CUDA. The experts of gpt-oss need torch 2.9, and say so.
 LOWEST := build/lowest
 LOWEST_TESTS := tests/test_config.py tests/test_examples.py tests/test_import.py tests/test_prefix.py tests/events \
 	tests/ledger tests/metrics tests/integrations/test_models.py tests/server/test_endpoints.py \
@@ -49,7 +49,7 @@ LOWEST_TESTS := tests/test_config.py tests/test_examples.py tests/test_import.py
 	tests/shell/test_scopes.py tests/transfer/test_local.py tests/transfer/test_ranks.py tests/transfer/test_region.py
 
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest -p no:cacheprovider $(LOWEST_TESTS)
+	$(LOWEST)/bin/python -m pytest -p no:cacheprovider -k "not gpt-oss" $(LOWEST_TESTS)
 
 $(LOWEST)/.installed: pyproject.toml tests/lowest.py
 	$(PYTHON) -m venv $(LOWEST)
