@@ -12,7 +12,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest check docs prove mutants prove-long gpu vllm vllm-installed bench bench-peers clean
+.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long gpu vllm vllm-installed bench bench-peers clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -39,6 +39,28 @@ test-serving: $(VENV)/.installed
 
 test-rest: $(VENV)/.installed
 	$(BIN)/python -m pytest $(SERVING:%=--ignore=%)
+
+# A part of the tests with the lowest versions that pyproject.toml states, in an environment of its own: 6 GB, since the
+# index has old versions of torch with all of CUDA. The experts of gpt-oss need torch 2.9, and say so.
+LOWEST := build/lowest
+LOWEST_TESTS := tests/test_config.py tests/test_examples.py tests/test_import.py tests/test_prefix.py tests/events \
+	tests/ledger tests/metrics tests/integrations/test_models.py tests/server/test_endpoints.py \
+	tests/shell/test_generators.py tests/shell/test_opening.py tests/shell/test_plain_asyncio.py \
+	tests/shell/test_scopes.py tests/transfer/test_local.py tests/transfer/test_ranks.py tests/transfer/test_region.py
+
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest -p no:cacheprovider -k "not gpt-oss" $(LOWEST_TESTS)
+
+$(LOWEST)/.installed: pyproject.toml tests/lowest.py
+	$(PYTHON) -m venv $(LOWEST)
+	$(PYTHON) tests/lowest.py >$(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --quiet --constraint $(LOWEST)/constraints.txt --editable '.[test]'
+	touch $@
+
+# What each extra brings, into docs/dependencies.md.
+dependencies: $(VENV)/.installed
+	$(BIN)/python docs/site/dependencies.py >$(VENV)/dependencies.md
+	mv $(VENV)/dependencies.md docs/dependencies.md
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -118,4 +118,10 @@ class Env:
 def _in_trio() -> bool:
     """Checked before asyncio: in a guest run of trio, an asyncio loop is running as well."""
     trio = sys.modules.get("trio")
-    return trio is not None and bool(trio.lowlevel.in_trio_task())
+    if trio is None:
+        return False
+    try:  # in_trio_task() is newer than the oldest trio that somebody else may have imported
+        trio.lowlevel.current_task()
+    except RuntimeError:
+        return False
+    return True

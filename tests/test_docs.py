@@ -27,7 +27,7 @@ from aoffload.core.lifecycle import CACHE_TRANSFER_MOVES, JOB_MOVES, OVERLAP_MOV
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aoffload"
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 README, API, TRACING = ROOT / "README.md", DOCS / "api.md", DOCS / "tracing.md"
 CHANGELOG = ROOT / "CHANGELOG.md"
 TUTORIAL, OWN_ENGINE = DOCS / "tutorial.md", ROOT / "examples/own_engine.py"

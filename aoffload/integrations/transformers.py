@@ -109,7 +109,12 @@ class TransformersModel:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _draw_weights(model, sizes, seed)
         seeded = cls(model.to(device))
-        seeded._has_row_experts = hasattr(config, "num_local_experts")
+        if hasattr(config, "num_local_experts"):
+            seeded._has_row_experts = True
+            try:
+                seeded.model.set_experts_implementation("grouped_mm")
+            except ImportError as error:  # torch is too old for it
+                raise ConfigError("model", f"{name!r} has experts: {error}") from error
         return seeded
 
     @classmethod

@@ -1,0 +1,108 @@
+"""Writes docs/dependencies.md from pyproject.toml and the metadata of what is installed: `make dependencies`."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+USED_FOR = {
+    "": "always",
+    "trio": "trio as the event loop; `aoffload.testing`",
+    "uvloop": "uvloop as asyncio's event loop; nothing here imports it",
+    "transformers": "Llama, Qwen3, Gemma 3, gpt-oss and local directories in the demo and the server",
+    "cuda": "batched copies on a GPU; torch alone without it",
+    "metrics": "`aoffload.metrics`",
+    "events": "`aoffload.kv_events`",
+    "server": "`aoffload serve`",
+    "vllm": "nothing: vLLM loads the connector, so vLLM is there",
+}
+"""The extras that users install, and `""` for what is always required."""
+HEAD = """# Dependencies
+
+What an installation brings, with the licence that each distribution states about itself. `make dependencies` writes
+this page; versions and what comes along are those of the environment that it was written in (Linux, torch for CPUs).
+`make test-lowest` runs a part of the tests with the lowest versions.
+
+| Extra | For |
+|---|---|
+"""
+LICENCES = {
+    "Apache Software License": "Apache-2.0",
+    "Apache License, Version 2.0": "Apache-2.0",
+    "Apache 2.0 License": "Apache-2.0",
+    "Apache 2.0": "Apache-2.0",
+    "BSD License": "BSD",
+    "MIT License": "MIT",
+    "MIT license": "MIT",
+    "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
+    "Python Software Foundation License": "PSF-2.0",
+}
+"""What older metadata say, by its identifier."""
+LONGEST = 60
+"""Of what is taken for the name of a licence; more is its text."""
+
+
+def page() -> str:
+    rows = [f"| {shown(extra)} | {purpose} |\n" for extra, purpose in USED_FOR.items()]
+    return HEAD + "".join(rows) + "".join(section(extra) for extra in USED_FOR if requirements(extra))
+
+
+def shown(extra: str) -> str:
+    return f"`{extra}`" if extra else "(none)"
+
+
+def requirements(extra: str) -> list[str]:
+    found: list[str] = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    return found
+
+
+def section(extra: str) -> str:
+    """The distributions that an extra names, and those that they bring along."""
+    title = f"Extra {extra}" if extra else "Always"
+    lines = [
+        f"\n## {title}\n\n| Distribution | Versions | Written with | Licence | Brings along |\n|---|---|---|---|---|\n"
+    ]
+    known = set() if not extra else {canonicalize_name(name) for name in closure(requirements(""))}
+    for text in requirements(extra):
+        wanted = Requirement(text)
+        found = metadata.distribution(wanted.name)
+        others = [name for name in closure(found.requires or []) if canonicalize_name(name) not in known]
+        along = ", ".join(f"{name} ({licence(metadata.distribution(name))})" for name in others) or "nothing more"
+        lines.append(f"| {wanted.name} | {wanted.specifier} | {found.version} | {licence(found)} | {along} |\n")
+    return "".join(lines)
+
+
+def closure(texts: list[str]) -> list[str]:
+    """The names of installed distributions that meet the requirements, and of those that these require."""
+    found: dict[str, str] = {}
+    waiting = list(texts)
+    while waiting:
+        wanted = Requirement(waiting.pop())
+        name = canonicalize_name(wanted.name)
+        if name in found or not (wanted.marker is None or wanted.marker.evaluate({"extra": ""})):
+            continue
+        distribution = metadata.distribution(wanted.name)
+        found[name] = distribution.name
+        waiting += distribution.requires or []
+    return sorted(found.values(), key=str.lower)
+
+
+def licence(distribution: metadata.Distribution) -> str:
+    """What it says itself: the expression, a short text, or a classifier, whichever comes first."""
+    said = distribution.metadata
+    classified = [name.split(" :: ")[-1] for name in said.get_all("Classifier") or [] if name.startswith("License ::")]
+    stated = [said["License-Expression"] or "", said["License"] or "", *classified]
+    named = [re.sub(r"\s+", " ", text).strip().replace("|", "/") for text in stated if 0 < len(text) <= LONGEST]
+    return LICENCES.get(named[0], named[0]) if named else "see its files"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,62 @@
+"""What an installation brings: the page about it, and the lowest versions that are tested."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import lowest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PAGE = (ROOT / "docs/dependencies.md").read_text()
+ROW = re.compile(r"^\| ([\w-]+) \| ([^|]+) \| [^|]+ \| ([^|]+) \| ", re.MULTILINE)
+
+
+def sections(page: str) -> dict[str, set[tuple[str, str, str]]]:
+    """Name, range and licence of what each extra names; "" is what is always required."""
+    found = {}
+    for part in page.split("\n## ")[1:]:
+        title = part.splitlines()[0]
+        rows = {(row[1], row[2].strip(), row[3].strip()) for row in ROW.finditer(part) if row[1] != "Distribution"}
+        found[title.removeprefix("Extra ").replace("Always", "")] = rows
+    return found
+
+
+def test_the_page_is_current() -> None:
+    """It has what pyproject.toml requires, extra by extra, with these ranges: run `make dependencies` where it has not.
+    Versions that it was written with may be older."""
+    wanted = {"": PROJECT["dependencies"]} | {extra: PROJECT["optional-dependencies"][extra] for extra in lowest.EXTRAS}
+    named = {extra: {row[:2] for row in rows} for extra, rows in sections(PAGE).items()}
+    required = {extra: [Requirement(text) for text in texts] for extra, texts in wanted.items()}
+    assert named == {extra: {(one.name, str(one.specifier)) for one in ones} for extra, ones in required.items()}
+    assert all(licence for rows in sections(PAGE).values() for _, _, licence in rows)
+
+
+def test_the_page_is_what_its_script_writes() -> None:
+    """The same extras and distributions as in the page, read from what is installed."""
+    script = ROOT / "docs/site/dependencies.py"
+    written = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    assert written.split("\n## ")[0] == PAGE.split("\n## ")[0]
+    assert {extra: {row[:2] for row in rows} for extra, rows in sections(written).items()} == {
+        extra: {row[:2] for row in rows} for extra, rows in sections(PAGE).items()
+    }
+
+
+def test_the_lowest_versions_are_those_that_are_stated() -> None:
+    """Each requirement of users is pinned to its lower bound, and no extra of theirs is left out."""
+    pins = {canonicalize_name(pin.partition("==")[0]): pin.partition("==")[2] for pin in lowest.pins()}
+    required = importlib.metadata.requires("aoffload") or []
+    for text in required:
+        one = Requirement(text)
+        extra = re.search(r"extra == ['\"](\w+)['\"]", text)
+        if extra is None or extra[1] in lowest.EXTRAS:
+            assert pins[canonicalize_name(one.name)] in one.specifier
+    tools = {"bench", "browser", "dev", "docs", "mutation", "test"}
+    assert set(lowest.EXTRAS) == set(PROJECT["optional-dependencies"]) - tools - {"vllm"}
