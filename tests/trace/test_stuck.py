@@ -17,7 +17,7 @@ import pytest
 from page_data import column, columns, page_data
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from stuck import NUM_BLOCKS, START_S, Stuck, a_forward_hangs, a_task_holds_all, jumping, stuck
+from stuck import NUM_BLOCKS, START_S, Stuck, a_forward_hangs, a_task_holds_all, jumping, logger_into, stuck
 
 from aoffload import OutOfBlocks, RequestState
 from aoffload.core.status import Holder, WaitsFor
@@ -294,3 +294,41 @@ def test_the_clock_of_a_long_log_is_its_last_event(tmp_path: Path, capsys: pytes
     (tmp_path / "log").write_text(one.getvalue())
     assert trace([str(tmp_path / "log")]) == 0
     assert re.search(r"\n  99.0 s +r +matched for 99.0 s", capsys.readouterr().out)
+
+
+# -- docs/howto/it-hangs.md -------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs/howto/it-hangs.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_what_the_page_shows_is_what_its_programs_print(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], anyio_backend: Any
+) -> None:
+    """Both programs, and the trace of both logs; a minute passes at once."""
+    name, _ = anyio_backend
+    log, texts = io.StringIO(), list[str]()
+
+    def run(function: Any, program: Any) -> None:
+        async def with_log() -> None:
+            await function(program, logger_into(log, 10))
+
+        log.truncate(log.seek(0))
+        anyio.run(with_log, backend=name, backend_options=jumping(name)[1])
+
+    def show(text: str) -> None:
+        texts.append(log.getvalue())  # the log as it is while the program hangs
+        print(text)
+
+    (program,) = blocks("python")
+    namespace = {"run": run, "print": show, "__name__": "it_hangs"}
+    exec(compile(program.replace("anyio.run(", "run("), "it-hangs.md", "exec"), namespace)
+    first, second, *traced = blocks("text")
+    assert capsys.readouterr().out == first + second
+    for text, shown in zip(texts, traced, strict=True):
+        (tmp_path / "log").write_text(text)
+        assert trace([str(tmp_path / "log"), "--until", str(START_S + 61)]) == 0
+        assert f"\n\n{shown}\n" in capsys.readouterr().out
