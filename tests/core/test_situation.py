@@ -14,7 +14,7 @@ from aoffload.core.ledger import Ledger
 from aoffload.core.lifecycle import RequestState
 from aoffload.core.observer import NullObserver
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Outcome
+from aoffload.core.plan import Outcome, Tier
 from aoffload.core.status import Holder, RequestStatus, WaitsFor
 from aoffload.errors import OutOfBlocks
 
@@ -222,5 +222,5 @@ def test_a_wait_that_begins_again_is_as_old_as_before() -> None:
     driven.release(one, "cancelled")
     assert waiter.granted is not None
     driven.now = 6.0
-    driven.ledger.reset()
+    driven.ledger.reset(Tier.DEVICE)
     assert waiter.joined_s == 0.0

@@ -14,6 +14,7 @@ import anyio
 import anyio.lowlevel
 import attrs
 import pytest
+from anyio.abc import TaskStatus
 from page_data import column, columns, page_data
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -184,6 +185,28 @@ async def test_what_is_slow_is_said_once(program: Any) -> None:
         await anyio.sleep(1000)
         assert len(events(found, "slow_wait")) == 1
         assert len(events(found, "slow_step")) == (program is a_forward_hangs)
+
+
+async def test_a_step_behind_another_one_is_said_in_time() -> None:
+    """Steps that end have no alarm to take back: each that is open has its own time, however it follows others."""
+
+    async def steps(runtime: Any, tasks: Any) -> None:
+        async def serve(*, task_status: TaskStatus[None]) -> None:
+            async with runtime.request(range(8), "one") as request:
+                await request.allocate()
+                await request.load()
+                task_status.started()
+                for seconds in (1, 9, 100):
+                    with runtime.step([request]):
+                        await anyio.sleep(seconds)
+                request.commit(8)
+
+        await tasks.start(serve)
+
+    async with stuck(steps) as found:
+        (event,) = events(found, "slow_step")
+    assert (event["step_id"], event["timestamp"]) == (3, pytest.approx(START_S + 40))
+    assert event["open_s"] == pytest.approx(30)
 
 
 async def test_nothing_is_said_before_its_time_or_where_it_is_off() -> None:
