@@ -224,3 +224,12 @@ def test_a_wait_that_begins_again_is_as_old_as_before() -> None:
     driven.now = 6.0
     driven.ledger.reset(Tier.DEVICE)
     assert waiter.joined_s == 0.0
+
+
+def test_a_request_id_commands_no_terminal_and_breaks_no_table() -> None:
+    """Clients may choose ids: what is not printable is escaped, and a long one is cut. The values have it whole."""
+    driven, name = Timed(8), "\x1b[2J\n" + "x" * 10_000
+    with driven.ledger.step([driven.running(prompt(1, 8), request_id=name)]):
+        text = driven.ledger.explain() + str(driven.status(name))
+    assert "\x1b" not in text and "\\x1b[2J\\nxxx" in text
+    assert len(driven.ledger.explain().splitlines()) == 5 and max(map(len, text.splitlines())) < 400
