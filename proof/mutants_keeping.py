@@ -46,8 +46,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "pin yields for nothing",
         KEEPING,
-        "            if any(part in kept for lease in leases[pin] for part in _parts(lease)):\n",
-        "            if any(True for lease in leases[pin] for part in _parts(lease)):\n",
+        "            if any(part in kept for lease in leases[pin] for part in pinned_parts(lease)):\n",
+        "            if any(True for lease in leases[pin] for part in pinned_parts(lease)):\n",
         "what a pin shares with a request is no room",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),
@@ -78,7 +78,7 @@ KEEPING_MUTANTS = (
     Mutant(
         "wrong blocks stay pinned",
         KEEPING,
-        "            if any(part.tombstones for lease in pin.leases for part in _parts(lease)):\n",
+        "            if any(part.tombstones for lease in pin.leases for part in pinned_parts(lease)):\n",
         "            if False:\n",
         "what turned out to be wrong takes no room",
         test="tests/core/test_pins.py::test_a_pin_does_not_keep_what_turned_out_to_be_wrong",

@@ -256,9 +256,8 @@ _WAKING = (
     Mutant(
         "no pump after a step",
         "aoffload.core.ledger_work",
-        "                    wakes += self._end_steps(holding)\n            self.admission.serve_line(wakes)\n",
-        "                    wakes += self._end_steps(holding)\n"
-        "            for wake in wakes:\n                wake()\n",
+        "            self._moves.step_ended(step)\n            self.admission.serve_line(wakes)\n",
+        "            self._moves.step_ended(step)\n            for wake in wakes:\n                wake()\n",
         "the end of a step serves the line",
         scenarios=("overlapping_steps",),
     ),

@@ -81,7 +81,7 @@ _REQUEST = (
     Mutant(
         "load timeout never fires",
         LOADING,
-        "wait_until_woken(request, session.config.load_timeout_s if has_bound else None)",
+        "wait_until_woken(request, session.config.load_timeout_s)",
         "wait_until_woken(request, None)",
         "no hang: a load that takes too long is given up",
         scenarios=("stalled",),
@@ -234,8 +234,8 @@ _WORKER = (
     Mutant(
         "alarms not set when their time has come",
         WORKER,
-        "        self.copies.give_up_late()\n        self._ring(self._clock())\n",
-        "        self.copies.give_up_late()\n",
+        "            self.slow.look_at_steps()\n        self._ring(self._clock())\n",
+        "            self.slow.look_at_steps()\n",
         "no hang: a load that takes too long is given up",
         scenarios=("stalled",),
     ),

@@ -13,6 +13,8 @@ __all__ = ["Holder", "RequestStatus", "WaitsFor", "explained", "seconds"]
 
 NUM_NAMED = 4
 """Requests of a step that a line names; of the others it has the number."""
+MAX_LENGTH = 64
+"""Of a request id in a line."""
 
 
 class WaitsFor(enum.Enum):
@@ -32,6 +34,12 @@ def seconds(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.1f} s" if value < 100 else f"{value:,.0f} s"
+
+
+def plain(name: str) -> str:
+    """A request id as it may stand in a table: clients may choose it, and a terminal obeys escape sequences."""
+    text = name if name.isprintable() else name.encode("unicode_escape").decode()
+    return text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}..."
 
 
 def _for(age_s: float | None) -> str:
@@ -60,7 +68,7 @@ class Holder:
         if self.request_ids:
             of = f" of {_named(self.request_ids, self.over)}"
         blocks = f"{self.num_blocks} block{'' if self.num_blocks == 1 else 's'}"
-        return f"{self.kind} {self.name}{of}, {self.state}{_for(self.age_s)}: {blocks}"
+        return f"{self.kind} {plain(self.name)}{of}, {self.state}{_for(self.age_s)}: {blocks}"
 
 
 @attrs.frozen
@@ -84,7 +92,7 @@ class RequestStatus:
     """Who holds what it waits for: the biggest holders of device blocks, the jobs, the steps, or the other request."""
 
     def __str__(self) -> str:
-        state = f"request {self.request_id}, {self.state.value}{_for(self.age_s)}, {self.num_blocks} blocks"
+        state = f"request {plain(self.request_id)}, {self.state.value}{_for(self.age_s)}, {self.num_blocks} blocks"
         return f"{state}; waits for {self.what()}"
 
     def what(self) -> str:
@@ -100,7 +108,7 @@ class RequestStatus:
 
 def _named(names: Sequence[str], over: Sequence[str]) -> str:
     """A few of `names`, those that are over first."""
-    first = [f"{name} (over)" for name in over] + [name for name in names if name not in over]
+    first = [f"{plain(name)} (over)" for name in over] + [plain(name) for name in names if name not in over]
     rest = len(first) - NUM_NAMED
     return ", ".join(first[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -109,7 +117,7 @@ def explained(about: str, requests: Iterable[RequestStatus], holders: Iterable[H
     """A table for people."""
     rows: list[tuple[str, ...]] = []
     for one in requests:
-        rows.append((one.request_id, one.state.value, seconds(one.age_s), str(one.num_blocks), one.what()))
+        rows.append((plain(one.request_id), one.state.value, seconds(one.age_s), str(one.num_blocks), one.what()))
     lines = [about, *_table(("request", "state", "for", "blocks", "waits for"), rows)]
     held = [f"  {holder}" for holder in holders]
     lines += ["device blocks are held by", *(held or ["  nobody"])]

@@ -37,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _os_error(error)
     except EmptyLogError:
-        return _complain(f"{options.log}: no event of aoffload in it (docs/tracing.md says how to get JSON lines)")
+        before = "" if options.until is None else ", or none before --until"
+        return _complain(
+            f"{options.log}: no event of aoffload in it{before} (docs/tracing.md says how to get JSON lines)"
+        )
     except UnknownError as error:
         return _complain(str(error))
     except KeyboardInterrupt:

@@ -62,7 +62,7 @@ class Seen:
     def _nothing(self, *_: Any) -> None: ...
 
     request_moved = job_moved = pin_moved = cache_transfer_moved = overlap_moved = _nothing
-    loads_paused = loads_resumed = _nothing
+    loads_paused = loads_resumed = step_begun = step_ended = extension_refused = _nothing
 
 
 class EngineDriven:

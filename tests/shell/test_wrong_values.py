@@ -493,7 +493,7 @@ MADE: dict[str, Row] = {
     "Ledger block_bytes": Row(lambda _, v: Ledger(config(), 17, block_bytes=v), "block_bytes", "1 huge 2**70"),
     "Ledger device_pool": Row(lambda _, v: Ledger(config(), 17, device_pool=v), "device_pool", "None"),
     "Ledger engine_blocks": Row(
-        lambda _, v: Ledger(config(), 17, engine_blocks=v, clock=lambda: 0.0), "engine_blocks clock"
+        lambda _, v: Ledger(config(), 17, engine_blocks=v, clock=lambda: 0.0), "engine_blocks", "None"
     ),
     "Ledger clock": Row(lambda _, v: Ledger(config(), 17, clock=v), "clock", f"None {CALLABLES}"),
     "Ledger clock of an engine": Row(
@@ -514,6 +514,8 @@ MADE: dict[str, Row] = {
     "load_timeout_s": Row(lambda _, v: made_with(load_timeout_s=v), "load_timeout_s", SECONDS),
     "transfer_timeout_s": Row(lambda _, v: made_with(transfer_timeout_s=v), "transfer_timeout_s", SECONDS),
     "close_timeout_s": Row(lambda _, v: made_with(close_timeout_s=v), "close_timeout_s", SECONDS),
+    "slow_wait_s": Row(lambda _, v: made_with(slow_wait_s=v), "slow_wait_s", f"None {SECONDS}"),
+    "slow_step_s": Row(lambda _, v: made_with(slow_step_s=v), "slow_step_s", f"None {SECONDS}"),
     "pending_timeout_s": Row(lambda _, v: made_with(pending_timeout_s=v), "pending_timeout_s", SECONDS),
     "max_pinned_share": Row(lambda _, v: made_with(max_pinned_share=v), "max_pinned_share", "0 1"),
     "max_prefetch_share": Row(lambda _, v: made_with(max_prefetch_share=v), "max_prefetch_share", "0 1"),

@@ -70,19 +70,25 @@ class Stuck:
     log: io.StringIO
 
 
-@asynccontextmanager
-async def stuck(program: Callable[[OffloadRuntime, TaskGroup], Any], **options: Any) -> AsyncIterator[Stuck]:
-    """A runtime, a minute after `program` was begun; it is ended by force."""
-    log, begun_s = io.StringIO(), anyio.current_time()
+def logger_into(log: io.StringIO, level: int) -> Any:
+    """A logger whose time is that of the running event loop, which begins at `START_S`."""
+    begun_s = anyio.current_time()
 
     def stamp(_: object, __: object, fields: dict[str, Any]) -> dict[str, Any]:
         return {**fields, "timestamp": START_S + anyio.current_time() - begun_s}
 
-    logger = structlog.wrap_logger(
+    return structlog.wrap_logger(
         structlog.WriteLogger(log),
         processors=[structlog.processors.add_log_level, stamp, structlog.processors.JSONRenderer()],
-        wrapper_class=structlog.make_filtering_bound_logger(options.pop("level", 10)),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
     )
+
+
+@asynccontextmanager
+async def stuck(program: Callable[[OffloadRuntime, TaskGroup], Any], **options: Any) -> AsyncIterator[Stuck]:
+    """A runtime, a minute after `program` was begun; it is ended by force."""
+    log = io.StringIO()
+    logger = logger_into(log, options.pop("level", 10))
     # No copies: they would end by a clock of their own.
     config = OffloadConfig(groups=[KVCacheGroup("all", block_size=4)], num_host_blocks=0, store_policy="off", **options)
     env, registry = LoopEnv(), CollectorRegistry()

@@ -14,10 +14,11 @@ import anyio
 import anyio.lowlevel
 import attrs
 import pytest
+from anyio.abc import TaskStatus
 from page_data import column, columns, page_data
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from stuck import NUM_BLOCKS, START_S, Stuck, a_forward_hangs, a_task_holds_all, jumping, stuck
+from stuck import NUM_BLOCKS, START_S, Stuck, a_forward_hangs, a_task_holds_all, jumping, logger_into, stuck
 
 from aoffload import OutOfBlocks, RequestState
 from aoffload.core.status import Holder, WaitsFor
@@ -186,6 +187,28 @@ async def test_what_is_slow_is_said_once(program: Any) -> None:
         assert len(events(found, "slow_step")) == (program is a_forward_hangs)
 
 
+async def test_a_step_behind_another_one_is_said_in_time() -> None:
+    """Steps that end have no alarm to take back: each that is open has its own time, however it follows others."""
+
+    async def steps(runtime: Any, tasks: Any) -> None:
+        async def serve(*, task_status: TaskStatus[None]) -> None:
+            async with runtime.request(range(8), "one") as request:
+                await request.allocate()
+                await request.load()
+                task_status.started()
+                for seconds in (1, 9, 100):
+                    with runtime.step([request]):
+                        await anyio.sleep(seconds)
+                request.commit(8)
+
+        await tasks.start(serve)
+
+    async with stuck(steps) as found:
+        (event,) = events(found, "slow_step")
+    assert (event["step_id"], event["timestamp"]) == (3, pytest.approx(START_S + 40))
+    assert event["open_s"] == pytest.approx(30)
+
+
 async def test_nothing_is_said_before_its_time_or_where_it_is_off() -> None:
     """A bound of 60.5 seconds is over for the step alone, which is a second older; None is for ever."""
     async with stuck(a_forward_hangs, slow_wait_s=60.5, slow_step_s=60.5) as found:
@@ -294,3 +317,41 @@ def test_the_clock_of_a_long_log_is_its_last_event(tmp_path: Path, capsys: pytes
     (tmp_path / "log").write_text(one.getvalue())
     assert trace([str(tmp_path / "log")]) == 0
     assert re.search(r"\n  99.0 s +r +matched for 99.0 s", capsys.readouterr().out)
+
+
+# -- docs/howto/it-hangs.md -------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs/howto/it-hangs.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_what_the_page_shows_is_what_its_programs_print(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], anyio_backend: Any
+) -> None:
+    """Both programs, and the trace of both logs; a minute passes at once."""
+    name, _ = anyio_backend
+    log, texts = io.StringIO(), list[str]()
+
+    def run(function: Any, program: Any) -> None:
+        async def with_log() -> None:
+            await function(program, logger_into(log, 10))
+
+        log.truncate(log.seek(0))
+        anyio.run(with_log, backend=name, backend_options=jumping(name)[1])
+
+    def show(text: str) -> None:
+        texts.append(log.getvalue())  # the log as it is while the program hangs
+        print(text)
+
+    (program,) = blocks("python")
+    namespace = {"run": run, "print": show, "__name__": "it_hangs"}
+    exec(compile(program.replace("anyio.run(", "run("), "it-hangs.md", "exec"), namespace)
+    first, second, *traced = blocks("text")
+    assert capsys.readouterr().out == first + second
+    for text, shown in zip(texts, traced, strict=True):
+        (tmp_path / "log").write_text(text)
+        assert trace([str(tmp_path / "log"), "--until", str(START_S + 61)]) == 0
+        assert f"\n\n{shown}\n" in capsys.readouterr().out

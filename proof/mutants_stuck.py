@@ -1,0 +1,63 @@
+"""Planted defects in what explains itself when nothing goes on. Each has a test of its own: they change no outcome."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["STUCK_MUTANTS"]
+
+SLOW, SITUATION = "aoffload.slow", "aoffload.core.situation"
+HANGS = "tests/trace/test_stuck.py"
+WAITS = "tests/core/test_situation.py"
+
+STUCK_MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "slow wait is looked at too early",
+        SLOW,
+        "        return max(0.0, waiter.joined_s + slow_s - self.now())\n",
+        "        return max(0.0, waiter.joined_s + slow_s / 2 - self.now())\n",
+        "a wait is long after slow_wait_s",
+        test=f"{HANGS}::test_what_is_slow_is_said_once",
+    ),
+    Mutant(
+        "worker does not look at steps",
+        "aoffload.worker",
+        "        slow = math.inf if self.slow is None else self.slow.next_deadline\n",
+        "        slow = math.inf\n",
+        "a long step is said",
+        test=f"{HANGS}::test_a_step_behind_another_one_is_said_in_time",
+    ),
+    Mutant(
+        "steps of requests that are over are not shown",
+        SITUATION,
+        "        yield from map(self.step, self.steps.values())\n",
+        "        yield from (self.step(one) for one in self.steps.values() if not one.holdings[0].is_over)\n",
+        "what a step still holds is shown",
+        test=f"{HANGS}::test_holders_name_the_step_of_a_request_that_is_over",
+    ),
+    Mutant(
+        "a waiter is told of itself",
+        SITUATION,
+        '        if (holder.kind, holder.name) != ("request", request_id) and holder.request_ids != (request_id,):\n',
+        "        if True:\n",
+        "what a waiter holds itself is not what it waits for",
+        test=f"{WAITS}::test_who_extends_stands_before_who_begins",
+    ),
+    Mutant(
+        "a wait that begins again is young",
+        "aoffload.core.owners",
+        "        if self.joined_s is None:\n            self.joined_s = now\n",
+        "        self.joined_s = now\n",
+        "a wait is as old as its first place in line",
+        test=f"{WAITS}::test_a_wait_that_begins_again_is_as_old_as_before",
+    ),
+    Mutant(
+        "what is open ends with its runtime",
+        "aoffload.trace.scan",
+        "            self.book.runtime_over(runtime, self.last_s if runtime.closed_s is None else None)\n",
+        "            self.book.runtime_over(runtime)\n",
+        "what is not over is open until now",
+        test=f"{HANGS}::test_the_log_alone_names_the_step_that_hangs",
+    ),
+)
+"""Events, requests(), holders() and the trace of a log."""
