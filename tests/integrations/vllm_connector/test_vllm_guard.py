@@ -67,3 +67,45 @@ def test_an_error_in_the_ledger_turns_the_cache_off(
     engine.run(Request("again", TEXT), Request("other", OTHER), Request("third", [*TEXT[:9], *OTHER], num_new=5))
     engine.run(Request("last", TEXT))
     to_rest(engine)
+
+
+def test_an_error_in_a_reset_turns_the_cache_off(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be forgotten is never loaded."""
+    engine = narrow(warm())
+    monkeypatch.setattr(engine.connector.ledger, "reset", fail)
+    assert engine.connector.reset_cache()
+    engine.run(Request("again", TEXT))
+    assert "ZeroDivisionError" in engine.connector.off_reason
+    to_rest(engine)
+
+
+def test_a_load_that_was_promised_before_an_error_is_lost(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 may have blocks for it in a later step than it asked in: it is told that nothing comes."""
+    engine = narrow(warm())
+    request = Request("again", TEXT)
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (28, True)
+    monkeypatch.setattr(engine.half, "match", fail)
+    engine.run(Request("other", OTHER))
+    engine.allocate(request, 0, 28)
+    engine.loading["again"] = request
+    engine.run(request)
+    to_rest(engine)
+
+
+def test_an_aborted_load_is_over_behind_an_error(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine steps until vLLM has heard of it."""
+    engine = narrow(warm())
+    request = Request("again", TEXT)
+    engine.submit(request)
+    engine.step()
+    monkeypatch.setattr(engine.half, "finished", fail)
+    engine.finish(request)
+    assert engine.connector.has_pending_push_work()
+    engine.run()
+    to_rest(engine)
