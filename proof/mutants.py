@@ -15,6 +15,7 @@ from .mutants_loss import LOSS_MUTANTS
 from .mutants_policies import POLICY_MUTANTS
 from .mutants_shell import SHELL_MUTANTS
 from .mutants_transfers import TRANSFER_MUTANTS
+from .mutants_vllm import VLLM_MUTANTS
 from .mutants_windows import WINDOW_MUTANTS
 from .planting import Mutant
 
@@ -22,5 +23,5 @@ __all__ = ["MUTANTS"]
 
 MUTANTS: tuple[Mutant, ...] = (
     CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS + LOSS_MUTANTS + EARLY_MUTANTS
-    + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS + CALL_MUTANTS + ENGINE_MUTANTS
+    + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS + CALL_MUTANTS + ENGINE_MUTANTS + VLLM_MUTANTS
 )  # fmt: skip

@@ -33,10 +33,11 @@ class Guard:
     def allocated(self, request: Any, num_external: int) -> None:
         if not self.off_reason:
             try:
-                return self.half.allocated(request, num_external)
+                self.half.allocated(request, num_external)
             except Exception as error:  # noqa: BLE001
                 self._turn_off(error)
-        self.half.refuse(request, num_external)
+        if self.off_reason:
+            self.half.refuse(request, num_external)
 
     def step(self, output: Any) -> Commands:
         if not self.off_reason:

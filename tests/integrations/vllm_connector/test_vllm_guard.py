@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_doubles import TEXT, Request
-from small_engine import SmallEngine, held
+from small_engine import SmallEngine, held, instead
 
 OTHER = list(range(100, 130))
 
@@ -101,6 +101,7 @@ def test_an_aborted_load_is_over_behind_an_error(
 ) -> None:
     """The engine steps until vLLM has heard of it."""
     engine = narrow(warm())
+    plans = instead(engine, lambda plan: None)
     request = Request("again", TEXT)
     engine.submit(request)
     engine.step()
@@ -108,4 +109,5 @@ def test_an_aborted_load_is_over_behind_an_error(
     engine.finish(request)
     assert engine.connector.has_pending_push_work()
     engine.run()
+    engine.workers[0].start(plans)
     to_rest(engine)

@@ -80,7 +80,7 @@ def test_a_load_of_the_step_that_tells_of_a_preemption(warm: Callable[..., Small
 def test_a_preempted_request_offers_again(engines: Callable[..., SmallEngine]) -> None:
     """It begins from its first token: what the host has forgotten meanwhile is stored again."""
     engine = engines()
-    request = Request("first", TEXT, num_new=3)
+    request = Request("first", TEXT, num_new=1)
     engine.submit(request)
     engine.step()
     engine.connector.reset_cache()
@@ -88,4 +88,4 @@ def test_a_preempted_request_offers_again(engines: Callable[..., SmallEngine]) -
     engine.preempt(request)
     engine.manager.evict_all()
     engine.run()
-    assert engine.connector.ledger.statistics().host.num_cached == 8
+    assert engine.connector.ledger.statistics().host.num_cached == 7
