@@ -171,7 +171,7 @@ GUARDED = (
         "        self.half.settle(reports)\n",
         "",
         "vLLM gets its blocks back, whatever the connector has run into",
-        test=f"{ERRORS}test_an_error_in_any_hook_turns_the_cache_off",
+        test=f"{ERRORS}test_who_waits_for_a_load_computes_behind_an_error",
     ),
     Mutant(
         "vLLM: off, and blocks of the last report held",
@@ -187,7 +187,7 @@ GUARDED = (
         "        self.half.discard_queued()\n",
         "",
         "vLLM gets its blocks back, whatever the connector has run into",
-        test=f"{ERRORS}test_an_error_in_any_hook_turns_the_cache_off",
+        test=f"{ERRORS}test_copies_that_wait_for_room_give_their_blocks_back_behind_an_error",
     ),
     Mutant(
         "vLLM: off, and who waits for a load waits on",
@@ -195,7 +195,7 @@ GUARDED = (
         "                self._reports.append(LoadReport(found.request_id, is_lost=True))\n",
         "                pass\n",
         "no hang: whoever waits for a load computes",
-        test=f"{ERRORS}test_an_error_in_any_hook_turns_the_cache_off",
+        test=f"{ERRORS}test_who_waits_for_a_load_computes_behind_an_error",
     ),
     Mutant(
         "vLLM: off, and a promise kept by nobody",

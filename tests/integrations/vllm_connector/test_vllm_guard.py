@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, held, instead
+
+from aoffload.ledger import TransferPlan
 
 OTHER = list(range(100, 130))
 
@@ -110,4 +113,37 @@ def test_an_aborted_load_is_over_behind_an_error(
     assert engine.connector.has_pending_push_work()
     engine.run()
     engine.workers[0].start(plans)
+    to_rest(engine)
+
+
+def test_who_waits_for_a_load_computes_behind_an_error(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once. The copy that is under way keeps its blocks, until it is over."""
+    engine = narrow(warm(num_blocks=40))
+    plans = instead(engine, lambda plan: None)
+    engine.submit(Request("again", TEXT))
+    engine.step()
+    monkeypatch.setattr(engine.half, "step", fail)
+    engine.run()
+    assert held(engine) == 7
+    engine.workers[0].start(plans)
+    to_rest(engine)
+
+
+def test_copies_that_wait_for_room_give_their_blocks_back_behind_an_error(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would never start; the one that is under way ends."""
+    engine = narrow(warm(num_blocks=40))
+    held_back: list[TransferPlan] = []
+    engine.alter = lambda commands: (held_back.extend(commands.stores), attrs.evolve(commands, stores=()))[1]
+    engine.submit(Request("other", OTHER))
+    while engine.running or engine.waiting:
+        engine.step()
+    assert held(engine) == 7 and sum(plan.num_blocks for plan in held_back) == 3
+    monkeypatch.setattr(engine.half, "step", fail)
+    engine.step()
+    assert held(engine) == 3
+    engine.workers[0].start(held_back)
     to_rest(engine)
