@@ -16,6 +16,7 @@ from .mutants_policies import POLICY_MUTANTS
 from .mutants_shell import SHELL_MUTANTS
 from .mutants_stuck import STUCK_MUTANTS
 from .mutants_transfers import TRANSFER_MUTANTS
+from .mutants_vllm import VLLM_MUTANTS
 from .mutants_windows import WINDOW_MUTANTS
 from .planting import Mutant
 
@@ -23,5 +24,9 @@ __all__ = ["MUTANTS"]
 
 MUTANTS: tuple[Mutant, ...] = (
     CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS + LOSS_MUTANTS + EARLY_MUTANTS
+<<<<<<< HEAD
     + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS + CALL_MUTANTS + ENGINE_MUTANTS + STUCK_MUTANTS
+=======
+    + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS + CALL_MUTANTS + ENGINE_MUTANTS + VLLM_MUTANTS
+>>>>>>> h7-mut
 )  # fmt: skip

@@ -134,12 +134,15 @@ def _cases(mutant: Mutant, budget: Budget) -> list[Case]:
         seeds = range(0, budget.num_ranges * SEED_RANGE, SEED_RANGE)
         return [Case(mutant, "programs", budget.programs, faces=faces, first_seed=seed) for seed in seeds]
     if mutant.test:
-        return [Case(mutant, "programs", budget.tried_programs, faces=faces)] if budget.tried_programs else []
+        tried = budget.tried_programs if faces else 0
+        return [Case(mutant, "programs", tried, faces=faces)] if tried else []
     return [Case(mutant, "scenarios", MOST_RUNS, scenarios=mutant.scenarios)]
 
 
 def _faces_for(module: str) -> tuple[Face, ...]:
-    """The faces whose programs can meet a defect in `module`."""
+    """The faces whose programs can meet a defect in `module`. No program has another engine in it."""
+    if module.startswith("aoffload.integrations.vllm."):
+        return ()
     if module.startswith("aoffload.core.engine"):
         return ENGINE_FACES
     return FACES if module.startswith("aoffload.core.") else RUNTIME_FACES

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .bench import Bench, Scenario, run_part
 from .models import HYBRID
+from .one_rank import ours, without
 from .rows import Row
-from .transfers import OURS, meddled
+from .transfers import meddled
 
 __all__ = ["SCENARIOS"]
 
 SMALL_POOL = 110
-
-
-def without(bench: Bench) -> Row:
-    with bench.engine(SMALL_POOL) as engine:
-        return bench.judge("hybrid: a small pool, without offload", bench.talk(engine))
-
-
-def ours(bench: Bench) -> Row:
-    with bench.engine(SMALL_POOL, OURS) as engine:
-        served = bench.talk(engine)
-    row = bench.judge("hybrid: a small pool, aoffload", served)
-    found, wanted = served.num_cached_tokens, bench.reference.num_cached_tokens
-    return row.missed(f"{found:,} tokens cached, of {wanted:,}" if found < wanted else "")
+NAME = "hybrid: "
 
 
 def all_fail(bench: Bench) -> Row:
@@ -53,8 +44,8 @@ def unproven(bench: Bench) -> Row:
 
 
 SCENARIOS = (
-    Scenario("without", without),
-    Scenario("ours", ours, is_short=True),
+    Scenario("without", partial(without, num_blocks=SMALL_POOL, model=NAME)),
+    Scenario("ours", partial(ours, num_blocks=SMALL_POOL, model=NAME), is_short=True),
     Scenario("every load fails", all_fail, is_short=True),
     Scenario("half", half_fail),
     Scenario("unproven", unproven),

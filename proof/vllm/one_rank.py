@@ -12,7 +12,7 @@ from .prompts import burst, words
 from .rows import Row
 from .transfers import OURS, PEER, meddled
 
-__all__ = ["SCENARIOS", "SMALL_POOL"]
+__all__ = ["SCENARIOS", "SMALL_POOL", "ours", "without"]
 
 SMALL_POOL = 70
 NUM_ABORTS = 120
@@ -21,9 +21,10 @@ MOST_COMPUTED = 0.8
 """Share of all prompt tokens that are computed when half of every load comes."""
 
 
-def without(bench: Bench) -> Row:
-    with bench.engine(SMALL_POOL) as engine:
-        return bench.judge("a small pool, without offload", bench.talk(engine))
+def without(bench: Bench, num_blocks: int = SMALL_POOL, model: str = "") -> Row:
+    """`model` stands before the name of the row, where it is another."""
+    with bench.engine(num_blocks) as engine:
+        return bench.judge(f"{model}a small pool, without offload", bench.talk(engine))
 
 
 def peer(bench: Bench) -> Row:
@@ -31,11 +32,11 @@ def peer(bench: Bench) -> Row:
         return bench.judge("a small pool, vLLM's SimpleCPUOffloadConnector", bench.talk(engine))
 
 
-def ours(bench: Bench) -> Row:
+def ours(bench: Bench, num_blocks: int = SMALL_POOL, model: str = "") -> Row:
     """It has to find all that a large pool finds."""
-    with bench.engine(SMALL_POOL, OURS) as engine:
+    with bench.engine(num_blocks, OURS) as engine:
         served = bench.talk(engine)
-    row = bench.judge("a small pool, aoffload", served)
+    row = bench.judge(f"{model}a small pool, aoffload", served)
     found, wanted = served.num_cached_tokens, bench.reference.num_cached_tokens
     return row.missed(f"{found:,} tokens cached, of {wanted:,}" if found < wanted else "")
 

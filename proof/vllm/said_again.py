@@ -6,6 +6,7 @@ Run by `proof.vllm.their_tests`, with pytest and the plugin `proof.vllm.adapter`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,24 +233,20 @@ def test_what_was_read_again_stays(config: VllmConfig) -> None:
     assert [world.hit(text) for text in (1, 2, 3)] == [2 * BLOCK, 0, 2 * BLOCK]
 
 
-def test_an_abort_while_loading_leaves_nothing(config: VllmConfig) -> None:
-    """The copy holds the blocks until it is over, then nobody does."""
+@pytest.mark.parametrize("copy", ["load", "store"])
+def test_an_end_while_copying_leaves_nothing(copy: str, config: VllmConfig) -> None:
+    """The copy holds what it writes or reads until it is over, then nobody does."""
     world = World(config)
-    world.store(1)
-    request, held = world.load(1)
+    if copy == "load":
+        world.store(1)
+        request, held = world.load(1)
+        over = partial(world.loaded, request)
+    else:
+        request, held, done = world.compute(1)
+        over = partial(world.stored, done)
     world.end(request, held)
     assert world.num_free == NUM_DEVICE - 1 - 2
-    world.loaded(request)
-    assert (world.num_free, world.num_pinned) == (NUM_DEVICE - 1, 0)
-
-
-def test_an_end_while_storing_leaves_nothing(config: VllmConfig) -> None:
-    """The same for the sources of a store."""
-    world = World(config)
-    request, held, done = world.compute(1)
-    world.end(request, held)
-    assert world.num_free == NUM_DEVICE - 1 - 2
-    world.stored(done)
+    over()
     assert (world.num_free, world.num_pinned) == (NUM_DEVICE - 1, 0)
 
 

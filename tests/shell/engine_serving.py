@@ -149,6 +149,13 @@ class OwnEngine:
     def in_flight(self) -> list[int]:
         return list(self.transport.in_flight)
 
+    async def assert_stored_from(self, table: list[int], token_ids: list[int]) -> None:
+        """The engine gives up `table`, and host memory has all of `token_ids` but the last."""
+        self.pool.let_go(table)
+        await self.runtime.flush()
+        assert await self.serve(token_ids) == len(token_ids) - 1
+        await self.assert_at_rest()
+
     async def assert_at_rest(self) -> None:
         """No request, no copy: every block is the engine's again, and nothing is pinned in host memory."""
         await self.runtime.flush()

@@ -482,10 +482,7 @@ async def test_without_a_fence_nothing_is_stored() -> None:
             assert engine.held() == [] and not engine.transport.launched
             engine.transport.record_fence = recorded  # type: ignore[method-assign]
             request.offer(17, [table])
-        engine.pool.let_go(table)
-        await engine.runtime.flush()
-        assert await engine.serve(A) == 16
-        await engine.assert_at_rest()
+        await engine.assert_stored_from(table, A)
 
 
 async def test_what_a_failed_forward_offered_is_taken_back() -> None:
@@ -511,10 +508,7 @@ async def test_what_a_failed_forward_offered_is_taken_back() -> None:
             engine.transport.auto = True
             engine.compute(A, table, 0)
             request.offer(17, [table])
-        engine.pool.let_go(table)
-        await engine.runtime.flush()
-        assert await engine.serve(A) == 16
-        await engine.assert_at_rest()
+        await engine.assert_stored_from(table, A)
 
 
 async def test_a_pin_keeps_what_host_memory_holds() -> None:

@@ -34,10 +34,14 @@ class Guard:
         if not self.off_reason:
             try:
                 self.half.allocated(request, num_external)
+<<<<<<< HEAD
                 return
+=======
+>>>>>>> h7-mut
             except Exception as error:  # noqa: BLE001
                 self._turn_off(error)
-        self.half.refuse(request, num_external)
+        if self.off_reason:
+            self.half.refuse(request, num_external)
 
     def step(self, output: Any) -> Commands:
         if not self.off_reason:

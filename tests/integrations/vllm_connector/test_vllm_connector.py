@@ -188,12 +188,25 @@ def test_a_worker_may_stop_while_it_sleeps(warm: Callable[..., SmallEngine]) -> 
     """Its copy threads end, and its host memory goes."""
     engine = warm()
     transport = engine.workers[0]._transport
+    assert transport is not None
+    close, closed = transport.close, list[float]()
+    transport.close = lambda timeout_s: (closed.append(timeout_s), close(timeout_s))[1]  # type: ignore[method-assign]
     engine.copiers[0].unregister_kv_caches()
     engine.copiers[0].shutdown()
+    assert len(closed) == 1
     engine.copiers[0].restore_kv_caches()
     engine.run(Request("again", TEXT))
     assert counted(engine, "jobs|load|failed") == 1
-    assert transport is not None and transport.close(1.0)
+
+
+def test_a_request_without_a_key_is_served(warm: Callable[..., SmallEngine]) -> None:
+    """It neither stores nor loads; those with keys do, before and after."""
+    engine = warm()
+    engine.run(Request("embedded", TEXT, prompt_embeds=object()), Request("new", range(100, 120)))
+    assert counted(engine, "copied_blocks|store") == 7 + 5
+    engine.manager.evict_all()
+    engine.run(Request("again", TEXT))
+    assert counted(engine, "copied_blocks|load") == 7
 
 
 def test_two_salts_share_nothing(warm: Callable[..., SmallEngine]) -> None:

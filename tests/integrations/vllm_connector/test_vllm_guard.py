@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 from engine_doubles import TEXT, Request
-from small_engine import SmallEngine, held
+from small_engine import SmallEngine, held, instead
+
+from aoffload.ledger import TransferPlan
 
 OTHER = list(range(100, 130))
 
@@ -66,4 +69,81 @@ def test_an_error_in_the_ledger_turns_the_cache_off(
     monkeypatch.setattr(engine.connector.ledger, hook, once, raising=True)
     engine.run(Request("again", TEXT), Request("other", OTHER), Request("third", [*TEXT[:9], *OTHER], num_new=5))
     engine.run(Request("last", TEXT))
+    to_rest(engine)
+
+
+def test_an_error_in_a_reset_turns_the_cache_off(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be forgotten is never loaded."""
+    engine = narrow(warm())
+    monkeypatch.setattr(engine.connector.ledger, "reset", fail)
+    assert engine.connector.reset_cache()
+    engine.run(Request("again", TEXT))
+    assert "ZeroDivisionError" in engine.connector.off_reason
+    to_rest(engine)
+
+
+def test_a_load_that_was_promised_before_an_error_is_lost(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 may have blocks for it in a later step than it asked in: it is told that nothing comes."""
+    engine = narrow(warm())
+    request = Request("again", TEXT)
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (28, True)
+    monkeypatch.setattr(engine.half, "match", fail)
+    engine.run(Request("other", OTHER))
+    engine.allocate(request, 0, 28)
+    engine.loading["again"] = request
+    engine.run(request)
+    to_rest(engine)
+
+
+def test_an_aborted_load_is_over_behind_an_error(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine steps until vLLM has heard of it."""
+    engine = narrow(warm())
+    plans = instead(engine, lambda plan: None)
+    request = Request("again", TEXT)
+    engine.submit(request)
+    engine.step()
+    monkeypatch.setattr(engine.half, "finished", fail)
+    engine.finish(request)
+    assert engine.connector.has_pending_push_work()
+    engine.run()
+    engine.workers[0].start(plans)
+    to_rest(engine)
+
+
+def test_who_waits_for_a_load_computes_behind_an_error(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once. The copy that is under way keeps its blocks, until it is over."""
+    engine = narrow(warm(num_blocks=40))
+    plans = instead(engine, lambda plan: None)
+    engine.submit(Request("again", TEXT))
+    engine.step()
+    monkeypatch.setattr(engine.half, "step", fail)
+    engine.run()
+    assert held(engine) == 7
+    engine.workers[0].start(plans)
+    to_rest(engine)
+
+
+def test_copies_that_wait_for_room_give_their_blocks_back_behind_an_error(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would never start; the one that is under way ends."""
+    engine = narrow(warm(num_blocks=40))
+    held_back: list[TransferPlan] = []
+    engine.alter = lambda commands: (held_back.extend(commands.stores), attrs.evolve(commands, stores=()))[1]
+    engine.submit(Request("other", OTHER))
+    while engine.running or engine.waiting:
+        engine.step()
+    assert held(engine) == 7 and sum(plan.num_blocks for plan in held_back) == 3
+    monkeypatch.setattr(engine.half, "step", fail)
+    engine.step()
+    assert held(engine) == 3
+    engine.workers[0].start(held_back)
     to_rest(engine)

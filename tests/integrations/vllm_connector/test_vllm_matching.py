@@ -73,8 +73,11 @@ def test_each_try_is_answered_behind_vllms_own_hit(warm: Callable[..., SmallEngi
     """Which may have grown or shrunk since the try before."""
     engine = warm()
     request = Request("again", TEXT)
-    assert [ask(engine, request, local)[0] for local in (0, 12, 28, 8)] == [28, 16, 0, 20]
+    assert [ask(engine, request, local)[0] for local in (0, 12, 28, 8, 0)] == [28, 16, 0, 20, 28]
+    engine.run(Request("head", TEXT[:13]))
+    assert counted(engine, "copied_blocks|load") == 3
     engine.run(request)
+    assert counted(engine, "copied_blocks|load") == 3 + 4
 
 
 def test_retries_do_not_read_the_tokens_again(warm: Callable[..., SmallEngine]) -> None:

@@ -93,7 +93,7 @@ def test_an_error_is_counted(warm: Callable[..., SmallEngine], monkeypatch: pyte
 def test_statistics_add_up() -> None:
     """Counts are summed over an interval; of a gauge the last value counts."""
     made = AoffloadConnector.build_kv_connector_stats
-    one, other = made({"lost_tokens": 3.0, "off": 0.0}), made({"lost_tokens": 4.0, "jobs|load|landed": 1.0, "off": 1.0})
+    one, other = made({"lost_tokens": 3.0, "off": 1.0}), made({"lost_tokens": 4.0, "jobs|load|landed": 1.0, "off": 1.0})
     total = one.aggregate(other)
     assert total.reduce() == {"lost_tokens": 7.0, "jobs load landed": 1.0, "off": 1.0}
     assert not total.is_empty()

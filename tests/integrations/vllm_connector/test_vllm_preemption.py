@@ -75,3 +75,17 @@ def test_a_load_of_the_step_that_tells_of_a_preemption(warm: Callable[..., Small
     engine.run()
     assert counted(engine, "copied_blocks|load") == 14
     assert held(engine) == 0
+
+
+def test_a_preempted_request_offers_again(engines: Callable[..., SmallEngine]) -> None:
+    """It begins from its first token: what the host has forgotten meanwhile is stored again."""
+    engine = engines()
+    request = Request("first", TEXT, num_new=1)
+    engine.submit(request)
+    engine.step()
+    engine.connector.reset_cache()
+    settle(engine)
+    engine.preempt(request)
+    engine.manager.evict_all()
+    engine.run()
+    assert engine.connector.ledger.statistics().host.num_cached == 7

@@ -50,7 +50,7 @@ def test_each_chunk_is_offered_in_its_step(engines: Callable[..., SmallEngine]) 
     engine = engines(most_tokens=10)
     done = recorded(engine)
     engine.run(Request("first", TEXT))
-    assert [one for one in done if one != "forward"] == ["store 2", "store 3", "store 2"]
+    assert done == ["forward", "store 2", "forward", "store 3", "forward", "store 2"]
 
 
 def test_generated_tokens_are_offered(engines: Callable[..., SmallEngine]) -> None:
@@ -70,6 +70,26 @@ def test_a_step_without_work_carries_nothing(engines: Callable[..., SmallEngine]
     engine.alter = lambda commands: (seen.append(commands), commands)[1]
     engine.run(Request("first", TEXT[:9], num_new=2))
     assert [bool(one.stores) for one in seen[:3]] == [True, False, False]
+
+
+def test_a_step_that_fills_no_block_reads_no_table(
+    engines: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it call the ledger: there is nothing new to store."""
+    engine = engines()
+    request = Request("first", TEXT[:9], num_new=5)
+    engine.submit(request)
+    engine.step()
+    offers: list[int] = []
+    offer = engine.connector.ledger.offer
+
+    def seen(holding: Any, num_computed_tokens: int, *arguments: Any, **options: Any) -> Any:
+        offers.append(num_computed_tokens)
+        return offer(holding, num_computed_tokens, *arguments, **options)
+
+    monkeypatch.setattr(engine.connector.ledger, "offer", seen)
+    engine.run()
+    assert offers == [12]
 
 
 def test_nothing_is_kept_when_a_request_is_over(engines: Callable[..., SmallEngine]) -> None:
@@ -140,6 +160,18 @@ def test_reports_keep_the_engine_stepping(engines: Callable[..., SmallEngine]) -
     engine.half._reports.append(SimpleNamespace())  # type: ignore[arg-type]
     assert engine.connector.has_pending_push_work()
     engine.half._reports.clear()
+
+
+def test_ends_of_both_kinds_in_one_step(engines: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers report the end of one load in the step in which the scheduler sees another one land."""
+    engine = engines()
+    monkeypatch.setattr(engine.half, "take", lambda reports: {"landed"})
+    engine.workers[0]._over.append(Completion(7, Outcome.LANDED))
+    output = SimpleNamespace(
+        kv_connector_worker_meta=engine.copiers[0].build_connector_worker_meta(), finished_recving={"lost"}
+    )
+    engine.connector.update_connector_output(output)
+    assert output.finished_recving == {"landed", "lost"}
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,11 @@
+"""Mutants of the connector for vLLM. Their tests run where vLLM is not installed, over stand-ins for its classes."""
+
+from __future__ import annotations
+
+from .mutants_vllm_copies import VLLM_COPY_MUTANTS
+from .mutants_vllm_rest import VLLM_OTHER_MUTANTS
+from .mutants_vllm_scheduler import VLLM_SCHEDULER_MUTANTS
+
+__all__ = ["VLLM_MUTANTS"]
+
+VLLM_MUTANTS = VLLM_SCHEDULER_MUTANTS + VLLM_COPY_MUTANTS + VLLM_OTHER_MUTANTS
