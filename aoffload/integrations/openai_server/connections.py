@@ -81,7 +81,7 @@ class Connections:
         """Close all of them, and refuse further ones. What was answered may be read for up to `timeout_s`."""
         self._is_closed = True
         for connection in tuple(self._open):
-            connection.transport.close()
+            connection.shutdown()  # now, or once its answer is complete
         with anyio.move_on_after(timeout_s):
             while self._open:
                 self._empty = anyio.Event()
