@@ -26,8 +26,8 @@ LAST_BYTES_S = 2
 """Seconds that open connections get at the end to receive their last bytes."""
 QUEUE = 2048
 """Connections that wait in the kernel until they are accepted."""
-ACCEPTED_AT_ONCE = 16
-"""Connections accepted in one turn of the loop. More would be open, and use descriptors, before they are counted."""
+ACCEPTED_AT_ONCE = 4
+"""Connections accepted in one turn of the loop. They are counted some turns later and have descriptors by then."""
 RESERVED_FILES = 32
 """Descriptors kept for everything else, beside those that are open already."""
 MAX_HEADER_BYTES = 16 * 1024
