@@ -77,7 +77,7 @@ class Listener:
     def __init__(
         self, app: ASGIApp, admission: Admission, sock: socket.socket, connections: Connections | None = None
     ) -> None:
-        self._connections = connections or Connections()
+        self._connections = Connections() if connections is None else connections
         config = uvicorn.Config(
             app,
             http=self._connections.protocol,
