@@ -125,8 +125,8 @@ class OffloadConfig:
     """After this time, the destination of a launched job without a completion is quarantined, and its hop launches
     nothing more until it reports."""
     store_timeout_s: float | None = attrs.field(default=None, validator=_SECONDS_OR_NONE)
-    """The same for stores; None: `transfer_timeout_s`, but at most 10. A store that hangs keeps its source blocks, which
-    others wait for, for this long."""
+    """The same for stores; None: `transfer_timeout_s`, but at most 10. A store that hangs keeps its source blocks for
+    this long, and others may wait for them."""
     close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
     """How long closing waits for copies in flight before it quarantines them."""
     pending_timeout_s: float = attrs.field(default=2.0, validator=_seconds)

@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _listen(attrs.evolve(options, api_key=find_key(options.api_key, options.api_key_file)))
     except AoffloadError as error:
-        make_parser().error(_by_option(error))
+        parser = make_parser()
+        parser.exit(2, f"{parser.prog}: error: {_by_option(error)}\n")  # `error` puts two dozen lines before it
     return 0
 
 
