@@ -41,7 +41,7 @@ class LogFile:
         try:
             self._file.close()
         except OSError as problem:
-            self._tell(problem)
+            self._say(f"{self.path}: {problem}")
         if self.num_lost:
             self._say(f"{self.path}: {self.num_lost} events were lost in all")
 

@@ -119,8 +119,8 @@ class Caller:
     async def call(self) -> None:
         scope = {
             "type": "http", "method": "POST", "path": self.path, "raw_path": self.path.encode(), "root_path": "",
-            "headers": [(b"content-type", b"application/json")], "query_string": b"", "scheme": "http", "http_version": "1.1", "client": ("there", 1),
-            "server": ("here", 2), "asgi": {"version": "3.0"},
+            "headers": [(b"content-type", b"application/json")], "query_string": b"", "scheme": "http",
+            "http_version": "1.1", "client": ("there", 1), "server": ("here", 2), "asgi": {"version": "3.0"},
         }  # fmt: skip
         await self.bench.app(scope, self.receive, self.send)
 

@@ -1,4 +1,4 @@
-"""What a client can make the server keep before it is admitted: connections, headers, bodies, answers it doesn't read."""
+"""What a client can make the server keep before it is admitted: connections, headers, bodies, unread answers."""
 
 from __future__ import annotations
 

@@ -79,7 +79,6 @@ def test_a_broken_directory_is_an_argument_that_is_wrong(case: str, whole: Path,
         (tmp_path / path.name).write_bytes(path.read_bytes())
     BROKEN[case](tmp_path)
     with pytest.raises(InvalidArgument) as caught:
-        model = load_model(str(tmp_path))
-        tokenizer_of(ServerOptions(model=str(tmp_path)), model)
+        tokenizer_of(ServerOptions(model=str(tmp_path)), load_model(str(tmp_path)))
     assert caught.value.argument == "model"
     assert "\n" not in caught.value.problem

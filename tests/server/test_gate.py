@@ -40,9 +40,11 @@ async def test_another_content_type_is_refused() -> None:
 @pytest.mark.parametrize(
     ("header", "value", "status"),
     [
-        ("host", "localhost:8000", 200), ("host", "127.0.0.1", 200), ("host", "[::1]:80", 200), ("host", "LOCALHOST", 200),
+        ("host", "localhost:8000", 200), ("host", "127.0.0.1", 200), ("host", "[::1]:80", 200),
+        ("host", "LOCALHOST", 200),
         ("host", "evil.example", 403), ("host", "127.0.0.1.evil.example", 403), ("host", "", 403), ("host", "[", 403),
-        ("host", "mine.example", 200), ("origin", "http://localhost:3000", 200), ("origin", "https://evil.example", 403),
+        ("host", "mine.example", 200), ("origin", "http://localhost:3000", 200),
+        ("origin", "https://evil.example", 403),
         ("origin", "null", 403), ("origin", "https://mine.example", 200),
     ],
 )  # fmt: skip
@@ -98,12 +100,12 @@ def test_where_a_key_comes_from(tmp_path: Path) -> None:
     assert find_key(None, file, {VARIABLE: "env"}) == "from-file"
     assert find_key(None, None, {VARIABLE: "env"}) == "env"
     for wrong in ("", "two words", "k\u00e9y", "x\x7f"):
-        with pytest.raises(InvalidArgument, match="^api_key: ") as caught:
+        with pytest.raises(InvalidArgument, match=r"^api_key: ") as caught:
             find_key(None, None, {VARIABLE: wrong})
         assert not wrong or wrong not in str(caught.value)
-    with pytest.raises(InvalidArgument, match="^api_key_file: "):
+    with pytest.raises(InvalidArgument, match=r"^api_key_file: "):
         find_key(None, tmp_path, {})
-    with pytest.raises(InvalidArgument, match="^api_key_file: "):
+    with pytest.raises(InvalidArgument, match=r"^api_key_file: "):
         find_key("x", file, {})
 
 
