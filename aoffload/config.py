@@ -59,6 +59,8 @@ def _seconds(_: object, attribute: Any, value: object) -> None:
         raise ConfigError(attribute.name, f"must be a positive number of seconds up to 1e9, got {shown(value)}")
 
 
+MAX_STORE_S = 10.0
+"""A store may hold device blocks for so long, unless another time is set."""
 _SECONDS_OR_NONE: Any = attrs.validators.optional(_seconds)
 
 
@@ -125,8 +127,8 @@ class OffloadConfig:
     """After this time, the destination of a launched job without a completion is quarantined, and its hop launches
     nothing more until it reports."""
     store_timeout_s: float | None = attrs.field(default=None, validator=_SECONDS_OR_NONE)
-    """The same for stores; None: `transfer_timeout_s`. With `engine_blocks`, a store that hangs keeps its source blocks
-    from the engine for this long."""
+    """The same for stores; None: `transfer_timeout_s`, but at most 10. A store that hangs keeps its source blocks for
+    this long, and others may wait for them."""
     close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
     """How long closing waits for copies in flight before it quarantines them."""
     slow_wait_s: float | None = attrs.field(default=30.0, validator=_SECONDS_OR_NONE)
@@ -193,6 +195,11 @@ class OffloadConfig:
         """The namespace of root keys: `namespace` and the layout of groups, so that other layouts never share KV."""
         groups = ",".join(f"{group.name}:{group.block_size}" for group in self.groups)
         return f"{self.namespace}\n{groups}"
+
+    @property
+    def store_bound_s(self) -> float:
+        """Seconds after which a store is given up."""
+        return min(self.transfer_timeout_s, MAX_STORE_S) if self.store_timeout_s is None else self.store_timeout_s
 
     @property
     def bytes_in_flight(self) -> int:

@@ -147,7 +147,7 @@ class Client:
 def _request(swarm: Swarm, prompt: str) -> bytes:
     said = [{"role": "user", "content": prompt}] if swarm.field == "messages" else prompt
     body = json.dumps({**swarm.body, swarm.field: said}).encode()
-    head = f"POST {swarm.path} HTTP/1.1\r\nhost: loopback\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = f"POST {swarm.path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 

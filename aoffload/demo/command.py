@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TextIO
+from pathlib import Path
+from typing import NoReturn
 
 import anyio
 import torch
@@ -18,7 +19,7 @@ from ..errors import AoffloadError, ConfigError, InvalidArgument
 from ..extras import needed
 from ..integrations.models import load_model
 from .interrupt import Interrupt
-from .logs import make_logger
+from .logs import LogFile, make_logger
 from .options import DemoOptions, make_parser, parse_options
 from .outcome import DemoOutcome
 from .pools import Pools
@@ -31,7 +32,7 @@ from .workload import make_workload
 __all__ = ["main"]
 
 # Arguments whose names differ from their options'.
-_OPTIONS = {"store_policy": "store"}
+_OPTIONS = {"store_policy": "store", "num_device_blocks": "device_blocks", "num_host_blocks": "host_blocks"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,24 +46,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome.was_interrupted = interrupt.was_pressed
         outcome.wall_s = time.monotonic() - started
         progress.clear()
-        if options.json is not None:
-            options.json.write_text(json.dumps(as_json(outcome), indent=2) + "\n")
         print(as_table(outcome), flush=True)
+        if options.json is not None:
+            _write_json(options.json, outcome)
 
     with Interrupt(report) as interrupt, ExitStack() as files:
         try:
             log = _open(files, options)
             runner = _prepare(options, outcome, progress, log)
         except AoffloadError as error:
-            make_parser().error(_by_option(error))
+            _leave(error)
         anyio.run(_run_all, runner, interrupt, backend=options.backend)
         if interrupt.was_pressed:
             interrupt.leave()  # everything is closed; only the interpreter's own shutdown would take time
-        interrupt.report_once()
+        try:
+            interrupt.report_once()
+        except InvalidArgument as error:
+            _leave(error)
         return outcome.exit_status
 
 
-def _open(files: ExitStack, options: DemoOptions) -> TextIO | None:
+def _write_json(path: Path, outcome: DemoOutcome) -> None:
+    try:
+        path.write_text(json.dumps(as_json(outcome), indent=2) + "\n")
+    except OSError as error:
+        raise InvalidArgument("json", f"cannot be written: {error}") from error
+
+
+def _open(files: ExitStack, options: DemoOptions) -> LogFile | None:
     """Open the log, and check what the options need, before the work."""
     if options.backend == "trio":
         with needed("trio", "--backend trio"):
@@ -72,13 +83,12 @@ def _open(files: ExitStack, options: DemoOptions) -> TextIO | None:
     try:
         if options.json is not None:
             options.json.touch()
-        return files.enter_context(options.log.open("w", encoding="utf-8")) if options.log is not None else None
-    except OSError as error:
-        name = "json" if error.filename == str(options.json) else "log"
-        raise InvalidArgument(name, f"cannot be written: {error}") from error
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("json", f"cannot be written: {error}") from error
+    return files.enter_context(LogFile(options.log)) if options.log is not None else None
 
 
-def _prepare(options: DemoOptions, outcome: DemoOutcome, progress: Progress, log: TextIO | None) -> Runner:
+def _prepare(options: DemoOptions, outcome: DemoOutcome, progress: Progress, log: LogFile | None) -> Runner:
     # One thread computes, one copies, one waits. More threads for the arithmetic make a busy machine slower, and
     # another number of them may give other bits.
     torch.set_num_threads(1)
@@ -91,6 +101,11 @@ def _prepare(options: DemoOptions, outcome: DemoOutcome, progress: Progress, log
     for kind in run_kinds(outcome.pools, options):
         runner.make_config(kind)  # reports errors of the configuration before the work
     return runner
+
+
+def _leave(error: AoffloadError) -> NoReturn:
+    parser = make_parser()
+    parser.exit(2, f"{parser.prog}: error: {_by_option(error)}\n")
 
 
 def _by_option(error: AoffloadError) -> str:

@@ -3,21 +3,83 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, TextIO
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
 
+import attrs
 import structlog
 
-__all__ = ["make_logger"]
+from ..errors import InvalidArgument
+
+__all__ = ["LogFile", "make_logger"]
 
 
-def make_logger(file: TextIO | None) -> Any:
+@attrs.define(eq=False)
+class LogFile:
+    """A log that harms nobody when it can't be written, because the disk is full, say: that is told once."""
+
+    path: Path
+    trouble: TextIO = attrs.field(factory=lambda: sys.stderr)
+    """Where it is told."""
+    num_lost: int = attrs.field(default=0, init=False)
+    """Events that are not in the file, or not as a whole."""
+    _file: Any = attrs.field(default=None, init=False)
+    _is_torn: bool = attrs.field(default=False, init=False)
+    """The last event was written in part."""
+
+    def __enter__(self) -> Self:
+        """Raises `InvalidArgument` naming `log` if there can be no such file."""
+        try:
+            self._file = self.path.open("wb", buffering=0)
+        except (OSError, ValueError) as error:  # ValueError: a name with a null character
+            raise InvalidArgument("log", f"cannot be written: {error}") from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self._file.close()
+        except OSError as problem:
+            self._say(f"{self.path}: {problem}")
+        if self.num_lost:
+            self._say(f"{self.path}: {self.num_lost} events were lost in all")
+
+    def write(self, line: str) -> None:
+        """Append an event. One that was written in part gets its end of line before the next one."""
+        data = (b"\n" if self._is_torn else b"") + line.encode(errors="backslashreplace")
+        try:
+            num_written = self._file.write(data)
+        except OSError as error:
+            self._tell(error)
+            return
+        self._is_torn = num_written < len(data)
+        if self._is_torn:
+            self._tell("no room for a whole event")
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def _tell(self, error: OSError | str) -> None:
+        self.num_lost += 1
+        if self.num_lost == 1:
+            self._say(f"{self.path}: events are lost from here on: {error}")
+
+    def _say(self, text: str) -> None:
+        try:
+            print(text, file=self.trouble, flush=True)
+        except OSError:
+            return  # nobody is left to be told
+
+
+def make_logger(file: LogFile | TextIO | None) -> Any:
     """A structlog logger that neither reads nor changes structlog's global configuration."""
     if file is None:
         return structlog.wrap_logger(
             structlog.ReturnLogger(), wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL)
         )
     return structlog.wrap_logger(
-        structlog.WriteLogger(file),
+        structlog.WriteLogger(file),  # type: ignore[arg-type]  # it uses no more than `write` and `flush`
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ..core.groups import FullAttention, SlidingWindow
-from ..errors import ConfigError, InvalidArgument
+from ..errors import AoffloadError, ConfigError, InvalidArgument
 from ..extras import needed
 from ..kinds import AttentionKind
 from .attention import paged_attention
 from .decoder import DecoderConfig
 from .layers import LayerPlace, group_layers, places_of
-from .paged import PagedBatch
+from .paged import PagedBatch, SequenceSlice
 
 __all__ = ["ATTENTION_NAME", "TransformersModel"]
 
@@ -122,26 +122,42 @@ class TransformersModel:
         """Load what `save_pretrained` wrote, config and safetensors: no pickle, no code from the directory, no network.
 
         On a CPU the weights become float32, elsewhere they keep their type. Raises `InvalidArgument` naming `model` if
-        the directory can't be read, `ConfigError` if weights are missing or the attention is not supported.
+        the directory can't be read or its model can't compute, `ConfigError` if weights are missing or the attention is
+        not supported.
         """
         transformers = _import_transformers()
         try:
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                directory,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                dtype=torch.float32 if torch.device(device).type == "cpu" else "auto",
-                output_loading_info=True,
-            )
-        except (OSError, ValueError) as error:
-            raise InvalidArgument("model", f"{directory!r} can't be loaded: {error}") from error
+            found = cls._of_directory(transformers, directory, device)
+            found._compute_one_token()
+        except AoffloadError:
+            raise
+        except Exception as error:  # whatever transformers and torch make of files that are cut off, or lie
+            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise InvalidArgument("model", f"{directory!r} can't be loaded: {problem:.300}") from error
+        return found
+
+    @classmethod
+    def _of_directory(cls, transformers: Any, directory: str, device: torch.device | str) -> TransformersModel:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32 if torch.device(device).type == "cpu" else "auto",
+            output_loading_info=True,
+        )
         if info["missing_keys"]:
             # Transformers would draw them at random and only warn.
             raise ConfigError("model", f"{directory!r} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}…")
         for weights in model.parameters():
             weights.data = weights.data.clone()  # mapped from a file they are unaligned, and kernels round differently
         return cls(model.to(device))
+
+    def _compute_one_token(self) -> None:
+        """Some mistakes of a config, such as a number of heads, are noticed by nobody before a forward."""
+        tables = [[row] for row in range(len(self.groups))]
+        batch = PagedBatch.of([SequenceSlice([0], 0, tables)], 1, self.model.device)
+        self.forward(batch, self.new_kv_cache(len(self.groups), 1))
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
         """See `PagedModel.new_kv_cache`."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-import attrs
 import zmq
 
 from aoffload import ConfigError, Ledger, RuntimeClosed
@@ -18,12 +16,12 @@ from aoffload.core.arguments import check_int
 
 from .changes import Changes
 from .format import EventEncoder, EventFormat
+from .peers import Peers
+from .replays import ReplayBuffer, Replays, Sent, frame_of
 
 __all__ = ["KVEventPublisher"]
 
 LOOPBACK = "tcp://127.0.0.1:5557"
-END = (-1).to_bytes(8, "big", signed=True)
-"""Sent in place of a sequence number when a replay is over."""
 CHANGES_PER_BATCH = 1024
 _STOP = b"stop"
 MAX_COUNT = 2**31 - 1
@@ -33,34 +31,8 @@ event loop walks the whole index for each."""
 LINGER_MS = 500
 """How long sent batches may take to leave the process once the publisher is closed."""
 CLOSE_TIMEOUT_S = 5.0
-
-
-@attrs.frozen
-class Sent:
-    number: int
-    payload: bytes
-
-
-@attrs.define
-class ReplayBuffer:
-    """The last batches, bounded in number and bytes."""
-
-    max_batches: int
-    max_bytes: int
-    num_bytes: int = 0
-    _sent: deque[Sent] = attrs.field(factory=deque)
-
-    def keep(self, sent: Sent) -> None:
-        self._sent.append(sent)
-        self.num_bytes += len(sent.payload)
-        while len(self._sent) > self.max_batches or (self.num_bytes > self.max_bytes and len(self._sent) > 1):
-            self.num_bytes -= len(self._sent.popleft().payload)
-
-    def has_all_from(self, number: int) -> bool:
-        return not self._sent or self._sent[0].number <= number
-
-    def from_number(self, number: int) -> list[Sent]:
-        return [sent for sent in self._sent if sent.number >= number]
+MAX_SUBSCRIPTIONS = 1024
+"""Different ones, of all subscribers together. A subscriber needs one."""
 
 
 class KVEventPublisher:
@@ -83,9 +55,10 @@ class KVEventPublisher:
         form: EventFormat | None = None,
         data_parallel_rank: int = 0,
         max_changes: int = 100_000,
-        max_unsent: int = 100_000,
+        max_unsent: int = 10_000,
         replay_batches: int = 10_000,
         replay_bytes: int = 2**26,
+        max_peers: int = 64,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if bind is not None and connect is not None:
@@ -95,10 +68,13 @@ class KVEventPublisher:
         check_int("max_unsent", max_unsent, 1, MAX_COUNT)
         check_int("replay_batches", replay_batches, 1, MAX_COUNT // 4)
         check_int("replay_bytes", replay_bytes, 0)
+        check_int("max_peers", max_peers, 1, MAX_COUNT)
         self._connect, self._bind = connect, LOOPBACK if bind is None and connect is None else bind
         self._replay_address = replay
         self._topic = topic.encode()
         self._max_unsent = max_unsent
+        self._max_peers = max_peers
+        self._num_subscriptions = 0
         self._clock = clock
         self._encoder = EventEncoder(ledger.layout, form or EventFormat(), data_parallel_rank)
         self._changes = Changes(ledger, max_changes, self._wake)
@@ -149,16 +125,22 @@ class KVEventPublisher:
         self._changes.tell_anew()
 
     def _open_sockets(self) -> None:
-        self._socket = self._context.socket(zmq.PUB)
+        self._socket = self._context.socket(zmq.XPUB)  # a PUB that tells of subscriptions
         self._socket.sndhwm = self._max_unsent
+        self._socket.rcvhwm = 1  # ZeroMQ keeps all subscriptions that it has before it tells of the first one
+        self._peers = Peers(self._socket, self._max_peers)
+        self._peers.bound_frames(self._socket, 2 * len(self._topic))
         if self._bind is not None:
-            self.endpoint = _bound(self._socket, self._bind)
+            self.endpoint = self._peers.listen_at(self._bind)
         else:
             self._socket.connect(self._connect or "")
         self._replay = self._context.socket(zmq.ROUTER)
-        self._replay.sndhwm = 2 * (self._buffer.max_batches + 1)  # one answer is never cut short
+        self._replays = Replays(self._replay, self._buffer, self._topic)
+        self._replay.sndhwm = self._replays.max_messages
+        self._replay_peers = Peers(self._replay, self._max_peers)
+        self._replay_peers.bound_frames(self._replay, 0)
         if self._replay_address is not None:
-            self.replay_endpoint = _bound(self._replay, self._replay_address)
+            self.replay_endpoint = self._replay_peers.listen_at(self._replay_address)
         self._waker, self._awake = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._awake.bind("inproc://wake")
         self._waker.connect("inproc://wake")
@@ -180,6 +162,8 @@ class KVEventPublisher:
         except Exception as error:  # noqa: BLE001 - a clock, say, or a token that can't be encoded: the ledger goes on
             self.failure = error
         finally:
+            self._peers.close()
+            self._replay_peers.close()
             for socket in (self._socket, self._replay, self._awake):
                 socket.close()
 
@@ -187,11 +171,19 @@ class KVEventPublisher:
         poller = zmq.Poller()
         poller.register(self._awake, zmq.POLLIN)
         poller.register(self._replay, zmq.POLLIN)
+        poller.register(self._socket, zmq.POLLIN)
+        for peers in (self._peers, self._replay_peers):
+            poller.register(peers.monitor, zmq.POLLIN)
         is_over = False
         while not is_over:
             ready = dict(poller.poll())
+            for peers in (self._peers, self._replay_peers):
+                if peers.monitor in ready:
+                    peers.take_news()
             if self._replay in ready:
                 self._answer()
+            if self._socket in ready:
+                self._count_subscriptions()
             if self._awake in ready:
                 is_over = self._awake.recv() == _STOP
                 self._publish()
@@ -202,7 +194,7 @@ class KVEventPublisher:
         while told := self._changes.take(CHANGES_PER_BATCH):
             sent = Sent(self.num_batches, self._encoder.batch(told, self._clock()))
             self._buffer.keep(sent)
-            self._socket.send_multipart([self._topic, _number(sent.number), sent.payload])
+            self._socket.send_multipart([self._topic, frame_of(sent.number), sent.payload])
             self.num_batches += 1
 
     def _answer(self) -> None:
@@ -214,15 +206,14 @@ class KVEventPublisher:
         if not self._buffer.has_all_from(start) and time.monotonic() >= self._may_tell_anew_s:
             self._may_tell_anew_s = time.monotonic() + LEAST_BETWEEN_S
             self._changes.fall_behind()
-        for sent in self._buffer.from_number(start):
-            self._replay.send_multipart([client, b"", self._topic, _number(sent.number), sent.payload])
-        self._replay.send_multipart([client, b"", b"", END, b""])
+        self._replays.answer(client, start)
 
-
-def _number(number: int) -> bytes:
-    return number.to_bytes(8, "big")
-
-
-def _bound(socket: zmq.Socket[bytes], address: str) -> str:
-    socket.bind(address)
-    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    def _count_subscriptions(self) -> None:
+        """Count the different subscriptions, of which ZeroMQ keeps any number. Whoever follows in order connects again,
+        subscribes, and asks for what it has missed."""
+        with suppress(zmq.Again):
+            while True:
+                told = self._socket.recv(zmq.NOBLOCK)
+                self._num_subscriptions += {b"\x01": 1, b"\x00": -1}.get(told[:1], 0)
+        if self._num_subscriptions > MAX_SUBSCRIPTIONS:
+            self._peers.cut_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -53,8 +54,9 @@ class TimelineBook:
     """Timelines whose beginning the log does not have."""
     lanes: Lanes = attrs.field(factory=Lanes)
     job_lanes: dict[Direction, Lanes] = attrs.field(factory=lambda: {direction: Lanes() for direction in Direction})
-    _timelines: dict[TimelineKey, Timeline] = attrs.field(factory=dict)
-    _jobs: dict[JobKey, JobTimeline] = attrs.field(factory=dict)
+    # Ordered: giving up the first of a plain dict again and again searches longer and longer for it.
+    _timelines: OrderedDict[TimelineKey, Timeline] = attrs.field(factory=OrderedDict)
+    _jobs: OrderedDict[JobKey, JobTimeline] = attrs.field(factory=OrderedDict)
     _usages: UsageBook = attrs.field(factory=UsageBook)
     step_lanes: Lanes = attrs.field(factory=Lanes)
     _steps_of: dict[TimelineKey, list[Timeline]] = attrs.field(factory=dict)
@@ -231,6 +233,6 @@ class TimelineBook:
         self.listener.usage_changed(runtime, runtime.last_s, usage)
 
     @staticmethod
-    def _make_room(kept: dict[Key, Kept], give_up: Callable[[Key], None]) -> None:
+    def _make_room(kept: OrderedDict[Key, Kept], give_up: Callable[[Key], None]) -> None:
         if len(kept) >= MAX_OPEN:
             give_up(next(iter(kept)))

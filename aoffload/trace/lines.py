@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import attrs
 
@@ -16,11 +18,13 @@ __all__ = ["MAX_LINE_BYTES", "LogLines"]
 MAX_LINE_BYTES = 1 << 20
 """No event is that long. A longer line is cut, so it is not JSON and counts as such."""
 LINES_PER_UPDATE = 2048
+GZIP = b"\x1f\x8b"
+"""How a compressed log begins, whatever its name is."""
 
 
 @attrs.define(eq=False)
 class LogLines:
-    """Iterates over the lines of `path`, or of standard input for `-`."""
+    """Iterates over the lines of `path`, which may be compressed with gzip, or of standard input for `-`."""
 
     path: Path
     progress: Progress
@@ -34,10 +38,22 @@ class LogLines:
                 yield from self._lines(sys.stdin.buffer)
                 return
             with self.path.open("rb") as file:
+                if file.peek(len(GZIP)).startswith(GZIP):
+                    yield from self._unpacked(file)
+                    return
                 self.progress.total_bytes = self.path.stat().st_size
                 yield from self._lines(file)
         finally:
             self.progress.clear()
+
+    def _unpacked(self, file: BinaryIO) -> Iterator[bytes]:
+        """Where the compressed data breaks off, a last line without an end says so."""
+        try:
+            with gzip.open(file) as unpacked:
+                yield from self._lines(cast(BinaryIO, unpacked))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            self.num_lines += 1
+            yield f"the compressed log is cut off: {error}".encode()
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         while line := file.readline(MAX_LINE_BYTES):

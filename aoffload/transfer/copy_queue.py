@@ -143,8 +143,8 @@ class CopyQueue:
         found = self._hops.get((plan.source, plan.destination))
         if found is None:
             is_load = plan.direction is Direction.LOAD
-            timeout_s = self.config.transfer_timeout_s if is_load else self.config.store_timeout_s
-            found = Hop(plan.source, plan.destination, timeout_s or self.config.transfer_timeout_s)
+            timeout_s = self.config.transfer_timeout_s if is_load else self.config.store_bound_s
+            found = Hop(plan.source, plan.destination, timeout_s)
             hops = [*self._hops.values(), found]
             hops.sort(key=lambda hop: (hop.destination > hop.source, hop.destination, hop.source))
             self._hops = {(hop.source, hop.destination): hop for hop in hops}

@@ -31,7 +31,7 @@ from aoffload import (
 from aoffload.kv_events import KVEventPublisher
 from aoffload.kv_events.changes import Changes
 from aoffload.kv_events.digests import Digests
-from aoffload.kv_events.publisher import END, ReplayBuffer, Sent
+from aoffload.kv_events.replays import END, ReplayBuffer, Sent
 from aoffload.ledger import Prefix, Root
 
 ANY_PORT = "tcp://127.0.0.1:*"

@@ -175,6 +175,18 @@ def test_stores_have_a_time_of_their_own() -> None:
     assert (loading.state, loop.queue.next_deadline) == (RequestState.LOADING, 10)
 
 
+def test_a_store_that_hangs_lets_go_of_its_blocks_early() -> None:
+    """Where no time of its own is set, after ten seconds: a rank that was stopped keeps the device from nobody for the
+    two minutes that a copy may take."""
+    loop = Loop(transfer_timeout_s=120)
+    loop.store(2)
+    num_pinned = loop.ledger.statistics().device.num_pinned
+    loop.pass_time(10)
+    assert (num_pinned, loop.ledger.statistics().device.num_pinned) == (2, 0)
+    assert loop.told.events == ["DEVICE to HOST: 1 late"]
+    assert (Loop(transfer_timeout_s=3).queue.config.store_bound_s, loop.queue.config.store_bound_s) == (3, 10)
+
+
 def test_what_was_delivered_in_time_is_not_late() -> None:
     """A report that waits to be settled counts, however late `advance` is called."""
     loop = Loop()

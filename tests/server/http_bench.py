@@ -89,7 +89,7 @@ async def serving(options: ServerOptions = OPTIONS) -> AsyncIterator[Bench]:
     async with open_service(options, model) as service:
         app = make_app(service)
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=GUARD_S) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=GUARD_S) as client:
             bench = Bench(model, service, app, client)
             try:
                 yield bench
@@ -119,8 +119,8 @@ class Caller:
     async def call(self) -> None:
         scope = {
             "type": "http", "method": "POST", "path": self.path, "raw_path": self.path.encode(), "root_path": "",
-            "headers": [], "query_string": b"", "scheme": "http", "http_version": "1.1", "client": ("there", 1),
-            "server": ("here", 2), "asgi": {"version": "3.0"},
+            "headers": [(b"content-type", b"application/json")], "query_string": b"", "scheme": "http",
+            "http_version": "1.1", "client": ("there", 1), "server": ("here", 2), "asgi": {"version": "3.0"},
         }  # fmt: skip
         await self.bench.app(scope, self.receive, self.send)
 

@@ -162,7 +162,7 @@ async def test_a_mistake_of_ours_is_a_500_and_no_more(monkeypatch: pytest.Monkey
 
     async with serving() as bench:
         transport = httpx.ASGITransport(bench.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             monkeypatch.setattr(type(bench.service.tokenizer), "encode", lambda *_: 1 // 0)
             response = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
             monkeypatch.undo()

@@ -18,10 +18,13 @@ import anyio.abc
 import attrs
 import httpx
 import pytest
-from http_bench import GUARD_S, events_of
+import torch
+from http_bench import GUARD_S, OPTIONS, SmallModel, events_of
 
+from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.integrations import openai_server
-from aoffload.integrations.openai_server.command import main
+from aoffload.integrations.openai_server import open_service
+from aoffload.integrations.openai_server.command import _by_option, main
 from aoffload.integrations.openai_server.options import ServerOptions, make_parser, parse_options
 
 COMMAND = [sys.executable, "-W", "error", "-m", "aoffload.integrations.openai_server"]
@@ -51,17 +54,20 @@ class Program:
 
 
 @contextlib.asynccontextmanager
-async def program(*options: str) -> AsyncIterator[Program]:
-    """The server with the smallest model, on a free port, once it says where it listens."""
+async def program(*options: str, num_files: int | None = None) -> AsyncIterator[Program]:
+    """The server with the smallest model, on a free port, once it says where it listens. `num_files`: descriptors that
+    it may have."""
     command = [*COMMAND, "--model", "tiny", "--port", "0", *options]
+    if num_files is not None:
+        command = ["sh", "-c", f'ulimit -n {num_files}; exec "$@"', "sh", *command]
     async with await anyio.open_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             with anyio.fail_after(GUARD_S):
                 line = (await process.stdout.receive()).decode()
-            found = re.search(r"http://127\.0\.0\.1:\d+", line)
+            found = re.search(r"http://[\d.]+:\d+", line)
             assert found is not None, line
-            yield Program(process, found[0])
+            yield Program(process, found[0].replace("0.0.0.0", "127.0.0.1"))
         finally:
             if process.returncode is None:
                 process.kill()
@@ -162,6 +168,106 @@ async def test_an_idle_server_ends_at_once_and_its_log_is_whole(tmp_path: Path) 
     assert [event["event"] for event in events if event.get("request_id") == answer.json()["id"]][-1] == "request_done"
 
 
+@marked
+async def test_more_connections_than_descriptors(tmp_path: Path) -> None:
+    """The server keeps below its limit: whoever is connected is served, whoever comes is, and nothing is written."""
+    async with program(num_files=120) as server, httpx.AsyncClient(base_url=server.url, timeout=GUARD_S) as client:
+        assert (await client.get("/health")).status_code == 200
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        with contextlib.ExitStack() as idle:
+            for _ in range(142):
+                idle.enter_context(socket.create_connection(address, GUARD_S))
+            for _ in range(3):
+                async with httpx.AsyncClient(base_url=server.url, timeout=GUARD_S) as new:
+                    assert (await new.get("/health")).status_code == 200
+            assert (await client.get("/health")).status_code == 200
+        server.signal()
+        assert await server.wait() == (0, "")
+
+
+@marked
+async def test_half_sent_bodies_are_told_when_it_ends() -> None:
+    """503 at once, and not a word on stderr."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    async with program() as server, httpx.AsyncClient(base_url=server.url, timeout=GUARD_S) as client:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        with contextlib.ExitStack() as clients:
+            halves = [clients.enter_context(socket.create_connection(address, GUARD_S)) for _ in range(20)]
+            for half in halves:
+                half.sendall(head + b"content-length: 9\r\n\r\n{")
+            assert (await client.get("/health")).status_code == 200  # they have been accepted before
+            server.signal()
+            for half in halves:
+                assert (await anyio.to_thread.run_sync(half.recv, 100)).startswith(b"HTTP/1.1 503")
+        assert await server.wait() == (0, "")
+
+
+@marked
+async def test_no_number_of_signals_kills_it() -> None:
+    """The exit status says that it has ended in order, however often it was told to."""
+    async with program() as server:
+        while server.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                server.signal()
+            await anyio.to_thread.run_sync(lambda: None)
+        assert await server.wait() == (0, "")
+
+
+@marked
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+async def test_a_log_on_a_full_disk_harms_nothing() -> None:
+    """It is said once that events are lost, and at the end how many; every answer comes."""
+    async with program("--log", "/dev/full") as server, httpx.AsyncClient(base_url=server.url) as client:
+        for _ in range(2):
+            answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2})
+            assert answer.status_code == 200
+        server.signal()
+        status, said = await server.wait()
+    assert status == 0
+    first, last = said.splitlines()
+    assert first.startswith("/dev/full: events are lost from here on: ")
+    assert re.fullmatch(r"/dev/full: \d+ events were lost in all", last)
+
+
+@marked
+async def test_a_server_for_everybody_without_a_key_is_warned_of(tmp_path: Path) -> None:
+    """With a key it is not, and the key is asked for and never printed."""
+    for options, is_warned in (((), True), (("--api-key-file", str(tmp_path / "key")), False)):
+        (tmp_path / "key").write_text("sesame\n")
+        async with program("--host", "0.0.0.0", *options) as server, httpx.AsyncClient(base_url=server.url) as client:
+            status = (await client.get("/v1/models")).status_code
+            server.signal()
+            ended, said = await server.wait()
+        assert (ended, status) == (0, 200 if is_warned else 401)
+        assert said.startswith("warning: whoever reaches 0.0.0.0") if is_warned else said == ""
+
+
+def test_a_model_that_does_not_fit_is_an_option_that_is_wrong() -> None:
+    """What torch raises for more memory than there is."""
+
+    class Large(SmallModel):
+        def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
+            raise RuntimeError("can't allocate memory\nand a backtrace")
+
+    async def run() -> None:
+        async with open_service(OPTIONS, Large()):
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match=r"^num_device_blocks: 69 blocks can't be had: can't allocate memory$"):
+        anyio.run(run)
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [(ConfigError("num_host_blocks", "x"), "host-blocks"), (InvalidArgument("directory", "x"), "write-tokenizer"),
+     (ConfigError("num_device_blocks", "x"), "device-blocks"), (ConfigError("store_policy", "x"), "store")],
+)  # fmt: skip
+def test_an_error_names_the_option_and_not_the_argument(error: InvalidArgument, name: str) -> None:
+    """The operator has never heard of the argument."""
+    assert _by_option(error) == f"argument --{name}: x"
+    assert f"--{name}" in {option for action in make_parser()._actions for option in action.option_strings}
+
+
 def test_a_port_that_is_taken_is_said_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 2 and the option's name."""
     with socket.socket() as taken:
@@ -177,14 +283,26 @@ def test_a_port_that_is_taken_is_said_before_the_work(capsys: pytest.CaptureFixt
     ("arguments", "name"),
     [(["--model", "nothing/here"], "--model"), (["--port", "x"], "--port"), (["--max-tokens", "9000"], "--max-tokens"),
      (["--device-blocks", "0"], "--device-blocks"), (["--drain-timeout", "nan"], "--drain-timeout"),
-     (["--host", "no such host"], "--host"), (["--max-body-bytes", "5"], "--max-body-bytes")],
+     (["--host", "no such host"], "--host"), (["--host", "x" * 300], "--host"), (["--host", "192.0.2.1"], "--host"),
+     (["--log", "/no/such/place"], "--log"), (["--log", "/"], "--log"), (["--api-key", ""], "--api-key"),
+     (["--max-reading-bytes", "2000"], "--max-reading-bytes"), (["--api-key-file", "/"], "--api-key-file"),
+     (["--write-tokenizer", "/dev/null/x"], "--write-tokenizer"), (["--max-body-bytes", "5"], "--max-body-bytes")],
 )  # fmt: skip
 def test_bad_options_are_named(arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit status 2, and which one it is."""
     with pytest.raises(SystemExit) as ended:
         main(["--model", "tiny", "--port", "0", *arguments])
     assert ended.value.code == 2
-    assert f"argument {name}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"argument {name}" in said
+    assert "Traceback" not in said
+
+
+def test_an_address_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """No usage of thirty lines for what is no mistake of spelling."""
+    with pytest.raises(SystemExit):
+        main(["--model", "tiny", "--host", "192.0.2.1"])
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_defaults_of_the_command_are_those_of_the_options() -> None:

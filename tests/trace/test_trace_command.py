@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -220,6 +221,20 @@ def test_it_runs_as_a_module_without_torch_and_reads_standard_input(real: Real) 
     assert b"12 requests: 10 done" in done.stdout
     module = [sys.executable, "-m", "aoffload.trace", str(real[0]), "request", "holder"]
     assert b"holder" in subprocess.run(module, capture_output=True, check=True).stdout
+
+
+def test_a_compressed_log_is_read_as_it_is(real: Real, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever its name; one that breaks off is read as far as it goes, and says so."""
+    packed = gzip.compress(real[0].read_bytes())
+    said = []
+    half, spoiled = packed[: len(packed) // 2], packed[:-8] + bytes(8)
+    for name, data in (("a.log.gz", packed), ("b.log", packed), ("c.gz", half), ("e.gz", spoiled)):
+        (tmp_path / name).write_bytes(data)
+        assert main([str(tmp_path / name)]) == 0
+        said.append(capsys.readouterr().out.replace(name, real[0].name))
+    assert main([str(real[0])]) == 0
+    assert said[0] == said[1] == capsys.readouterr().out
+    assert all("1 line left out: cut off" in text and "the compressed log" in text for text in said[2:])
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -188,3 +189,5 @@ def test_timelines_that_never_end_take_bounded_memory(read: Any, monkeypatch: py
     recorder, scan = read([(n, "request_matched", {"request_id": f"r{n}", **MATCH}) for n in range(50)])
     assert len(recorder.timelines) == 50 and {timeline.outcome for timeline in recorder.timelines} == {"unfinished"}
     assert scan.book.lanes.num_lanes == 11
+    # The first of a plain dict is behind all that went before it, so each event would take longer than the last one.
+    assert {type(scan.book._timelines), type(scan.book._jobs)} == {OrderedDict}

@@ -278,6 +278,54 @@ if __name__ == "__main__":
     print("ready", flush=True)
     sys.stdin.read()
 """
+STOPPED = """
+import os, sys, threading
+from functools import partial
+import builds
+from aoffload.transfer.ranks.process import spawn_ranks
+
+if __name__ == "__main__":
+    ranks = []
+    start = lambda: ranks.extend(spawn_ranks(partial(builds.present, sys.argv[1]), 2, 120))
+    if sys.argv[2] == "another thread":  # which ends before the process does
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+    else:
+        start()
+    print(*(rank.pid for rank in ranks), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems look for stopped orphans in other ways")
+@pytest.mark.parametrize("how", ["the main thread", "another thread"])
+def test_a_stopped_rank_ends_with_its_parent(how: str, tmp_path: Path) -> None:
+    """It can't notice that its parent was killed; the system sees to it. Until then it lives, whoever started it."""
+    pipe, script = tmp_path / "alive", tmp_path / "decider.py"
+    os.mkfifo(pipe)
+    script.write_text(STOPPED)
+    alive = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    decider = subprocess.Popen(
+        [sys.executable, str(script), str(pipe), how],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert decider.stdin is not None and decider.stdout is not None
+    with decider.stdin, decider.stdout:
+        pids = [int(pid) for pid in decider.stdout.readline().split()]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        assert not wait([alive], 0)
+        decider.kill()
+        decider.wait(GUARD_S)
+        has_ended = bool(wait([alive], GUARD_S))
+        for pid in () if has_ended else pids:
+            os.kill(pid, signal.SIGKILL)
+        assert has_ended, "the ranks live on"
+    os.close(alive)
 
 
 def test_ranks_end_when_the_deciding_process_is_killed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
 from aoffload.errors import WireError
 from aoffload.transfer.ranks import frames
-from aoffload.transfer.ranks.wire import MAX_FRAME_BYTES, VERSION, decode, encode
+from aoffload.transfer.ranks.wire import MAX_FRAME_BYTES, MAX_TEXT, VERSION, decode, encode
 from aoffload.transfer.transport import TransferStatistics
 
 NUMBERS = st.integers(0, 2**64 - 1)
@@ -138,5 +138,14 @@ def test_an_error_text_of_any_kind_arrives() -> None:
 
 def test_a_frame_beyond_the_bound_is_not_sent() -> None:
     """The other side would not read it."""
+    plan = TransferPlan(1, Tier.HOST, Tier.DEVICE, array("i", bytes(MAX_FRAME_BYTES)), array("i"))
     with pytest.raises(WireError, match="bytes, more than"):
-        encode(frames.Refused("x" * MAX_FRAME_BYTES, ""))
+        encode(frames.Launch(plan, 0))
+
+
+def test_no_text_is_longer_than_anybody_sends() -> None:
+    """A rank that is not ours may send megabytes: they end up in no event."""
+    short = encode(frames.Lost("x"))
+    lying = short[:2] + (10**6).to_bytes(4, "little") + b"x" * 10**6
+    assert decode(lying) == frames.Lost("x" * MAX_TEXT)
+    assert len(encode(frames.Refused("y" * 10**6, "x" * 10**6))) < 3 * MAX_TEXT

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import anyio
 import attrs
 
-from .errors import too_many, unavailable
+from .errors import ApiError, too_many, unavailable
+from .readings import Readings
 
 __all__ = ["Admission", "ServerState"]
 
@@ -27,6 +28,8 @@ class Admission:
     """Counts admitted requests: running, waiting for the engine, or being sent their answer."""
 
     max_inside: int
+    readings: Readings = attrs.field(factory=Readings)
+    """Bodies that are being read: what comes before admission."""
     num_inside: int = attrs.field(default=0, init=False)
     num_refused: int = attrs.field(default=0, init=False)
     """Requests refused with 429, because there were too many."""
@@ -38,10 +41,10 @@ class Admission:
     def place(self) -> Iterator[None]:
         """Hold a place for the duration of the block; `ApiError` with 429 or 503 if there is none."""
         if self.state is not ServerState.OPEN:
-            raise unavailable("the server is being shut down")
+            raise _shut_down()
         if self.num_inside >= self.max_inside:
             self.num_refused += 1
-            raise too_many(self.num_inside)
+            raise too_many()
         self.num_inside += 1
         try:
             yield
@@ -51,9 +54,10 @@ class Admission:
                 self._empty.set()
 
     def drain(self) -> None:
-        """Refuse requests from here on."""
+        """Refuse requests from here on, those with half a body among them."""
         if self.state is ServerState.OPEN:
             self.state = ServerState.DRAINING
+            self.readings.end(_shut_down)
 
     def end(self) -> None:
         """End the admitted requests."""
@@ -69,3 +73,7 @@ class Admission:
         while self.num_inside:
             self._empty = anyio.Event()
             await self._empty.wait()
+
+
+def _shut_down() -> ApiError:
+    return unavailable("the server is being shut down")

@@ -18,13 +18,14 @@ from .bodies import Limits, Wish
 from .errors import ApiError, HungUp, error_of, too_long
 from .fields import Fields
 from .flow import Flow
+from .gate import Rules
 from .metrics import Metrics
 from .prompts import Prompt
 from .reply import Reply
 from .stops import Stops
 from .streaming import Stream
 from .tokenizer import Tokenizer
-from .visit import Visit, read_body
+from .visit import Visit
 from .wire import Wire, usage_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Service:
     limits: Limits
     max_body_bytes: int
     answer_timeout_s: float
+    rules: Rules = attrs.field(factory=Rules)
+    """Who may ask."""
     tokenizing: anyio.CapacityLimiter = attrs.field(factory=lambda: anyio.CapacityLimiter(1))
     """One thread at a time: tokenizers of transformers are not thread-safe."""
 
@@ -65,6 +68,7 @@ class Answering:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send)
         try:
+            _check_content_type(scope)
             wish = await self._read_wish(receive)
             with self.service.admission.place():
                 await self._attend(wish, receive, reply)
@@ -75,10 +79,7 @@ class Answering:
 
     async def _read_wish(self, receive: Receive) -> Wish:
         most = self.service.max_body_bytes
-        with anyio.move_on_after(self.service.answer_timeout_s) as patience:
-            body = await read_body(receive, most)
-        if patience.cancelled_caught:
-            raise ApiError(408, "the body did not come in time", code="timeout")
+        body = await self.service.admission.readings.read(receive, most)
         if body is None:
             raise too_long(self.prompt_field, f"the body has more than {most} bytes, so this can't be short enough")
         return self.read(Fields.of_body(body), self.service.limits)
@@ -125,3 +126,10 @@ class Answering:
         if prompt.num_characters < LONG_TEXT:
             return prompt.encode(tokenizer)
         return await anyio.to_thread.run_sync(prompt.encode, tokenizer, limiter=self.service.tokenizing)
+
+
+def _check_content_type(scope: Scope) -> None:
+    """Refuse other types than JSON: a web page of anybody's can have a browser send those without asking."""
+    found = [value for name, value in scope["headers"] if name == b"content-type"]
+    if [value.partition(b";")[0].strip().lower() for value in found] != [b"application/json"]:
+        raise ApiError(415, "content-type: must be application/json", code="unsupported_media_type")

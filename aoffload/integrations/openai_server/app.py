@@ -7,6 +7,7 @@ import time
 import attrs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -14,7 +15,8 @@ from starlette.routing import Route
 from .admission import ServerState
 from .answering import Answering, Service
 from .bodies import no_model, read_chat, read_completion
-from .errors import ApiError
+from .errors import ApiError, internal
+from .gate import Gate
 from .wire import ChatWire, CompletionWire, model_object
 
 __all__ = ["make_app"]
@@ -29,7 +31,7 @@ def make_app(service: Service) -> Starlette:
     views = _Views(service, int(time.time()))
     completions = Answering(service=service, read=read_completion, new_wire=CompletionWire.new, prompt_field="prompt")
     chat = Answering(service=service, read=read_chat, new_wire=ChatWire.new, prompt_field="messages")
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -38,8 +40,11 @@ def make_app(service: Service) -> Starlette:
             Route("/health", views.health),
             Route("/metrics", views.metrics),
         ],
+        middleware=[Middleware(Gate, rules=service.rules)],
         exception_handlers={ApiError: _say, HTTPException: _say_http, Exception: _say_internal},
     )
+    app.router.redirect_slashes = False  # it would redirect to whatever host the client has named
+    return app
 
 
 @attrs.frozen
@@ -81,12 +86,11 @@ async def _say(_: Request, error: Exception) -> Response:
 async def _say_http(request: Request, error: Exception) -> Response:
     """Errors of the routing: 404 and 405."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path:.200}: {error.detail}"
+    message = f"{request.method:.20} {request.url.path:.200}: {error.detail}"
     found = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None)
     return JSONResponse(found.as_dict(), error.status_code, dict(error.headers or {}))
 
 
 async def _say_internal(_: Request, error: Exception) -> Response:
     """A defect of the server. Its log has the traceback."""
-    found = ApiError(500, f"internal error: {type(error).__name__}", kind="server_error", code="internal_error")
-    return JSONResponse(found.as_dict(), 500)
+    return JSONResponse(internal().as_dict(), 500)

@@ -30,6 +30,8 @@ class Limits:
     vocab_size: int
     num_tokens: int
     """Prompt and answer together."""
+    requires_salt: bool = False
+    """Whether each request has to name its `cache_salt`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -72,7 +74,7 @@ def read_completion(fields: Fields, limits: Limits) -> Wish:
     for name, neutral in (("best_of", 1), ("echo", False), ("logprobs", None), ("suffix", "")):
         fields.neutral(name, neutral)
     max_tokens = fields.optional("max_tokens", integer(1, limits.num_tokens), None)
-    return _read_common(fields, prompt, "prompt", max_tokens, "max_tokens", COMPLETION_TOKENS)
+    return _read_common(fields, limits, prompt, "prompt", max_tokens, "max_tokens", COMPLETION_TOKENS)
 
 
 def read_chat(fields: Fields, limits: Limits) -> Wish:
@@ -87,11 +89,19 @@ def read_chat(fields: Fields, limits: Limits) -> Wish:
     old = fields.optional("max_tokens", integer(1, limits.num_tokens), None)
     new = fields.optional("max_completion_tokens", integer(1, limits.num_tokens), None)
     name = "max_tokens" if new is None else "max_completion_tokens"
-    return _read_common(fields, ChatPrompt(messages), "messages", old if new is None else new, name, CHAT_TOKENS)
+    return _read_common(
+        fields, limits, ChatPrompt(messages), "messages", old if new is None else new, name, CHAT_TOKENS
+    )
 
 
 def _read_common(
-    fields: Fields, prompt: Prompt, prompt_field: str, max_tokens: int | None, max_tokens_field: str, default: int
+    fields: Fields,
+    limits: Limits,
+    prompt: Prompt,
+    prompt_field: str,
+    max_tokens: int | None,
+    max_tokens_field: str,
+    default: int,
 ) -> Wish:
     """Read the fields that both bodies share, then refuse all unread ones."""
     _refuse_sampling(fields)
@@ -107,7 +117,7 @@ def _read_common(
         ignore_eos=fields.optional("ignore_eos", boolean, False),
         is_streamed=is_streamed,
         has_usage=_read_stream_options(fields, is_streamed),
-        cache_salt=fields.optional("cache_salt", _read_salt, None),
+        cache_salt=_read_salt_of(fields, limits),
         reads_cache=offload.optional("read", boolean, True),
         is_stored=offload.optional("store", boolean, True),
     )
@@ -203,6 +213,12 @@ def _read_stop(param: str, value: object) -> tuple[str, ...]:
 def _read_stop_text(param: str, value: object) -> str:
     found = _not_empty(param, text(param, value))
     return _at_most(MAX_STOP_CHARACTERS, param, found)
+
+
+def _read_salt_of(fields: Fields, limits: Limits) -> str | None:
+    if limits.requires_salt:
+        return fields.required("cache_salt", _read_salt)
+    return fields.optional("cache_salt", _read_salt, None)
 
 
 def _read_salt(param: str, value: object) -> str:

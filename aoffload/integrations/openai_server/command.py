@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import gc
-import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import anyio
+import attrs
 import torch
 
-from ...demo.logs import make_logger
+from ...demo.logs import LogFile, make_logger
 from ...errors import AoffloadError, ConfigError, InvalidArgument
 from ..models import load_model
 from .admission import Admission
 from .app import make_app
-from .listening import Listener, bind
+from .connections import Connections
+from .gate import is_loopback
+from .keys import find_key
+from .listening import Listener, bind, max_connections_here
 from .opening import limits_of, open_service
 from .options import ServerOptions, make_parser, parse_options
+from .quiet import bounded_logs
+from .signals import EndSignals
 from .tokenizer import ByteTokenizer
 from .tokenizer_directory import write_tokenizer
 
 __all__ = ["main"]
 
+# Arguments whose names differ from their options'.
+_OPTIONS = {
+    "num_device_blocks": "device_blocks",
+    "num_host_blocks": "host_blocks",
+    "store_policy": "store",
+    "directory": "write_tokenizer",
+    "max_positions": "max_tokens",
+    "vocab_size": "model",
+    "groups": "model",
+    "namespace": "served_name",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status."""
+    """Serve until SIGTERM or SIGINT; returns the exit status. The process ignores both from then on: it is to end."""
     options = parse_options(arguments)
     torch.set_num_threads(options.num_threads)
     try:
@@ -35,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.write_tokenizer is not None:
             _write_tokenizer(options)
         else:
-            with bind(options.host, options.port) as sock:  # before the model is loaded, which takes long
-                anyio.run(_serve, options, sock)
+            _listen(attrs.evolve(options, api_key=find_key(options.api_key, options.api_key_file)))
     except AoffloadError as error:
-        make_parser().error(_by_option(error))
+        parser = make_parser()
+        parser.exit(2, f"{parser.prog}: error: {_by_option(error)}\n")  # `error` puts two dozen lines before it
     return 0
 
 
@@ -49,29 +67,41 @@ def _write_tokenizer(options: ServerOptions) -> None:
     write_tokenizer(ByteTokenizer(model.vocab_size), options.write_tokenizer, max_tokens=limits.num_tokens)
 
 
-async def _serve(options: ServerOptions, sock: socket.socket) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals, ExitStack() as files:
-        log = files.enter_context(options.log.open("w", encoding="utf-8")) if options.log is not None else None
-        model = load_model(options.model, seed=options.seed, device=options.device)
-        async with open_service(options, model, make_logger(log)) as service:
-            gc.freeze()  # these objects stay: scanning them again and again blocks the loop for 200 ms at a time
-            listener = Listener(make_app(service), service.admission, sock)
-            async with anyio.create_task_group() as group:
-                await group.start(listener.run)
-                about = f"prompt and answer up to {service.limits.num_tokens:,} tokens"
-                print(f"{service.limits.model_name} at {listener.url}/v1, {about}", flush=True)
-                await _drain_on_signal(signals, listener, service.admission, options.drain_timeout_s)
+def _listen(options: ServerOptions) -> None:
+    with ExitStack() as files:  # all that may be refused, before the model is loaded, which takes long
+        sock = files.enter_context(bind(options.host, options.port))
+        log = files.enter_context(LogFile(options.log)) if options.log is not None else None
+        files.enter_context(bounded_logs())
+        if options.api_key is None and not is_loopback(options.host):
+            print(
+                f"warning: whoever reaches {options.host} may use this server: there is no --api-key", file=sys.stderr
+            )
+        anyio.run(_serve, options, sock, log)
 
 
-async def _drain_on_signal(
-    signals: AsyncIterator[signal.Signals], listener: Listener, admission: Admission, timeout_s: float
-) -> None:
+async def _serve(options: ServerOptions, sock: socket.socket, log: LogFile | None) -> None:
+    signals = EndSignals()
+    model = load_model(options.model, seed=options.seed, device=options.device)
+    async with open_service(options, model, make_logger(log)) as service:
+        gc.freeze()  # these objects stay: scanning them again and again blocks the loop for 200 ms at a time
+        max_open = max_connections_here(options.max_connections)
+        connections = Connections(max_open, options.max_unread_bytes, options.read_timeout_s)
+        listener = Listener(make_app(service), service.admission, sock, connections)
+        async with anyio.create_task_group() as group:
+            await group.start(listener.run)
+            about = f"prompt and answer up to {service.limits.num_tokens:,} tokens"
+            print(f"{service.limits.model_name} at {listener.url}/v1, {about}", flush=True)
+            await _drain_on_signal(signals, listener, service.admission, options.drain_timeout_s)
+    signals.ignore()
+
+
+async def _drain_on_signal(signals: EndSignals, listener: Listener, admission: Admission, timeout_s: float) -> None:
     """Drain at the first signal; a second one ends the drain at once."""
-    await anext(signals)
+    await signals.wait(1)
     async with anyio.create_task_group() as group:
 
         async def hurry() -> None:
-            await anext(signals)
+            await signals.wait(2)
             admission.end()
 
         group.start_soon(hurry)
@@ -82,5 +112,5 @@ async def _drain_on_signal(
 def _by_option(error: AoffloadError) -> str:
     """The message, with the name of the option in place of the argument's."""
     if isinstance(error, (InvalidArgument, ConfigError)):
-        return f"argument --{error.argument.replace('_', '-')}: {error.problem}"
+        return f"argument --{_OPTIONS.get(error.argument, error.argument).replace('_', '-')}: {error.problem}"
     return str(error)

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ...errors import AoffloadError, InvalidArgument, OutOfBlocks, RequestAborted, RuntimeClosed
 from ..failures import EngineClosed
 
-__all__ = ["ApiError", "HungUp", "bad_field", "error_of", "too_long"]
+__all__ = [
+    "LOGGER",
+    "ApiError",
+    "HungUp",
+    "bad_field",
+    "error_of",
+    "internal",
+    "too_long",
+    "too_many",
+    "too_slow",
+    "unavailable",
+]
+
+LOGGER = "aoffload.server"
+"""The logger of `logging` that has what clients are not told."""
+logger = logging.getLogger(LOGGER)
 
 RETRY_AFTER_S = 1
 """How long a refused client is told to wait: about as long as an answer takes, so there should be room again."""
@@ -43,6 +59,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
 
@@ -61,10 +79,20 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, message, kind="server_error", code="unavailable", retry_after_s=RETRY_AFTER_S)
 
 
-def too_many(num_inside: int) -> ApiError:
+def too_many() -> ApiError:
     """429: the server has admitted as many requests as it may."""
-    message = f"{num_inside} requests are in the server already, which is all it takes"
+    message = "as many requests are in the server as it takes"
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+
+
+def too_slow() -> ApiError:
+    """408: the body is not there yet."""
+    return ApiError(408, "the body did not come in time", code="timeout")
+
+
+def internal() -> ApiError:
+    """500: what went wrong concerns other requests or this machine, so only the log says it."""
+    return ApiError(500, "internal error", kind="server_error", code="internal_error")
 
 
 def error_of(error: AoffloadError, prompt_field: str) -> ApiError:
@@ -77,6 +105,7 @@ def error_of(error: AoffloadError, prompt_field: str) -> ApiError:
         return too_long(prompt_field, f"never fits on the device: {error}")
     if isinstance(error, (EngineClosed, RuntimeClosed)):
         return unavailable("the engine is closed")
+    logger.error("%s", error, exc_info=error)
     if isinstance(error, RequestAborted):
-        return ApiError(503, str(error), kind="server_error", code="aborted")
-    return ApiError(500, str(error), kind="server_error", code="internal_error")
+        return ApiError(503, "the request was aborted", kind="server_error", code="aborted")
+    return internal()

@@ -12,6 +12,8 @@ from .errors import ApiError, bad_field
 
 __all__ = ["Fields", "Reader", "boolean", "integer", "is_text", "items", "text"]
 
+MAX_SHOWN = 100
+"""Characters of what a client has sent that an error repeats."""
 Value = TypeVar("Value")
 Default = TypeVar("Default")
 Reader = Callable[[str, object], Value]
@@ -74,7 +76,9 @@ class Fields:
     def finish(self) -> None:
         """Refuse unread fields: each is a typing mistake, or would be ignored silently."""
         if self._unread:
-            raise bad_field(self._where + min(self._unread), "is no field of this request", "unknown_field")
+            name = min(self._unread)
+            shown = name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
+            raise bad_field(self._where + shown, "is no field of this request", "unknown_field")
 
 
 def text(param: str, value: object) -> str:

@@ -35,20 +35,19 @@ def find_metrics() -> Metrics:
         return PrometheusMetrics(
             importlib.import_module("aoffload.metrics"), importlib.import_module("prometheus_client")
         )
-    except ImportError as error:
-        return NoMetrics(str(error))
+    except ImportError:
+        return NoMetrics()
 
 
 @attrs.frozen
 class NoMetrics:
-    reason: str
     runtime_options: Mapping[str, Any] = attrs.field(factory=dict, init=False)
 
     def watch(self, runtime: OffloadRuntime) -> None:
         """Does nothing."""
 
     def scrape(self) -> tuple[bytes, str]:
-        message = f"there are no metrics in this installation: {self.reason}"
+        message = "there are no metrics in this installation: pip install aoffload[metrics]"
         raise ApiError(501, message, kind="server_error", code="no_metrics")
 
 

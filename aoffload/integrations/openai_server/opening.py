@@ -7,8 +7,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ... import OffloadConfig, OffloadRuntime
-from ...errors import InvalidArgument
+from ...errors import ConfigError, InvalidArgument
 from ..batching import EngineOptions
 from ..engine import PagedEngine
 from ..layers import kv_cache_groups
@@ -17,9 +19,11 @@ from ..paged import PagedModel
 from .admission import Admission
 from .answering import Service
 from .bodies import Limits
+from .gate import Rules
 from .metrics import find_metrics
 from .options import ServerOptions
 from .pretrained import PretrainedTokenizer
+from .readings import Readings
 from .tokenizer import ByteTokenizer, Tokenizer
 
 __all__ = ["limits_of", "open_service", "tokenizer_of"]
@@ -37,7 +41,7 @@ async def open_service(options: ServerOptions, model: PagedModel, logger: Any = 
     tokenizer = tokenizer_of(options, model)
     metrics = find_metrics()
     num_rows = _num_device_blocks(options, model) + 1  # the null block
-    kv_cache = model.new_kv_cache(num_rows + engine_options.num_scratch_blocks, BLOCK_SIZE)
+    kv_cache = _new_kv_cache(model, num_rows + engine_options.num_scratch_blocks)
     async with (
         OffloadRuntime(
             _config_of(options, model), kv_cache[:num_rows], logger=logger, **metrics.runtime_options
@@ -48,12 +52,21 @@ async def open_service(options: ServerOptions, model: PagedModel, logger: Any = 
         yield Service(
             engine=engine,
             tokenizer=tokenizer,
-            admission=Admission(options.max_requests),
+            admission=Admission(options.max_requests, Readings(options.max_reading_bytes, options.read_timeout_s)),
             metrics=metrics,
             limits=limits,
             max_body_bytes=options.max_body_bytes,
             answer_timeout_s=options.answer_timeout_s,
+            rules=Rules.of(options.host, options.allowed_hosts, options.api_key),
         )
+
+
+def _new_kv_cache(model: PagedModel, num_rows: int) -> torch.Tensor:
+    try:
+        return model.new_kv_cache(num_rows, BLOCK_SIZE)
+    except (MemoryError, RuntimeError) as error:  # what torch raises
+        problem = str(error).partition("\n")[0]
+        raise ConfigError("num_device_blocks", f"{num_rows} blocks can't be had: {problem:.200}") from error
 
 
 def limits_of(options: ServerOptions, model: PagedModel) -> Limits:
@@ -67,7 +80,9 @@ def limits_of(options: ServerOptions, model: PagedModel) -> Limits:
         raise InvalidArgument("device_blocks", "is too few: no prompt and answer fit")
     if options.max_tokens is not None and options.max_tokens > most:
         raise InvalidArgument("max_tokens", f"{options.max_tokens} is more than the {most} that there is room for")
-    return Limits(_served_name(options), model.vocab_size, options.max_tokens or most)
+    if options.max_reading_bytes < options.max_body_bytes:
+        raise InvalidArgument("max_reading_bytes", f"is less than one body of {options.max_body_bytes} bytes")
+    return Limits(_served_name(options), model.vocab_size, options.max_tokens or most, options.requires_salt)
 
 
 def tokenizer_of(options: ServerOptions, model: PagedModel) -> Tokenizer:

@@ -11,6 +11,7 @@ import attrs
 from ...demo.options import STORE_POLICIES
 from ..arguments import count
 from ..models import MODEL_NAMES
+from .readings import MAX_READING_BYTES, READ_TIMEOUT_S
 
 __all__ = ["ServerOptions", "make_parser", "parse_options"]
 
@@ -30,6 +31,14 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any free port."""
+    api_key: str | None = attrs.field(default=None, repr=False)
+    """What clients send as `Authorization: Bearer`; None: nothing is asked for."""
+    api_key_file: Path | None = None
+    """A file that has the key, for the command."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that clients may call the server by. A server on loopback always answers to those of loopback."""
+    requires_salt: bool = False
+    """Refuse requests without a `cache_salt`."""
     num_device_blocks: int | None = None
     """None: 8,192 tokens for each group of layers."""
     num_host_blocks: int | None = None
@@ -42,6 +51,14 @@ class ServerOptions:
     max_tokens: int | None = None
     """Prompt and answer of one request; None: what the model and the device have room for."""
     max_body_bytes: int = 2**20
+    max_reading_bytes: int = MAX_READING_BYTES
+    """Of all bodies that are not complete."""
+    max_connections: int = 1024
+    """Fewer, where the process may not open as many descriptors."""
+    max_unread_bytes: int = 2**24
+    """Of complete answers that clients have not read."""
+    read_timeout_s: float = READ_TIMEOUT_S
+    """How long a client may take to send a header, to send a body, or to read nothing of its answer."""
     answer_timeout_s: float = 600.0
     """From the end of the body to the last byte read by the client."""
     drain_timeout_s: float = 30.0
@@ -69,6 +86,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), default=default.device, help="where the model runs (default: %(default)s)")
     add("--host", default=default.host, metavar="ADDRESS", help="where to listen (default: %(default)s)")
     add("--port", type=count(0, 65535), default=default.port, metavar="N", help="0: a free one (default: %(default)s)")
+    add("--api-key", metavar="KEY", help="clients send it as Authorization: Bearer KEY; anybody here can see a command "
+        "line, so rather set it as AOFFLOAD_API_KEY, or in a file")  # fmt: skip
+    add("--api-key-file", type=Path, metavar="FILE", help="a file that has the key in its first line")
+    add("--allow-host", dest="allowed_hosts", action="append", default=[], metavar="NAME",
+        help="a name that clients may call the server by, besides those of loopback; may be repeated")  # fmt: skip
+    add("--require-salt", dest="requires_salt", action="store_true", help="refuse requests without a cache_salt")
     add("--device-blocks", dest="num_device_blocks", type=count(1, MAX_BLOCKS), metavar="N",
         help="blocks of 16 tokens on the device (default: 512 for each group of layers)")  # fmt: skip
     add("--host-blocks", dest="num_host_blocks", type=count(0, MAX_BLOCKS), metavar="N",
@@ -81,6 +104,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=count(2, 2**31 - 1), metavar="N", help="prompt and answer of one request together")
     add("--max-body-bytes", type=count(1024, 2**30), default=default.max_body_bytes, metavar="N",
         help="of one request (default: %(default)s)")  # fmt: skip
+    add("--max-reading-bytes", type=count(1024, 2**40), default=default.max_reading_bytes, metavar="N",
+        help="of all bodies that are not complete (default: %(default)s)")  # fmt: skip
+    add("--max-connections", type=count(1, 1_000_000), default=default.max_connections, metavar="N",
+        help="connections at a time; the oldest idle one makes room (default: %(default)s)")  # fmt: skip
+    add("--max-unread-bytes", type=count(0, 2**40), default=default.max_unread_bytes, metavar="N",
+        help="of answers that are complete and not read (default: %(default)s)")  # fmt: skip
+    add("--read-timeout", dest="read_timeout_s", type=_seconds, default=default.read_timeout_s, metavar="S",
+        help="for a header, for a body, and for reading some of an answer (default: %(default)s)")  # fmt: skip
     add("--answer-timeout", dest="answer_timeout_s", type=_seconds, default=default.answer_timeout_s, metavar="S",
         help="what one answer may take, its reader included (default: %(default)s)")  # fmt: skip
     add("--drain-timeout", dest="drain_timeout_s", type=_seconds, default=default.drain_timeout_s, metavar="S",
@@ -95,7 +126,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse_options(arguments: Sequence[str] | None = None) -> ServerOptions:
     """The options, or a message and exit status 2."""
-    return ServerOptions(**vars(make_parser().parse_args(arguments)))
+    found = vars(make_parser().parse_args(arguments))
+    return ServerOptions(**found | {"allowed_hosts": tuple(found["allowed_hosts"])})
 
 
 def _seconds(text: str) -> float:

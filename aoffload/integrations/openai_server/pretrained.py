@@ -38,8 +38,11 @@ class PretrainedTokenizer:
 
         try:
             found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ConfigError("model", f"the tokenizer in {str(directory)!r} can't be loaded: {error}") from error
+            found.decode(found.encode("a"))
+        except Exception as error:  # whatever transformers makes of files that are cut off, or lie
+            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+            told = f"the tokenizer in {str(directory)!r} can't be loaded: {problem:.300}"
+            raise ConfigError("model", told) from error
         return cls(found, end_token_ids)
 
     def encode(self, text: str) -> list[int]:
@@ -56,7 +59,7 @@ class PretrainedTokenizer:
         try:
             return list(self._tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False))
         except TemplateError as error:
-            raise bad_field("messages", f"this model's chat template refuses them: {error}") from error
+            raise bad_field("messages", f"this model's chat template refuses them: {error!s:.200}") from error
 
     def speller(self) -> Speller:
         """See `Tokenizer`."""

@@ -14,7 +14,7 @@ from .errors import ApiError, HungUp, unavailable
 if TYPE_CHECKING:
     from starlette.types import Receive
 
-__all__ = ["Visit", "read_body"]
+__all__ = ["Visit"]
 
 
 class Visit:
@@ -62,21 +62,3 @@ class Visit:
 def _took_too_long(timeout_s: float) -> ApiError:
     message = f"the answer was not complete after {timeout_s:g} seconds"
     return ApiError(504, message, kind="server_error", code="timeout")
-
-
-async def read_body(receive: Receive, most_bytes: int) -> bytes | None:
-    """The body. None: it is longer than `most_bytes`; it was still read to its end, because a client that is still
-    sending may not read an error. Raises `HungUp`."""
-    body = bytearray()
-    is_too_long, more = False, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise HungUp
-        if is_too_long or len(body) + len(message.get("body", b"")) > most_bytes:
-            is_too_long = True
-            body.clear()
-        else:
-            body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return None if is_too_long else bytes(body)

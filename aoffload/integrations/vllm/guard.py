@@ -34,10 +34,6 @@ class Guard:
         if not self.off_reason:
             try:
                 self.half.allocated(request, num_external)
-<<<<<<< HEAD
-                return
-=======
->>>>>>> h7-mut
             except Exception as error:  # noqa: BLE001
                 self._turn_off(error)
         if self.off_reason:

@@ -236,7 +236,8 @@ def _start(build: Build | str, rank: int, num_ranks: int) -> tuple[BaseProcess, 
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=True)
     with theirs:  # close this copy, or `ours` would never see the end of the process
-        arguments = (theirs, os.getpid(), rank, num_ranks, build)
+        is_main = threading.current_thread() is threading.main_thread()
+        arguments = (theirs, os.getpid(), is_main, rank, num_ranks, build)
         process = context.Process(target=rank_main, args=arguments, name=f"aoffload-rank-{rank}", daemon=True)
         try:
             process.start()

@@ -10,14 +10,13 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-import attrs
-
 from ...core.plan import Completion, Outcome
 from ...env import Env
 from ...errors import ConfigError, DeviceGone, TransferRefused, WireError
 from ..local import LocalTransport
 from .channel import Channel
 from .frames import Close, Closed, Completed, Launch, Lost, Open, Opened, Ready, RecordFence, Refused, ReleaseFence
+from .orphans import end_with_parent
 from .rank import LocalRank
 
 __all__ = ["Build", "rank_main"]
@@ -26,19 +25,24 @@ Build: TypeAlias = Callable[[int, int], Any]
 """`build(rank, num_ranks)`, called once in the rank's process. Returns its KV caches, as `OffloadRuntime` takes them,
 or a `LocalTransport` over them."""
 
-_MAX_ERROR = 2000
-"""Maximum characters of an error that are sent."""
 
-
-def rank_main(connection: Connection, decider_pid: int, rank: int, num_ranks: int, build: Build | str) -> None:
+def rank_main(
+    connection: Connection,
+    decider_pid: int,
+    main_thread_started_it: bool,
+    rank: int,
+    num_ranks: int,
+    build: Build | str,
+) -> None:
     """The main function of a rank process. It ends on `Close`, or when the deciding process is gone."""
+    end_with_parent(decider_pid, main_thread_started_it=main_thread_started_it)
     # Ctrl-C reaches every process of a terminal. The deciding process closes the ranks when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(connection, decider_pid)
     try:
         local = LocalRank(_transport(build, rank, num_ranks))
     except Exception as error:  # noqa: BLE001 - the caller's own function: the deciding process raises its error
-        channel.send(Refused("build", f"rank {rank}: {error!r}"[:_MAX_ERROR]))
+        channel.send(Refused("build", f"rank {rank}: {error!r}"))
         return
     channel.send(Ready(local.num_device_blocks, local.block_bytes))
     if not _Server(channel, local, rank).serve():
@@ -87,7 +91,7 @@ class _Server:
                 frame.num_host_blocks, verify=frame.verify, deliver=self._deliver, lost=lambda reason: None, env=Env()
             )
         except ConfigError as error:
-            self._channel.send(Refused(error.argument, f"rank {self._rank}: {error.problem}"[:_MAX_ERROR]))
+            self._channel.send(Refused(error.argument, f"rank {self._rank}: {error.problem}"))
         else:
             self._channel.send(Opened())
 
@@ -111,9 +115,8 @@ class _Server:
         """Send `Lost`, once, if the error is a `DeviceGone`."""
         if isinstance(error, DeviceGone) and not self._is_lost:
             self._is_lost = True
-            self._channel.send(Lost(str(error)[:_MAX_ERROR]))
+            self._channel.send(Lost(str(error)))
 
     def _deliver(self, completion: Completion) -> None:
         """Called in any thread of the transport; blocks only while the deciding process does not read."""
-        short = attrs.evolve(completion, error=completion.error[:_MAX_ERROR])
-        self._channel.send(Completed(short, self._local.statistics()))
+        self._channel.send(Completed(completion, self._local.statistics()))

@@ -32,11 +32,13 @@ from .frames import (
     ReleaseFence,
 )
 
-__all__ = ["MAX_FRAME_BYTES", "VERSION", "decode", "encode"]
+__all__ = ["MAX_FRAME_BYTES", "MAX_TEXT", "VERSION", "decode", "encode"]
 
 VERSION = 1
 MAX_FRAME_BYTES = 64 * 2**20
 """Eight million block pairs: more than any plan has. Longer frames are not read."""
+MAX_TEXT = 2000
+"""Characters of an error. The rest is neither sent nor taken."""
 
 _HEADER = struct.Struct("<BB")
 _NUMBER, _COUNT, _BYTE, _SECONDS = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct("<B"), struct.Struct("<d")
@@ -66,8 +68,9 @@ class _Reader:
         return _little_endian(found)
 
     def text(self) -> str:
+        """No more of it than anybody sends; it ends up in events."""
         try:
-            return self._bytes(self.one(_COUNT)).decode()
+            return self._bytes(self.one(_COUNT)).decode()[:MAX_TEXT]
         except UnicodeDecodeError as error:
             raise WireError(f"a text that is not UTF-8: {error}") from None
 
@@ -113,7 +116,7 @@ def _ids(ids: array[int]) -> bytes:
 
 def _text(text: str) -> bytes:
     # An error's text may hold a lone surrogate, and has to arrive nevertheless.
-    data = text.encode(errors="backslashreplace")
+    data = text[:MAX_TEXT].encode(errors="backslashreplace")
     return _COUNT.pack(len(data)) + data
 
 

@@ -1,0 +1,101 @@
+"""Who may ask: an API key, and for a server on loopback the names that it answers to."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import attrs
+
+from .errors import ApiError
+from .reply import Reply
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+__all__ = ["Gate", "Rules", "is_loopback"]
+
+OPEN_PATHS = frozenset({"/health"})
+"""Need no key: what asks whether a server lives has none."""
+
+
+@attrs.frozen(kw_only=True)
+class Rules:
+    """What every request is checked against."""
+
+    api_key: str | None = attrs.field(default=None, repr=False)
+    """None: no key is needed."""
+    hosts: frozenset[str] | None = None
+    """Names besides those of loopback that `Host` and `Origin` may have. None: any.
+
+    On loopback a firewall is no help: a web page that somebody on this machine looks at can reach the server, under its
+    own name (`Host`, after DNS rebinding) or across origins (`Origin`).
+    """
+
+    @classmethod
+    def of(cls, host: str, allowed_hosts: Iterable[str], api_key: str | None) -> Rules:
+        """The rules of a server that listens at `host`."""
+        names = frozenset(name.lower() for name in allowed_hosts)
+        return cls(api_key=api_key, hosts=names if names or is_loopback(host) else None)
+
+    def check(self, scope: Scope) -> None:
+        """Raise `ApiError` with 401 or 403 for a request that is not allowed."""
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if self.hosts is not None:
+            for name in (b"host", b"origin"):
+                for value in (value for found, value in headers if found == name):
+                    self._check_name(name.decode(), value.decode("latin-1"))
+        if self.api_key is not None and scope["path"] not in OPEN_PATHS:
+            self._check_key([value for found, value in headers if found == b"authorization"])
+
+    def _check_name(self, header: str, value: str) -> None:
+        assert self.hosts is not None
+        name = _name_of(value if header == "origin" else f"//{value}")
+        if name is None or not (is_loopback(name) or name in self.hosts):
+            message = f"{header}: {value!r:.100} is no name that this server answers to (option --allow-host)"
+            raise ApiError(403, message, code="forbidden")
+
+    def _check_key(self, values: list[bytes]) -> None:
+        assert self.api_key is not None
+        scheme, _, given = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
+        is_same = hmac.compare_digest(given.strip(), self.api_key.encode())  # takes as long for any key of that length
+        if scheme.lower() != b"bearer" or not is_same:
+            raise ApiError(401, "authorization: the API key is missing or wrong", code="invalid_api_key")
+
+
+class Gate:
+    """ASGI middleware: lets a request in, or answers it."""
+
+    def __init__(self, app: ASGIApp, rules: Rules) -> None:
+        self._app = app
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._rules.check(scope)
+            except ApiError as error:
+                await Reply(send).fail(error)
+                return
+        await self._app(scope, receive, send)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is only reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _name_of(url: str) -> str | None:
+    """The host that `url` names, in lower case; None if it names none."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
