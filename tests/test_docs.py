@@ -102,6 +102,7 @@ def test_every_public_member_of_the_main_classes_is_documented(kind: type) -> No
     options = {field.name for field in getattr(kind, "__attrs_attrs__", ())}
     derived = {
         "bytes_in_flight",
+        "store_bound_s",
         "blocks_per_job",
         "resolve_host_blocks",
         "root_namespace",
