@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from operator import lt
 from typing import Any, TypeAlias
 
 import attrs
@@ -44,7 +45,7 @@ class EngineIds:
         except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
             raise InvalidArgument(name, f"must be block ids for each group, got {shown(tables)}") from None
         wanted = [num_units * (layout.unit_tokens // group.block_size) for group in layout.groups]
-        if len(lengths) != len(wanted) or any([has < needs for has, needs in zip(lengths, wanted, strict=True)]):
+        if len(lengths) != len(wanted) or any(map(lt, lengths, wanted)):
             raise InvalidArgument(name, f"must hold {wanted} ids at least, group by group; got {lengths}")
         return cls(layout, num_rows, name, found)
 

@@ -30,7 +30,6 @@ from .policy import StorePolicy
 from .presence import covered, covered_stop
 from .records import Job, Run
 from .stores import Stores, first_stored
-from .tokens import TokenSequence
 
 __all__ = ["EngineOffers", "Offer"]
 
@@ -131,7 +130,9 @@ class EngineOffers:
     def _stored_end(self, holding: Holding, stop: int, end: End | None) -> End | None:
         """`end`, with its key, if the host has everything before it or will get it, and the index nothing behind it up
         to unit `stop`. None: the path has to be walked to tell, as it always has for windows."""
-        if end is None or self.cache.windows or not self._is_there(end) or (end.run is not None and not _is_covered(end.run)):
+        if end is None or self.cache.windows or not self._is_there(end):
+            return None
+        if end.run is not None and not _is_covered(end.run):
             return None
         if end.position >= stop:
             return end

@@ -108,8 +108,10 @@ class JobBook:
             read = self.cache.lease(plan.source, end.run, starts, is_use=plan.destination < plan.source)
         if destination.is_outside:
             destination.hold(plan.destination_ids)
+        elif pin is not None:
+            written = pin
         else:
-            written = pin or self.cache.lease(plan.destination, end.run, starts)
+            written = self.cache.lease(plan.destination, end.run, starts)
         job = Job(
             plan, end.run, over[0].start, end.stop, self.cache.epoch, band.number, read, written, None,
             "" if holding is None else holding.request_id,
