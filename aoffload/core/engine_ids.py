@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from operator import lt
 from typing import Any, TypeAlias
 
 import attrs
@@ -16,7 +17,10 @@ from ..errors import InvalidArgument
 from .blocks import id_range
 from .groups import Band, Layout
 
-__all__ = ["EngineIds", "Find", "NamedRows", "has_null"]
+__all__ = ["EngineIds", "FewRows", "Find", "ManyRows", "has_null", "named_rows"]
+
+FEW = 64
+"""Up to this many ids, loops over them are faster than numpy's calls."""
 
 Find: TypeAlias = Callable[[int, int, int], Sequence[int]]
 """From group number, `first` and `last` to blocks `[first, last)` of the group: 0 where there is none."""
@@ -37,11 +41,11 @@ class EngineIds:
         """Check that `tables` reach to `num_units` at least: lists, ranges, arrays or numpy arrays."""
         try:
             found = tuple(tables)
-            lengths = [len(table) for table in found]
+            lengths = [*map(len, found)]
         except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
             raise InvalidArgument(name, f"must be block ids for each group, got {shown(tables)}") from None
         wanted = [num_units * (layout.unit_tokens // group.block_size) for group in layout.groups]
-        if len(lengths) != len(wanted) or any(has < needs for has, needs in zip(lengths, wanted, strict=True)):
+        if len(lengths) != len(wanted) or any(map(lt, lengths, wanted)):
             raise InvalidArgument(name, f"must hold {wanted} ids at least, group by group; got {lengths}")
         return cls(layout, num_rows, name, found)
 
@@ -66,60 +70,101 @@ class EngineIds:
     def _of_band(self, band: Band, num_units: int, read: Find, start: int) -> array[int]:
         if not num_units:
             return array("i")
+        if len(self.tables) == 1:
+            return self._read(read, 0, start * band.width, (start + num_units) * band.width)
         of_groups: list[array[int]] = []
         for number, (its_band, _) in enumerate(self.layout.places):
             if its_band == band.number:
                 per_unit = self.layout.unit_tokens // self.layout.groups[number].block_size
-                ids = self._checked(read, number, start * per_unit, (start + num_units) * per_unit)
-                if len(ids) != num_units * per_unit:
-                    raise InvalidArgument(self.name, f"must be {num_units * per_unit} ids, got {len(ids)}")
-                of_groups.append(ids)
+                of_groups.append(self._read(read, number, start * per_unit, (start + num_units) * per_unit))
         if len(of_groups) == 1:
             return of_groups[0]
         rows = [np.frombuffer(ids, np.int32).reshape(num_units, -1) for ids in of_groups]
         return array("i", np.concatenate(rows, axis=1).tobytes())
 
-    def _checked(self, read: Find, group: int, first: int, last: int) -> array[int]:
+    def _read(self, read: Find, group: int, first: int, last: int) -> array[int]:
         try:
             ids = _as_ids(read(group, first, last))
         except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
             raise InvalidArgument(self.name, f"must be block ids, got {shown(self.tables[group])}") from None
-        rows = np.frombuffer(ids, np.int32)
-        if ids and not (rows.min() >= 0 and rows.max() < self.num_rows):
+        if not _are_rows(ids, self.num_rows):
             wrong = next(block_id for block_id in ids if not 0 <= block_id < self.num_rows)
             raise InvalidArgument(self.name, f"must lie in [0, {self.num_rows}), got {wrong}")
+        if len(ids) != last - first:
+            raise InvalidArgument(self.name, f"must be {last - first} ids, got {len(ids)}")
         return ids
 
 
 @attrs.frozen
-class NamedRows:
-    """The rows that a call names, as one mark for each row: thousands of ids are compared without a loop over them."""
+class FewRows:
+    """The rows that a call names, if they are few."""
 
-    is_named: NDArray[np.bool_]
+    rows: frozenset[int]
     are_distinct: bool
-
-    @classmethod
-    def of(cls, num_rows: int, blocks: Sequence[array[int]]) -> NamedRows:
-        is_named = np.zeros(num_rows, np.bool_)
-        for ids in blocks:
-            is_named[np.frombuffer(ids, np.int32)] = True
-        return cls(is_named, int(np.count_nonzero(is_named)) == sum(map(len, blocks)))
 
     def shared_with(self, others: Iterable[array[int]]) -> int:
         """A row that one of `others` names, too; the null block if there is none."""
         for ids in others:
+            if not self.rows.isdisjoint(ids):
+                return min(self.rows.intersection(ids))
+        return 0
+
+
+@attrs.frozen
+class ManyRows:
+    """The rows that a call names: thousands of ids are compared without a loop over them."""
+
+    num_rows: int
+    blocks: Sequence[array[int]]
+
+    @property
+    def are_distinct(self) -> bool:
+        if len(self.blocks) == 1:
+            rows = np.frombuffer(self.blocks[0], np.int32)
+            if (rows[1:] > rows[:-1]).all():  # as most are
+                return True
+        return int(np.count_nonzero(self._marks())) == sum(map(len, self.blocks))
+
+    def _marks(self) -> NDArray[np.bool_]:
+        """One mark for each row."""
+        marks = np.zeros(self.num_rows, np.bool_)
+        for ids in self.blocks:
+            marks[np.frombuffer(ids, np.int32)] = True
+        return marks
+
+    def shared_with(self, others: Sequence[array[int]]) -> int:
+        """A row that one of `others` names, too; the null block if there is none."""
+        marks = self._marks() if others else np.zeros(0, np.bool_)
+        for ids in others:
             rows = np.frombuffer(ids, np.int32)
-            if (shared := rows[self.is_named[rows]]).size:
+            if (shared := rows[marks[rows]]).size:
                 return int(shared.min())
         return 0
 
 
+def named_rows(num_rows: int, blocks: Sequence[array[int]]) -> FewRows | ManyRows:
+    num_ids = len(blocks[0]) if len(blocks) == 1 else sum(map(len, blocks))
+    if num_ids > FEW:
+        return ManyRows(num_rows, blocks)
+    rows = frozenset(blocks[0]) if len(blocks) == 1 else frozenset().union(*blocks)
+    return FewRows(rows, len(rows) == num_ids)
+
+
 def has_null(ids: array[int]) -> bool:
-    return not np.frombuffer(ids, np.int32).all()
+    return 0 in ids if len(ids) <= FEW else not np.frombuffer(ids, np.int32).all()
+
+
+def _are_rows(ids: array[int], num_rows: int) -> bool:
+    """Whether all lie in `[0, num_rows)`."""
+    if len(ids) <= FEW:
+        return not ids or (min(ids) >= 0 and max(ids) < num_rows)
+    return bool(np.frombuffer(ids, np.uint32).max() < num_rows)  # a negative id is a very large one there
 
 
 def _as_ids(part: Sequence[int]) -> array[int]:
     """A part of an engine's table. An item at a time where it is a list."""
+    if type(part) is list:
+        return array("i", part)
     if isinstance(part, range) and part.step == 1:
         return id_range(part.start, part.stop)
     if isinstance(part, np.ndarray) and part.dtype.kind in "iu" and part.ndim == 1:

@@ -41,7 +41,7 @@ class EngineMatches:
     def match(self, holding: Holding, num_device_tokens: int, wake: Callable[[], object]) -> None:
         """Match and pin what the host holds behind `num_device_tokens`: PINNED. While another request is loading the
         next block: MATCHED, without pins; `wake` is called when asking again may give another answer."""
-        if holding.state is _S.PINNED and num_device_tokens == holding.engine_tokens and self._is_held(holding):
+        if self.is_current(holding, num_device_tokens):
             return
         holding.asked_behind(num_device_tokens)
         hit = self._hit(holding)
@@ -60,6 +60,11 @@ class EngineMatches:
             self.moves.request(holding, _S.MATCHED)
         if bringer is None:
             self.moves.request(holding, _S.PINNED)
+
+    def is_current(self, holding: Holding, num_device_tokens: int) -> bool:
+        """Whether the last answer still holds, and its hit is pinned."""
+        is_same = holding.state is _S.PINNED and num_device_tokens == holding.engine_tokens
+        return is_same and self._is_held(holding)
 
     def _is_held(self, holding: Holding) -> bool:
         """Whether the whole hit can still be loaded."""

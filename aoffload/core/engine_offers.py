@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ from ..errors import InvalidArgument
 from .cache import PrefixCache
 from .commits import is_at_end
 from .engine_blocks import EngineTier
-from .engine_ids import EngineIds, Find, NamedRows, has_null
+from .engine_ids import EngineIds, Find, has_null, named_rows
 from .groups import Band
 from .intervals import without
 from .jobs import JobBook
@@ -26,10 +27,9 @@ from .owners import Holding
 from .paths import stretches
 from .plan import Tier
 from .policy import StorePolicy
-from .presence import covered
+from .presence import covered, covered_stop
 from .records import Job, Run
 from .stores import Stores, first_stored
-from .tokens import TokenSequence
 
 __all__ = ["EngineOffers", "Offer"]
 
@@ -50,6 +50,26 @@ class Offer:
         return self.start + len(self.blocks) // self.band.width
 
 
+@dataclass(slots=True, eq=False)
+class End:
+    """Where the index ends, on the path of a request: it has the tokens before `position`, which `run` ends with, and
+    none behind."""
+
+    run: Run | None
+    position: int
+    key: bytes = b""
+    """The digest of the path up to and including the unit at `position`, if it is known."""
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """What an offer stores."""
+
+    offers: list[Offer]
+    end: End | None = None
+    """Where the offers begin, if the index has nothing behind."""
+
+
 @attrs.define(eq=False)
 class EngineOffers:
     cache: PrefixCache
@@ -59,45 +79,86 @@ class EngineOffers:
     policy: StorePolicy
     device: EngineTier
     max_blocks_in_flight: int
+    _ends: dict[Holding, End] = attrs.field(factory=dict)
+    """Where the path of a request was left: what it offers next usually begins there."""
 
-    def wanted(self, holding: Holding, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool) -> list[Offer]:
+    def reached(self, holding: Holding, run: Run) -> None:
+        """The index has the tokens of `holding` up to the end of `run`."""
+        self._ends[holding] = End(run, run.stop)
+
+    def forget(self, holding: Holding) -> None:
+        """The request is over, or its tokens were taken back."""
+        self._ends.pop(holding, None)
+
+    def wanted(self, holding: Holding, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool) -> Wanted:
         """Blocks that the policy wants, the host lacks and the engine has. Changes nothing, except that the last offer
         tells the policy what was generated, once all `ids` are checked. `unwritten`: for each band, units whose blocks
         were never written."""
         if holding.epoch != self.cache.epoch or not holding.store_limit:
-            return []
+            return Wanted([])
         if is_last:
             ids.check(holding.published)
             self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
         stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
         if not stop or not self.cache.tiers[Tier.HOST].pool.num_blocks:
-            return []
-        path = list(self.cache.index.walk(holding.sequence, stop))
+            return Wanted([])
         find = partial(self.device.find, holding.request_id)
-        found = list(self._of_full(path, stop, ids, find))
+        end = self._stored_end(holding, stop, self._ends.get(holding))
+        if end is None:
+            path = list(self.cache.index.walk(holding.sequence, stop))
+            end = self._stored_end(holding, stop, self._end_of(path))
+        if end is not None:
+            lacking = [range(end.position, stop)] if end.position < stop else []
+            return Wanted(list(self._of_full(lacking, ids, find)), end)
+        full = self.cache.layout.full
+        found = list(self._of_full(_lacking(path, full, 0, stop) if full.width else (), ids, find))
         if is_last or is_at_end(holding) or stop == holding.store_limit:
-            end = self.stores.last_end(holding, stop)
+            last = self.stores.last_end(holding, stop)
             for band in self.cache.layout.windows:
                 nobodys = unwritten.get(band.number, range(0))
-                lacking = _lacking(path, band, first_stored(band, end), stop)
+                lacking = _lacking(path, band, first_stored(band, last), stop)
                 units = [part for one in lacking for part in without([nobodys], one.start, one.stop)]
                 found += self._of_window(band, units, ids, find)
-        return found
+        return Wanted(found)
+
+    @staticmethod
+    def _end_of(path: Path) -> End | None:
+        """The end of a path, if a run ends there."""
+        run, agreed = path[-1] if path else (None, 0)
+        return End(run, agreed) if run is None or run.stop == agreed else None
+
+    def _stored_end(self, holding: Holding, stop: int, end: End | None) -> End | None:
+        """`end`, with its key, if the host has everything before it or will get it, and the index nothing behind it up
+        to unit `stop`. None: the path has to be walked to tell, as it always has for windows."""
+        if end is None or self.cache.windows or not self._is_there(end):
+            return None
+        if end.run is not None and not _is_covered(end.run):
+            return None
+        if end.position >= stop:
+            return end
+        hasher = holding.sequence.root.hasher if end.run is None else end.run.hash_after
+        key = holding.sequence.key_at(hasher, end.position)
+        return None if key in self.cache.index.runs else End(end.run, end.position, key)
+
+    def _is_there(self, end: End) -> bool:
+        """Whether the index still has a run that ends there."""
+        run = end.run
+        return run is None or (run.stop == end.position and self.cache.index.runs.get(run.key) is run)
 
     def check_sources(self, found: Sequence[Offer], num_rows: int) -> None:
         """Refuse a block that is named twice, or that a load may still write to."""
         if not found:
             return
-        named = NamedRows.of(num_rows, [offer.blocks for offer in found])
+        named = named_rows(num_rows, [offer.blocks for offer in found])
         if not named.are_distinct:
             raise InvalidArgument("block_ids", "names a block twice")
         if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
             raise InvalidArgument("block_ids", f"names block {wrong}, which a copy may still write to")
 
-    def _of_full(self, path: Path, stop: int, ids: EngineIds, find: Find) -> Iterator[Offer]:
+    def _of_full(self, lacking: Iterable[range], ids: EngineIds, find: Find) -> Iterator[Offer]:
         """Full attention, up to the first null block: blocks behind a gap are never found."""
         full = self.cache.layout.full
-        for units in _lacking(path, full, 0, stop) if full.width else ():
+        for units in lacking:
             blocks = ids.with_found(full, units.start, units.stop, find)
             if has_null(blocks):
                 named = blocks.index(0) // full.width
@@ -116,19 +177,30 @@ class EngineOffers:
                 first = (named.start - units.start) * band.width
                 yield Offer(band, named.start, blocks[first : first + len(named) * band.width])
 
-    def store(self, holding: Holding, found: list[Offer]) -> list[Job]:
-        jobs: list[Job] = []
-        run = self._path(holding.sequence, max(offer.stop for offer in found))
-        pin = self.cache.lease(Tier.HOST, run, [run.stop for _ in self.cache.layout.windows], is_use=False)
+    def store(self, holding: Holding, wanted: Wanted) -> list[Job]:
+        jobs, found = list[Job](), wanted.offers
+        if not found:
+            if wanted.end is not None:
+                self._ends[holding] = wanted.end
+            return jobs
+        run = self._path(holding, wanted.end, max([offer.stop for offer in found]))
+        # One offer pins its path itself.
+        pin = None if len(found) == 1 else self.cache.lease(Tier.HOST, run, self._no_windows(run), is_use=False)
         for offer in found:
             taken = self._bounded(offer)
             if len(taken.blocks) < len(offer.blocks):
                 self.moves.store_skipped(holding, len(offer.blocks) - len(taken.blocks), "in_flight")
             if taken.blocks:
-                over = stretches(pin.run, taken.start, taken.stop)
+                over = stretches(run if pin is None else pin.run, taken.start, taken.stop)
                 jobs += self.stores.store(holding, taken.band, over, taken.blocks)
-        self.cache.release(pin)
+        if pin is not None:
+            self.cache.release(pin)
+        elif not jobs or jobs[-1].run is not run:
+            self.cache.tidy(run)  # its end is not stored
         return jobs
+
+    def _no_windows(self, run: Run) -> list[int]:
+        return [run.stop for _ in self.cache.layout.windows]
 
     def _bounded(self, offer: Offer) -> Offer:
         """The front of `offer` that may be in flight; of a window all or nothing, since a part of it is of no use."""
@@ -139,17 +211,34 @@ class EngineOffers:
         num_units = 0 if offer.band.number else max(num_units, 0 if in_flight else 1)
         return Offer(offer.band, offer.start, offer.blocks[: num_units * offer.band.width])
 
-    def _path(self, sequence: TokenSequence, stop: int) -> Run:
-        """The run of the index that ends at unit `stop` of `sequence`; inserts what is missing."""
-        last, position = None, 0
-        for run, agreed in list(self.cache.index.walk(sequence, stop)):
-            last, position = self.cache.cut(run, agreed), agreed
+    def _path(self, holding: Holding, end: End | None, stop: int) -> Run:
+        """The run of the index that ends at unit `stop` of the request's tokens; inserts what is missing, behind `end`
+        if that is known."""
+        sequence = holding.sequence
+        last, position, key = None, 0, b""
+        if end is not None and self._is_there(end):
+            last, position, key = end.run, end.position, end.key
+        else:
+            for run, agreed in list(self.cache.index.walk(sequence, stop)):
+                last, position = self.cache.cut(run, agreed), agreed
         while position < stop:
-            end = sequence.run_stop(position, stop)
-            last = self.cache.index.insert(sequence, last, position, end)
-            position = end
+            upto = sequence.run_stop(position, stop)
+            last = self.cache.index.insert(sequence, last, position, upto, key)
+            position, key = upto, b""
         assert last is not None, "a path to nowhere"
+        self.reached(holding, last)
         return last
+
+
+def _is_covered(run: Run) -> bool:
+    """Whether the host has full attention of the whole path of `run`, or will get it from jobs under way."""
+    current: Run | None = run
+    while current is not None:
+        part = current.parts[Tier.HOST]
+        if part.stop != current.stop and covered_stop(part) != current.stop:
+            return False
+        current = current.before
+    return True
 
 
 def _lacking(path: Path, band: Band, start: int, stop: int) -> list[range]:

@@ -25,7 +25,7 @@ from .arguments import check_int
 from .cache import PrefixCache
 from .commits import check_count
 from .engine_arrivals import Arrival, Arrivals
-from .engine_ids import EngineIds, NamedRows, has_null
+from .engine_ids import EngineIds, has_null, named_rows
 from .engine_matches import EngineMatches
 from .engine_offers import EngineOffers
 from .groups import Band
@@ -61,6 +61,7 @@ class EngineOwned:
     def left(self, holding: Holding) -> None:
         """Forget `holding`, which is over, and wake the requests that wait for its load."""
         self.arrivals.answered(holding)
+        self.offers.forget(holding)
         self._unwritten.pop(holding, None)
         for wake in self.arrivals.over(holding):
             wake()
@@ -120,7 +121,7 @@ class EngineOwned:
         blocks = [blocks for _, _, blocks in found]
         if any(map(has_null, blocks)):
             raise InvalidArgument("into", "names the null block where something has to be loaded")
-        named = NamedRows.of(self.num_rows, blocks)
+        named = named_rows(self.num_rows, blocks)
         if not named.are_distinct:
             raise InvalidArgument("into", "names a block twice")
         if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
@@ -149,6 +150,8 @@ class EngineOwned:
 
     def _run(self, holding: Holding, ready: int) -> None:
         """Let `holding` compute on from unit `ready`."""
+        if (lease := holding.leases.get(Tier.HOST)) is not None:
+            self.offers.reached(holding, lease.run)
         self.request_leases.end_host_lease(holding)
         holding.hit_up_to(ready)
         holding.ready_up_to(ready, max(holding.engine_tokens, ready * self.cache.layout.unit_tokens))
@@ -190,8 +193,8 @@ class EngineOwned:
         holding.computed(num_computed_tokens)
         holding.published_up_to(num_units)
         try:
-            found = self.offers.wanted(holding, ids, self._unwritten.get(holding, {}), is_last=is_last)
-            self.offers.check_sources(found, self.num_rows)
+            wanted = self.offers.wanted(holding, ids, self._unwritten.get(holding, {}), is_last=is_last)
+            self.offers.check_sources(wanted.offers, self.num_rows)
         except InvalidArgument:
             holding.sequence.drop_after(known)
             holding.computed(computed)
@@ -204,7 +207,7 @@ class EngineOwned:
             self.moves.request(holding, _S.ALLOCATED)
             self.moves.request(holding, _S.RUNNING)
         holding.committed(num_computed_tokens)
-        jobs = self.offers.store(holding, found) if found else []
+        jobs = self.offers.store(holding, wanted)
         for wake in self.arrivals.over(holding):
             wake()
         return jobs
@@ -231,6 +234,7 @@ class EngineOwned:
             other.taint()
         self.matches.forget(other for other in others if other not in tainted)
         holding.sequence.drop_after(from_token + 1)
+        self.offers.forget(holding)
         holding.taken_back(start, from_token)
         for number, units in self._unwritten.get(holding, {}).items():
             self._unwritten[holding][number] = range(units.start, min(units.stop, start))

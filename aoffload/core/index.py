@@ -56,10 +56,10 @@ class RunIndex:
                 return
             position, before = stop, run
 
-    def insert(self, sequence: TokenSequence, before: Run | None, start: int, stop: int) -> Run:
-        """Insert a run behind `before`. The caller has checked that there is none yet."""
+    def insert(self, sequence: TokenSequence, before: Run | None, start: int, stop: int, key: bytes = b"") -> Run:
+        """Insert a run behind `before`. The caller has checked that there is none yet; `key`: its key, if known."""
         hasher = sequence.root.hasher if before is None else before.hash_after
-        key = sequence.key_at(hasher, start)
+        key = key or sequence.key_at(hasher, start)
         tokens, spans, root = sequence.stretch(start, stop), sequence.spans_at(start), sequence.root
         run = Run(key, before, start, stop, tokens, spans, hasher, self.epoch, root)
         run._hash_after = sequence.hasher_at(stop)

@@ -138,6 +138,8 @@ def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
     """Only jobs hold engine-owned blocks, and no two jobs write to the same block."""
     _demand(len(set(written)) == len(written), "two copies write to a block of the engine's", written)
     plans = [job.plan for job in jobs.unsettled.values()]
+    stored = sum(plan.num_blocks for plan in plans if plan.destination > plan.source)
+    _demand(stored == jobs.num_stored_now(), "the stores under way are miscounted", stored, jobs.num_stored_now())
     number = len(written) + sum(plan.num_blocks for plan in plans if plan.source is tier.tier)
     _demand(tier.pool.num_blocks == number, "an engine's blocks are held by no job", tier.pool.num_blocks, number)
 

@@ -20,7 +20,7 @@ from .owners import Holding
 from .paths import Stretch, held_ids, stretches
 from .plan import Completion, Direction, Outcome, Tier, TransferPlan
 from .presence import covered
-from .records import Job, Part, Run, place_of
+from .records import Job, Lease, Part, Run, place_of
 
 __all__ = ["JobBook"]
 
@@ -38,6 +38,7 @@ class JobBook:
     num_late: int = 0
     """Completions that came a second time, or for a job that was given up."""
     _next_id: int = 1
+    _num_stored: int = 0
 
     @property
     def last_id(self) -> int:
@@ -58,11 +59,12 @@ class JobBook:
         blocks: array[int],
         units_per_job: Sequence[int] = (),
         source_ids: array[int] | None = None,
+        pin: Lease | None = None,
     ) -> list[Job]:
         """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`.
 
         `units_per_job` replaces the limit of the book. `source_ids`: the engine's blocks to copy from, if it owns the
-        device."""
+        device. `pin`: a lease on `run` in `destination`, which the last job takes over."""
         jobs: list[Job] = []
         if band.number and not self.cache.tiers[destination].is_outside:
             self._make_adjoin(run, band, destination, start, stop)
@@ -74,7 +76,7 @@ class JobBook:
             held = held_ids(run, source, band.number, first, last) if source_ids is None else source_ids[of_job]
             plan = TransferPlan(self._next_id, source, destination, held, blocks[of_job])
             self._next_id += 1
-            jobs.append(self._job(holding, plan, band, over))
+            jobs.append(self._job(holding, plan, band, over, pin if last == stop else None))
         return jobs
 
     def _make_adjoin(self, run: Run, band: Band, tier: Tier, start: int, stop: int) -> None:
@@ -90,7 +92,9 @@ class JobBook:
             elif begin > last:
                 self.cache.split(over, begin)
 
-    def _job(self, holding: Holding | None, plan: TransferPlan, band: Band, over: list[Stretch]) -> Job:
+    def _job(
+        self, holding: Holding | None, plan: TransferPlan, band: Band, over: list[Stretch], pin: Lease | None
+    ) -> Job:
         (first, start, _), (run, _, stop) = over[0], over[-1]
         windows = self.cache.layout.windows
         # The leases pin no window band but the job's own, and that from the start of the job's first run on.
@@ -104,6 +108,8 @@ class JobBook:
             read = self.cache.lease(plan.source, run, starts, is_use=plan.destination < plan.source)
         if destination.is_outside:
             destination.hold(plan.destination_ids)
+        elif pin is not None:
+            written = pin
         else:
             written = self.cache.lease(plan.destination, run, starts)
         job = Job(
@@ -113,6 +119,8 @@ class JobBook:
         if written is not None:
             self._line_up(job, over)
         self.unsettled[plan.job_id] = job
+        if plan.destination > plan.source:
+            self._num_stored += len(plan.source_ids)
         return job
 
     def _line_up(self, job: Job, over: list[Stretch]) -> None:
@@ -145,8 +153,7 @@ class JobBook:
 
     def num_stored_now(self) -> int:
         """Blocks that stores under way read."""
-        stores = (job.plan for job in self.unsettled.values() if job.plan.direction is Direction.STORE)
-        return sum(plan.num_blocks for plan in stores)
+        return self._num_stored
 
     def ids_being_read(self, tier: Tier) -> list[array[int]]:
         """Blocks of `tier` that copies under way read, job by job."""
@@ -230,7 +237,10 @@ class JobBook:
         self._forget_job(job)
 
     def _forget_job(self, job: Job) -> None:
-        del self.unsettled[job.plan.job_id]
+        plan = job.plan
+        del self.unsettled[plan.job_id]
+        if plan.destination > plan.source:
+            self._num_stored -= len(plan.source_ids)
         if job.source_lease is not None:
             self.cache.release(job.source_lease)
         if job.destination_lease is not None:

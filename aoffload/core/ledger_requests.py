@@ -112,7 +112,8 @@ class BeginningRequests(LedgerRooms):
         engine = self._engine_of(holding, "match_again")
         require(holding, "match_again", _S.MATCHED, _S.PINNED)
         self._check_device_tokens(num_device_tokens, holding.sequence.num_tokens)
-        check_callable("wake", wake)
+        if wake is not nobody:
+            check_callable("wake", wake)
         engine.matches.match(holding, num_device_tokens, wake)
         return holding.match
 

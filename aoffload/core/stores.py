@@ -66,19 +66,23 @@ class Stores:
         wanted = stop - start
         units = self.cache.components[band.number].fitting(start, stop, there.room // band.width)
         jobs: list[Job] = []
+        is_handed = False
         if units:
             blocks = self.cache.take(self.destination, len(units) * band.width)
             run = self.cache.cut(pin.run, units.stop)
             if source_ids is not None:
                 source_ids = source_ids[(units.start - start) * band.width : (units.stop - start) * band.width]
+            is_handed = run is pin.run and not self.cache.windows
             jobs = self.jobs.plan(
-                holding, self.source, self.destination, run, band, units.start, units.stop, blocks, (), source_ids
-            )
+                holding, self.source, self.destination, run, band, units.start, units.stop, blocks, (), source_ids,
+                pin if is_handed else None,
+            )  # fmt: skip
         if len(units) < wanted:
             self.moves.store_skipped(
                 holding, (wanted - len(units)) * band.width, f"{self.destination.name.lower()}_full"
             )
-        self.cache.release(pin)
+        if not is_handed:
+            self.cache.release(pin)
         return jobs
 
 

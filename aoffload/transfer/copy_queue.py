@@ -256,7 +256,8 @@ class CopyQueue:
                 late = [job_id for job_id, job in hop.in_flight.items() if job.deadline <= now]
                 self.observer.transport_stalled(hop.source, hop.destination, len(late))
                 self._give_up(hop, late, "no end within transfer_timeout_s")
-        self.tell(self.ledger.lapse, now)
+        if self.ledger.next_lapse <= now:
+            self.tell(self.ledger.lapse, now)
 
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
         """Stop waiting for these launched jobs, as if their time were over."""

@@ -23,7 +23,7 @@ from ...errors import ConfigError
 from ...transport import LocalTransport, Transport
 from .groups import CachedGroups
 from .guard import Guard
-from .messages import Commands, Reports
+from .messages import NOTHING, Commands, Reports
 from .regions import block_bytes_of, placements_of
 from .scheduler import SchedulerSide
 from .settings import offload_config
@@ -46,6 +46,10 @@ class StepReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return StepReports(self.reports.joined(other.reports))
 
 
+_IDLE = StepCommands(NOTHING)
+"""Of most steps: nothing is copied."""
+
+
 class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Host memory behind vLLM's own prefix cache."""
 
@@ -64,14 +68,15 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         num_blocks = kv_cache_config.num_blocks
         placements = placements_of(kv_cache_config.kv_cache_tensors, num_blocks)
-        self._scheduler: Guard | None = None
+        self._deciding: Guard
+        """In the scheduler."""
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_bytes = block_bytes_of(placements)
             half = SchedulerSide(
                 config, groups, num_blocks=num_blocks, block_bytes=block_bytes, num_ranks=parallel.world_size
             )
-            self._scheduler = Guard(half)
+            self._deciding = Guard(half)
         else:
             self._worker = WorkerSide(config, placements, num_blocks, parallel.rank, self.make_transport)
 
@@ -95,11 +100,6 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # -- in the scheduler -----------------------------------------------------------------------------------------
 
-    @property
-    def _deciding(self) -> Guard:
-        assert self._scheduler is not None, "a hook of the scheduler in a worker"
-        return self._scheduler
-
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._deciding.half.bind(kv_cache_manager)
@@ -112,10 +112,13 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._deciding.allocated(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepCommands:
-        return StepCommands(self._deciding.step(scheduler_output))
+        commands = self._deciding.step(scheduler_output)
+        return _IDLE if commands is NOTHING else StepCommands(commands)
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
+        if told is None:  # as in most steps; the next line costs more
+            return
         if isinstance(told, StepReports) and (landed := self._deciding.take(told.reports)):
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *landed}
 
@@ -136,9 +139,9 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def get_kv_connector_stats(self) -> OffloadStatistics | None:
-        if self._scheduler is None:
+        if self._worker is not None:
             return None  # workers report to the scheduler, which counts
-        found = self._scheduler.take_counts()
+        found = self._deciding.take_counts()
         return OffloadStatistics(data=found) if found else None
 
     @classmethod

@@ -6,32 +6,42 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import defaultdict
+from collections.abc import Callable
 
 from aoffload import RuntimeObserver, Tier
 
 from ...core.records import Job
-from ...ledger import Holding, JobState, LedgerStatistics
+from ...ledger import Holding, JobState, LedgerStatistics, Outcome
 
 __all__ = ["Counts", "blocks_of"]
 
 _log = logging.getLogger("vllm.aoffload")
 
+REPORT_S = 1.0
+"""Reporting in every step would cost more than counting."""
+
 
 class Counts(RuntimeObserver):
     """Hears of the ledger's jobs, and of what the copy queue notices."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.failure: BaseException | None = None
         """What the ledger raised and never should."""
         self._counted: defaultdict[str, float] = defaultdict(float)
+        self._clock, self._taken_at = clock, -math.inf
 
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
-        direction, completion = job.plan.direction.value, job.completion
+        if job.state is JobState.LAUNCHED:
+            return
+        direction, completion = _hop(job.plan.source, job.plan.destination), job.completion
         if job.state is JobState.DISCARDED:
             self._counted[f"jobs|{direction}|discarded"] += 1
         elif completion is not None:
-            self._counted[f"jobs|{direction}|{completion.outcome.value}"] += 1
+            outcome = "landed" if completion.outcome is Outcome.LANDED else completion.outcome.value
+            self._counted[f"jobs|{direction}|{outcome}"] += 1
             self._counted[f"copied_blocks|{direction}"] += completion.num_landed
             self._counted[f"copied_bytes|{direction}"] += completion.num_bytes
             self._counted[f"copy_seconds|{direction}"] += completion.duration_s
@@ -65,10 +75,15 @@ class Counts(RuntimeObserver):
     def turned_off(self) -> None:
         self._counted["turned_off"] += 1
 
+    def is_due(self, is_busy: bool) -> bool:
+        """Whether to report what was counted: once a second, and before the steps may end for a while."""
+        return bool(self._counted) and (not is_busy or self._clock() >= self._taken_at + REPORT_S)
+
     def take(self) -> dict[str, float]:
         """What was counted since the last call."""
         found = dict(self._counted)
         self._counted.clear()
+        self._taken_at = self._clock()
         return found
 
 

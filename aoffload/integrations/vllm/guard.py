@@ -73,9 +73,9 @@ class Guard:
 
     def take_counts(self) -> dict[str, float]:
         """What has been counted since the last call, and what there is now; empty if nothing has changed."""
-        counted = self.half.counts.take()
-        if not counted:
+        if not self.half.counts.is_due(self.is_busy):
             return {}
+        counted = self.half.counts.take()
         gauges = blocks_of(self.half.ledger.statistics())
         return counted | gauges | {"off": float(bool(self.off_reason))}
 

@@ -6,7 +6,7 @@ import attrs
 
 from ...ledger import Completion, TransferPlan
 
-__all__ = ["Commands", "LoadReport", "Reports"]
+__all__ = ["NOTHING", "Commands", "LoadReport", "Reports"]
 
 
 @attrs.frozen
@@ -28,6 +28,9 @@ class Commands:
     stores: tuple[TransferPlan, ...] = ()
     """Copied when the forward of the step is over."""
     reports: tuple[LoadReport, ...] = ()
+
+
+NOTHING = Commands()
 
 
 @attrs.frozen

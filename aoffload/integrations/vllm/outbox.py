@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...ledger import Completion, Direction, TransferPlan
+from ...ledger import Completion, TransferPlan
 from ...transfer.ranks.tally import JobTally
 from ...transport import Fence
 from .messages import Reports
@@ -20,7 +20,7 @@ class Outbox:
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         self._tally.begin(plan.job_id, plan.num_blocks)
-        (self._loads if plan.direction is Direction.LOAD else self._stores).append(plan)
+        (self._loads if plan.destination < plan.source else self._stores).append(plan)
 
     @property
     def has_plans(self) -> bool:
@@ -36,9 +36,10 @@ class Outbox:
 
     def joined(self, reports: Reports) -> list[Completion]:
         """Jobs that are over on every rank now."""
-        told = (
-            self._tally.report(rank, completion)
-            for rank, completions in sorted(reports.by_rank.items())
-            for completion in completions
-        )
-        return [completion for completion in told if completion is not None]
+        over: list[Completion] = []
+        for rank, completions in sorted(reports.by_rank.items()):
+            for completion in completions:
+                told = self._tally.report(rank, completion)
+                if told is not None:
+                    over.append(told)
+        return over

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 import attrs
@@ -45,6 +46,10 @@ class EngineRequest:
     """Set once a load was lost: vLLM asks again, and the same load would be lost again."""
     offered_stop: int = -1
     """Units that were offered last."""
+    next_offer: int = 0
+    """With fewer computed tokens, there is no new block."""
+    ask_at: float = -math.inf
+    """Until then the answer is PENDING, unless `ask_now` is called or vLLM's own hit changes."""
 
     @property
     def request_id(self) -> str:
@@ -63,24 +68,37 @@ class EngineRequest:
     def is_running(self) -> bool:
         return self.holding is not None and self.holding.state is RequestState.RUNNING
 
+    def ask_now(self) -> None:
+        self.ask_at = -math.inf
+
     def match(self, ledger: Ledger, num_local: int) -> Holding:
         """Match what the host has behind `num_local` tokens, with all tokens that the request has by now."""
+        holding = self._match(ledger, num_local)
+        self.ask_at = ledger.pending_until(holding) if holding.match.is_pending else -math.inf
+        return holding
+
+    def _match(self, ledger: Ledger, num_local: int) -> Holding:
         self.num_local = num_local
         holding = self.holding
         if holding is not None and self.is_asking:
-            ledger.match_again(holding, num_device_tokens=num_local)
+            ledger.match_again(holding, num_device_tokens=num_local, wake=self.ask_now)
             return holding
         self.leave(ledger, "preempted")
-        self.prefix = grown(self.prefix, self.engine, len(self.prefix.tokens) // 4)
-        self.num_known, self.offered_stop = len(self.prefix.tokens) // 4, -1
+        self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
+        self.num_known, self.offered_stop, self.next_offer = self.prefix.num_tokens, -1, 0
         self.holding = ledger.admit(
             self.prefix,
             request_id=self.request_id,
             reads_cache=not self.engine.skip_reading_prefix_cache,
             max_hit_tokens=self.max_hit_tokens,
             num_device_tokens=num_local,
+            wake=self.ask_now,
         )
         return self.holding
+
+    def offers_up_to(self, stop: int, unit: int) -> None:
+        """What it has computed up to block `stop` is offered in this step."""
+        self.wait, self.offered_stop, self.next_offer = Wait.NONE, stop, (stop + 1) * unit
 
     def leave(self, ledger: Ledger, reason: str) -> None:
         """Let the ledger forget the request. Copies that are under way hold their blocks themselves."""

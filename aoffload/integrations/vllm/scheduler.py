@@ -27,13 +27,11 @@ from .blocks import BlockTable, EnginePool
 from .counts import Counts
 from .groups import CachedGroups
 from .keys import prefix_of
-from .messages import Commands, LoadReport, Reports
+from .messages import NOTHING, Commands, LoadReport, Reports
 from .outbox import Outbox
 from .requests import EngineRequest, Wait
 
 __all__ = ["SchedulerSide"]
-
-_NOTHING = Commands()
 
 
 class SchedulerSide:
@@ -51,7 +49,7 @@ class SchedulerSide:
     ) -> None:
         self._clock = clock
         self._config, self._groups, self._num_blocks, self._block_bytes = config, groups, num_blocks, block_bytes
-        self.counts = Counts()
+        self.counts = Counts(clock)
         self._roots = Roots(config.root_namespace)
         self._outbox = Outbox(num_ranks)
         self._requests: dict[str, EngineRequest] = {}
@@ -96,9 +94,13 @@ class SchedulerSide:
 
     def match(self, request: Any, num_local: int) -> int | None:
         """Tokens to load behind the first `num_local`; None: ask again in the next step."""
-        found = self._requests.get(request.request_id) or self._new(request)
+        found = self._requests.get(request.request_id)
         if found is None:
-            return 0
+            found = self._new(request)
+            if found is None:
+                return 0
+        elif found.num_local == num_local and self._clock() < found.ask_at:
+            return None
         match = found.match(self.ledger, num_local).match
         if match.is_pending:
             return None
@@ -134,20 +136,22 @@ class SchedulerSide:
             found = self._requests.get(request_id)
             if found is not None and not found.has_asked_again:
                 found.leave(self.ledger, "preempted")
-        plans = (*self._loads, *self._plan_stores(output.num_scheduled_tokens))
-        self._loads.clear()
+        plans, self._loads = self._loads, []
+        plans += self._plan_stores(output.num_scheduled_tokens)
         if plans:
             self._queue.submit(plans)
         if self.ledger.jobs.unsettled:
             self._queue.give_up_late()
             self._check()
+        elif not (self._over or self._reports):
+            return NOTHING  # as in most steps
         for found in self._take_over():
             self._tell(found)
         return self._commands()
 
     def _commands(self) -> Commands:
         if not (self._reports or self._outbox.has_plans):
-            return _NOTHING
+            return NOTHING
         reports, self._reports = tuple(self._reports), []
         return Commands(*self._outbox.take(), reports)
 
@@ -159,9 +163,12 @@ class SchedulerSide:
             if found is None or found.holding is None:
                 continue
             engine = found.engine
-            num_computed = min(engine.num_computed_tokens + num_scheduled, engine.num_tokens)
+            num_computed = engine.num_computed_tokens + num_scheduled
+            if num_computed < found.next_offer:
+                continue
+            num_computed = min(num_computed, engine.num_tokens)
             if num_computed // self._unit > found.offered_stop:
-                found.wait, found.offered_stop = Wait.NONE, num_computed // self._unit
+                found.offers_up_to(num_computed // self._unit, self._unit)
                 plans += self.ledger.offer(found.holding, num_computed, self._tables_of(found), found.new_tokens())
         return plans
 

@@ -70,6 +70,9 @@ class JobTally:
         job = self._jobs.get(completion.job_id)
         if job is None:
             return None
+        if self._num_ranks == 1 and completion.outcome is Outcome.LANDED and completion.num_landed >= job.num_blocks:
+            del self._jobs[completion.job_id]  # as most end; a proof counts, whatever was reported before
+            return completion
         known = job.reports[rank]
         if known is not None and (known.outcome is not Outcome.UNPROVEN or completion.outcome is Outcome.UNPROVEN):
             return None
