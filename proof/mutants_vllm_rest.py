@@ -50,8 +50,8 @@ KEYED = (
     Mutant(
         "vLLM: images do not count",
         KEYS,
-        ", request.all_token_ids[:], _spans(request.mm_features))",
-        ", request.all_token_ids[:], ())",
+        "_spans(features) if features else ())",
+        "())",
         "another image in the same place never hits",
         test=f"{OF_KEYS}test_values_are_told_apart",
     ),

@@ -33,11 +33,11 @@ MATCHES = (
     Mutant(
         "vLLM: pins end with the step",
         SCHEDULER,
-        "        plans = (*self._loads, *self._plan_stores(output.num_scheduled_tokens))\n",
+        "        plans += self._plan_stores(output.num_scheduled_tokens)\n",
         "        for found in self._requests.values():\n"
         "            if found.is_asking and found.request_id not in output.num_scheduled_tokens:\n"
         '                found.leave(self.ledger, "not scheduled")\n'
-        "        plans = (*self._loads, *self._plan_stores(output.num_scheduled_tokens))\n",
+        "        plans += self._plan_stores(output.num_scheduled_tokens)\n",
         "what was found is there when vLLM has blocks for it, in whatever step that is",
         test=f"{ASKED}test_what_was_found_stays_while_there_is_no_room",
     ),
@@ -56,17 +56,26 @@ MATCHES = (
     Mutant(
         "vLLM: the first answer for every try",
         REQUESTS,
-        "            ledger.match_again(holding, num_device_tokens=num_local)\n",
-        "            ledger.match_again(holding, num_device_tokens=holding.match.num_device_tokens)\n",
+        "            ledger.match_again(holding, num_device_tokens=num_local, wake=self.ask_now)\n",
+        "            ledger.match_again(\n"
+        "                holding, num_device_tokens=holding.match.num_device_tokens, wake=self.ask_now\n"
+        "            )\n",
         "each try is answered behind the hit that vLLM has then",
         test=f"{ASKED}test_each_try_is_answered_behind_vllms_own_hit",
     ),
     Mutant(
+        "vLLM: nobody wakes who was told to ask again",
+        REQUESTS,
+        "    def ask_now(self) -> None:\n        self.ask_at = -math.inf\n",
+        "    def ask_now(self) -> None:\n        pass\n",
+        "who waits for another request's load is answered when it is over",
+        test=f"{ASKED}test_who_waits_for_anothers_load_is_answered_once_it_is_over",
+    ),
+    Mutant(
         "vLLM: tokens read at every try",
         SCHEDULER,
-        "        found = self._requests.get(request.request_id) or self._new(request)\n",
-        "        prefix_of(self._roots, request)\n"
-        "        found = self._requests.get(request.request_id) or self._new(request)\n",
+        "        match = found.match(self.ledger, num_local).match\n",
+        "        prefix_of(self._roots, request)\n        match = found.match(self.ledger, num_local).match\n",
         "a long prompt is read once, however often vLLM asks",
         test=f"{ASKED}test_retries_do_not_read_the_tokens_again",
     ),
@@ -139,11 +148,11 @@ ALLOCATIONS = (
         also=(
             Patch(
                 SCHEDULER,
-                "        plans = (*self._loads, *self._plan_stores(output.num_scheduled_tokens))\n",
+                "        plans, self._loads = self._loads, []\n",
                 "        for one, into, wake in self._later:\n"
                 "            self._loads += self.ledger.plan_load(one.holding, one.promised, wake, into=into)\n"
                 "        self._later.clear()\n"
-                "        plans = (*self._loads, *self._plan_stores(output.num_scheduled_tokens))\n",
+                "        plans, self._loads = self._loads, []\n",
             ),
             Patch(
                 SCHEDULER,
@@ -167,10 +176,18 @@ STEP = (
     Mutant(
         "vLLM: offers up to what was computed before",
         SCHEDULER,
-        "min(engine.num_computed_tokens + num_scheduled, engine.num_tokens)\n",
-        "min(engine.num_computed_tokens, engine.num_tokens)\n",
+        "            num_computed = engine.num_computed_tokens + num_scheduled\n",
+        "            num_computed = engine.num_computed_tokens\n",
         "an offer means: when the forward of this step is over",
         test=f"{STEPS}test_each_chunk_is_offered_in_its_step",
+    ),
+    Mutant(
+        "vLLM: offers a block too late",
+        REQUESTS,
+        "(stop + 1) * unit\n",
+        "(stop + 1) * unit + 1\n",
+        "a block is offered in the step that fills it",
+        test=f"{STEPS}test_a_block_is_offered_in_the_step_that_fills_it",
     ),
     Mutant(
         "vLLM: stores begin with the loads",
@@ -209,6 +226,7 @@ STEP = (
         "            if num_computed // self._unit > found.offered_stop:\n",
         "            if num_computed // self._unit >= found.offered_stop:\n",
         "most steps cost nothing",
+        also=(Patch(SCHEDULER, "            if num_computed < found.next_offer:\n", "            if False:\n"),),
         test=f"{STEPS}test_a_step_that_fills_no_block_reads_no_table",
     ),
     Mutant(
@@ -241,7 +259,7 @@ PREEMPTIONS = (
     Mutant(
         "vLLM: comes back with its prompt only",
         REQUESTS,
-        "        self.prefix = grown(self.prefix, self.engine, len(self.prefix.tokens) // 4)\n",
+        "        self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)\n",
         "",
         "what a request had generated before it was preempted is found again",
         test=f"{PREEMPTED}test_what_it_had_generated_is_found_again",
@@ -249,8 +267,8 @@ PREEMPTIONS = (
     Mutant(
         "vLLM: comes back and offers nothing",
         REQUESTS,
-        "self.num_known, self.offered_stop = len(self.prefix.tokens) // 4, -1\n",
-        "self.num_known = len(self.prefix.tokens) // 4\n",
+        "self.num_known, self.offered_stop, self.next_offer = self.prefix.num_tokens, -1, 0\n",
+        "self.num_known = self.prefix.num_tokens\n",
         "a request that was preempted begins again",
         test=f"{PREEMPTED}test_a_preempted_request_offers_again",
     ),

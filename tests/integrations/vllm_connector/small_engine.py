@@ -65,7 +65,7 @@ class SmallEngine:
 
     @property
     def half(self) -> SchedulerSide:
-        found: SchedulerSide = self.connector._scheduler.half
+        found: SchedulerSide = self.connector._deciding.half
         return found
 
     @property

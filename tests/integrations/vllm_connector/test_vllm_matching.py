@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
+import pytest
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted, held, instead, over
 
-from aoffload.ledger import Outcome
+from aoffload.integrations.vllm.requests import EngineRequest
+from aoffload.ledger import Completion, Outcome
 
 OTHER = list(range(100, 130))
 
@@ -128,6 +131,32 @@ def test_who_waits_for_anothers_load_does_not_wait_for_long(warm: Callable[..., 
     while engine.waiting or engine.running:
         engine.step()
     assert counted(engine, "copied_blocks|load") == 7
+
+
+@pytest.mark.parametrize("has_landed", [True, False])
+def test_who_waits_for_anothers_load_is_answered_once_it_is_over(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch, has_landed: bool
+) -> None:
+    """However it ended, and before its time to wait is over. Until then the same question gets the same answer, and
+    costs no match."""
+    engine = warm(num_blocks=40)
+    plans = instead(engine, lambda plan: None)
+    leader, follower = Request("leader", TEXT), Request("follower", TEXT)
+    engine.submit(leader)
+    engine.step()
+    assert ask(engine, follower) == (None, False)
+    with monkeypatch.context() as without:
+        without.delattr(EngineRequest, "match")
+        assert ask(engine, follower) == (None, False)
+    if has_landed:
+        engine.alter = lambda commands: attrs.evolve(commands, loads=(plans.pop(),) if plans else ())
+    else:
+        engine.workers[0]._over.append(Completion(plans[0].job_id, Outcome.FAILED))
+    while "leader" in engine.loading:
+        engine.step()
+    assert ask(engine, follower) == (28, True)
+    engine.alter = lambda commands: commands
+    engine.run(follower)
 
 
 def test_nothing_is_promised_while_loads_are_refused(warm: Callable[..., SmallEngine]) -> None:

@@ -113,7 +113,7 @@ def test_speculation_without_kv_of_its_own_is_no_obstacle() -> None:
 def test_what_the_model_is_enters_every_key() -> None:
     """Another model, revision, type of weights or of KV never hits."""
     spaces = [
-        made(**changes)._scheduler.half._config.namespace
+        made(**changes)._deciding.half._config.namespace
         for changes in ({}, {"model": "n"}, {"revision": "b"}, {"dtype": "float16"}, {"cache_dtype": "fp8"})
     ]
     assert len(set(spaces)) == 5

@@ -53,6 +53,14 @@ def test_each_chunk_is_offered_in_its_step(engines: Callable[..., SmallEngine]) 
     assert done == ["forward", "store 2", "forward", "store 3", "forward", "store 2"]
 
 
+def test_a_block_is_offered_in_the_step_that_fills_it(engines: Callable[..., SmallEngine]) -> None:
+    """Token by token: a block that waits for the next one would be lost with the next failure."""
+    engine = engines()
+    done = recorded(engine)
+    engine.run(Request("first", TEXT[:9], num_new=8))
+    assert done == ["forward", "store 2", *["forward"] * 3, "store 1", *["forward"] * 4, "store 1", "forward"]
+
+
 def test_generated_tokens_are_offered(engines: Callable[..., SmallEngine]) -> None:
     """Block by block: the next turn of a conversation begins with them."""
     engine = engines()
