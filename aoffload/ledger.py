@@ -9,11 +9,11 @@ from .core.blocks import DevicePool
 from .core.engine_blocks import EngineBlocks
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
-from .core.kept import CacheTransfer, Demotion, Pin, Prefetch
+from .core.kept import CacheTransfer, Demotion, Pin, Prefetch, Step
 from .core.ledger import LedgerStatistics
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
 from .core.observer import Observer
-from .core.owners import Holding, LoadOverlap, Step, Waiter
+from .core.owners import Holding, LoadOverlap, Waiter
 from .core.plan import Completion, Direction, Outcome, TransferPlan
 from .core.policy import StorePolicy, StoreScope
 from .core.status import Holder, RequestStatus, WaitsFor

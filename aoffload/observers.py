@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from .arguments import check_has
-from .core.kept import CacheTransfer, Pin
+from .core.kept import CacheTransfer, Pin, Step
 from .core.ledger_rooms import OBSERVES
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.observer import NullObserver, Observer
-from .core.owners import Holding, LoadOverlap, Step
+from .core.owners import Holding, LoadOverlap
 from .core.plan import Completion, Tier
 from .core.records import Job
 from .core.status import Holder, RequestStatus

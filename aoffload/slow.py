@@ -8,8 +8,9 @@ from collections.abc import Callable
 import attrs
 
 from .config import OffloadConfig
+from .core.kept import Step
 from .core.ledger import Ledger
-from .core.owners import Step, Waiter
+from .core.owners import Waiter
 from .core.status import Holder
 from .observers import Observers
 

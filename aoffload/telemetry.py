@@ -14,10 +14,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import attrs
 
 from .arguments import check_has, check_type
-from .core.kept import CacheTransfer, Demotion, Pin, Prefetch
+from .core.kept import CacheTransfer, Demotion, Pin, Prefetch, Step
 from .core.ledger import Ledger
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
-from .core.owners import Holding, LoadOverlap, Step
+from .core.owners import Holding, LoadOverlap
 from .core.plan import Tier
 from .core.records import Job
 from .core.status import Holder, RequestStatus

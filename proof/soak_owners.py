@@ -12,8 +12,8 @@ from typing import Any
 import attrs
 
 from aoffload import OffloadRuntime
+from aoffload.core.lifecycle import NoEpoch
 from aoffload.core.plan import Completion, Tier, TransferPlan
-from aoffload.core.records import NoEpoch
 from aoffload.testing import Memory, Violation
 from aoffload.testing.memory import OwnedPool
 from aoffload.transfer.fence import Fence

@@ -12,12 +12,11 @@ from .admission import Admission
 from .answer import PrefixMatch
 from .cache import PrefixCache
 from .groups import Band
-from .lifecycle import RequestState
+from .lifecycle import NoEpoch, RequestState
 from .observer import Moves
 from .owners import Holding
 from .paths import held_ids, stretches
 from .plan import Tier
-from .records import NoEpoch
 from .request_leases import RequestLeases
 from .table import BlockTable, nulls
 from .waiting import is_waiting

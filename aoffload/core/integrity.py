@@ -11,10 +11,11 @@ from .cache import PrefixCache
 from .components import Component
 from .jobs import JobBook
 from .kept import Pin
+from .lifecycle import NoEpoch
 from .owners import Holding
 from .plan import Tier
 from .presence import covered, covered_stop
-from .records import Lease, NoEpoch, Run
+from .records import Lease, Run
 from .table import BlockTable
 from .tiers import TierBlocks
 from .waiting import Line

@@ -1,4 +1,4 @@
-"""What a program keeps or moves without a request: pins, prefetches and demotions, and what each owns."""
+"""What keeps blocks beside a request: pins, prefetches, demotions and steps, and what each owns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .plan import TransferPlan
 from .records import Lease
 from .tokens import TokenSequence
 
-__all__ = ["Demotion", "CacheTransfer", "Pin", "Prefetch"]
+__all__ = ["Demotion", "CacheTransfer", "Pin", "Prefetch", "Step"]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -78,3 +78,21 @@ class Prefetch(CacheTransfer):
 class Demotion(CacheTransfer):
     num_blocks: int = 0
     """Device blocks that it has given back."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Step:
+    """A forward over the blocks of `holdings`, which it holds until it ends, also of requests that are over."""
+
+    step_id: int
+    holdings: tuple[Holding, ...]
+    begun_s: float = 0.0
+    """Where the ledger has a clock."""
+
+    def __repr__(self) -> str:
+        return f"<Step {self.step_id} {' '.join(holding.request_id for holding in self.holdings)}>"
+
+    @property
+    def num_blocks(self) -> int:
+        """Device blocks that it holds; those that requests share count for each of them."""
+        return sum(holding.num_held for holding in dict.fromkeys(self.holdings))

@@ -22,9 +22,10 @@ from .eviction import EvictionOrder, LeastRecentlyUsed
 from .forks import Forks
 from .groups import KVCacheGroup, Layout
 from .jobs import JobBook
+from .kept import Step
 from .loads import Loads
 from .observer import Moves, Observer
-from .owners import Holding, Step
+from .owners import Holding
 from .pins import Pins
 from .plan import Outcome, Tier
 from .policy import store_policy_of

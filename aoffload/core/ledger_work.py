@@ -9,11 +9,12 @@ from ..arguments import as_tuple, check_callable
 from ..errors import InvalidArgument, WrongState
 from ..prefix import TokenIds
 from .arguments import check_bool, check_completion, check_int, check_text
+from .kept import Step
 from .ledger_rooms import LedgerRooms
 from .lifecycle import RequestState, require
 from .loads import require_no_holes
 from .overlap import begin_step, can_start, expected_ids, first_invalid_token, tell
-from .owners import Holding, Step, nobody
+from .owners import Holding, nobody
 from .plan import Completion, TransferPlan
 from .preemption import Preemption
 from .windows import slide

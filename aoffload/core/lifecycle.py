@@ -20,6 +20,7 @@ __all__ = [
     "OverlapState",
     "CacheTransferState",
     "JobState",
+    "NoEpoch",
     "PinState",
     "RequestState",
     "mermaid",
@@ -76,6 +77,15 @@ class OverlapState(_State):
     CONFIRMED = "confirmed"
     INVALID = "invalid"
     ACKNOWLEDGED = "acknowledged"
+
+
+class NoEpoch(enum.Enum):
+    """Stands in place of an epoch. It equals no epoch, so nothing of the job or the request is published."""
+
+    INVALIDATED = "invalidated"
+    """The request may have read wrong KV, or the blocks of the job are wrong or were withdrawn."""
+    ORPHANED = "orphaned"
+    """A reset of the device tier has made the blocks of the request unfindable. Only requests have this value."""
 
 
 _R = RequestState

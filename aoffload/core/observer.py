@@ -8,7 +8,7 @@ from typing import Protocol
 import attrs
 
 from ..errors import IllegalTransition
-from .kept import CacheTransfer, Pin
+from .kept import CacheTransfer, Pin, Step
 from .lifecycle import (
     CACHE_TRANSFER_MOVES,
     JOB_MOVES,
@@ -23,7 +23,7 @@ from .lifecycle import (
     State,
     Stateful,
 )
-from .owners import Holding, LoadOverlap, Step
+from .owners import Holding, LoadOverlap
 from .records import Job
 
 __all__ = ["Moves", "NullObserver", "Observer"]

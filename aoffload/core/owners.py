@@ -14,9 +14,9 @@ import attrs
 
 from ..errors import OutOfBlocks
 from .answer import NO_MATCH, PrefixMatch
-from .lifecycle import OverlapState, RequestState
+from .lifecycle import NoEpoch, OverlapState, RequestState
 from .plan import Tier
-from .records import Claimant, Job, Lease, NoEpoch, Run
+from .records import Claimant, Job, Lease, Run
 from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence
 
@@ -24,7 +24,6 @@ __all__ = [
     "LoadOverlap",
     "Extension",
     "Holding",
-    "Step",
     "Waiter",
     "claimants",
     "nobody",
@@ -327,24 +326,6 @@ class Waiter:
 
     def fail(self, error: OutOfBlocks) -> None:
         self.error = error
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Step:
-    """A forward over the blocks of `holdings`, which it holds until it ends, also of requests that are over."""
-
-    step_id: int
-    holdings: tuple[Holding, ...]
-    begun_s: float = 0.0
-    """Where the ledger has a clock."""
-
-    def __repr__(self) -> str:
-        return f"<Step {self.step_id} {' '.join(holding.request_id for holding in self.holdings)}>"
-
-    @property
-    def num_blocks(self) -> int:
-        """Device blocks that it holds; those that requests share count for each of them."""
-        return sum(holding.num_held for holding in dict.fromkeys(self.holdings))
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -8,29 +8,19 @@ Load -> Job             what a request waits for
 
 from __future__ import annotations
 
-import enum
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..prefix import Hasher, KeySpan, Root
-from .lifecycle import JobState
+from .lifecycle import JobState, NoEpoch
 from .plan import NUM_TIERS, Completion, Tier, TransferPlan
 from .tokens import hash_run
 from .tombstones import Tombstone, divided
 
 __all__ = [
-    "Claimant", "Job", "Lease", "Load", "NoEpoch", "Part", "Run", "place_of",
+    "Claimant", "Job", "Lease", "Load", "Part", "Run", "place_of",
 ]  # fmt: skip
-
-
-class NoEpoch(enum.Enum):
-    """Stands in place of an epoch. It equals no epoch, so nothing of the job or the request is published."""
-
-    INVALIDATED = "invalidated"
-    """The request may have read wrong KV, or the blocks of the job are wrong or were withdrawn."""
-    ORPHANED = "orphaned"
-    """A reset of the device tier has made the blocks of the request unfindable. Only requests have this value."""
 
 
 def place_of(tier: Tier, band: int) -> int:

@@ -11,10 +11,10 @@ from .admission import Admission
 from .cache_transfers import CacheTransfers
 from .engine_arrivals import Arrivals
 from .jobs import JobBook
-from .kept import Prefetch
+from .kept import Prefetch, Step
 from .lifecycle import RequestState
 from .observer import Moves
-from .owners import Holding, Step, Waiter
+from .owners import Holding, Waiter
 from .pins import Pins, pinned_parts
 from .plan import Tier
 from .records import Job, Lease

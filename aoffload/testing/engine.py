@@ -8,7 +8,7 @@ import anyio
 import attrs
 
 from ..core.groups import ChunkedLocal, SlidingWindow
-from ..core.records import NoEpoch
+from ..core.lifecycle import NoEpoch
 from ..kinds import AttentionKind
 from ..request import Request
 from ..runtime import OffloadRuntime

@@ -15,8 +15,8 @@ import anyio
 
 from ..config import OffloadConfig
 from ..core.groups import FullAttention, KVCacheGroup
+from ..core.lifecycle import NoEpoch
 from ..core.plan import Tier
-from ..core.records import NoEpoch
 from ..kinds import AttentionKind
 from ..observers import RuntimeObserver
 from ..runtime import OffloadRuntime

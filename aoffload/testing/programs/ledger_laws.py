@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ...core.ledger import Ledger
-from ...core.lifecycle import RequestState
+from ...core.lifecycle import NoEpoch, RequestState
 from ...core.owners import Holding
 from ...core.plan import Tier
-from ...core.records import Job, NoEpoch, Part
+from ...core.records import Job, Part
 from ..violations import Violation
 from .ledger_state import Forward, LedgerState
 from .program import Call
