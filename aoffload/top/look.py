@@ -1,0 +1,113 @@
+"""One look at a process: its metrics at one time, and what is said about them in lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import attrs
+from prometheus_client.parser import text_string_to_metric_families
+
+__all__ = ["Look", "lines"]
+
+STATES = ("running", "loading", "pinned", "allocated", "matched", "draining", "requeued", "stranded", "preempted")
+OLD_SNAPSHOT_S = 5.0
+"""The event loop is asked at each scrape: what is older says that it stands still."""
+
+
+@attrs.frozen
+class Look:
+    at_s: float
+    """By a clock that only goes on."""
+    values: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+    """By name of the sample and labels."""
+
+    @classmethod
+    def of(cls, text: str, at_s: float) -> Look:
+        """Raises `ValueError` for a text that is not in the format of Prometheus."""
+        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return cls(
+            at_s,
+            {
+                (sample.name, frozenset(sample.labels.items())): sample.value
+                for sample in samples
+                if sample.name.startswith("aoffload_")
+            },
+        )
+
+    def get(self, name: str, **labels: str) -> float:
+        """The sum over the samples of `name` that have these labels."""
+        wanted = labels.items()
+        return sum(value for (found, has), value in self.values.items() if found == name and wanted <= has)
+
+    def rate(self, before: Look | None, name: str, **labels: str) -> float:
+        """How much a counter has grown in a second since `before`. A process that began anew counts from 0."""
+        if before is None or self.at_s <= before.at_s:
+            return 0.0
+        grown = self.get(name, **labels) - before.get(name, **labels)
+        return max(0.0, grown) / (self.at_s - before.at_s)
+
+
+def lines(look: Look, before: Look | None) -> Iterator[str]:
+    """What a person wants to see. Rates are those since `before`; without it there are none."""
+    yield from _requests(look)
+    for tier in ("device", "host"):
+        yield _blocks(look, tier)
+    yield _copies(look, before)
+    if before is not None:
+        yield _rates(look, before)
+    yield from _warnings(look)
+
+
+def _requests(look: Look) -> Iterator[str]:
+    live = [(state, look.get("aoffload_requests", state=state)) for state in STATES]
+    yield "requests   " + (", ".join(f"{number:,.0f} {state}" for state, number in live if number) or "none")
+    waiting = look.get("aoffload_requests_waiting")
+    if waiting:
+        yield f"in line    {waiting:,.0f}, the first for {look.get('aoffload_oldest_wait_seconds'):,.1f} s"
+    step_s = look.get("aoffload_oldest_step_seconds")
+    if step_s:
+        yield f"steps      the oldest is open for {step_s:,.1f} s"
+
+
+def _blocks(look: Look, tier: str) -> str:
+    states = ("free", "cached", "pinned", "quarantined")
+    each = ", ".join(f"{look.get('aoffload_blocks', tier=tier, state=state):,.0f} {state}" for state in states)
+    return f"{tier:<10} {each}; {look.get('aoffload_pool_blocks', tier=tier):,.0f} blocks"
+
+
+def _copies(look: Look, before: Look | None) -> str:
+    jobs = ", ".join(
+        f"{look.get('aoffload_jobs', state=state):,.0f} {state}" for state in ("queued", "launched", "quarantined")
+    )
+    if before is None:
+        return f"copies     {jobs}"
+    speeds = [
+        f"{direction} {look.rate(before, 'aoffload_copied_bytes_total', direction=direction) / 1e6:,.1f} MB/s"
+        for direction in ("load", "store")
+    ]
+    return f"copies     {jobs}; {', '.join(speeds)}"
+
+
+def _rates(look: Look, before: Look) -> str:
+    over = {
+        outcome: look.rate(before, "aoffload_requests_finished_total", outcome=outcome)
+        for outcome in ("done", "aborted")
+    }
+    tokens = {
+        source: look.rate(before, "aoffload_tokens_total", source=source)
+        for source in ("device_hit", "host_hit", "computed")
+    }
+    num_tokens = sum(tokens.values())
+    shares = ", ".join(f"{rate / num_tokens:.0%} {source.replace('_', ' ')}" for source, rate in tokens.items() if rate)
+    requests = ", ".join(f"{rate:,.1f} {outcome}" for outcome, rate in over.items())
+    return f"a second   {requests}; {num_tokens:,.0f} tokens" + (f": {shares}" if shares else "")
+
+
+def _warnings(look: Look) -> Iterator[str]:
+    if look.get("aoffload_cache_off"):
+        yield "WARNING    the cache is off: nothing is loaded or stored any more"
+    if look.get("aoffload_loads_paused"):
+        yield "WARNING    loads are paused: too many of the engine's blocks are in quarantine"
+    age_s = look.get("aoffload_snapshot_age_seconds")
+    if age_s > OLD_SNAPSHOT_S:
+        yield f"WARNING    this is {age_s:,.0f} s old: the event loop does not answer"
