@@ -31,6 +31,8 @@ OTHERS: dict[str, Any] = {
     "transfer_timeout_s": 2.0,
     "store_timeout_s": 2.5,
     "close_timeout_s": 3.0,
+    "slow_wait_s": 5.0,
+    "slow_step_s": 6.0,
     "pending_timeout_s": 4.0,
     "max_pinned_share": 0.1,
     "max_prefetch_share": 0.2,

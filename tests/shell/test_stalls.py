@@ -15,7 +15,12 @@ from aoffload.core.plan import Direction
 pytestmark = pytest.mark.anyio
 
 A, B, C = (prompt(seed, 9) for seed in range(1, 4))
-TIMES: dict[str, Any] = {"load_timeout_s": 30.0, "transfer_timeout_s": 120.0, "close_timeout_s": 10.0}
+TIMES: dict[str, Any] = {
+    "load_timeout_s": 30.0,
+    "transfer_timeout_s": 120.0,
+    "store_timeout_s": 120.0,
+    "close_timeout_s": 10.0,
+}
 
 
 @pytest.fixture(params=JUMPING)
