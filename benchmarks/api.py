@@ -21,7 +21,7 @@ from .peer import Peer
 
 __all__ = ["run"]
 
-WANTED = (3.0, 15.0, 80.0, 120.0)
+WANTED = (2.5, 15.0, 100.0, 150.0)
 NUM_AT_A_TIME = 64
 SECONDS_PER_ROW = 4.0
 BACKENDS = ("asyncio", "trio")
