@@ -29,7 +29,7 @@ MODULES = (
 )
 BEGIN = re.compile(r"^(?P<before>(?:\| )?)`(?P<code>(?P<name>\w+)[^`]*)`")
 """What a row or a paragraph begins with."""
-OF = re.compile(r"^\| Of `(\w+)` \|")
+OF = re.compile(r"^(?:\| )?Of `(\w+)` \|")
 """The head of a table of somebody's members."""
 MODULE = re.compile(r"^## (aoffload[\w.]*)$", re.MULTILINE)
 """The heading above the names of a module."""
@@ -82,7 +82,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             module = heading[1]
             public = set(public_names(root, module))
         head = OF.match(line)
-        owner = head[1] if head else owner if line.startswith("|") else ""
+        owner = head[1] if head else owner if "|" in line else ""
         lines.append(linked(line, module, owner, public))
     return "\n".join(lines)
 
