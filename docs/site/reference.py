@@ -27,8 +27,9 @@ MODULES = (
     "aoffload.metrics",
     "aoffload.testing",
 )
-BEGIN = re.compile(r"^(?P<before>(?:\| )?)`(?P<code>(?P<name>\w+)[^`]*)`")
-"""What a row or a paragraph begins with."""
+BEGIN = re.compile(r"^(?:\| )?`\w+[^`]*`(?:(?:, | or )`\w+[^`]*`)*")
+"""The names that a row or a paragraph begins with."""
+NAME = re.compile(r"`((\w+)[^`]*)`")
 OF = re.compile(r"^(?:\| )?Of `(\w+)` \|")
 """The head of a table of somebody's members."""
 MODULE = re.compile(r"^## (aoffload[\w.]*)$", re.MULTILINE)
@@ -59,7 +60,7 @@ def sections(api: str, public: list[str]) -> dict[str, list[str]]:
     _, about = api.split("\n## aoffload\n")
     for section in MODULE.split(about)[0].split("\n### ")[1:]:
         title, *lines = section.splitlines()
-        begins = [found["name"] for line in lines if (found := BEGIN.match(line))]
+        begins = [name for line in lines if (found := BEGIN.match(line)) for _, name in NAME.findall(found[0])]
         if names := [name for name in dict.fromkeys(begins) if name in public]:
             names_by_title[title] = names
     return names_by_title
@@ -88,9 +89,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def linked(line: str, module: str, owner: str, public: set[str]) -> str:
-    """The line with its first word as a link to the entry, if it has one."""
-    found = BEGIN.match(line)
-    if not found or not (owner or found["name"] in public):
-        return line
-    entry = ".".join(filter(None, (module, owner, found["name"])))
-    return f"{found['before']}[`{found['code']}`][{entry}]{line[found.end() :]}"
+    """The line, where the names that it begins with are links to their entries."""
+
+    def link(found: re.Match[str]) -> str:
+        entry = ".".join(filter(None, (module, owner, found[2])))
+        return f"[{found[0]}][{entry}]" if owner or found[2] in public else found[0]
+
+    return BEGIN.sub(lambda found: NAME.sub(link, found[0]), line)
