@@ -224,7 +224,7 @@ def event_rows() -> dict[str, str]:
     """The rows of the first table of docs/tracing.md by event; one row may be about several."""
     table = TRACING.read_text().split("## The events")[1].split("\n## ")[0]
     rows = re.findall(r"^`\w+`.*? \|.*$", table, re.MULTILINE)
-    return {event: row for row in rows for event in re.findall(r"`(\w+)`", row.partition(" |")[0])}
+    return {event: row for row in rows for event in re.findall(r"`(\w+)`", row.partition(" | ")[0])}
 
 
 def test_every_event_has_a_row() -> None:
