@@ -19,7 +19,7 @@ REASONS = {
     "prefix_invalidated": "another request took back what it had matched",
     "runtime_closed": "the runtime was closed under it",
 }
-"""Explanations of the reasons in docs/tracing.md; other reasons are shown as they are."""
+"""Explanations of the reasons in docs/howto/reading-a-trace.md; other reasons are shown as they are."""
 SKIPPED = {"host_full": "host memory was full", "in_flight": "too much was under way"}
 
 

@@ -10,7 +10,7 @@ import re
 
 FENCE = re.compile(r"^```mermaid\n(stateDiagram-v2\n.*?)^```$", re.MULTILINE | re.DOTALL)
 MOVE = re.compile(r"(\w+) --> (\S+)")
-WIDTH, HEIGHT, STEP, LEFT = 110, 26, 46, 110
+WIDTH, HEIGHT, STEP, LEFT = 110, 26, 46, 160
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

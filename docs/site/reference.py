@@ -27,9 +27,10 @@ MODULES = (
     "aoffload.metrics",
     "aoffload.testing",
 )
-BEGIN = re.compile(r"^(?P<before>(?:\| )?)`(?P<code>(?P<name>\w+)[^`]*)`")
-"""What a row or a paragraph begins with."""
-OF = re.compile(r"^\| Of `(\w+)` \|")
+BEGIN = re.compile(r"^(?:\| )?`\w+[^`]*`(?:(?:, | or )`\w+[^`]*`)*")
+"""The names that a row or a paragraph begins with."""
+NAME = re.compile(r"`((\w+)[^`]*)`")
+OF = re.compile(r"^(?:\| )?Of `(\w+)` \|")
 """The head of a table of somebody's members."""
 MODULE = re.compile(r"^## (aoffload[\w.]*)$", re.MULTILINE)
 """The heading above the names of a module."""
@@ -59,7 +60,7 @@ def sections(api: str, public: list[str]) -> dict[str, list[str]]:
     _, about = api.split("\n## aoffload\n")
     for section in MODULE.split(about)[0].split("\n### ")[1:]:
         title, *lines = section.splitlines()
-        begins = [found["name"] for line in lines if (found := BEGIN.match(line))]
+        begins = [name for line in lines if (found := BEGIN.match(line)) for _, name in NAME.findall(found[0])]
         if names := [name for name in dict.fromkeys(begins) if name in public]:
             names_by_title[title] = names
     return names_by_title
@@ -82,15 +83,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             module = heading[1]
             public = set(public_names(root, module))
         head = OF.match(line)
-        owner = head[1] if head else owner if line.startswith("|") else ""
+        owner = head[1] if head else owner if "|" in line else ""
         lines.append(linked(line, module, owner, public))
     return "\n".join(lines)
 
 
 def linked(line: str, module: str, owner: str, public: set[str]) -> str:
-    """The line with its first word as a link to the entry, if it has one."""
-    found = BEGIN.match(line)
-    if not found or not (owner or found["name"] in public):
-        return line
-    entry = ".".join(filter(None, (module, owner, found["name"])))
-    return f"{found['before']}[`{found['code']}`][{entry}]{line[found.end() :]}"
+    """The line, where the names that it begins with are links to their entries."""
+
+    def link(found: re.Match[str]) -> str:
+        entry = ".".join(filter(None, (module, owner, found[2])))
+        return f"[{found[0]}][{entry}]" if owner or found[2] in public else found[0]
+
+    return BEGIN.sub(lambda found: NAME.sub(link, found[0]), line)

@@ -190,4 +190,4 @@ def test_the_diagrams_in_the_documentation_are_the_tables() -> None:
     assert "\n".join(shown).strip() == printed.strip()
     assert shown == [mermaid(moves) + "\n" for moves in TABLES.values()]
     for state in (*RequestState, *JobState, *PinState, *CacheTransferState, *OverlapState):
-        assert f"| `{state.name}` |" in text, f"docs/lifecycle.md says nothing about {state.name}"
+        assert f"\n`{state.name}` | " in text, f"docs/lifecycle.md says nothing about {state.name}"
