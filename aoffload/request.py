@@ -93,14 +93,16 @@ class Request(EngineCalls):
         return found
 
     async def preempt(self) -> Preemption:
-        """As `preempt_nowait`, but waits: first for steps that hold its blocks, then until every block is free.
+        """As `preempt_nowait`, but waits: first for steps that hold its blocks, then until every block is free. Nothing
+        is freed if another task has preempted it during that wait.
 
         A request that needs these blocks must be waiting in `extend` by then; otherwise, a `resume` takes them back."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding = self._live()
         while holding.num_steps:
             await self._wait(anyio.Event())
-            self._live()
+            if not self._live().tables:
+                return Preemption(0, 0, ())
         found = self.preempt_nowait()
         await self._session.worker.wait_over(max(found.job_ids, default=0))
         return found

@@ -295,17 +295,21 @@ class OffloadRuntime(Explained):
         """Run `function()` in a worker thread and hold the blocks of `requests` until the *thread* has finished.
 
         A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
-        the step belongs to the thread, whatever happens to the waiting task. The step ends before that task goes on:
-        another task may preempt a request in between, and then `commit` refuses it (`commit_step` leaves it out).
+        the step belongs to the thread, whatever happens to the waiting task. If that waits to the end, it goes on with
+        nothing in between: commit at once, and nobody has preempted a request meanwhile.
+
+        A cancelled request (`cancel`, a deadline) waits for the thread as well; only a native cancellation of the task
+        does not.
         """
         return await run_step(self._session, requests, function)
 
-    def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> None:
+    def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> tuple[Request, ...]:
         """Commit several requests of one forward behind one fence, all or nothing.
 
-        Requests that have ended or were preempted meanwhile are left out: what was computed for them is lost.
+        Requests that have ended or were preempted meanwhile, even if they were resumed since, are left out and
+        returned: what was computed for them is lost.
         """
-        commit_step(self._session, computed, after)
+        return commit_step(self._session, computed, after)
 
     # -- whole cache ----------------------------------------------------------------------------------------------
 

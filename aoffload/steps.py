@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from inspect import iscoroutinefunction
 from typing import TypeVar
 
 import attrs
 
 from .arguments import as_tuple, check_callable, check_type, shown
-from .core.lifecycle import RequestState
+from .core.lifecycle import Computing, RequestState
 from .core.owners import Holding
 from .errors import InvalidArgument, WrongState
 from .loading import PendingLoad
@@ -53,35 +54,62 @@ async def run_step(
 ) -> Result:
     """Run `function` in a worker thread; the step belongs to the thread. See `OffloadRuntime.run_step`."""
     check_callable("function", function)
+    if iscoroutinefunction(function):
+        raise InvalidArgument("function", f"must compute in a thread, {shown(function)} is async")
     with ExitStack() as stack:
         stack.enter_context(hold(session, requests))
-        held = stack.pop_all()
-    begun = threading.Lock()  # taken by the thread, or by a task that gives up before the thread has begun
+        held = ThreadStep(stack.pop_all())
 
     def compute() -> Result:
-        if not begun.acquire(blocking=False):
-            raise WrongState("nobody waits for this step any more")
+        held.begin()
         try:
             return function()
         finally:
-            session.worker.call_soon(held.close)
+            if held.computed():
+                session.worker.call_soon(held.end)
 
     try:
         return await session.env.run_in_thread(compute)
     finally:
-        if begun.acquire(blocking=False):
-            held.close()
-        else:
-            session.worker.drain()  # a thread that has ended has queued `held.close`: call it now
+        held.leave()
 
 
-def commit_step(session: Session, computed: Iterable[Computed], after: Fence | None) -> None:
+@attrs.define(eq=False)
+class ThreadStep:
+    """A step that its task ends, so that nobody can take the blocks before the task goes on: it commits first. If the
+    task has left before the thread is through, the loop ends the step behind the thread."""
+
+    held: ExitStack
+    _begun: threading.Lock = attrs.field(factory=threading.Lock)
+    """Taken by the thread, or by a task that leaves before the thread has begun."""
+    _computed: threading.Event = attrs.field(factory=threading.Event)
+    _has_left: bool = False
+
+    def begin(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            raise WrongState("nobody waits for this step any more")
+
+    def computed(self) -> bool:
+        """The thread is through; whether the task has left, so that somebody else has to end the step."""
+        self._computed.set()
+        return self._has_left
+
+    def leave(self) -> None:
+        self._has_left = True
+        if self._begun.acquire(blocking=False) or self._computed.is_set():
+            self.end()
+
+    def end(self) -> None:
+        """Once: if both sides see that the other one is through, the second time does nothing."""
+        self.held.close()
+
+
+def commit_step(session: Session, computed: Iterable[Computed], after: Fence | None) -> tuple[Request, ...]:
     """Commit all of `computed` behind one fence, or nothing. See `OffloadRuntime.commit_step`."""
     session.check_usable()
     each = [check_type("computed", one, Computed) for one in as_tuple("computed", computed, "Computed")]
-    for one in each:
-        _own(session, "computed", one.request)
-    there = [(one.request._live(), one) for one in each if one.request.state not in GONE]
+    gone = tuple(one.request for one in each if _is_gone(_own(session, "computed", one.request)))
+    there = [(one.request._live(), one) for one in each if one.request not in gone]
     if len({holding for holding, _ in there}) < len(there):
         raise InvalidArgument("computed", "names a request twice")
     for holding, one in there:
@@ -89,6 +117,14 @@ def commit_step(session: Session, computed: Iterable[Computed], after: Fence | N
     fence = session.fence_after(after)
     for holding, one in there:
         session.commit_behind(fence, holding, one.num_computed_tokens, one.new_token_ids)
+    return gone
+
+
+def _is_gone(request: Request) -> bool:
+    """Whether what was computed for it has nowhere to go: it is over, or has given up the blocks of its step."""
+    holding = request._holding
+    is_lost = holding is not None and holding.computing is Computing.LOST_BLOCKS
+    return is_lost or request.state in GONE
 
 
 def _own(session: Session, name: str, request: object) -> Request:

@@ -8,7 +8,7 @@ __all__ = ["SHELL_MUTANTS"]
 
 REQUEST, LOADING, WORKER, RUNTIME = "aoffload.request", "aoffload.loading", "aoffload.worker", "aoffload.runtime"
 SESSION, STEPS, COPIES = "aoffload.session", "aoffload.steps", "aoffload.transfer.copy_queue"
-BLOCK = "aoffload.request_block"
+BLOCK, COMMITS = "aoffload.request_block", "aoffload.core.commits"
 
 _REQUEST = (
     Mutant(
@@ -360,24 +360,40 @@ _RUNTIME = (
     Mutant(
         "step of a commit trips on the aborted",
         STEPS,
-        " for one in each if one.request.state not in GONE]",
-        " for one in each]",
+        "    return is_lost or request.state in GONE\n",
+        "    return is_lost\n",
         "nobody else is harmed by an aborted request",
     ),
     Mutant(
         "step ends with the task that waits for it",
         STEPS,
-        "        if begun.acquire(blocking=False):\n            held.close()\n        else:\n",
-        "        held.close()\n        if not begun.acquire(blocking=False):\n",
+        "        if self._begun.acquire(blocking=False) or self._computed.is_set():\n            self.end()\n",
+        "        self._begun.acquire(blocking=False)\n        self.end()\n",
         "a step holds what its thread touches",
         scenarios=("threads_left",),
     ),
     Mutant(
         "step given up before its thread began leaks",
         STEPS,
-        "        if begun.acquire(blocking=False):\n            held.close()\n",
-        "        if begun.acquire(blocking=False):\n            pass\n",
+        "        if self._begun.acquire(blocking=False) or self._computed.is_set():\n",
+        "        if not self._begun.acquire(blocking=False) and self._computed.is_set():\n",
         "nothing leaks: a step that never began is over",
+    ),
+    Mutant(
+        "step ends before its task goes on",
+        STEPS,
+        "        return self._has_left\n",
+        "        return True\n",
+        "nobody preempts between a step and its commit",
+        test="tests/shell/test_run_step.py::test_nobody_preempts_between_the_step_and_its_commit",
+    ),
+    Mutant(
+        "what a preempted step computed is published",
+        COMMITS,
+        "        if holding.computing is Computing.LOST_BLOCKS:\n",
+        "        if False:\n",
+        "KV that nobody wrote is never findable",
+        test="tests/shell/test_run_step.py::test_what_a_preempted_step_computed_is_never_published",
     ),
     Mutant(
         "stores of a released request not launched",

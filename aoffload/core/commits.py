@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from ..arguments import shown
-from ..errors import CommitError
+from ..errors import CommitError, WrongState
 from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .admission import Admission
 from .arguments import check_int
 from .cache import PrefixCache
 from .forks import taken_from
-from .lifecycle import RequestState, require
+from .lifecycle import Computing, RequestState, require
 from .loads import require_no_holes
 from .observer import Moves
 from .overlap import check_valid
@@ -67,6 +67,9 @@ class Commits:
 
     def check(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds) -> bytes:
         """Raise if the commit is invalid; returns the new tokens, encoded."""
+        if holding.computing is Computing.LOST_BLOCKS:
+            problem = "was preempted since its last step, and what that computed is lost"
+            raise WrongState(f"commit: {holding} {problem}: compute again in a new step")
         require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
         if holding.state is _S.ALLOCATED:
             require_no_holes(holding, "commit")

@@ -19,6 +19,7 @@ __all__ = [
     "REQUEST_MOVES",
     "OverlapState",
     "CacheTransferState",
+    "Computing",
     "JobState",
     "NoEpoch",
     "PinState",
@@ -77,6 +78,16 @@ class OverlapState(_State):
     CONFIRMED = "confirmed"
     INVALID = "invalid"
     ACKNOWLEDGED = "acknowledged"
+
+
+class Computing(enum.Enum):
+    """Where the last step of a request computes what it has not committed yet."""
+
+    NOTHING = "nothing"
+    """There was no step, or all of it is committed."""
+    ITS_BLOCKS = "its blocks"
+    LOST_BLOCKS = "lost blocks"
+    """Those that it had before a preemption: there is nothing to commit."""
 
 
 class NoEpoch(enum.Enum):

@@ -14,7 +14,7 @@ import attrs
 
 from ..errors import OutOfBlocks
 from .answer import NO_MATCH, PrefixMatch
-from .lifecycle import NoEpoch, OverlapState, RequestState
+from .lifecycle import Computing, NoEpoch, OverlapState, RequestState
 from .plan import Tier
 from .records import Claimant, Job, Lease, Run
 from .table import NO_LIMIT, BlockTable
@@ -95,6 +95,7 @@ class Holding(Claimant):
     """Engine-owned blocks: the `max_hit_tokens` for a next try of the same prompt. Where a load that fell short ended,
     so that the same copy is not tried for ever; None: no load fell short."""
     waiter: Waiter | None = None
+    computing: Computing = Computing.NOTHING
     num_steps: int = 0
     """Forwards that touch its blocks. No block that they touch is given back before they end."""
     when_idle: Callable[[], object] = lambda: None
@@ -203,7 +204,7 @@ class Holding(Claimant):
 
     def committed(self, num_tokens: int) -> None:
         self.num_computed_tokens = num_tokens
-        self.has_committed = True
+        self.has_committed, self.computing = True, Computing.NOTHING
 
     def lost(self, num_tokens: int) -> None:
         """Its load failed to bring `num_tokens`."""
@@ -218,6 +219,8 @@ class Holding(Claimant):
         self.hit_limit = max(self.hit_limit, self.num_computed_tokens // unit_tokens)
         self.had_read(self.published)
         self.published = self.ready_stop = 0
+        if self.computing is Computing.ITS_BLOCKS:
+            self.computing = Computing.LOST_BLOCKS
 
     def had_read(self, stop: int) -> None:
         """It gives up its leases, and may have read KV of other requests for units before `stop`."""
@@ -231,6 +234,7 @@ class Holding(Claimant):
 
     def began_step(self) -> None:
         self.num_steps += 1
+        self.computing = Computing.ITS_BLOCKS
 
     def ended_step(self) -> bool:
         """Whether that was the last forward that touches its blocks."""

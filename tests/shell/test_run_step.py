@@ -11,7 +11,7 @@ import pytest
 import torch
 from serving import BACKENDS, GUARD_S, config, prompt
 
-from aoffload import OffloadRuntime, RequestState, WrongState
+from aoffload import Computed, InvalidArgument, OffloadRuntime, RequestState, WrongState
 
 NUM_BLOCKS = 9
 
@@ -113,3 +113,99 @@ async def test_it_takes_only_requests_that_have_blocks(anyio_backend: Any) -> No
                 await runtime.run_step([ready, unready], lambda: None)
             assert unready.state is RequestState.PINNED
         assert runtime.statistics().device.num_pinned == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", BACKENDS)
+async def test_nobody_preempts_between_the_step_and_its_commit(anyio_backend: Any) -> None:
+    """Whoever waits to preempt gets the request once its task has gone on: what the forward computed is committed, and
+    right when it is read again."""
+    async with OffloadRuntime(config(), kv_cache()) as runtime, anyio.create_task_group() as group:
+        async with runtime.request(prompt(1, 8)) as request:
+            await request.allocate()
+            await request.load()
+            states: list[RequestState] = []
+            forward = Forward()
+
+            async def preempt() -> None:
+                await forward.begun()
+                group.start_soon(end)
+                await request.preempt()
+                states.append(request.state)
+
+            async def end() -> None:
+                forward.may_end.set()
+
+            group.start_soon(preempt)
+            await runtime.run_step([request], forward)
+            states.append(request.state)
+            request.commit(8)
+            while len(states) < 2:
+                await anyio.lowlevel.checkpoint()
+            assert states == [RequestState.RUNNING, RequestState.PREEMPTED]
+            assert await request.resume() == 4  # the last token is always computed, and its block
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", BACKENDS)
+async def test_what_a_preempted_step_computed_is_never_published(anyio_backend: Any) -> None:
+    """Not when the request has blocks again, other ones: `commit` refuses it until a new step has computed, and
+    `commit_step` leaves it out and says so, in whatever state it is."""
+    async with OffloadRuntime(config(), kv_cache()) as runtime:
+        async with runtime.request(prompt(1, 8)) as request, runtime.request(prompt(2, 8)) as other:
+            for each in (request, other):
+                await each.allocate()
+                await each.load()
+            with runtime.step([request, other]):
+                pass
+            request.preempt_nowait()
+            both = [Computed(request, 8), Computed(other, 8)]
+            assert runtime.commit_step(both) == (request,)
+            await request.resume()
+            with pytest.raises(WrongState, match="preempted since its last step"):
+                request.commit(8)
+            assert runtime.commit_step([Computed(request, 8)]) == (request,)
+            assert runtime.lookup(prompt(1, 9)).num_device_tokens == 0
+            await runtime.run_step([request], lambda: None)
+            assert runtime.commit_step(both[:1]) == ()
+            assert runtime.lookup(prompt(1, 9)).num_device_tokens == 8
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", BACKENDS)
+async def test_two_tasks_preempt_the_same_victim(anyio_backend: Any) -> None:
+    """Both wait for its step: one of them gets the blocks, the other none, and neither an error."""
+    async with OffloadRuntime(config(), kv_cache()) as runtime, anyio.create_task_group() as group:
+        async with runtime.request(prompt(1, 8)) as request:
+            await request.allocate()
+            await request.load()
+            freed: list[int] = []
+
+            async def preempt() -> None:
+                freed.append((await request.preempt()).num_freed)
+
+            with runtime.step([request]):
+                for _ in range(2):
+                    group.start_soon(preempt)
+                for _ in range(9):
+                    await anyio.lowlevel.checkpoint()
+                assert not freed
+            while len(freed) < 2:
+                await anyio.lowlevel.checkpoint()
+            assert sorted(freed) == [0, 2]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", BACKENDS)
+async def test_an_async_function_is_no_forward(anyio_backend: Any) -> None:
+    """Nothing would be computed in the step."""
+
+    async def forward() -> None:
+        raise AssertionError("not called")
+
+    async with OffloadRuntime(config(), kv_cache()) as runtime:
+        async with runtime.request(prompt(1, 8)) as request:
+            await request.allocate()
+            await request.load()
+            with pytest.raises(InvalidArgument, match="function"):
+                await runtime.run_step([request], forward)
