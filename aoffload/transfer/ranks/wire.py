@@ -1,8 +1,8 @@
 """The encoding of frames: a version, a kind, and little-endian fields of fixed width. Decoding executes nothing.
 
 Block ids are raw int32. Texts are UTF-8 after their length. A frame that is too short or too long, has another version,
-or holds an invalid value is refused with `WireError`: invalid bytes never become a plan. Kinds below 64 go to a rank, the
-others come from one:
+or holds an invalid value is refused with `WireError`: invalid bytes never become a plan. Kinds below 64 go to a rank,
+the others come from one:
 
  1  Open           u64 host blocks, u8 verify
  2  RecordFence    u64 number
