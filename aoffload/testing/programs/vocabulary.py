@@ -108,19 +108,7 @@ NAMES = ("who", "name", "child", "step", "job", "method")
 
 
 def calls_of(face: str) -> Mapping[str, Words]:
-    """The calls that programs of a face may make, each with the arguments that it needs and may have.
-
-    On a ledger and an engine, `who`, `name`, `step` and `job` are names of requests, pins or transfers, forwards, and
-    jobs such as `r1:load:0`. `serve` is a whole request, `land` lands all that was planned, `settle` says how one copy
-    ends. On an engine, `ask` matches again, `fewer` leaves units of its hit aside, `sparse` names null blocks, `tick`
-    lets its clock go on.
-
-    On a runtime, `who` is a client, `of` another one whose request it calls for. `hurry=True` does not wait for the
-    call, `give_up_s` puts a scope around it. `num` is a number of tokens, `by` one beyond what is known, `back` one
-    behind what is computed. `style` of a step: "inline", "thread", "held". `call("cancel", who="a", how="native",
-    after=2)` strikes when the client was suspended twice more; `fault` injects, `configure` sets options, `close`
-    leaves the runtime.
-    """
+    """The calls that programs of a face may make, each with the arguments that it needs and may have."""
     faces = {"ledger": LEDGER_CALLS, "engine": ENGINE_CALLS, "asyncio": RUNTIME_CALLS, "trio": RUNTIME_CALLS}
     if not isinstance(face, str) or face not in faces:
         raise InvalidArgument("face", f"must be one of {', '.join(faces)}, got {shown(face)}")
