@@ -16,16 +16,14 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGE = (ROOT / "docs/dependencies.md").read_text()
-ROW = re.compile(r"^\| ([\w-]+) \| ([^|]+) \| [^|]+ \| ([^|]+) \| ", re.MULTILINE)
+ROW = re.compile(r"^(?:`(\w+)`|\(none\)) \| ([\w-]+) \| ([^|]+) \| [^|]+ \| ([^|]+) \| .", re.MULTILINE)
 
 
-def sections(page: str) -> dict[str, set[tuple[str, str, str]]]:
+def rows_by_extra(page: str) -> dict[str, set[tuple[str, str, str]]]:
     """Name, range and licence of what each extra names; "" is what is always required."""
-    found = {}
-    for part in page.split("\n## ")[1:]:
-        title = part.splitlines()[0]
-        rows = {(row[1], row[2].strip(), row[3].strip()) for row in ROW.finditer(part) if row[1] != "Distribution"}
-        found[title.removeprefix("Extra ").replace("Always", "")] = rows
+    found: dict[str, set[tuple[str, str, str]]] = {}
+    for row in ROW.finditer(page):
+        found.setdefault(row[1] or "", set()).add((row[2], row[3], row[4]))
     return found
 
 
@@ -33,19 +31,19 @@ def test_the_page_is_current() -> None:
     """It has what pyproject.toml requires, extra by extra, with these ranges: run `make dependencies` where it has not.
     Versions that it was written with may be older."""
     wanted = {"": PROJECT["dependencies"]} | {extra: PROJECT["optional-dependencies"][extra] for extra in lowest.EXTRAS}
-    named = {extra: {row[:2] for row in rows} for extra, rows in sections(PAGE).items()}
+    named = {extra: {row[:2] for row in rows} for extra, rows in rows_by_extra(PAGE).items()}
     required = {extra: [Requirement(text) for text in texts] for extra, texts in wanted.items()}
     assert named == {extra: {(one.name, str(one.specifier)) for one in ones} for extra, ones in required.items()}
-    assert all(licence for rows in sections(PAGE).values() for _, _, licence in rows)
+    assert all(licence for rows in rows_by_extra(PAGE).values() for _, _, licence in rows)
 
 
 def test_the_page_is_what_its_script_writes() -> None:
     """The same extras and distributions as in the page, read from what is installed."""
     script = ROOT / "docs/site/dependencies.py"
     written = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
-    assert written.split("\n## ")[0] == PAGE.split("\n## ")[0]
-    assert {extra: {row[:2] for row in rows} for extra, rows in sections(written).items()} == {
-        extra: {row[:2] for row in rows} for extra, rows in sections(PAGE).items()
+    assert written.split("(none) | anyio")[0] == PAGE.split("(none) | anyio")[0]
+    assert {extra: {row[:2] for row in rows} for extra, rows in rows_by_extra(written).items()} == {
+        extra: {row[:2] for row in rows} for extra, rows in rows_by_extra(PAGE).items()
     }
 
 

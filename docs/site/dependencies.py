@@ -28,11 +28,14 @@ USED_FOR = {
 HEAD = """# Dependencies
 
 What an installation brings, with the licence that each distribution states about itself. `make dependencies` writes
-this page; versions and what comes along are those of the environment that it was written in (Linux, torch for CPUs).
-`make test-lowest` runs a part of the tests with the lowest versions.
+this page, from what is installed (Linux, torch for CPUs). `make test-lowest` tests the lowest versions.
 
-| Extra | For |
-|---|---|
+Extra | For
+---|---
+"""
+TABLE = """
+Extra | Distribution | Versions | Written with | Licence | Brings along
+---|---|---|---|---|---
 """
 LICENCES = {
     "Apache Software License": "Apache-2.0",
@@ -51,8 +54,8 @@ LONGEST = 60
 
 
 def page() -> str:
-    rows = [f"| {shown(extra)} | {purpose} |\n" for extra, purpose in USED_FOR.items()]
-    return HEAD + "".join(rows) + "".join(section(extra) for extra in USED_FOR if requirements(extra))
+    purposes = [f"{shown(extra)} | {purpose}\n" for extra, purpose in USED_FOR.items()]
+    return HEAD + "".join(purposes) + TABLE + "".join(map(rows, USED_FOR))
 
 
 def shown(extra: str) -> str:
@@ -64,20 +67,25 @@ def requirements(extra: str) -> list[str]:
     return found
 
 
-def section(extra: str) -> str:
+def rows(extra: str) -> str:
     """The distributions that an extra names, and those that they bring along."""
-    title = f"Extra {extra}" if extra else "Always"
-    lines = [
-        f"\n## {title}\n\n| Distribution | Versions | Written with | Licence | Brings along |\n|---|---|---|---|---|\n"
-    ]
+    lines = []
     known = set() if not extra else {canonicalize_name(name) for name in closure(requirements(""))}
     for text in requirements(extra):
         wanted = Requirement(text)
         found = metadata.distribution(wanted.name)
         others = [name for name in closure(found.requires or []) if canonicalize_name(name) not in known]
-        along = ", ".join(f"{name} ({licence(metadata.distribution(name))})" for name in others) or "nothing more"
-        lines.append(f"| {wanted.name} | {wanted.specifier} | {found.version} | {licence(found)} | {along} |\n")
+        cells = (shown(extra), wanted.name, str(wanted.specifier), found.version, licence(found), by_licence(others))
+        lines.append(" | ".join(cells) + "\n")
     return "".join(lines)
+
+
+def by_licence(names: list[str]) -> str:
+    """`MIT: one, another; BSD: a third`."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(licence(metadata.distribution(name)), []).append(name)
+    return "; ".join(f"{stated}: {', '.join(having)}" for stated, having in sorted(found.items())) or "nothing"
 
 
 def closure(texts: list[str]) -> list[str]:

@@ -25,10 +25,17 @@ PAGE = ROOT / "docs/cuda.md"
 
 
 def awaited() -> list[str]:
-    """The first column of the table of figures in docs/cuda.md."""
+    """The first column of the table of figures in docs/cuda.md: `a_{b,c}` is `a_b` and `a_c`."""
     section = PAGE.read_text().partition("## What only a device can show")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
-    return [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    return [name for row in re.findall(r"^`([\w{},]+)` \|", section, re.MULTILINE) for name in spelled_out(row)]
+
+
+def spelled_out(names: str) -> list[str]:
+    before, _, rest = names.partition("{")
+    if not rest:
+        return [before]
+    choices, _, after = rest.partition("}")
+    return [before + choice + end for choice in choices.split(",") for end in spelled_out(after)]
 
 
 def test_each_figure_that_the_page_waits_for_has_one_part() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from proof import scenarios
 from proof.mutants import MUTANTS
 from proof.planting import Mutant, PatchDoesNotApply, patched, source_path
 from proof.scenarios import SCENARIOS
@@ -58,12 +59,10 @@ def test_where_mutants_are_met_is_there() -> None:
             assert f"def {function.partition('[')[0]}(" in (ROOT / path).read_text(), mutant.name
 
 
-def test_the_page_says_what_each_scenario_is_for() -> None:
+def test_the_package_says_what_each_scenario_is_for() -> None:
     """What stays beside programs is listed with what only it sees, and nothing that is gone."""
-    page = (ROOT / "docs" / "testing.md").read_text()
-    start = page.index("| only they have |")
-    table = page[start : page.index("\n## ", start)]
-    assert set(re.findall(r"`(\w+)`", table)) == set(SCENARIOS)
+    listed = re.findall(r"^- [^:]+: ((?:.+\n)(?:  .+\n)*)", scenarios.__doc__ or "", re.MULTILINE)
+    assert set(re.findall(r"\w+", " ".join(listed))) == set(SCENARIOS)
 
 
 @pytest.mark.parametrize("old", ["", "no such text", "self"])

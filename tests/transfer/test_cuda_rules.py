@@ -1,7 +1,33 @@
 """The rules of order on a device, each with the mutant that breaks it: on a simulated device, 30 rounds of chance each.
 
-docs/cuda.md has the table from rule to test. The device runs its streams in an order of chance, so whatever is not
-ordered happens in any order.
+The device runs its streams in an order of chance, so whatever is not ordered happens in any order. Which tests keep
+which rule, of this file unless said, and the mutant without it:
+
+- a store waits for after=, the compute that wrote its source; without one for the caller's stream:
+  store_after_its_compute, store_without_a_fence (Unfenced)
+- a load waits for what still reads or writes its destination: load_after_the_reader, load_after_the_writer (Unfenced)
+- device to host reads in stream order, host to device may read early:
+  test_each_direction_reads_its_source_as_its_rule_says (Unordered)
+- going on and publishing come after the load's fence: told_when_it_is_there (Unproven)
+- a fence keeps its meaning: fence_kept_while_another_is_recorded; tests/transfer/test_cuda_events.py
+  test_no_event_is_recorded_while_somebody_holds_a_fence_of_it (OneEvent)
+- requests of a step may share a fence: tests/shell/test_scopes.py test_one_fence_for_a_step
+- a block changes hands once every job and step has let go: tests/core/test_whole.py
+  test_a_step_holds_what_it_touches; tests/core/test_transfers.py
+  test_unproven_destinations_are_never_reused_until_proven
+- with ranks, a job ends with the last rank's fence: tests/transfer/test_ranks.py
+  test_a_job_is_complete_when_every_rank_is
+- loads before stores, bounded in flight: tests/shell/test_worker.py test_loads_go_before_stores,
+  test_jobs_in_flight_are_bounded
+- a held store holds no load: test_a_store_that_is_held_holds_no_load
+- the fence is on the caller's stream, or the one named: test_a_named_compute_stream_is_the_one_that_is_fenced
+- the event loop never waits for the device: tests/transfer/test_cuda_runtime.py
+  test_the_event_loop_goes_on_while_the_device_works
+- a region's fence passes when its bytes are there: tests/transfer/test_cuda_events.py
+  test_a_layer_can_start_when_its_region_is_there
+- all together, in real threads; under the runtime: tests/transfer/test_cuda_soak.py
+  test_a_rule_that_is_taken_out_fails_it; tests/transfer/test_cuda_runtime.py test_every_hit_is_what_was_computed
+  (Unfenced, Unordered, Unproven, OneEvent)
 """
 
 from __future__ import annotations
@@ -223,14 +249,14 @@ def test_a_store_that_is_held_holds_no_load() -> None:
 
 
 def test_the_table_of_rules_names_tests_that_there_are() -> None:
-    """docs/cuda.md says which test keeps which rule: each stands in a file of that name."""
+    """What stands above names tests that there are, in the file of that name or else in this one."""
     root = Path(__file__).parents[2]
-    rows = [row for row in (root / "docs/cuda.md").read_text().splitlines() if ".py` `" in row]
+    rows = [" ".join(row.split()) for row in re.findall(r"^- ((?:.+\n)(?:  .+\n)*)", __doc__, re.MULTILINE)]
     assert len(rows) > 10
     for row in rows:
-        for part in row.split(";"):
-            name, *tests = re.findall(r"`(tests/\S+\.py|[a-z_]{8,})`", part)
-            text = (root / name).read_text()
-            assert [test for test in tests if f"def {test}(" not in text] == []
+        for part in row.partition(": ")[2].partition(" (")[0].split(";"):
+            (file, *_), tests = [*re.findall(r"tests/\S+\.py", part), __file__], re.findall(r"(?<!\S)[a-z_]{8,}", part)
+            text = (root / file).read_text()
+            assert tests and [test for test in tests if f"def {test}(" not in text] == []
         mutants = Path(__file__).with_name("cuda_mutants.py").read_text()
-        assert all(f"class {mutant}(" in mutants for mutant in re.findall(r"`([A-Z]\w+)`", row))
+        assert all(f"class {mutant}(" in mutants for mutant in re.findall(r"[A-Z]\w+", row.partition(" (")[2]))

@@ -1,7 +1,22 @@
 """The encoding of frames: a version, a kind, and little-endian fields of fixed width. Decoding executes nothing.
 
 Block ids are raw int32. Texts are UTF-8 after their length. A frame that is too short or too long, has another version,
-or holds an invalid value is refused with `WireError`: invalid bytes never become a plan. docs/ranks.md has the table.
+or holds an invalid value is refused with `WireError`: invalid bytes never become a plan. Kinds below 64 go to a rank,
+the others come from one:
+
+ 1  Open           u64 host blocks, u8 verify
+ 2  RecordFence    u64 number
+ 3  ReleaseFence   u64 number
+ 4  Launch         u64 job id, u64 fence (0: none), u8 source tier, u8 destination tier, u32 n, u32 m,
+                   n * i32 source ids, m * i32 destination ids
+ 5  Close          f64 seconds
+65  Ready          u64 device blocks, u64 bytes of a block
+66  Opened
+67  Refused        text argument, text problem
+68  Completed      u64 job id, u8 outcome, u32 blocks landed, u64 bytes, f64 seconds, u32 n, n * i32 corrupt indices,
+                   text error, 8 * u64 and 2 * f64 statistics
+69  Closed         u8 whether every copy has ended
+70  Lost           text reason: its device answers no more
 """
 
 from __future__ import annotations
