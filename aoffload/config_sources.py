@@ -23,6 +23,10 @@ __all__ = ["Settings", "read_environment", "read_file"]
 PREFIX = "AOFFLOAD_"
 FILE_VARIABLE = "AOFFLOAD_CONFIG_FILE"
 """Names a file, whose settings the other variables replace."""
+KEY_VARIABLE = "AOFFLOAD_API_KEY"
+"""Of the HTTP server; no setting."""
+NONE = "none"
+"""In a file or a variable, where a setting may be None: neither can say that otherwise."""
 HOST_POOL = {"num_host_blocks", "host_bytes"}
 """Two ways to say one thing: a later source that has one of them replaces the other, too."""
 GROUP_KEYS = ("name", "block_size", "window", "chunk")
@@ -75,7 +79,8 @@ def read_file(path: object, kind: type[Any], argument: str = "path") -> Settings
     for key in found:
         if key not in attrs.fields_dict(kind):
             raise ConfigError(key, f"is no setting ({name})")
-    values = {key: _from_toml(key, value, name) for key, value in found.items()}
+    fields = attrs.fields_dict(kind)
+    values = {key: _from_toml(key, value, name, _may_be_none(fields[key])) for key, value in found.items()}
     return Settings(values, dict.fromkeys(values, name), (name,))
 
 
@@ -84,18 +89,24 @@ def read_environment(environ: Mapping[str, str], kind: type[Any]) -> Settings:
     fields = {PREFIX + name.upper(): field for name, field in attrs.fields_dict(kind).items()}
     values, origins, earlier = {}, {}, Settings()
     for variable in sorted(environ):
-        if variable == FILE_VARIABLE:
+        if variable == FILE_VARIABLE and environ[variable]:
             earlier = read_file(environ[variable], kind, FILE_VARIABLE)
         elif variable in fields:
             field = fields[variable]
             values[field.name] = _from_text(field, environ[variable], variable)
             origins[field.name] = variable
-        elif variable.startswith(PREFIX):
+        elif variable.startswith(PREFIX) and variable not in (FILE_VARIABLE, KEY_VARIABLE):
             raise ConfigError(variable, "is the variable of no setting")
     return Settings(values, origins, (f"variables {PREFIX}…",)).over(earlier)
 
 
-def _from_toml(key: str, value: object, origin: str) -> object:
+def _may_be_none(field: attrs.Attribute[Any]) -> bool:
+    return str(field.type).endswith("| None")
+
+
+def _from_toml(key: str, value: object, origin: str, may_be_none: bool) -> object:
+    if value == NONE and may_be_none:
+        return None
     if key == "groups":
         return _groups(value, origin)
     if key in NAMES and not isinstance(value, str):
@@ -136,6 +147,8 @@ def _from_text(field: attrs.Attribute[Any], text: str, variable: str) -> object:
     """The value of `field` that `text` stands for, by the annotation of the field."""
     if field.name == "groups":
         return _groups_from_text(text, variable)
+    if text == NONE and _may_be_none(field):
+        return None
     annotation = str(field.type)
     if annotation.startswith("bool"):
         return _bool(field.name, text, variable)

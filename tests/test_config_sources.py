@@ -210,3 +210,21 @@ def test_an_error_about_an_argument_names_no_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         OffloadConfig.from_file(file_of(tmp_path, LEAST), verify="yes")
     assert "aoffload.toml" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["slow_wait_s", "slow_step_s", "store_timeout_s"])
+def test_none_can_be_said_in_a_file_and_in_the_environment(tmp_path: Path, name: str) -> None:
+    """Neither has a word of its own for it. Where a setting is a number only, the word is refused."""
+    file = file_of(tmp_path, f'{name} = "none"\nload_timeout_s = "none"\n' + LEAST)
+    with pytest.raises(ConfigError, match="load_timeout_s"):
+        OffloadConfig.from_file(file)
+    file = file_of(tmp_path, f'{name} = "none"\n' + LEAST)
+    assert getattr(OffloadConfig.from_file(file), name) is None
+    environ = {"AOFFLOAD_CONFIG_FILE": str(file), f"AOFFLOAD_{name.upper()}": "none"}
+    assert getattr(OffloadConfig.from_env(environ), name) is None
+
+
+def test_variables_that_are_no_settings_of_ours_but_known(tmp_path: Path) -> None:
+    """The HTTP server's key may be in the environment, too; an empty name of a file is none."""
+    environ = {"AOFFLOAD_API_KEY": "key", "AOFFLOAD_CONFIG_FILE": "", "AOFFLOAD_NUM_HOST_BLOCKS": "3"}
+    assert OffloadConfig.from_env(environ, groups=GROUPS).num_host_blocks == 3

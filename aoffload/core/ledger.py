@@ -161,6 +161,8 @@ class Ledger(BeginningRequests, WorkingRequests):
         counts = ", ".join(f"{getattr(device, f'num_{name}')} {name}" for name in names)
         live = f"{found.num_requests} request{'' if found.num_requests == 1 else 's'}, {found.num_waiting} in line"
         about = f"{device.num_blocks} device blocks: {counts}; {live}"
+        if self._engine is not None:
+            about += "; the engine hands the device blocks out itself, so only those that copies hold are named here"
         return explained(about, self.requests(), self.holders())
 
     def check_integrity(self) -> None:

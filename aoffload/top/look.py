@@ -59,14 +59,22 @@ def lines(look: Look, before: Look | None) -> Iterator[str]:
 
 
 def _requests(look: Look) -> Iterator[str]:
-    live = [(state, look.get("aoffload_requests", state=state)) for state in STATES]
-    yield "requests   " + (", ".join(f"{number:,.0f} {state}" for state, number in live if number) or "none")
+    yield "requests   " + (", ".join(_of_state(look, state) for state in STATES if _number(look, state)) or "none")
     waiting = look.get("aoffload_requests_waiting")
     if waiting:
         yield f"in line    {waiting:,.0f}, the first for {look.get('aoffload_oldest_wait_seconds'):,.1f} s"
     step_s = look.get("aoffload_oldest_step_seconds")
     if step_s:
         yield f"steps      the oldest is open for {step_s:,.1f} s"
+
+
+def _number(look: Look, state: str) -> float:
+    return look.get("aoffload_requests", state=state)
+
+
+def _of_state(look: Look, state: str) -> str:
+    oldest_s = look.get("aoffload_oldest_request_seconds", state=state)
+    return f"{_number(look, state):,.0f} {state} (one for {oldest_s:,.1f} s)"
 
 
 def _blocks(look: Look, tier: str) -> str:

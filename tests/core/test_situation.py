@@ -193,6 +193,7 @@ def test_a_pending_request_waits_for_the_one_that_loads() -> None:
     assert [holder.name for holder in status.held_by] == ["first"]
     assert [(holder.kind, holder.num_blocks) for holder in driven.ledger.holders()] == [("load", 4)]
     driven.land(plans)
+    assert "the engine hands the device blocks out itself" in driven.ledger.explain()
 
 
 def test_a_refused_extension_is_told_and_changes_nothing() -> None:
