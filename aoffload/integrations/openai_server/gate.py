@@ -85,7 +85,7 @@ class Gate:
 
 def is_loopback(host: str) -> bool:
     """Whether `host`, a name or an address, is only reached from this machine."""
-    if host == "localhost":
+    if host in ("localhost", "localhost."):  # with a dot, nothing is appended to it
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
