@@ -66,7 +66,7 @@ def bodies(tree: Path) -> Iterator[Figure]:
 def echoes(tree: Path) -> Iterator[Figure]:
     """Long names of fields that come back, to clients that do not read."""
     attack = "300 unknown names of 1 MB, answers not read"
-    body = b'{"model": "tiny", "' + "\u00e9".encode() * (MEGABYTE // 2) + b'": 1}'
+    body = b'{"model": "tiny", "prompt": "x", "' + "\u00e9".encode() * (MEGABYTE // 2) + b'": 1}'
     with serving(tree) as victim:
         before = victim.mb
         with crowd(victim.port) as readers:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-__all__ = ["MB", "PROGRAMS", "Victim", "ended", "has_option", "more_files", "serving", "started"]
+__all__ = ["MB", "PROGRAMS", "Victim", "cpu_s", "ended", "has_option", "more_files", "reading", "serving", "started"]
 
 MB = 1e6
 PROGRAMS = Path(__file__).parent / "programs"
@@ -124,6 +124,27 @@ def ended(tree: Path, *words: str, timeout_s: float = 120.0) -> subprocess.Compl
     return subprocess.run(
         command, cwd=tree, env=_environment(tree), capture_output=True, timeout=timeout_s, check=False
     )
+
+
+@contextmanager
+def reading(tree: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process that reads from a pipe, and is killed in the end."""
+    with subprocess.Popen(
+        [sys.executable, *words],
+        cwd=tree,
+        env=_environment(tree),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        yield process
+        process.kill()
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of a processor that it has taken, whatever else the machine does."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @cache
