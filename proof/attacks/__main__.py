@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from . import answers, before_admission, event_peers, operators, stopped_ranks
+from . import answers, bad_http, before_admission, event_peers, operators, stopped_ranks
 from .figures import HEAD, Figure, line, table
 
 __all__ = ["ATTACKS", "main"]
@@ -35,6 +35,9 @@ ATTACKS: dict[str, tuple[Attack, ...]] = {
     "C6": (stopped_ranks.orphans,),
     "C7": (operators.open_requests,),
     "D": (operators.words, operators.malformed),
+    "E1": (bad_http.pipelines,),
+    "E2": (bad_http.endless,),
+    "E3": (bad_http.smuggled,),
 }
 HERE = Path(__file__).parents[2]
 REPORT = Path("build/attacks.md")

@@ -131,5 +131,3 @@ def words(tree: Path) -> Iterator[Figure]:
 
 def _num_traced(said: str) -> int:
     return said.count("Traceback") + said.count('  File "')
-
-
