@@ -65,7 +65,7 @@ def pages(tree: Path) -> Iterator[Figure]:
     yield Figure("A6", "--host 0.0.0.0 and no key", "lines of warning", said, 1, "", True)
 
 
-KEYS = (
+KEYS: tuple[dict[str, str], ...] = (
     {},
     {"authorization": "sesame"},
     {"authorization": "Basic sesame"},

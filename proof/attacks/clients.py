@@ -7,7 +7,7 @@ import select
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from statistics import mean
@@ -138,6 +138,8 @@ class Crowd:
 @contextmanager
 def crowd(port: int) -> Iterator[Crowd]:
     found = Crowd(port)
-    with ExitStack() as stack:
-        stack.callback(lambda: [client.close() for client in found.sockets])
+    try:
         yield found
+    finally:
+        for client in found.sockets:
+            client.close()

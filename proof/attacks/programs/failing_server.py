@@ -9,20 +9,20 @@ from typing import Any
 from aoffload.integrations.openai_server import command
 from aoffload.integrations.paged import PagedModel
 
-load = command.load_model
+load = vars(command)["load_model"]
 
 
 def load_failing(name: str, **options: Any) -> PagedModel:
-    model = load(name, **options)
+    model: PagedModel = load(name, **options)
 
     def fail(*_: Any) -> Any:
         time.sleep(0.2)  # for requests to come together
         raise ArithmeticError("/srv/models/secret: the device is on fire")
 
-    model.forward = fail  # type: ignore[method-assign]
+    model.forward = fail  # type: ignore[method-assign, assignment]
     return model
 
 
 if __name__ == "__main__":
-    command.load_model = load_failing  # type: ignore[assignment]
+    vars(command)["load_model"] = load_failing
     sys.exit(command.main())

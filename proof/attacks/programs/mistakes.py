@@ -111,7 +111,7 @@ def served(*_: Any) -> Any:
 
 
 def main() -> None:
-    command.Listener = served  # type: ignore[assignment, misc]
+    vars(command)["Listener"] = served
     warnings.simplefilter("ignore")
     tiny = ["--model", "tiny", "--port", "0"]
     found = {" ".join(words): is_said(command.main, [*tiny, *words]) for words in OPTIONS}

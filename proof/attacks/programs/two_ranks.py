@@ -41,7 +41,7 @@ async def serve(runtime: OffloadRuntime, first: int) -> str:
 
 
 async def main() -> None:
-    pools = [torch.zeros(17, 2, BLOCK_SIZE, 64).share_memory_() for _ in range(2)]
+    pools = [torch.zeros(17, 2, BLOCK_SIZE, 64).share_memory_() for _ in range(2)]  # type: ignore[no-untyped-call]
     transport = RankTransport.spawn(partial(build, pools), 2)
     ranks: Any = transport.ranks
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK_SIZE)], num_host_blocks=200)
