@@ -6,13 +6,14 @@ DEMO_ARGS ?=
 PROOF_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
+ATTACK_ARGS ?=
 VLLM_ARGS ?=
 # Another Python, that has torch for CUDA: nothing is installed for it then.
 PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long gpu vllm vllm-installed bench bench-peers clean
+.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long gpu attacks vllm vllm-installed bench bench-peers clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -85,6 +86,10 @@ mutants: $(VENV)/.installed
 prove-long: $(VENV)/.installed
 	$(MAKE) --no-print-directory mutants
 	$(BIN)/python -m proof --seconds 3000 --depth 8 --soak-seconds 300 $(PROOF_ARGS)
+
+# Attacks on all that listens, over real sockets and processes, each figure beside its limit: some minutes, Linux only.
+attacks: $(VENV)/.installed
+	$(BIN)/python -m proof.attacks $(ATTACK_ARGS)
 
 # Everything that needs a device, in nine minutes at most; the figures are in build/gpu/report.md.
 gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(VENV)/.installed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -270,6 +271,20 @@ async def test_an_answer_that_nobody_reads_is_dropped() -> None:
         server.connect(HALF + b"\r\n\r\n")
         await until(lambda: server.connections.num_cut == 1)
         assert len(server.connections) == 0
+
+
+@on_sockets
+async def test_who_asks_on_and_reads_nothing_is_cut_off() -> None:
+    """Answers that need no admission have a time of their own, or each of these clients had a connection for ever."""
+    async with serving() as bench, served(Connections(timeout_s=GUARD_S), bench.app) as server:
+        client = server.connect()
+        asked, num_sent = b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", 0
+        await until(lambda: len(server.connections) == 1)
+        client.setblocking(False)
+        while len(server.connections) == 1:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                num_sent += client.send((asked * 1000)[num_sent % len(asked) :])
+            await let_threads_run()
 
 
 @on_sockets

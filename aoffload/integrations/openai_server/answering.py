@@ -21,7 +21,7 @@ from .flow import Flow
 from .gate import Rules
 from .metrics import Metrics
 from .prompts import Prompt
-from .reply import Reply
+from .reply import FAREWELL_S, Reply
 from .stops import Stops
 from .streaming import Stream
 from .tokenizer import Tokenizer
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Answering", "Service"]
 
-FAREWELL_S = 1.0
-"""Seconds that a client has to read the error that ends its answer."""
 LONG_TEXT = 8192
 """Prompts of at least this many characters are tokenized in a thread."""
 

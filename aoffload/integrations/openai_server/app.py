@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
+import anyio
 import attrs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,7 +19,11 @@ from .answering import Answering, Service
 from .bodies import no_model, read_chat, read_completion
 from .errors import ApiError, internal
 from .gate import Gate
+from .reply import FAREWELL_S
 from .wire import ChatWire, CompletionWire, model_object
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 __all__ = ["make_app"]
 
@@ -47,6 +53,19 @@ def make_app(service: Service) -> Starlette:
     return app
 
 
+class _Text(Response):  # type: ignore[misc]  # starlette has no types here
+    """An answer that needs no admission, so its client has little time to make room for it: whoever asks on and reads
+    nothing would keep the connection for ever."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with anyio.move_on_after(FAREWELL_S):
+            await super().__call__(scope, receive, send)
+
+
+class _Json(JSONResponse, _Text):  # type: ignore[misc]
+    """The same as JSON."""
+
+
 @attrs.frozen
 class _Views:
     """The read-only endpoints."""
@@ -55,23 +74,23 @@ class _Views:
     created: int
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return _Json({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name != self.service.limits.model_name:
             raise no_model(name, self.service.limits.model_name)
-        return JSONResponse(self._model())
+        return _Json(self._model())
 
     async def health(self, _: Request) -> Response:
         """200 while requests are admitted, 503 afterwards."""
         admission = self.service.admission
         status = 200 if admission.state is ServerState.OPEN else 503
-        return JSONResponse({"status": admission.state.value, "num_requests": admission.num_inside}, status)
+        return _Json({"status": admission.state.value, "num_requests": admission.num_inside}, status)
 
     async def metrics(self, _: Request) -> Response:
         content, content_type = self.service.metrics.scrape()
-        return Response(content, headers={"content-type": content_type})
+        return _Text(content, headers={"content-type": content_type})
 
     def _model(self) -> dict[str, object]:
         limits = self.service.limits
@@ -80,7 +99,7 @@ class _Views:
 
 async def _say(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.as_dict(), error.status, error.headers)
+    return _Json(error.as_dict(), error.status, error.headers)
 
 
 async def _say_http(request: Request, error: Exception) -> Response:
@@ -88,9 +107,9 @@ async def _say_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method:.20} {request.url.path:.200}: {error.detail}"
     found = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None)
-    return JSONResponse(found.as_dict(), error.status_code, dict(error.headers or {}))
+    return _Json(found.as_dict(), error.status_code, dict(error.headers or {}))
 
 
 async def _say_internal(_: Request, error: Exception) -> Response:
     """A defect of the server. Its log has the traceback."""
-    return JSONResponse(internal().as_dict(), 500)
+    return _Json(internal().as_dict(), 500)

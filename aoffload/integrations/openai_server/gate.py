@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import anyio
 import attrs
 
 from .errors import ApiError
-from .reply import Reply
+from .reply import FAREWELL_S, Reply
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -78,14 +79,15 @@ class Gate:
             try:
                 self._rules.check(scope)
             except ApiError as error:
-                await Reply(send).fail(error)
+                with anyio.move_on_after(FAREWELL_S):
+                    await Reply(send).fail(error)
                 return
         await self._app(scope, receive, send)
 
 
 def is_loopback(host: str) -> bool:
     """Whether `host`, a name or an address, is only reached from this machine."""
-    if host == "localhost":
+    if host in ("localhost", "localhost."):  # with a dot, nothing is appended to it
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -14,7 +14,10 @@ from .errors import ApiError
 if TYPE_CHECKING:
     from starlette.types import Send
 
-__all__ = ["Reply"]
+__all__ = ["FAREWELL_S", "Reply"]
+
+FAREWELL_S = 1.0
+"""Seconds that a client has to make room for an error, or for an answer that needs no admission."""
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
