@@ -34,7 +34,7 @@ CHANGING = (
     "admit", "allocate_nowait", "queue_allocation", "extend_nowait", "queue_extension", "accept", "withdraw",
     "plan_load", "abandon_load", "launch", "settle", "discard", "commit", "invalidate", "step", "release", "reset",
     "preempt_nowait", "resume", "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel",
-    "cancel_cache_transfers",
+    "cancel_cache_transfers", "match_again", "offer",
 )  # fmt: skip
 REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension", "pin")
 ENDING = ("settle", "discard")
@@ -56,6 +56,10 @@ class Oracles:
     """Violations found inside a call; the first ends the run."""
     stride: int = 1
     """Checks after every `stride` changes of the ledger, and at rest in any case."""
+    also: list[Callable[[], None]] = attrs.field(factory=list)
+    """Further laws, which are checked with the others."""
+    is_hasty: bool = False
+    """Configured with timeouts that a copy without a fault may exceed."""
     is_cut_short: bool = False
     """Closing was itself cancelled, so it did not wait for the copies in flight."""
     _given_up: list[Completion] = attrs.field(factory=list)
@@ -124,8 +128,8 @@ class Oracles:
             self.waits.load_begun(args[0])
         if name == "resume":
             self.waits.has_resumed(args[0])
-        if name in ("admit", "resume"):
-            self._check_match(args[0] if name == "resume" else found)
+        if name in ("admit", "match_again", "resume"):
+            self._check_match(found if name == "admit" else args[0])
         return found
 
     def _check_refusal(self, name: str, error: OutOfBlocks) -> None:
@@ -148,9 +152,8 @@ class Oracles:
 
     def _check_held(self, holding: Holding, run: Run, tiers: tuple[Tier, ...], stop: int) -> None:
         for band in self.runtime.ledger.layout.bands:
-            for over, first, last in (
-                stretches(run, band.first_needed(stop * band.unit_tokens), stop) if band.width else ()
-            ):
+            needed = max(band.first_needed(stop * band.unit_tokens), holding.engine_tokens // band.unit_tokens)
+            for over, first, last in stretches(run, needed, stop) if band.width else ():
                 parts = [over.part(tier, band.number) for tier in tiers]
                 if any(len(part.blocks) != (part.stop - part.first) * part.width for part in parts):
                     raise Violation("a match of nothing", f"{holding} matched {stop} units, and {over} is there")
@@ -217,6 +220,8 @@ class Oracles:
         self.keeping.check()
         self._check_line()
         self._check_timeouts()
+        for law in self.also:
+            law()
 
     def _check_counts(self) -> None:
         statistics = self.runtime.ledger.statistics()
@@ -257,7 +262,9 @@ class Oracles:
             if holding.state is RequestState.RUNNING and (Tier.HOST in holding.leases or holding.reserve is not None):
                 raise Violation("a leak", f"{holding} still pins what was to be loaded")
             waits = holding.waiter is not None
-            matched = holding.match.num_tokens and holding.epoch == self.runtime.ledger.cache.epoch
+            matched = (
+                holding.match.num_tokens > holding.engine_tokens and holding.epoch == self.runtime.ledger.cache.epoch
+            )
             if holding.state is RequestState.PINNED and matched and not waits and not holding.leases:
                 raise Violation("a match without a pin", repr(holding))
 
@@ -316,7 +323,7 @@ class Oracles:
         return sum(max(0, min(run.stop, hit.device_stop) - run.start) for run in unpinned) * self._width
 
     def _check_timeouts(self) -> None:
-        if self.num_timeouts and not self.faults.may_time_out:
+        if self.num_timeouts and not (self.faults.may_time_out or self.is_hasty):
             raise Violation("a timeout without a fault", f"{self.num_timeouts} so far")
 
     # -- when everything is over ----------------------------------------------------------------------------------
@@ -327,7 +334,7 @@ class Oracles:
         self.check()
         rest = Rest(self.runtime, self.engine, self.faults)
         rest.check_empty()
-        if not (self.is_cut_short or self.faults.may_take_room):
+        if not (self.is_cut_short or self.faults.may_take_room or self.is_hasty):
             rest.check_nothing_is_lost()
             if self._given_up:
                 raise Violation("given up for nothing", f"{self._given_up[0]}")
