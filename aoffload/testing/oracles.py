@@ -195,6 +195,8 @@ class Oracles:
         is_transient = completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN)
         is_load = job is not None and job.plan.direction is Direction.LOAD and job.epoch == ledger.cache.epoch
         is_load = is_load and not self.engine.num_resets_of_tiers  # reset blocks are freed with their last reader
+        is_outside = ledger.cache.tiers[Tier.DEVICE].is_outside
+        is_load = is_load and not (is_outside and self.engine.num_invalidations)  # the same: it withdraws from the host
         is_spoiled = any(self.faults.fired[kind] for kind in ("rot", "flip", "early"))  # then bad blocks are freed
         if is_transient and is_load and not is_spoiled and host.num_free != before:
             raise Violation("forgotten for nothing", f"{completion} freed {host.num_free - before} host blocks")
@@ -236,12 +238,18 @@ class Oracles:
             if job.plan.direction is Direction.LOAD:
                 if job.state is JobState.QUEUED and not job.claims:
                     raise Violation("a load for nobody", repr(job))
-            elif not storing.isdisjoint(job.plan.source_ids):
+            elif not storing.isdisjoint(job.plan.source_ids) and not self._shares_blocks:
                 raise Violation("stored twice", repr(job))
             elif self._is_behind_a_gap(job):
                 raise Violation("a store behind a gap", f"{job} has evicted what it hangs on")
             elif job.epoch == self.runtime.ledger.cache.epoch:  # other jobs do not count: they publish nothing
                 storing.update(job.plan.source_ids)
+
+    @property
+    def _shares_blocks(self) -> bool:
+        """Whether prefixes that part inside of a unit may share a block: those of an engine that are shorter."""
+        layout, device = self.runtime.ledger.layout, self.runtime.ledger.cache.tiers[Tier.DEVICE]
+        return device.is_outside and any(group.block_size < layout.unit_tokens for group in layout.groups)
 
     def _is_behind_a_gap(self, job: Job) -> bool:
         """Whether units before this store are neither in host memory nor on their way there. Always False once a fault

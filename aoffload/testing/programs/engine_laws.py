@@ -70,6 +70,7 @@ class EngineLaws(Laws):
         stop = waiting.num_computed + self._machine.unit
         return any(
             other.has_loaded
+            and (other.holding.state is RequestState.LOADING or other.holding.num_computed_tokens >= stop)
             and len(other.text.prefixes) > stop
             and other.text.prefixes[stop] == waiting.text.prefixes[stop]
             for other in self._machine.clients.values()
