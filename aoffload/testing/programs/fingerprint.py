@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["changes", "fingerprint"]
 
-MEMOS = frozenset({"_hash_after"})
+MEMOS = frozenset({"_hash_after", "_firsts"})
 """Fields computed on demand from other fields: reading may fill them in."""
 PLAIN = (int, float, str, bytes, type(None))
 
