@@ -9,12 +9,18 @@ from typing import Any, ClassVar
 import attrs
 
 from ...core.lifecycle import RequestState
-from .program import Call
-from .runtime_draw import STATES, Drawing
+from .program import Call, World, without_laziness
+from .runtime_draw import STATES, Drawing, draw_runtime_world
 from .runtime_odds import ENGINE_ODDS
 from .vocabulary import NOT_HERE
 
-__all__ = ["EngineDrawing", "draw_engine_options"]
+__all__ = ["EngineDrawing", "draw_engine_options", "draw_engine_world"]
+
+
+def draw_engine_world(rng: random.Random) -> World:
+    """Draw a world, often with room for several requests: none waits for room, as engines of programs do not."""
+    world = without_laziness(draw_runtime_world(rng))
+    return attrs.evolve(world, num_device_blocks=world.num_device_blocks * rng.choice((1, 2, 3)))
 
 
 def draw_engine_options(rng: random.Random) -> list[Call]:

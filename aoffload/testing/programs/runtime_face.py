@@ -15,8 +15,8 @@ from ..simulation import Simulation, undisturbed, violation_of
 from ..violations import Violation
 from .outcome import Outcome
 from .owned_clients import EngineDirector
-from .owned_draw import EngineDrawing, draw_engine_options
-from .program import Call, Face, Program, World, without_laziness
+from .owned_draw import EngineDrawing, draw_engine_options, draw_engine_world
+from .program import Call, Face, Program, World
 from .runtime_director import Director
 from .runtime_draw import Drawing, draw_opening, draw_runtime_world
 
@@ -29,11 +29,11 @@ class _Kind:
 
     director: Callable[[Program, Simulation], Director] = Director
     draw: Callable[[random.Random, Director], Drawing] = Drawing
-    world: Callable[[World], World] = lambda world: world
+    world: Callable[[random.Random], World] = draw_runtime_world
     options: Callable[[random.Random], list[Call]] = lambda rng: []
 
 
-_OURS, _ENGINES = _Kind(), _Kind(EngineDirector, EngineDrawing, without_laziness, draw_engine_options)
+_OURS, _ENGINES = _Kind(), _Kind(EngineDirector, EngineDrawing, draw_engine_world, draw_engine_options)
 KINDS: Mapping[str, _Kind] = {"asyncio": _OURS, "trio": _OURS, "engine-asyncio": _ENGINES, "engine-trio": _ENGINES}
 
 
@@ -46,8 +46,8 @@ def draw_and_run(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcom
     """Draw and run a program of about `num_calls` calls; `seed` decides everything. A call is drawn when those before
     it were made, so that most of them fit. Running the program again has the same outcome."""
     rng = random.Random(f"program {face} {seed}")
-    world, kind = draw_runtime_world(rng), KINDS[face]
-    world = kind.world(world)
+    kind = KINDS[face]
+    world = kind.world(rng)
     opening = Program(face, world, (*draw_opening(rng), *kind.options(rng)), seed)
 
     def calls(director: Director) -> Iterator[Call]:
