@@ -147,7 +147,7 @@ def _faces_for(module: str) -> tuple[Face, ...]:
         return ENGINE_FACES
     if module == "aoffload.engine_calls":
         return ENGINE_RUNTIME_FACES
-    return FACES if module.startswith("aoffload.core.") else RUNTIME_FACES
+    return FACES if module.startswith("aoffload.core.") else (*RUNTIME_FACES, *ENGINE_RUNTIME_FACES)
 
 
 def _tested(mutant: Mutant) -> Case:
