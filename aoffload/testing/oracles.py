@@ -27,18 +27,9 @@ from .rest import Rest
 from .serving import SimulatedEngine
 from .violations import Violation
 from .waits import Waits
+from .watched import CHANGING, ENDING, REFUSING, WAKING
 
 __all__ = ["Oracles"]
-
-CHANGING = (
-    "admit", "allocate_nowait", "queue_allocation", "extend_nowait", "queue_extension", "accept", "withdraw",
-    "plan_load", "abandon_load", "launch", "settle", "discard", "commit", "invalidate", "step", "release", "reset",
-    "preempt_nowait", "resume", "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel",
-    "cancel_cache_transfers", "match_again", "offer",
-)  # fmt: skip
-REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension", "pin")
-ENDING = ("settle", "discard")
-WAKING = ("queue_allocation", "queue_extension", "plan_load")
 
 
 @attrs.define(eq=False)
