@@ -96,7 +96,8 @@ def test_a_world_that_cannot_be_is_refused_when_it_is_made() -> None:
 @pytest.mark.parametrize(
     "line",
     ["", "garbage", "uvloop seed=1", "ledger", "ledger seed=x", "ledger seed=1.5", "ledger seed=1 calls=", None, 17,
-     b"ledger seed=1", "engine-uvloop seed=1", "ledger seed=1 calls=-60", "ledger seed=1 extra=1", "ledger seed=1 seed=2", "ledger seed=1_7"],
+     "engine-uvloop seed=1", b"ledger seed=1",
+     "ledger seed=1 calls=-60", "ledger seed=1 extra=1", "ledger seed=1 seed=2", "ledger seed=1_7"],
 )  # fmt: skip
 def test_a_line_that_stands_for_no_program_is_refused(line: Any) -> None:
     """Nothing is guessed: what is replayed is what was printed."""
