@@ -67,7 +67,7 @@ FORBIDDEN = {
         ONE_POLICY,
         Forbidden(
             _of("no host", "off"),
-            ANY_COPY | _of("load", "load lost", "host hit", "pending", "pin"),
+            ANY_COPY | _of("load", "load lost", "host hit", "pending", "pin", "refused: OutOfBlocks"),
             "what is never stored is neither copied nor hit",
         ),
     ),
