@@ -49,9 +49,16 @@ class EngineCalls(RequestBlock):
         found = self.match_again_nowait(num_device_tokens=num_device_tokens)
         if found.is_pending:
             session = self._session
-            await wait_until_woken(self, session.ledger.pending_until(self._live()) - session.now())
+            await self._wait_pending(session.ledger.pending_until(self._live()) - session.now())
             self._live()
         return found
+
+    async def _wait_pending(self, bound_s: float) -> None:
+        if self._session.worker.has_alarms:
+            await wait_until_woken(self, bound_s)
+        else:  # a timer of its own: an engine that asks again at once, and again, would not let time pass
+            with anyio.move_on_after(bound_s):
+                await self._wait(anyio.Event())
 
     def offer(
         self,

@@ -131,6 +131,11 @@ class CopyWorker:
         if slow_s is not None:
             self._wake_by(self._clock() + slow_s)
 
+    @property
+    def has_alarms(self) -> bool:
+        """Whether its task runs, and can set an event at a given time."""
+        return not self._has_ended
+
     def set_alarm(self, event: anyio.Event, after_s: float) -> None:
         """Set `event` after `after_s` seconds, unless it is cleared before.
 

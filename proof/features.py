@@ -24,6 +24,10 @@ POLICIES = _of("eager", "lazy", "selective", "off")
 ONE_POLICY = Forbidden(POLICIES, POLICIES, "there is one store policy")
 NO_COPIES = "without host blocks nothing is copied"
 
+ANY_COPY = _of(
+    "early", "flip", "rot", "refuse", "raise", "fail", "hang", "stuck_fence", "lose", "vanish", "twice", "die", "bug",
+)  # fmt: skip
+
 FORBIDDEN = {
     "ledger": (
         ONE_POLICY,
@@ -55,11 +59,16 @@ FORBIDDEN = {
         ONE_POLICY,
         Forbidden(
             _of("no host"),
-            _of(
-                "load", "early start", "early", "flip", "rot", "refuse", "raise", "fail", "hang", "stuck_fence", "lose",
-                "vanish", "twice", "die", "bug", "demote",
-            ),
+            ANY_COPY | _of("load", "early start", "demote"),
             NO_COPIES,
+        ),
+    ),
+    "runtime of an engine": (
+        ONE_POLICY,
+        Forbidden(
+            _of("no host", "off"),
+            ANY_COPY | _of("load", "load lost", "host hit", "pending", "pin", "refused: OutOfBlocks"),
+            "what is never stored is neither copied nor hit",
         ),
     ),
 }  # fmt: skip

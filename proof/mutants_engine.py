@@ -194,4 +194,20 @@ ENGINE_MUTANTS = (
         "a copy reads what is computed",
         test=f"{RUNTIME}test_an_offer_waits_for_its_forward",
     ),
+    Mutant(
+        "what was taken back is waited for",
+        ENGINE,
+        "        for wake in self.arrivals.taken_back(holding, start):\n            wake()\n",
+        "",
+        "no wait without a need: a request takes back what it has loaded, and nothing brings it any more",
+        test=f"{PENDING}test_pending_ends_when_what_was_loaded_is_taken_back",
+    ),
+    Mutant(
+        "asked again without end once the worker has ended",
+        CALLS,
+        "        if self._session.worker.has_alarms:\n",
+        "        if self._session.worker is not None:\n",
+        "an engine that asks again lets time pass, also after its copy worker has ended",
+        test=f"{RUNTIME}test_a_wait_for_what_others_bring_outlasts_the_copy_worker",
+    ),
 )

@@ -15,14 +15,27 @@ import attrs
 if TYPE_CHECKING:  # a process that plants defects must not import the package
     from aoffload.testing.programs import Broken, ProgramTally
 
-__all__ = ["ENGINE_FACES", "FACES", "RUNTIME_FACES", "ProgramPiece", "detect", "digests", "pieces"]
+__all__ = [
+    "ENGINE_FACES",
+    "ENGINE_RUNTIME_FACES",
+    "FACES",
+    "RUNTIME_FACES",
+    "ProgramPiece",
+    "detect",
+    "digests",
+    "pieces",
+]
 
-Face = Literal["ledger", "engine", "asyncio", "trio"]
-FACES: tuple[Face, ...] = ("ledger",) * 3 + ("asyncio", "engine") + ("ledger",) * 3 + ("trio", "engine")
-"""The faces in turn. Most programs are of the ledger, which makes the decisions: a call of a runtime takes twice as
-long."""
+Face = Literal["ledger", "engine", "asyncio", "trio", "engine-asyncio", "engine-trio"]
 RUNTIME_FACES: tuple[Face, ...] = ("asyncio", "trio")
-ENGINE_FACES: tuple[Face, ...] = ("engine",)
+ENGINE_RUNTIME_FACES: tuple[Face, ...] = ("engine-asyncio", "engine-trio")
+ENGINE_FACES: tuple[Face, ...] = ("engine", *ENGINE_RUNTIME_FACES)
+FACES: tuple[Face, ...] = (
+    *("ledger",) * 6, "asyncio", *("engine",) * 2, "engine-asyncio",
+    *("ledger",) * 6, "trio", *("engine",) * 2, "engine-trio",
+)  # fmt: skip
+"""The faces in turn. Most programs are of a ledger, which makes the decisions: a call of a runtime takes twice as
+long."""
 NUM_CALLS = 48
 """The calls of a program, about."""
 PIECE = 200

@@ -21,8 +21,11 @@ RARE = 20
 """A feature that fewer programs have met is only listed, and left out of the pairs."""
 MOST_MISSED = 0.01
 """The share of the pairs without a reason that may be missed, by chance."""
-SIDES = {"ledger": ("ledger",), "engine": ("engine",), "runtime": ("asyncio", "trio")}
-"""The faces of each side. Features have different names on a ledger, over an engine's blocks, and on a runtime."""
+SIDES = {
+    "ledger": ("ledger",), "engine": ("engine",), "runtime": ("asyncio", "trio"),
+    "runtime of an engine": ("engine-asyncio", "engine-trio"),
+}  # fmt: skip
+"""The faces of each side. Features have different names on a ledger and on a runtime, and over an engine's blocks."""
 
 
 @attrs.frozen

@@ -17,7 +17,7 @@ import attrs
 
 from .mutants import MUTANTS
 from .planting import PRELOADED, ChildResult, Ending, Mutant, in_child, preload
-from .programs import ENGINE_FACES, FACES, RUNTIME_FACES, Face
+from .programs import ENGINE_FACES, ENGINE_RUNTIME_FACES, FACES, RUNTIME_FACES, Face
 from .workers import share_out
 
 __all__ = ["TWIN", "Budget", "chosen", "judge"]
@@ -145,7 +145,9 @@ def _faces_for(module: str) -> tuple[Face, ...]:
         return ()
     if module.startswith("aoffload.core.engine"):
         return ENGINE_FACES
-    return FACES if module.startswith("aoffload.core.") else RUNTIME_FACES
+    if module == "aoffload.engine_calls":
+        return ENGINE_RUNTIME_FACES
+    return FACES if module.startswith("aoffload.core.") else (*RUNTIME_FACES, *ENGINE_RUNTIME_FACES)
 
 
 def _tested(mutant: Mutant) -> Case:

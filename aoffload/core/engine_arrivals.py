@@ -83,6 +83,11 @@ class Arrivals:
             self.under_way[holding] = attrs.evolve(arrival, stop=stop)
         return self._waiting_for(holding)
 
+    def taken_back(self, holding: Holding, stop: int) -> list[Callable[[], object]]:
+        """`holding` has taken back what it has from unit `stop` on. Returns the callbacks to call."""
+        arrival = self.under_way.get(holding)
+        return [] if arrival is None or arrival.stop <= stop else self.fell_short(holding, max(stop, arrival.start))
+
     def over(self, holding: Holding) -> list[Callable[[], object]]:
         """`holding` has offered what it loaded, or is over. Returns the callbacks to call."""
         return [] if self.under_way.pop(holding, None) is None else self._waiting_for(holding)

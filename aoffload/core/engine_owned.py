@@ -238,6 +238,8 @@ class EngineOwned:
         holding.taken_back(start, from_token)
         for number, units in self._unwritten.get(holding, {}).items():
             self._unwritten[holding][number] = range(units.start, min(units.stop, start))
+        for wake in self.arrivals.taken_back(holding, start):
+            wake()
         return tainted, settled
 
     def _check_readable(self, holding: Holding, from_token: int) -> None:

@@ -27,18 +27,9 @@ from .rest import Rest
 from .serving import SimulatedEngine
 from .violations import Violation
 from .waits import Waits
+from .watched import CHANGING, ENDING, REFUSING, WAKING
 
 __all__ = ["Oracles"]
-
-CHANGING = (
-    "admit", "allocate_nowait", "queue_allocation", "extend_nowait", "queue_extension", "accept", "withdraw",
-    "plan_load", "abandon_load", "launch", "settle", "discard", "commit", "invalidate", "step", "release", "reset",
-    "preempt_nowait", "resume", "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel",
-    "cancel_cache_transfers",
-)  # fmt: skip
-REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension", "pin")
-ENDING = ("settle", "discard")
-WAKING = ("queue_allocation", "queue_extension", "plan_load")
 
 
 @attrs.define(eq=False)
@@ -56,6 +47,10 @@ class Oracles:
     """Violations found inside a call; the first ends the run."""
     stride: int = 1
     """Checks after every `stride` changes of the ledger, and at rest in any case."""
+    also: list[Callable[[], None]] = attrs.field(factory=list)
+    """Further laws, which are checked with the others."""
+    is_hasty: bool = False
+    """Configured with timeouts that a copy without a fault may exceed."""
     is_cut_short: bool = False
     """Closing was itself cancelled, so it did not wait for the copies in flight."""
     _given_up: list[Completion] = attrs.field(factory=list)
@@ -64,6 +59,10 @@ class Oracles:
     """Jobs whose CORRUPT completion reached the ledger: a cancelled worker passes none on."""
     _version: int = 0
     _checked: int = -1
+
+    @property
+    def _is_outside(self) -> bool:
+        return self.runtime.ledger.cache.tiers[Tier.DEVICE].is_outside
 
     def attach(self) -> None:
         """Wrap every call that changes the ledger: count it, and check that a refusal changes no statistics."""
@@ -124,8 +123,8 @@ class Oracles:
             self.waits.load_begun(args[0])
         if name == "resume":
             self.waits.has_resumed(args[0])
-        if name in ("admit", "resume"):
-            self._check_match(args[0] if name == "resume" else found)
+        if name in ("admit", "match_again", "resume"):
+            self._check_match(found if name == "admit" else args[0])
         return found
 
     def _check_refusal(self, name: str, error: OutOfBlocks) -> None:
@@ -148,9 +147,8 @@ class Oracles:
 
     def _check_held(self, holding: Holding, run: Run, tiers: tuple[Tier, ...], stop: int) -> None:
         for band in self.runtime.ledger.layout.bands:
-            for over, first, last in (
-                stretches(run, band.first_needed(stop * band.unit_tokens), stop) if band.width else ()
-            ):
+            needed = max(band.first_needed(stop * band.unit_tokens), holding.engine_tokens // band.unit_tokens)
+            for over, first, last in stretches(run, needed, stop) if band.width else ():
                 parts = [over.part(tier, band.number) for tier in tiers]
                 if any(len(part.blocks) != (part.stop - part.first) * part.width for part in parts):
                     raise Violation("a match of nothing", f"{holding} matched {stop} units, and {over} is there")
@@ -192,6 +190,9 @@ class Oracles:
         is_transient = completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN)
         is_load = job is not None and job.plan.direction is Direction.LOAD and job.epoch == ledger.cache.epoch
         is_load = is_load and not self.engine.num_resets_of_tiers  # reset blocks are freed with their last reader
+        is_load = is_load and not (
+            self._is_outside and self.engine.num_invalidations
+        )  # the same: it withdraws from the host
         is_spoiled = any(self.faults.fired[kind] for kind in ("rot", "flip", "early"))  # then bad blocks are freed
         if is_transient and is_load and not is_spoiled and host.num_free != before:
             raise Violation("forgotten for nothing", f"{completion} freed {host.num_free - before} host blocks")
@@ -217,6 +218,8 @@ class Oracles:
         self.keeping.check()
         self._check_line()
         self._check_timeouts()
+        for law in self.also:
+            law()
 
     def _check_counts(self) -> None:
         statistics = self.runtime.ledger.statistics()
@@ -231,17 +234,24 @@ class Oracles:
             if job.plan.direction is Direction.LOAD:
                 if job.state is JobState.QUEUED and not job.claims:
                     raise Violation("a load for nobody", repr(job))
-            elif not storing.isdisjoint(job.plan.source_ids):
+            elif not storing.isdisjoint(job.plan.source_ids) and not self._shares_blocks:
                 raise Violation("stored twice", repr(job))
             elif self._is_behind_a_gap(job):
                 raise Violation("a store behind a gap", f"{job} has evicted what it hangs on")
             elif job.epoch == self.runtime.ledger.cache.epoch:  # other jobs do not count: they publish nothing
                 storing.update(job.plan.source_ids)
 
+    @property
+    def _shares_blocks(self) -> bool:
+        """Whether prefixes that part inside of a unit may share a block: those of an engine that are shorter."""
+        layout = self.runtime.ledger.layout
+        return self._is_outside and any(group.block_size < layout.unit_tokens for group in layout.groups)
+
     def _is_behind_a_gap(self, job: Job) -> bool:
-        """Whether units before this store are neither in host memory nor on their way there. Always False once a fault
-        or an invalidation has happened, and without LRU eviction."""
-        is_disturbed = self.faults.fired or self.engine.num_invalidations or self.runtime.config.eviction != "lru"
+        """Whether units before this store are neither in host memory nor on their way there. Always False once a copy
+        may have failed, after an invalidation, and without LRU eviction."""
+        has_failed = self.faults.fired or self.engine.num_invalidations or self.is_hasty
+        is_disturbed = has_failed or self.runtime.config.eviction != "lru"
         if is_disturbed or job.epoch != self.runtime.ledger.cache.epoch or job.band:
             return False
         if job.predecessor is not None and not job.predecessor.is_settled:
@@ -257,7 +267,9 @@ class Oracles:
             if holding.state is RequestState.RUNNING and (Tier.HOST in holding.leases or holding.reserve is not None):
                 raise Violation("a leak", f"{holding} still pins what was to be loaded")
             waits = holding.waiter is not None
-            matched = holding.match.num_tokens and holding.epoch == self.runtime.ledger.cache.epoch
+            matched = (
+                holding.match.num_tokens > holding.engine_tokens and holding.epoch == self.runtime.ledger.cache.epoch
+            )
             if holding.state is RequestState.PINNED and matched and not waits and not holding.leases:
                 raise Violation("a match without a pin", repr(holding))
 
@@ -316,7 +328,7 @@ class Oracles:
         return sum(max(0, min(run.stop, hit.device_stop) - run.start) for run in unpinned) * self._width
 
     def _check_timeouts(self) -> None:
-        if self.num_timeouts and not self.faults.may_time_out:
+        if self.num_timeouts and not (self.faults.may_time_out or self.is_hasty):
             raise Violation("a timeout without a fault", f"{self.num_timeouts} so far")
 
     # -- when everything is over ----------------------------------------------------------------------------------
@@ -327,11 +339,12 @@ class Oracles:
         self.check()
         rest = Rest(self.runtime, self.engine, self.faults)
         rest.check_empty()
-        if not (self.is_cut_short or self.faults.may_take_room):
+        if not (self.is_cut_short or self.faults.may_take_room or self.is_hasty):
             rest.check_nothing_is_lost()
             if self._given_up:
                 raise Violation("given up for nothing", f"{self._given_up[0]}")
         rest.check_proofs()
         rest.check_forgotten(self._told_corrupt)
-        rest.check_reachable()
+        if not self.is_hasty:
+            rest.check_reachable()
         rest.check_hits(asks)

@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 
 from ..config import OffloadConfig
+from ..core.engine_blocks import EngineBlocks
 from ..core.groups import FullAttention, KVCacheGroup
 from ..core.lifecycle import NoEpoch
 from ..core.plan import Tier
@@ -31,7 +32,7 @@ from .faults import Faults
 from .injector import Injector
 from .launch_oracle import LaunchOracle
 from .loop import SimulatedLoop
-from .memory import OwnedPool
+from .memory import Memory, OwnedPool
 from .oracles import Oracles
 from .pin_oracle import PinOracle
 from .plans import Plan, Result
@@ -109,8 +110,10 @@ class Simulation:
         num_ranks: int = 1,
         observers: Iterable[RuntimeObserver] = (),
         kind: type[SimulatedEngine] = SimulatedEngine,
+        blocks_on: Callable[[Memory], EngineBlocks] | None = None,
     ) -> SimulatedEngine:
-        """Like `runtime`, for a whole configuration; `num_device_blocks` does not count the null block."""
+        """Like `runtime`, for a whole configuration; `num_device_blocks` does not count the null block. `blocks_on`
+        makes the `engine_blocks` of an engine that has blocks of its own, which say who owns a block of its memory."""
         rng = random.Random(f"device {self.plan.seed}")
         device = Stream(self.scheduler, rng) if stream else None
         num_host_blocks = config.resolve_host_blocks(1)
@@ -119,7 +122,10 @@ class Simulation:
             for _ in range(num_ranks)
         ]
         transport = ranks[0] if num_ranks == 1 else RankTransport([LocalRank(rank) for rank in ranks])
-        runtime = OffloadRuntime(config, transport=transport, env=self.env, logger=self.log, observers=observers)
+        own = None if blocks_on is None else blocks_on(ranks[0].device)
+        runtime = OffloadRuntime(
+            config, transport=transport, env=self.env, logger=self.log, observers=observers, engine_blocks=own
+        )
         for rank in ranks:
             self._own_blocks(runtime, rank)
         engine = kind(runtime, ranks[0], self.env, tuple(ranks))
@@ -135,6 +141,8 @@ class Simulation:
     def _own_blocks(runtime: OffloadRuntime, rank: SimulatedTransport) -> None:
         """Let the memories of `rank` track the owner of each block."""
         for tier in runtime.ledger.cache.tiers:
+            if tier.is_outside:
+                continue
             memory = rank.device if tier.tier is Tier.DEVICE else rank.host
             on_stream = rank.stream if tier.tier is Tier.DEVICE else None
             tier.pool = OwnedPool(tier.pool, memory, _poison(memory, on_stream))

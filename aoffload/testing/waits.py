@@ -29,6 +29,8 @@ class Waits:
     now: Callable[[], float]
     broken: list[Violation] = attrs.field(factory=list)
     """Violations found inside a call whose caller may swallow them."""
+    is_brought: Callable[[Holding], bool] = lambda holding: True
+    """Whether another request brings the next block of one that was told PENDING."""
     _since: dict[int, tuple[Any, float]] = attrs.field(factory=dict)
     """The events that tasks wait for, by address, and since when. They are kept so that no other takes the address."""
     _loading: set[int] = attrs.field(factory=set)
@@ -74,12 +76,21 @@ class Waits:
     def _check_wait(self, request: Request, began_s: float, until: float) -> None:
         holding = request._holding
         assert holding is not None
+        if holding.match.is_pending:
+            self._check_pending(holding, until - began_s)
+            return
         in_line = holding.waiter is not None and not holding.waiter.is_over
         if holding.load is None and not in_line and not holding.num_steps:
             raise Violation("nobody was woken", f"a task of {holding} sleeps on what is over")
         waits_s, bound_s = until - began_s, self.runtime.config.load_timeout_s
         if holding.load is not None and waits_s > bound_s + MARGIN_S:
             raise Violation("a wait past its bound", f"{holding} waits for its load for {waits_s:.1f} s")
+
+    def _check_pending(self, holding: Holding, waits_s: float) -> None:
+        if not self.is_brought(holding):
+            raise Violation("a wait without a need", f"{holding} was told to ask again, and waits for nobody")
+        if waits_s > self.runtime.config.pending_timeout_s + MARGIN_S:
+            raise Violation("a wait past its bound", f"{holding} waits for another's load for {waits_s:.1f} s")
 
     def _check_copies(self, until: float) -> None:
         worker = self.runtime.worker

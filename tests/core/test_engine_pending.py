@@ -128,6 +128,25 @@ def test_pending_ends_when_nothing_of_the_load_has_come(outcome: Outcome) -> Non
     assert driven.ask(asker) == (0, left, "hit" if left else "miss")
 
 
+def test_pending_ends_when_what_was_loaded_is_taken_back() -> None:
+    """By its own request, before that has offered: nothing brings it any more. What was not taken back still comes."""
+    driven, woken = EngineDriven(), list[str]()
+    driven.serve(A)
+    bringer, plans = driven.loading(A)
+    driven.land(plans)
+    asker = driven.pending(A, woken)
+    driven.invalidate(bringer, 16)
+    assert woken == [], "what it has loaded ends there"
+    driven.invalidate(bringer, 9)
+    assert woken == ["asker"]
+    assert driven.ask(asker, wake=lambda: woken.append("again")) == (0, 0, "pending"), "two blocks still come"
+    driven.invalidate(bringer, 2)
+    assert woken == ["asker", "again"] and driven.ask(asker) == (0, 0, "miss")
+    driven.release(asker)
+    driven.release(bringer)
+    driven.assert_at_rest()
+
+
 def test_pending_ends_by_the_clock() -> None:
     """After `pending_timeout_s` since it was told first, however often it has asked: a bringer that hangs holds up
     nobody else for longer."""

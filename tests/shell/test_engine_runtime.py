@@ -147,6 +147,32 @@ async def test_pending_is_bounded() -> None:
         await engine.assert_at_rest()
 
 
+@natively
+async def test_a_wait_for_what_others_bring_outlasts_the_copy_worker() -> None:
+    """The worker's task is cancelled natively, so no alarm rings any more: who asks again waits all the same, bounded,
+    instead of asking without end. An offer still ends the wait."""
+    for is_offered in (False, True):
+        async with own_engine(**TIMES) as engine:
+            await engine.stored(A)
+            async with engine.runtime.request(A) as bringer:
+                table = engine.pool.take(5)
+                await bringer.load(into=[table])
+                (worker,) = (task for task in asyncio.all_tasks() if task.get_name() == "aoffload copy worker")
+                worker.cancel()
+                await turns()
+                began = anyio.current_time()
+                async with engine.runtime.request(A, "asker") as asker, anyio.create_task_group() as group:
+                    assert asker.match.is_pending
+                    group.start_soon(partial(asker.match_again, num_device_tokens=0))
+                    await anyio.sleep(2)
+                    if is_offered:
+                        bringer.offer(17, [table])
+                waited_s = anyio.current_time() - began
+                assert waited_s == pytest.approx(2 if is_offered else TIMES["pending_timeout_s"])
+            engine.pool.let_go(table)
+            assert engine.held() == []
+
+
 async def test_a_wait_for_what_others_bring_may_be_cancelled() -> None:
     """Nothing is left of the question, and the one that brings it is not disturbed."""
     async with own_engine(**TIMES) as engine:

@@ -52,6 +52,9 @@ WRONG_CALLS = [
     ("asyncio", call("fault", kind="eaten")),
     ("asyncio", call("fault", kind="lose", at="x")),
     ("trio", call("configure", nonsense=1)),
+    ("engine-asyncio", call("allocate", who="a")),
+    ("engine-trio", call("not_here", who="a", verb="load")),
+    ("engine-trio", call("request", who="a", tokens=[1, 2], fewer=-1)),
     ("trio", call("reset", who="a", tier=object())),
 ]
 
@@ -93,7 +96,8 @@ def test_a_world_that_cannot_be_is_refused_when_it_is_made() -> None:
 @pytest.mark.parametrize(
     "line",
     ["", "garbage", "uvloop seed=1", "ledger", "ledger seed=x", "ledger seed=1.5", "ledger seed=1 calls=", None, 17,
-     b"ledger seed=1", "ledger seed=1 calls=-60", "ledger seed=1 extra=1", "ledger seed=1 seed=2", "ledger seed=1_7"],
+     "engine-uvloop seed=1", b"ledger seed=1",
+     "ledger seed=1 calls=-60", "ledger seed=1 extra=1", "ledger seed=1 seed=2", "ledger seed=1_7"],
 )  # fmt: skip
 def test_a_line_that_stands_for_no_program_is_refused(line: Any) -> None:
     """Nothing is guessed: what is replayed is what was printed."""
@@ -120,7 +124,7 @@ def test_what_is_to_be_explored_is_checked(arguments: tuple[Any, ...], name: str
         explore_programs(*arguments)
 
 
-@pytest.mark.parametrize("face", ["ledger", "engine", "asyncio", "trio"])
+@pytest.mark.parametrize("face", get_args(Face))
 def test_drawn_programs_make_known_calls_only(face: Any) -> None:
     """What is drawn can be printed, pasted and run."""
     for seed in range(40):

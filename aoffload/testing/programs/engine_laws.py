@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
+from ...core.ledger import Ledger
 from ...core.lifecycle import RequestState
 from ...core.plan import Tier
 from ..violations import Violation
+from .engine_pool import EnginePool
 from .engine_state import EngineClient, EngineState
+from .engine_tables import HasTables
 from .ledger_laws import Laws
 from .program import Call
 
-__all__ = ["EngineLaws"]
+__all__ = ["EngineLaws", "check_held", "check_written_to"]
+
+
+def check_held(ledger: Ledger, pool: EnginePool) -> None:
+    """A block is held once for each job that touches it, and no other block is held."""
+    jobs, expected = ledger.jobs, Counter[int]()
+    for job in (*jobs.unsettled.values(), *jobs.quarantined.values()):
+        if job.plan.destination is Tier.DEVICE:
+            expected.update(job.plan.destination_ids)
+    for job in jobs.unsettled.values():
+        if job.plan.source is Tier.DEVICE:
+            expected.update(job.plan.source_ids)
+    if expected != pool.held:
+        raise Violation("a job's blocks", f"held are {pool.held}, jobs touch {expected}")
+
+
+def check_written_to(ledger: Ledger, clients: Mapping[str, HasTables]) -> None:
+    """A block that a copy may write to is in no block table but that of the copy's request."""
+    for job in (*ledger.jobs.unsettled.values(), *ledger.jobs.quarantined.values()):
+        for name, client in clients.items() if job.plan.destination is Tier.DEVICE else ():
+            named = {block_id for table in client.tables for block_id in table}
+            if name != job.request_id and not named.isdisjoint(job.plan.destination_ids):
+                raise Violation("a job's blocks", f"{job} writes to blocks of {name}")
 
 
 class EngineLaws(Laws):
@@ -23,26 +49,11 @@ class EngineLaws(Laws):
 
     def _held_by_jobs(self) -> None:
         """A block is held once for each job that touches it, and no other block is held."""
-        jobs, expected = self._ledger.jobs, Counter[int]()
-        for job in (*jobs.unsettled.values(), *jobs.quarantined.values()):
-            if job.plan.destination is Tier.DEVICE:
-                expected.update(job.plan.destination_ids)
-        for job in jobs.unsettled.values():
-            if job.plan.source is Tier.DEVICE:
-                expected.update(job.plan.source_ids)
-        if expected != self._machine.pool.held:
-            raise Violation("a job's blocks", f"held are {self._machine.pool.held}, jobs touch {expected}")
+        check_held(self._ledger, self._machine.pool)
 
     def _nobody_elses(self) -> None:
         """A block that a copy may write to is in no block table but that of the copy's request."""
-        jobs = self._ledger.jobs
-        for job in (*jobs.unsettled.values(), *jobs.quarantined.values()):
-            if job.plan.destination is not Tier.DEVICE:
-                continue
-            for client in self._machine.clients.values():
-                named = {block_id for table in client.tables for block_id in table}
-                if client.name != job.request_id and not named.isdisjoint(job.plan.destination_ids):
-                    raise Violation("a job's blocks", f"{job} writes to blocks of {client.name}")
+        check_written_to(self._ledger, {client.name: client for client in self._machine.clients.values()})
 
     def _readable(self) -> None:
         for client in self._machine.clients.values():
@@ -59,6 +70,7 @@ class EngineLaws(Laws):
         stop = waiting.num_computed + self._machine.unit
         return any(
             other.has_loaded
+            and (other.holding.state is RequestState.LOADING or other.holding.num_computed_tokens >= stop)
             and len(other.text.prefixes) > stop
             and other.text.prefixes[stop] == waiting.text.prefixes[stop]
             for other in self._machine.clients.values()

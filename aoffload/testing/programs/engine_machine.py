@@ -16,9 +16,9 @@ from ...prefix import KeySpan, Prefix, Root
 from ..violations import Violation
 from .engine_laws import EngineLaws
 from .engine_state import EngineClient, EngineState
+from .engine_tables import EngineTables
 from .machine import Machine
 from .program import World
-from .provenance import Text
 
 __all__ = ["EngineMachine"]
 
@@ -31,52 +31,8 @@ class EngineMachine(EngineState, Machine):
 
     def __init__(self, world: World, **options: Any) -> None:
         super().__init__(world, **options)
-        self.nulls_the_past = world.num_device_blocks % 4 < 2
-
-    # -- the engine's own hit -------------------------------------------------------------------------------------
-
-    def _hit(self, text: Text, fewer: int) -> tuple[int, list[list[int]]]:
-        """How many tokens the engine's own cache has, and their blocks. The `fewer` longest hits are left aside."""
-        most = (len(text.tokens) - 1) // self.unit
-        for units in range(most, 0, -1):
-            tables = self._tables_of(text, units * self.unit)
-            if tables is not None:
-                if fewer <= 0:
-                    return units * self.unit, tables
-                fewer -= 1
-        return 0, [[] for _ in self.groups]
-
-    def _tables_of(self, text: Text, num_tokens: int) -> list[list[int]] | None:
-        found: list[list[int]] = []
-        for number, group in enumerate(self.groups):
-            size = group.block_size
-            needed = group.attention.required_blocks(num_tokens, size)
-            own = [self.pool.cached((number, text.prefixes[(at + 1) * size])) for at in needed]
-            if not all(own):
-                return None
-            found.append([0] * needed.start + own)
-        return found
-
-    def _let_go(self, client: EngineClient) -> None:
-        for table in client.tables:
-            self.pool.drop(table)
-        client.tables = []
-
-    def _grow(self, client: EngineClient, num_tokens: int, skipped_before: int = 0) -> bool:
-        """Extend the tables to `num_tokens`, with null blocks where computing token `skipped_before` reads nothing.
-        False: there is no room."""
-        wanted: list[list[bool]] = []
-        for group, table in zip(self.groups, client.tables, strict=True):
-            first = group.attention.required_blocks(skipped_before, group.block_size).start if skipped_before else 0
-            stop = -(-num_tokens // group.block_size)
-            wanted.append([at >= first for at in range(len(table), stop)])
-        if sum(map(sum, wanted)) > len(self.pool.free):
-            return False
-        for table, more in zip(client.tables, wanted, strict=True):
-            fresh = self.pool.take(sum(more))
-            self.bytes.spoil(0, fresh)
-            table += [fresh.pop() if is_wanted else 0 for is_wanted in more]
-        return True
+        nulls, spoil = world.num_device_blocks % 4 < 2, partial(self.bytes.spoil, 0)
+        self.own = EngineTables(self.pool, self.groups, self.unit, nulls, spoil)
 
     # -- a request's life -----------------------------------------------------------------------------------------
 
@@ -91,16 +47,16 @@ class EngineMachine(EngineState, Machine):
     ) -> str:
         key_spans = tuple(KeySpan(*span) for span in spans)
         text = self.bytes.text((salt,), tokens, key_spans)
-        num_hit, tables = self._hit(text, fewer)
-        client = EngineClient(who, None, text, len(tokens), tables=tables, num_computed=num_hit)  # type: ignore[arg-type]
+        client = EngineClient(who, None, text, len(tokens))  # type: ignore[arg-type]
+        num_hit, tables = self.own.hit(client.prefix, len(text.tokens), fewer)
+        client.num_computed = num_hit
         prefix = Prefix.of(Root("programs", salt), tokens, key_spans)
         client.holding = self.ledger.admit(
             prefix, request_id=who, num_device_tokens=num_hit, wake=client.wake, **options
         )
-        for table in tables:
-            self.pool.share(table)
+        self.own.change(client, tables)
         self.clients[who] = client
-        self.pool.texts[who] = text
+        self.pool.prefixes[who] = client.prefix
         self._note("engine hit", num_hit)
         self._note("salt", salt)
         self._note("span", spans)
@@ -125,13 +81,11 @@ class EngineMachine(EngineState, Machine):
         client = self.clients.get(who)
         if client is None or client.holding.state not in (_S.MATCHED, _S.PINNED) or client.marks:
             return "skipped"
-        num_hit, tables = self._hit(client.text, fewer)
+        num_hit, tables = self.own.hit(client.prefix, len(client.text.tokens), fewer)
         client.is_woken = False
         self.ledger.match_again(client.holding, num_device_tokens=num_hit, wake=client.wake)
-        for table in tables:
-            self.pool.share(table)
-        self._let_go(client)
-        client.tables, client.num_computed = tables, num_hit
+        self.own.change(client, tables)
+        client.num_computed = num_hit
         self.features.add("asked again")
         self._matched(client)
         return f"{client.holding.match}"
@@ -148,14 +102,14 @@ class EngineMachine(EngineState, Machine):
             hit_stop = holding.match.num_tokens
             if max_tokens is not None:
                 hit_stop = max(before, min(hit_stop, max_tokens // self.unit * self.unit))
-            if not self._grow(client, len(client.text.tokens), hit_stop if sparse else 0):
+            if not self.own.grow(client, len(client.text.tokens), hit_stop if sparse else 0):
                 return "no room"
         try:
             # A load that has begun knows its blocks: whoever asks again names none.
             plans = self.ledger.plan_load(holding, max_tokens, client.wake, into=client.tables if is_new else None)
         except AoffloadError:
             if is_new:
-                self._shrink(client, before)
+                self.own.shrink(client, before)
             raise
         self.take(plans)
         self._note("load", plans)
@@ -163,12 +117,6 @@ class EngineMachine(EngineState, Machine):
         if is_new:
             self._loaded(client, before)
         return f"{holding.state.name} {client.tables}"
-
-    def _shrink(self, client: EngineClient, num_tokens: int) -> None:
-        """Keep the whole blocks of the first `num_tokens` in every group, and give back the rest."""
-        for group, table in zip(self.groups, client.tables, strict=True):
-            self.pool.drop(table[num_tokens // group.block_size :])
-            del table[num_tokens // group.block_size :]
 
     def do_settle(self, job: str, outcome: str = "landed", at: int = 0) -> str:
         return self._loads_over(partial(super().do_settle, job, outcome, at))
@@ -189,26 +137,13 @@ class EngineMachine(EngineState, Machine):
         return said
 
     def _loaded(self, client: EngineClient, before: int) -> None:
-        """Let a running request go on from what is there: null the past of its windows behind `before`, the tokens that
-        it had before the load, and give back blocks that were not loaded."""
+        """Let a running request go on from what is there; `before`: the tokens that it had before the load."""
         holding = client.holding
         if holding.state is not _S.RUNNING:
             return
         client.num_computed = holding.num_computed_tokens
-        self._null_the_past(client, before)
-        if client.num_computed < holding.match.num_tokens:
-            self._shrink(client, client.num_computed)
-
-    def _null_the_past(self, client: EngineClient, start: int) -> None:
-        """Of a window, a load brings only what is needed at its end. Nothing is written to the blocks before that, from
-        token `start` on: the engine gives them back, or keeps them in its tables until its windows move on."""
-        for number, (group, table) in enumerate(zip(self.groups, client.tables, strict=True)):
-            first = start // group.block_size
-            past = group.attention.required_blocks(client.num_computed, group.block_size).start
-            client.unwritten[number] = range(first, past)
-            if self.nulls_the_past:
-                self.pool.drop(table[first:past])
-                table[first:past] = [0] * len(table[first:past])
+        is_whole = client.num_computed >= holding.match.num_tokens
+        self.own.loaded(client, before, client.num_computed, is_whole=is_whole)
 
     def do_compute(
         self, who: str, stop: int, new: Sequence[int] = (), offers: bool = True, is_last: bool = False
@@ -219,7 +154,7 @@ class EngineMachine(EngineState, Machine):
             return "skipped"
         start = client.num_computed
         stop = max(start, client.holding.num_computed_tokens, min(stop, len(client.text.tokens) + len(new)))
-        if not self._grow(client, stop):
+        if not self.own.grow(client, stop):
             return "no room"
         num_drafts = max(0, stop - len(client.text.tokens))
         self.bytes.append(client.text, new[:num_drafts])
@@ -230,7 +165,7 @@ class EngineMachine(EngineState, Machine):
         client.num_computed = stop
         self._sample(client, new[num_drafts:])
         client.unoffered += new
-        self._cache_blocks(client)
+        self.own.cache(client, client.num_computed)
         return self._offer(client, is_last=is_last) if offers else "computed"
 
     def _sample(self, client: EngineClient, sampled: Sequence[int]) -> None:
@@ -239,12 +174,6 @@ class EngineMachine(EngineState, Machine):
             seen = self.bytes.read(client.text, client.tables, client.num_computed, client.name)
             client.text.sampled_marks += [seen | (client.marks[-1] if client.marks else 0)] * len(sampled)
 
-    def _cache_blocks(self, client: EngineClient) -> None:
-        for number, (group, table) in enumerate(zip(self.groups, client.tables, strict=True)):
-            for at in range(client.num_computed // group.block_size):
-                if table[at] and at not in client.unwritten.get(number, ()):
-                    self.pool.cache((number, client.text.prefixes[(at + 1) * group.block_size]), table[at])
-
     def _offer(self, client: EngineClient, *, is_last: bool = False) -> str:
         holding = client.holding
         plans = self.ledger.offer(holding, client.num_computed, client.tables, client.unoffered, is_last=is_last)
@@ -252,10 +181,7 @@ class EngineMachine(EngineState, Machine):
         client.unoffered, client.has_loaded = [], False
         self._note("store", plans)
         self._note("last offer", is_last)
-        for group, table in zip(self.groups, client.tables, strict=True):  # the windows move on
-            past = group.attention.required_blocks(client.num_computed, group.block_size).start
-            self.pool.drop(table[:past])
-            table[:past] = [0] * len(table[:past])
+        self.own.move_windows(client, client.num_computed)
         return f"{[plan.num_blocks for plan in plans]} {client.tables}"
 
     def do_offer(self, who: str, is_last: bool = False) -> str:
@@ -283,13 +209,7 @@ class EngineMachine(EngineState, Machine):
 
     def _go_back(self, client: EngineClient, start: int) -> None:
         client.num_computed = min(client.num_computed, start)
-        self._shrink(client, start)
-        for number, (group, table) in enumerate(zip(self.groups, client.tables, strict=True)):
-            unwritten = client.unwritten.get(number, range(0))
-            client.unwritten[number] = range(unwritten.start, min(unwritten.stop, start // group.block_size))
-            needed = group.attention.required_blocks(start, group.block_size)
-            if any(not table[at] or at in unwritten for at in needed):
-                client.is_told = True  # blocks that it would read there have left a window
+        client.is_told |= not self.own.go_back(client, start)  # it has to leave if what it would read is not there
         del client.marks[start:]
 
     def _nobody_else_has_it(self, author: EngineClient) -> None:
@@ -307,8 +227,8 @@ class EngineMachine(EngineState, Machine):
         if (client := self.clients.pop(who, None)) is None:
             return "skipped"
         self.take(self.ledger.release(client.holding, reason))
-        self._let_go(client)
-        del self.pool.texts[who]
+        self.own.let_go(client)
+        del self.pool.prefixes[who]
         return client.holding.state.name
 
     def do_serve(self, tokens: Sequence[int], salt: str | None = None, new: Sequence[int] = ()) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from ...core.ledger import Ledger
-from .engine_pool import EnginePool, FindingPool
+from .engine_pool import EnginePool, pool_of
 from .ledger_state import Client, LedgerState
 from .program import World
 
@@ -32,6 +32,9 @@ class EngineClient(Client):
     def wake(self) -> None:
         self.is_woken = True
 
+    def prefix(self, num_tokens: int) -> int:
+        return self.text.prefixes[num_tokens]
+
 
 class EngineState(LedgerState):
     """A ledger on an engine's blocks, with the engine's pool and clock."""
@@ -40,11 +43,8 @@ class EngineState(LedgerState):
 
     def _open(self, world: World) -> Ledger:
         self.now = 0.0
-        kind = FindingPool if world.num_host_blocks % 2 else EnginePool
-        self.pool = kind(world.num_device_blocks, reuses_last=world.num_device_blocks % 2 == 0)
-        ledger = Ledger(
+        self.pool: EnginePool = pool_of(world)
+        return Ledger(
             world.config(), world.num_device_blocks, engine_blocks=self.pool.told(), clock=lambda: self.now,
             observer=self.recorder,
         )  # fmt: skip
-        self.pool.block_sizes = [group.block_size for group in ledger.layout.groups]
-        return ledger

@@ -9,7 +9,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
@@ -22,7 +22,7 @@ from .ledger_machine import LedgerMachine
 from .ledger_stories import LedgerStories
 from .machine import Machine
 from .outcome import Outcome
-from .program import Call, Face, Program, World, check_face, draw_world
+from .program import Call, Face, Program, World, check_face, draw_world, without_laziness
 from .shortening import shorten
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 NUM_CALLS = 60
-LINE = re.compile(r"(?P<face>ledger|engine|asyncio|trio) seed=(?P<seed>[0-9]+)(?: calls=(?P<calls>[1-9][0-9]*))?")
+LINE = re.compile(r"(?P<face>[a-z-]+) seed=(?P<seed>[0-9]+)(?: calls=(?P<calls>[1-9][0-9]*))?")
 WHOLE_EVERY = 4
 """The whole ledger is checked once in so many calls of a drawn program. A program that is run again, to be shortened or
 as a test, is checked after each call, so that no call is kept only to get to the next check."""
@@ -54,14 +54,9 @@ class _Kind:
     world: Callable[[World], World] = lambda world: world
 
 
-def _not_lazy(world: World) -> World:
-    """`world` without a lazy store policy: only the engine knows which of its blocks it evicts next."""
-    return attrs.evolve(world, store_policy="eager") if world.store_policy.startswith("lazy") else world
-
-
 LEDGERS: Mapping[str, _Kind] = {
     "ledger": _Kind(LedgerMachine, LedgerStories),
-    "engine": _Kind(EngineMachine, EngineDraw, _not_lazy),
+    "engine": _Kind(EngineMachine, EngineDraw, without_laziness),
 }
 
 
@@ -147,7 +142,9 @@ def replay_program(line: str) -> tuple[Program, Outcome]:
     found = LINE.fullmatch(line.strip()) if isinstance(line, str) else None
     if found is None:
         raise InvalidArgument("line", f'must be as "ledger seed=17 calls=60", got {shown(line)}')
-    return program_of(check_face(found["face"]), int(found["seed"]), int(found["calls"] or NUM_CALLS))
+    if (face := found["face"]) not in get_args(Face):
+        raise InvalidArgument("line", f"must name one of the faces {', '.join(get_args(Face))}, got {shown(line)}")
+    return program_of(check_face(face), int(found["seed"]), int(found["calls"] or NUM_CALLS))
 
 
 def run_program(program: Program) -> Outcome:

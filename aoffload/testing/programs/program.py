@@ -16,11 +16,11 @@ from ...errors import InvalidArgument
 from ...kinds import AttentionKind
 from .vocabulary import check_call
 
-__all__ = ["Call", "Face", "GroupShape", "Program", "World", "check_face", "draw_world"]
+__all__ = ["Call", "Face", "GroupShape", "Program", "World", "check_face", "draw_world", "without_laziness"]
 
-Face = Literal["ledger", "engine", "asyncio", "trio"]
-"""What a program calls: a ledger with device blocks of its own, one whose device blocks belong to an engine, or the
-runtime in a simulated loop of that kind."""
+Face = Literal["ledger", "engine", "asyncio", "trio", "engine-asyncio", "engine-trio"]
+"""What a program calls: a ledger with device blocks of its own, one whose device blocks belong to an engine, or a
+runtime of either kind in a simulated loop."""
 
 
 def check_face(face: object) -> Face:
@@ -146,6 +146,11 @@ def draw_world(rng: random.Random) -> World:
         shapes, num_device, num_host, rng.choice((1, 2, 3, 1000)) * width, rng.choice(policies),
         rng.choice((0.5, 0.5, 1.0, 0.25)), rng.choice((0.5, 1.0)),
     )  # fmt: skip
+
+
+def without_laziness(world: World) -> World:
+    """`world` without a lazy store policy: only an engine knows which of its blocks it evicts next."""
+    return attrs.evolve(world, store_policy="eager") if world.store_policy.startswith("lazy") else world
 
 
 def _draw_shape(rng: random.Random) -> GroupShape:

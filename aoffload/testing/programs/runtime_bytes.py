@@ -173,6 +173,12 @@ class ProgramEngine(SimulatedEngine):
                     held = memories[part.tier][block_id]
                     self._check_right(held, f"{part.tier.name} block {block_id} of {run}")
 
+    @staticmethod
+    def is_taken_back(held: object) -> bool:
+        """Whether a block holds something that was invalidated."""
+        cells = held.cells if isinstance(held, Written) else ()
+        return any(cell is not None and cell[1].wrong_from <= cell[2] for cell in cells)
+
     def _check_right(self, held: object, where: str) -> None:
         for cell in held.cells if isinstance(held, Written) else ():
             if cell is not None and cell[1].wrong_from <= cell[2]:

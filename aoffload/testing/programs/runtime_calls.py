@@ -140,7 +140,7 @@ class RequestCalls(Role):
     async def _do_step(self, args: Any) -> None:
         """One forward of one or several requests: at once, in a thread, or held until `end_step`."""
         batch = [actor.served for name in args.get("of", (self.name,)) if (actor := self.stage.actors.get(name))]
-        requests = [served for served in dict.fromkeys(batch) if served is not None]
+        requests = [served for served in dict.fromkeys(batch) if served is not None and served.may_compute]
         if not requests:
             return
         early = bool(args.get("early"))
@@ -160,7 +160,7 @@ class RequestCalls(Role):
     def _begin(self, requests: list[Served], args: Any, early: bool, works: list[Work]) -> AbstractContextManager[None]:
         pending = self._pending(requests, early)
         named = [load or served.request for served, load in zip(requests, pending, strict=True)]
-        step = self.stage.runtime.step(named)
+        step = self._hold(requests, named)
         step.__enter__()
         try:
             self._begin_works(requests, args, pending, works)
@@ -168,6 +168,10 @@ class RequestCalls(Role):
             step.__exit__(type(error), error, error.__traceback__)
             raise
         return step
+
+    def _hold(self, requests: list[Served], named: list[Any]) -> AbstractContextManager[None]:
+        """Around a forward: keeps the blocks that it touches."""
+        return self.stage.runtime.step(named)
 
     def _pending(self, requests: list[Served], early: bool) -> list[Any]:
         return [served.startable() if early else None for served in requests]

@@ -104,7 +104,7 @@ class Actor(ClientCalls):
         served, self.served, self.scope = self.served, None, None
         self._end_steps()
         if served is not None:
-            self.stage.live.pop(served)
+            self.stage.left(served)
             self._check_end(served)
 
     def _open(self, args: Any) -> Request | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 
@@ -20,6 +20,8 @@ SETTLE_S = 0.1
 
 class Director(Stage):
     """Hands out the calls in their order, each to the client that it names."""
+
+    ACTOR: ClassVar[type[Actor]] = Actor
 
     def __init__(self, program: Program, simulation: Simulation) -> None:
         super().__init__(program, simulation)
@@ -55,7 +57,7 @@ class Director(Stage):
 
     def _actor(self, name: str) -> Actor:
         if name not in self.actors:
-            actor = self.actors[name] = Actor(name, self)
+            actor = self.actors[name] = self.ACTOR(name, self)
             self.simulation.spawn(name, actor.run)
         return self.actors[name]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import attrs
 
@@ -12,7 +12,7 @@ from ...core.lifecycle import RequestState
 from ..faults import FAULTS
 from .program import Call, World, draw_world
 from .runtime_director import Director
-from .runtime_odds import ANY, BECOMES, KEEPING, NEXT, WHOLE, WRONG
+from .runtime_odds import RUNTIME_ODDS, Odds
 
 __all__ = ["Drawing", "draw_opening", "draw_runtime_world"]
 
@@ -23,6 +23,8 @@ FAULTS_THAT_LAST = ("fail", "refuse", "no_fence", "log")
 NO_FAULTS = ("compute", "device_lost")
 _MANY = {"leap": 250, "block": 250, "worker": 250, "log": 60}
 """Faults with many opportunities in a program."""
+STORIES = ("away", "twins")
+"""What is drawn for one client and is more than a call of its own."""
 STATES = {
     RequestState.QUEUED: "entered", RequestState.MATCHED: "entered", RequestState.PINNED: "entered",
     RequestState.ALLOCATED: "allocated", RequestState.LOADING: "loading", RequestState.RUNNING: "running",
@@ -80,6 +82,11 @@ class Drawing:
     _director: Director
     _states: dict[str, str] = attrs.field(factory=dict)
     _prompts: list[tuple[int, ...]] = attrs.field(factory=list)
+    _ahead: list[Call] = attrs.field(factory=list)
+    """Calls that are made before others are drawn."""
+
+    ODDS: ClassVar[Odds] = RUNTIME_ODDS
+    STATES: ClassVar[Mapping[RequestState, str]] = STATES
 
     def calls(self, num_calls: int) -> Iterator[Call]:
         """About `num_calls` calls, each drawn when the ones before it have been handed out."""
@@ -95,7 +102,7 @@ class Drawing:
                 yield Call("close")
             if is_struck and rng.random() < 0.05:
                 yield self._cancel(rng.choice(names))
-            call = self._next(self._client(names))
+            call = self._ahead.pop(0) if self._ahead else self._next(self._client(names))
             yield Call(call.name, {**call.args, "hurry": True}) if rng.random() < is_hurried else call
 
     def _client(self, names: tuple[str, ...]) -> str:
@@ -112,7 +119,7 @@ class Drawing:
         actor = self._director.actors.get(name)
         if actor is None or not actor.idle.is_set():
             return self._states[name]
-        return "none" if actor.served is None else STATES[actor.served.request.state]
+        return "none" if actor.served is None else self.STATES[actor.served.request.state]
 
     def _warm(self, names: tuple[str, ...]) -> list[Call]:
         """Calls that serve some prompts first and leave most of them in host memory."""
@@ -132,14 +139,16 @@ class Drawing:
         return Call("cancel", {"who": name, "how": how, "after": self.rng.choice((0, 1, 1, 2, 3, 5, 8))})
 
     def _next(self, name: str) -> Call:
-        drawn = _drawn(self.rng, NEXT[self._state(name)])
-        for several, among in (("keep", KEEPING), ("whole", WHOLE)):
+        odds = self.ODDS
+        drawn = _drawn(self.rng, odds.next[self._state(name)])
+        for several, among in (("keep", odds.keeping), ("whole", odds.whole)):
             if drawn == several:
                 drawn = _drawn(self.rng, among)
         if drawn == "any":
-            drawn = self.rng.choice(ANY)
-        if drawn == "away":
-            return self._away(name)
+            drawn = self.rng.choice(odds.any)
+        if drawn in STORIES:
+            story: Callable[[str], Call] = getattr(self, f"_{drawn}")
+            return story(name)
         maker: Callable[[], dict[str, Any]] = getattr(self, f"_{drawn}", dict)
         name_of = {"early": "step", "reset_device": "reset", "reset_host": "reset", "wrong": ""}.get(drawn, drawn)
         args = maker()
@@ -147,8 +156,8 @@ class Drawing:
             name_of = args.pop("call")
         if "of" not in args and name_of not in ("request", "serve") and self.rng.random() < 0.04:
             args["of"] = self.rng.choice(list(self._states))
-        if name_of in BECOMES and "of" not in args and drawn != "wrong":
-            self._states[name] = BECOMES[name_of]
+        if name_of in odds.becomes and "of" not in args and drawn != "wrong":
+            self._states[name] = odds.becomes[name_of]
         return Call(name_of, {"who": name, **args})
 
     def _away(self, name: str) -> Call:
@@ -325,7 +334,7 @@ class Drawing:
         return {"s": self.rng.choice((0.0, 0.001, 0.01, 0.1, 1.0))}
 
     def _wrong(self) -> dict[str, Any]:
-        return dict(self.rng.choice(WRONG))
+        return dict(self.rng.choice(self.ODDS.wrong))
 
 
 def _drawn(rng: random.Random, weights: tuple[tuple[str, int], ...]) -> str:

@@ -5,22 +5,40 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+
+import attrs
 
 from ..faults import Fault
 from ..plans import Plan
 from ..simulation import Simulation, undisturbed, violation_of
 from ..violations import Violation
 from .outcome import Outcome
-from .program import Call, Face, Program
+from .owned_clients import EngineDirector
+from .owned_draw import EngineDrawing, draw_engine_options, draw_engine_world
+from .program import Call, Face, Program, World
 from .runtime_director import Director
 from .runtime_draw import Drawing, draw_opening, draw_runtime_world
 
 __all__ = ["draw_and_run", "run_runtime_program"]
 
 
+@attrs.frozen
+class _Kind:
+    """How programs over one kind of runtime are drawn and run."""
+
+    director: Callable[[Program, Simulation], Director] = Director
+    draw: Callable[[random.Random, Director], Drawing] = Drawing
+    world: Callable[[random.Random], World] = draw_runtime_world
+    options: Callable[[random.Random], list[Call]] = lambda rng: []
+
+
+_OURS, _ENGINES = _Kind(), _Kind(EngineDirector, EngineDrawing, draw_engine_world, draw_engine_options)
+KINDS: Mapping[str, _Kind] = {"asyncio": _OURS, "trio": _OURS, "engine-asyncio": _ENGINES, "engine-trio": _ENGINES}
+
+
 def run_runtime_program(program: Program) -> Outcome:
-    """Run a program whose face is "asyncio" or "trio". The same program gives the same outcome in every process."""
+    """Run a program over a runtime. The same program gives the same outcome in every process."""
     return _undisturbed(program, lambda director: iter(program.calls))[1]
 
 
@@ -28,11 +46,12 @@ def draw_and_run(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcom
     """Draw and run a program of about `num_calls` calls; `seed` decides everything. A call is drawn when those before
     it were made, so that most of them fit. Running the program again has the same outcome."""
     rng = random.Random(f"program {face} {seed}")
-    world = draw_runtime_world(rng)
-    opening = Program(face, world, tuple(draw_opening(rng)), seed)
+    kind = KINDS[face]
+    world = kind.world(rng)
+    opening = Program(face, world, (*draw_opening(rng), *kind.options(rng)), seed)
 
     def calls(director: Director) -> Iterator[Call]:
-        return itertools.chain(opening.calls, Drawing(rng, director).calls(num_calls))
+        return itertools.chain(opening.calls, kind.draw(rng, director).calls(num_calls))
 
     return _undisturbed(opening, calls)
 
@@ -49,9 +68,9 @@ def _run(program: Program, calls_for: Callable[[Director], Iterator[Call]]) -> t
     """Run the calls of `calls_for`; the program with the calls that were made. `program` need only have those that
     configure the run."""
     faults = tuple(Fault(**call.args) for call in program.calls if call.name == "fault")
-    plan = Plan(scenario="program", backend=program.face, seed=program.seed, faults=faults)  # type: ignore[arg-type]
-    simulation = Simulation(plan)
-    director, made = Director(program, simulation), list[Call]()
+    backend = program.face.removeprefix("engine-")
+    simulation = Simulation(Plan(scenario="program", backend=backend, seed=program.seed, faults=faults))  # type: ignore[arg-type]
+    director, made = KINDS[program.face].director(program, simulation), list[Call]()
 
     def noted() -> Iterator[Call]:
         for call in calls_for(director):

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
-__all__ = ["ANY", "BECOMES", "KEEPING", "NEXT", "WHOLE", "WRONG"]
+import attrs
+
+__all__ = ["ENGINE_ODDS", "RUNTIME_ODDS", "Odds"]
+
+Weights: TypeAlias = tuple[tuple[str, int], ...]
+
+
+@attrs.frozen
+class Odds:
+    """How calls are drawn."""
+
+    next: Mapping[str, Weights]
+    """Weights of the next call, by how far the client's request has come if all went well."""
+    becomes: Mapping[str, str]
+    """How far a request comes by a call, if all goes well."""
+    keeping: Weights
+    """For `keep`: pins and transfers beside requests."""
+    whole: Weights
+    """For `whole`: calls about the whole runtime."""
+    any: tuple[str, ...]
+    """For `any`: calls that may fit in no state."""
+    wrong: tuple[dict[str, Any], ...]
+
 
 NEXT: dict[str, tuple[tuple[str, int], ...]] = {
     "none": (("request", 60), ("serve", 14), ("keep", 16), ("whole", 14), ("any", 3)),
@@ -22,7 +45,6 @@ NEXT: dict[str, tuple[tuple[str, int], ...]] = {
     ),
     "preempted": (("resume", 62), ("leave", 6), ("keep", 6), ("whole", 5), ("any", 6)),
 }  # fmt: skip
-"""Weights of the next call, by how far the client's request has come if all went well."""
 BECOMES = {
     "request": "entered", "allocate": "allocated", "allocate_nowait": "allocated", "load": "running",
     "load_nowait": "loading", "wait": "running", "preempt": "preempted", "preempt_nowait": "preempted",
@@ -41,7 +63,7 @@ ANY = (
     "commit", "commit_step", "invalidate", "preempt", "preempt_nowait", "resume", "abort", "abort", "abort", "wrong",
     "wrong",
 )  # fmt: skip
-WRONG: tuple[dict[str, Any], ...] = (
+WRONG_ANYWHERE: tuple[dict[str, Any], ...] = (
     {"call": "request", "tokens": ()},
     {"call": "request", "tokens": (1, -1)},
     {"call": "request", "tokens": (1, 2), "spans": ((1, 3, b"x"),)},
@@ -49,28 +71,64 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"call": "request", "tokens": (1,), "salt": 3},
     {"call": "request", "tokens": (1, 2), "store": "some"},
     {"call": "request", "tokens": (1,), "max_hit": -1},
+    {"call": "load", "max_tokens": -1},
+    {"call": "load", "max_tokens": 1.5},
+    {"call": "invalidate", "num": -1},
+    {"call": "invalidate", "num": 10**9},
+    {"call": "pin", "tokens": (1, 2), "ttl_s": 0},
+    {"call": "pin", "tokens": (), "ttl_s": 1.0},
+    {"call": "reset", "tier": "DISK"},
+    {"call": "reset", "timeout_s": -1.0},
+    {"call": "lookup", "tokens": ()},
+)
+WRONG = (
+    *WRONG_ANYWHERE,
     {"call": "allocate", "num": 0},
     {"call": "allocate", "num": "3"},
     {"call": "allocate_nowait", "num": 10**9},
     {"call": "extend", "num": True},
     {"call": "extend_nowait", "num": -3},
     {"call": "extend", "num": 10**9},
-    {"call": "load", "max_tokens": -1},
-    {"call": "load", "max_tokens": 1.5},
     {"call": "commit", "num": 10**9},
     {"call": "commit", "num": -1},
     {"call": "commit", "num": None},
     {"call": "commit", "new": (-5,)},
-    {"call": "invalidate", "num": -1},
-    {"call": "invalidate", "num": 10**9},
-    {"call": "pin", "tokens": (1, 2), "ttl_s": 0},
-    {"call": "pin", "tokens": (), "ttl_s": 1.0},
     {"call": "prefetch", "tokens": ()},
     {"call": "demote_nowait", "tokens": "ab"},
-    {"call": "reset", "tier": "DISK"},
-    {"call": "reset", "timeout_s": -1.0},
-    {"call": "lookup", "tokens": ()},
     {"call": "resume", "num": 10**9},
     {"call": "resume", "num": 0},
 )
-"""Calls with arguments that are valid in no state."""
+RUNTIME_ODDS = Odds(NEXT, BECOMES, KEEPING, WHOLE, ANY, WRONG)
+
+ENGINE_ODDS = Odds(
+    {
+        "none": (("request", 60), ("serve", 14), ("twins", 10), ("keep", 8), ("whole", 14), ("any", 3)),
+        "pending": (("match_again", 70), ("match_again_nowait", 8), ("leave", 4), ("whole", 5), ("any", 5)),
+        "entered": (
+            ("load", 50), ("load_nowait", 18), ("match_again_nowait", 6), ("match_again", 3), ("step", 8), ("leave", 4),
+            ("keep", 3), ("whole", 5), ("any", 5),
+        ),
+        "loading": (("wait", 50), ("load", 12), ("leave", 6), ("step", 3), ("whole", 6), ("any", 6)),
+        "running": (
+            ("step", 36), ("offer", 34), ("end_step", 6), ("invalidate", 9), ("leave", 10), ("keep", 3), ("whole", 5),
+            ("any", 5),
+        ),
+    },
+    {
+        "request": "entered", "match_again": "entered", "match_again_nowait": "entered", "load": "running",
+        "load_nowait": "loading", "wait": "running", "leave": "none", "offer": "running",
+    },
+    (("pin", 30), ("unpin", 14)),
+    (
+        ("evict", 36), ("away", 16), ("flush", 16), ("reset", 6), ("reset_host", 8), ("reset_device", 2), ("lookup", 8),
+        ("statistics", 4), ("integrity", 6), ("pause", 20),
+    ),
+    (
+        "match_again", "match_again_nowait", "load", "load_nowait", "wait", "step", "end_step", "offer", "invalidate",
+        "abort", "abort", "abort", "not_here", "not_here", "wrong", "wrong",
+    ),
+    (
+        *WRONG_ANYWHERE, {"call": "request", "tokens": (1,), "salt": 3, "fewer": 9}, {"call": "offer", "num": 10**9},
+        {"call": "offer", "num": -1}, {"call": "offer", "num": None}, {"call": "offer", "new": (-5,)},
+    ),
+)  # fmt: skip

@@ -144,7 +144,7 @@ class ClientCalls(RequestCalls):
                 served.check_match(is_first=True)
                 await self._compute(served, args)
             finally:
-                self.stage.live.pop(served)
+                self.stage.left(served)
             return True
 
         tokens, options = args["tokens"], self.stage.options(args)

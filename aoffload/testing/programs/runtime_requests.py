@@ -58,6 +58,18 @@ class Served:
         is_over = self.request.state in (RequestState.DONE, RequestState.ABORTED)
         return is_over or bool(self.request._cancel_reason)
 
+    @property
+    def may_compute(self) -> bool:
+        """Whether the engine begins a forward of it at all. If it should not, the package refuses the step."""
+        return True
+
+    def tables_of(self, pending: PendingLoad | None) -> Tables:
+        """Its block tables, for a forward."""
+        return self.request.block_ids if pending is None else pending.block_ids
+
+    def has_written(self) -> None:
+        """Called when a forward is over whose tokens lie in its blocks now."""
+
     def look(self) -> None:
         """Update `written` with the tokens that a match or a load has brought."""
         state = self.request.state
@@ -80,7 +92,7 @@ class Served:
     def allocated(self) -> int:
         """Tokens that its block tables reach to."""
         sizes = [config.block_size for config in self.engine.runtime.config.groups]
-        return min(len(table) * size for table, size in zip(self.request.block_ids, sizes, strict=True))
+        return min(len(table) * size for table, size in zip(self.tables_of(None), sizes, strict=True))
 
     # -- what was read --------------------------------------------------------------------------------------------
 
@@ -113,7 +125,7 @@ class Served:
 
     def check_ready(self, num_ready: int) -> None:
         """The tokens that a load reports as ready are there."""
-        read = self.engine.read(self.request.block_ids, self.chain, num_ready)
+        read = self.engine.read(self.tables_of(None), self.chain, num_ready)
         self.check_read(read, f"of {num_ready} tokens that are ready")
 
     # -- commits --------------------------------------------------------------------------------------------------
@@ -134,7 +146,7 @@ class Served:
         """What is about to be committed is still there."""
         if self.request.state in _COMPUTING and not self.is_told and stop <= self.allocated:
             start = self.request.num_computed_tokens
-            self.engine.check_written(self.name, self.request.block_ids, chain, start, stop)
+            self.engine.check_written(self.name, self.tables_of(None), chain, start, stop)
 
     def committed(self, stop: int, chain: list[int], new: tuple[int, ...], num_computed: int) -> None:
         self.tokens += new
@@ -216,7 +228,7 @@ class Work:
         """Begin the forward, in a step that holds its blocks. It only reads while another one is under way."""
         engine = served.engine
         served.look()
-        tables = served.request.block_ids if pending is None else pending.block_ids
+        tables = served.tables_of(pending)
         chain = engine.lengthened(served.chain, drafts if pending is None else ())
         start = served.num_written(chain) if pending is None else pending.num_expected_tokens
         sizes = [config.block_size for config in engine.runtime.config.groups]
@@ -267,6 +279,7 @@ class Work:
             served.early = self
         elif self.start < self.stop:
             served.written = served.written[: self.start] + self.chain[self.start : self.stop]
+            served.has_written()
 
     def _has_regions(self) -> bool:
         try:

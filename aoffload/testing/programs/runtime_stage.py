@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import anyio
 import attrs
@@ -47,18 +47,14 @@ class Role:
 class Stage:
     """Makes the public calls of a program's clients, and judges their results."""
 
+    SERVED: ClassVar[type[Served]] = Served
+
     def __init__(self, program: Program, simulation: Simulation) -> None:
         self.program = program
         self.simulation = simulation
-        world, options = program.world, _options_of(program)
         self.told = Told()
-        engine = simulation.engine_of(
-            world.config(namespace="simulated", **options), world.num_device_blocks - 1,
-            observers=[self.told], kind=ProgramEngine,
-        )  # fmt: skip
-        assert isinstance(engine, ProgramEngine)
-        self.engine = engine
-        self.runtime = engine.runtime
+        self.engine = self._engine()
+        self.runtime = self.engine.runtime
         self.runtime.ledger.watch(self.told)
         self._note_calls()
         simulation.oracles[0].stride = STRIDE
@@ -68,6 +64,15 @@ class Stage:
         self.num_calls = self.num_invalidations = 0
         self.was_closed = False
         self._hash = hashlib.sha256()
+
+    def _engine(self, **options: Any) -> ProgramEngine:
+        world = self.program.world
+        config = world.config(namespace="simulated", **_options_of(self.program))
+        engine = self.simulation.engine_of(
+            config, world.num_device_blocks - 1, observers=[self.told], kind=ProgramEngine, **options
+        )
+        assert isinstance(engine, ProgramEngine)
+        return engine
 
     @property
     def digest(self) -> str:
@@ -172,12 +177,16 @@ class Stage:
         ask = _ask_of(args)
         engine = self.engine
         chain = engine.chain((ask.salt, ask.adapter), ask.tokens, ask.key_spans)
-        served = Served(engine, request, ask, list(ask.tokens), chain, engine.num_resets)
+        served = self.SERVED(engine, request, ask, list(ask.tokens), chain, engine.num_resets)
         self.live[served] = None
         if len(self.simulation.asks) < MOST_ASKS:
             self.simulation.asks.append(ask)
         self._met_ask(ask)
         return served
+
+    def left(self, served: Served) -> None:
+        """Forget a request whose block was left."""
+        self.live.pop(served)
 
     def _met_ask(self, ask: Ask) -> None:
         self.met("request")

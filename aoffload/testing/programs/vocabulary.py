@@ -16,7 +16,16 @@ from ...config import OffloadConfig
 from ...errors import InvalidArgument
 from ..faults import FAULTS
 
-__all__ = ["ENGINE_CALLS", "LEDGER_CALLS", "RUNTIME_CALLS", "Words", "calls_of", "check_call"]
+__all__ = [
+    "ENGINE_CALLS",
+    "ENGINE_RUNTIME_CALLS",
+    "LEDGER_CALLS",
+    "NOT_HERE",
+    "RUNTIME_CALLS",
+    "Words",
+    "calls_of",
+    "check_call",
+]
 
 
 @attrs.frozen
@@ -92,6 +101,21 @@ RUNTIME_CALLS = _table({
     "integrity": CLIENT, "pause": f"{CLIENT} s!",
 })  # fmt: skip
 
+AS_ON_A_RUNTIME = (
+    "configure", "fault", "cancel", "close", "leave", "wait", "step", "end_step", "invalidate", "abort", "pin", "unpin",
+    "flush", "reset", "lookup", "statistics", "integrity", "pause",
+)  # fmt: skip
+NOT_HERE = (
+    "allocate", "allocate_nowait", "extend", "extend_nowait", "preempt", "preempt_nowait", "resume", "commit",
+    "commit_step", "step", "prefetch", "prefetch_nowait", "demote", "demote_nowait",
+)  # fmt: skip
+ENGINE_RUNTIME_CALLS = {name: RUNTIME_CALLS[name] for name in AS_ON_A_RUNTIME} | _table({
+    "request": f"{CLIENT} {ASK} fewer", "serve": f"{CLIENT} {ASK} new fewer",
+    "match_again": f"{CLIENT} fewer", "match_again_nowait": f"{CLIENT} fewer",
+    "load": f"{CLIENT} max_tokens sparse", "load_nowait": f"{CLIENT} max_tokens sparse",
+    "offer": f"{CLIENT} num back new is_last", "evict": CLIENT, "not_here": f"{CLIENT} verb!",
+})  # fmt: skip
+
 CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
     ("settle", "outcome"): ("landed", "failed", "corrupt", "unproven"),
     ("cancel", "how"): ("scope", "request", "native"),
@@ -99,9 +123,10 @@ CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
     ("leave", "how"): ("error",),
     ("step", "style"): ("inline", "thread", "held"),
     ("fault", "kind"): tuple(FAULTS),
+    ("not_here", "verb"): NOT_HERE,
 }
 """The values of arguments that the program itself interprets."""
-COUNTS = ("after", "at", "back", "token", "stop")
+COUNTS = ("after", "at", "back", "fewer", "token", "stop")
 FLAGS = ("hurry", "early", "holding", "lasting", "commits", "sparse", "offers", "is_last")
 SECONDS = ("give_up_s", "s", "seconds")
 NAMES = ("who", "name", "child", "step", "job", "method")
@@ -109,7 +134,10 @@ NAMES = ("who", "name", "child", "step", "job", "method")
 
 def calls_of(face: str) -> Mapping[str, Words]:
     """The calls that programs of a face may make, each with the arguments that it needs and may have."""
-    faces = {"ledger": LEDGER_CALLS, "engine": ENGINE_CALLS, "asyncio": RUNTIME_CALLS, "trio": RUNTIME_CALLS}
+    faces = {
+        "ledger": LEDGER_CALLS, "engine": ENGINE_CALLS, "asyncio": RUNTIME_CALLS, "trio": RUNTIME_CALLS,
+        "engine-asyncio": ENGINE_RUNTIME_CALLS, "engine-trio": ENGINE_RUNTIME_CALLS,
+    }  # fmt: skip
     if not isinstance(face, str) or face not in faces:
         raise InvalidArgument("face", f"must be one of {', '.join(faces)}, got {shown(face)}")
     return faces[face]
