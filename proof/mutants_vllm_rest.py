@@ -184,7 +184,7 @@ GUARDED = (
     Mutant(
         "vLLM: off, and blocks of queued copies held",
         GUARD,
-        "        self.half.discard_queued()\n",
+        "        self.half.turn_off(self.off_reason)\n",
         "",
         "vLLM gets its blocks back, whatever the connector has run into",
         test=f"{ERRORS}test_copies_that_wait_for_room_give_their_blocks_back_behind_an_error",
@@ -208,10 +208,34 @@ GUARDED = (
     Mutant(
         "vLLM: off, and reports not carried",
         GUARD,
-        "        return self.half.has_reports if self.off_reason else self.half.is_busy\n",
+        "        return self.half.is_ending if self.off_reason else self.half.is_busy\n",
         "        return not self.off_reason and self.half.is_busy\n",
         "vLLM frees the blocks of an aborted load when it hears of its end",
         test=f"{ERRORS}test_an_aborted_load_is_over_behind_an_error",
+    ),
+    Mutant(
+        "vLLM: off, and a store that hangs holds its blocks for ever",
+        SCHEDULER,
+        "        with suppress(Exception):\n            self._queue.give_up_late()\n",
+        "",
+        "a store that hangs gives back what it reads when its time is over, also behind an error",
+        test=f"{ERRORS}test_a_store_that_hangs_gives_its_blocks_back_behind_an_error",
+    ),
+    Mutant(
+        "vLLM: off, and nobody steps on for copies",
+        SCHEDULER,
+        "        return bool(self._reports or self._queue.num_in_flight)\n",
+        "        return bool(self._reports)\n",
+        "the engine hears of the end of every copy that began before the error",
+        test=f"{ERRORS}test_a_store_that_hangs_gives_its_blocks_back_behind_an_error",
+    ),
+    Mutant(
+        "vLLM: off, and copies that have ended are late",
+        SCHEDULER,
+        "                self._queue.deliver(completion)\n        with suppress",
+        "                self.ledger.settle(completion)\n        with suppress",
+        "only copies that take too long are given up",
+        test=f"{ERRORS}test_copies_that_end_behind_an_error_are_not_late",
     ),
 )
 

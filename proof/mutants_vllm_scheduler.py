@@ -294,15 +294,15 @@ ENDS = (
     Mutant(
         "vLLM: stops stepping over its stores",
         SCHEDULER,
-        "        return self.has_reports or bool(self.ledger.jobs.unsettled)\n",
-        "        return self.has_reports\n",
+        "        return bool(self._reports or self.ledger.jobs.unsettled)\n",
+        "        return bool(self._reports)\n",
         "the engine steps until every copy has given its blocks back",
         test=f"{STEPS}test_nothing_is_kept_when_a_request_is_over",
     ),
     Mutant(
         "vLLM: stops stepping over its reports",
         SCHEDULER,
-        "        return self.has_reports or bool(self.ledger.jobs.unsettled)\n",
+        "        return bool(self._reports or self.ledger.jobs.unsettled)\n",
         "        return bool(self.ledger.jobs.unsettled)\n",
         "vLLM frees the blocks of an aborted load when it hears of its end",
         test=f"{STEPS}test_reports_keep_the_engine_stepping",

@@ -22,11 +22,12 @@ class Part:
 
 
 PARTS = (
-    Part("one_rank", "one rank, a model with full attention", 150, is_short=True),
-    Part("hybrid", "one rank, a model with a window in one of its layers", 90, is_short=True),
-    Part("two_ranks", "tensor parallelism over two processes", 110),
-    Part("serving", "the API server over HTTP", 140),
+    Part("one_rank", "one rank, a model with full attention", 145, is_short=True),
+    Part("hybrid", "one rank, a model with a window in one of its layers", 80, is_short=True),
+    Part("two_ranks", "tensor parallelism over two processes", 100),
+    Part("serving", "the API server over HTTP", 125),
     Part("cost", "what the connector costs the scheduler", 90),
-    Part("their_tests", "vLLM's own tests of such a connector", 130),
+    Part("their_tests", "vLLM's own tests of such a connector", 120),
+    Part("our_tests", "the connector's tests over vLLM's classes", 60, is_short=True),
 )
 """In the order in which they run."""

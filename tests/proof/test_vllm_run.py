@@ -9,6 +9,7 @@ import pytest
 
 from proof.gpu.running import Ended
 from proof.vllm import __main__ as runner
+from proof.vllm.our_tests import cases_of, row_of
 from proof.vllm.parts import PARTS, TOTAL_S, Part
 from proof.vllm.rows import Row, write
 from proof.vllm.verdicts import SAID_AGAIN, Case, count, missed, table
@@ -98,3 +99,33 @@ def test_what_is_said_again_is_said() -> None:
     """Each of these tests is there."""
     text = (Path(runner.__file__).parent / "said_again.py").read_text()
     assert all(f"def {name}(" in text for name in SAID_AGAIN.values())
+
+
+RESULTS = """<testsuites><testsuite>
+<testcase classname="a" name="test_one"/>
+<testcase classname="a" name="test_two[x]"><failure message="assert 1 ==&#10; 2">text</failure></testcase>
+<testcase classname="a" name="test_three"><skipped message="vLLM is not installed">text</skipped></testcase>
+<testcase classname="a" name="tests.test_four"><error message="collection failure">text</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_every_test_of_ours_has_to_pass(tmp_path: Path) -> None:
+    """Over vLLM's classes: one that fails, is skipped or cannot be collected is told with its reason."""
+    (tmp_path / "results.xml").write_text(RESULTS)
+    cases = cases_of(tmp_path / "results.xml")
+    row = row_of(cases, 1.0)
+    assert row.found == "4 run: 2 failed, 1 passed, 1 skipped"
+    assert row.problems == (
+        "test_two[x] failed: assert 1 == 2",
+        "test_three skipped: vLLM is not installed",
+        "tests.test_four failed: collection failure",
+    )
+    assert row_of(cases[:1], 1.0).is_met and not row_of([], 1.0).is_met
+    assert row_of(cases[1:2] * 9, 1.0).problems[-1] == "and 4 more"
+
+
+def test_results_that_are_none_are_told(tmp_path: Path) -> None:
+    """A run that was ended before it could write."""
+    (tmp_path / "results.xml").write_text("<testsuites>")
+    with pytest.raises(ValueError, match=r"results\.xml"):
+        cases_of(tmp_path / "results.xml")

@@ -66,7 +66,7 @@ class Counts(RuntimeObserver):
         self.failure = error
 
     def cache_turned_off(self, reason: str) -> None:
-        _log.error("aoffload is off: %s", reason)
+        """Nothing: the guard tells it, with the error."""
 
     def lost(self, num_tokens: int) -> None:
         """A load has brought `num_tokens` fewer than vLLM was promised."""

@@ -81,10 +81,10 @@ class Guard:
 
     @property
     def is_busy(self) -> bool:
-        return self.half.has_reports if self.off_reason else self.half.is_busy
+        return self.half.is_ending if self.off_reason else self.half.is_busy
 
     def _turn_off(self, error: Exception) -> None:
         self.off_reason = repr(error)
-        self.half.discard_queued()
+        self.half.turn_off(self.off_reason)
         self.half.counts.turned_off()
         _log.error("aoffload is off: nothing is loaded or stored any more", exc_info=error)

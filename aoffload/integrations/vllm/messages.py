@@ -38,9 +38,11 @@ class Reports:
     """From the workers to the scheduler: copies that are over, by rank."""
 
     by_rank: dict[int, tuple[Completion, ...]]
+    gone: str = ""
+    """Why a rank copies nothing any more; empty while all of them do."""
 
     def joined(self, other: Reports) -> Reports:
         by_rank = dict(self.by_rank)
         for rank, completions in other.by_rank.items():
             by_rank[rank] = by_rank.get(rank, ()) + completions
-        return Reports(by_rank)
+        return Reports(by_rank, self.gone or other.gone)

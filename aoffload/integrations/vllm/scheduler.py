@@ -21,6 +21,7 @@ from typing import Any
 
 from aoffload import Ledger, OffloadConfig
 
+from ...errors import DeviceGone
 from ...ledger import Completion, CopyQueue, JobState, TransferPlan
 from ...prefix import Roots
 from .blocks import BlockTable, EnginePool
@@ -179,7 +180,10 @@ class SchedulerSide:
     # -- copies that are over -------------------------------------------------------------------------------------
 
     def take(self, reports: Reports) -> set[str]:
-        """Settle what the workers have copied. Returns the requests whose loads have landed."""
+        """Settle what the workers have copied. Returns the requests whose loads have landed. `DeviceGone`: a rank
+        copies nothing any more."""
+        if reports.gone:
+            raise DeviceGone(reports.gone)
         self._joined = self._outbox.joined(reports)
         for completion in self._joined:
             self._queue.deliver(completion)
@@ -261,16 +265,24 @@ class SchedulerSide:
     @property
     def is_busy(self) -> bool:
         """Whether steps have to go on: copies or reports are under way."""
-        return self.has_reports or bool(self.ledger.jobs.unsettled)
-
-    @property
-    def has_reports(self) -> bool:
-        return bool(self._reports)
+        return bool(self._reports or self.ledger.jobs.unsettled)
 
     # -- after an error -------------------------------------------------------------------------------------------
 
+    def turn_off(self, reason: str) -> None:
+        """Give blocks back whose copies have not started: from now on nothing starts any more."""
+        with suppress(Exception):  # the ledger has raised before, here and below
+            self._queue.turn_off(reason)
+        for job_id, job in tuple(self.ledger.jobs.unsettled.items()):
+            if job.state is JobState.QUEUED:  # planned when the error came, and in no queue yet
+                with suppress(Exception):
+                    self.ledger.discard(job_id)
+
     def give_up(self) -> Commands:
-        """The commands of a step that plans nothing any more: every load that vLLM waits for is lost."""
+        """The commands of a step that plans nothing any more: every load that vLLM waits for is lost. Copies that take
+        too long are given up as ever, so that a store that hangs gives its blocks back."""
+        with suppress(Exception):
+            self._queue.give_up_late()
         for found in self._requests.values():
             if found.wait is Wait.LOAD:
                 found.wait = Wait.TOLD
@@ -281,15 +293,15 @@ class SchedulerSide:
         """Give blocks back whose copies are over, also those of the `take` that has raised."""
         joined, self._joined = [*self._joined, *self._outbox.joined(reports)], []
         for completion in joined:
-            with suppress(Exception):  # the ledger has raised before
-                self.ledger.settle(completion)
+            with suppress(Exception):
+                self._queue.deliver(completion)
+        with suppress(Exception):
+            self._queue.settle_delivered()
 
-    def discard_queued(self) -> None:
-        """Give blocks back whose copies have not started: from now on nothing starts any more."""
-        for job_id, job in tuple(self.ledger.jobs.unsettled.items()):
-            if job.state is JobState.QUEUED:
-                with suppress(Exception):
-                    self.ledger.discard(job_id)
+    @property
+    def is_ending(self) -> bool:
+        """Whether steps have to go on behind an error: for reports, and for copies until their time is over."""
+        return bool(self._reports or self._queue.num_in_flight)
 
     def refuse(self, request: Any, num_external: int) -> None:
         """vLLM waits for a load that was promised before the error. The next step says that it is lost."""

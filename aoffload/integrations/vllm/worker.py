@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ from ...config import OffloadConfig
 from ...env import Env
 from ...ledger import Completion, Outcome, TransferPlan
 from ...transport import DeviceGone, LocalTransport, TransferRefused, Transport
+from .copies import RankCopies
 from .messages import LoadReport, Reports
 from .regions import Placement, block_bytes_of, regions_at
 
@@ -31,20 +32,23 @@ class WorkerSide:
         num_blocks: int,
         rank: int,
         make_transport: Callable[[Sequence[KVRegion]], Transport] = LocalTransport,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make_transport = make_transport
         self._config, self._placements, self._num_blocks, self._rank = config, placements, num_blocks, rank
         self._transport: Transport | None = None
         """None before the tensors are registered, while the engine sleeps, and once closed."""
         self._asleep: Transport | None = None
-        self._over: deque[Completion] = deque()
+        self.copies = RankCopies(clock)
+        self._gone = ""
+        """Why nothing is ever copied again: a copy hung while the memory of the tensors went."""
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Allocate the host memory behind vLLM's tensors. `RegionError`, `ConfigError`: it cannot be had."""
         regions = regions_at(self._placements, kv_caches, self._num_blocks)
         num_host_blocks = self._config.resolve_host_blocks(block_bytes_of(self._placements))
         self._transport = self._make_transport(regions)
-        self._transport.open(num_host_blocks, verify=self._config.verify, deliver=self._over.append, env=Env())
+        self._transport.open(num_host_blocks, verify=self._config.verify, deliver=self.copies.end, env=Env())
         _log.info(
             "aoffload: rank %d has %d host blocks of %d bytes behind %d device blocks in %d regions",
             self._rank, num_host_blocks, self._transport.block_bytes, self._num_blocks, len(regions),
@@ -53,20 +57,35 @@ class WorkerSide:
     def start(self, plans: Iterable[TransferPlan]) -> None:
         """Start copies behind everything that was given to the device so far."""
         for plan in plans:
+            self.copies.begin(plan)
             try:
                 self._open_transport().launch(plan, None)
             except (TransferRefused, DeviceGone) as error:
-                self._over.append(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
+                self.copies.end(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
 
     def _open_transport(self) -> Transport:
         if self._transport is None:
-            raise TransferRefused("there are no KV tensors now")
+            raise TransferRefused(self._gone or "there are no KV tensors now")
         return self._transport
 
     def sleep(self) -> None:
-        """The memory of the tensors goes away for a while. Until it is back, copies fail; what the host holds stays."""
-        if self._transport is not None:
-            self._asleep, self._transport = self._transport, None
+        """The memory of the tensors goes away for a while, when this returns. Until it is back, copies fail; what the
+        host holds stays.
+
+        Waits for copies that are under way, `transfer_timeout_s` at most. One that does not end is UNPROVEN, what waits
+        behind it never starts, and nothing is copied any more: it may hold the host memory for ever.
+        """
+        transport, self._transport = self._transport, None
+        if transport is None:
+            return
+        self.copies.lose_loads()
+        if self.copies.wait(self._config.transfer_timeout_s):
+            self._asleep = transport
+            return
+        transport.close(0.0)
+        self._gone = f"rank {self._rank} had a copy that did not end when the memory of the KV tensors went"
+        self.copies.doubt(self._gone)
+        _log.error("aoffload: %s", self._gone)
 
     def wake_up(self) -> None:
         """The tensors are back, at the same addresses."""
@@ -75,9 +94,8 @@ class WorkerSide:
 
     def take_reports(self) -> Reports | None:
         """What is over since the last call."""
-        if not self._over:
-            return None
-        return Reports({self._rank: tuple([self._over.popleft() for _ in range(len(self._over))])})
+        found = self.copies.take()
+        return Reports({self._rank: found}, self._gone) if found else None
 
     def close(self) -> None:
         transport, self._transport, self._asleep = self._transport or self._asleep, None, None

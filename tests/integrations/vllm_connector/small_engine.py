@@ -310,7 +310,7 @@ def instead(engine: SmallEngine, end: Callable[[TransferPlan], Completion | None
             completion = end(plan)
             for worker in engine.workers:
                 if completion is not None:
-                    worker._over.append(completion)
+                    worker.copies.end(completion)
         return attrs.evolve(commands, loads=())
 
     engine.alter = alter

@@ -70,9 +70,8 @@ def test_what_has_landed_of_a_load_counts(warm: Callable[..., SmallEngine]) -> N
     engine.submit(request)
     while not engine.over:
         engine.step()
-        if engine.workers[0]._over:  # the front is copied: say that no more of it came
-            done = engine.workers[0]._over.popleft()
-            engine.workers[0]._over.append(attrs.evolve(done, outcome=Outcome.FAILED))
+        for done in engine.workers[0].copies.take():  # the front is copied: say that no more of it came
+            engine.workers[0].copies.end(attrs.evolve(done, outcome=Outcome.FAILED))
     assert request.num_computed_tokens == 12
     engine.alter = lambda commands: commands
     engine.run()
@@ -92,7 +91,7 @@ def test_a_load_that_hangs_is_given_up(warm: Callable[..., SmallEngine]) -> None
     engine.run()
     assert held(engine) == 7
     assert engine.connector.ledger.statistics().device.num_quarantined == 7
-    engine.workers[0]._over.append(Completion(plans[0].job_id, Outcome.FAILED))
+    engine.workers[0].copies.end(Completion(plans[0].job_id, Outcome.FAILED))
     engine.step()
     assert held(engine) == 0
 
@@ -168,35 +167,6 @@ def test_an_error_turns_the_cache_off(
             return
         engine.step()  # copies that were under way give their blocks back when they are over
     raise AssertionError("blocks stay held")
-
-
-def test_a_sleeping_worker_copies_nothing(warm: Callable[..., SmallEngine]) -> None:
-    """Its tensors have no memory then. What the host holds is there when it wakes."""
-    engine = warm()
-    engine.copiers[0].unregister_kv_caches()
-    engine.copiers[0].unregister_kv_caches()
-    engine.run(Request("again", TEXT))
-    assert counted(engine, "jobs|load|failed") == 1
-    engine.copiers[0].restore_kv_caches()
-    engine.copiers[0].restore_kv_caches()
-    engine.manager.evict_all()
-    engine.run(Request("once more", TEXT))
-    assert counted(engine, "copied_blocks|load") == 7
-
-
-def test_a_worker_may_stop_while_it_sleeps(warm: Callable[..., SmallEngine]) -> None:
-    """Its copy threads end, and its host memory goes."""
-    engine = warm()
-    transport = engine.workers[0]._transport
-    assert transport is not None
-    close, closed = transport.close, list[float]()
-    transport.close = lambda timeout_s: (closed.append(timeout_s), close(timeout_s))[1]  # type: ignore[method-assign]
-    engine.copiers[0].unregister_kv_caches()
-    engine.copiers[0].shutdown()
-    assert len(closed) == 1
-    engine.copiers[0].restore_kv_caches()
-    engine.run(Request("again", TEXT))
-    assert counted(engine, "jobs|load|failed") == 1
 
 
 def test_a_request_without_a_key_is_served(warm: Callable[..., SmallEngine]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 from engine_doubles import TEXT, Request
-from small_engine import SmallEngine, held, instead
+from small_engine import SmallEngine, counted, held, instead
 
 from aoffload.ledger import TransferPlan
 
@@ -27,6 +27,15 @@ def to_rest(engine: SmallEngine) -> None:
             return
         engine.step()
     raise AssertionError(f"{held(engine)} blocks stay held")
+
+
+def serve(engine: SmallEngine) -> None:
+    """Go on until every request has finished, whatever copies do."""
+    for _ in range(200):
+        if not (engine.waiting or engine.running):
+            return
+        engine.step()
+    raise AssertionError(f"not served: {[request.request_id for request in engine.waiting]}")
 
 
 def narrow(engine: SmallEngine) -> SmallEngine:
@@ -111,7 +120,8 @@ def test_an_aborted_load_is_over_behind_an_error(
     monkeypatch.setattr(engine.half, "finished", fail)
     engine.finish(request)
     assert engine.connector.has_pending_push_work()
-    engine.run()
+    engine.step()
+    assert "again" not in engine.manager.tables
     engine.workers[0].start(plans)
     to_rest(engine)
 
@@ -119,14 +129,18 @@ def test_an_aborted_load_is_over_behind_an_error(
 def test_who_waits_for_a_load_computes_behind_an_error(
     warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once. The copy that is under way keeps its blocks, until it is over."""
+    """At once. The copy that is under way keeps its blocks, until it is over: it may still write to them. The engine
+    steps on for it until its time is over."""
     engine = narrow(warm(num_blocks=40))
     plans = instead(engine, lambda plan: None)
     engine.submit(Request("again", TEXT))
     engine.step()
     monkeypatch.setattr(engine.half, "step", fail)
+    serve(engine)
+    assert held(engine) == 7 and engine.connector.has_pending_push_work()
+    engine.now = 30.0
     engine.run()
-    assert held(engine) == 7
+    assert held(engine) == engine.connector.ledger.statistics().device.num_quarantined == 7
     engine.workers[0].start(plans)
     to_rest(engine)
 
@@ -147,3 +161,47 @@ def test_copies_that_wait_for_room_give_their_blocks_back_behind_an_error(
     assert held(engine) == 3
     engine.workers[0].start(held_back)
     to_rest(engine)
+
+
+def test_a_store_that_hangs_gives_its_blocks_back_behind_an_error(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the same time as ever: it only reads them. The engine steps until then; what the store writes to stays in
+    quarantine until it ends."""
+    engine = warm(num_blocks=40, store_timeout_s=10)
+    engine.may_be_off, held_back = True, list[TransferPlan]()
+    engine.alter = lambda commands: (held_back.extend(commands.stores), attrs.evolve(commands, stores=()))[1]
+    engine.submit(Request("other", OTHER))
+    serve(engine)
+    monkeypatch.setattr(engine.half, "step", fail)
+    engine.now = 9.9
+    engine.step()
+    assert engine.connector.off_reason and held(engine) == 7
+    assert engine.connector.has_pending_push_work()
+    engine.now = 10.0
+    engine.run()
+    assert held(engine) == 0 and engine.connector.ledger.statistics().host.num_quarantined == 7
+    engine.workers[0].start(held_back)
+    for _ in range(20_000):
+        engine.step()
+        if not engine.connector.ledger.statistics().host.num_quarantined:
+            return
+    raise AssertionError("a late proof was not heard")
+
+
+def test_copies_that_end_behind_an_error_are_not_late(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody gives up what has ended in time."""
+    engine = warm(num_blocks=40)
+    engine.may_be_off, held_back = True, list[TransferPlan]()
+    engine.alter = lambda commands: (held_back.extend(commands.stores), attrs.evolve(commands, stores=()))[1]
+    engine.submit(Request("other", OTHER))
+    serve(engine)
+    monkeypatch.setattr(engine.half, "step", fail)
+    engine.step()
+    engine.workers[0].start(held_back)
+    to_rest(engine)
+    engine.now = 100.0
+    engine.run(Request("last", TEXT))
+    assert counted(engine, "overdue_jobs|store") == 0

@@ -25,7 +25,7 @@ def copy_front(engine: SmallEngine, num_blocks: int, outcome: Outcome = Outcome.
                 for source, destination in list(zip(plan.source_ids, plan.destination_ids, strict=True))[:num_blocks]:
                     memory.view(2, -1, 16)[:, destination] = memory.new_tensor(host[source].reshape(2, 16))
                 corrupt = (num_blocks,) if outcome is Outcome.CORRUPT else ()
-                worker._over.append(Completion(plan.job_id, outcome, num_blocks, corrupt))
+                worker.copies.end(Completion(plan.job_id, outcome, num_blocks, corrupt))
         return attrs.evolve(commands, loads=())
 
     engine.alter = alter
@@ -91,7 +91,7 @@ def test_blocks_that_a_copy_may_still_write_to_are_never_told(warm: Callable[...
     assert late, "the load is one job"
     late_ids = {block_id for plan in late for block_id in plan.destination_ids}
     for plan in late:
-        engine.workers[0]._over.append(Completion(plan.job_id, Outcome.UNPROVEN))
+        engine.workers[0].copies.end(Completion(plan.job_id, Outcome.UNPROVEN))
     while engine.loading:
         engine.step()
     assert told(engine) == ({"again"}, set())

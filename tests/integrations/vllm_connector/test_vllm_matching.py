@@ -151,7 +151,7 @@ def test_who_waits_for_anothers_load_is_answered_once_it_is_over(
     if has_landed:
         engine.alter = lambda commands: attrs.evolve(commands, loads=(plans.pop(),) if plans else ())
     else:
-        engine.workers[0]._over.append(Completion(plans[0].job_id, Outcome.FAILED))
+        engine.workers[0].copies.end(Completion(plans[0].job_id, Outcome.FAILED))
     while "leader" in engine.loading:
         engine.step()
     assert ask(engine, follower) == (28, True)

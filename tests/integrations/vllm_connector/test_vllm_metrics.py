@@ -63,7 +63,7 @@ def test_copies_that_take_too_long_are_counted(
     engine.now = 3.0
     engine.run()
     assert taken(engine)["overdue_jobs|load"] == 1
-    engine.workers[0]._over.append(over(Outcome.FAILED)(plans[0]))
+    engine.workers[0].copies.end(over(Outcome.FAILED)(plans[0]))
     engine.step()
     said = [record.message for record in caplog.records if record.name == "vllm.aoffload"]
     assert [one.partition(" ")[2][:13] for one in said] == ["1 copies take", "the copies th"]

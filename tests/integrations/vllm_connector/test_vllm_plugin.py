@@ -49,6 +49,17 @@ def test_vllm_finds_the_connector() -> None:
 
 @pytest.mark.vllm
 @needs_vllm
+def test_no_stand_in_shadows_vllm() -> None:
+    """Where vLLM is installed, all tests of the connector run over its own classes."""
+    assert importlib.import_module("vllm").__file__
+    assert AoffloadConnector is package.AoffloadConnector and issubclass(AoffloadConnector, base_of_vllm())
+    for module_name, made in NAMES.items():
+        module = importlib.import_module(module_name)
+        assert not [name for name, stand_in in made.items() if getattr(module, name) is stand_in]
+
+
+@pytest.mark.vllm
+@needs_vllm
 def test_every_hook_is_one_of_vllms() -> None:
     """A misspelled hook would never be called. Those of sleep mode came with vLLM 0.33."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

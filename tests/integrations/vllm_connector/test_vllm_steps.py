@@ -156,7 +156,7 @@ def test_an_aborted_load_that_has_not_started_is_over(warm: Callable[..., SmallE
     assert engine.connector.has_pending_push_work()
     engine.step()
     assert "another" not in engine.manager.tables
-    engine.workers[0]._over.append(Completion(plans[0].job_id, Outcome.FAILED))
+    engine.workers[0].copies.end(Completion(plans[0].job_id, Outcome.FAILED))
     engine.run()
     assert held(engine) == 0
 
@@ -174,7 +174,7 @@ def test_ends_of_both_kinds_in_one_step(engines: Callable[..., SmallEngine], mon
     """Workers report the end of one load in the step in which the scheduler sees another one land."""
     engine = engines()
     monkeypatch.setattr(engine.half, "take", lambda reports: {"landed"})
-    engine.workers[0]._over.append(Completion(7, Outcome.LANDED))
+    engine.workers[0].copies.end(Completion(7, Outcome.LANDED))
     output = SimpleNamespace(
         kv_connector_worker_meta=engine.copiers[0].build_connector_worker_meta(), finished_recving={"lost"}
     )
@@ -222,7 +222,8 @@ def test_a_worker_reports_each_end_once(warm: Callable[..., SmallEngine]) -> Non
     engine = warm()
     worker = engine.workers[0]
     assert worker.take_reports() is None
-    worker._over.extend(Completion(number, Outcome.LANDED, 1) for number in (90, 91))
+    for number in (90, 91):
+        worker.copies.end(Completion(number, Outcome.LANDED, 1))
     told = worker.take_reports()
     assert told is not None and [one.job_id for one in told.by_rank[0]] == [90, 91]
     assert worker.take_reports() is None
