@@ -177,9 +177,9 @@ _RUNS = (
     Mutant(
         "reset keeps the entries",
         CACHE,
-        "self.index = RunIndex(self.layout, self.epoch)",
+        "self.index = RunIndex(self.layout, self.epoch, self.index.tiers)",
         "runs = self.index.runs\n"
-        "        self.index = RunIndex(self.layout, self.epoch)\n"
+        "        self.index = RunIndex(self.layout, self.epoch, self.index.tiers)\n"
         "        self.index.runs = runs",
         "reset makes everything unfindable",
     ),

@@ -170,7 +170,7 @@ class PrefixCache(SplitsAndMerges):
     def reset(self) -> None:
         """Swap the index: nothing cached so far is findable any more. Pinned blocks stay until they are unpinned."""
         self.epoch += 1
-        self.index = RunIndex(self.layout, self.epoch)
+        self.index = RunIndex(self.layout, self.epoch, self.index.tiers)
         for tier in self.tiers:
             for part in list(tier.order):
                 tier.pool.give(part.clear())

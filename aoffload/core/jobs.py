@@ -20,7 +20,7 @@ from .owners import Holding
 from .paths import Stretch, held_ids, stretches
 from .plan import Completion, Direction, Outcome, Tier, TransferPlan
 from .presence import covered
-from .records import Job, Lease, Part, Run, place_of
+from .records import Job, Lease, Part, Run
 
 __all__ = ["JobBook"]
 
@@ -82,7 +82,7 @@ class JobBook:
     def _make_adjoin(self, run: Run, band: Band, tier: Tier, start: int, stop: int) -> None:
         """Split runs so that units `[start, stop)` leave no gap to what `tier` holds, or will get, of the same run: per
         tier, a run holds one stretch of a window band."""
-        place = place_of(tier, band.number)
+        place = run.place(tier, band.number)
         for over, begin, end in stretches(run, start, stop):
             first, last = covered(over.parts[place])
             if first == last:
@@ -129,7 +129,8 @@ class JobBook:
 
         The predecessor is the job under way to the same run or, if `job` begins its run, to the run before. A window
         band may get the front of a run last, behind the job to the same run."""
-        place, first = place_of(job.plan.destination, job.band), over[0][0]
+        first = over[0][0]
+        place = first.place(job.plan.destination, job.band)
         before: Run | None = first
         if job.start == first.start and (not job.band or first.parts[place].incoming is None):
             before = first.before
@@ -251,7 +252,7 @@ class JobBook:
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish the proven blocks on the job's own runs, in prefix order; free the others unless `keep_ids`."""
         width, tier, ids = self.cache.layout.bands[job.band].width, job.plan.destination, job.plan.destination_ids
-        component, place = self.cache.components[job.band], place_of(tier, job.band)
+        component, place = self.cache.components[job.band], job.run.place(tier, job.band)
         for run, first, stop in stretches(job.run, job.start, job.stop):
             part, last = run.parts[place], min(stop, proven_stop)
             brought = ids[(first - job.start) * width : (stop - job.start) * width]

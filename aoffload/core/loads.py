@@ -21,7 +21,7 @@ from .paths import held_ids, stretches
 from .plan import HIT_TIERS, Tier, TransferPlan
 from .presence import accepted, covered, held_stop, jobs_bringing, jobs_into, present_stop
 from .publish import step_back
-from .records import Job, Load, Run, place_of
+from .records import Job, Load, Run
 from .request_leases import RequestLeases
 from .table import NO_LIMIT, BlockTable
 from .waiting import is_waiting
@@ -161,7 +161,7 @@ class Loads:
         run = holding.leases[Tier.DEVICE].run
         shared: dict[Job, None] = {}
         missing: list[range] = []
-        place = place_of(Tier.DEVICE, band.number)
+        place = run.place(Tier.DEVICE, band.number)
         for over, begin, end in stretches(run, start, load.stop):
             part = over.parts[place]
             first, stop = covered(part)

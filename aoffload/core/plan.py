@@ -7,7 +7,7 @@ from array import array
 
 import attrs
 
-__all__ = ["HIT_TIERS", "NUM_TIERS", "Completion", "Direction", "Outcome", "Tier", "TransferPlan"]
+__all__ = ["HIT_TIERS", "Completion", "Direction", "Outcome", "Tier", "TransferPlan"]
 
 
 class Tier(enum.IntEnum):
@@ -19,7 +19,6 @@ class Tier(enum.IntEnum):
     __hash__ = int.__hash__  # the default hashes the name each time, in Python
 
 
-NUM_TIERS = len(Tier)
 HIT_TIERS = (Tier.DEVICE, Tier.HOST)
 """Where a hit may lie: on the device, and in the tier that loads come from."""
 

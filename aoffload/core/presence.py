@@ -9,7 +9,7 @@ import attrs
 from .groups import Band, Layout
 from .paths import Stretch
 from .plan import Tier
-from .records import Job, Part, Run, place_of
+from .records import Job, Part, Run
 
 __all__ = ["accepted", "covered", "covered_stop", "held_stop", "jobs_bringing", "jobs_into", "present_stop"]
 
@@ -92,8 +92,8 @@ class _Held:
 
     def _last_missing(self, band: Band, start: int, stop: int) -> int | None:
         """The last unit of `[start, stop)` that none of `tiers` holds. `stop` moves back over the held units."""
-        place = place_of(Tier.DEVICE, band.number)
         for run in reversed(self.path):
+            place = band.number * run.num_tiers
             while start < stop and run.start < stop:
                 first = stop
                 for tier in self.tiers:

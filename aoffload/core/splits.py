@@ -23,10 +23,10 @@ class SplitsAndMerges:
         self.layout = layout
         self.tiers = tiers
         self.full = FullComponent(layout.full)
-        self.windows = window_components(layout)
+        self.windows = window_components(layout, len(tiers))
         self.components: tuple[Component, ...] = (self.full, *self.windows)
         """One per band."""
-        self.index = RunIndex(layout, epoch=0)
+        self.index = RunIndex(layout, 0, [tier.tier for tier in tiers])
         self._max_run_units = max_run_units(layout.unit_tokens)
 
     def is_cut(self, position: int) -> bool:
