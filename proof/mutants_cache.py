@@ -63,8 +63,8 @@ _KEYS = (
     Mutant(
         "a store in flight counts as a hit",
         MATCHING,
-        "            reached = run.parts[Tier.HOST].stop\n",
-        "            reached, job = run.parts[Tier.HOST].stop, run.parts[Tier.HOST].incoming\n"
+        "            reached = run.parts[BELOW].stop\n",
+        "            reached, job = run.parts[BELOW].stop, run.parts[BELOW].incoming\n"
         "            reached = reached if job is None else max(reached, min(job.stop, run.stop))\n",
         "publish on completion",
         scenarios=("tier_resets",),

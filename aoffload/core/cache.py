@@ -106,7 +106,7 @@ class PrefixCache(SplitsAndMerges):
         for current in reversed(_between(lease.run, lease.starts[at], start)):
             if current.stop <= start:
                 window.unpin(blocks, current, current.start)
-            elif not self.shift_boundary(current, start, band):
+            elif not self.shift_boundary(current, start, lease.tier, band):
                 head = self.split(current, start)
                 window.unpin(blocks, head, head.start)
         lease.starts[at] = start

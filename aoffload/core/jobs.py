@@ -7,6 +7,7 @@ and the destination is given to no other owner. Destination ids of an unfinished
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 
 import attrs
@@ -38,7 +39,7 @@ class JobBook:
     num_late: int = 0
     """Completions that came a second time, or for a job that was given up."""
     _next_id: int = 1
-    _num_stored: int = 0
+    _num_stored: dict[Tier, int] = attrs.field(factory=lambda: defaultdict(int))
 
     @property
     def last_id(self) -> int:
@@ -120,7 +121,7 @@ class JobBook:
             self._line_up(job, over)
         self.unsettled[plan.job_id] = job
         if plan.destination > plan.source:
-            self._num_stored += len(plan.source_ids)
+            self._num_stored[plan.source] += len(plan.source_ids)
         return job
 
     def _line_up(self, job: Job, over: list[Stretch]) -> None:
@@ -152,9 +153,9 @@ class JobBook:
         job.unclaimed_by(holding)
         return not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD
 
-    def num_stored_now(self) -> int:
-        """Blocks that stores under way read."""
-        return self._num_stored
+    def num_stored_now(self, source: Tier) -> int:
+        """Blocks of `source` that stores under way read."""
+        return self._num_stored[source]
 
     def ids_being_read(self, tier: Tier) -> list[array[int]]:
         """Blocks of `tier` that copies under way read, job by job."""
@@ -241,7 +242,7 @@ class JobBook:
         plan = job.plan
         del self.unsettled[plan.job_id]
         if plan.destination > plan.source:
-            self._num_stored -= len(plan.source_ids)
+            self._num_stored[plan.source] -= len(plan.source_ids)
         if job.source_lease is not None:
             self.cache.release(job.source_lease)
         if job.destination_lease is not None:

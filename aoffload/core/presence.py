@@ -126,8 +126,8 @@ class _Held:
         return found
 
 
-def jobs_bringing(over: list[Stretch], start: int) -> tuple[list[Job], int]:
-    """The unsettled jobs that bring full attention of the stretches `over` to the device, from unit `start` on without
+def jobs_bringing(over: list[Stretch], tier: Tier, start: int) -> tuple[list[Job], int]:
+    """The unsettled jobs that bring full attention of the stretches `over` to `tier`, from unit `start` on without
     a gap, and the end of these units. A job may bring more units behind that end, on another branch.
     """
     found: dict[Job, None] = {}
@@ -135,7 +135,7 @@ def jobs_bringing(over: list[Stretch], start: int) -> tuple[list[Job], int]:
     for run, _, stop in over:
         if stop <= position:
             continue
-        part = run.parts[Tier.DEVICE]
+        part = run.parts[tier]
         chain: list[Job] = []
         job = part.incoming
         while job is not None and not job.is_settled and job.stop > start:
