@@ -93,7 +93,8 @@ class Parts:
         self.moves.request(holding, RequestState.MATCHED)
         self.leases.pin(holding)
         self.moves.request(holding, RequestState.PINNED)
-        if self.leases.num_fresh(holding.published, holding.hit_stop, self._num_units(holding)) > self.admission.room:
+        missing = self.leases.num_fresh(holding.published, holding.hit_stop, self._num_units(holding))
+        if missing > self.admission.room or not self.admission.line.is_empty:
             self.leases.let_go(holding)
             return None
         self.admission.allocate_nowait(holding)
@@ -123,6 +124,8 @@ class Parts:
     def end(self, holding: Holding) -> None:
         for job in self.loads.abandon(holding):
             assert job.state is JobState.DISCARDED
+        if holding.waiter is not None:
+            self.admission.leave(holding.waiter)
         self.leases.let_go(holding)
         self.live.remove(holding)
 
