@@ -262,8 +262,8 @@ _PUBLISHING = (
     Mutant(
         "invalidate leaves the host copy",
         CACHE,
-        "        for part in run.parts:\n            self.withdraw_part(",
-        "        for part in run.parts_in(Tier.DEVICE):\n            self.withdraw_part(",
+        "for part in run.parts:\n                self.withdraw_part(",
+        "for part in run.parts_in(Tier.DEVICE):\n                self.withdraw_part(",
         "taken back in every tier, in flight too",
     ),
     Mutant(
