@@ -189,7 +189,7 @@ class EngineOffers:
         for offer in found:
             taken = self._bounded(offer)
             if len(taken.blocks) < len(offer.blocks):
-                self.moves.store_skipped(holding, len(offer.blocks) - len(taken.blocks), "in_flight")
+                self.moves.told.store_skipped(holding, len(offer.blocks) - len(taken.blocks), "in_flight")
             if taken.blocks:
                 over = stretches(run if pin is None else pin.run, taken.start, taken.stop)
                 jobs += self.stores.store(holding, taken.band, over, taken.blocks)
