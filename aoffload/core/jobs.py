@@ -7,7 +7,7 @@ and the destination is given to no other owner. Destination ids of an unfinished
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 import attrs
@@ -39,7 +39,7 @@ class JobBook:
     num_late: int = 0
     """Completions that came a second time, or for a job that was given up."""
     _next_id: int = 1
-    _num_stored: dict[Tier, int] = attrs.field(factory=lambda: defaultdict(int))
+    _num_stored: Counter[Tier] = attrs.field(factory=Counter)
 
     @property
     def last_id(self) -> int:
