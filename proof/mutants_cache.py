@@ -63,8 +63,8 @@ _KEYS = (
     Mutant(
         "a store in flight counts as a hit",
         MATCHING,
-        "            reached = run.parts[Tier.HOST].stop\n",
-        "            reached, job = run.parts[Tier.HOST].stop, run.parts[Tier.HOST].incoming\n"
+        "            reached = run.parts[BELOW].stop\n",
+        "            reached, job = run.parts[BELOW].stop, run.parts[BELOW].incoming\n"
         "            reached = reached if job is None else max(reached, min(job.stop, run.stop))\n",
         "publish on completion",
         scenarios=("tier_resets",),
@@ -177,9 +177,9 @@ _RUNS = (
     Mutant(
         "reset keeps the entries",
         CACHE,
-        "self.index = RunIndex(self.layout, self.epoch)",
+        "self.index = RunIndex(self.layout, self.epoch, self.index.tiers)",
         "runs = self.index.runs\n"
-        "        self.index = RunIndex(self.layout, self.epoch)\n"
+        "        self.index = RunIndex(self.layout, self.epoch, self.index.tiers)\n"
         "        self.index.runs = runs",
         "reset makes everything unfindable",
     ),
@@ -262,8 +262,8 @@ _PUBLISHING = (
     Mutant(
         "invalidate leaves the host copy",
         CACHE,
-        "        for part in run.parts:\n            self.withdraw_part(",
-        "        for part in run.parts_in(Tier.DEVICE):\n            self.withdraw_part(",
+        "for part in run.parts:\n                self.withdraw_part(",
+        "for part in run.parts_in(Tier.DEVICE):\n                self.withdraw_part(",
         "taken back in every tier, in flight too",
     ),
     Mutant(

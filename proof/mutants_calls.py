@@ -15,12 +15,13 @@ OWN_RUNS_ONLY = """\
         own = published_by(self.cache, holding, start)
         for band, run in own:
             for tier in self.cache.tiers:
-                self.cache.withdraw_part(tier, run.part(tier.tier, band.number))
+                self.cache.withdraw_part(run.part(tier.tier, band.number))
         heads = {run for _, run in own}
         runs = [run for run in self.cache.index.runs.values() if not heads.isdisjoint(run.path())]
         for run in runs:
             if run not in heads:
-                self.cache.withdraw(run)
+                for part in run.parts:
+                    self.cache.withdraw_part(part)
         for run in runs:
             self.cache.tidy(run)
 """

@@ -70,7 +70,7 @@ ENGINE_MUTANTS = (
         "launched stores publish what was taken back",
         ENGINE,
         "self.cache.withdraw_all(wrong)",
-        "self.cache.withdraw_all([run for run in wrong if run.parts[Tier.HOST].blocks])",
+        "self.cache.withdraw_all([run for run in wrong if run.parts[BELOW].blocks])",
         "what a failed forward has written is never found",
         test=f"{TAKEN_BACK}test_launched_stores_of_what_is_taken_back_never_publish",
     ),
@@ -109,7 +109,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "a hit loaded as it was matched",
         MATCHES,
-        "        return max(start, held_stop(self.cache.layout, path, Tier.HOST, start, stop, given=start))\n",
+        "        return max(start, held_stop(self.cache.layout, path, BELOW, start, stop, given=start))\n",
         "        return max(start, stop)\n",
         "what was found corrupt since the match is not loaded",
         test=f"{OWNED}test_what_was_matched_and_is_corrupt_by_now_is_not_loaded",
@@ -141,8 +141,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "pins kept for what is not loaded",
         MATCHES,
-        "Tier.HOST not in holding.leases or self.loads_paused:",
-        "Tier.HOST not in holding.leases:",
+        "BELOW not in holding.leases or self.loads_paused:",
+        "BELOW not in holding.leases:",
         "what was pinned is not loaded while too much is in quarantine",
         test=f"{LOST}test_above_the_share_nothing_is_loaded",
     ),

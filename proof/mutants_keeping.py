@@ -54,8 +54,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "pin keeps the device only",
         KEEPING,
-        "        elif (host_stop := held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)) > 0:\n",
-        "        elif (host_stop := held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)) < 0:\n",
+        "        elif (host_stop := held_stop(cache.layout, hit.path, BELOW, 0, hit.stop)) > 0:\n",
+        "        elif (host_stop := held_stop(cache.layout, hit.path, BELOW, 0, hit.stop)) < 0:\n",
         "what is cached stays where it is cached",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),

@@ -27,8 +27,8 @@ POLICY_MUTANTS = (
     Mutant(
         "stored after eviction",
         WATERMARK,
-        "left = self.num_blocks - source.pool.num_free - self.jobs.num_stored_now()",
-        "left = source.num_evicted and self.num_blocks - source.pool.num_free - self.jobs.num_stored_now()",
+        "left = self.num_blocks - source",
+        "left = source.num_evicted and self.num_blocks - source",
         "what is about to be evicted is stored before it is lost",
     ),
     Mutant(

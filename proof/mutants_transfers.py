@@ -205,7 +205,7 @@ _SHARING = (
         LOADS,
         "        ready = max(start, held_stop(layout, path, Tier.DEVICE, start, load.stop))",
         "        there = held_stop(layout, path, Tier.DEVICE, start, load.stop)\n"
-        "        ready = max(start, jobs_bringing(stretches(run, start, load.stop), there)[1])",
+        "        ready = max(start, jobs_bringing(stretches(run, start, load.stop), Tier.DEVICE, there)[1])",
         "loaded means landed",
     ),
     Mutant(

@@ -69,7 +69,7 @@ class Admission:
         try:
             blocks = self._take_nowait(holding, num_units, behind=bool(self.line.extending))
         except OutOfBlocks as error:
-            self.moves.extension_refused(holding, error.num_needed, error.num_available)
+            self.moves.told.extension_refused(holding, error.num_needed, error.num_available)
             raise
         self.request_leases.lengthen_tables(holding, num_units, blocks)
         return self.extension(holding, before)

@@ -106,7 +106,7 @@ class PrefixCache(SplitsAndMerges):
         for current in reversed(_between(lease.run, lease.starts[at], start)):
             if current.stop <= start:
                 window.unpin(blocks, current, current.start)
-            elif not self.shift_boundary(current, start, band):
+            elif not self.shift_boundary(current, start, lease.tier, band):
                 head = self.split(current, start)
                 window.unpin(blocks, head, head.start)
         lease.starts[at] = start
@@ -170,7 +170,7 @@ class PrefixCache(SplitsAndMerges):
     def reset(self) -> None:
         """Swap the index: nothing cached so far is findable any more. Pinned blocks stay until they are unpinned."""
         self.epoch += 1
-        self.index = RunIndex(self.layout, self.epoch)
+        self.index = RunIndex(self.layout, self.epoch, self.index.tiers)
         for tier in self.tiers:
             for part in list(tier.order):
                 tier.pool.give(part.clear())
@@ -189,14 +189,9 @@ class PrefixCache(SplitsAndMerges):
         for run in runs:
             self.tidy(run)
 
-    def withdraw(self, run: Run) -> None:
-        """Make every block of `run` unfindable, and free it once it is unpinned. Jobs in flight to it publish
-        nothing."""
-        for part in run.parts:
-            self.withdraw_part(part)
-
     def withdraw_part(self, part: Part) -> None:
-        """The same for one part: its blocks are freed or, if it is pinned, become a tombstone."""
+        """Make the blocks of `part` unfindable: they are freed or, if it is pinned, become a tombstone. Jobs in flight
+        to it publish nothing."""
         job, tier = part.incoming, self.tiers[part.tier]
         while job is not None and job.stop > part.run.start:
             job.publish_nothing()
@@ -217,7 +212,8 @@ class PrefixCache(SplitsAndMerges):
         heads = set(wrong)
         behind = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
         for run in (*(run for run in wrong if run.epoch != self.epoch), *behind):
-            self.withdraw(run)
+            for part in run.parts:
+                self.withdraw_part(part)
         for run in behind:
             self.tidy(run)
 

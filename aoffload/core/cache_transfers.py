@@ -79,7 +79,7 @@ class CacheTransfers:
 
     def _first_missing(self, holding: Holding) -> int:
         """The unit up to which full attention is on the device, or on its way there."""
-        path = holding.leases[Tier.HOST].run.whole_path()
+        path = holding.leases[self.stores.destination].run.whole_path()
         return self.loads.on_its_way(path, holding.published, holding.hit_stop)[1]
 
     def _excess(self, holding: Holding) -> int:

@@ -26,7 +26,7 @@ from .intervals import outside
 from .paths import Stretch, stretches
 from .plan import Tier
 from .presence import covered, covered_stop
-from .records import Job, Lease, Part, Run, place_of
+from .records import Job, Lease, Part, Run
 from .tiers import TierBlocks
 
 __all__ = ["Component", "FullComponent", "WindowComponent", "brings", "window_components"]
@@ -223,5 +223,6 @@ def brings(component: Component, job: Job, part: Part, run: Run) -> bool:
     return not job.is_settled and any(over is run for over, _, _ in stretches(job.run, first, job.stop))
 
 
-def window_components(layout: Layout) -> tuple[WindowComponent, ...]:
-    return tuple(WindowComponent(band, tuple(place_of(tier, band.number) for tier in Tier)) for band in layout.windows)
+def window_components(layout: Layout, num_tiers: int) -> tuple[WindowComponent, ...]:
+    places = ((band, range(band.number * num_tiers, (band.number + 1) * num_tiers)) for band in layout.windows)
+    return tuple(WindowComponent(band, tuple(of_band)) for band, of_band in places)

@@ -103,13 +103,13 @@ class EngineTier(TierBlocks):
         could_load = self.may_load
         super().quarantine(block_ids)
         if could_load and not self.may_load:
-            self.moves.loads_paused(self.num_quarantined)
+            self.moves.told.loads_paused(self.num_quarantined)
 
     def end_quarantine(self, block_ids: array[int]) -> None:
         could_load = self.may_load
         super().end_quarantine(block_ids)
         if self.may_load and not could_load:
-            self.moves.loads_resumed(self.num_quarantined)
+            self.moves.told.loads_resumed(self.num_quarantined)
 
     @property
     def _held(self) -> HeldBlocks:

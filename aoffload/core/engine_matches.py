@@ -14,7 +14,7 @@ from .lifecycle import RequestState
 from .matching import Hit, find_hit_behind
 from .observer import Moves
 from .owners import Holding
-from .plan import Tier
+from .plan import BELOW
 from .presence import held_stop
 from .request_leases import RequestLeases
 from .table import NO_LIMIT
@@ -90,7 +90,7 @@ class EngineMatches:
         unit = self.cache.layout.unit_tokens
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
-            self.request_leases.keep(holding, Tier.HOST, run)
+            self.request_leases.keep(holding, BELOW, run)
         holding.matched(0, hit.stop, PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit))
 
     def forget(self, holdings: Iterable[Holding]) -> None:
@@ -103,7 +103,7 @@ class EngineMatches:
     def held_stop(self, holding: Holding, start: int, stop: int) -> int:
         """The unit up to which the hit can still be loaded: a corrupt block may have cut it off, and nothing can be
         while too many blocks are in quarantine."""
-        if holding.epoch != self.cache.epoch or Tier.HOST not in holding.leases or self.loads_paused:
+        if holding.epoch != self.cache.epoch or BELOW not in holding.leases or self.loads_paused:
             return start
-        path = holding.leases[Tier.HOST].run.whole_path()
-        return max(start, held_stop(self.cache.layout, path, Tier.HOST, start, stop, given=start))
+        path = holding.leases[BELOW].run.whole_path()
+        return max(start, held_stop(self.cache.layout, path, BELOW, start, stop, given=start))

@@ -25,7 +25,7 @@ from .jobs import JobBook
 from .observer import Moves
 from .owners import Holding
 from .paths import stretches
-from .plan import Tier
+from .plan import BELOW, Tier
 from .policy import StorePolicy
 from .presence import covered, covered_stop
 from .records import Job, Run
@@ -100,7 +100,7 @@ class EngineOffers:
             ids.check(holding.published)
             self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
         stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
-        if not stop or not self.cache.tiers[Tier.HOST].pool.num_blocks:
+        if not stop or not self.cache.tiers[BELOW].pool.num_blocks:
             return Wanted([])
         find = partial(self.device.find, holding.request_id)
         end = self._stored_end(holding, stop, self._ends.get(holding))
@@ -185,11 +185,11 @@ class EngineOffers:
             return jobs
         run = self._path(holding, wanted.end, max([offer.stop for offer in found]))
         # One offer pins its path itself.
-        pin = None if len(found) == 1 else self.cache.lease(Tier.HOST, run, self._no_windows(run), is_use=False)
+        pin = None if len(found) == 1 else self.cache.lease(BELOW, run, self._no_windows(run), is_use=False)
         for offer in found:
             taken = self._bounded(offer)
             if len(taken.blocks) < len(offer.blocks):
-                self.moves.store_skipped(holding, len(offer.blocks) - len(taken.blocks), "in_flight")
+                self.moves.told.store_skipped(holding, len(offer.blocks) - len(taken.blocks), "in_flight")
             if taken.blocks:
                 over = stretches(run if pin is None else pin.run, taken.start, taken.stop)
                 jobs += self.stores.store(holding, taken.band, over, taken.blocks)
@@ -204,7 +204,7 @@ class EngineOffers:
 
     def _bounded(self, offer: Offer) -> Offer:
         """The front of `offer` that may be in flight; of a window all or nothing, since a part of it is of no use."""
-        in_flight = self.jobs.num_stored_now()
+        in_flight = self.jobs.num_stored_now(Tier.DEVICE)
         num_units = max(0, self.max_blocks_in_flight - in_flight) // offer.band.width
         if offer.start + num_units >= offer.stop or (offer.band.number and not in_flight):
             return offer
@@ -234,7 +234,7 @@ def _is_covered(run: Run) -> bool:
     """Whether the host has full attention of the whole path of `run`, or will get it from jobs under way."""
     current: Run | None = run
     while current is not None:
-        part = current.parts[Tier.HOST]
+        part = current.parts[BELOW]
         if part.stop != current.stop and covered_stop(part) != current.stop:
             return False
         current = current.before
@@ -245,7 +245,7 @@ def _lacking(path: Path, band: Band, start: int, stop: int) -> list[range]:
     """Units `[start, stop)` of `band` that the host neither holds nor will get from jobs under way."""
     position, held = 0, list[range]()
     for run, agreed in path:
-        first, last = covered(run.part(Tier.HOST, band.number))
+        first, last = covered(run.part(BELOW, band.number))
         held.append(range(first, min(last, agreed)))
         position = agreed
     assert position <= stop, "a path beyond what was asked for"

@@ -34,7 +34,7 @@ from .lifecycle import JobState, RequestState, require
 from .observer import Moves
 from .owners import Holding
 from .pins import Pins
-from .plan import Direction, Outcome, Tier
+from .plan import BELOW, Direction, Outcome, Tier
 from .records import Job, Load, Run
 from .request_leases import RequestLeases
 
@@ -95,8 +95,8 @@ class EngineOwned:
         self._unwritten[holding] = {band.number: range(start, first) for band, first in firsts if start < first}
         jobs: list[Job] = []
         for band, first, blocks in ids:
-            run = holding.leases[Tier.HOST].run
-            jobs += self.jobs.plan(holding, Tier.HOST, Tier.DEVICE, run, band, first, stop, blocks, units_per_job)
+            run = holding.leases[BELOW].run
+            jobs += self.jobs.plan(holding, BELOW, Tier.DEVICE, run, band, first, stop, blocks, units_per_job)
         if not jobs:  # no hit, or one at whose end no window needs anything
             self._run(holding, stop)
             return []
@@ -150,7 +150,7 @@ class EngineOwned:
 
     def _run(self, holding: Holding, ready: int) -> None:
         """Let `holding` compute on from unit `ready`."""
-        if (lease := holding.leases.get(Tier.HOST)) is not None:
+        if (lease := holding.leases.get(BELOW)) is not None:
             self.offers.reached(holding, lease.run)
         self.request_leases.end_host_lease(holding)
         holding.hit_up_to(ready)

@@ -25,7 +25,7 @@ class HitCounts:
     """Hit counts of prefixes. The least recently seen is forgotten first, the end of a prefix before its start."""
 
     def __init__(self, layout: Layout, max_tokens: int) -> None:
-        self._index = RunIndex(attrs.evolve(layout, bands=()), epoch=0)
+        self._index = RunIndex(attrs.evolve(layout, bands=()), epoch=0, tiers=())
         self._unit_tokens = layout.unit_tokens
         self._max_tokens = max_tokens
         self._counts: OrderedDict[Run, int] = OrderedDict()

@@ -12,7 +12,7 @@ What a run holds in one tier is one part for each band:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..prefix import TOKEN_BYTES
 from .groups import Layout
@@ -26,10 +26,11 @@ __all__ = ["RunIndex"]
 class RunIndex:
     """All findable runs of one epoch."""
 
-    def __init__(self, layout: Layout, epoch: int) -> None:
+    def __init__(self, layout: Layout, epoch: int, tiers: Sequence[Tier]) -> None:
         self.epoch = epoch
+        self.tiers = tiers
         self.runs: dict[bytes, Run] = {}
-        self._places = [(tier, band.number, band.width) for band in layout.bands for tier in Tier]
+        self._places = [(tier, band.number, band.width) for band in layout.bands for tier in tiers]
         self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
 
     def __repr__(self) -> str:
@@ -61,7 +62,7 @@ class RunIndex:
         hasher = sequence.root.hasher if before is None else before.hash_after
         key = key or sequence.key_at(hasher, start)
         tokens, spans, root = sequence.stretch(start, stop), sequence.spans_at(start), sequence.root
-        run = Run(key, before, start, stop, tokens, spans, hasher, self.epoch, root)
+        run = Run(key, before, start, stop, tokens, spans, hasher, self.epoch, root, len(self.tiers))
         run._hash_after = sequence.hasher_at(stop)
         run.parts = tuple([Part(*place, run, start, start) for place in self._places])
         if before is not None:
@@ -83,7 +84,9 @@ class RunIndex:
         """
         cut = (at - run.start) * self._unit_bytes
         front = run.tokens[:cut]
-        head = Run(run.key, run.before, run.start, at, front, run.spans, run.hash_before, run.epoch, run.root)
+        head = Run(
+            run.key, run.before, run.start, at, front, run.spans, run.hash_before, run.epoch, run.root, run.num_tiers
+        )
         head.num_after, head.offered_stop = 1, min(at, run.offered_stop)
         run.before = head
         self._begin_at(run, head, at)

@@ -119,6 +119,9 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
             hands += job.plan.destination_ids
     number = sum(len(job.plan.destination_ids) for job in quarantined)
     _demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
+    plans = [job.plan for job in jobs.unsettled.values() if job.plan.source is tier]
+    stored = sum(plan.num_blocks for plan in plans if plan.destination > tier)
+    _demand(jobs.num_stored_now(tier) == stored, f"{tier.name} blocks being stored are miscounted", stored)
     if cache.tiers[tier].is_outside:
         _check_outside(cache.tiers[tier], hands, jobs)
         return
@@ -138,10 +141,7 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
 def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
     """Only jobs hold engine-owned blocks, and no two jobs write to the same block."""
     _demand(len(set(written)) == len(written), "two copies write to a block of the engine's", written)
-    plans = [job.plan for job in jobs.unsettled.values()]
-    stored = sum(plan.num_blocks for plan in plans if plan.destination > plan.source)
-    _demand(stored == jobs.num_stored_now(), "the stores under way are miscounted", stored, jobs.num_stored_now())
-    number = len(written) + sum(plan.num_blocks for plan in plans if plan.source is tier.tier)
+    number = len(written) + sum(map(len, jobs.ids_being_read(tier.tier)))
     _demand(tier.pool.num_blocks == number, "an engine's blocks are held by no job", tier.pool.num_blocks, number)
 
 

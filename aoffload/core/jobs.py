@@ -7,6 +7,7 @@ and the destination is given to no other owner. Destination ids of an unfinished
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 import attrs
@@ -20,7 +21,7 @@ from .owners import Holding
 from .paths import Stretch, held_ids, stretches
 from .plan import Completion, Direction, Outcome, Tier, TransferPlan
 from .presence import covered
-from .records import Job, Lease, Part, Run, place_of
+from .records import Job, Lease, Part, Run
 
 __all__ = ["JobBook"]
 
@@ -38,7 +39,7 @@ class JobBook:
     num_late: int = 0
     """Completions that came a second time, or for a job that was given up."""
     _next_id: int = 1
-    _num_stored: int = 0
+    _num_stored: Counter[Tier] = attrs.field(factory=Counter)
 
     @property
     def last_id(self) -> int:
@@ -82,7 +83,7 @@ class JobBook:
     def _make_adjoin(self, run: Run, band: Band, tier: Tier, start: int, stop: int) -> None:
         """Split runs so that units `[start, stop)` leave no gap to what `tier` holds, or will get, of the same run: per
         tier, a run holds one stretch of a window band."""
-        place = place_of(tier, band.number)
+        place = run.place(tier, band.number)
         for over, begin, end in stretches(run, start, stop):
             first, last = covered(over.parts[place])
             if first == last:
@@ -120,7 +121,7 @@ class JobBook:
             self._line_up(job, over)
         self.unsettled[plan.job_id] = job
         if plan.destination > plan.source:
-            self._num_stored += len(plan.source_ids)
+            self._num_stored[plan.source] += len(plan.source_ids)
         return job
 
     def _line_up(self, job: Job, over: list[Stretch]) -> None:
@@ -129,7 +130,8 @@ class JobBook:
 
         The predecessor is the job under way to the same run or, if `job` begins its run, to the run before. A window
         band may get the front of a run last, behind the job to the same run."""
-        place, first = place_of(job.plan.destination, job.band), over[0][0]
+        first = over[0][0]
+        place = first.place(job.plan.destination, job.band)
         before: Run | None = first
         if job.start == first.start and (not job.band or first.parts[place].incoming is None):
             before = first.before
@@ -151,9 +153,9 @@ class JobBook:
         job.unclaimed_by(holding)
         return not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD
 
-    def num_stored_now(self) -> int:
-        """Blocks that stores under way read."""
-        return self._num_stored
+    def num_stored_now(self, source: Tier) -> int:
+        """Blocks of `source` that stores under way read."""
+        return self._num_stored[source]
 
     def ids_being_read(self, tier: Tier) -> list[array[int]]:
         """Blocks of `tier` that copies under way read, job by job."""
@@ -240,7 +242,7 @@ class JobBook:
         plan = job.plan
         del self.unsettled[plan.job_id]
         if plan.destination > plan.source:
-            self._num_stored -= len(plan.source_ids)
+            self._num_stored[plan.source] -= len(plan.source_ids)
         if job.source_lease is not None:
             self.cache.release(job.source_lease)
         if job.destination_lease is not None:
@@ -251,7 +253,7 @@ class JobBook:
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish the proven blocks on the job's own runs, in prefix order; free the others unless `keep_ids`."""
         width, tier, ids = self.cache.layout.bands[job.band].width, job.plan.destination, job.plan.destination_ids
-        component, place = self.cache.components[job.band], place_of(tier, job.band)
+        component, place = self.cache.components[job.band], job.run.place(tier, job.band)
         for run, first, stop in stretches(job.run, job.start, job.stop):
             part, last = run.parts[place], min(stop, proven_stop)
             brought = ids[(first - job.start) * width : (stop - job.start) * width]

@@ -22,7 +22,7 @@ from .ledger_requests import BeginningRequests
 from .ledger_work import WorkingRequests
 from .lifecycle import PinState
 from .owners import Holding, nobody
-from .plan import Tier
+from .plan import HIT_TIERS, Tier
 from .status import Holder, RequestStatus, explained
 from .tiers import BlockWatcher, TierStatistics
 from .tokens import TokenSequence
@@ -137,7 +137,7 @@ class Ledger(BeginningRequests, WorkingRequests):
                 holding.orphan()
 
     def statistics(self) -> LedgerStatistics:
-        device, host = (tier.statistics() for tier in self.cache.tiers)
+        device, host = (self.cache.tiers[tier].statistics() for tier in HIT_TIERS)
         line = self.admission.line
         waiting = len(line.extending) + len(line.allocating)
         num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)

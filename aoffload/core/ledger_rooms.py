@@ -27,7 +27,7 @@ from .loads import Loads
 from .observer import Moves, Observer
 from .owners import Holding
 from .pins import Pins
-from .plan import Outcome, Tier
+from .plan import BELOW, Outcome, Tier
 from .policy import store_policy_of
 from .preemption import Preemptions
 from .records import Job
@@ -90,7 +90,7 @@ class LedgerRooms:
         self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
         self._forks = Forks(cache, leases, self.admission, moves)
         self._policy = policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
-        stores = Stores(cache, self.jobs, moves, Tier.DEVICE, Tier.HOST)
+        stores = Stores(cache, self.jobs, moves, Tier.DEVICE, BELOW)
         self.writes_back = policy.num_watermark_blocks > 0
         """Whether `plan_write_back` ever plans anything."""
         watermark = EvictionWatermark(cache, self.jobs, stores, policy.num_watermark_blocks)

@@ -18,10 +18,10 @@ from .observer import Moves
 from .overlap import compare, compare_job
 from .owners import Holding, Waiter, nobody
 from .paths import held_ids, stretches
-from .plan import HIT_TIERS, Tier, TransferPlan
+from .plan import BELOW, HIT_TIERS, Tier, TransferPlan
 from .presence import accepted, covered, held_stop, jobs_bringing, jobs_into, present_stop
 from .publish import step_back
-from .records import Job, Load, Run, place_of
+from .records import Job, Load, Run
 from .request_leases import RequestLeases
 from .table import NO_LIMIT, BlockTable
 from .waiting import is_waiting
@@ -64,7 +64,7 @@ class Loads:
             return ()
         if holding.num_steps:
             raise WrongState(f"load: a step touches the blocks of {holding}, and a load gives some of them back")
-        may_load = holding.epoch == self.cache.epoch and Tier.HOST in holding.leases
+        may_load = holding.epoch == self.cache.epoch and BELOW in holding.leases
         stop = min(holding.hit_stop, holding.num_units, limit) if may_load else 0
         jobs = self.start(holding, stop, wake, units_per_job) if stop > holding.published else []
         # Holes but nothing to load: a load without jobs is concluded at once, and fills them.
@@ -89,10 +89,10 @@ class Loads:
         Starts nothing (`holding.load` stays None) if a block found corrupt has cut off the hit, or if there is no room
         for the window blocks that the load needs."""
         layout, start = self.cache.layout, holding.published
-        path = holding.leases[Tier.HOST].run.whole_path()
+        path = holding.leases[BELOW].run.whole_path()
         shared, on_its_way = self.on_its_way(path, start, stop)
         if layout.full.width:
-            stop = present_stop(path, Tier.HOST, on_its_way, stop)
+            stop = present_stop(path, BELOW, on_its_way, stop)
         if layout.windows:
             stop = accepted(layout, path, stop, HIT_TIERS)
         if stop <= start:
@@ -141,7 +141,7 @@ class Loads:
         there, last = present_stop(path, Tier.DEVICE, start, stop), path[-1]
         if last.start <= there and last.parts[Tier.DEVICE].incoming is None:  # the common case
             return [], there
-        return jobs_bringing(stretches(last, there, stop), there)
+        return jobs_bringing(stretches(last, there, stop), Tier.DEVICE, there)
 
     def _launch(self, holding: Holding, load: Load, band: Band, start: int, stop: int) -> list[Job]:
         """Plan jobs that load units `[start, stop)` into blocks of the request, which the jobs own from now on."""
@@ -149,7 +149,7 @@ class Loads:
             return []
         run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
         ids = table.null(start, stop)
-        return self.jobs.plan(holding, Tier.HOST, Tier.DEVICE, run, band, start, stop, ids, load.units_per_job)
+        return self.jobs.plan(holding, BELOW, Tier.DEVICE, run, band, start, stop, ids, load.units_per_job)
 
     def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
         """Free the request's blocks for units `[start, stop)`, which other jobs bring or have brought."""
@@ -161,7 +161,7 @@ class Loads:
         run = holding.leases[Tier.DEVICE].run
         shared: dict[Job, None] = {}
         missing: list[range] = []
-        place = place_of(Tier.DEVICE, band.number)
+        place = run.place(Tier.DEVICE, band.number)
         for over, begin, end in stretches(run, start, load.stop):
             part = over.parts[place]
             first, stop = covered(part)

@@ -6,7 +6,7 @@ import attrs
 
 from .groups import Layout
 from .index import RunIndex
-from .plan import HIT_TIERS, Tier
+from .plan import BELOW, HIT_TIERS, Tier
 from .presence import accepted, held_stop, present_stop
 from .records import Run
 from .tokens import TokenSequence
@@ -60,7 +60,7 @@ def find_hit(
     # turn until they agree.
     while True:
         near = accepted(layout, path, near, (Tier.DEVICE,))
-        reached = present_stop(path, Tier.HOST, near, stop) if layout.full.width else stop
+        reached = present_stop(path, BELOW, near, stop) if layout.full.width else stop
         reached = accepted(layout, path, reached, HIT_TIERS, alignment, device_limit=near)
         if near <= reached:
             return Hit(near, reached, path)
@@ -77,7 +77,7 @@ def find_hit_behind(
     for run, agreed in index.walk(sequence, limit):
         path.append(run)
         stop = agreed
-    stop = held_stop(layout, path, Tier.HOST, start, stop, alignment, given=start)
+    stop = held_stop(layout, path, BELOW, start, stop, alignment, given=start)
     return Hit(start, max(start, stop), tuple(path))
 
 
@@ -93,7 +93,7 @@ def _full_path(
         path.append(run)
         stop = agreed
         if has_full:
-            reached = run.parts[Tier.HOST].stop
+            reached = run.parts[BELOW].stop
             if device_stop == run.start:
                 device_stop = min(run.parts[Tier.DEVICE].stop, agreed)
                 reached = max(reached, device_stop)

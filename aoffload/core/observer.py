@@ -77,6 +77,11 @@ class Moves:
     observer: Observer | None
     clock: Callable[[], float] | None = None
     """Ages of states count by it; None: nobody asks for them."""
+    told: Observer = attrs.field(init=False)
+    """The observer, or one that does nothing: for events that move no state."""
+
+    def __attrs_post_init__(self) -> None:
+        self.told = NullObserver() if self.observer is None else self.observer
 
     def request(self, holding: Holding, state: RequestState) -> None:
         old = holding.state
@@ -124,15 +129,6 @@ class Moves:
         if self.observer is not None:
             self.observer.overlap_moved(overlap, old)
 
-    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        """Tell the observer that blocks that were to be stored are not."""
-        if self.observer is not None:
-            self.observer.store_skipped(holding, num_blocks, reason)
-
-    def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None:
-        if self.observer is not None:
-            self.observer.extension_refused(holding, num_needed, num_available)
-
     def step_begun(self, step: Step) -> None:
         if self.clock is not None:
             step.begun_s = self.clock()
@@ -142,14 +138,6 @@ class Moves:
     def step_ended(self, step: Step) -> None:
         if self.observer is not None:
             self.observer.step_ended(step)
-
-    def loads_paused(self, num_quarantined: int) -> None:
-        if self.observer is not None:
-            self.observer.loads_paused(num_quarantined)
-
-    def loads_resumed(self, num_quarantined: int) -> None:
-        if self.observer is not None:
-            self.observer.loads_resumed(num_quarantined)
 
 
 def _illegal(entity: Stateful, new: State) -> IllegalTransition:

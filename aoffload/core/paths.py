@@ -6,7 +6,7 @@ from array import array
 from typing import TypeAlias
 
 from .plan import Tier
-from .records import Run, place_of
+from .records import Run
 
 __all__ = ["Stretch", "held_ids", "stretches"]
 
@@ -37,8 +37,7 @@ def held_ids(run: Run | None, tier: Tier, band: int, start: int, stop: int) -> a
         part = run.part(tier, band)
         return part.blocks[(start - part.first) * part.width : (stop - part.first) * part.width]
     ids = array("i")
-    place = place_of(tier, band)
     for over, first, last in stretches(run, start, stop):
-        part = over.parts[place]
+        part = over.parts[band * over.num_tiers + tier]
         ids.extend(part.blocks[(first - part.first) * part.width : (last - part.first) * part.width])
     return ids

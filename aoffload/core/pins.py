@@ -25,7 +25,7 @@ from .lifecycle import PinState
 from .matching import Hit, find_hit
 from .observer import Moves
 from .paths import stretches
-from .plan import Tier
+from .plan import BELOW, Tier
 from .presence import held_stop
 from .records import Lease, Part
 from .tokens import TokenSequence
@@ -119,17 +119,17 @@ class Pins:
         hit = find_hit(cache.index, sequence, cache.layout, limit)
         ends: list[tuple[Tier, int]] = []
         if hit.stop > hit.device_stop:
-            ends.append((Tier.HOST, hit.stop))
+            ends.append((BELOW, hit.stop))
             if cache.layout.windows:  # what the device holds behind the device hit
                 ends.append((Tier.DEVICE, hit.stop))
-        elif (host_stop := held_stop(cache.layout, hit.path, Tier.HOST, 0, hit.stop)) > 0:
-            ends.append((Tier.HOST, host_stop))
+        elif (host_stop := held_stop(cache.layout, hit.path, BELOW, 0, hit.stop)) > 0:
+            ends.append((BELOW, host_stop))
         if hit.device_stop:
             ends.append((Tier.DEVICE, hit.device_stop))
         # The same prompt again computes its last token: its hit may be shorter, and its windows begin earlier.
         again = self._hit_again(sequence, hit)
         device_start = again.device_stop or again.stop
-        starts = {Tier.DEVICE: device_start, Tier.HOST: again.stop}
+        starts = {Tier.DEVICE: device_start, BELOW: again.stop}
         window_starts = self.cache.layout.window_starts
         return hit, [_Wish(tier, stop, list(window_starts(min(stop, starts[tier])))) for tier, stop in ends]
 

@@ -7,11 +7,13 @@ from array import array
 
 import attrs
 
-__all__ = ["HIT_TIERS", "NUM_TIERS", "Completion", "Direction", "Outcome", "Tier", "TransferPlan"]
+__all__ = [
+    "BELOW", "HIT_TIERS", "TIERS", "Completion", "Direction", "Outcome", "Tier", "TierRow", "TransferPlan",
+]  # fmt: skip
 
 
 class Tier(enum.IntEnum):
-    """Where blocks live, nearest to the compute first."""
+    """Where blocks live, nearest to the compute first. `TIERS` says how they lie to one another."""
 
     DEVICE = 0
     HOST = 1
@@ -19,12 +21,31 @@ class Tier(enum.IntEnum):
     __hash__ = int.__hash__  # the default hashes the name each time, in Python
 
 
-NUM_TIERS = len(Tier)
-HIT_TIERS = (Tier.DEVICE, Tier.HOST)
-"""Where a hit may lie: on the device, and in the tier that loads come from."""
+@attrs.frozen
+class TierRow:
+    """What is fixed about a tier. Who pins and evicts its blocks is not: see `TierBlocks` and `EngineTier`."""
+
+    tier: Tier
+    above: Tier | None
+    """The one tier that it is copied to, by loads, and filled from, by stores."""
+    lowest_id: int
+    """1 where block 0 is the null block."""
+
+
+TIERS = (
+    TierRow(Tier.DEVICE, above=None, lowest_id=1),
+    TierRow(Tier.HOST, above=Tier.DEVICE, lowest_id=0),
+)
+"""The tiers, by number."""
+BELOW = next(row.tier for row in TIERS if row.above is Tier.DEVICE)
+"""The tier right below the device: loads onto the device come from it, stores from the device go to it."""
+HIT_TIERS = (Tier.DEVICE, BELOW)
+"""Where a hit may lie."""
 
 
 class Direction(enum.Enum):
+    """Of a hop, which is a source and a destination of copies: up the tiers, or down."""
+
     LOAD = "load"
     STORE = "store"
 
@@ -54,6 +75,10 @@ class TransferPlan:
     destination: Tier
     source_ids: array[int]
     destination_ids: array[int]
+
+    @property
+    def hop(self) -> tuple[Tier, Tier]:
+        return self.source, self.destination
 
     @property
     def direction(self) -> Direction:

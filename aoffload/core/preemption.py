@@ -69,7 +69,7 @@ class Preemptions:
         run, held = holding.device_run, self._held(holding)
         self.request_leases.give_up_tables(holding)
         if run is not None:
-            self.request_leases.keep(holding, Tier.HOST, run)
+            self.request_leases.keep(holding, self.stores.destination, run)
             self.request_leases.follow(holding, None)
         holding.preempted(self.cache.layout.unit_tokens)
         self.moves.request(holding, _S.PREEMPTED)

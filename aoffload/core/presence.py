@@ -9,7 +9,7 @@ import attrs
 from .groups import Band, Layout
 from .paths import Stretch
 from .plan import Tier
-from .records import Job, Part, Run, place_of
+from .records import Job, Part, Run
 
 __all__ = ["accepted", "covered", "covered_stop", "held_stop", "jobs_bringing", "jobs_into", "present_stop"]
 
@@ -92,8 +92,8 @@ class _Held:
 
     def _last_missing(self, band: Band, start: int, stop: int) -> int | None:
         """The last unit of `[start, stop)` that none of `tiers` holds. `stop` moves back over the held units."""
-        place = place_of(Tier.DEVICE, band.number)
         for run in reversed(self.path):
+            place = band.number * run.num_tiers
             while start < stop and run.start < stop:
                 first = stop
                 for tier in self.tiers:
@@ -126,8 +126,8 @@ class _Held:
         return found
 
 
-def jobs_bringing(over: list[Stretch], start: int) -> tuple[list[Job], int]:
-    """The unsettled jobs that bring full attention of the stretches `over` to the device, from unit `start` on without
+def jobs_bringing(over: list[Stretch], tier: Tier, start: int) -> tuple[list[Job], int]:
+    """The unsettled jobs that bring full attention of the stretches `over` to `tier`, from unit `start` on without
     a gap, and the end of these units. A job may bring more units behind that end, on another branch.
     """
     found: dict[Job, None] = {}
@@ -135,7 +135,7 @@ def jobs_bringing(over: list[Stretch], start: int) -> tuple[list[Job], int]:
     for run, _, stop in over:
         if stop <= position:
             continue
-        part = run.parts[Tier.DEVICE]
+        part = run.parts[tier]
         chain: list[Job] = []
         job = part.incoming
         while job is not None and not job.is_settled and job.stop > start:

@@ -14,18 +14,11 @@ from dataclasses import dataclass, field
 
 from ..prefix import Hasher, KeySpan, Root
 from .lifecycle import JobState, NoEpoch
-from .plan import NUM_TIERS, Completion, Tier, TransferPlan
+from .plan import Completion, Tier, TransferPlan
 from .tokens import hash_run
 from .tombstones import Tombstone, divided
 
-__all__ = [
-    "Claimant", "Job", "Lease", "Load", "Part", "Run", "place_of",
-]  # fmt: skip
-
-
-def place_of(tier: Tier, band: int) -> int:
-    """Where `Run.parts` has the part of a band in a tier."""
-    return band * NUM_TIERS + tier
+__all__ = ["Claimant", "Job", "Lease", "Load", "Part", "Run"]
 
 
 def _no_ids() -> array[int]:
@@ -186,6 +179,7 @@ class Run:
     epoch: int
     """The epoch of the index that the run belongs to. After a reset, the run is not findable."""
     root: Root
+    num_tiers: int
     parts: tuple[Part, ...] = ()
     """By band, then by tier: `parts[tier]` is that of full attention."""
     offered_stop: int = 0
@@ -206,12 +200,16 @@ class Run:
             self._hash_after = hash_run(self.hash_before, self.tokens, self.spans, unit_bytes)
         return self._hash_after
 
+    def place(self, tier: Tier, band: int) -> int:
+        """Where `parts` has the part of a band in a tier: at the same place in every run of an index."""
+        return band * self.num_tiers + tier
+
     def part(self, tier: Tier, band: int) -> Part:
-        return self.parts[band * NUM_TIERS + tier]  # `place_of`, without a call
+        return self.parts[band * self.num_tiers + tier]
 
     def parts_in(self, tier: Tier) -> tuple[Part, ...]:
         """The parts of one tier, by band."""
-        return self.parts[tier::NUM_TIERS]
+        return self.parts[tier :: self.num_tiers]
 
     def whole_path(self) -> list[Run]:
         """This run and all before it, in prefix order."""

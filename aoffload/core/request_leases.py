@@ -12,7 +12,7 @@ from .lifecycle import RequestState
 from .matching import Hit, find_hit
 from .owners import Holding
 from .paths import held_ids
-from .plan import Tier
+from .plan import BELOW, Tier
 from .records import Part, Run
 from .table import BlockTable, nulls
 
@@ -54,7 +54,7 @@ class RequestLeases:
         if last.stop != hit.stop:
             last = self.cache.cut(last, hit.stop)
         if hit.stop > hit.device_stop:
-            self.keep(holding, Tier.HOST, last)
+            self.keep(holding, BELOW, last)
             if islands and layout.windows:
                 # Behind the device hit, the device may hold window blocks that the host lacks: the load adopts them.
                 holding.reserve = self.cache.lease(Tier.DEVICE, last)
@@ -107,14 +107,14 @@ class RequestLeases:
             return False
         wanted: dict[Tier, Run] = {}
         if hit.stop > hit.device_stop:
-            wanted[Tier.HOST] = hit.run_at(hit.stop)
+            wanted[BELOW] = hit.run_at(hit.stop)
         if hit.device_stop:
             wanted[Tier.DEVICE] = hit.run_at(hit.device_stop)
         return wanted == {tier: lease.run for tier, lease in holding.leases.items()}
 
     def end_host_lease(self, holding: Holding) -> None:
         """Release the leases that only a load needs, the host lease and `reserve`: it is over, or there is none."""
-        lease = holding.leases.pop(Tier.HOST, None)
+        lease = holding.leases.pop(BELOW, None)
         if lease is not None:
             self.cache.release(lease)
         if holding.reserve is not None:

@@ -23,10 +23,10 @@ class SplitsAndMerges:
         self.layout = layout
         self.tiers = tiers
         self.full = FullComponent(layout.full)
-        self.windows = window_components(layout)
+        self.windows = window_components(layout, len(tiers))
         self.components: tuple[Component, ...] = (self.full, *self.windows)
         """One per band."""
-        self.index = RunIndex(layout, epoch=0)
+        self.index = RunIndex(layout, 0, [tier.tier for tier in tiers])
         self._max_run_units = max_run_units(layout.unit_tokens)
 
     def is_cut(self, position: int) -> bool:
@@ -69,20 +69,20 @@ class SplitsAndMerges:
         self.index.shorten(run, at)  # nothing is held behind `at`: a tail would be useless
         return run
 
-    def shift_boundary(self, run: Run, at: int, band: Band) -> bool:
-        """Move the units before `at`, which a lease unpins in `band` alone, to the run before; False if that run cannot
-        take them. Splits instead would leave one run per block behind a sliding window."""
+    def shift_boundary(self, run: Run, at: int, tier: Tier, band: Band) -> bool:
+        """Move the units before `at`, which a lease unpins in `tier` and `band` alone, to the run before; False if that
+        cannot take them. Splits instead would leave one run per block behind a sliding window."""
         head = run.before
-        if head is None or self.is_cut(head.stop) or not self._may_take_over(head, run, band):
+        if head is None or self.is_cut(head.stop) or not self._may_take_over(head, run, tier, band):
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
             self._take_over(self.tiers[back.tier], front, back, at)
         self.index.shift_boundary(head, run, at)
         return True
 
-    def _may_take_over(self, head: Run, run: Run, band: Band) -> bool:
+    def _may_take_over(self, head: Run, run: Run, tier: Tier, band: Band) -> bool:
         """Whether `head` can take units of `run`, its only child: no job adds to either, and every lease pins both
-        alike, except that one lease alone pins the device blocks of `run` in `band`."""
+        alike, except that one lease alone pins the blocks of `run` in `tier` and `band`."""
         if head.num_after != 1 or head.spans != run.spans or head.epoch != self.index.epoch:
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
@@ -91,7 +91,7 @@ class SplitsAndMerges:
                 return False
             if back.blocks and not component.follows(front, back):
                 return False
-            if back.band == band.number and back.tier is Tier.DEVICE:  # here the lease slides
+            if back.band == band.number and back.tier is tier:  # here the lease slides
                 if (front.num_references, back.num_references) != (0, 1):
                     return False
             elif front.num_references != component.head_references(back.num_references):

@@ -78,7 +78,7 @@ class Stores:
                 pin if is_handed else None,
             )  # fmt: skip
         if len(units) < wanted:
-            self.moves.store_skipped(
+            self.moves.told.store_skipped(
                 holding, (wanted - len(units)) * band.width, f"{self.destination.name.lower()}_full"
             )
         if not is_handed:

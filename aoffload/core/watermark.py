@@ -68,7 +68,7 @@ class EvictionWatermark:
     def _about_to_lose(self) -> list[Run]:
         """Runs with blocks within the watermark that may be missing below, in eviction order."""
         source = self.cache.tiers[self.stores.source]
-        left = self.num_blocks - source.pool.num_free - self.jobs.num_stored_now()
+        left = self.num_blocks - source.pool.num_free - self.jobs.num_stored_now(self.stores.source)
         found: dict[Run, None] = {}
         for part in source.order:
             if left <= 0:

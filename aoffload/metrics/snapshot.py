@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from aoffload import Ledger, Tier
+from aoffload import Ledger
 from aoffload.core.tiers import TierBlocks
 from aoffload.ledger import LedgerLog, LedgerStatistics, Observers, TierStatistics
 from aoffload.observers import each_observer
@@ -101,10 +101,9 @@ def _standing(ledger: Ledger, found: LedgerStatistics) -> Iterator[tuple[str, It
     live = Counter(holding.state.value for holding in ledger.holdings.values())
     yield "aoffload_requests", _each("aoffload_requests", "state", live)
     yield "aoffload_requests_waiting", _one(found.num_waiting)
-    by_tier = {Tier.DEVICE: found.device, Tier.HOST: found.host}
-    yield "aoffload_blocks", [sample for tier in ledger.cache.tiers for sample in _occupancy(tier, by_tier[tier.tier])]
+    yield "aoffload_blocks", [sample for tier in ledger.cache.tiers for sample in _occupancy(tier, tier.statistics())]
     ours = [tier for tier in ledger.cache.tiers if not tier.is_outside]  # of an engine's pool we know nothing
-    pools = [Sample((tier.tier.name.lower(),), by_tier[tier.tier].num_blocks) for tier in ours]
+    pools = [Sample((tier.tier.name.lower(),), tier.pool.num_blocks) for tier in ours]
     yield "aoffload_pool_blocks", pools
     yield "aoffload_evicted_blocks_total", [Sample((tier.tier.name.lower(),), tier.num_evicted) for tier in ours]
     yield "aoffload_pins", _one(found.num_pins)

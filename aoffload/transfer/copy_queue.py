@@ -140,7 +140,7 @@ class CopyQueue:
         self._dispatch()
 
     def _hop_of(self, plan: TransferPlan) -> Hop:
-        found = self._hops.get((plan.source, plan.destination))
+        found = self._hops.get(plan.hop)
         if found is None:
             is_load = plan.direction is Direction.LOAD
             timeout_s = self.config.transfer_timeout_s if is_load else self.config.store_bound_s

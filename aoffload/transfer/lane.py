@@ -1,4 +1,4 @@
-"""A lane: the thread that copies in one direction and ends its jobs in order."""
+"""A lane: the thread that copies on one hop and ends its jobs in order."""
 
 from __future__ import annotations
 

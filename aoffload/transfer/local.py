@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arguments import check_callable, check_has
 from ..core.blocks import are_neighbours
-from ..core.plan import Completion, Direction, Tier, TransferPlan
+from ..core.plan import BELOW, TIERS, Completion, Direction, Tier, TransferPlan
 from ..env import Env
 from ..errors import TransferRefused, WrongState
 from .backends.base import CopyBackend
@@ -27,13 +27,14 @@ from .turns import Turns
 
 __all__ = ["LocalTransport"]
 
+_HOPS = {(BELOW, Tier.DEVICE): Direction.LOAD, (Tier.DEVICE, BELOW): Direction.STORE}
+"""The hops that copy backends serve, in the order in which their lanes begin."""
 _IDLE_S = 10.0
 """How long idle threads may take to end."""
-_LOWEST_ID = {Tier.DEVICE: 1, Tier.HOST: 0}  # device block 0 is the null block
 
 
 class LocalTransport:
-    """Copies between `kv_caches` (see `regions_of`) and host memory, on one thread per direction.
+    """Copies between `kv_caches` (see `regions_of`) and host memory, on one thread per hop.
 
     `backend` makes a `CopyBackend` from the regions; by default `CpuBackend` or `CudaBackend`, by the device of the
     tensors. Raises `RegionError` for tensors that a block id cannot address.
@@ -48,7 +49,8 @@ class LocalTransport:
         check_has("backend", self.backend, "factory of copy backends", "num_device_blocks block_bytes")
         self._watcher = self.backend if isinstance(self.backend, WatchesRegions) else None
         self.regions = regions
-        self._lanes: dict[Direction, CopyLane] = {}
+        self._lanes: dict[tuple[Tier, Tier], CopyLane] = {}
+        """By hop."""
         self._num_blocks: dict[Tier, int] = {}
         self._turns = Turns()
         self._loss = DeviceLoss()
@@ -89,15 +91,15 @@ class LocalTransport:
 
     def _open(self, num_host_blocks: int, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
         self.backend.open(num_host_blocks)
-        self._num_blocks = {Tier.DEVICE: self.num_device_blocks, Tier.HOST: num_host_blocks}
+        self._num_blocks = {Tier.DEVICE: self.num_device_blocks, BELOW: num_host_blocks}
         checksums = BlockChecksums(num_host_blocks) if verify else None
 
         def over(completion: Completion) -> None:
             self._turns.end()
             deliver(completion)
 
-        for direction in Direction:
-            self._lanes[direction] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
+        for hop, direction in _HOPS.items():
+            self._lanes[hop] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
 
     def record_fence(self) -> Fence:
         """`TransferRefused` if the device records none; `DeviceGone` if it is lost."""
@@ -119,7 +121,7 @@ class LocalTransport:
         fences = self._fences(plan.direction, after)
         self._turns.begin()
         try:
-            self._lanes[plan.direction].launch(plan, fences)
+            self._lanes[plan.hop].launch(plan, fences)
         except TransferRefused:
             self._turns.end()
             raise
@@ -145,7 +147,7 @@ class LocalTransport:
         return all(ended)
 
     def statistics(self) -> TransferStatistics:
-        loads, stores = (self._counts(direction) for direction in (Direction.LOAD, Direction.STORE))
+        loads, stores = (self._counts(hop) for hop in _HOPS)
         return TransferStatistics(
             num_loads=loads.num_jobs,
             num_stores=stores.num_jobs,
@@ -162,8 +164,8 @@ class LocalTransport:
     def __repr__(self) -> str:
         return f"<LocalTransport {type(self.backend).__name__} blocks={self.num_device_blocks}>"
 
-    def _counts(self, direction: Direction) -> LaneCounts:
-        lane = self._lanes.get(direction)
+    def _counts(self, hop: tuple[Tier, Tier]) -> LaneCounts:
+        lane = self._lanes.get(hop)
         return lane.counts if lane is not None else LaneCounts()
 
     def _fences(self, direction: Direction, after: Fence | None) -> tuple[Fence, ...]:
@@ -177,7 +179,7 @@ class LocalTransport:
         return given
 
     def _check(self, plan: TransferPlan) -> None:
-        if {plan.source, plan.destination} != {Tier.DEVICE, Tier.HOST}:
+        if plan.hop not in _HOPS:
             raise TransferRefused(f"no way from {plan.source!r} to {plan.destination!r} here")
         if len(plan.source_ids) != len(plan.destination_ids):
             lengths = f"{len(plan.source_ids)} source_ids, {len(plan.destination_ids)} destination_ids"
@@ -189,7 +191,7 @@ class LocalTransport:
         """Refuse bad ids before anything is copied: the copy calls would clip them instead."""
         if not ids:
             return
-        lowest, stop = _LOWEST_ID[tier], self._num_blocks[tier]
+        lowest, stop = TIERS[tier].lowest_id, self._num_blocks[tier]
         if lowest <= ids[0] <= ids[-1] < stop and are_neighbours(ids):  # the usual case: consecutive ids
             return
         ascending = np.sort(np.frombuffer(ids, np.int32))

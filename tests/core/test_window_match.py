@@ -46,7 +46,7 @@ class Case:
         self.num_units = rng.randint(1, 12)
         num_tokens = self.num_units * self.layout.unit_tokens
         self.sequence = TokenSequence(Prefix.of(Root("m"), range(num_tokens)), self.layout.unit_tokens)
-        self.index = RunIndex(self.layout, 0)
+        self.index = RunIndex(self.layout, 0, list(Tier))
         self.present: dict[tuple[int, int], set[int]] = {
             (tier, band.number): set() for tier in Tier for band in self.layout.bands
         }

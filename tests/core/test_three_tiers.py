@@ -1,0 +1,394 @@
+"""Tiers are a list: the parts of the core, and the verbs of requests, with a third tier under the two of today.
+
+A row in `TIERS`, a pool and a lane make a tier. So the third one here has a pool only, and no file of the core knows of
+it. It takes what the second one holds and gives it back: both ways are jobs between two tiers that are not the device.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from aoffload.core.admission import Admission
+from aoffload.core.blocks import ExtentPool, FreeList
+from aoffload.core.cache import PrefixCache
+from aoffload.core.eviction import LeastRecentlyUsed
+from aoffload.core.groups import FullAttention, KVCacheGroup, Layout, SlidingWindow
+from aoffload.core.integrity import check_integrity
+from aoffload.core.jobs import JobBook
+from aoffload.core.lifecycle import JobState, RequestState
+from aoffload.core.loads import Loads
+from aoffload.core.matching import find_hit
+from aoffload.core.observer import Moves
+from aoffload.core.owners import Holding
+from aoffload.core.pins import Pins
+from aoffload.core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from aoffload.core.presence import held_stop, jobs_bringing, present_stop
+from aoffload.core.publish import publish
+from aoffload.core.records import Job, Part, Run
+from aoffload.core.request_leases import RequestLeases
+from aoffload.core.stores import Stores
+from aoffload.core.tiers import TierBlocks
+from aoffload.core.tokens import TokenSequence
+from aoffload.core.windows import slide
+from aoffload.prefix import Prefix, Root
+
+UNIT = 4
+ROT = ("rot",)
+
+
+def _disk() -> Tier:
+    """A member that `Tier` does not have yet."""
+    disk = int.__new__(Tier, len(Tier))
+    disk._name_, disk._value_ = "DISK", len(Tier)
+    return disk
+
+
+DISK = _disk()
+TIERS = (Tier.DEVICE, Tier.HOST, DISK)
+LAYOUTS = {
+    "full": [KVCacheGroup("full", block_size=UNIT)],
+    "window": [
+        KVCacheGroup("full", block_size=UNIT),
+        KVCacheGroup("window", attention=SlidingWindow(2 * UNIT + 1), block_size=UNIT),
+    ],
+    "window only": [KVCacheGroup("window", attention=SlidingWindow(3 * UNIT), block_size=UNIT)],
+    "wide": [KVCacheGroup("one", block_size=UNIT), KVCacheGroup("two", FullAttention(), block_size=UNIT // 2)],
+}
+
+
+class Parts:
+    """What a ledger is made of, with three tiers, and what each block holds."""
+
+    def __init__(self, layout: str = "full", num_device: int = 40, num_host: int = 40, num_disk: int = 60) -> None:
+        self.layout = Layout.of(LAYOUTS[layout])
+        pools = (FreeList(num_device + 1), ExtentPool(num_host), ExtentPool(num_disk))
+        blocks = tuple(TierBlocks(tier, pool, LeastRecentlyUsed()) for tier, pool in zip(TIERS, pools, strict=True))
+        self.cache = PrefixCache(self.layout, blocks, LeastRecentlyUsed)
+        self.moves = Moves(None)
+        self.leases = RequestLeases(self.cache)
+        self.jobs = JobBook(self.cache, self.moves, [3 for _ in self.layout.bands])
+        self.pins = Pins(self.cache, self.moves, 0.5)
+        self.admission = Admission(self.cache, self.leases, self.moves, lambda: True, self.pins.yield_one)
+        self.loads = Loads(self.cache, self.leases, self.moves, self.jobs, self.admission)
+        ways = [(Tier.DEVICE, Tier.HOST), (Tier.HOST, DISK), (DISK, Tier.HOST)]
+        self.copies = {way: Stores(self.cache, self.jobs, self.moves, *way) for way in ways}
+        self.content: dict[tuple[Tier, int], object] = {}
+        self.live: list[Holding] = []
+        self.num_requests = 0
+
+    # -- a request ------------------------------------------------------------------------------------------------
+
+    def sequence(self, tokens: list[int]) -> TokenSequence:
+        return TokenSequence(Prefix.of(Root("test"), tokens), self.layout.unit_tokens)
+
+    def begin(self, tokens: list[int]) -> tuple[Holding, list[TransferPlan]] | None:
+        """Match, pin, take room and plan the load; None without room."""
+        self.num_requests += 1
+        number = self.num_requests
+        holding = Holding(f"r{number}", self.sequence(tokens), self.cache.epoch, number, 10**6, 1, ledger=self)
+        self.moves.request(holding, RequestState.MATCHED)
+        self.leases.pin(holding)
+        self.moves.request(holding, RequestState.PINNED)
+        missing = self.leases.num_fresh(holding.published, holding.hit_stop, self._num_units(holding))
+        if missing > self.admission.room or not self.admission.line.is_empty:
+            self.leases.let_go(holding)
+            return None
+        self.admission.allocate_nowait(holding)
+        self.live.append(holding)
+        return holding, list(self.loads.plan(holding))
+
+    def _num_units(self, holding: Holding) -> int:
+        return self.layout.num_units(holding.sequence.num_tokens)
+
+    def compute(self, holding: Holding) -> None:
+        """Write what it has not loaded, and publish it; not if its load is under way."""
+        if holding.state is not RequestState.RUNNING:
+            return
+        stop = holding.sequence.num_tokens // self.layout.unit_tokens
+        for band in self.layout.bands:
+            table = holding.tables[band.number]
+            for unit in range(holding.published, stop) if band.width else ():
+                for at, block_id in enumerate(table.at(unit, unit + 1)):
+                    if block_id:
+                        prefix = holding.sequence.first_bytes(0, (unit + 1) * self.layout.unit_tokens)
+                        self.content[Tier.DEVICE, block_id] = (prefix, band.number, at)
+        if holding.epoch == self.cache.epoch:
+            publish(self.leases, holding, stop)
+        holding.computed(holding.sequence.num_tokens)
+        slide(self.cache, holding)
+
+    def end(self, holding: Holding) -> None:
+        for job in self.loads.abandon(holding):
+            assert job.state is JobState.DISCARDED
+        if holding.waiter is not None:
+            self.admission.leave(holding.waiter)
+        self.leases.let_go(holding)
+        self.live.remove(holding)
+
+    def serve(self, tokens: list[int]) -> Holding:
+        """A whole life. Returns what is left of the request."""
+        begun = self.begin(tokens)
+        assert begun is not None
+        holding = begun[0]
+        self.land()
+        self.compute(holding)
+        self.end(holding)
+        return holding
+
+    # -- copies ---------------------------------------------------------------------------------------------------
+
+    def copy(self, source: Tier, destination: Tier, tokens: list[int]) -> list[Job]:
+        """Copy what is in `source` of the prompt and not in `destination`."""
+        path = list(self.cache.index.walk(self.sequence(tokens), len(tokens) // self.layout.unit_tokens))
+        if not path:
+            return []
+        run = self.cache.cut(path[-1][0], path[-1][1])
+        pin = self.cache.lease(source, run, [run.stop for _ in self.layout.windows], is_use=False)
+        jobs = self.copies[source, destination].offer(None, run, 0, run.stop, with_windows=True)
+        self.cache.release(pin)
+        return jobs
+
+    def settle(self, job: Job, outcome: Outcome, num_landed: int = 0) -> None:
+        plan = job.plan
+        if job.state is JobState.QUEUED:
+            self.jobs.launch(job)
+        content = [self.content.get((plan.source, block_id)) for block_id in plan.source_ids]
+        corrupt = [at for at, what in enumerate(content) if what is ROT]
+        if outcome is Outcome.LANDED and corrupt:
+            outcome, num_landed = Outcome.CORRUPT, corrupt[0]
+        upto = plan.num_blocks if outcome is Outcome.LANDED else num_landed
+        for block_id, what in zip(plan.destination_ids[:upto], content, strict=False):
+            self.content[plan.destination, block_id] = what
+        for block_id in plan.destination_ids[upto:]:
+            self.content[plan.destination, block_id] = "torn"
+        at = tuple(corrupt) if outcome is Outcome.CORRUPT else ()
+        settled = self.jobs.settle(Completion(plan.job_id, outcome, num_landed, at))
+        self.loads.conclude_all(self.loads.settled(settled))
+
+    def land(self) -> None:
+        while self.jobs.unsettled:
+            for job in [job for job in self.jobs.unsettled.values() if job.parked is None]:
+                if not job.is_settled:
+                    self.settle(job, Outcome.LANDED)
+
+    def evict(self, tier: Tier, num_blocks: int | None = None) -> None:
+        room = self.cache.tiers[tier].room
+        self.cache.give(tier, self.cache.take(tier, room if num_blocks is None else min(room, num_blocks)))
+
+    # -- looking --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The conservation laws, and that each findable block holds what it is found for."""
+        check_integrity(self.cache, self.jobs, self.admission.line, self.live, self.pins.pins)
+        for part in self.parts():
+            ids = part.ids(part.first, part.stop)
+            for at, block_id in enumerate(ids):
+                unit = part.first + at // part.width
+                found = self.content[part.tier, block_id]
+                assert found in (ROT, (_prefix(part.run, unit), part.band, at % part.width)), (part.run, part.tier)
+
+    def parts(self) -> Iterator[Part]:
+        for run in self.cache.index.runs.values():
+            yield from (part for part in run.parts if part.blocks)
+
+    def hit(self, tokens: list[int]) -> tuple[int, int]:
+        hit = find_hit(self.cache.index, self.sequence(tokens), self.layout, len(tokens) // self.layout.unit_tokens)
+        return hit.device_stop, hit.stop
+
+    def path(self, tokens: list[int]) -> list[Run]:
+        walked = self.cache.index.walk(self.sequence(tokens), len(tokens) // self.layout.unit_tokens)
+        return [run for run, _ in walked]
+
+
+def _prefix(run: Run, unit: int) -> bytes:
+    whole = b"".join(current.tokens for current in run.whole_path())
+    return whole[: (unit + 1) * (len(run.tokens) // (run.stop - run.start))]
+
+
+def prompt(name: int, num_units: int) -> list[int]:
+    return [name * 1000 + at for at in range(num_units * UNIT + 1)]
+
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@each_layout
+def test_a_prefix_comes_back_from_the_third_tier(layout: str) -> None:
+    """Two hops down, two hops up: what the third tier alone holds is no hit, and one again once it is fetched."""
+    parts, tokens = Parts(layout), prompt(1, 8)
+    parts.serve(tokens)
+    for source, destination in ((Tier.DEVICE, Tier.HOST), (Tier.HOST, DISK)):
+        jobs = parts.copy(source, destination, tokens)
+        assert {job.plan.hop for job in jobs} == {(source, destination)}
+        assert {job.plan.direction for job in jobs} == {Direction.STORE}
+        parts.land()
+        parts.evict(source)
+        parts.check()
+    path = parts.path(tokens)
+    assert parts.hit(tokens) == (0, 0)
+    assert held_stop(parts.layout, path, DISK, 0, 8) == 8
+    assert held_stop(parts.layout, path, Tier.HOST, 0, 8) == 0
+    jobs = parts.copy(DISK, Tier.HOST, tokens)
+    assert {job.plan.direction for job in jobs} == {Direction.LOAD}
+    assert parts.copy(DISK, Tier.HOST, tokens) == [], "a second fetch finds these jobs"
+    parts.check()
+    parts.land()
+    parts.check()
+    assert parts.hit(tokens) == (0, 8)
+    begun = parts.begin(tokens)
+    assert begun is not None and {plan.hop for plan in begun[1]} == {(Tier.HOST, Tier.DEVICE)}
+    parts.land()
+    assert begun[0].state is RequestState.RUNNING and begun[0].published == 8
+    parts.check()
+
+
+def test_jobs_into_the_second_tier_are_found() -> None:
+    """Who wants what another fetch brings finds its jobs, and where they end."""
+    parts, tokens = Parts(), prompt(1, 8)
+    parts.serve(tokens)
+    for way in ((Tier.DEVICE, Tier.HOST), (Tier.HOST, DISK)):
+        parts.copy(*way, tokens)
+        parts.land()
+        parts.evict(way[0])
+    jobs = parts.copy(DISK, Tier.HOST, tokens)
+    (run,) = parts.path(tokens)
+    assert present_stop([run], Tier.HOST, 0, 8) == 0
+    assert jobs_bringing([(run, 0, 8)], Tier.HOST, 0) == (jobs[::-1], 8)
+    assert jobs_bringing([(run, 0, 8)], Tier.DEVICE, 0) == ([], 0)
+
+
+def test_stores_are_counted_where_they_read() -> None:
+    """What is on its way to the third tier takes nothing from what may be on its way to the second."""
+    parts, tokens = Parts(), prompt(1, 8)
+    parts.serve(tokens)
+    parts.copy(Tier.DEVICE, Tier.HOST, tokens)
+    assert [parts.jobs.num_stored_now(tier) for tier in TIERS] == [8, 0, 0]
+    parts.land()
+    parts.copy(Tier.HOST, DISK, tokens)
+    assert [parts.jobs.num_stored_now(tier) for tier in TIERS] == [0, 8, 0]
+    parts.check()
+    parts.land()
+    parts.evict(Tier.HOST)
+    parts.copy(DISK, Tier.HOST, tokens)
+    assert [parts.jobs.num_stored_now(tier) for tier in TIERS] == [0, 0, 0]
+
+
+@each_layout
+def test_a_rotten_block_of_the_third_tier_is_forgotten_there(layout: str) -> None:
+    """A corrupt fetch forgets its source alone: the second tier gets nothing wrong, and what is above stays."""
+    parts, tokens = Parts(layout), prompt(1, 8)
+    parts.serve(tokens)
+    for way in ((Tier.DEVICE, Tier.HOST), (Tier.HOST, DISK)):
+        parts.copy(*way, tokens)
+        parts.land()
+    parts.evict(Tier.HOST)
+    rotten = max(block_id for tier, block_id in parts.content if tier is DISK)
+    parts.content[DISK, rotten] = ROT
+    parts.copy(DISK, Tier.HOST, tokens)
+    parts.land()
+    parts.check()
+    assert ROT not in [parts.content[part.tier, block_id] for part in parts.parts() for block_id in part.blocks]
+    assert parts.hit(tokens) == (8, 8), "the device has it still"
+
+
+def test_the_third_tier_evicts_by_its_own_order() -> None:
+    """It is full: the least recently used there goes, whatever the tiers above use."""
+    parts = Parts(num_disk=8)
+    for name in (1, 2, 3):
+        parts.serve(prompt(name, 4))
+        for way in ((Tier.DEVICE, Tier.HOST), (Tier.HOST, DISK)):
+            parts.copy(*way, prompt(name, 4))
+            parts.land()
+            parts.check()
+    held = [present_stop(parts.path(prompt(name, 4)), DISK, 0, 4) for name in (1, 2, 3)]
+    assert held == [0, 4, 4]
+    assert parts.cache.tiers[DISK].num_evicted == 4
+    assert [parts.hit(prompt(name, 4)) for name in (1, 2, 3)] == [(4, 4)] * 3
+
+
+def _outcomes(chance: random.Random, job: Job) -> tuple[Outcome, int]:
+    outcome = chance.choice([Outcome.LANDED] * 6 + [Outcome.FAILED, Outcome.UNPROVEN])
+    return outcome, chance.randrange(job.plan.num_blocks) if outcome is Outcome.FAILED else 0
+
+
+def _step(parts: Parts, chance: random.Random) -> None:
+    """One random call."""
+    tokens = prompt(chance.randrange(3), 12)[: chance.randint(1, 48)]
+    if chance.random() < 0.5:
+        tokens = tokens[: len(tokens) // 2] + [9_000 + chance.randrange(2)] * chance.randint(1, 12)
+    ready = [job for job in parts.jobs.unsettled.values() if job.parked is None]
+    match chance.randrange(16):
+        case 0 | 1:
+            if begun := parts.begin(tokens):
+                parts.compute(begun[0])
+        case 2 | 3 if parts.live:
+            holding = chance.choice(parts.live)
+            parts.compute(holding)
+            parts.end(holding)
+        case 4 | 5 | 6 | 7 | 8:
+            if runs := list(parts.cache.index.runs.values()):
+                held = b"".join(run.tokens for run in chance.choice(runs).whole_path())
+                parts.copy(*chance.choice(list(parts.copies)), list(array("i", held)))
+        case 9 | 10 | 11 | 12 if ready:
+            for job in chance.sample(ready, chance.randint(1, len(ready))):
+                if not job.is_settled and job.parked is None:
+                    parts.settle(job, *_outcomes(chance, job))
+        case 13 | 14:
+            parts.evict(chance.choice(TIERS[:2]), chance.randrange(30))
+        case _:
+            _seldom(parts, chance)
+
+
+def _seldom(parts: Parts, chance: random.Random) -> None:
+    runs = list(parts.cache.index.runs.values())
+    doubtful = list(parts.jobs.quarantined.values())
+    match chance.randrange(6):
+        case 0 if chance.random() < 0.3:
+            tier = chance.choice(TIERS[1:])
+            parts.cache.reset_tier(tier)
+            parts.admission.match_again(parts.live)
+        case 1 if chance.random() < 0.2:
+            parts.cache.reset()
+        case 2 if doubtful:
+            for job in doubtful:
+                parts.jobs.settle(Completion(job.job_id, Outcome.LANDED))
+        case 3 if chance.random() < 0.5 and (below := [part for part in parts.parts() if part.tier is DISK]):
+            parts.content[DISK, chance.choice(chance.choice(below).blocks)] = ROT
+        case 4 if runs and not parts.live:
+            parts.cache.withdraw_all([chance.choice(runs)])
+        case _:
+            queued = [job for job in parts.jobs.unsettled.values() if job.state is JobState.QUEUED and not job.claims]
+            for job in reversed(queued):
+                if not job.is_settled:
+                    parts.jobs.discard(job)
+
+
+def _finish(parts: Parts, holdings: Iterable[Holding]) -> None:
+    for holding in tuple(holdings):
+        parts.end(holding)
+    parts.land()
+    for job in tuple(parts.jobs.quarantined.values()):
+        parts.jobs.settle(Completion(job.job_id, Outcome.LANDED))
+
+
+@each_layout
+@pytest.mark.parametrize("seed", range(12))
+def test_random_lives_over_three_tiers(layout: str, seed: int) -> None:
+    """Requests, copies down and up again, evictions, resets, corrupt, failed and unproven copies, in any order: every
+    block has one owner, every findable block holds what it is found for, and nothing is left."""
+    chance = random.Random(f"{layout} {seed}")
+    parts = Parts(layout, num_host=30, num_disk=12)
+    for _ in range(300):
+        _step(parts, chance)
+        parts.check()
+    _finish(parts, parts.live)
+    parts.check()
+    for tier in parts.cache.tiers:
+        found = tier.statistics()
+        assert (found.num_pinned, found.num_quarantined) == (0, 0), tier
+        parts.evict(tier.tier)
+    assert not parts.cache.index.runs
