@@ -295,11 +295,8 @@ class OffloadRuntime(Explained):
         """Run `function()` in a worker thread and hold the blocks of `requests` until the *thread* has finished.
 
         A natively cancelled asyncio task leaves a `with runtime.step(...)` while the thread it awaits still runs; here
-        the step belongs to the thread, whatever happens to the waiting task. If that waits to the end, it goes on with
-        nothing in between: commit at once, and nobody has preempted a request meanwhile.
-
-        A cancelled request (`cancel`, a deadline) waits for the thread as well; only a native cancellation of the task
-        does not.
+        the step belongs to the thread. A task that waits to the end goes on with nothing in between: if it commits at
+        once, nobody has preempted a request meanwhile. `cancel` and a deadline of a request wait for the thread, too.
         """
         return await run_step(self._session, requests, function)
 
