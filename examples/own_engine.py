@@ -16,10 +16,10 @@ import torch
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 
-BLOCK, SIZE, NUM_NEW = 8, 128, 12  # tokens of a block, size of the model, tokens of an answer; a token is a character
+BLOCK, SIZE, NUM_NEW = 8, 128, 12  # tokens of a block, size of the model, tokens of an answer
 embedding, to_key, to_value, to_logits = torch.randn(4, SIZE, SIZE, generator=torch.Generator().manual_seed(0)) / 10
-kv_cache = torch.zeros(33, BLOCK, 2, SIZE)  # a row for each block: its keys and values; row 0 is the null block
-torch.set_num_threads(1)  # more of them would only wait for each other: the model is tiny
+kv_cache = torch.zeros(33, BLOCK, 2, SIZE)  # a row for each block; row 0 is the null block
+torch.set_num_threads(1)  # the model is tiny
 
 
 def forward(kv_cache: torch.Tensor, block_ids: list[int], tokens: list[int], first: int) -> torch.Tensor:
@@ -36,21 +36,21 @@ class Client:
     def __init__(self, name: str, patience: int = 99) -> None:
         self.name, self.patience = name, patience  # hangs up after so many tokens
         self.tokens = list(f"You are a terse assistant, and polite. I am {name}. ".encode())
-        self.seen = list[tuple[list[int], torch.Tensor]]()  # for each token of its answers: all before it, its logits
+        self.seen = list[tuple[list[int], torch.Tensor]]()  # for each token: all before it, its logits
 
     async def ask(self, runtime: OffloadRuntime, question: str) -> None:
         self.tokens += question.encode()
         self.num_asked = len(self.tokens)
         async with runtime.request(self.tokens, self.name) as request:
             await request.allocate(self.num_asked + NUM_NEW)  # waits for its turn while the pool is full
-            self.num_found = num_computed = await request.load()  # what was in host memory is on the device now
+            self.num_found = num_computed = await request.load()  # from host memory
             for _ in range(NUM_NEW):
                 compute = partial(forward, kv_cache, request.block_ids[0], self.tokens, num_computed)
-                logits = await runtime.run_step([request], compute)  # in a thread, which holds the blocks
+                logits = await runtime.run_step([request], compute)  # in a thread
                 self.seen.append((list(self.tokens), logits))
                 self.tokens.append(int(logits.argmax()))
                 num_computed = len(self.tokens) - 1  # the newest token has no keys and values yet
-                request.commit(num_computed, self.tokens[-1:])  # findable from here on; stored in the background
+                request.commit(num_computed, self.tokens[-1:])
                 if len(self.seen) == self.patience:
                     runtime.cancel(self.name, "client_gone")  # for whoever reads the socket, in any task of the loop
         if request.reason:  # the block swallows a cancellation that was meant for it

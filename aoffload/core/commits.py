@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from ..arguments import shown
-from ..errors import CommitError, WrongState
+from ..errors import CommitError
 from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .admission import Admission
 from .arguments import check_int
@@ -68,8 +68,8 @@ class Commits:
     def check(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds) -> bytes:
         """Raise if the commit is invalid; returns the new tokens, encoded."""
         if holding.computing is Computing.LOST_BLOCKS:
-            problem = "was preempted since its last step, and what that computed is lost"
-            raise WrongState(f"commit: {holding} {problem}: compute again in a new step")
+            problem = f"cannot count: {holding} was preempted since its last step: compute again in a new step"
+            raise CommitError("num_computed_tokens", problem)
         require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
         if holding.state is _S.ALLOCATED:
             require_no_holes(holding, "commit")

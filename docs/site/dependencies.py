@@ -16,19 +16,19 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 USED_FOR = {
     "": "always",
     "trio": "trio as the event loop; `aoffload.testing`",
-    "uvloop": "uvloop as asyncio's event loop; nothing here imports it",
-    "transformers": "Llama, Qwen3, Gemma 3, gpt-oss and local directories in the demo and the server",
+    "uvloop": "uvloop as asyncio's event loop",
+    "transformers": "[models](models.md) in the demo and the server",
     "cuda": "batched copies on a GPU; torch alone without it",
     "metrics": "`aoffload.metrics`",
     "events": "`aoffload.kv_events`",
     "server": "`aoffload serve`",
-    "vllm": "nothing: vLLM loads the connector, so vLLM is there",
+    "vllm": "nothing: vLLM loads the connector",
 }
 """The extras that users install, and `""` for what is always required."""
 HEAD = """# Dependencies
 
-What an installation brings, with the licence that each distribution states about itself. `make dependencies` writes
-this page, from what is installed (Linux, torch for CPUs). `make test-lowest` tests the lowest versions.
+With the licence that each distribution states about itself. `make dependencies` writes this page, from what is
+installed (Linux, torch for CPUs). `make test-lowest` tests the lowest versions.
 
 Extra | For
 ---|---

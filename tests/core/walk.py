@@ -300,6 +300,9 @@ class Walk:
         if client is None or not self.may_compute(client.holding):
             return
         holding = client.holding
+        if holding.computing is Computing.LOST_BLOCKS:
+            with self.ledger.step([holding]):
+                pass  # after a preemption only what a new step has computed counts
         done = holding.num_computed_tokens
         new = [rng.randrange(3) for _ in range(rng.randint(1, 3))] if done >= len(client.tokens) - 1 else []
         most = min(holding.num_units * UNIT, len(client.tokens) + len(new))

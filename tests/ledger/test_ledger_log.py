@@ -334,6 +334,7 @@ def test_the_program_of_the_page_runs_and_its_log_can_be_read(
     exec(compile(whole, "engines.md", "exec"), names)
     assert registry.get_sample_value("aoffload_requests_finished_total", {"outcome": "done", "reason": ""}) == 1
     assert registry.get_sample_value("aoffload_copied_bytes_total", {"direction": "store", "outcome": "landed"}) == 8192
+    assert registry.get_sample_value("aoffload_pool_blocks", {"tier": "device"}) == 8
     assert main(["ledger.log", "request", "one"]) == 0
     assert "done; committed as far as token 40" in capsys.readouterr().out
     scan = scanned(tmp_path / "ledger.log", Timelines())

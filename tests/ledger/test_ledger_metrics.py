@@ -5,21 +5,19 @@ from __future__ import annotations
 import random
 import re
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_driving import EngineDriven
 from prometheus_client import CollectorRegistry
 from scraping import GUARD_S, Scrape
-from stepping import PROGRAMS, EngineSteps, OwnSteps, Program, Seen
+from stepping import PROGRAMS, EngineSteps, Program, Seen
 
 from aoffload import InvalidArgument, RequestState, Tier
 from aoffload.ledger import Completion, Direction, JobState, LedgerLog, Observers, Outcome
 from aoffload.metrics import LedgerCollector, Metrics
 from aoffload.metrics.families import FAMILIES
 
-ROOT = Path(__file__).parents[2]
 NOT_OVER_A_LEDGER = {"aoffload_room_wait_seconds", "aoffload_verified_blocks_total"}
 AGES = {"aoffload_oldest_request_seconds", "aoffload_oldest_wait_seconds", "aoffload_oldest_step_seconds"}
 """What is shown where the ledger has a clock, which an engine with blocks of its own gives it in any case."""
@@ -240,13 +238,3 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         LedgerCollector(ledger, metrics, None)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="ledger"):
         LedgerCollector(metrics, metrics, threading.Lock())  # type: ignore[arg-type]
-
-
-def test_the_program_of_the_page_is_a_program() -> None:
-    """The lines of docs/metrics.md about a ledger run, and their registry shows it."""
-    page = (ROOT / "docs/metrics.md").read_text()
-    _, code = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    namespace: dict[str, Any] = {"config": OwnSteps(1, None).ledger.config, "num_device_blocks": 9, "block_bytes": 64}
-    exec(compile(code, "metrics.md", "exec"), namespace)
-    scrape = Scrape.of(namespace["registry"])
-    assert scrape.sum("aoffload_pool_blocks", tier="device") == 8 and scrape.sum("aoffload_block_bytes") == 64

@@ -142,7 +142,7 @@ def test_the_page_lists_every_metric_and_no_other() -> None:
 @pytest.mark.anyio
 async def test_the_program_of_the_page_runs() -> None:
     """It serves the metrics over HTTP for as long as the runtime is open."""
-    code, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert "9464" in code and "    ...  # your engine\n" in code
     code = code.replace("9464", "0").replace("...  # your engine", "await engine(server.server_port)")
     found: list[str] = []
