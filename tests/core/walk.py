@@ -26,6 +26,7 @@ from aoffload import (
     SlidingWindow,
     Tier,
 )
+from aoffload.core.lifecycle import Computing
 from aoffload.core.loads import has_holes
 from aoffload.ledger import Completion, Direction, Outcome, Prefix, Root
 

@@ -132,7 +132,8 @@ def skip(monkeypatch: pytest.MonkeyPatch, kind: type[Any], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(TierBlocks, "trim"), (PrefixCache, "forget"), (PrefixCache, "reset"), (PrefixCache, "withdraw")]
+    ("kind", "name"),
+    [(TierBlocks, "trim"), (PrefixCache, "forget"), (PrefixCache, "reset"), (PrefixCache, "withdraw_part")],
 )
 def test_a_place_that_forgets_to_tell_is_noticed(monkeypatch: pytest.MonkeyPatch, kind: type[Any], name: str) -> None:
     """The negative control: with any one of them silent, some walk ends with another set of blocks."""
