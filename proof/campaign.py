@@ -84,7 +84,7 @@ class Campaign:
                     cancels=tuple(self._cancel(rng, base) for _ in range(num_cancels)),
                     faults=tuple(self._fault(rng, row, base) for _ in range(num_faults)),
                 ),
-                row.run,
+                row.run, note_waits=not num_cancels,
             )  # fmt: skip
 
     @staticmethod

@@ -57,6 +57,8 @@ async def asked_for_twice(sim: Simulation) -> None:
             found = engine.runtime.statistics().transfers.blocks_stored
             expect(sim, found == (3 if turn else 0), f"{found} blocks stored after {turn + 1} times")
             await evict_device(engine)
+        for index in range(6):
+            serve(sim, engine, f"beside{index}", tokens(60 + index, 2), num_new_tokens=2, store="none", waits=True)
         for family in range(2, 12):
             await engine.serve(f"other{family}", ask(sim, engine, tokens(family, 7)))
         await engine.serve("again", ask(sim, engine, tokens(2, 7)))

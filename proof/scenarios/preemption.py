@@ -57,6 +57,8 @@ async def goes_on(sim: Simulation, engine: SimulatedEngine, client: Client) -> N
         while start < len(prompt):
             if request.state is RequestState.PREEMPTED:
                 await sim.jitter()
+                if sim.random.random() < 0.1:
+                    client.cancel("scope")  # arrives in `resume`
                 start = await request.resume()
                 continue
             stop = min(len(prompt), start + wanted.slice_tokens)

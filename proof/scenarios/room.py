@@ -52,7 +52,7 @@ async def retries(sim: Simulation) -> None:
         await after(sim, engine)
 
 
-@scenario("request_allocated", faults=("vanish", "raise", "lose"))
+@scenario("request_allocated", faults=("vanish", "raise", "lose", "hang"))
 async def second_try(sim: Simulation) -> None:
     """Quarantine takes room while requests wait for all of it: each gets an error, and asks for less."""
     engine = sim.runtime(num_device_blocks=6, num_host_blocks=8)
@@ -82,7 +82,7 @@ async def second_try(sim: Simulation) -> None:
         await after(sim, engine)
 
 
-@scenario("request_loading", faults=("lose",))
+@scenario("request_loading", faults=("lose", "hang"))
 async def late_room(sim: Simulation) -> None:
     """Late proof gives room back while a request keeps the rest: requests that wait for it are served then."""
     engine = sim.runtime(num_device_blocks=8, num_host_blocks=8)
