@@ -41,10 +41,10 @@ CHOOSERS = ["random", "pct:3", "exactly:2=1,7=1"]
 
 
 async def serving(sim: Simulation) -> None:
-    """Four requests of two families on a device too small for all of them."""
+    """Eight requests of two families on a device too small for all of them."""
     engine = sim.runtime(num_device_blocks=5, num_host_blocks=6)
     async with engine.runtime:
-        for index in range(4):
+        for index in range(8):
             prompt = tuple(range(index % 2, index % 2 + 7))
             wanted = Ask(tokens=prompt, num_new_tokens=index % 2, style="thread")
 
