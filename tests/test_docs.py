@@ -126,6 +126,13 @@ def heading_anchors(page: Path) -> set[str]:
 
 
 @each_page
+def test_no_line_becomes_a_heading_by_chance(page: Path) -> None:
+    """An issue's number at the beginning of a line is one on the site, though not on GitHub."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    assert not re.findall(r"^#+[^# \n].*", text, re.MULTILINE)
+
+
+@each_page
 def test_links_into_a_page_resolve(page: Path) -> None:
     """A link to a heading has that heading."""
     links = re.findall(r"\]\((?!https?://)([^)#]*)#([^)]+)\)", page.read_text())
