@@ -84,7 +84,7 @@ _WINDOWS = (
         "        if holding.reserve is None or not holding.may_match_again:\n            return False\n",
         "        return False\n",
         "no request waits for what it pins itself",
-        scenarios=("mixed_windows",),
+        test="tests/core/test_call_sequences.py::test_a_pin_yields_whatever_the_first_in_line_has_matched",
     ),
     Mutant(
         "window stored from where its run begins",
