@@ -105,6 +105,7 @@ VLLM_SLEEP_MUTANTS = (
         "        return Reports(by_rank, self.gone or other.gone)\n",
         "        return Reports(by_rank, self.gone)\n",
         "the cache is off once a rank copies nothing any more",
-        test=f"{SLEEPS}test_one_rank_that_hangs_in_sleep_ends_the_copies_of_all",
+        test="tests/integrations/vllm_connector/test_vllm_steps.py::"
+        "test_a_rank_that_copies_nothing_any_more_is_heard_beside_any_other",
     ),
 )

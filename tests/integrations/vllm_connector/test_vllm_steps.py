@@ -217,6 +217,13 @@ def test_reports_of_several_ranks_and_steps_add_up() -> None:
     assert joined == Reports({0: (one, other), 1: (one, third)})
 
 
+@pytest.mark.parametrize("rank", range(2))
+def test_a_rank_that_copies_nothing_any_more_is_heard_beside_any_other(rank: int) -> None:
+    """Whichever report comes first."""
+    reports = [Reports({number: ()}, f"rank {rank} stopped" if number == rank else "") for number in range(2)]
+    assert reports[0].joined(reports[1]).gone == reports[1].joined(reports[0]).gone == f"rank {rank} stopped"
+
+
 def test_a_worker_reports_each_end_once(warm: Callable[..., SmallEngine]) -> None:
     """And nothing at all in a step in which nothing has ended."""
     engine = warm()
