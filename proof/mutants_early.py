@@ -56,7 +56,7 @@ EARLY_MUTANTS = (
         "        if holding.num_steps:\n            load.shorten",
         "        if not holding.tables:\n            load.shorten",
         "a step holds what it touches, also when the load of its request fails",
-        scenarios=("early_starts",),
+        test="tests/core/test_early_starts.py::test_a_forward_keeps_what_it_writes_when_there_is_no_room_to_go_on",
     ),
     Mutant(
         "a failed load kept when its step is over",

@@ -348,6 +348,7 @@ _RUNTIME = (
         "            request._wake()\n",
         "",
         "no hang: whoever waits hears that the runtime is closed",
+        test="tests/shell/test_worker.py::test_closing_tells_who_waits_to_preempt",
     ),
     Mutant(
         "reset copies what is queued",

@@ -813,6 +813,34 @@ async def test_closing_with_live_requests() -> None:
     assert pinned(runtime) == (0, 0)
 
 
+async def test_closing_tells_who_waits_to_preempt() -> None:
+    """At once, not when the forward ends that it waited for: that one may hang."""
+    runtime = OffloadRuntime(config(8, close_timeout_s=0.1), transport=ScriptedTransport(7, auto=True))
+    has_closed, errors = anyio.Event(), []
+
+    async def preempts(request: Any) -> None:
+        try:
+            await request.preempt()
+        except RuntimeClosed as error:
+            errors.append(error)
+            has_closed.set()
+
+    async def computes() -> None:
+        async with runtime.request(prompt(50, 1)) as request:
+            await request.allocate()
+            with runtime.step([request]):
+                group.start_soon(preempts, request)
+                await has_closed.wait()
+
+    with anyio.fail_after(GUARD_S):
+        async with anyio.create_task_group() as group:
+            async with runtime:
+                group.start_soon(computes)
+                await turns(8)
+    assert len(errors) == 1
+    assert pinned(runtime) == (0, 0)
+
+
 @pytest.mark.parametrize("backend", [param.values[0] for param in BACKENDS], ids=["asyncio", "uvloop", "trio"])
 def test_a_copy_that_ends_when_the_loop_is_gone(
     backend: tuple[str, dict[str, Any]], hanging: list[BrokenCopies], monkeypatch: pytest.MonkeyPatch
