@@ -49,7 +49,7 @@ KEEPING_MUTANTS = (
         "            if any(part in kept for lease in leases[pin] for part in pinned_parts(lease)):\n",
         "            if any(True for lease in leases[pin] for part in pinned_parts(lease)):\n",
         "what a pin shares with a request is no room",
-        scenarios=TRANSFERS_AMONG_REQUESTS,
+        test="tests/core/test_pins.py::test_a_pin_yields_before_an_extension_fails",
     ),
     Mutant(
         "pin keeps the device only",

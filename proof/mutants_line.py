@@ -238,9 +238,9 @@ _WAKING = (
     ),
     Mutant(
         "no pump after quarantine",
-        "aoffload.core.ledger_rooms",
-        "        self.admission.serve_line(self._concluded(jobs, also))\n",
-        "        wakes = self._concluded(jobs, also)\n"
+        "aoffload.core.ledger_work",
+        "        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))\n",
+        "        jobs = self.jobs.settle(completion)\n        wakes = self._concluded(jobs)\n"
         "        if not any(job.job_id in self.jobs.quarantined for job in jobs):\n"
         "            self.admission.serve_line()\n        for wake in wakes:\n            wake()\n",
         "quarantine serves the line",
@@ -287,9 +287,9 @@ _WAKING = (
     ),
     Mutant(
         "shared load wakes only the first",
-        "aoffload.core.ledger_rooms",
-        "        self.admission.serve_line(self._concluded(jobs, also))\n",
-        "        self.admission.serve_line(self._concluded(jobs, also)[:1])\n",
+        "aoffload.core.ledger_work",
+        "        self.admission.serve_line(self._concluded(self.jobs.settle(completion)))\n",
+        "        self.admission.serve_line(self._concluded(self.jobs.settle(completion))[:1])\n",
         "no hang: a load wakes all who wait for it",
         scenarios=("two_tasks",),
     ),
