@@ -9,7 +9,33 @@ __all__ = ["POLICY_MUTANTS"]
 WATERMARK, HIT_COUNTS, COMMITS = "aoffload.core.watermark", "aoffload.core.hit_counts", "aoffload.core.commits"
 CACHE, POLICY, LEDGER = "aoffload.core.cache", "aoffload.core.policy", "aoffload.core.ledger"
 
+SMALL_HOST = "tests/core/test_small_host.py::"
+
 POLICY_MUTANTS = (
+    Mutant(
+        "evicted prefixes stored at every commit",
+        COMMITS,
+        "not is_last and self._lacks(lease.run, first):\n",
+        "False:\n",
+        "a host that is too small evicts, and copies no more for that",
+        test=f"{SMALL_HOST}test_nothing_is_stored_again_and_again",
+    ),
+    Mutant(
+        "evicted prefixes never stored again",
+        COMMITS,
+        "not is_last and self._lacks(lease.run, first):\n",
+        "self._lacks(lease.run, first):\n",
+        "the end of a request stores what a later one can hit",
+        test=f"{SMALL_HOST}test_the_last_commit_stores_what_was_evicted_meanwhile",
+    ),
+    Mutant(
+        "evicted prefixes stored at every offer",
+        "aoffload.core.engine_offers",
+        "        return front < holding.stored_stop and ",
+        "        return False and ",
+        "a host that is too small evicts, and copies no more for that",
+        test=f"{SMALL_HOST}test_nothing_is_stored_again_and_again",
+    ),
     Mutant(
         "watermark a part too far",
         WATERMARK,

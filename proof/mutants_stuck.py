@@ -28,6 +28,14 @@ STUCK_MUTANTS: tuple[Mutant, ...] = (
         test=f"{HANGS}::test_a_step_behind_another_one_is_said_in_time",
     ),
     Mutant(
+        "sources of a copy in doubt shown as held",
+        SITUATION,
+        "job.plan.source is Tier.DEVICE and not is_in_doubt)",
+        "job.plan.source is Tier.DEVICE)",
+        "only what is held is said to be",
+        test=f"{WAITS}::test_pins_and_jobs_hold_blocks_too",
+    ),
+    Mutant(
         "steps of requests that are over are not shown",
         SITUATION,
         "        yield from map(self.step, self.steps.values())\n",

@@ -10,6 +10,14 @@ JOBS, LOADS = "aoffload.core.jobs", "aoffload.core.loads"
 
 _OWNERSHIP = (
     Mutant(
+        "landed in part taken for landed",
+        "aoffload.core.jobs",
+        "        if completion.outcome is Outcome.LANDED and completion.num_landed not in",
+        "        if False and completion.num_landed not in",
+        "a block counts only if its copy was proven",
+        test="tests/core/test_transfers.py::test_a_transport_that_contradicts_itself_brings_what_it_names",
+    ),
+    Mutant(
         "job borrows the request's lease",
         JOBS,
         "read = self.cache.lease(plan.source, run, starts, is_use=plan.destination < plan.source)",

@@ -99,11 +99,22 @@ class Commits:
         if self.watermark.num_blocks:
             self.watermark.offer(lease.run, stop)
             return ()
+        host = self.cache.tiers[self.stores.destination]
+        if first and host.num_evicted != holding.evictions_before and not is_last and self._lacks(lease.run, first):
+            if first < stop:
+                self.moves.told.store_skipped(holding, (stop - first) * self.cache.layout.full.width, "evicted")
+            return ()
         with_windows = False
         if self.cache.layout.windows:
             with_windows = is_last or is_at_end(holding) or first < stop == holding.store_limit
         jobs = self.stores.offer(holding, lease.run, first, stop, with_windows=with_windows)
         return tuple([job.plan for job in jobs]) if jobs else ()
+
+    def _lacks(self, run: Run, stop: int) -> bool:
+        """Whether the host lacks something of the path of `run` before unit `stop`. If it has evicted blocks since a
+        request was admitted, only the last offer of that request stores it again: where the host cannot keep what live
+        requests hold, each of them would evict all others at every commit."""
+        return bool(self.cache.full.lacking(run, self.stores.source, self.stores.destination, stop, stop))
 
     def plan_write_back(self) -> tuple[TransferPlan, ...]:
         """Plan stores of what is about to be evicted; none unless the policy has a watermark."""

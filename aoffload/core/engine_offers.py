@@ -68,6 +68,8 @@ class Wanted:
     offers: list[Offer]
     end: End | None = None
     """Where the offers begin, if the index has nothing behind."""
+    num_evicted: int = 0
+    """Blocks that are not offered, since the host has evicted what comes before them."""
 
 
 @attrs.define(eq=False)
@@ -107,11 +109,16 @@ class EngineOffers:
         if end is None:
             path = list(self.cache.index.walk(holding.sequence, stop))
             end = self._stored_end(holding, stop, self._end_of(path))
+        full = self.cache.layout.full
         if end is not None:
             lacking = [range(end.position, stop)] if end.position < stop else []
-            return Wanted(list(self._of_full(lacking, ids, find)), end)
-        full = self.cache.layout.full
-        found = list(self._of_full(_lacking(path, full, 0, stop) if full.width else (), ids, find))
+        else:
+            lacking = _lacking(path, full, 0, stop) if full.width else []
+        if lacking and not is_last and self._was_evicted(holding, lacking[0].start):
+            return Wanted([], num_evicted=max(0, stop - holding.stored_stop) * full.width)
+        found = list(self._of_full(lacking, ids, find))
+        if end is not None:
+            return Wanted(found, end)
         if is_last or is_at_end(holding) or stop == holding.store_limit:
             last = self.stores.last_end(holding, stop)
             for band in self.cache.layout.windows:
@@ -139,6 +146,12 @@ class EngineOffers:
         hasher = holding.sequence.root.hasher if end.run is None else end.run.hash_after
         key = holding.sequence.key_at(hasher, end.position)
         return None if key in self.cache.index.runs else End(end.run, end.position, key)
+
+    def _was_evicted(self, holding: Holding, front: int) -> bool:
+        """Whether the host has evicted what `holding` stored: it lacks unit `front`. Then only its last offer stores
+        again: where the host cannot keep what live requests hold, each of them would evict all others at every
+        offer."""
+        return front < holding.stored_stop and self.cache.tiers[BELOW].num_evicted != holding.evictions_before
 
     def _is_there(self, end: End) -> bool:
         """Whether the index still has a run that ends there."""
@@ -179,6 +192,8 @@ class EngineOffers:
 
     def store(self, holding: Holding, wanted: Wanted) -> list[Job]:
         jobs, found = list[Job](), wanted.offers
+        if wanted.num_evicted:
+            self.moves.told.store_skipped(holding, wanted.num_evicted, "evicted")
         if not found:
             if wanted.end is not None:
                 self._ends[holding] = wanted.end
@@ -192,7 +207,10 @@ class EngineOffers:
                 self.moves.told.store_skipped(holding, len(offer.blocks) - len(taken.blocks), "in_flight")
             if taken.blocks:
                 over = stretches(run if pin is None else pin.run, taken.start, taken.stop)
-                jobs += self.stores.store(holding, taken.band, over, taken.blocks)
+                planned = self.stores.store(holding, taken.band, over, taken.blocks)
+                if planned and not taken.band.number:
+                    holding.stored_up_to(max(holding.stored_stop, taken.start + _num_units(planned, taken.band)))
+                jobs += planned
         if pin is not None:
             self.cache.release(pin)
         elif not jobs or jobs[-1].run is not run:
@@ -228,6 +246,10 @@ class EngineOffers:
         assert last is not None, "a path to nowhere"
         self.reached(holding, last)
         return last
+
+
+def _num_units(jobs: Iterable[Job], band: Band) -> int:
+    return sum(job.plan.num_blocks for job in jobs) // band.width
 
 
 def _is_covered(run: Run) -> bool:

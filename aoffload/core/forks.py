@@ -77,7 +77,7 @@ class Forks:
         sequence, epoch, limit = parent.sequence.copy(), parent.epoch, parent.hit_limit
         return Holding(
             name, sequence, epoch, ticket, limit, parent.hit_alignment,
-            store_limit=parent.store_limit, ledger=parent.ledger,
+            store_limit=parent.store_limit, ledger=parent.ledger, evictions_before=parent.evictions_before,
         )  # fmt: skip
 
     def shared_stop(self, parent: Holding) -> int:

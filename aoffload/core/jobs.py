@@ -178,6 +178,8 @@ class JobBook:
             self.num_late += 1
             return []
         require(job, "settle", JobState.LAUNCHED)
+        if completion.outcome is Outcome.LANDED and completion.num_landed not in (0, len(job.plan.source_ids)):
+            completion = _landed_in_part(completion, job.plan.num_blocks)
         if (
             job.predecessor is not None
             and not job.predecessor.is_settled
@@ -289,3 +291,12 @@ class JobBook:
         if job is not None and completion.outcome is not Outcome.UNPROVEN:
             del self.quarantined[completion.job_id]
             self.cache.tiers[job.plan.destination].end_quarantine(job.plan.destination_ids)
+
+
+def _landed_in_part(completion: Completion, num_blocks: int) -> Completion:
+    """A transport contradicts itself: the copy counts as FAILED, with the blocks that it names as proven."""
+    named = completion.num_landed
+    problem = f"reported as landed, with {named} of {num_blocks} blocks"
+    return attrs.evolve(
+        completion, outcome=Outcome.FAILED, num_landed=named if named < num_blocks else 0, error=problem
+    )

@@ -15,6 +15,7 @@ from .ledger_rooms import LedgerRooms
 from .lifecycle import RequestState, require
 from .matching import find_hit
 from .owners import Extension, Holding, Waiter, nobody
+from .plan import BELOW
 from .policy import StoreScope, store_limit
 from .table import NO_LIMIT
 from .tokens import TokenSequence
@@ -81,7 +82,7 @@ class BeginningRequests(LedgerRooms):
         name = self._checked_name(request_id)
         holding = Holding(
             name, sequence, self.cache.epoch, self._num_admitted, limit, alignment,
-            store_limit=may_store, ledger=self,
+            store_limit=may_store, ledger=self, evictions_before=self.cache.tiers[BELOW].num_evicted,
         )  # fmt: skip
         self._num_admitted += 1
         self.holdings[name] = holding

@@ -20,14 +20,7 @@ from .records import Claimant, Job, Lease, Run
 from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence
 
-__all__ = [
-    "LoadOverlap",
-    "Extension",
-    "Holding",
-    "Waiter",
-    "claimants",
-    "nobody",
-]
+__all__ = ["Extension", "Holding", "LoadOverlap", "Waiter", "claimants", "nobody"]
 
 _UNREAD = (
     RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.REQUEUED, RequestState.STRANDED,
@@ -56,6 +49,10 @@ class Holding(Claimant):
     """Maximum units of a match."""
     ledger: object = field(kw_only=True)
     """The ledger that admitted it. Others refuse it."""
+    evictions_before: int = field(default=0, kw_only=True)
+    """How many blocks the host had evicted when it was admitted."""
+    stored_stop: int = field(default=0, kw_only=True)
+    """Engine-owned blocks: leading units that were in the host, or on their way there, after its last offer."""
     hit_alignment: int
     """The units of a match are a multiple of this."""
     store_limit: int = field(default=NO_LIMIT, kw_only=True)
@@ -148,6 +145,9 @@ class Holding(Claimant):
         self.published = self.ready_stop = device_stop
         self.hit_stop = hit_stop
         self.match = match
+
+    def stored_up_to(self, stop: int) -> None:
+        self.stored_stop = stop
 
     def asked_behind(self, num_tokens: int) -> None:
         """The engine has the first `num_tokens` in its own cache."""

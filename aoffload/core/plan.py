@@ -54,7 +54,7 @@ class Outcome(enum.Enum):
     """How a transfer ended. Only `UNPROVEN` leaves its destination in doubt."""
 
     LANDED = "landed"
-    """Every block is proven at its destination."""
+    """Every block is proven at its destination. With a `num_landed` that is not all of them, it counts as FAILED."""
     FAILED = "failed"
     """Over for certain, but only the leading `num_landed` blocks are proven. Says nothing about the source."""
     CORRUPT = "corrupt"

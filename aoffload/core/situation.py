@@ -70,12 +70,14 @@ class Situation:
         return Holder("step", str(step.step_id), "open", self._age(step.begun_s), step.num_blocks, names, over)
 
     def _job(self, job: Job) -> Holder:
-        state = "quarantined" if job.job_id in self.jobs.quarantined else job.state.value
+        is_in_doubt = job.job_id in self.jobs.quarantined
+        state = "quarantined" if is_in_doubt else job.state.value
         if job.parked is not None:
             state = "parked"  # it has ended, and waits for the job that brings the blocks before its own
-        ids = job.plan.destination_ids if job.plan.destination is Tier.DEVICE else job.plan.source_ids
-        began = (job.request_id,) if job.request_id else ()
-        return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), len(ids), began)
+        # In doubt is only the destination: the sources of a copy that was given up are free.
+        is_held = job.plan.destination is Tier.DEVICE or (job.plan.source is Tier.DEVICE and not is_in_doubt)
+        num_blocks, began = job.plan.num_blocks if is_held else 0, (job.request_id,) if job.request_id else ()
+        return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), num_blocks, began)
 
     # -- who waits ------------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ LABEL_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("aoffload_copied_bytes_total", "direction"): _DIRECTIONS,
     ("aoffload_copied_bytes_total", "outcome"): _OUTCOMES,
     ("aoffload_verified_blocks_total", "result"): ("right", "corrupt"),
-    ("aoffload_skipped_store_blocks_total", "reason"): ("host_full", "in_flight", "other"),
+    ("aoffload_skipped_store_blocks_total", "reason"): ("host_full", "in_flight", "evicted", "other"),
     ("aoffload_request_seconds", "state"): _STAYS,
     ("aoffload_copy_seconds", "direction"): _DIRECTIONS,
     ("aoffload_copy_throughput_bytes_per_second", "direction"): _DIRECTIONS,

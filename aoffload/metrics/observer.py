@@ -123,4 +123,4 @@ class Metrics(RuntimeObserver):
         self.is_cache_off = True
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        self.skipped_blocks[reason if reason in ("host_full", "in_flight") else "other"] += num_blocks
+        self.skipped_blocks[reason if reason in ("host_full", "in_flight", "evicted") else "other"] += num_blocks

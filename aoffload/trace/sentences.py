@@ -20,7 +20,11 @@ REASONS = {
     "runtime_closed": "the runtime was closed under it",
 }
 """Explanations of the reasons in docs/howto/reading-a-trace.md; other reasons are shown as they are."""
-SKIPPED = {"host_full": "host memory was full", "in_flight": "too much was under way"}
+SKIPPED = {
+    "host_full": "host memory was full",
+    "in_flight": "too much was under way",
+    "evicted": "the host evicts what live requests store",
+}
 
 
 def sentence(event: Event) -> str:

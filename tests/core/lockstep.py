@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
-from naive import DEVICE, Job, Naive, Request, Tier
+from naive import DEVICE, HOST, Job, Naive, Request, Tier
 from naive_line import NaiveLine, Waiting
 
 from aoffload.config import OffloadConfig
@@ -85,6 +85,7 @@ class Lockstep:
         hit_limit = 1 << 30 if max_hit_tokens is None else max_hit_tokens // self.unit
         client = Client(root, list(tokens), spans, holding, Request([], len(tokens), hit_limit, alignment))
         extend_keys(client.request.keys, root, client.tokens, spans, self.unit)
+        client.request.evicted_before = self.naive.tiers[HOST].num_evicted
         self.naive.pin(client.request)
         self.clients.append(client)
         self._same_match(client)

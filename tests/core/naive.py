@@ -13,7 +13,7 @@ Job = attrs.make_class("Job", ["source", "keys", "start", "before", "claims", "l
 
 class Tier:
     def __init__(self, num_blocks: int, width: int = 1) -> None:
-        self.free, self.width = num_blocks, width
+        self.free, self.width, self.num_evicted = num_blocks, width, 0
         self.cached, self.pins, self.incoming = set(), Counter(), {}
         self.lru: dict[int, None] = {}  # cached and unpinned, oldest first
 
@@ -25,6 +25,7 @@ class Tier:
             self.cached.remove(oldest := next(iter(self.lru)))
             del self.lru[oldest]
             self.free += self.width
+            self.num_evicted += 1
         self.free -= num_blocks
 
     def pin(self, keys: list[int], instead_of: list[int]) -> None:
@@ -41,6 +42,7 @@ class Request:
     def __init__(self, keys: list[int], num_tokens: int, hit_limit: int, alignment: int) -> None:
         self.keys, self.num_tokens, self.hit_limit, self.alignment = keys, num_tokens, hit_limit, alignment
         self.device_hit = self.hit = self.published = self.units = self.private = self.load_stop = 0
+        self.evicted_before = 0
         self.held: dict[int, list[int]] = {}  # what it pins, by tier
 
 
@@ -126,11 +128,16 @@ class Naive:
         r.private -= len(new | unused) * device.width
         device.free += len(unused) * device.width  # ours take their place
         device.cached |= new
-        self.store(r, first)
+        evicts = self.tiers[HOST].num_evicted != r.evicted_before
+        if not evicts or not first or self.is_there(r.keys[first - 1]):
+            self.store(r, first)
+
+    def is_there(self, key: int) -> bool:
+        return key in self.tiers[HOST].cached or key in self.tiers[HOST].incoming
 
     def store(self, r: Request, first: int) -> None:
         host, keys = self.tiers[HOST], r.held[DEVICE]
-        missing = [i for i, key in enumerate(keys) if key not in host.cached and key not in host.incoming]
+        missing = [i for i, key in enumerate(keys) if not self.is_there(key)]
         covered = max((i for i in range(first) if i not in missing), default=-1)
         for start in [i for i in missing if i > covered and i - 1 not in missing]:  # where a gap begins
             stop = next(i for i in range(start, len(keys) + 1) if i not in missing)

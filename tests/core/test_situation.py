@@ -141,7 +141,8 @@ def test_a_step_that_names_a_request_twice_holds_its_blocks_once() -> None:
 
 
 def test_pins_and_jobs_hold_blocks_too() -> None:
-    """A pin what is cached on the device; a store what it reads; a load in quarantine what it may still write."""
+    """A pin what is cached on the device; a store what it reads, until it is given up; a load in quarantine what it may
+    still write."""
     driven = Timed(8, 16)
     driven.serve(prompt(1, 8))
     pin = driven.ledger.pin(driven.prefix(prompt(1, 8)))
@@ -149,6 +150,8 @@ def test_pins_and_jobs_hold_blocks_too() -> None:
     driven.ledger.unpin(pin)
     stores = driven.launch(driven.commit(driven.running(prompt(2, 12), request_id="two")))
     assert ("store", str(stores[0].job_id), 3) in driven.held()
+    driven.end(stores[0], Outcome.UNPROVEN)
+    assert ("store", str(stores[0].job_id), 3) not in driven.held()
     driven.end(stores[0])
     driven.on_host_only(prompt(3, 5))
     (load,) = driven.launch(driven.ledger.plan_load(driven.allocated(prompt(3, 5), request_id="three")))

@@ -237,6 +237,18 @@ def test_a_copy_that_was_partly_overtaken_brings_the_rest(groups: list[KVCacheGr
 # -- late, twice, never -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("num_landed", "brought"), [(3, 3), (0, 4), (4, 4), (5, 0)])
+def test_a_transport_that_contradicts_itself_brings_what_it_names(num_landed: int, brought: int) -> None:
+    """LANDED with fewer blocks than its plan has is FAILED behind them, and with more it proves nothing."""
+    driven = Driven(8, 8)
+    holding = driven.running(prompt(1, 17))
+    (store,) = driven.launch(driven.commit(holding))
+    driven.end(store, Outcome.LANDED, num_landed)
+    driven.release(holding, "aborted")
+    driven.evict_device()
+    assert driven.hit(prompt(1, 17)) == (0, brought * BLOCK)
+
+
 def test_second_and_unknown_completions_are_counted_and_ignored() -> None:
     """A completion that comes twice, or for a job nobody knows, changes nothing but a number."""
     driven = on_host(max_job_bytes=1)
