@@ -7,15 +7,24 @@ from typing import Any
 
 import anyio
 
-from aoffload import CommitError, FullAttention, RequestAborted, RequestState, RuntimeClosed, SlidingWindow, WrongState
+from aoffload import (
+    CommitError,
+    FullAttention,
+    OutOfBlocks,
+    RequestAborted,
+    RequestState,
+    RuntimeClosed,
+    SlidingWindow,
+    WrongState,
+)
 from aoffload.testing import Ask, Client, SimulatedEngine, Simulation, Violation
 
 from .common import after, ask, bystanders, evict_device, serve, store, tokens
 from .table import scenario
 
 _S = RequestState
-_OF_OTHERS = (WrongState, RequestAborted, RuntimeClosed)
-"""A task that uses a request of another one finds it in any state, or over."""
+_OF_OTHERS = (WrongState, RequestAborted, RuntimeClosed, OutOfBlocks)
+"""A task that uses a request of another one finds it in any state, over, or without room."""
 _TO_PREEMPT = (_S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED, _S.RUNNING)
 
 
@@ -149,6 +158,8 @@ class Victim:
         if self.is_away is not None:
             await self.is_away.wait()
         while request.state is not _S.RUNNING:
+            if request.state is _S.STRANDED:  # no room for blocks of its own after a lost load: it waits for some
+                await request.preempt()
             if request.state is _S.PREEMPTED:
                 self.num_ready = await request.resume()
                 continue
