@@ -19,7 +19,7 @@ from .transfer.copy_observer import OBSERVES as COPIES_TELL
 __all__ = ["Observers", "RuntimeObserver", "each_observer"]
 
 _RENAMED = {"errand_moved": "cache_transfer_moved", "early_moved": "overlap_moved"}
-_TOLD = f"{OBSERVES} waited_for_room slow_wait slow_step completion_delivered {COPIES_TELL}".split()
+_TOLD = f"{OBSERVES} request_cancelled waited_for_room slow_wait slow_step completion_delivered {COPIES_TELL}".split()
 
 
 class RuntimeObserver(NullObserver):
@@ -35,6 +35,9 @@ class RuntimeObserver(NullObserver):
             if old in vars(cls):
                 problem = f"{cls.__name__}.{old} is not called any more: it is {new} now"
                 warnings.warn(problem, DeprecationWarning, stacklevel=2)
+
+    def request_cancelled(self, holding: Holding, reason: str) -> None:
+        """Its block is being cancelled; `request_moved` follows once its task has left it."""
 
     def waited_for_room(self, holding: Holding, seconds: float) -> None:
         """A wait for room is over, however it ended."""
@@ -111,6 +114,9 @@ class Observers:
         self._tell("extension_refused", holding, num_needed, num_available)
 
     # -- told by what waits and what copies -----------------------------------------------------------------------
+
+    def request_cancelled(self, holding: Holding, reason: str) -> None:
+        self._tell("request_cancelled", holding, reason)
 
     def waited_for_room(self, holding: Holding, seconds: float) -> None:
         self._tell("waited_for_room", holding, seconds)

@@ -56,24 +56,24 @@ class RequestBlock:
             raise WrongState(f"request {self.request_id} was entered before: open another one")
         self._holding = self._session.admit(self, prefix, self._options)
         self._task_id = id(self._session.running_task())
+        if deadline is not None and deadline < math.inf:
+            self._start_timer(deadline)
         if is_scoped:
             self._enter_scope(deadline)
-        else:
-            self._do_without_scope(deadline)
+        elif self._cancel_reason:
+            self._close(self._cancel_reason)
         return self
 
     def _enter_scope(self, deadline: float | None) -> None:
         self._scope = scope = anyio.CancelScope(deadline=math.inf if deadline is None else deadline)
         if self._cancel_reason:
-            scope.cancel()
+            self._cancel_scope(scope)
         scope.__enter__()
 
-    def _do_without_scope(self, deadline: float | None) -> None:
-        if self._cancel_reason:
-            self._close(self._cancel_reason)
-        elif deadline is not None and deadline < math.inf:
-            late = partial(_expire, ref(self))
-            self._stop_timer = self._session.env.call_at(deadline, partial(self._session.worker.call_soon, late))
+    def _start_timer(self, deadline: float) -> None:
+        """Also beside a scope, which tells nobody that its deadline has passed: its task may wait for a thread."""
+        late = partial(_expire, ref(self))
+        self._stop_timer = self._session.env.call_at(deadline, partial(self._session.worker.call_soon, late))
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -127,12 +127,19 @@ class RequestBlock:
     def _cancel(self, reason: str) -> None:
         if self._holding is not None and self._holding.is_over:
             return
+        is_first = not self._cancel_reason
         self._cancel_reason = self._cancel_reason or reason
         if self._scope is not None:
-            self._scope.cancel()
+            if is_first:
+                self._cancel_scope(self._scope)
         elif self._holding is not None:
             self._close(self._cancel_reason)
             self._wake()
+
+    def _cancel_scope(self, scope: anyio.CancelScope) -> None:
+        assert self._holding is not None
+        self._session.cancelled(self._holding, self._cancel_reason)
+        scope.cancel()
 
     def _wake(self) -> None:
         """Make waiting tasks check again: a load is over, room was granted, or the request or the runtime ended."""
@@ -175,7 +182,8 @@ class RequestBlock:
     @property
     def reason(self) -> str:
         """Why it was aborted; empty otherwise."""
-        return "" if self._holding is None else self._holding.reason
+        holding = self._holding
+        return holding.reason if holding is not None and holding.state is RequestState.ABORTED else ""
 
     @property
     def match(self) -> PrefixMatch:

@@ -207,6 +207,11 @@ class Session:
         request._cancel(reason)
         return True
 
+    def cancelled(self, holding: Holding, reason: str) -> None:
+        """Its block is being cancelled. It holds what it has until its task has left the block."""
+        holding.ends_for(reason)
+        self.observers.request_cancelled(holding, reason)
+
     def close_requests(self) -> None:
         """End all requests, pins, prefetches and demotions."""
         for request in self.requests.values():

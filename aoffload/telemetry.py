@@ -288,6 +288,10 @@ class Telemetry(LedgerLog):
     """The log of a runtime: its ledger's events and its own."""
 
     @_harmless
+    def request_cancelled(self, holding: Holding, reason: str) -> None:
+        self.logger.info("request_cancelled", request_id=holding.request_id, reason=reason)
+
+    @_harmless
     def host_memory_page_locked(self, progress: PinProgress) -> None:
         self.logger.info("host_memory_page_locked", **attrs.asdict(progress))
 

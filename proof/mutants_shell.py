@@ -386,7 +386,7 @@ _RUNTIME = (
         "        return self._has_left\n",
         "        return True\n",
         "nobody preempts between a step and its commit",
-        test="tests/shell/test_run_step.py::test_nobody_preempts_between_the_step_and_its_commit",
+        scenarios=("resumed_by_another",),
     ),
     Mutant(
         "what a preempted step computed is published",
@@ -394,7 +394,7 @@ _RUNTIME = (
         "        if holding.computing is Computing.LOST_BLOCKS:\n",
         "        if False:\n",
         "KV that nobody wrote is never findable",
-        test="tests/shell/test_run_step.py::test_what_a_preempted_step_computed_is_never_published",
+        scenarios=("resumed_by_another",),
     ),
     Mutant(
         "stores of a released request not launched",

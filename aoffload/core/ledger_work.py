@@ -263,7 +263,7 @@ class WorkingRequests(LedgerRooms):
             self._request_leases.let_go(holding)
         del self.holdings[holding.request_id]
         if not done:
-            holding.aborted(reason)
+            holding.ends_for(reason)
         self._moves.request(holding, _S.DONE if done else _S.ABORTED)
         if self._forks.over:
             self._forks.left(holding)

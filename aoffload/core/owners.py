@@ -59,7 +59,7 @@ class Holding(Claimant):
     """End of the units that may be stored."""
     state: RequestState = RequestState.QUEUED
     reason: str = ""
-    """Why it was aborted."""
+    """Why it was aborted, or will be: it was cancelled, and its task has not left it yet."""
     match: PrefixMatch = NO_MATCH
     origins: dict[Holding, int] = field(default_factory=dict)
     """The requests it descends from by forks, each with its number of computed tokens at that fork."""
@@ -241,7 +241,7 @@ class Holding(Claimant):
         self.num_steps -= 1
         return not self.num_steps
 
-    def aborted(self, reason: str) -> None:
+    def ends_for(self, reason: str) -> None:
         self.reason = reason
 
     def taint(self) -> None:

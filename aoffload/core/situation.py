@@ -103,7 +103,13 @@ class Situation:
         place = None if waiter is None else places.get(waiter)
         waits_for, held_by = self._reason(holding, steps)
         status = RequestStatus(
-            holding.request_id, holding.state, self._age(holding.since_s), num_held(holding), waits_for, held_by=held_by
+            holding.request_id,
+            holding.state,
+            self._age(holding.since_s),
+            num_held(holding),
+            waits_for,
+            held_by=held_by,
+            cancelled=holding.reason,
         )
         if waiter is None or place is None:
             return status

@@ -90,6 +90,8 @@ class RequestStatus:
     """Blocks that it waits for in line."""
     held_by: tuple[Holder, ...] = ()
     """Who holds what it waits for: the biggest holders of device blocks, the jobs, the steps, or the other request."""
+    cancelled: str = ""
+    """Why it is cancelled; its task has not left its block yet. Empty: it is not."""
 
     def __str__(self) -> str:
         state = f"request {plain(self.request_id)}, {self.state.value}{_for(self.age_s)}, {self.num_blocks} blocks"
@@ -97,6 +99,11 @@ class RequestStatus:
 
     def what(self) -> str:
         """What it waits for, and who holds that, in words."""
+        if self.cancelled:
+            return f"its task to leave its block, cancelled ({plain(self.cancelled)}); {self._what()}"
+        return self._what()
+
+    def _what(self) -> str:
         if self.waits_for is WaitsFor.PROGRAM:
             return "its program: the next call is not ours"
         held = "; ".join(map(str, self.held_by)) or "nobody"

@@ -11,11 +11,15 @@ import attrs
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-__all__ = ["Peers"]
+__all__ = ["MAX_SUBSCRIPTIONS", "Peers"]
 
 STALL_MS = 30_000
 """A connection whose peer takes nothing for so long is closed by the system, where that can be asked for (Linux)."""
 LEAST_FRAME_BYTES = 1024
+MAX_SUBSCRIPTIONS = 16
+"""Of one peer, different ones. It needs one."""
+NEWS_AT_A_TIME = 256
+"""Subscriptions that are counted before anything else has its turn."""
 
 
 @attrs.define(eq=False)
@@ -31,7 +35,8 @@ class Peers:
     num_cut: int = attrs.field(default=0, init=False)
     monitor: Any = attrs.field(init=False)
     """Readable when peers have come or gone."""
-    _open: dict[int, None] = attrs.field(factory=dict, init=False)
+    _open: dict[int, int] = attrs.field(factory=dict, init=False)
+    """The number of subscriptions by descriptor, in the order of their coming."""
     _port: str = attrs.field(default="", init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -62,15 +67,29 @@ class Peers:
                 if told["event"] == zmq.EVENT_DISCONNECTED:
                     self._open.pop(int(told["value"]), None)
                 elif told["event"] == zmq.EVENT_ACCEPTED:
-                    self._open[int(told["value"])] = None
+                    self._open[int(told["value"])] = 0
         for descriptor in list(self._open)[self.max_peers :]:
             self._cut(descriptor)
 
-    def cut_all(self) -> None:
-        """Cut everybody off: one of them has asked for too much, and ZeroMQ does not say which."""
-        self.take_news()
-        for descriptor in list(self._open):
-            self._cut(descriptor)
+    def count_subscriptions(self) -> None:
+        """For an XPUB, which keeps any number of subscriptions. Whoever has too many is cut off, and nobody else."""
+        with suppress(zmq.Again):
+            for _ in range(NEWS_AT_A_TIME):
+                told = self.socket.recv(zmq.NOBLOCK, copy=False)
+                with suppress(zmq.ZMQError):  # the end of one whose peer is gone: nobody has sent it
+                    self._count(bytes(told.buffer[:1]), int(told.get(zmq.SRCFD)))
+
+    def _count(self, what: bytes, descriptor: int) -> None:
+        if descriptor not in self._open:
+            self.take_news()
+        num_subscriptions = self._open.get(descriptor)
+        if num_subscriptions is None:
+            return  # gone by now, or a router that this socket has connected to
+        self._open[descriptor] = max(0, num_subscriptions + {b"\x01": 1, b"\x00": -1}.get(what, 0))
+        if self._open[descriptor] > MAX_SUBSCRIPTIONS:
+            self.take_news()  # the descriptor may have another peer by now
+            if self._open.get(descriptor, 0) > MAX_SUBSCRIPTIONS:
+                self._cut(descriptor)
 
     def close(self) -> None:
         self.socket.disable_monitor()

@@ -31,8 +31,6 @@ event loop walks the whole index for each."""
 LINGER_MS = 500
 """How long sent batches may take to leave the process once the publisher is closed."""
 CLOSE_TIMEOUT_S = 5.0
-MAX_SUBSCRIPTIONS = 1024
-"""Different ones, of all subscribers together. A subscriber needs one."""
 
 
 class KVEventPublisher:
@@ -74,7 +72,6 @@ class KVEventPublisher:
         self._topic = topic.encode()
         self._max_unsent = max_unsent
         self._max_peers = max_peers
-        self._num_subscriptions = 0
         self._clock = clock
         self._encoder = EventEncoder(ledger.layout, form or EventFormat(), data_parallel_rank)
         self._changes = Changes(ledger, max_changes, self._wake)
@@ -183,7 +180,7 @@ class KVEventPublisher:
             if self._replay in ready:
                 self._answer()
             if self._socket in ready:
-                self._count_subscriptions()
+                self._peers.count_subscriptions()
             if self._awake in ready:
                 is_over = self._awake.recv() == _STOP
                 self._publish()
@@ -207,13 +204,3 @@ class KVEventPublisher:
             self._may_tell_anew_s = time.monotonic() + LEAST_BETWEEN_S
             self._changes.fall_behind()
         self._replays.answer(client, start)
-
-    def _count_subscriptions(self) -> None:
-        """Count the different subscriptions, of which ZeroMQ keeps any number. Whoever follows in order connects again,
-        subscribes, and asks for what it has missed."""
-        with suppress(zmq.Again):
-            while True:
-                told = self._socket.recv(zmq.NOBLOCK)
-                self._num_subscriptions += {b"\x01": 1, b"\x00": -1}.get(told[:1], 0)
-        if self._num_subscriptions > MAX_SUBSCRIPTIONS:
-            self._peers.cut_all()

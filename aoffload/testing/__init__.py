@@ -15,6 +15,7 @@ with needed("trio", "aoffload.testing"):
     from .env import SimulatedEnv
     from .explore import Tally, cancel_sweep, exhaust, explain, fault_sweep, replay, shrink
     from .faults import FAULTS, Fault, FaultKind
+    from .faulty import FaultyTransport, JobFault
     from .injection import HOWS, Cancel
     from .memory import Memory, Tags
     from .plans import Plan, Result
@@ -36,7 +37,9 @@ __all__ = [
     "Exactly",
     "Fault",
     "FaultKind",
+    "FaultyTransport",
     "ForwardFailed",
+    "JobFault",
     "Memory",
     "Option",
     "Plan",

@@ -89,6 +89,12 @@ class TimelineBook:
             timeline.outcome, timeline.reason = state, plain(reason)
             self._end(key)
 
+    def request_cancelled(self, event: Event, runtime: RuntimeLife) -> None:
+        name, reason = event.text("request_id"), plain(event.text("reason"))
+        timeline = self._timelines.get((runtime.number, Kind.REQUEST, name))
+        if timeline is not None:
+            timeline.cancelled = reason
+
     def step_moved(self, event: Event, runtime: RuntimeLife) -> None:
         key = (runtime.number, Kind.STEP, str(event.count("step_id")))
         if event.meaning.state == _BEGUN:

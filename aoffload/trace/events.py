@@ -30,6 +30,8 @@ class Kind(enum.Enum):
     JOB = "job"
     STEP = "step"
     EARLY_START = "early_start"
+    CANCELLATION = "cancellation"
+    """Of a request, whose task may take its time to leave."""
     REFUSAL = "refusal"
     """A call of a request that had no room, and changed nothing."""
     SKIPPED_STORE = "store"
@@ -74,6 +76,7 @@ def _meanings() -> dict[str, Meaning]:
         "store_skipped": Meaning(Kind.SKIPPED_STORE, "skipped"),
         "step_begun": Meaning(Kind.STEP, "begun"),
         "step_ended": Meaning(Kind.STEP, "ended"),
+        "request_cancelled": Meaning(Kind.CANCELLATION, "cancelled"),
         "extension_refused": Meaning(Kind.REFUSAL, "extension"),
         "host_memory_page_locked": Meaning(Kind.OPENING, "page-locked"),
     }  # fmt: skip

@@ -122,6 +122,8 @@ class Scan:
             self.book.job_moved(event, runtime)
         elif kind is Kind.STEP:
             self.book.step_moved(event, runtime)
+        elif kind is Kind.CANCELLATION:
+            self.book.request_cancelled(event, runtime)
         elif kind is Kind.REFUSAL:
             self.listener.refused(event, runtime)
         elif kind is Kind.SKIPPED_STORE:

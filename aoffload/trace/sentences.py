@@ -70,6 +70,12 @@ def _aborted(event: Event) -> str:
     return f"aborted while {plain(event.text('previous'))}: {plain(reason)}{known}"
 
 
+def _cancelled(event: Event) -> str:
+    reason = event.text("reason")
+    known = f" ({REASONS[reason]})" if reason in REASONS else ""
+    return f"cancelled: {plain(reason)}{known}; it is over once its task has left its block"
+
+
 def _job(event: Event) -> str:
     blocks = counted(event.count("num_blocks"), "block")
     return f"job {event.count('job_id')}, {plain(event.text('direction'))} of {blocks}"
@@ -154,6 +160,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "request_preempted": lambda _: "preempted: gives its device blocks away",
     "request_done": _done,
     "request_aborted": _aborted,
+    "request_cancelled": _cancelled,
     "job_launched": _launched,
     "job_completed": _completed,
     "job_failed": _failed,

@@ -106,7 +106,8 @@ def doing(timeline: Timeline) -> str:
         meaning = f", {STATES[state]}" if state in STATES else ""
         if state == RequestState.RUNNING.value:
             meaning = f", in step {', '.join(timeline.in_steps[:MAX_NAMED])}" if timeline.in_steps else ", in no step"
-        return f"{state} for {duration(timeline.last_state_s)}{meaning}"
+        cancelled = f", cancelled ({timeline.cancelled})" if timeline.cancelled else ""
+        return f"{state} for {duration(timeline.last_state_s)}{cancelled}{meaning}"
     live = [plain(name) for name in timeline.members if plain(name) not in timeline.kept]
     over = [f"{counted(count, 'block')} of {name}, which is over" for name, count in timeline.kept.items()]
     parts = over + ([f"those of {', '.join(live[:MAX_NAMED])}"] if live else [])

@@ -64,6 +64,8 @@ class Timeline:
     """Blocks in its tables at present."""
     members: list[str] = attrs.field(factory=list)
     """Of a step: the ids of its requests."""
+    cancelled: str = ""
+    """Of a request that is not over: why it was cancelled."""
     in_steps: list[str] = attrs.field(factory=list)
     """Of a request that is not over: the open steps that it is in."""
     kept: dict[str, int] = attrs.field(factory=dict)

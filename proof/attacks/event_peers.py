@@ -38,15 +38,21 @@ def replays(tree: Path) -> Iterator[Figure]:
 def subscriptions(tree: Path) -> Iterator[Figure]:
     """Different subscriptions, each of which is kept."""
     attack = "300,000 subscriptions of 100 bytes"
-    with _publishing(tree) as (victim, endpoint, _), _speaking(endpoint, b"SUB") as peer:
-        before = victim.mb
-        with suppress(OSError):  # it was cut off
-            for first in range(0, 300_000, 1000):
-                peer.sendall(b"".join(map(_subscription, range(first, first + 1000))))
-        time.sleep(3)
-        is_well = _is_followed(victim, endpoint)  # the library takes subscriptions when there is something to send
-        grown = victim.peak_mb - before
+    with _publishing(tree) as (victim, endpoint, _), _peers(zmq.SUB, endpoint, 1) as (other,):
+        other.subscribe(b"")
+        lost = other.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        with _speaking(endpoint, b"SUB") as peer:
+            before = victim.mb
+            with suppress(OSError):  # it was cut off
+                for first in range(0, 300_000, 1000):
+                    peer.sendall(b"".join(map(_subscription, range(first, first + 1000))))
+            time.sleep(3)
+            is_well = _is_followed(victim, endpoint)  # the library takes subscriptions when there is something to send
+            grown, num_lost = victim.peak_mb - before, lost.poll(0)
+        other.disable_monitor()
+        lost.close(linger=0)
     yield Figure("A9", attack, "memory at most", grown, 100.0, "MB")
+    yield Figure("A9", attack, "connections lost by a peer that was there", num_lost, 0, "")
     yield Figure("A9", attack, "a subscriber in order hears on", is_well, 1, "", True)
 
 

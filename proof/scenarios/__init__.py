@@ -16,7 +16,7 @@ random programs do not see:
   growing, second_try, late_room, stalled, rotten, run_form, sent_away_and_back
 - deadlines: deadlines
 - overlaps, failed forwards, preemptions: early_starts, failed_forwards, failed_in_turmoil, preemption_storm,
-  preempted_windows, preempted_by_another, mixed_windows
+  preempted_windows, preempted_by_another, resumed_by_another, mixed_windows
 - closing and resetting during a copy: reset_in_flight, close_in_flight, tier_resets
 - the same wrong call at every point: bad_input
 """

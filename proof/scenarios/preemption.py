@@ -5,13 +5,26 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from aoffload import FullAttention, RequestState, SlidingWindow, WrongState
-from aoffload.testing import Client, SimulatedEngine, Simulation
+import anyio
+
+from aoffload import (
+    CommitError,
+    FullAttention,
+    OutOfBlocks,
+    RequestAborted,
+    RequestState,
+    RuntimeClosed,
+    SlidingWindow,
+    WrongState,
+)
+from aoffload.testing import Ask, Client, SimulatedEngine, Simulation, Violation
 
 from .common import after, ask, bystanders, evict_device, serve, store, tokens
 from .table import scenario
 
 _S = RequestState
+_OF_OTHERS = (WrongState, RequestAborted, RuntimeClosed, OutOfBlocks)
+"""A task that uses a request of another one finds it in any state, over, or without room."""
 _TO_PREEMPT = (_S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED, _S.RUNNING)
 
 
@@ -92,4 +105,103 @@ async def preempted_by_another(sim: Simulation) -> None:
 
         sim.spawn("preempts", preempts)
         bystanders(sim, engine, 2)
+        await after(sim, engine)
+
+
+class Victim:
+    """A request whose forwards run in threads, while a scheduler's task preempts it and brings it back."""
+
+    def __init__(self, sim: Simulation, engine: SimulatedEngine, family: int) -> None:
+        self.sim, self.engine = sim, engine
+        self.prompt = tokens(family, sim.random.randint(6, 9))
+        self.wanted: Ask = ask(sim, engine, self.prompt, style="thread", slice_tokens=2)
+        self.is_away: anyio.Event | None = None
+        """Set when the scheduler is through with it."""
+        self.num_ready = 0
+        self.client = sim.spawn(f"victim{family}", self.serve)
+
+    async def serve(self, client: Client) -> None:
+        await self.sim.jitter()
+        async with self.engine.open(client.name, self.wanted) as request:
+            client.request = request
+            await request.allocate()
+            self.num_ready = await request.load()
+            start = self.num_ready
+            while start < len(self.prompt):
+                if request.state is not _S.RUNNING:
+                    start = await self._has_blocks_again()
+                    continue
+                stop = min(len(self.prompt), start + self.wanted.slice_tokens)
+                await self.engine.forward(request, self.wanted, self.prompt, start, stop)
+                start = stop if await self._commits(stop) else await self._has_blocks_again()
+        client.ended()
+
+    async def _commits(self, stop: int) -> bool:
+        """At once, when nobody can have come between; or late, when all of it may be lost."""
+        request = self.client.request
+        assert request is not None
+        if self.sim.random.random() < 0.6:
+            if request.state is not _S.RUNNING:
+                raise Violation("taken from a step", f"{request} between its forward and its commit")
+            self.engine.commit(request, self.wanted, self.prompt, stop)
+            return True
+        await self.sim.jitter()
+        with suppress(CommitError, WrongState):
+            self.engine.commit(request, self.wanted, self.prompt, stop)
+            return True
+        return False
+
+    async def _has_blocks_again(self) -> int:
+        """How much is ready, once it may compute. A scheduler that was cancelled leaves the rest to its own task."""
+        request = self.client.request
+        assert request is not None
+        if self.is_away is not None:
+            await self.is_away.wait()
+        while request.state is not _S.RUNNING:
+            if request.state is _S.STRANDED:  # no room for blocks of its own after a lost load: it waits for some
+                await request.preempt()
+            if request.state is _S.PREEMPTED:
+                self.num_ready = await request.resume()
+                continue
+            if request.state is _S.PINNED:
+                await request.allocate()
+            self.num_ready = await request.load()
+        return self.num_ready
+
+    async def sent_away_and_back(self) -> None:
+        """Called by another task: waits for the step that is under way, then takes its blocks, and gets others."""
+        request = self.client.request
+        if request is None or request.state is not _S.RUNNING:
+            return
+        self.is_away = anyio.Event()
+        try:
+            with suppress(*_OF_OTHERS):
+                await request.preempt()
+                await self.sim.jitter()
+                self.num_ready = await request.resume()
+                self.engine.check_ready(request, self.wanted, self.prompt, self.num_ready)
+        finally:
+            self.is_away.set()
+            self.is_away = None
+
+
+@scenario("request_preempted", "request_done", faults=("fail", "lose", "vanish"))
+async def resumed_by_another(sim: Simulation) -> None:
+    """A scheduler preempts and resumes requests whose forwards are in threads: never between a step and its commit, and
+    what a forward wrote into blocks that are lost is read by nobody."""
+    engine = sim.runtime(num_device_blocks=sim.random.choice((8, 12)), num_host_blocks=14)
+    async with engine.runtime:
+        victims = [Victim(sim, engine, family) for family in range(2)]
+
+        async def schedules(client: Client) -> None:
+            for _ in range(5):
+                await sim.jitter()
+                for victim in victims:
+                    await victim.sent_away_and_back()
+
+        sim.spawn("schedules", schedules)
+        bystanders(sim, engine, 2)
+        await sim.join()
+        for victim in victims:
+            serve(sim, engine, f"again {victim.client.name}", (*victim.prompt, 9))
         await after(sim, engine)

@@ -12,7 +12,7 @@ import zmq
 from test_kv_event_format import ledger_of
 
 from aoffload.kv_events import KVEventPublisher
-from aoffload.kv_events.publisher import MAX_SUBSCRIPTIONS
+from aoffload.kv_events.peers import MAX_SUBSCRIPTIONS
 from aoffload.kv_events.replays import END, MAX_UNREAD_ANSWERS, ReplayBuffer, Replays, Sent
 
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -152,14 +152,37 @@ def test_one_peer_too_many_is_cut_off(publisher: KVEventPublisher) -> None:
                 again.send_multipart([b"", bytes(8)])
 
 
-def test_subscriptions_without_end_are_cut_off(publisher: KVEventPublisher) -> None:
-    """ZeroMQ keeps every one of them; a subscriber in order comes back by itself and goes on."""
-    with connected(zmq.XSUB, publisher.endpoint) as (hostile, closed):
-        for number in range(2 * MAX_SUBSCRIPTIONS):
-            hostile.send(b"\x01" + number.to_bytes(4, "big"))
-        assert closed.poll(GUARD_MS)
-    with connected(zmq.SUB, publisher.endpoint) as (subscriber, _):
+def hears(publisher: KVEventPublisher, subscriber: zmq.Socket[bytes]) -> bool:
+    while not subscriber.poll(20):
+        publisher.tell_anew()
+    return len(subscriber.recv_multipart()) == 3
+
+
+@pytest.mark.parametrize("num_floods", [1, 5])
+def test_who_subscribes_without_end_is_cut_off_and_nobody_else(num_floods: int, publisher: KVEventPublisher) -> None:
+    """ZeroMQ keeps every subscription. A peer that comes back and floods again harms nobody either: who was there
+    before, with as many subscriptions as a peer may have, hears on over the same connection."""
+    with connected(zmq.SUB, publisher.endpoint) as (subscriber, lost):
+        for number in range(MAX_SUBSCRIPTIONS):
+            subscriber.subscribe(bytes(number))
+        assert hears(publisher, subscriber)
+        for _ in range(num_floods):
+            with connected(zmq.XSUB, publisher.endpoint) as (hostile, closed):
+                for number in range(20 * MAX_SUBSCRIPTIONS):
+                    hostile.send(b"\x01" + number.to_bytes(4, "big"))
+                assert closed.poll(GUARD_MS)
+        while subscriber.poll(0):
+            subscriber.recv_multipart()
+        assert hears(publisher, subscriber)
+        assert not lost.poll(0), "its connection was closed"
+
+
+def test_who_changes_its_mind_is_not_cut_off(publisher: KVEventPublisher) -> None:
+    """Only what it is subscribed to counts, whatever it was subscribed to before."""
+    with connected(zmq.SUB, publisher.endpoint) as (subscriber, lost):
         subscriber.subscribe(b"")
-        while not subscriber.poll(20):
-            publisher.tell_anew()
-        assert len(subscriber.recv_multipart()) == 3
+        for number in range(20 * MAX_SUBSCRIPTIONS):
+            subscriber.subscribe(b"topic %d" % number)
+            subscriber.unsubscribe(b"topic %d" % number)
+        assert hears(publisher, subscriber)
+        assert not lost.poll(0)

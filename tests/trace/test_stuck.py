@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,66 @@ async def test_metrics_alone_tell_that_a_step_hangs() -> None:
     assert shown["aoffload_oldest_step_seconds"] == pytest.approx(61)
     assert shown["aoffload_oldest_wait_seconds"] == pytest.approx(60)
     assert shown["aoffload_oldest_request_secondsrunning"] == 0
+
+
+# -- a request is cancelled, and its task waits for a thread ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["cancel", "deadline"])
+async def test_a_cancelled_request_that_waits_for_its_thread_says_so(
+    by: str, written: Written, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `requests()`, by an event at once, and by the trace as long as its task has not left the block. Only then the
+    request is over."""
+    may_end, reasons = threading.Event(), {"cancel": "the client left", "deadline": "deadline"}
+
+    async def a_thread_hangs(runtime: Any, tasks: Any) -> None:
+        async def serve(*, task_status: TaskStatus[None]) -> None:
+            async with runtime.request(range(96), "gone", deadline_s=1 if by == "deadline" else None) as request:
+                await request.allocate()
+                await request.load()
+                task_status.started()
+                await runtime.run_step([request], lambda: may_end.wait(60))
+
+        await tasks.start(serve)
+        await anyio.sleep(2)
+        if by == "cancel":
+            runtime.cancel("gone", reasons[by])
+            runtime.cancel("gone", "again")
+
+    async with stuck(a_thread_hangs) as found:
+        (status,) = found.runtime.requests()
+        log = str(written(found))
+        (event,) = events(found, "request_cancelled")
+        over = events(found, "request_aborted")
+        explained = found.runtime.explain()
+        may_end.set()
+    assert (status.state, status.cancelled, status.waits_for) == (RequestState.RUNNING, reasons[by], WaitsFor.STEP)
+    assert f"its task to leave its block, cancelled ({reasons[by]}); a step: step 1 of gone, open for" in explained
+    assert (event["reason"], event["timestamp"]) == (reasons[by], pytest.approx(START_S + 1 + (by == "cancel")))
+    assert over == []
+    assert [event["reason"] for event in events(found, "request_aborted")] == [reasons[by]]
+    assert trace([log, "--until", str(START_S + 62)]) == 0
+    assert f"running for 62.0 s, cancelled ({reasons[by]}), in step 1" in capsys.readouterr().out
+    assert trace([log, "request", "gone"]) == 0
+    assert f"  cancelled: {reasons[by]}" in capsys.readouterr().out
+
+
+async def test_a_request_without_a_scope_is_over_when_it_is_cancelled() -> None:
+    """In an async generator nothing has to be left first, so nothing is said but that."""
+
+    async def generates(runtime: Any, tasks: Any) -> None:
+        async def serve() -> Any:
+            async with runtime.request(range(96), "gone") as request:
+                await request.allocate()
+                yield None
+
+        async for _ in serve():
+            runtime.cancel("gone")
+
+    async with stuck(generates) as found:
+        assert events(found, "request_cancelled") == []
+        assert len(events(found, "request_aborted")) == 1
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

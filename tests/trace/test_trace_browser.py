@@ -116,7 +116,7 @@ def test_the_panels_are_drawn(opened: Any, small: Path) -> None:
     page = opened(small)
     for selector in ("#gantt canvas", "#loads canvas", "#stores canvas", "#device", "#host"):
         assert num_coloured(page, selector) > 50, selector
-    assert "real.log: 106 events" in page.locator("#title").inner_text()
+    assert "real.log: 108 events" in page.locator("#title").inner_text()
     assert "running" in page.locator("#states").inner_text()
     assert "10 done" in page.locator("#counts").inner_text()
     page.locator("#why").click()

@@ -133,7 +133,7 @@ def test_a_missing_log_is_one_line(
 
 def test_an_unknown_request_is_one_line_and_names_similar_ones(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
     """Who types part of an id is told which ids have it."""
-    assert "no request 'alk-1' in 106 events" in (line := refused([str(real[0]), "request", "alk-1"], capsys))
+    assert "no request 'alk-1' in 108 events" in (line := refused([str(real[0]), "request", "alk-1"], capsys))
     assert "similar: talk-100" in line
     assert "similar" not in refused([str(real[0]), "request", "nobody"], capsys)
 
