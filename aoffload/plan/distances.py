@@ -1,9 +1,9 @@
 """Exact stack distances: what an LRU cache of any size hits of a trace, from one pass over it.
 
-Imagine all blocks in the order in which an LRU cache keeps them, newest first. A cache of `n` blocks holds the first `n`
-of them, so it hits a block whose place (from 1 on) is at most `n`. A request puts its blocks on top, its first block
-uppermost, since a prefix loses its tail first. So places grow along a prefix, and whatever an earlier request was the
-last to touch lies together, as one stretch of its tail: a place is computed for a stretch, not for a block.
+Imagine all blocks in the order in which an LRU cache keeps them, newest first. A cache of `n` blocks holds the first
+`n` of them, so it hits a block whose place (from 1 on) is at most `n`. A request puts its blocks on top, its first
+one uppermost, since a prefix loses its tail first. So places grow along a prefix, and whatever an earlier request was
+the last to touch lies together, as one stretch of its tail: a place is computed for a stretch, not for a block.
 
     newest | request 7: a b c d | request 5: k l | request 2: .. m n o |  oldest       (2 has lost its head to others)
 """
@@ -72,6 +72,10 @@ class StackDistances:
         found = np.clip(size - self.above, 0, self.length)
         return np.bincount(self.request, found, self.num_requests).astype(np.int64)
 
+    def num_missing(self, size: int) -> int:
+        """Blocks put on top that a cache of `size` blocks lacked, those of answers included: what is stored there."""
+        return int(self.added.sum() - np.clip(size - self.above, 0, self.touched).sum())
+
     def curve(self) -> tuple[Counts, Counts]:
         """All hits as a function of the size, which is straight between these points: sizes, hits."""
         ends = np.concatenate((self.above, self.above + self.length))
@@ -83,23 +87,25 @@ class StackDistances:
         return np.concatenate(([0], sizes[first])), np.concatenate(([0], hits[: len(sizes)][first]))
 
     def ages(self, size: int) -> list[float]:
-        """For each request that finds a cache of `size` blocks full, or fills it: how long ago the oldest block in there
-        was touched. None is older, so what is asked for again after a longer time misses."""
+        """For each request from the first on that evicts from a cache of `size` blocks: how long ago the oldest block
+        in there was touched. What is asked for again after a longer time misses."""
         left, at_s, found = [0] * self.num_requests, self.at_s.tolist(), list[float]()
         rows = list(zip(self.request.tolist(), self.last.tolist(), self.touched.tolist(), strict=True))
-        oldest = kept = row = 0
+        oldest = kept = row = depth = 0
         for number, added in enumerate(self.added.tolist()):
             while row < len(rows) and rows[row][0] == number:
                 _, last, touched = rows[row]
                 left[last] -= touched
                 kept -= touched if last >= oldest else 0
                 row += 1
+                depth -= touched
             left[number] = added
             kept += added
+            depth += added
             while oldest < number and kept - left[oldest] >= size:
                 kept -= left[oldest]
                 oldest += 1
-            if kept >= size:
+            if depth > size:
                 found.append(at_s[number] - at_s[oldest])
         return found
 

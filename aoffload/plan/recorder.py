@@ -53,8 +53,8 @@ class _Asked:
 class Recorder(RuntimeObserver):
     """One of the `observers` of one runtime, or of one `Ledger`: writes what is asked for into `path`, a new file.
 
-    The file has times, lengths and a name for every `block_tokens` tokens of a prefix. Names are keyed with `secret`, 16
-    to 64 bytes; without one, with random bytes that are forgotten with the recorder. Give the same secret to several
+    The file has times, lengths and a name for every `block_tokens` tokens of a prefix. Names are keyed with `secret`,
+    16 to 64 bytes; without one, with random bytes that are forgotten with the recorder. Give the same secret to several
     processes only if their files are to be planned as one. A request is recorded when it is over, if it has computed
     anything; forks are not.
 

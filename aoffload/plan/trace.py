@@ -1,8 +1,8 @@
 """A trace: what was asked for and when, in blocks that are equal where prefixes are.
 
-One JSON object a line: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one for each block of the prompt,
-the last one perhaps partly filled. `Recorder` writes such files, and public traces come in this form. An id counts
-together with all ids before it, so it need not be chained itself.
+One JSON object a line: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one for each block of the
+prompt, the last one perhaps partly filled. `Recorder` writes such files, and public traces come in this form. An
+id counts together with all ids before it, so it need not be chained itself.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Trace:
 
 
 def read_trace(path: Path, block_tokens: int | None = None, limit: int | None = None) -> Trace:
-    """The first `limit` requests of the file. `block_tokens`: tokens of a block, where the file does not say; by default
-    512. Raises `TraceError`, or `OSError`."""
+    """The first `limit` requests of the file. `block_tokens`: tokens of a block, where the file does not say; by
+    default 512. Raises `TraceError`, or `OSError`."""
     reader = _Reader(path.name, block_tokens)
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
@@ -118,19 +118,24 @@ class _Reader:
         self._block_tokens, self._is_told = block_tokens, True
 
     def _request(self, number: int, fields: dict[str, Any]) -> TracedRequest:
-        at_ms, prompt, output = fields.get("timestamp"), fields.get("hash_ids"), fields.get("output_hash_ids", [])
-        if type(at_ms) not in (int, float) or not math.isfinite(at_ms):
+        at_ms = fields.get("timestamp")
+        if not isinstance(at_ms, int | float) or not math.isfinite(at_ms):
             raise self._wrong(number, "has no timestamp in ms")
         num_tokens = self._count(number, fields, "input_length", 1)
         num_output_tokens = self._count(number, fields, "output_length", 0) if "output_length" in fields else 0
-        for name, ids in (("hash_ids", prompt), ("output_hash_ids", output)):
-            if not isinstance(ids, list) or not set(map(type, ids)) <= {int, str}:
-                raise self._wrong(number, f"has no list of ids as {name}")
+        prompt = self._ids(number, fields, "hash_ids")
         if len(prompt) - num_tokens // self._block_tokens not in (0, 1):
             problem = f"has {len(prompt)} hash_ids for {num_tokens} tokens: are blocks of {self._block_tokens} tokens?"
             raise self._wrong(number, problem)
+        output = self._ids(number, fields, "output_hash_ids") if "output_hash_ids" in fields else []
         blocks = np.fromiter(self._numbered([*prompt, *output]), np.int32)
         return TracedRequest(at_ms / 1e3, num_tokens, num_output_tokens, blocks, len(prompt))
+
+    def _ids(self, number: int, fields: dict[str, Any], name: str) -> list[int | str]:
+        ids = fields.get(name)
+        if not isinstance(ids, list) or not set(map(type, ids)) <= {int, str}:
+            raise self._wrong(number, f"has no list of ids as {name}")
+        return ids
 
     def _numbered(self, ids: Iterable[int | str]) -> Iterable[int]:
         numbers, before = self._numbers, -1
