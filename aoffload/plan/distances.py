@@ -10,7 +10,8 @@ the last to touch lies together, as one stretch of its tail: a place is computed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 import numpy as np
@@ -21,6 +22,9 @@ from .trace import Blocks, Trace
 __all__ = ["Counts", "StackDistances", "knee"]
 
 Counts = NDArray[np.int64]
+Stretch = tuple[int, int, int, int, int]
+"""The request that asks, the one that was the last to touch it, blocks above it, where in the request it begins, and
+its length. A tuple, since there is one for each few blocks of a trace."""
 
 
 @attrs.frozen(eq=False)
@@ -44,15 +48,25 @@ class StackDistances:
     """For each request: the blocks that it puts on top."""
     at_s: NDArray[np.float64]
     """For each request: when."""
+    exact_from: int
+    """The least size of a cache that has all blocks of every request left out, whenever it comes."""
 
     @classmethod
-    def of(cls, trace: Trace, without: Collection[int] = ()) -> StackDistances:
-        """`without`: numbers of requests that touch nothing."""
-        stack = _Stack(len(trace.requests), trace.num_blocks)
-        touching = [(number, each.blocks) for number, each in enumerate(trace.requests) if number not in without]
-        rows = [row for number, blocks in touching for row in stack.touch(number, blocks)]
+    def of(cls, trace: Trace, left_out: Collection[int] = (), size: float = math.inf) -> StackDistances:
+        """`left_out`: numbers of requests that touch nothing where all their blocks are in a cache of `size` blocks.
+        If that is below `exact_from`, the distances count for a cache of that size only."""
+        stack, rows, deepest = _Stack(len(trace.requests), trace.num_blocks), list[Stretch](), 0
         added = np.zeros(len(trace.requests), np.int64)
-        added[[number for number, _ in touching]] = [len(blocks) for _, blocks in touching]
+        for number, each in enumerate(trace.requests):
+            found = stack.find(number, each.blocks)
+            if number in left_out:
+                place = found[-1][2] + found[-1][4] if found else 0
+                if place <= size:
+                    deepest = max(deepest, place)
+                    continue
+            stack.touch(number, each.blocks, found)
+            added[number] = len(each.blocks)
+            rows += found
         limits = np.array([each.num_prompt_blocks for each in trace.requests], np.int64)
         request, last, above, start, touched = np.array(rows, np.int64).reshape(-1, 5).T
         return cls(
@@ -65,6 +79,7 @@ class StackDistances:
             touched=touched,
             added=added,
             at_s=np.array([each.at_s for each in trace.requests]),
+            exact_from=deepest,
         )
 
     def hits(self, size: int) -> Counts:
@@ -117,22 +132,24 @@ class _Stack:
         self._last: Blocks = np.full(num_blocks, -1, np.int32)
         self._counts = _Counts(num_requests)
 
-    def touch(self, number: int, blocks: Blocks) -> list[tuple[int, int, int, int, int]]:
-        """Request `number` touches `blocks`. Returns the stretches that were there: it, who touched them last, the
-        blocks above, where in `blocks` it begins, and its length."""
+    def find(self, number: int, blocks: Blocks) -> list[Stretch]:
+        """The stretches of `blocks` that are there, for request `number`."""
         before = self._last[blocks]
         ends = [*(np.flatnonzero(np.diff(before)) + 1).tolist(), len(blocks)] if len(blocks) else []
-        found, start = list[tuple[int, int, int, int, int]](), 0
+        found, start = list[Stretch](), 0
         for stop in ends:
             last = int(before[start])
             if last >= 0:
                 found.append((number, last, self._counts.behind(last), start, stop - start))
             start = stop
+        return found
+
+    def touch(self, number: int, blocks: Blocks, found: Iterable[Stretch]) -> None:
+        """Request `number` puts `blocks` on top; `found`: those that are there already."""
         for _, last, _, _, length in found:
             self._counts.add(last, -length)
         self._counts.add(number, len(blocks))
         self._last[blocks] = number
-        return found
 
 
 class _Counts:

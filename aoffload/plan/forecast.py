@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from ..errors import ConfigError
-from ..trace.wording import duration
+from ..trace.wording import counted, duration
 from .distances import Counts, StackDistances, knee
 from .replay import replay
 from .timing import FirstToken, Speeds, first_token
@@ -127,26 +127,35 @@ class Forecast:
         return stack.hits(self.num_device - 1), stack.ages(self.num_device - 1)
 
     @cached_property
-    def below(self) -> StackDistances:
-        """Of host memory and disk. What the device has whole is neither loaded nor stored, so the host's order does not
-        hear of it."""
-        wholly = [len(request.blocks) for request in self.trace.requests] == self.on_device
-        return StackDistances.of(self.trace, without=frozenset(np.flatnonzero(wholly).tolist()))
+    def _wholly(self) -> frozenset[int]:
+        """Requests that the device has whole: nothing of them is loaded, so the host's order does not hear of them, but
+        where the host has lost something of theirs, and gets it again."""
+        lengths = np.array([len(request.blocks) for request in self.trace.requests], np.int64)
+        return frozenset(np.flatnonzero(lengths == self.on_device).tolist())
 
     @cached_property
-    def curve(self) -> tuple[Counts, Counts]:
-        """Sizes of host memory in blocks, and all hits with eager stores; straight between these points."""
-        sizes, hits = self.below.curve()
-        return sizes, np.maximum(hits, self.on_device.sum())
+    def _large(self) -> StackDistances:
+        return StackDistances.of(self.trace, self._wholly)
+
+    def below(self, size: int) -> StackDistances:
+        """Of host memory, or a disk, of `size` blocks."""
+        if size >= self._large.exact_from:
+            return self._large
+        return StackDistances.of(self.trace, self._wholly, size)
+
+    def num_hits(self, num_host: int) -> int:
+        """Blocks hit with so many blocks of host memory and eager stores; for a picture, as of sizes near the device's
+        it may be somewhat wrong."""
+        return int(np.maximum(self.on_device, self._large.hits(num_host)).sum())
 
     @property
     def num_endless(self) -> int:
         """Blocks that a cache without end hits."""
-        return int(np.maximum(self.on_device, self.below.hits(self.trace.num_blocks)).sum())
+        return self.num_hits(self.trace.num_blocks)
 
     @property
     def knee_bytes(self) -> int:
-        sizes, hits = self.curve
+        sizes, hits = self._large.curve()
         return knee(sizes, hits, self.num_device) * self.block_bytes
 
     # -- rows -----------------------------------------------------------------------------------------------------
@@ -185,11 +194,11 @@ class Forecast:
         return self._row("host and disk" if disk else "host", host, disk, hits, store=store, eviction=eviction)
 
     def _by_distance(self, num_host: int, num_disk: int) -> _Hits:
-        in_host = self.below.hits(num_host)
-        upper = np.maximum(self.on_device, in_host)
-        disk = np.maximum(upper, self.below.hits(num_disk)) - upper
-        num_stored, ages = self.below.num_missing(num_host), self.below.ages(max(num_host, num_disk))
-        return _Hits(self.on_device, upper - self.on_device, disk, num_stored, ages)
+        host, lowest = self.below(num_host), self.below(max(num_host, num_disk))
+        upper = np.maximum(self.on_device, host.hits(num_host))
+        disk = np.maximum(upper, lowest.hits(max(num_host, num_disk))) - upper
+        ages = lowest.ages(max(num_host, num_disk))
+        return _Hits(self.on_device, upper - self.on_device, disk, host.num_missing(num_host), ages)
 
     def _row(self, name: str, host: int, disk: int, hits: _Hits, *, store: str, eviction: str = "lru") -> Row:
         lengths = np.array([request.num_tokens for request in self.trace.requests], np.int64)
@@ -232,7 +241,7 @@ class Forecast:
             yield f"the recorder could not keep up with {trace.num_dropped:,} requests: they are missing"
         too_long = sum(len(request.blocks) >= self.num_device for request in trace.requests)
         if too_long:
-            yield f"{too_long:,} requests do not fit the device"
+            yield f"{counted(too_long, 'request')} {'does' if too_long == 1 else 'do'} not fit the device"
         yield from dict.fromkeys(filter(None, map(self._too_short, self.rows[2:-1])))
         for row in self.rows[1:]:
             if row.first_token is not None and row.first_token.busy >= 1:

@@ -83,13 +83,12 @@ def _hits(forecast: Forecast) -> str:
     asked = max(1, forecast.trace.num_asked)
     top = min(1.0, -(-forecast.num_endless * 10 // asked) / 10 + 0.05)
     chart = _new_chart(forecast, top, lambda value: f"{value:.0%}")
-    at, hits = forecast.curve
-    sizes = np.geomspace(chart.least, chart.most, NUM_POINTS)
-    found = np.interp(sizes / forecast.block_bytes, at, hits) / asked
+    sizes = np.geomspace(chart.least, chart.most, NUM_POINTS).tolist()
+    found = [forecast.num_hits(int(size // forecast.block_bytes)) / asked for size in sizes]
     chart.level(forecast.on_device.sum() / asked, f"device alone, {binary_size(forecast.sizes.device)}")
     chart.level(forecast.num_endless / asked, "a cache without end")
     chart.upright("knee", forecast.knee_bytes, f"knee, {binary_size(forecast.knee_bytes)}")
-    chart.line("curve", zip(sizes.tolist(), found.tolist(), strict=True))
+    chart.line("curve", zip(sizes, found, strict=True))
     for number, kind in enumerate(_kinds(forecast)):
         for row in _sized(forecast, kind):
             about = f"{', '.join(kind)}, {binary_size(row.host_bytes)}: {share(row.num_hit_blocks, asked)}"
@@ -102,7 +101,7 @@ def _times(forecast: Forecast) -> str:
     known = [row.first_token for row in forecast.rows[1:] if row.first_token is not None]
     if not known:
         return ""
-    chart = _new_chart(forecast, max(max(times.p90_s for times in known) * 1.1, 1e-9), duration)
+    chart = _new_chart(forecast, max(max(times.p90_s for times in known) * 1.1, 1e-9), _time)
     alone = forecast.rows[1].first_token
     assert alone is not None
     chart.level(alone.p50_s, "device alone, p50")
@@ -113,6 +112,10 @@ def _times(forecast: Forecast) -> str:
             chart.line(f"line{number % NUM_COLOURS}{style}", points)
     title = "<h2>Time to the first token <small>solid: median; dashed: 90th percentile</small></h2>"
     return f"<section>{title}{chart.svg('Time to the first token, by the size of host memory')}</section>"
+
+
+def _time(seconds: float) -> str:
+    return duration(seconds) if seconds else "0"
 
 
 def _table(forecast: Forecast) -> str:
