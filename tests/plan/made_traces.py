@@ -62,20 +62,26 @@ def made(tmp_path: Path, seed: int, num_requests: int) -> Trace:
     return read_trace(write_trace(tmp_path / f"{seed}.jsonl", conversations(seed, num_requests)), BLOCK_TOKENS)
 
 
-Request = tuple[list[int], list[int]]
-"""Blocks of a prompt, and those that its answer completes."""
+Request = tuple[int, list[int], int]
+"""Which earlier request it continues, if there is one of this number; what its prompt adds, in blocks; and how many
+blocks its answer completes, which are its own."""
 
 
 def trace_of(requests: list[Request]) -> Trace:
     """Prompts as paths in a tree: a block is a number together with all those before it."""
     numbers: dict[tuple[int, ...], int] = {}
+    paths: list[tuple[int, ...]] = []
     found = []
-    for at, (prompt, answer) in enumerate(requests):
-        path = tuple(prompt + answer)
+    for at, (before, added, num_answered) in enumerate(requests):
+        prompt = (*(paths[before] if before < at and len(paths[before]) < 5 else ()), *added)
+        path = (*prompt, *(100 * at + 10 + number for number in range(num_answered)))
+        paths.append(path)
         blocks = [numbers.setdefault(path[: stop + 1], len(numbers)) for stop in range(len(path))]
         found.append(TracedRequest(float(at * at), len(prompt) * 8 + 1, 0, np.array(blocks, np.int32), len(prompt)))
     return Trace("made", tuple(found), 8, len(numbers))
 
 
-_BLOCKS = st.lists(st.integers(0, 2), max_size=5)
-REQUESTS = st.lists(st.tuples(_BLOCKS, st.just([]) | st.lists(st.integers(3, 4), max_size=2)), min_size=1, max_size=14)
+_REQUEST = st.tuples(st.integers(0, 30), st.lists(st.integers(0, 2), max_size=4), st.integers(0, 2))
+REQUESTS = st.lists(_REQUEST, min_size=1, max_size=14)
+MOST_OF_ONE = 10
+"""The most blocks of one of these requests."""

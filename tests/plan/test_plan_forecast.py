@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_traces import BLOCK_TOKENS, REQUESTS, Request, conversations, made, trace_of, write_trace
+from made_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversations, made, trace_of, write_trace
 
 from aoffload import ConfigError, LazyStore
 from aoffload.plan.forecast import Forecast, Prices, Row, Sizes
@@ -55,10 +55,10 @@ def test_six_sizes_hit_what_the_ledger_hits(tmp_path: Path, seed: int) -> None:
                 assert row.loaded_bytes / BLOCK_BYTES == pytest.approx(found.num_loaded, rel=most)
 
 
-@given(REQUESTS, st.integers(9, 14), st.integers(7, 20))
+@given(REQUESTS, st.integers(MOST_OF_ONE + 1, 16), st.integers(MOST_OF_ONE, 25))
 def test_distances_say_what_the_ledger_hits_and_stores(asked: list[Request], num_device: int, num_host: int) -> None:
-    """Request by request, answers included, if the host can hold each alone. So a policy that has
-    no distances is replayed as the others are planned."""
+    """Request by request, answers included, if both can hold each request alone. So a policy that has no distances is
+    replayed as the others are planned."""
     trace = trace_of(asked)
     sizes = Sizes(KV_BYTES, num_device * BLOCK_BYTES, (num_host * BLOCK_BYTES,))
     forecast, found = Forecast(trace, sizes), replay(trace, num_device, num_host)
