@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -74,7 +75,7 @@ class Recorder(RuntimeObserver):
         key = secrets.token_bytes(32) if secret is None else _checked_secret(secret)
         self._env = Env() if env is None else check_type("env", env, Env)
         self._digests = BlockDigests(key, block_tokens)
-        self._file = _new_file(path)
+        self._file = _new_file(path, {"aoffload_plan": FORMAT, "block_tokens": block_tokens})
         self.num_recorded = 0
         """Requests handed to the thread."""
         self.num_dropped = 0
@@ -88,7 +89,6 @@ class Recorder(RuntimeObserver):
         """Each is written by one thread: what was handed over, and what of that is done."""
         self._batches: SimpleQueue[list[_Asked] | None] = SimpleQueue()
         self._is_closed = False
-        self._write({"aoffload_plan": FORMAT, "block_tokens": block_tokens})
         self._thread = self._env.start_thread(self._work, "aoffload plan recorder")
 
     def __repr__(self) -> str:
@@ -150,9 +150,12 @@ class Recorder(RuntimeObserver):
                 self._file.flush()
             if self.num_dropped:
                 self._write({"num_dropped": self.num_dropped})
-            self._file.close()
+            self._file.flush()
         except (OSError, ValueError) as error:  # a full disk, or somebody has closed the file
             self.failure = error
+        finally:
+            with suppress(OSError):  # nothing more can be written, but the file is closed
+                self._file.close()
 
     def _line(self, asked: _Asked) -> dict[str, Any]:
         sequence = asked.sequence
@@ -169,7 +172,11 @@ class Recorder(RuntimeObserver):
         }
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.write(_encoded(line))
+
+
+def _encoded(line: dict[str, Any]) -> str:
+    return json.dumps(line, separators=(",", ":")) + "\n"
 
 
 def _checked_secret(secret: object) -> bytes:
@@ -178,10 +185,15 @@ def _checked_secret(secret: object) -> bytes:
     return secret
 
 
-def _new_file(path: object) -> TextIO:
+def _new_file(path: object, heading: dict[str, Any]) -> TextIO:
     """Only its owner may read it. An existing file belongs to somebody else."""
     try:
-        file = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # type: ignore[arg-type]
+        number = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # type: ignore[arg-type]
+        with ExitStack() as stack:
+            file = stack.enter_context(os.fdopen(number, "w", encoding="ascii"))
+            file.write(_encoded(heading))
+            file.flush()
+            stack.pop_all()
+            return file
     except (OSError, TypeError, ValueError) as error:
         raise InvalidArgument("path", f"cannot be written: {error}") from error
-    return os.fdopen(file, "w", encoding="ascii")

@@ -17,6 +17,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arguments import number_of
 from ..errors import AoffloadError
 from .recorder import FORMAT
 
@@ -118,8 +119,8 @@ class _Reader:
         self._block_tokens, self._is_told = block_tokens, True
 
     def _request(self, number: int, fields: dict[str, Any]) -> TracedRequest:
-        at_ms = fields.get("timestamp")
-        if not isinstance(at_ms, int | float) or not math.isfinite(at_ms):
+        at_ms = number_of(fields.get("timestamp"))
+        if at_ms is None or not math.isfinite(at_ms):
             raise self._wrong(number, "has no timestamp in ms")
         num_tokens = self._count(number, fields, "input_length", 1)
         num_output_tokens = self._count(number, fields, "output_length", 0) if "output_length" in fields else 0
