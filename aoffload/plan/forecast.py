@@ -25,8 +25,8 @@ GIB = 2**30
 
 def binary_size(num_bytes: float) -> str:
     """`64 GiB`."""
-    size, unit = num_bytes / 2**20, "MiB"
-    for larger in ("GiB", "TiB"):
+    size, unit = num_bytes / 2**10, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
         if size >= 1024:
             size, unit = size / 1024, larger
     return f"{size:,.4g} {unit}"

@@ -30,8 +30,8 @@ def summary(forecast: Forecast) -> Iterator[str]:
     asked, endless = trace.num_asked, forecast.num_endless
     yield (
         f"{plain(trace.name)}: {counted(len(trace.requests), 'request')} in {duration(trace.duration_s)}, "
-        f"{trace.num_prompt_tokens:,} prompt tokens in {asked:,} blocks of {trace.block_tokens}, "
-        f"{trace.num_blocks:,} different ones"
+        f"{counted(trace.num_prompt_tokens, 'prompt token')} in {counted(asked, 'block')} of {trace.block_tokens}, "
+        f"{trace.num_blocks:,} of them different"
     )
     yield f"a cache without end would hit {endless:,} blocks ({share(endless, asked)})"
     knee = binary_size(forecast.knee_bytes)
@@ -71,7 +71,8 @@ def _rate(num_bytes: int, seconds: float) -> str:
 def _age(forecast: Forecast, row: Row) -> str:
     if row.age_s is not None:
         return duration(row.age_s)
-    return NOT_KNOWN if row.has_evicted or row.name == "no cache" else f"> {duration(forecast.trace.duration_s)}"
+    lasts = forecast.trace.duration_s
+    return NOT_KNOWN if row.has_evicted or row.name == "no cache" or not lasts else f"> {duration(lasts)}"
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
