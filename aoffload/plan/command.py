@@ -61,6 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--block-tokens", type=_count, metavar="N", help="tokens of a block of the trace (what it says, or 512)")
     add("--limit", type=_count, metavar="N", help="only so many requests, from the first line on")
     add("--prefill-tokens-per-s", type=_positive, metavar="C", help="what computes prompts: adds times to first token")
+    add("--decode-tokens-per-s", type=_positive, default=math.inf, metavar="D",
+        help="what computes answers, all together (they take no time from prompts)")  # fmt: skip
     add("--host-gbs", type=_positive, default=HOST_GBS, metavar="G", help="GB/s from the host (%(default)s)")
     add("--disk-gbs", type=_positive, default=DISK_GBS, metavar="G", help="GB/s from the disk (%(default)s)")
     add("--price-per-gib-month", type=_positive, metavar="P", help="of host memory: adds what it costs")
@@ -74,20 +76,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> None:
     trace = read_trace(options.trace, options.block_tokens, options.limit)
-    speed, price = options.prefill_tokens_per_s, options.price_per_gib_month
-    disk_price = options.disk_price_per_gib_month
-    if options.disk and price is not None and disk_price is None:
-        raise ConfigError("disk_price_per_gib_month", "is needed, too")
-    forecast = Forecast(
-        trace,
-        Sizes(options.kv_bytes_per_token, options.device, options.host, options.disk),
-        None
-        if speed is None
-        else Speeds(prefill_tokens_per_s=speed, host_gbs=options.host_gbs, disk_gbs=options.disk_gbs),
-        None if price is None else Prices(price, disk_price or 0.0),
-        options.store,
-        options.eviction,
-    )
+    sizes = Sizes(options.kv_bytes_per_token, options.device, options.host, options.disk)
+    forecast = Forecast(trace, sizes, _speeds(options), _prices(options), options.store, options.eviction)
     if options.json:
         print(json.dumps(as_json(forecast), indent=1))
     else:
@@ -95,6 +85,26 @@ def _run(options: argparse.Namespace) -> None:
             print(line)
     if options.html is not None:
         print(write_page(forecast, options.trace, options.html), file=sys.stderr)
+
+
+def _speeds(options: argparse.Namespace) -> Speeds | None:
+    if options.prefill_tokens_per_s is None:
+        return None
+    return Speeds(
+        prefill_tokens_per_s=options.prefill_tokens_per_s,
+        host_gbs=options.host_gbs,
+        disk_gbs=options.disk_gbs,
+        decode_tokens_per_s=options.decode_tokens_per_s,
+    )
+
+
+def _prices(options: argparse.Namespace) -> Prices | None:
+    host, disk = options.price_per_gib_month, options.disk_price_per_gib_month
+    if host is None:
+        return None
+    if options.disk and disk is None:
+        raise ConfigError("disk_price_per_gib_month", "is needed, too")
+    return Prices(host, disk or 0.0)
 
 
 def _size(text: str) -> int:

@@ -1,8 +1,8 @@
 """Records what a process is asked for, without its tokens, for `python -m aoffload.plan`.
 
 One JSON object a line, as public traces have it: `timestamp` (ms since the recorder began), `input_length`,
-`output_length`, `hash_ids`, which names each whole block of the prompt, and `output_hash_ids`, which names those that
-the answer has completed. The first line says how long blocks are. A name is a keyed digest of the prefix up to the
+`output_length`, `hash_ids`, which names each whole block of the prompt that was committed, and `output_hash_ids`,
+which names those that the answer has completed. The first line says how long blocks are. A name is a keyed digest of the prefix up to the
 block's end (see `digests.py`), so that equal prefixes can be told, and nothing else.
 """
 
@@ -160,8 +160,7 @@ class Recorder(RuntimeObserver):
     def _line(self, asked: _Asked) -> dict[str, Any]:
         sequence = asked.sequence
         num_kept = min(asked.num_computed_tokens, sequence.num_tokens)
-        num_known = max(num_kept, sequence.num_prompt_tokens)
-        names = self._digests.of(sequence.root, sequence.first_bytes(0, num_known), sequence.spans)
+        names = self._digests.of(sequence.root, sequence.first_bytes(0, num_kept), sequence.spans)
         num_prompt_blocks = sequence.num_prompt_tokens // self._digests.block_tokens
         return {
             "timestamp": round((asked.at_s - self._began_s) * 1e3, 3),

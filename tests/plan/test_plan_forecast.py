@@ -151,10 +151,12 @@ def test_a_size_without_a_block_is_refused(tmp_path: Path, sizes: Sizes, argumen
 # -- time to the first token -------------------------------------------------------------------------------------------
 
 
-def timed(at_s: list[float], host_s: list[float], disk_s: list[float], computed: list[int]) -> list[float]:
-    """With 100 tokens a second."""
-    requests = [TracedRequest(at, 1000, 0, np.zeros(0, np.int32), 0) for at in at_s]
-    speeds = Speeds(prefill_tokens_per_s=100.0, host_gbs=1.0, disk_gbs=1.0)
+def timed(
+    at_s: list[float], host_s: list[float], disk_s: list[float], computed: list[int], **speed: float
+) -> list[float]:
+    """With 100 tokens a second; each answer has 20."""
+    requests = [TracedRequest(at, 1000, 20, np.zeros(0, np.int32), 0) for at in at_s]
+    speeds = Speeds(prefill_tokens_per_s=100.0, host_gbs=1.0, disk_gbs=1.0, **speed)
     trace = Trace("made", tuple(requests), 8, 0)
     found = first_token(trace, np.array(host_s), np.array(disk_s), np.array(computed, np.int64), speeds)
     return list(found.times_s)
@@ -169,6 +171,7 @@ def test_a_request_waits_for_the_longer_of_two_queues() -> None:
     assert timed([0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [10, 10]) == [2.1, 4.1]  # one link
     assert timed([0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [10, 10]) == [2.1, 2.2]  # two links
     assert timed([0.0, 5.0], [1.0, 1.0], [0.0, 0.0], [100, 100]) == [2.0, 2.0]  # nobody is in the way
+    assert timed([0.0, 0.0, 9.0], [0.0] * 3, [0.0] * 3, [100] * 3, decode_tokens_per_s=10.0) == [1.0, 4.0, 1.0]
 
 
 def test_more_hits_are_faster_and_a_slow_link_is_not(tmp_path: Path) -> None:
