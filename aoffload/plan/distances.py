@@ -104,16 +104,17 @@ class StackDistances:
     def ages(self, size: int) -> list[float]:
         """For each request from the first on that evicts from a cache of `size` blocks: how long ago the oldest block
         in there was touched. What is asked for again after a longer time misses."""
-        left, at_s, found = [0] * self.num_requests, self.at_s.tolist(), list[float]()
-        rows = list(zip(self.request.tolist(), self.last.tolist(), self.touched.tolist(), strict=True))
-        oldest = kept = row = depth = 0
+        at_s, last, touched = self.at_s.tolist(), self.last.tolist(), self.touched.tolist()
+        stops = np.searchsorted(self.request, np.arange(self.num_requests), "right").tolist()
+        left, found = [0] * self.num_requests, list[float]()
+        oldest = kept = start = depth = 0
         for number, added in enumerate(self.added.tolist()):
-            while row < len(rows) and rows[row][0] == number:
-                _, last, touched = rows[row]
-                left[last] -= touched
-                kept -= touched if last >= oldest else 0
-                row += 1
-                depth -= touched
+            for row in range(start, stops[number]):
+                left[last[row]] -= touched[row]
+                depth -= touched[row]
+                if last[row] >= oldest:
+                    kept -= touched[row]
+            start = stops[number]
             left[number] = added
             kept += added
             depth += added
@@ -134,14 +135,15 @@ class _Stack:
 
     def find(self, number: int, blocks: Blocks) -> list[Stretch]:
         """The stretches of `blocks` that are there, for request `number`."""
+        found, size = list[Stretch](), len(blocks)
+        if not size:
+            return found
         before = self._last[blocks]
-        ends = [*(np.flatnonzero(np.diff(before)) + 1).tolist(), len(blocks)] if len(blocks) else []
-        found, start = list[Stretch](), 0
-        for stop in ends:
-            last = int(before[start])
-            if last >= 0:
-                found.append((number, last, self._counts.behind(last), start, stop - start))
-            start = stop
+        starts = [0, *((before[1:] != before[:-1]).nonzero()[0] + 1).tolist()]
+        for start, last, stop in zip(starts, before[starts].tolist(), [*starts[1:], size], strict=True):
+            if last < 0:
+                break  # nothing behind a new block is there
+            found.append((number, last, self._counts.behind(last), start, stop - start))
         return found
 
     def touch(self, number: int, blocks: Blocks, found: Iterable[Stretch]) -> None:

@@ -1,9 +1,9 @@
 """Records what a process is asked for, without its tokens, for `python -m aoffload.plan`.
 
 One JSON object a line, as public traces have it: `timestamp` (ms since the recorder began), `input_length`,
-`output_length`, `hash_ids`, which names each whole block of the prompt that was committed, and `output_hash_ids`,
-which names those that the answer has completed. The first line says how long blocks are. A name is a keyed digest of the prefix up to the
-block's end (see `digests.py`), so that equal prefixes can be told, and nothing else.
+`output_length`, `hash_ids`, which names each whole block of the prompt that was committed, and `output_hash_ids`, which
+names those that the answer has completed. The first line says how long blocks are. A name is a keyed digest of the
+prefix up to the block's end (see `digests.py`), so that equal prefixes can be told, and nothing else.
 """
 
 from __future__ import annotations
