@@ -20,7 +20,7 @@ ROOMS = {
     "request": 5, "request_block": 5, "engine_calls": 5, "loading": 5, "pins": 5, "opening": 5, "steps": 5,
     "runtime": 6,
     "ledger": 7, "transport": 7, "ranks": 7, "cuda": 7,
-    "demo": 8, "integrations": 8, "testing": 8, "trace": 8, "metrics": 8, "kv_events": 8, "top": 8,
+    "demo": 8, "integrations": 8, "testing": 8, "trace": 8, "metrics": 8, "kv_events": 8, "top": 8, "plan": 8,
     "cli": 9, "__main__": 9,
 }  # fmt: skip
 FACES = ("ledger", "transport", "ranks", "cuda")

@@ -15,7 +15,7 @@ from public import MODULES
 import aoffload
 
 ROOT = Path(__file__).parent.parent
-BESIDE = ("integrations", "integrations.openai_server", "kv_events", "metrics", "testing", "testing.programs")
+BESIDE = ("integrations", "integrations.openai_server", "kv_events", "metrics", "plan", "testing", "testing.programs")
 """Public modules whose names may be those of others: `Outcome` is one of a transfer, and one of a random program."""
 MAX_NAMES = 35
 

@@ -21,6 +21,7 @@ import aoffload.integrations.openai_server
 import aoffload.integrations.vllm
 import aoffload.kv_events
 import aoffload.metrics
+import aoffload.plan
 import aoffload.testing
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,7 @@ REFERENCED = [
     aoffload.integrations.vllm,
     aoffload.kv_events,
     aoffload.metrics,
+    aoffload.plan,
     aoffload.testing,
 ]
 

@@ -119,6 +119,11 @@ class TokenSequence:
             return self._prompt[start:stop]
         return self._prompt[start:] + self._added[max(0, start - border) : stop - border]
 
+    @property
+    def spans(self) -> tuple[KeySpan, ...]:
+        """All key spans, in the order of their positions."""
+        return self._spans
+
     def spans_at(self, position: int) -> tuple[KeySpan, ...]:
         """The spans that touch the unit at `position`."""
         if not self._spans:

@@ -18,11 +18,12 @@ from ..env import Env
 from ..errors import AoffloadError, ConfigError, InvalidArgument
 from ..extras import needed
 from ..integrations.models import load_model
+from ..plan import Recorder
 from .interrupt import Interrupt
 from .logs import LogFile, make_logger
 from .options import DemoOptions, make_parser, parse_options
 from .outcome import DemoOutcome
-from .pools import Pools
+from .pools import ENGINE, Pools
 from .progress import Progress
 from .report import as_json, as_table
 from .runner import Runner, run_kinds
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             log = _open(files, options)
             runner = _prepare(options, outcome, progress, log)
+            if options.record is not None:
+                runner.recorder = files.enter_context(_recorder(options.record))
         except AoffloadError as error:
             _leave(error)
         anyio.run(_run_all, runner, interrupt, backend=options.backend)
@@ -86,6 +89,13 @@ def _open(files: ExitStack, options: DemoOptions) -> LogFile | None:
     except (OSError, ValueError) as error:
         raise InvalidArgument("json", f"cannot be written: {error}") from error
     return files.enter_context(LogFile(options.log)) if options.log is not None else None
+
+
+def _recorder(path: Path) -> Recorder:
+    try:
+        return Recorder(path, block_tokens=ENGINE.block_size)
+    except InvalidArgument as error:
+        raise InvalidArgument("record", error.problem) from error
 
 
 def _prepare(options: DemoOptions, outcome: DemoOutcome, progress: Progress, log: LogFile | None) -> Runner:

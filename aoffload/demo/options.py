@@ -42,6 +42,7 @@ class DemoOptions:
     store: str = "eager"
     seed: int = 0
     log: Path | None = None
+    record: Path | None = None
     json: Path | None = None
     corrupt: Corrupt | None = None
     layered: bool = False
@@ -71,6 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="what is copied to host memory, in the run with offload (default: %(default)s)")  # fmt: skip
     add("--seed", type=count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights and workload")
     add("--log", type=Path, metavar="FILE", help="one JSON line per event")
+    add("--record", type=Path, metavar="FILE",
+        help="what the run with offload is asked for, in blocks, for aoffload plan; a new file")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="the result")
     add("--corrupt", type=_corrupt, nargs="?", const=Corrupt.BOTH, metavar="both|checksum|logits",
         help="exchange two loaded blocks on purpose, before and after they are verified")  # fmt: skip

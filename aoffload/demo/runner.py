@@ -17,6 +17,7 @@ from ..integrations.layer_fences import layer_regions
 from ..integrations.layers import kv_cache_groups
 from ..integrations.paged import PagedModel
 from ..integrations.sequence import Generation
+from ..plan import Recorder
 from ..transfer.local import LocalTransport
 from .departures import Departures
 from .options import DemoOptions
@@ -27,6 +28,7 @@ from .workload import Conversation, Workload
 
 __all__ = ["Runner", "run_kinds"]
 
+RECORDED = "with offload"
 FLUSH_TIMEOUT_S = 10.0
 LAST_FLUSH_TIMEOUT_S = 0.3
 CLOSE_TIMEOUT_S = 0.5
@@ -35,7 +37,7 @@ CLOSE_TIMEOUT_S = 0.5
 
 def run_kinds(pools: Pools, options: DemoOptions) -> tuple[RunKind, ...]:
     """The runs, in their order."""
-    offload = RunKind("with offload", pools.num_device_blocks, pools.num_host_blocks, options.store)
+    offload = RunKind(RECORDED, pools.num_device_blocks, pools.num_host_blocks, options.store)
     kinds = (
         RunKind("reference", pools.num_reference_blocks, 0, "off"),
         RunKind("without offload", pools.num_device_blocks, 0, "off"),
@@ -52,6 +54,8 @@ class Runner:
     outcome: DemoOutcome
     progress: Progress
     logger: Any
+    recorder: Recorder | None = None
+    """Of the run with offload."""
 
     async def run(self, kind: RunKind, cancel_rate: float) -> None:
         """Serve the workload once. The results are in `self.outcome`, also when this is cancelled."""
@@ -62,9 +66,11 @@ class Runner:
         transport = self._transport(kind, kv_cache[: kind.num_device_blocks + 1])  # without the engine's scratch
         config = self.make_config(kind)
         result.block_bytes = kv_cache[0].nbytes
+        observers = [self.recorder] if self.recorder is not None and kind.name == RECORDED else []
         started = time.monotonic()
         try:
-            async with OffloadRuntime(config, transport=transport, logger=self.logger.bind(run=kind.name)) as runtime:
+            logger = self.logger.bind(run=kind.name)
+            async with OffloadRuntime(config, transport=transport, logger=logger, observers=observers) as runtime:
                 try:
                     await self._serve(runtime, kv_cache, result, cancel_rate)
                     result.is_over = True

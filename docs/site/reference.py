@@ -25,6 +25,7 @@ MODULES = (
     "aoffload.integrations.vllm",
     "aoffload.kv_events",
     "aoffload.metrics",
+    "aoffload.plan",
     "aoffload.testing",
 )
 BEGIN = re.compile(r"^(?:\| )?`\w+[^`]*`(?:(?:, | or )`\w+[^`]*`)*")

@@ -20,6 +20,8 @@ from aoffload.demo.command import main
 from aoffload.integrations.decoder import Decoder, DecoderConfig
 from aoffload.integrations.layers import LayerGroup
 from aoffload.integrations.transformers import TransformersModel
+from aoffload.plan.forecast import Forecast, Sizes
+from aoffload.plan.trace import read_trace
 
 KEYS = {
     "requests",
@@ -104,6 +106,17 @@ def test_evicted_prefixes_come_back_and_nothing_changes(demo: Demo, backend: str
     for times in ("ttft_s", "ttft_s_without_offload", "service_ttft_s", "service_ttft_s_without_offload"):
         assert 0 < found[times]["p50"] <= found[times]["p99"]
     assert "equal to the reference bit for bit" in demo.table
+
+
+def test_what_it_was_asked_for_can_be_planned(demo: Demo, tmp_path: Path) -> None:
+    """From the record of the run with offload, the planner says how many tokens it computed, give or take what two
+    requests computed at the same time."""
+    demo.run("--record", str(tmp_path / "asked.jsonl"))
+    trace = read_trace(tmp_path / "asked.jsonl")
+    assert (len(trace.requests), trace.num_prompt_tokens) == (10, demo.json["prompt_tokens"])
+    block_bytes = trace.block_tokens * 1024
+    forecast = Forecast(trace, Sizes(1024, 40 * block_bytes, (demo.json["host_blocks"] * block_bytes,)))
+    assert forecast.rows[2].num_computed_tokens == pytest.approx(demo.json["computed_tokens"], rel=0.1)
 
 
 def test_prompts_that_are_begun_layer_by_layer_change_nothing(demo: Demo) -> None:
@@ -227,6 +240,7 @@ def test_nothing_to_tamper_with_is_said(demo: Demo) -> None:
         (["--store", "sometimes"], "--store"),
         (["--json", "/nonexistent/result.json"], "--json"),
         (["--log", "/nonexistent/events.log"], "--log"),
+        (["--record", "/nonexistent/asked.jsonl"], "--record"),
     ],
 )
 def test_what_cannot_work_is_said_first(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

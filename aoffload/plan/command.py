@@ -1,0 +1,160 @@
+"""The command: from arguments to exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..config import parse_bytes
+from ..errors import ConfigError, InvalidArgument
+from .forecast import EVICTIONS, STORES, Forecast, Prices, Sizes
+from .page import write_page
+from .report import as_json, as_text
+from .timing import Speeds
+from .trace import TraceError, read_trace
+
+__all__ = ["main", "make_parser"]
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+HOST_GBS, DISK_GBS = 25.0, 3.5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: printed; 2: no such file, no trace, or a size that cannot be; 130: Ctrl-C."""
+    options = make_parser().parse_args(arguments)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may hold half a surrogate pair
+    try:
+        _run(options)
+        sys.stdout.flush()
+    except OSError as error:
+        return _os_error(error)
+    except ConfigError as error:
+        return _complain(f"argument --{error.argument.replace('_', '-')}: {error.problem}")
+    except (TraceError, InvalidArgument) as error:
+        return _complain(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="aoffload plan",
+        description="What host memory and disk are worth buying: what a trace would have hit, moved and cost.",
+        epilog="Sizes: 64GiB, 1TiB. Exit status: 0 good; 2 no such file, no trace or a bad size; 130 Ctrl-C.",
+    )
+    add = parser.add_argument
+    add("trace", type=Path, metavar="TRACE", help="of aoffload.plan.Recorder, or a public one (docs/plan.md)")
+    add("--kv-bytes-per-token", type=_size, required=True, metavar="N", help="of all layers together")
+    add(
+        "--device", type=_size, required=True, metavar="B", help="device memory for KV that requests leave to the cache"
+    )
+    add("--host", type=_sizes, default=(), metavar="B,B", help="sizes of host memory (the device's, doubled)")
+    add("--disk", type=_sizes, default=(), metavar="B,B", help="sizes of a disk behind each of them, eager stores only")
+    add("--block-tokens", type=_count, metavar="N", help="tokens of a block of the trace (what it says, or 512)")
+    add("--limit", type=_count, metavar="N", help="only so many requests, from the first line on")
+    add("--prefill-tokens-per-s", type=_positive, metavar="C", help="what computes prompts: adds times to first token")
+    add("--decode-tokens-per-s", type=_positive, default=math.inf, metavar="D",
+        help="what computes answers, all together (they take no time from prompts)")  # fmt: skip
+    add("--host-gbs", type=_positive, default=HOST_GBS, metavar="G", help="GB/s from the host (%(default)s)")
+    add("--disk-gbs", type=_positive, default=DISK_GBS, metavar="G", help="GB/s from the disk (%(default)s)")
+    add("--price-per-gib-month", type=_positive, metavar="P", help="of host memory: adds what it costs")
+    add("--disk-price-per-gib-month", type=_positive, metavar="P", help="of the disk")
+    add("--store", type=_names(STORES), default=("eager",), metavar="S,S", help=f"{', '.join(STORES)} (eager)")
+    add("--eviction", type=_names(EVICTIONS), default=("lru",), metavar="E,E", help=f"{', '.join(EVICTIONS)} (lru)")
+    add("--html", type=Path, metavar="FILE", help="a picture, and the table, as one page")
+    add("--json", action="store_true", help="print JSON in place of the table")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    trace = read_trace(options.trace, options.block_tokens, options.limit)
+    sizes = Sizes(options.kv_bytes_per_token, options.device, options.host, options.disk)
+    forecast = Forecast(trace, sizes, _speeds(options), _prices(options), options.store, options.eviction)
+    if options.json:
+        print(json.dumps(as_json(forecast), indent=1))
+    else:
+        for line in as_text(forecast):
+            print(line)
+    if options.html is not None:
+        print(write_page(forecast, options.trace, options.html), file=sys.stderr)
+
+
+def _speeds(options: argparse.Namespace) -> Speeds | None:
+    if options.prefill_tokens_per_s is None:
+        return None
+    return Speeds(
+        prefill_tokens_per_s=options.prefill_tokens_per_s,
+        host_gbs=options.host_gbs,
+        disk_gbs=options.disk_gbs,
+        decode_tokens_per_s=options.decode_tokens_per_s,
+    )
+
+
+def _prices(options: argparse.Namespace) -> Prices | None:
+    host, disk = options.price_per_gib_month, options.disk_price_per_gib_month
+    if host is None:
+        return None
+    if options.disk and disk is None:
+        raise ConfigError("disk_price_per_gib_month", "is needed, too")
+    return Prices(host, disk or 0.0)
+
+
+def _size(text: str) -> int:
+    try:
+        found = parse_bytes("size", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.problem) from None
+    if not found:
+        raise argparse.ArgumentTypeError(f"must be at least a byte, got {text!r:.80}")
+    return found
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_size(part) for part in text.split(",")}))
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 on, got {text!r:.80}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e15:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r:.80}")
+    return value
+
+
+def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        wanted = text.split(",")
+        if not set(wanted) <= set(known):
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(known)}, got {text!r:.80}")
+        return tuple(name for name in known if name in wanted)
+
+    return parse
+
+
+def _os_error(error: OSError) -> int:
+    if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    problem = error.strerror or str(error)
+    return _complain(f"{error.filename}: {problem}" if error.filename else problem)
+
+
+def _complain(problem: str) -> int:
+    print(f"aoffload plan: {problem}", file=sys.stderr)
+    return BAD_INPUT

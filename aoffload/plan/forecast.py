@@ -1,0 +1,259 @@
+"""The forecast: for each size of host memory and disk, what a trace would have hit, moved, computed and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import attrs
+import numpy as np
+
+from ..errors import ConfigError
+from ..trace.wording import counted, duration
+from .distances import Counts, StackDistances, knee
+from .replay import replay
+from .timing import FirstToken, Speeds, first_token
+from .trace import Trace
+
+__all__ = ["EVICTIONS", "STORES", "Forecast", "Prices", "Row", "Sizes", "binary_size"]
+
+STORES = ("eager", "lazy")
+EVICTIONS = ("lru",)
+MAX_OWN_SIZES = 8
+GIB = 2**30
+
+
+def binary_size(num_bytes: float) -> str:
+    """`64 GiB`."""
+    size, unit = num_bytes / 2**10, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{size:,.4g} {unit}"
+
+
+@attrs.frozen
+class Sizes:
+    """Bytes of KV. Without host sizes: the device's, doubled until everything fits."""
+
+    kv_bytes_per_token: int
+    device: int
+    host: tuple[int, ...] = ()
+    disk: tuple[int, ...] = ()
+
+
+@attrs.frozen
+class Prices:
+    """Of a GiB for a month, in any currency."""
+
+    host: float
+    disk: float
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One configuration. Hits are blocks, then the tokens of these that need not be computed."""
+
+    name: str
+    host_bytes: int
+    disk_bytes: int = 0
+    store: str = "eager"
+    eviction: str = "lru"
+    blocks: tuple[int, int, int] = (0, 0, 0)
+    """Hits on the device, in host memory, on disk."""
+    tokens: tuple[int, int, int] = (0, 0, 0)
+    num_computed_tokens: int
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    age_s: float | None = None
+    """At eviction, from the lowest tier: what is not asked for again within this time is gone (median). None: nothing
+    was evicted, or this is not known of a replay."""
+    has_evicted: bool = False
+    first_token: FirstToken | None = None
+    price: float | None = None
+    """A month."""
+
+    @property
+    def num_hit_blocks(self) -> int:
+        return sum(self.blocks)
+
+
+@attrs.define(eq=False)
+class _Hits:
+    """Blocks that each request hits, tier by tier; blocks stored; ages at eviction, where they are known."""
+
+    device: Counts
+    host: Counts
+    disk: Counts
+    num_stored: int = 0
+    ages: list[float] | None = None
+
+
+@attrs.define(eq=False, slots=False)
+class Forecast:
+    """Raises `ConfigError` for a device that holds less than two blocks, or a host that holds none."""
+
+    trace: Trace
+    sizes: Sizes
+    speeds: Speeds | None = None
+    prices: Prices | None = None
+    stores: tuple[str, ...] = ("eager",)
+    evictions: tuple[str, ...] = ("lru",)
+
+    def __attrs_post_init__(self) -> None:
+        self.block_bytes = self.sizes.kv_bytes_per_token * self.trace.block_tokens
+        self.num_device = self._blocks("device", self.sizes.device, 2)
+        for name in ("host", "disk"):
+            for size in getattr(self.sizes, name):
+                self._blocks(name, size, 1)
+
+    def _blocks(self, name: str, size: int, least: int) -> int:
+        found = size // self.block_bytes
+        if found < least:
+            raise ConfigError(name, f"{size:,} bytes hold {found} blocks of {self.block_bytes:,}; {least} are needed")
+        return found
+
+    # -- one pass over the trace for each tier --------------------------------------------------------------------
+
+    @cached_property
+    def on_device(self) -> Counts:
+        """Hits of each request."""
+        return self._device[0]
+
+    @cached_property
+    def _device(self) -> tuple[Counts, list[float]]:
+        """Hits, and ages at eviction. One block is the last one of a request, which is never full."""
+        stack = StackDistances.of(self.trace)
+        return stack.hits(self.num_device - 1), stack.ages(self.num_device - 1)
+
+    @cached_property
+    def _wholly(self) -> frozenset[int]:
+        """Requests that the device has whole: nothing of them is loaded, so the host's order does not hear of them, but
+        where the host has lost something of theirs, and gets it again."""
+        lengths = np.array([len(request.blocks) for request in self.trace.requests], np.int64)
+        return frozenset(np.flatnonzero(lengths == self.on_device).tolist())
+
+    @cached_property
+    def _large(self) -> StackDistances:
+        return StackDistances.of(self.trace, self._wholly)
+
+    def below(self, size: int) -> StackDistances:
+        """Of host memory, or a disk, of `size` blocks."""
+        if size >= self._large.exact_from:
+            return self._large
+        return StackDistances.of(self.trace, self._wholly, size)
+
+    def num_hits(self, num_host: int) -> int:
+        """Blocks hit with so many blocks of host memory and eager stores; for a picture, as of sizes near the device's
+        it may be somewhat wrong."""
+        return int(np.maximum(self.on_device, self._large.hits(num_host)).sum())
+
+    @property
+    def num_endless(self) -> int:
+        """Blocks that a cache without end hits."""
+        return self.num_hits(self.trace.num_blocks)
+
+    @property
+    def knee_bytes(self) -> int:
+        sizes, hits = self._large.curve()
+        return knee(sizes, hits, self.num_device) * self.block_bytes
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        return list(self._rows())
+
+    def _rows(self) -> Iterator[Row]:
+        nothing = np.zeros(len(self.trace.requests), np.int64)
+        yield self._row("no cache", 0, 0, _Hits(nothing, nothing, nothing), store="off")
+        yield self._row("device alone", 0, 0, _Hits(self.on_device, nothing, nothing, 0, self._device[1]), store="off")
+        for eviction in self.evictions:
+            for store in self.stores:
+                for size in self.host_sizes():
+                    yield self._of_size(size, 0, store, eviction)
+                    for disk in self.sizes.disk if (store, eviction) == ("eager", "lru") else ():
+                        yield self._of_size(size, disk, store, eviction)
+        endless = self.trace.num_blocks * self.block_bytes
+        yield attrs.evolve(self._of_size(endless, 0, "eager", "lru"), name="endless")
+
+    def host_sizes(self) -> tuple[int, ...]:
+        """Those asked for, or the device's, doubled."""
+        if self.sizes.host:
+            return tuple(sorted(set(self.sizes.host)))
+        endless = self.trace.num_blocks * self.block_bytes
+        doubled = [self.sizes.device * 2**power for power in range(MAX_OWN_SIZES)]
+        return tuple(size for size in doubled if size < endless) or (self.sizes.device,)
+
+    def _of_size(self, host: int, disk: int, store: str, eviction: str) -> Row:
+        if (store, eviction) == ("eager", "lru"):
+            hits = self._by_distance(host // self.block_bytes, disk // self.block_bytes)
+        else:
+            found = replay(self.trace, self.num_device, host // self.block_bytes, store=store, eviction=eviction)
+            hits = _Hits(found.device, found.host, np.zeros_like(found.host), found.num_stored)
+        return self._row("host and disk" if disk else "host", host, disk, hits, store=store, eviction=eviction)
+
+    def _by_distance(self, num_host: int, num_disk: int) -> _Hits:
+        host, lowest = self.below(num_host), self.below(max(num_host, num_disk))
+        upper = np.maximum(self.on_device, host.hits(num_host))
+        disk = np.maximum(upper, lowest.hits(max(num_host, num_disk))) - upper
+        ages = lowest.ages(max(num_host, num_disk))
+        return _Hits(self.on_device, upper - self.on_device, disk, host.num_missing(num_host), ages)
+
+    def _row(self, name: str, host: int, disk: int, hits: _Hits, *, store: str, eviction: str = "lru") -> Row:
+        lengths = np.array([request.num_tokens for request in self.trace.requests], np.int64)
+        device, upper, all_ = (
+            np.minimum(blocks * self.trace.block_tokens, lengths - 1)
+            for blocks in (hits.device, hits.device + hits.host, hits.device + hits.host + hits.disk)
+        )
+        tokens = (device, upper - device, all_ - upper)
+        return Row(
+            name=name, host_bytes=host, disk_bytes=disk, store=store, eviction=eviction,
+            blocks=(int(hits.device.sum()), int(hits.host.sum()), int(hits.disk.sum())),
+            tokens=(int(tokens[0].sum()), int(tokens[1].sum()), int(tokens[2].sum())),
+            num_computed_tokens=int((lengths - all_).sum()),
+            loaded_bytes=int((hits.host + hits.disk).sum()) * self.block_bytes,
+            stored_bytes=hits.num_stored * self.block_bytes,
+            age_s=float(np.median(hits.ages)) if hits.ages else None,
+            has_evicted=hits.ages is None or bool(hits.ages),
+            first_token=self._times(tokens[1], tokens[2], lengths - all_),
+            price=self._price(host, disk),
+        )  # fmt: skip
+
+    def _times(self, host: Counts, disk: Counts, computed: Counts) -> FirstToken | None:
+        if self.speeds is None:
+            return None
+        per_token = self.sizes.kv_bytes_per_token / 1e9
+        # What comes from disk goes through host memory.
+        host_s = np.asarray((host + disk) * per_token / self.speeds.host_gbs, np.float64)
+        disk_s = np.asarray(disk * per_token / self.speeds.disk_gbs, np.float64)
+        return first_token(self.trace, host_s, disk_s, computed, self.speeds)
+
+    def _price(self, host: int, disk: int) -> float | None:
+        return None if self.prices is None else (host * self.prices.host + disk * self.prices.disk) / GIB
+
+    # -- what to be careful about ---------------------------------------------------------------------------------
+
+    def warnings(self) -> Iterator[str]:
+        """One line each."""
+        trace = self.trace
+        if trace.num_dropped:
+            yield f"the recorder could not keep up with {trace.num_dropped:,} requests: they are missing"
+        too_long = sum(len(request.blocks) >= self.num_device for request in trace.requests)
+        if too_long:
+            yield f"{counted(too_long, 'request')} {'does' if too_long == 1 else 'do'} not fit the device"
+        yield from dict.fromkeys(filter(None, map(self._too_short, self.rows[2:-1])))
+        for row in self.rows[1:]:
+            if row.first_token is not None and row.first_token.busy >= 1:
+                about = f"{row.name}, {binary_size(row.host_bytes)}" if row.host_bytes else row.name
+                busy = f"computing takes {row.first_token.busy:.0%} of the trace's time"
+                yield f"{about}: {busy}, so that times to first token grow as long as it lasts"
+
+    def _too_short(self, row: Row) -> str:
+        """What to say where the trace tells little of a size; empty where it tells enough."""
+        lasts = self.trace.duration_s
+        if row.has_evicted and (row.age_s is None or row.age_s <= lasts / 2):
+            return ""
+        age = "it is never full" if row.age_s is None else f"it keeps blocks for {duration(row.age_s)}"
+        size = binary_size(max(row.host_bytes, row.disk_bytes))
+        return f"the trace, of {duration(lasts)}, is too short for {size}: {age}, and a longer one would hit more"

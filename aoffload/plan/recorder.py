@@ -1,0 +1,198 @@
+"""Records what a process is asked for, without its tokens, for `python -m aoffload.plan`.
+
+One JSON object a line, as public traces have it: `timestamp` (ms since the recorder began), `input_length`,
+`output_length`, `hash_ids`, which names each whole block of the prompt that was committed, and `output_hash_ids`, which
+names those that the answer has completed. The first line says how long blocks are. A name is a keyed digest of the
+prefix up to the block's end (see `digests.py`), so that equal prefixes can be told, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import attrs
+
+from ..arguments import check_type
+from ..core.arguments import check_int
+from ..core.lifecycle import RequestState
+from ..core.owners import Holding
+from ..core.tokens import TokenSequence
+from ..env import Env
+from ..errors import InvalidArgument
+from ..observers import RuntimeObserver
+from .digests import BlockDigests
+
+__all__ = ["FORMAT", "Recorder"]
+
+FORMAT = 1
+MAX_BLOCK_TOKENS = 2**20
+LEAST_SECRET, MOST_SECRET = 16, 64
+REQUESTS_PER_BATCH = 64
+"""Waking the thread for each request would cost the event loop more than the rest."""
+TOKENS_PER_BATCH = 2**20
+MAX_WAITING_TOKENS = 2**24
+"""Of 4 bytes, handed to the thread and not yet written. What comes beyond them is dropped, and counted."""
+_OVER = (RequestState.DONE, RequestState.ABORTED)
+
+
+@attrs.frozen
+class _Asked:
+    """One request that is over; its sequence does not change any more."""
+
+    at_s: float
+    sequence: TokenSequence
+    num_computed_tokens: int
+
+
+class Recorder(RuntimeObserver):
+    """One of the `observers` of one runtime, or of one `Ledger`: writes what is asked for into `path`, a new file.
+
+    The file has times, lengths and a name for every `block_tokens` tokens of a prefix. Names are keyed with `secret`,
+    16 to 64 bytes; without one, with random bytes that are forgotten with the recorder. Give the same secret to several
+    processes only if their files are to be planned as one. A request is recorded when it is over, if it has computed
+    anything; forks are not.
+
+    Use it as a `with` block around the runtime, or call `close()`. A thread writes; after an error in it, `failure` has
+    that error and nothing more is written. `env` has the clock: give the runtime's, if that has one of its own.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        block_tokens: int = 512,
+        secret: bytes | None = None,
+        env: Env | None = None,
+    ) -> None:
+        check_int("block_tokens", block_tokens, 1, MAX_BLOCK_TOKENS)
+        key = secrets.token_bytes(32) if secret is None else _checked_secret(secret)
+        self._env = Env() if env is None else check_type("env", env, Env)
+        self._digests = BlockDigests(key, block_tokens)
+        self._file = _new_file(path, {"aoffload_plan": FORMAT, "block_tokens": block_tokens})
+        self.num_recorded = 0
+        """Requests handed to the thread."""
+        self.num_dropped = 0
+        """Requests that came while the thread was too far behind."""
+        self.failure: Exception | None = None
+        self._arrived: dict[Holding, float] = {}
+        self._began_s = self._env.now()
+        self._batch: list[_Asked] = []
+        self._batch_tokens = 0
+        self._num_given_tokens = self._num_written_tokens = 0
+        """Each is written by one thread: what was handed over, and what of that is done."""
+        self._batches: SimpleQueue[list[_Asked] | None] = SimpleQueue()
+        self._is_closed = False
+        self._thread = self._env.start_thread(self._work, "aoffload plan recorder")
+
+    def __repr__(self) -> str:
+        return f"<Recorder {self.num_recorded} recorded, {self.num_dropped} dropped>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write what is left, and close the file. Blocks until that is done; a second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._hand_over()
+        self._batches.put(None)
+        self._thread.join()
+
+    # -- the ledger's thread --------------------------------------------------------------------------------------
+
+    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None:
+        if old is RequestState.QUEUED:
+            self._arrived[holding] = self._env.now()
+        elif holding.state in _OVER:
+            at_s = self._arrived.pop(holding, None)
+            if at_s is not None and holding.has_committed and not holding.origins:
+                self._add(at_s, holding)
+
+    def _add(self, at_s: float, holding: Holding) -> None:
+        num_tokens = holding.sequence.num_tokens
+        behind = self._num_given_tokens + self._batch_tokens - self._num_written_tokens
+        if self._is_closed or self.failure is not None or (behind and behind + num_tokens > MAX_WAITING_TOKENS):
+            self.num_dropped += 1
+            return
+        self.num_recorded += 1
+        self._batch.append(_Asked(at_s, holding.sequence, holding.num_computed_tokens))
+        self._batch_tokens += num_tokens
+        if len(self._batch) >= REQUESTS_PER_BATCH or self._batch_tokens >= TOKENS_PER_BATCH:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        batch, self._batch = self._batch, []
+        self._num_given_tokens += self._batch_tokens
+        self._batch_tokens = 0
+        self._batches.put(batch)
+
+    # -- the writing thread ---------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while (batch := self._batches.get()) is not None:
+                for asked in batch:
+                    self._write(self._line(asked))
+                    self._num_written_tokens += asked.sequence.num_tokens
+                self._file.flush()
+            if self.num_dropped:
+                self._write({"num_dropped": self.num_dropped})
+            self._file.flush()
+        except (OSError, ValueError) as error:  # a full disk, or somebody has closed the file
+            self.failure = error
+        finally:
+            with suppress(OSError):  # nothing more can be written, but the file is closed
+                self._file.close()
+
+    def _line(self, asked: _Asked) -> dict[str, Any]:
+        sequence = asked.sequence
+        num_kept = min(asked.num_computed_tokens, sequence.num_tokens)
+        names = self._digests.of(sequence.root, sequence.first_bytes(0, num_kept), sequence.spans)
+        num_prompt_blocks = sequence.num_prompt_tokens // self._digests.block_tokens
+        return {
+            "timestamp": round((asked.at_s - self._began_s) * 1e3, 3),
+            "input_length": sequence.num_prompt_tokens,
+            "output_length": sequence.num_tokens - sequence.num_prompt_tokens,
+            "hash_ids": names[:num_prompt_blocks],
+            "output_hash_ids": names[num_prompt_blocks:],
+        }
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(_encoded(line))
+
+
+def _encoded(line: dict[str, Any]) -> str:
+    return json.dumps(line, separators=(",", ":")) + "\n"
+
+
+def _checked_secret(secret: object) -> bytes:
+    if not isinstance(secret, bytes) or not LEAST_SECRET <= len(secret) <= MOST_SECRET:
+        raise InvalidArgument("secret", f"must be {LEAST_SECRET} to {MOST_SECRET} bytes")
+    return secret
+
+
+def _new_file(path: object, heading: dict[str, Any]) -> TextIO:
+    """Only its owner may read it. An existing file belongs to somebody else."""
+    try:
+        number = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # type: ignore[arg-type]
+        with ExitStack() as stack:
+            file = stack.enter_context(os.fdopen(number, "w", encoding="ascii"))
+            file.write(_encoded(heading))
+            file.flush()
+            stack.pop_all()
+            return file
+    except (OSError, TypeError, ValueError) as error:
+        raise InvalidArgument("path", f"cannot be written: {error}") from error

@@ -1,0 +1,78 @@
+"""What no distance says, because the order of eviction depends on more than the last use: a replay through a `Ledger`.
+
+One request after the other, each block of the trace as a block of one token; every copy lands at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import attrs
+import numpy as np
+
+from ..config import OffloadConfig
+from ..core.ledger import Ledger
+from ..core.owners import Holding
+from ..core.plan import Completion, Outcome, TransferPlan
+from ..errors import OutOfBlocks
+from ..groups import KVCacheGroup
+from ..prefix import Prefix, Root
+from .distances import Counts
+from .trace import Trace, TracedRequest
+
+__all__ = ["Replay", "replay"]
+
+ROOT = Root("plan")
+
+
+@attrs.define(eq=False)
+class Replay:
+    device: Counts
+    """Blocks that each request hits on the device."""
+    host: Counts
+    """The same behind them, in host memory."""
+    num_stored: int = 0
+
+
+def replay(trace: Trace, num_device: int, num_host: int, *, store: Any = "eager", eviction: Any = "lru") -> Replay:
+    """Serve the whole trace. A request that does not fit the device is left out, and hits nothing."""
+    config = OffloadConfig(
+        groups=[KVCacheGroup("trace", block_size=1)], num_host_blocks=num_host, store_policy=store, eviction=eviction
+    )
+    ledger, size = Ledger(config, num_device + 1), len(trace.requests)
+    found = Replay(np.zeros(size, np.int64), np.zeros(size, np.int64))
+    for number, request in enumerate(trace.requests):
+        holding = ledger.admit(_prefix(trace, request), max_hit_tokens=request.num_prompt_blocks)
+        try:
+            ledger.allocate_nowait(holding)
+        except OutOfBlocks:
+            ledger.release(holding)
+            continue
+        found.device[number] = holding.match.num_device_tokens
+        found.host[number] = holding.match.num_host_tokens
+        found.num_stored += _serve(ledger, holding, len(request.blocks))
+    return found
+
+
+def _prefix(trace: Trace, request: TracedRequest) -> Prefix:
+    """Its blocks, and one token more, as a request computes at least one: its block stays private, like one that is not
+    full."""
+    return Prefix.of(ROOT, np.append(request.blocks, np.int32(trace.num_blocks)))
+
+
+def _serve(ledger: Ledger, holding: Holding, num_blocks: int) -> int:
+    """Load, compute and release it. Returns the blocks stored."""
+    _land(ledger, ledger.plan_load(holding))
+    stored = _land(ledger, chain(ledger.commit(holding, num_blocks), ledger.plan_write_back()))
+    return stored + _land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
+
+
+def _land(ledger: Ledger, plans: Iterable[TransferPlan]) -> int:
+    num_blocks = 0
+    for plan in tuple(plans):
+        ledger.launch(plan.job_id)
+        ledger.settle(Completion(plan.job_id, Outcome.LANDED))
+        num_blocks += plan.num_blocks
+    return num_blocks

@@ -1,0 +1,162 @@
+"""A trace: what was asked for and when, in blocks that are equal where prefixes are.
+
+One JSON object a line: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`, one for each block of the
+prompt, the last one perhaps partly filled. `Recorder` writes such files, and public traces come in this form. An
+id counts together with all ids before it, so it need not be chained itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arguments import number_of
+from ..errors import AoffloadError
+from .recorder import FORMAT
+
+__all__ = ["Blocks", "Trace", "TraceError", "TracedRequest", "read_trace"]
+
+DEFAULT_BLOCK_TOKENS = 512
+MAX_LENGTH = 2**31 - 1
+Blocks = NDArray[np.int32]
+
+
+class TraceError(AoffloadError):
+    """A file that is no trace; the message names it, and the line."""
+
+
+@attrs.frozen(eq=False)
+class TracedRequest:
+    at_s: float
+    num_tokens: int
+    """Of the prompt."""
+    num_output_tokens: int
+    blocks: Blocks
+    """Of the prompt, then those that the answer has completed: a number for each prefix."""
+    num_prompt_blocks: int
+
+
+@attrs.frozen(eq=False)
+class Trace:
+    name: str
+    requests: tuple[TracedRequest, ...]
+    """In the order of their times."""
+    block_tokens: int
+    num_blocks: int
+    """Different ones. Their numbers are below this."""
+    num_dropped: int = 0
+    """Requests that the recorder could not keep up with."""
+
+    @property
+    def num_asked(self) -> int:
+        """Blocks of all prompts."""
+        return sum(request.num_prompt_blocks for request in self.requests)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(request.num_tokens for request in self.requests)
+
+    @property
+    def duration_s(self) -> float:
+        return self.requests[-1].at_s - self.requests[0].at_s
+
+    @property
+    def most_blocks(self) -> int:
+        """Of one request."""
+        return max(len(request.blocks) for request in self.requests)
+
+
+def read_trace(path: Path, block_tokens: int | None = None, limit: int | None = None) -> Trace:
+    """The first `limit` requests of the file. `block_tokens`: tokens of a block, where the file does not say; by
+    default 512. Raises `TraceError`, or `OSError`."""
+    reader = _Reader(path.name, block_tokens)
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if limit is not None and len(reader.requests) >= limit:
+                break
+            if line.strip():
+                reader.take(number, line)
+    return reader.finish()
+
+
+class _Reader:
+    def __init__(self, name: str, block_tokens: int | None) -> None:
+        self.name = name
+        self.requests: list[TracedRequest] = []
+        self._block_tokens = block_tokens or DEFAULT_BLOCK_TOKENS
+        self._is_told = block_tokens is not None
+        self._is_ours = False
+        self._numbers: dict[tuple[int, int | str], int] = {}
+        """Of a block, by the number of the one before it and its own id."""
+        self._num_dropped = 0
+
+    def take(self, number: int, line: str) -> None:
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._wrong(number, "is no JSON") from error
+        if not isinstance(fields, dict):
+            raise self._wrong(number, "is no JSON object")
+        if "aoffload_plan" in fields:
+            self._take_heading(number, fields)
+        elif "num_dropped" in fields:
+            self._num_dropped += self._count(number, fields, "num_dropped", 0)
+        else:
+            self.requests.append(self._request(number, fields))
+
+    def _take_heading(self, number: int, fields: dict[str, Any]) -> None:
+        if fields["aoffload_plan"] != FORMAT:
+            raise self._wrong(number, f"is of another version than {FORMAT}")
+        block_tokens = self._count(number, fields, "block_tokens", 1)
+        if (self.requests or self._is_told) and block_tokens != self._block_tokens:
+            raise self._wrong(number, f"says blocks of {block_tokens} tokens, not of {self._block_tokens}")
+        self._block_tokens, self._is_told, self._is_ours = block_tokens, True, True
+
+    def _request(self, number: int, fields: dict[str, Any]) -> TracedRequest:
+        at_ms = number_of(fields.get("timestamp"))
+        if at_ms is None or not math.isfinite(at_ms):
+            raise self._wrong(number, "has no timestamp in ms")
+        num_tokens = self._count(number, fields, "input_length", 1)
+        num_output_tokens = self._count(number, fields, "output_length", 0) if "output_length" in fields else 0
+        prompt = self._ids(number, fields, "hash_ids")
+        beyond = len(prompt) - num_tokens // self._block_tokens
+        if beyond > 1 or (beyond < 0 and not self._is_ours):  # ours has what was committed, which may be less
+            problem = f"has {len(prompt)} hash_ids for {num_tokens} tokens: are blocks of {self._block_tokens} tokens?"
+            raise self._wrong(number, problem)
+        output = self._ids(number, fields, "output_hash_ids") if "output_hash_ids" in fields else []
+        blocks = np.fromiter(self._numbered([*prompt, *output]), np.int32)
+        return TracedRequest(at_ms / 1e3, num_tokens, num_output_tokens, blocks, len(prompt))
+
+    def _ids(self, number: int, fields: dict[str, Any], name: str) -> list[int | str]:
+        ids = fields.get(name)
+        if not isinstance(ids, list) or not set(map(type, ids)) <= {int, str}:
+            raise self._wrong(number, f"has no list of ids as {name}")
+        return ids
+
+    def _numbered(self, ids: Iterable[int | str]) -> Iterable[int]:
+        numbers, before = self._numbers, -1
+        for each in ids:
+            before = numbers.setdefault((before, each), len(numbers))
+            yield before
+
+    def _count(self, number: int, fields: dict[str, Any], name: str, least: int) -> int:
+        value = fields.get(name)
+        if type(value) is not int or not least <= value <= MAX_LENGTH:
+            raise self._wrong(number, f"needs {name}, an integer of at least {least}")
+        return value
+
+    def _wrong(self, number: int, problem: str) -> TraceError:
+        return TraceError(f"{self.name}, line {number}: {problem}")
+
+    def finish(self) -> Trace:
+        if not self.requests:
+            raise TraceError(f"{self.name}: no request in it")
+        requests = tuple(sorted(self.requests, key=lambda request: request.at_s))
+        return Trace(self.name, requests, self._block_tokens, len(self._numbers), self._num_dropped)

@@ -1,0 +1,203 @@
+"""The command as a person types it, and the page that it writes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from made_traces import BLOCK_TOKENS, conversations, write_trace
+
+from aoffload.plan.command import main
+
+SIZES = ("--kv-bytes-per-token", "1KiB", "--device", "1200KiB", "--host", "3MiB,12MiB", "--block-tokens", "8")
+SPEEDS = ("--prefill-tokens-per-s", "2000", "--host-gbs", "1", "--price-per-gib-month", "4")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_trace(tmp_path_factory.mktemp("plan") / "asked.jsonl", conversations(20, 400)))
+
+
+def test_the_table_has_a_row_for_each_size(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing, the device alone, each size, and no end; with times and prices if these are asked for."""
+    assert main([trace, *SIZES]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("asked.jsonl: 400 requests in 3 min 20 s, ")
+    assert "a cache without end would hit" in lines[1] and "the knee is at" in lines[2]
+    names = [line.split("  ")[0].strip() for line in lines[5:10]]
+    assert names == ["no cache", "device alone", "host", "host", "endless"]
+    assert "first token" not in lines[4] and "a month" not in lines[4]
+    assert main([trace, *SIZES, *SPEEDS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "first token p50" in lines[4] and lines[4].endswith("a month")
+    assert (lines[7].endswith("0.01") and " ms " in lines[7]) or " s " in lines[7]
+
+
+def test_json_has_the_same_and_more(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers for programs; the rows are those of the table."""
+    assert main([trace, *SIZES, *SPEEDS, "--disk", "20MiB", "--disk-price-per-gib-month", "0.1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in found["rows"]] == [
+        "no cache", "device alone", "host", "host and disk", "host", "host and disk", "endless",
+    ]  # fmt: skip
+    assert found["trace"]["num_requests"] == 400 and found["block_bytes"] == 1024 * BLOCK_TOKENS
+    endless = found["rows"][-1]
+    assert sum(endless["hit_blocks"].values()) == found["num_endless_hit_blocks"]
+    assert endless["num_computed_tokens"] + sum(endless["hit_tokens"].values()) == found["trace"]["num_prompt_tokens"]
+    assert found["rows"][2]["age_at_eviction_s"] > 0 and found["rows"][0]["first_token_p90_s"] > 0
+    assert found["device_bytes"] <= found["knee_bytes"] <= endless["host_bytes"]
+    assert found["rows"][3]["price_per_month"] == pytest.approx(3 / 1024 * 4 + 20 / 1024 * 0.1)
+
+
+def test_lazy_stores_have_rows_of_their_own(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind the eager ones, in whatever order they are named."""
+    assert main([trace, *SIZES, "--store", "lazy,eager"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[7:11]] == ["eager,", "eager,", "lazy,", "lazy,"]
+
+
+def test_sizes_are_chosen_where_none_is_named(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The device's, doubled."""
+    assert main([trace, *SIZES[:4], "--block-tokens", "8"]) == 0
+    assert re.search(r"host +eager, lru +1\.172 MiB .*\n.*host +eager, lru +2\.344 MiB ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--device", "1KiB"], "argument --device: 1,024 bytes hold 0 blocks of 8,192; 2 are needed"),
+        (["--host", "1KiB"], "argument --host: 1,024 bytes hold 0 blocks"),
+        (["--block-tokens", "16"], "line 1: has "),
+        (["--disk", "1GiB", "--price-per-gib-month", "3"], "argument --disk-price-per-gib-month: is needed, too"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_status_2(
+    trace: str, arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names the option, or the line of the file."""
+    assert main([trace, *SIZES, *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("aoffload plan: ") and said.err.count("\n") == 1
+    assert problem in said.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--device", "many"], ["--device", "0.1B"], ["--kv-bytes-per-token", "-1"], ["--host", "1GiB,,2GiB"],
+        ["--limit", "0"], ["--limit", "x"], ["--block-tokens", "²"], ["--prefill-tokens-per-s", "nan"],
+        ["--prefill-tokens-per-s", "0"], ["--host-gbs", "-1"], ["--price-per-gib-month", "inf"],
+        ["--store", "lazy,often"], ["--store", ""], ["--eviction", "oldest"],
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused(trace: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """By the parser, with the option's name."""
+    with pytest.raises(SystemExit) as left:
+        main([trace, *SIZES, *arguments])
+    assert left.value.code == 2
+    assert f"argument {arguments[0]}" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_read_or_written(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing trace, a directory, a page over the trace itself: one line, and the trace is whole."""
+    before = Path(trace).read_text()
+    for arguments, problem in (
+        ([str(tmp_path / "none"), *SIZES], "No such file or directory"),
+        ([str(tmp_path), *SIZES], "Is a directory"),
+        ([trace, *SIZES, "--html", trace], "is the log itself"),
+        ([trace, *SIZES, "--html", str(tmp_path / "no" / "page.html")], "no such directory"),
+    ):
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and problem in said
+    assert Path(trace).read_text() == before
+
+
+def test_it_runs_as_a_module_and_imports_no_torch(trace: str) -> None:
+    """`python -m aoffload.plan`; torch would take seconds."""
+    code = (
+        "import sys; from aoffload.plan.command import main; status = main(sys.argv[1:]);"
+        "assert not {'torch', 'structlog'} & set(sys.modules); sys.exit(status)"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    for program in (["-c", code], ["-m", "aoffload.plan"], ["-m", "aoffload", "plan"]):
+        command = [sys.executable, "-W", "error", *program, trace, *SIZES, "--store", "eager,lazy"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stderr) == (0, "") and "endless" in done.stdout
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+class Elements(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def page(trace: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("page") / "plan.html"
+    assert main([trace, *SIZES, *SPEEDS, "--store", "eager,lazy", "--html", str(file)]) == 0
+    return file.read_text(encoding="ascii")
+
+
+def test_the_page_needs_nothing_else(page: str) -> None:
+    """No script, no address, no other file: and the browser is told to fetch nothing."""
+    elements = Elements(page)
+    assert "script" not in elements.tags and not elements.open
+    assert not {"src", "href", "style", "onload"} & {name for name, _ in elements.attributes}
+    assert not re.search(r"https?:|url\(|@import", page)
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'sha256-{digest}'" in page
+
+
+def test_the_page_draws_every_row(page: str) -> None:
+    """A dot for each size and policy on the curve, lines of times, and the table."""
+    elements = Elements(page)
+    assert elements.tags.count("svg") == 2 + 3  # two charts, three entries of a legend
+    assert elements.tags.count("circle") == 4 and "eager, lru, 3 MiB: " in page and "lazy, lru, 12 MiB: " in page
+    assert elements.tags.count("tr") == 1 + 7
+    for points in re.findall(r'points="([^"]*)"', page):
+        assert all(re.fullmatch(r"-?\d+(\.\d)?,-?\d+(\.\d)?", point) for point in points.split())
+
+
+def test_a_name_of_a_file_is_no_markup(tmp_path: Path) -> None:
+    """What the trace is called stands in the page as text."""
+    trace = write_trace(tmp_path / "<b>&%STYLE%\u2028.jsonl", conversations(21, 50))
+    assert main([str(trace), *SIZES, "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="ascii")
+    assert "<b>" not in page and "&lt;b&gt;&amp;%STYLE%" in page
+
+
+@pytest.mark.parametrize("prompts", [[[1]], [[1], [2]], [[1, 2]] * 3])
+def test_tiny_traces_are_drawn(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """One request, nothing that comes back, no time that passes."""
+    trace = write_trace(tmp_path / "tiny.jsonl", prompts, gap_ms=0)
+    assert main([str(trace), *SIZES, *SPEEDS, "--html", str(tmp_path / "page.html")]) == 0
+    Elements((tmp_path / "page.html").read_text())

@@ -1,0 +1,194 @@
+"""The forecast: against a replay through the real ledger, and against arithmetic by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversations, made, trace_of, write_trace
+
+from aoffload import ConfigError, LazyStore
+from aoffload.plan.forecast import Forecast, Prices, Row, Sizes
+from aoffload.plan.replay import replay
+from aoffload.plan.timing import Speeds, first_token
+from aoffload.plan.trace import Trace, TracedRequest, read_trace
+from benchmarks import policies
+
+KV_BYTES = 1024
+BLOCK_BYTES = KV_BYTES * BLOCK_TOKENS
+NUM_DEVICE = 150
+SIZES = (60, 140, 200, 400, 800, 1600)
+"""Host blocks: below the device, about as many, and several times as many; the last one holds everything."""
+
+
+def forecast_of(trace: Trace, **options: Any) -> Forecast:
+    sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, tuple(size * BLOCK_BYTES for size in SIZES))
+    return Forecast(trace, sizes, **options)
+
+
+def replayed(seed: int, num_requests: int, policy: Any, num_host: int) -> policies.Replay:
+    """Through a ledger with blocks of 16 tokens, by the benchmark of store policies."""
+    prompts = [policies._tokens(ids) for ids in conversations(seed, num_requests)]
+    return policies.replay("made", policy, prompts, NUM_DEVICE, num_host)
+
+
+def rows_of(forecast: Forecast, store: str) -> list[Row]:
+    return [row for row in forecast.rows if row.name == "host" and row.store == store]
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_six_sizes_hit_what_the_ledger_hits(tmp_path: Path, seed: int) -> None:
+    """Eager stores by distances, within 0.1 %, tier by tier; lazy ones by a replay, within 1 %."""
+    forecast = forecast_of(made(tmp_path, seed, 600), stores=("eager", "lazy"))
+    for store, most, policy in (("eager", 0.001, "eager"), ("lazy", 0.01, LazyStore())):
+        for size, row in zip(SIZES, rows_of(forecast, store), strict=True):
+            found = replayed(seed, 600, policy, size)
+            assert found.num_hits > 4000 and found.num_device_hits > 100
+            assert row.num_hit_blocks == pytest.approx(found.num_hits, rel=most)
+            assert row.blocks[0] == pytest.approx(found.num_device_hits, rel=most)
+            if size > NUM_DEVICE:
+                assert row.stored_bytes / BLOCK_BYTES == pytest.approx(found.num_stored, rel=most)
+                assert row.loaded_bytes / BLOCK_BYTES == pytest.approx(found.num_loaded, rel=most)
+
+
+@given(REQUESTS, st.integers(MOST_OF_ONE + 1, 16), st.integers(MOST_OF_ONE, 25))
+def test_distances_say_what_the_ledger_hits_and_stores(asked: list[Request], num_device: int, num_host: int) -> None:
+    """Request by request, answers included, if both can hold each request alone. So a policy that has no distances is
+    replayed as the others are planned."""
+    trace = trace_of(asked)
+    sizes = Sizes(KV_BYTES, num_device * BLOCK_BYTES, (num_host * BLOCK_BYTES,))
+    forecast, found = Forecast(trace, sizes), replay(trace, num_device, num_host)
+    assert found.device.tolist() == forecast.on_device.tolist()
+    upper = np.maximum(forecast.on_device, forecast.below(num_host).hits(num_host))
+    assert (found.device + found.host).tolist() == upper.tolist()
+    assert found.num_stored == forecast.below(num_host).num_missing(num_host)
+
+
+def test_a_replay_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
+    """And the forecast says how many requests these are."""
+    trace = read_trace(write_trace(tmp_path / "long.jsonl", [[1, 2, 3], [*range(10, 40)], [1, 2, 3]]), BLOCK_TOKENS)
+    found = replay(trace, 20, 40)
+    assert found.device.tolist() == [0, 0, 3]
+    small = Forecast(trace, Sizes(KV_BYTES, 20 * BLOCK_BYTES, (40 * BLOCK_BYTES,)))
+    assert "1 request does not fit the device" in small.warnings()
+
+
+def test_rows_go_from_nothing_to_a_cache_without_end(tmp_path: Path) -> None:
+    """No cache computes everything, the device alone hits what it holds, and no size hits more than the last row."""
+    trace = made(tmp_path, 5, 600)
+    forecast = forecast_of(trace)
+    nothing, alone, *sized, endless = forecast.rows
+    assert (nothing.num_hit_blocks, nothing.num_computed_tokens) == (0, trace.num_prompt_tokens)
+    assert alone.blocks == (int(forecast.on_device.sum()), 0, 0) and alone.age_s is not None
+    found = [row.num_hit_blocks for row in (alone, *sized, endless)]
+    assert found == sorted(found) and found[-1] == trace.num_asked - trace.num_blocks
+    assert endless.age_s is None and not endless.has_evicted
+    ages = [row.age_s for row in sized if row.age_s is not None and row.host_bytes > forecast.sizes.device]
+    assert ages == sorted(ages)
+    for row in forecast.rows:
+        assert sum(row.tokens) + row.num_computed_tokens == trace.num_prompt_tokens
+
+
+def test_a_disk_hits_what_a_host_of_its_size_would(tmp_path: Path) -> None:
+    """Its hits go through both links, and are loaded; what the host holds is not read from it."""
+    trace = made(tmp_path, 6, 600)
+    sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (200 * BLOCK_BYTES, 1600 * BLOCK_BYTES), (1600 * BLOCK_BYTES,))
+    rows = {(row.name, row.host_bytes // BLOCK_BYTES): row for row in Forecast(trace, sizes).rows}
+    both, host, large = rows["host and disk", 200], rows["host", 200], rows["host", 1600]
+    assert both.num_hit_blocks == large.num_hit_blocks and both.blocks[:2] == host.blocks[:2]
+    assert both.blocks[2] > 0 and both.loaded_bytes == large.loaded_bytes
+    assert rows["host and disk", 1600].blocks == large.blocks
+
+
+def test_what_it_costs_is_size_times_price(tmp_path: Path) -> None:
+    """Of both tiers; the device is there anyway."""
+    trace = made(tmp_path, 7, 50)
+    sizes = Sizes(KV_BYTES, 2**30, (2**31,), (2**33,))
+    rows = Forecast(trace, sizes, prices=Prices(3.0, 0.5)).rows
+    assert [(row.name, row.price) for row in rows[:-1]] == [
+        ("no cache", 0.0), ("device alone", 0.0), ("host", 6.0), ("host and disk", 10.0),
+    ]  # fmt: skip
+
+
+def test_a_trace_too_short_for_a_size_is_said(tmp_path: Path) -> None:
+    """A size that is never full, or full only towards the end; not those that evict early."""
+    trace = made(tmp_path, 8, 400)
+    sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (200 * BLOCK_BYTES, 2**30))
+    (said,) = Forecast(trace, sizes).warnings()
+    assert "is too short for 1 GiB: it is never full" in said
+    nearly = (trace.num_blocks - 30) * BLOCK_BYTES
+    (said,) = Forecast(trace, Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (nearly,))).warnings()
+    assert "too short" in said and "it keeps blocks for" in said
+
+
+def test_lost_requests_are_said(tmp_path: Path) -> None:
+    """What the recorder dropped, from its last line."""
+    path = write_trace(tmp_path / "a.jsonl", conversations(9, 400))
+    path.write_text(path.read_text() + '{"num_dropped": 7}\n')
+    said = next(Forecast(read_trace(path, BLOCK_TOKENS), Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES)).warnings())
+    assert "7 requests" in said
+
+
+@pytest.mark.parametrize(
+    ("sizes", "argument"),
+    [
+        (Sizes(KV_BYTES, 2 * BLOCK_BYTES - 1), "device"),
+        (Sizes(KV_BYTES, 2**30, (BLOCK_BYTES - 1,)), "host"),
+        (Sizes(KV_BYTES, 2**30, (2**30,), (1,)), "disk"),
+    ],
+)
+def test_a_size_without_a_block_is_refused(tmp_path: Path, sizes: Sizes, argument: str) -> None:
+    """By the name of the argument."""
+    with pytest.raises(ConfigError) as raised:
+        Forecast(made(tmp_path, 1, 5), sizes)
+    assert raised.value.argument == argument
+
+
+# -- time to the first token -------------------------------------------------------------------------------------------
+
+
+def timed(
+    at_s: list[float], host_s: list[float], disk_s: list[float], computed: list[int], **speed: float
+) -> list[float]:
+    """With 100 tokens a second; each answer has 20."""
+    requests = [TracedRequest(at, 1000, 20, np.zeros(0, np.int32), 0) for at in at_s]
+    speeds = Speeds(prefill_tokens_per_s=100.0, host_gbs=1.0, disk_gbs=1.0, **speed)
+    trace = Trace("made", tuple(requests), 8, 0)
+    found = first_token(trace, np.array(host_s), np.array(disk_s), np.array(computed, np.int64), speeds)
+    return list(found.times_s)
+
+
+def test_a_request_waits_for_the_longer_of_two_queues() -> None:
+    """Its copies wait for copies, its prompt for prompts; copies go on while another one is computed."""
+    assert timed([0.0], [0.0], [0.0], [100]) == [1.0]
+    assert timed([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [100, 50]) == [1.0, 1.5]
+    assert timed([0.0, 0.0], [0.0, 0.4], [0.0, 0.0], [100, 50]) == [1.0, 1.5]  # copied while it waits
+    assert timed([0.0, 0.0], [0.0, 3.0], [0.0, 0.0], [100, 50]) == [1.0, 3.5]  # the copy is late
+    assert timed([0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [10, 10]) == [2.1, 4.1]  # one link
+    assert timed([0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [10, 10]) == [2.1, 2.2]  # two links
+    assert timed([0.0, 5.0], [1.0, 1.0], [0.0, 0.0], [100, 100]) == [2.0, 2.0]  # nobody is in the way
+    assert timed([0.0, 0.0, 9.0], [0.0] * 3, [0.0] * 3, [100] * 3, decode_tokens_per_s=10.0) == [1.0, 4.0, 1.0]
+
+
+def test_more_hits_are_faster_and_a_slow_link_is_not(tmp_path: Path) -> None:
+    """The row of a large host is faster than the device alone, unless its link is slower than computing."""
+    trace = made(tmp_path, 10, 400)
+    for host_gbs, is_faster in ((10.0, True), (1e-6, False)):
+        speeds = Speeds(prefill_tokens_per_s=1000.0, host_gbs=host_gbs, disk_gbs=1.0)
+        rows = forecast_of(trace, speeds=speeds).rows
+        alone, large = rows[1].first_token, rows[-2].first_token
+        assert alone is not None and large is not None
+        assert (large.p50_s < alone.p50_s, large.p90_s < alone.p90_s) == (is_faster, is_faster)
+        assert large.busy < alone.busy
+
+
+def test_more_prompts_than_can_be_computed_are_said(tmp_path: Path) -> None:
+    """Times to first token would say how long the trace is."""
+    trace = made(tmp_path, 11, 400)
+    speeds = Speeds(prefill_tokens_per_s=10.0, host_gbs=10.0, disk_gbs=1.0)
+    said = list(forecast_of(trace, speeds=speeds).warnings())
+    assert any("device alone: computing takes" in line for line in said)

@@ -1,0 +1,107 @@
+"""Reading traces: public ones, our recorder's, and files that are neither."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_traces import conversations, write_trace
+
+from aoffload.plan.trace import Trace, TraceError, read_trace
+
+
+def line(**fields: Any) -> str:
+    return json.dumps({"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2], **fields})
+
+
+def read(tmp_path: Path, *lines: str, **options: Any) -> Trace:
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    return read_trace(tmp_path / "a.jsonl", **options)
+
+
+def test_a_public_trace_is_read(tmp_path: Path) -> None:
+    """Times in seconds, lengths, and a number for each prefix; the last block may be full or partly filled."""
+    trace = read(
+        tmp_path,
+        line(),
+        line(timestamp=1500, hash_ids=[1, 3]),
+        "",
+        line(timestamp=500.5, hash_ids=[7], input_length=512),
+    )
+    assert [request.at_s for request in trace.requests] == [0.0, 0.5005, 1.5]
+    assert [request.blocks.tolist() for request in trace.requests] == [[0, 1], [3], [0, 2]]
+    assert (trace.num_blocks, trace.num_asked, trace.num_prompt_tokens, trace.duration_s) == (4, 5, 1712, 1.5)
+    assert (trace.block_tokens, trace.num_dropped, trace.most_blocks) == (512, 0, 2)
+
+
+def test_an_id_counts_with_all_before_it(tmp_path: Path) -> None:
+    """A trace whose ids name blocks and not prefixes is read as if they were chained; so is one that repeats an id."""
+    ids = [[1, 2], [3, 2], [1, 2], [2, 2]]
+    trace = read(tmp_path, *(line(hash_ids=each) for each in ids))
+    assert [request.blocks.tolist() for request in trace.requests] == [[0, 1], [2, 3], [0, 1], [4, 5]]
+    named = read(tmp_path, *(line(hash_ids=[str(one) for one in each]) for each in ids))
+    assert [request.blocks.tolist() for request in named.requests] == [each.blocks.tolist() for each in trace.requests]
+
+
+def test_only_the_first_requests_are_read(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "many.jsonl", conversations(1, 50))
+    assert len(read_trace(path, 8, limit=7).requests) == 7
+
+
+def test_blocks_of_answers_are_no_prompt(tmp_path: Path) -> None:
+    """They are touched, and not asked for."""
+    heading = '{"aoffload_plan":1,"block_tokens":16}'
+    trace = read(tmp_path, heading, line(input_length=40, hash_ids=["a", "b"], output_hash_ids=["c"]))
+    (request,) = trace.requests
+    assert (request.blocks.tolist(), request.num_prompt_blocks, trace.block_tokens) == ([0, 1, 2], 2, 16)
+
+
+HEADING = '{"aoffload_plan":1,"block_tokens":16}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "problem"),
+    [
+        ([], {}, "no request in it"),
+        (["{"], {}, "line 1: is no JSON"),
+        (["[" * 100_000], {}, "line 1: is no JSON"),
+        ([line(), "[1]"], {}, "line 2: is no JSON object"),
+        ([line(timestamp=None)], {}, "has no timestamp"),
+        ([line(timestamp=float("nan"))], {}, "has no timestamp"),
+        ([line(timestamp="0")], {}, "has no timestamp"),
+        ([line(timestamp=True)], {}, "has no timestamp"),
+        ([line(timestamp=10**400)], {}, "has no timestamp"),
+        ([line(input_length=0)], {}, "needs input_length"),
+        ([line(input_length=True)], {}, "needs input_length"),
+        ([line(input_length=2**40)], {}, "needs input_length"),
+        ([line(output_length=-1)], {}, "needs output_length"),
+        ([line(hash_ids=None)], {}, "has no list of ids as hash_ids"),
+        ([line(hash_ids=[1, None])], {}, "has no list of ids as hash_ids"),
+        ([line(hash_ids=[[1], 2])], {}, "has no list of ids as hash_ids"),
+        ([line(output_hash_ids=3)], {}, "has no list of ids as output_hash_ids"),
+        ([line(hash_ids=[1, 2, 3])], {}, "has 3 hash_ids for 600 tokens: are blocks of 512 tokens?"),
+        ([line()], {"block_tokens": 16}, "are blocks of 16 tokens?"),
+        ([HEADING], {}, "no request in it"),
+        ([HEADING, line(input_length=40)], {"block_tokens": 512}, "says blocks of 16 tokens, not of 512"),
+        ([line(), HEADING], {}, "line 2: says blocks of 16 tokens"),
+        (['{"aoffload_plan":2,"block_tokens":16}'], {}, "is of another version"),
+        (['{"aoffload_plan":1}'], {}, "needs block_tokens"),
+        (['{"aoffload_plan":1,"block_tokens":0}'], {}, "needs block_tokens"),
+        (['{"num_dropped":-1}'], {}, "needs num_dropped"),
+    ],
+)
+def test_what_is_no_trace_is_said_with_its_line(
+    tmp_path: Path, lines: list[str], options: dict[str, Any], problem: str
+) -> None:
+    """One typed error that names the file, the line and what is wrong, whatever the line holds."""
+    with pytest.raises(TraceError) as raised:
+        read(tmp_path, *lines, **options)
+    assert str(raised.value).startswith("a.jsonl") and problem in str(raised.value)
+
+
+def test_bytes_that_are_no_text_are_no_json(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00\x01\n")
+    with pytest.raises(TraceError, match="line 1: is no JSON"):
+        read_trace(tmp_path / "b.jsonl")
