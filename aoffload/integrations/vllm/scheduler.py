@@ -100,9 +100,8 @@ class SchedulerSide:
             found = self._new(request)
             if found is None:
                 return 0
-        elif found.num_local == num_local and self._clock() < found.ask_at:
-            return None
-        match = found.match(self.ledger, num_local).match
+        num_failed = self.counts.num_failed
+        match = found.answer(num_local, num_failed, self._clock()) or found.ask(self.ledger, num_local, num_failed)
         if match.is_pending:
             return None
         return max(0, match.num_tokens - num_local) if self._queue.is_accepting else 0
@@ -261,11 +260,18 @@ class SchedulerSide:
     def reset(self) -> None:
         """Forget all that is cached."""
         self.ledger.reset()
+        for found in self._requests.values():
+            found.ask_now()
 
     @property
     def is_busy(self) -> bool:
         """Whether steps have to go on: copies or reports are under way."""
         return bool(self._reports or self.ledger.jobs.unsettled)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether vLLM has requests of which it has asked here, so that it steps on."""
+        return bool(self._requests)
 
     # -- after an error -------------------------------------------------------------------------------------------
 
