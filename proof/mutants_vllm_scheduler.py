@@ -34,7 +34,7 @@ MATCHES = (
         "vLLM: pins end with the step",
         SCHEDULER,
         "        plans += self._plan_stores(output.num_scheduled_tokens)\n",
-        "        for found in self._requests.values():\n"
+        "        for found in self.requests.values():\n"
         "            if found.is_asking and found.request_id not in output.num_scheduled_tokens:\n"
         '                found.leave(self.ledger, "not scheduled")\n'
         "        plans += self._plan_stores(output.num_scheduled_tokens)\n",
@@ -46,7 +46,7 @@ MATCHES = (
         SCHEDULER,
         "        for found in self._take_over():\n            self._tell(found)\n        return self._commands()\n",
         "        for found in self._take_over():\n            self._tell(found)\n"
-        "        for found in self._requests.values():\n"
+        "        for found in self.requests.values():\n"
         "            if found.is_asking:\n"
         '                found.leave(self.ledger, "not scheduled")\n'
         "        return self._commands()\n",
@@ -90,7 +90,7 @@ MATCHES = (
     Mutant(
         "vLLM: an answer that outlives a reset",
         SCHEDULER,
-        "        for found in self._requests.values():\n            found.ask_now()\n",
+        "        for found in self.requests.values():\n            found.ask_now()\n",
         "",
         "what was computed with other weights is never loaded",
         test=f"{ASKED}test_an_answer_does_not_outlive_what_it_is_about[reset]",

@@ -32,13 +32,15 @@ class Counts(RuntimeObserver):
         """What the ledger raised and never should."""
         self.num_failed = 0
         """Copies that did not land. Each may have cost a request what was found for it."""
-        self._counted: defaultdict[str, float] = defaultdict(float)
-        self._clock, self._due_at = clock, -math.inf
+        self.counted: defaultdict[str, float] = defaultdict(float)
+        """Since the last `take`."""
+        self.clock, self.due_at = clock, -math.inf
+        """What was counted has to be reported at that time of the clock."""
 
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
         if job.state is JobState.LAUNCHED:
             return
-        plan, completion, counted = job.plan, job.completion, self._counted
+        plan, completion, counted = job.plan, job.completion, self.counted
         direction = "load" if plan.destination < plan.source else "store"
         if job.state is JobState.DISCARDED:
             counted[f"jobs|{direction}|discarded"] += 1
@@ -51,10 +53,10 @@ class Counts(RuntimeObserver):
             counted[f"copy_seconds|{direction}"] += completion.duration_s
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        self._counted[f"skipped_store_blocks|{reason}"] += num_blocks
+        self.counted[f"skipped_store_blocks|{reason}"] += num_blocks
 
     def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
-        self._counted[f"overdue_jobs|{_hop(source, destination)}"] += num_jobs
+        self.counted[f"overdue_jobs|{_hop(source, destination)}"] += num_jobs
         _log.warning("aoffload: %d copies take too long; until they end, there are no others of their kind", num_jobs)
 
     def transport_recovered(self, source: Tier, destination: Tier) -> None:
@@ -74,26 +76,16 @@ class Counts(RuntimeObserver):
 
     def lost(self, num_tokens: int) -> None:
         """A load has brought `num_tokens` fewer than vLLM was promised."""
-        self._counted["lost_tokens"] += num_tokens
+        self.counted["lost_tokens"] += num_tokens
 
     def turned_off(self) -> None:
-        self._counted["turned_off"] += 1
-
-    @property
-    def has_any(self) -> bool:
-        """Whether anything was counted since the last `take`."""
-        return bool(self._counted)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the last `take` is a second ago."""
-        return self._clock() >= self._due_at
+        self.counted["turned_off"] += 1
 
     def take(self) -> dict[str, float]:
         """What was counted since the last call."""
-        found = dict(self._counted)
-        self._counted.clear()
-        self._due_at = self._clock() + REPORT_S
+        found = dict(self.counted)
+        self.counted.clear()
+        self.due_at = self.clock() + REPORT_S
         return found
 
 

@@ -74,20 +74,18 @@ class Guard:
     def take_counts(self) -> dict[str, float]:
         """What has been counted since the last call, and what there is now: once a second, and before the steps may
         end for a while. Else, and if nothing was counted, nothing."""
-        counts = self.half.counts
-        if not counts.has_any or not (counts.is_due or self._may_rest):
+        half, counts = self.half, self.half.counts
+        if not counts.counted:
+            return {}
+        if counts.clock() < counts.due_at and (half.requests or self.is_busy):
             return {}
         counted = counts.take()
-        gauges = blocks_of(self.half.ledger.statistics())
+        gauges = blocks_of(half.ledger.statistics())
         return counted | gauges | {"off": float(bool(self.off_reason))}
 
     @property
     def is_busy(self) -> bool:
         return self.half.is_ending if self.off_reason else self.half.is_busy
-
-    @property
-    def _may_rest(self) -> bool:
-        return not self.half.has_requests and not self.is_busy
 
     def _turn_off(self, error: Exception) -> None:
         self.off_reason = repr(error)
