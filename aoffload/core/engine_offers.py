@@ -18,7 +18,7 @@ from ..errors import InvalidArgument
 from .cache import PrefixCache
 from .commits import is_at_end
 from .engine_blocks import EngineTier
-from .engine_ids import EngineIds, Find, has_null, named_rows
+from .engine_ids import EngineIds, has_null, named_rows
 from .groups import Band
 from .intervals import without
 from .jobs import JobBook
@@ -37,17 +37,14 @@ Path: TypeAlias = Sequence[tuple[Run, int]]
 """Runs of the index, each with the unit up to which its tokens are those of a request."""
 
 
-@attrs.frozen
+@dataclass(slots=True, eq=False)
 class Offer:
-    """Engine blocks for the units of `band` from `start` on."""
+    """Engine blocks for units `[start, stop)` of `band`."""
 
     band: Band
     start: int
+    stop: int
     blocks: array[int]
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.blocks) // self.band.width
 
 
 @dataclass(slots=True, eq=False)
@@ -102,23 +99,21 @@ class EngineOffers:
         stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
         if not stop or not self.cache.tiers[BELOW].pool.num_blocks:
             return Wanted([])
-        find = partial(self.device.find, holding.request_id)
         end = self._stored_end(holding, stop, self._ends.get(holding))
         if end is None:
             path = list(self.cache.index.walk(holding.sequence, stop))
             end = self._stored_end(holding, stop, self._end_of(path))
         if end is not None:
-            lacking = [range(end.position, stop)] if end.position < stop else []
-            return Wanted(list(self._of_full(lacking, ids, find)), end)
-        full = self.cache.layout.full
-        found = list(self._of_full(_lacking(path, full, 0, stop) if full.width else (), ids, find))
+            offer = self._of_full(holding, end.position, stop, ids)
+            return Wanted([] if offer is None else [offer], end)
+        found = self._lacking_in_full(holding, path, stop, ids)
         if is_last or is_at_end(holding) or stop == holding.store_limit:
             last = self.stores.last_end(holding, stop)
             for band in self.cache.layout.windows:
                 nobodys = unwritten.get(band.number, range(0))
                 lacking = _lacking(path, band, first_stored(band, last), stop)
                 units = [part for one in lacking for part in without([nobodys], one.start, one.stop)]
-                found += self._of_window(band, units, ids, find)
+                found += self._of_window(holding, band, units, ids)
         return Wanted(found)
 
     @staticmethod
@@ -155,27 +150,44 @@ class EngineOffers:
         if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
             raise InvalidArgument("block_ids", f"names block {wrong}, which a copy may still write to")
 
-    def _of_full(self, lacking: Iterable[range], ids: EngineIds, find: Find) -> Iterator[Offer]:
+    def _lacking_in_full(self, holding: Holding, path: Path, stop: int, ids: EngineIds) -> list[Offer]:
         """Full attention, up to the first null block: blocks behind a gap are never found."""
+        found: list[Offer] = []
         full = self.cache.layout.full
-        for units in lacking:
-            blocks = ids.with_found(full, units.start, units.stop, find)
-            if has_null(blocks):
-                named = blocks.index(0) // full.width
-                if named:
-                    yield Offer(full, units.start, blocks[: named * full.width])
-                return
-            yield Offer(full, units.start, blocks)
+        for units in _lacking(path, full, 0, stop) if full.width else ():
+            offer = self._of_full(holding, units.start, units.stop, ids)
+            if offer is not None:
+                found.append(offer)
+            if offer is None or offer.stop < units.stop:
+                break
+        return found
 
-    @staticmethod
-    def _of_window(band: Band, lacking: Iterable[range], ids: EngineIds, find: Find) -> Iterator[Offer]:
+    def _of_full(self, holding: Holding, start: int, stop: int, ids: EngineIds) -> Offer | None:
+        """Units `[start, stop)` of full attention, up to the first null block; None if there is no unit before it."""
+        if start >= stop:
+            return None
+        full = self.cache.layout.full
+        blocks = self._ids(holding, full, start, stop, ids)
+        if has_null(blocks):
+            stop = start + blocks.index(0) // full.width
+            blocks = blocks[: (stop - start) * full.width]
+        return Offer(full, start, stop, blocks) if blocks else None
+
+    def _ids(self, holding: Holding, band: Band, start: int, stop: int, ids: EngineIds) -> array[int]:
+        """Blocks of units `[start, stop)`: from the tables, or else from the engine's prefix cache; 0 for others."""
+        named = ids.of_band(band, start, stop)
+        if not has_null(named):
+            return named
+        return ids.with_found(band, start, stop, named, partial(self.device.find, holding.request_id))
+
+    def _of_window(self, holding: Holding, band: Band, lacking: Iterable[range], ids: EngineIds) -> Iterator[Offer]:
         """A window band, without units that have a null block."""
         for units in lacking:
-            blocks = ids.with_found(band, units.start, units.stop, find)
+            blocks = self._ids(holding, band, units.start, units.stop, ids)
             nulls = [units.start + at // band.width for at, block_id in enumerate(blocks) if not block_id]
             for named in without([range(unit, unit + 1) for unit in nulls], units.start, units.stop):
                 first = (named.start - units.start) * band.width
-                yield Offer(band, named.start, blocks[first : first + len(named) * band.width])
+                yield Offer(band, named.start, named.stop, blocks[first : first + len(named) * band.width])
 
     def store(self, holding: Holding, wanted: Wanted) -> list[Job]:
         jobs, found = list[Job](), wanted.offers
@@ -183,7 +195,8 @@ class EngineOffers:
             if wanted.end is not None:
                 self._ends[holding] = wanted.end
             return jobs
-        run = self._path(holding, wanted.end, max([offer.stop for offer in found]))
+        stop = found[0].stop if len(found) == 1 else max([offer.stop for offer in found])
+        run = self._path(holding, wanted.end, stop)
         # One offer pins its path itself.
         pin = None if len(found) == 1 else self.cache.lease(BELOW, run, self._no_windows(run), is_use=False)
         for offer in found:
@@ -209,7 +222,7 @@ class EngineOffers:
         if offer.start + num_units >= offer.stop or (offer.band.number and not in_flight):
             return offer
         num_units = 0 if offer.band.number else max(num_units, 0 if in_flight else 1)
-        return Offer(offer.band, offer.start, offer.blocks[: num_units * offer.band.width])
+        return Offer(offer.band, offer.start, offer.start + num_units, offer.blocks[: num_units * offer.band.width])
 
     def _path(self, holding: Holding, end: End | None, stop: int) -> Run:
         """The run of the index that ends at unit `stop` of the request's tokens; inserts what is missing, behind `end`
