@@ -31,6 +31,7 @@ class Wait(enum.Enum):
 class EngineRequest:
     engine: Any
     """vLLM's own request."""
+    request_id: str
     prefix: Prefix
     """Its tokens when it was last admitted; a long list of ids is read once."""
     holding: Holding | None = None
@@ -52,10 +53,6 @@ class EngineRequest:
     """Until then the same question has the same answer, unless `ask_now` is called or a copy fails."""
     num_failed: int = 0
     """`Counts.num_failed` when it was answered."""
-
-    @property
-    def request_id(self) -> str:
-        return str(self.engine.request_id)
 
     @property
     def is_asking(self) -> bool:

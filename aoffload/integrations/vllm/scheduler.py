@@ -111,7 +111,7 @@ class SchedulerSide:
         prefix = prefix_of(self._roots, request)
         if prefix is None:
             return None
-        found = self.requests[request.request_id] = EngineRequest(request, prefix)
+        found = self.requests[request.request_id] = EngineRequest(request, request.request_id, prefix)
         return found
 
     def allocated(self, request: Any, num_external: int) -> None:
@@ -175,7 +175,7 @@ class SchedulerSide:
 
     def _tables_of(self, found: EngineRequest) -> list[BlockTable]:
         blocks = self._manager.get_blocks(found.request_id).blocks
-        return [BlockTable(table) for table in self._groups.tables(blocks)]
+        return [BlockTable(blocks[number]) for number in self._groups.ids]
 
     # -- copies that are over -------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class SchedulerSide:
             self._queue.deliver(completion)
         self._queue.settle_delivered()
         self._check()
-        landed = set()
+        landed = set[str]()
         for found in self._take_over():
             if self._has_landed(found):
                 found.wait = Wait.NONE
