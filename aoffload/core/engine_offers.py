@@ -167,23 +167,26 @@ class EngineOffers:
         if start >= stop:
             return None
         full = self.cache.layout.full
-        blocks = self._ids(holding, full, start, stop, ids)
+        blocks = ids.of_band(full, start, stop)
         if has_null(blocks):
-            stop = start + blocks.index(0) // full.width
-            blocks = blocks[: (stop - start) * full.width]
+            blocks = self._with_found(holding, full, start, stop, blocks, ids)
+            if has_null(blocks):
+                stop = start + blocks.index(0) // full.width
+                blocks = blocks[: (stop - start) * full.width]
         return Offer(full, start, stop, blocks) if blocks else None
 
-    def _ids(self, holding: Holding, band: Band, start: int, stop: int, ids: EngineIds) -> array[int]:
-        """Blocks of units `[start, stop)`: from the tables, or else from the engine's prefix cache; 0 for others."""
-        named = ids.of_band(band, start, stop)
-        if not has_null(named):
-            return named
+    def _with_found(
+        self, holding: Holding, band: Band, start: int, stop: int, named: array[int], ids: EngineIds
+    ) -> array[int]:
+        """The blocks `named`, with those that the engine has in its prefix cache in place of null blocks."""
         return ids.with_found(band, start, stop, named, partial(self.device.find, holding.request_id))
 
     def _of_window(self, holding: Holding, band: Band, lacking: Iterable[range], ids: EngineIds) -> Iterator[Offer]:
         """A window band, without units that have a null block."""
         for units in lacking:
-            blocks = self._ids(holding, band, units.start, units.stop, ids)
+            blocks = ids.of_band(band, units.start, units.stop)
+            if has_null(blocks):
+                blocks = self._with_found(holding, band, units.start, units.stop, blocks, ids)
             nulls = [units.start + at // band.width for at, block_id in enumerate(blocks) if not block_id]
             for named in without([range(unit, unit + 1) for unit in nulls], units.start, units.stop):
                 first = (named.start - units.start) * band.width
