@@ -53,8 +53,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "null blocks stored",
         OFFERS,
-        "                named = blocks.index(0) // full.width\n",
-        "                named = len(blocks) // full.width\n",
+        "                stop = start + blocks.index(0) // full.width\n",
+        "                stop = start + len(blocks) // full.width\n",
         "what an engine's table does not name is not stored",
         test=f"{OWNED}test_the_spine_is_stored_up_to_the_first_null_block",
     ),

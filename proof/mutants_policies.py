@@ -31,8 +31,8 @@ POLICY_MUTANTS = (
     Mutant(
         "evicted prefixes stored at every offer",
         "aoffload.core.engine_offers",
-        "        return front < holding.stored_stop and ",
-        "        return False and ",
+        " and not is_last and self._evicts(holding):",
+        " and False:",
         "a host that is too small evicts, and copies no more for that",
         test=f"{SMALL_HOST}test_nothing_is_stored_again_and_again",
     ),

@@ -50,8 +50,8 @@ KEYED = (
     Mutant(
         "vLLM: images do not count",
         KEYS,
-        "_spans(features) if features else ())",
-        "())",
+        "_spans(features)) if features",
+        "()) if features",
         "another image in the same place never hits",
         test=f"{OF_KEYS}test_values_are_told_apart",
     ),
@@ -93,7 +93,7 @@ COUNTED = (
     Mutant(
         "vLLM: counts of all intervals in each",
         COUNTS,
-        "        self._counted.clear()\n",
+        "        self.counted.clear()\n",
         "",
         "a counter grows by what has happened since",
         test=f"{METRICS}test_copies_are_counted_by_direction_and_end",
@@ -133,8 +133,8 @@ COUNTED = (
     Mutant(
         "vLLM: stalls not said",
         COUNTS,
-        '        self._counted[f"overdue_jobs|{_hop(source, destination)}"] += num_jobs\n',
-        '        self._counted[f"overdue_jobs|{_hop(destination, source)}"] += num_jobs\n',
+        '        self.counted[f"overdue_jobs|{_hop(source, destination)}"] += num_jobs\n',
+        '        self.counted[f"overdue_jobs|{_hop(destination, source)}"] += num_jobs\n',
         "a copy that takes too long is counted where it hangs",
         test=f"{METRICS}test_copies_that_take_too_long_are_counted",
     ),

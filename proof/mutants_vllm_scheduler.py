@@ -8,7 +8,7 @@ __all__ = ["VLLM_SCHEDULER_MUTANTS"]
 
 OURS = "aoffload.integrations.vllm"
 SCHEDULER, REQUESTS, CONNECTOR = f"{OURS}.scheduler", f"{OURS}.requests", f"{OURS}.connector"
-OUTBOX, BLOCKS = f"{OURS}.outbox", f"{OURS}.blocks"
+OUTBOX, BLOCKS, COUNTS = f"{OURS}.outbox", f"{OURS}.blocks", f"{OURS}.counts"
 TESTS = "tests/integrations/vllm_connector/test_vllm"
 ASKED, STEPS, LOST = f"{TESTS}_matching.py::", f"{TESTS}_steps.py::", f"{TESTS}_lost_loads.py::"
 PREEMPTED, WHOLE, OF_GROUPS = f"{TESTS}_preemption.py::", f"{TESTS}_connector.py::", f"{TESTS}_groups.py::"
@@ -34,7 +34,7 @@ MATCHES = (
         "vLLM: pins end with the step",
         SCHEDULER,
         "        plans += self._plan_stores(output.num_scheduled_tokens)\n",
-        "        for found in self._requests.values():\n"
+        "        for found in self.requests.values():\n"
         "            if found.is_asking and found.request_id not in output.num_scheduled_tokens:\n"
         '                found.leave(self.ledger, "not scheduled")\n'
         "        plans += self._plan_stores(output.num_scheduled_tokens)\n",
@@ -46,7 +46,7 @@ MATCHES = (
         SCHEDULER,
         "        for found in self._take_over():\n            self._tell(found)\n        return self._commands()\n",
         "        for found in self._take_over():\n            self._tell(found)\n"
-        "        for found in self._requests.values():\n"
+        "        for found in self.requests.values():\n"
         "            if found.is_asking:\n"
         '                found.leave(self.ledger, "not scheduled")\n'
         "        return self._commands()\n",
@@ -74,10 +74,26 @@ MATCHES = (
     Mutant(
         "vLLM: tokens read at every try",
         SCHEDULER,
-        "        match = found.match(self.ledger, num_local).match\n",
-        "        prefix_of(self._roots, request)\n        match = found.match(self.ledger, num_local).match\n",
+        "        num_failed = self.counts.num_failed\n",
+        "        prefix_of(self._roots, request)\n        num_failed = self.counts.num_failed\n",
         "a long prompt is read once, however often vLLM asks",
         test=f"{ASKED}test_retries_do_not_read_the_tokens_again",
+    ),
+    Mutant(
+        "vLLM: an answer that outlives a failed copy",
+        COUNTS,
+        "            self.num_failed += not has_landed\n",
+        "",
+        "what cannot be loaded is no hit",
+        test=f"{ASKED}test_an_answer_does_not_outlive_what_it_is_about[quarantine]",
+    ),
+    Mutant(
+        "vLLM: an answer that outlives a reset",
+        SCHEDULER,
+        "        for found in self.requests.values():\n            found.ask_now()\n",
+        "",
+        "what was computed with other weights is never loaded",
+        test=f"{ASKED}test_an_answer_does_not_outlive_what_it_is_about[reset]",
     ),
     Mutant(
         "vLLM: promises while nothing is copied",
@@ -114,8 +130,8 @@ MATCHES = (
     Mutant(
         "vLLM: a lost load forgotten with a preemption",
         REQUESTS,
-        '        self.leave(ledger, "preempted")\n',
-        '        self.leave(ledger, "preempted")\n        self.max_hit_tokens = None\n',
+        '            self.leave(ledger, "preempted")\n',
+        '            self.leave(ledger, "preempted")\n            self.max_hit_tokens = None\n',
         "no hang: the same load would be lost again",
         test=f"{ASKED}test_a_request_that_lost_a_load_loads_nothing_when_it_is_preempted_later",
     ),
@@ -259,7 +275,7 @@ PREEMPTIONS = (
     Mutant(
         "vLLM: comes back with its prompt only",
         REQUESTS,
-        "        self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)\n",
+        "            self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)\n",
         "",
         "what a request had generated before it was preempted is found again",
         test=f"{PREEMPTED}test_what_it_had_generated_is_found_again",

@@ -156,6 +156,7 @@ def test_appending_reads_like_a_longer_prompt() -> None:
     grown.append(encode_tokens([6]))
     whole = TokenSequence(Prefix.of(ROOT, [1, 2, 3, 4, 5, 6]), 2)
     assert grown.num_tokens == 6
+    assert grown.shared_stretch(0, 3) == whole.stretch(0, 3)
     assert [grown.stretch(i, i + 1) for i in range(3)] == [whole.stretch(i, i + 1) for i in range(3)]
 
 
@@ -227,3 +228,18 @@ def test_a_prefix_takes_nothing_but_spans() -> None:
         with pytest.raises(InvalidArgument) as refusal:
             Prefix(ROOT, b"\1\0\0\0", spans)  # type: ignore[arg-type]
         assert refusal.value.argument == "spans"
+
+
+def test_nearly_all_of_a_long_prompt_is_shared() -> None:
+    """Memory for another copy would cost several times the copy. A smaller part does not keep the whole alive; where
+    spans are hashed along, or generated tokens follow, there is a copy, too."""
+    ids = np.arange(40_001, dtype=np.int32)
+    sequence = TokenSequence(Prefix.of(ROOT, ids), 16)
+    shared = sequence.shared_stretch(0, 2_500)
+    assert isinstance(shared, memoryview) and shared == sequence.stretch(0, 2_500)
+    assert type(sequence.shared_stretch(0, 2_300)) is type(sequence.shared_stretch(200, 2_500)) is bytes
+    assert type(TokenSequence(Prefix.of(ROOT, ids[:4_001]), 16).shared_stretch(0, 250)) is bytes
+    with_span = Prefix.of(ROOT, ids, [KeySpan(3, 9, b"cat")])
+    assert type(TokenSequence(with_span, 16).shared_stretch(0, 2_500)) is bytes
+    sequence.append(encode_tokens(range(15)))
+    assert type(sequence.shared_stretch(0, 2_501)) is bytes

@@ -51,8 +51,13 @@ class Arrivals:
         none, or once `holding` has waited for `pending_timeout_s`."""
         if self.clock() >= self.pending_until(holding):
             return None
+        sequence = holding.sequence
+        tokens = sequence.first_bytes(unit, num_tokens)
         for other, arrival in self.under_way.items():
-            if arrival.start <= unit < arrival.stop and other.sequence.agrees(holding.sequence, num_tokens):
+            if not arrival.start <= unit < arrival.stop:
+                continue
+            # Of most, the unit itself tells that they bring another one.
+            if other.sequence.first_bytes(unit, num_tokens) == tokens and other.sequence.agrees(sequence, num_tokens):
                 return other
         return None
 

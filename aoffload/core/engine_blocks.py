@@ -86,6 +86,8 @@ class EngineTier(TierBlocks):
     """pinned + quarantined = held by jobs: nothing is free, and nothing is cached."""
 
     is_outside: ClassVar[bool] = True
+    held: HeldBlocks = attrs.field(kw_only=True)
+    """The pool."""
     moves: Moves = attrs.field(kw_only=True)
     max_quarantined: int = attrs.field(kw_only=True)
     """With more blocks than that in quarantine, nothing is loaded."""
@@ -93,7 +95,8 @@ class EngineTier(TierBlocks):
     @classmethod
     def of(cls, blocks: EngineBlocks, order: EvictionOrder, moves: Moves, max_quarantined: int) -> EngineTier:
         check_has("engine_blocks", blocks, "EngineBlocks", "hold give", ConfigError)
-        return cls(Tier.DEVICE, HeldBlocks(blocks), order, moves=moves, max_quarantined=max_quarantined)
+        held = HeldBlocks(blocks)
+        return cls(Tier.DEVICE, held, order, held=held, moves=moves, max_quarantined=max_quarantined)
 
     @property
     def may_load(self) -> bool:
@@ -111,18 +114,13 @@ class EngineTier(TierBlocks):
         if self.may_load and not could_load:
             self.moves.told.loads_resumed(self.num_quarantined)
 
-    @property
-    def _held(self) -> HeldBlocks:
-        assert isinstance(self.pool, HeldBlocks)
-        return self.pool
-
     def hold(self, block_ids: array[int]) -> None:
-        self._held.hold(block_ids)
+        self.held.hold(block_ids)
 
     def let_go(self, block_ids: array[int]) -> None:
-        self._held.give(block_ids)
+        self.held.give(block_ids)
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
         """Blocks that the engine still has in its prefix cache; zeros if it has no `find`."""
-        find = getattr(self._held.blocks, "find", None)
+        find = getattr(self.held.blocks, "find", None)
         return [0] * (stop - start) if find is None else find(request_id, group, start, stop)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import lt
 from typing import Any, TypeAlias
 
-import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,7 +26,7 @@ Find: TypeAlias = Callable[[int, int, int], Sequence[int]]
 """From group number, `first` and `last` to blocks `[first, last)` of the group: 0 where there is none."""
 
 
-@attrs.frozen
+@dataclass(slots=True, eq=False)
 class EngineIds:
     """Block tables from the first token on, one for each group. A table is only read where ids are asked for."""
 
@@ -44,6 +44,8 @@ class EngineIds:
             lengths = [*map(len, found)]
         except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
             raise InvalidArgument(name, f"must be block ids for each group, got {shown(tables)}") from None
+        if len(layout.groups) == len(found) == 1 and lengths[0] >= num_units:  # as most are
+            return cls(layout, num_rows, name, found)
         wanted = [num_units * (layout.unit_tokens // group.block_size) for group in layout.groups]
         if len(lengths) != len(wanted) or any(map(lt, lengths, wanted)):
             raise InvalidArgument(name, f"must hold {wanted} ids at least, group by group; got {lengths}")
@@ -51,13 +53,15 @@ class EngineIds:
 
     def of_band(self, band: Band, start: int, stop: int) -> array[int]:
         """The ids of units `[start, stop)`, 0 where the engine names the null block."""
-        return self._of_band(band, stop - start, lambda group, first, last: self.tables[group][first:last], start)
+        if len(self.tables) == 1 and start < stop:
+            return self._read(self._named, 0, start * band.width, stop * band.width)
+        return self._of_band(band, stop - start, self._named, start)
 
-    def with_found(self, band: Band, start: int, stop: int, find: Find) -> array[int]:
-        """The same, with what `find` returns in place of null blocks."""
-        named = self.of_band(band, start, stop)
-        if not has_null(named):
-            return named
+    def _named(self, group: int, first: int, last: int) -> Sequence[int]:
+        return self.tables[group][first:last]
+
+    def with_found(self, band: Band, start: int, stop: int, named: array[int], find: Find) -> array[int]:
+        """The same ids, which are `named`, with what `find` returns in place of null blocks."""
         found = self._of_band(band, stop - start, find, start)
         return array("i", [block_id or other for block_id, other in zip(named, found, strict=True)])
 
@@ -84,7 +88,8 @@ class EngineIds:
 
     def _read(self, read: Find, group: int, first: int, last: int) -> array[int]:
         try:
-            ids = _as_ids(read(group, first, last))
+            part = read(group, first, last)
+            ids = array("i", part) if type(part) is list else _as_ids(part)
         except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
             raise InvalidArgument(self.name, f"must be block ids, got {shown(self.tables[group])}") from None
         if not _are_rows(ids, self.num_rows):
@@ -95,7 +100,7 @@ class EngineIds:
         return ids
 
 
-@attrs.frozen
+@dataclass(slots=True, eq=False)
 class FewRows:
     """The rows that a call names, if they are few."""
 
@@ -110,7 +115,7 @@ class FewRows:
         return 0
 
 
-@attrs.frozen
+@dataclass(slots=True, eq=False)
 class ManyRows:
     """The rows that a call names: thousands of ids are compared without a loop over them."""
 
@@ -162,9 +167,7 @@ def _are_rows(ids: array[int], num_rows: int) -> bool:
 
 
 def _as_ids(part: Sequence[int]) -> array[int]:
-    """A part of an engine's table. An item at a time where it is a list."""
-    if type(part) is list:
-        return array("i", part)
+    """A part of an engine's table that is no list."""
     if isinstance(part, range) and part.step == 1:
         return id_range(part.start, part.stop)
     if isinstance(part, np.ndarray) and part.dtype.kind in "iu" and part.ndim == 1:

@@ -41,7 +41,7 @@ class EngineMatches:
     def match(self, holding: Holding, num_device_tokens: int, wake: Callable[[], object]) -> None:
         """Match and pin what the host holds behind `num_device_tokens`: PINNED. While another request is loading the
         next block: MATCHED, without pins; `wake` is called when asking again may give another answer."""
-        if self.is_current(holding, num_device_tokens):
+        if holding.state is _S.PINNED and self.is_current(holding, num_device_tokens):
             return
         holding.asked_behind(num_device_tokens)
         hit = self._hit(holding)
@@ -80,7 +80,7 @@ class EngineMatches:
     def hit_behind(self, sequence: TokenSequence, limit: int, start: int, alignment: int = 1) -> Hit:
         """What host memory holds of units `[start, limit)`, the unit of the last token excluded. Nothing while too many
         blocks are in quarantine."""
-        if self.loads_paused:
+        if not self.device.may_load:
             return Hit(start, start, ())
         layout = self.cache.layout
         limit = min((sequence.num_tokens - 1) // layout.unit_tokens, limit)

@@ -18,7 +18,7 @@ from ..errors import InvalidArgument
 from .cache import PrefixCache
 from .commits import is_at_end
 from .engine_blocks import EngineTier
-from .engine_ids import EngineIds, Find, has_null, named_rows
+from .engine_ids import EngineIds, has_null, named_rows
 from .groups import Band
 from .intervals import without
 from .jobs import JobBook
@@ -37,17 +37,14 @@ Path: TypeAlias = Sequence[tuple[Run, int]]
 """Runs of the index, each with the unit up to which its tokens are those of a request."""
 
 
-@attrs.frozen
+@dataclass(slots=True, eq=False)
 class Offer:
-    """Engine blocks for the units of `band` from `start` on."""
+    """Engine blocks for units `[start, stop)` of `band`."""
 
     band: Band
     start: int
+    stop: int
     blocks: array[int]
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.blocks) // self.band.width
 
 
 @dataclass(slots=True, eq=False)
@@ -104,19 +101,18 @@ class EngineOffers:
         stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))
         if not stop or not self.cache.tiers[BELOW].pool.num_blocks:
             return Wanted([])
-        find = partial(self.device.find, holding.request_id)
+        full = self.cache.layout.full
         end = self._stored_end(holding, stop, self._ends.get(holding))
         if end is None:
             path = list(self.cache.index.walk(holding.sequence, stop))
             end = self._stored_end(holding, stop, self._end_of(path))
-        full = self.cache.layout.full
-        if end is not None:
-            lacking = [range(end.position, stop)] if end.position < stop else []
-        else:
+        if end is None:
             lacking = _lacking(path, full, 0, stop) if full.width else []
-        if lacking and not is_last and self._was_evicted(holding, lacking[0].start):
+        else:
+            lacking = [range(end.position, stop)]
+        if lacking and lacking[0].start < holding.stored_stop and not is_last and self._evicts(holding):
             return Wanted([], num_evicted=max(0, stop - holding.stored_stop) * full.width)
-        found = list(self._of_full(lacking, ids, find))
+        found = self._all_of_full(holding, lacking, ids)
         if end is not None:
             return Wanted(found, end)
         if is_last or is_at_end(holding) or stop == holding.store_limit:
@@ -125,7 +121,7 @@ class EngineOffers:
                 nobodys = unwritten.get(band.number, range(0))
                 lacking = _lacking(path, band, first_stored(band, last), stop)
                 units = [part for one in lacking for part in without([nobodys], one.start, one.stop)]
-                found += self._of_window(band, units, ids, find)
+                found += self._of_window(holding, band, units, ids)
         return Wanted(found)
 
     @staticmethod
@@ -147,11 +143,11 @@ class EngineOffers:
         key = holding.sequence.key_at(hasher, end.position)
         return None if key in self.cache.index.runs else End(end.run, end.position, key)
 
-    def _was_evicted(self, holding: Holding, front: int) -> bool:
-        """Whether the host has evicted what `holding` stored: it lacks unit `front`. Then only its last offer stores
-        again: where the host cannot keep what live requests hold, each of them would evict all others at every
-        offer."""
-        return front < holding.stored_stop and self.cache.tiers[BELOW].num_evicted != holding.evictions_before
+    def _evicts(self, holding: Holding) -> bool:
+        """Whether the host has evicted blocks since `holding` was admitted. What it lacks of what `holding` stored is
+        then stored again by its last offer only: where the host cannot keep what live requests hold, each of them would
+        evict all others at every offer."""
+        return self.cache.tiers[BELOW].num_evicted != holding.evictions_before
 
     def _is_there(self, end: End) -> bool:
         """Whether the index still has a run that ends there."""
@@ -168,27 +164,46 @@ class EngineOffers:
         if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
             raise InvalidArgument("block_ids", f"names block {wrong}, which a copy may still write to")
 
-    def _of_full(self, lacking: Iterable[range], ids: EngineIds, find: Find) -> Iterator[Offer]:
+    def _all_of_full(self, holding: Holding, lacking: Iterable[range], ids: EngineIds) -> list[Offer]:
         """Full attention, up to the first null block: blocks behind a gap are never found."""
-        full = self.cache.layout.full
+        found: list[Offer] = []
         for units in lacking:
-            blocks = ids.with_found(full, units.start, units.stop, find)
-            if has_null(blocks):
-                named = blocks.index(0) // full.width
-                if named:
-                    yield Offer(full, units.start, blocks[: named * full.width])
-                return
-            yield Offer(full, units.start, blocks)
+            offer = self._of_full(holding, units.start, units.stop, ids)
+            if offer is not None:
+                found.append(offer)
+            if offer is None or offer.stop < units.stop:
+                break
+        return found
 
-    @staticmethod
-    def _of_window(band: Band, lacking: Iterable[range], ids: EngineIds, find: Find) -> Iterator[Offer]:
+    def _of_full(self, holding: Holding, start: int, stop: int, ids: EngineIds) -> Offer | None:
+        """Units `[start, stop)` of full attention, up to the first null block; None if there is no unit before it."""
+        if start >= stop:
+            return None
+        full = self.cache.layout.full
+        blocks = ids.of_band(full, start, stop)
+        if has_null(blocks):
+            blocks = self._with_found(holding, full, start, stop, blocks, ids)
+            if has_null(blocks):
+                stop = start + blocks.index(0) // full.width
+                blocks = blocks[: (stop - start) * full.width]
+        return Offer(full, start, stop, blocks) if blocks else None
+
+    def _with_found(
+        self, holding: Holding, band: Band, start: int, stop: int, named: array[int], ids: EngineIds
+    ) -> array[int]:
+        """The blocks `named`, with those that the engine has in its prefix cache in place of null blocks."""
+        return ids.with_found(band, start, stop, named, partial(self.device.find, holding.request_id))
+
+    def _of_window(self, holding: Holding, band: Band, lacking: Iterable[range], ids: EngineIds) -> Iterator[Offer]:
         """A window band, without units that have a null block."""
         for units in lacking:
-            blocks = ids.with_found(band, units.start, units.stop, find)
+            blocks = ids.of_band(band, units.start, units.stop)
+            if has_null(blocks):
+                blocks = self._with_found(holding, band, units.start, units.stop, blocks, ids)
             nulls = [units.start + at // band.width for at, block_id in enumerate(blocks) if not block_id]
             for named in without([range(unit, unit + 1) for unit in nulls], units.start, units.stop):
                 first = (named.start - units.start) * band.width
-                yield Offer(band, named.start, blocks[first : first + len(named) * band.width])
+                yield Offer(band, named.start, named.stop, blocks[first : first + len(named) * band.width])
 
     def store(self, holding: Holding, wanted: Wanted) -> list[Job]:
         jobs, found = list[Job](), wanted.offers
@@ -198,7 +213,8 @@ class EngineOffers:
             if wanted.end is not None:
                 self._ends[holding] = wanted.end
             return jobs
-        run = self._path(holding, wanted.end, max([offer.stop for offer in found]))
+        stop = found[0].stop if len(found) == 1 else max([offer.stop for offer in found])
+        run = self._path(holding, wanted.end, stop)
         # One offer pins its path itself.
         pin = None if len(found) == 1 else self.cache.lease(BELOW, run, self._no_windows(run), is_use=False)
         for offer in found:
@@ -209,7 +225,7 @@ class EngineOffers:
                 over = stretches(run if pin is None else pin.run, taken.start, taken.stop)
                 planned = self.stores.store(holding, taken.band, over, taken.blocks)
                 if planned and not taken.band.number:
-                    holding.stored_up_to(max(holding.stored_stop, taken.start + _num_units(planned, taken.band)))
+                    holding.stored_up_to(max(holding.stored_stop, planned[-1].stop))
                 jobs += planned
         if pin is not None:
             self.cache.release(pin)
@@ -227,7 +243,7 @@ class EngineOffers:
         if offer.start + num_units >= offer.stop or (offer.band.number and not in_flight):
             return offer
         num_units = 0 if offer.band.number else max(num_units, 0 if in_flight else 1)
-        return Offer(offer.band, offer.start, offer.blocks[: num_units * offer.band.width])
+        return Offer(offer.band, offer.start, offer.start + num_units, offer.blocks[: num_units * offer.band.width])
 
     def _path(self, holding: Holding, end: End | None, stop: int) -> Run:
         """The run of the index that ends at unit `stop` of the request's tokens; inserts what is missing, behind `end`
@@ -246,10 +262,6 @@ class EngineOffers:
         assert last is not None, "a path to nowhere"
         self.reached(holding, last)
         return last
-
-
-def _num_units(jobs: Iterable[Job], band: Band) -> int:
-    return sum(job.plan.num_blocks for job in jobs) // band.width
 
 
 def _is_covered(run: Run) -> bool:

@@ -15,7 +15,7 @@ engine may free and reuse its blocks at any time, except those that a job holds.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -41,6 +41,8 @@ from .request_leases import RequestLeases
 __all__ = ["EngineOwned"]
 
 _S = RequestState
+_NEW = "new_token_ids"
+_NOTHING: Mapping[int, range] = {}
 
 
 @attrs.define(eq=False)
@@ -91,8 +93,9 @@ class EngineOwned:
         stop = self.matches.held_stop(holding, start, limit // self.cache.layout.unit_tokens)
         ids = self._destinations(into, start, stop) if stop > start else []
         self.moves.request(holding, _S.ALLOCATED)
-        firsts = zip(self.cache.layout.windows, self.cache.layout.window_starts(stop), strict=True)
-        self._unwritten[holding] = {band.number: range(start, first) for band, first in firsts if start < first}
+        if self.cache.layout.windows:
+            firsts = zip(self.cache.layout.windows, self.cache.layout.window_starts(stop), strict=True)
+            self._unwritten[holding] = {band.number: range(start, first) for band, first in firsts if start < first}
         jobs: list[Job] = []
         for band, first, blocks in ids:
             run = holding.leases[BELOW].run
@@ -183,17 +186,18 @@ class EngineOwned:
     ) -> list[Job]:
         """Append `new_token_ids`, and store what the policy wants of the first `num_computed_tokens`."""
         require(holding, "offer", _S.PINNED, _S.RUNNING)
-        added = encode_tokens(new_token_ids, "new_token_ids")
+        added = b"" if type(new_token_ids) is list and not new_token_ids else encode_tokens(new_token_ids, _NEW)
         before = holding.num_computed_tokens if holding.state is _S.RUNNING else holding.engine_tokens
         check_count(holding, num_computed_tokens, before, len(added) // TOKEN_BYTES)
         num_units = num_computed_tokens // self.cache.layout.unit_tokens
         ids = EngineIds.of(self.cache.layout, self.num_rows, "block_ids", block_ids, num_units)
         known, computed, published = holding.sequence.num_tokens, holding.num_computed_tokens, holding.published
-        holding.sequence.append(added)
+        if added:
+            holding.sequence.append(added)
         holding.computed(num_computed_tokens)
         holding.published_up_to(num_units)
         try:
-            wanted = self.offers.wanted(holding, ids, self._unwritten.get(holding, {}), is_last=is_last)
+            wanted = self.offers.wanted(holding, ids, self._unwritten.get(holding, _NOTHING), is_last=is_last)
             self.offers.check_sources(wanted.offers, self.num_rows)
         except InvalidArgument:
             holding.sequence.drop_after(known)
@@ -208,8 +212,9 @@ class EngineOwned:
             self.moves.request(holding, _S.RUNNING)
         holding.committed(num_computed_tokens)
         jobs = self.offers.store(holding, wanted)
-        for wake in self.arrivals.over(holding):
-            wake()
+        if self.arrivals.under_way:
+            for wake in self.arrivals.over(holding):
+                wake()
         return jobs
 
     # -- taking back ----------------------------------------------------------------------------------------------

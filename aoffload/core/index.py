@@ -61,7 +61,7 @@ class RunIndex:
         """Insert a run behind `before`. The caller has checked that there is none yet; `key`: its key, if known."""
         hasher = sequence.root.hasher if before is None else before.hash_after
         key = key or sequence.key_at(hasher, start)
-        tokens, spans, root = sequence.stretch(start, stop), sequence.spans_at(start), sequence.root
+        tokens, spans, root = sequence.shared_stretch(start, stop), sequence.spans_at(start), sequence.root
         run = Run(key, before, start, stop, tokens, spans, hasher, self.epoch, root, len(self.tiers))
         run._hash_after = sequence.hasher_at(stop)
         run.parts = tuple([Part(*place, run, start, start) for place in self._places])
@@ -74,7 +74,7 @@ class RunIndex:
         """Extend `run` in place up to unit `stop`."""
         added = sequence.stretch(run.stop, stop)
         run._hash_after = hash_run(run.hash_after, added, run.spans, self._unit_bytes)
-        run.tokens += added
+        run.tokens = b"".join((run.tokens, added))
         run.stop = stop
 
     def split_head(self, run: Run, at: int) -> Run:
@@ -83,7 +83,7 @@ class RunIndex:
         Divides the tokens only; `PrefixCache` divides the parts.
         """
         cut = (at - run.start) * self._unit_bytes
-        front = run.tokens[:cut]
+        front = bytes(run.tokens[:cut])
         head = Run(
             run.key, run.before, run.start, at, front, run.spans, run.hash_before, run.epoch, run.root, run.num_tiers
         )
@@ -103,9 +103,9 @@ class RunIndex:
     def shift_boundary(self, head: Run, run: Run, at: int) -> None:
         """Move the boundary between `head` and `run`, its only child, to unit `at`. Moves the tokens only;
         `PrefixCache` moves the blocks."""
-        moved = run.tokens[: (at - run.start) * self._unit_bytes]
+        moved = bytes(run.tokens[: (at - run.start) * self._unit_bytes])
         head._hash_after = hash_run(head.hash_after, moved, head.spans, self._unit_bytes)
-        head.tokens += moved
+        head.tokens = b"".join((head.tokens, moved))
         head.stop = at
         head.offered_stop = max(head.offered_stop, min(at, run.offered_stop))
         was_findable = self.runs.get(run.key) is run
@@ -118,7 +118,7 @@ class RunIndex:
     def _begin_at(self, run: Run, head: Run, at: int) -> None:
         """Let `run` begin at unit `at`, where `head` ends."""
         run.hash_before = head.hash_after
-        run.tokens = run.tokens[(at - run.start) * self._unit_bytes :]
+        run.tokens = bytes(run.tokens[(at - run.start) * self._unit_bytes :])
         run.start = at
         probe = run.hash_before.copy()
         probe.update(run.tokens[: self._unit_bytes] + b"".join(span.record() for span in run.spans))
@@ -138,7 +138,7 @@ class RunIndex:
 
     def shorten(self, run: Run, stop: int) -> None:
         """Drop the tokens from unit `stop` on, which no tier holds: a short run must not keep a long buffer alive."""
-        run.tokens = run.tokens[: (stop - run.start) * self._unit_bytes]
+        run.tokens = bytes(run.tokens[: (stop - run.start) * self._unit_bytes])
         run.stop, run.offered_stop = stop, min(stop, run.offered_stop)
         run._hash_after = None
 

@@ -171,7 +171,7 @@ class Run:
     """The parent: the run that ends at unit `start`. None if the run begins the prefix."""
     start: int
     stop: int
-    tokens: bytes
+    tokens: bytes | memoryview
     spans: tuple[KeySpan, ...]
     """The key spans that touch the units; the same for every unit of a run."""
     hash_before: Hasher

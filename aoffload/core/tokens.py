@@ -14,6 +14,8 @@ __all__ = ["TokenSequence", "hash_run", "max_run_units"]
 
 MAX_RUN_TOKENS = 2**17
 """No run crosses a multiple of this: a maximum boundary. Bounds the time to hash, compare, split or merge a run."""
+LONG_BYTES = 2**17
+"""From this size on, memory for a copy of tokens comes fresh from the system, and costs several times the copy."""
 
 
 def max_run_units(unit_tokens: int) -> int:
@@ -29,7 +31,7 @@ class Stretch(Protocol):
     @property
     def stop(self) -> int: ...
     @property
-    def tokens(self) -> bytes: ...
+    def tokens(self) -> bytes | memoryview: ...
     @property
     def spans(self) -> tuple[KeySpan, ...]: ...
 
@@ -158,6 +160,13 @@ class TokenSequence:
         """The token bytes of units `[start, stop)`."""
         return self._bytes(start * self._unit_bytes, stop * self._unit_bytes)
 
+    def shared_stretch(self, start: int, stop: int) -> bytes | memoryview:
+        """The same, as a view if it is nearly all of a long prompt. A view keeps the whole prompt alive."""
+        at, end, whole = start * self._unit_bytes, stop * self._unit_bytes, len(self._prompt)
+        if self._spans or end > whole or end - at < max(LONG_BYTES, whole - whole // 16):
+            return self._bytes(at, end)
+        return memoryview(self._prompt)[at:end]
+
     def common_stop(self, run: Stretch, limit: int) -> int:
         """The unit, at most `limit`, up to which `run` and this sequence agree."""
         limit = min(limit, run.stop)
@@ -177,7 +186,7 @@ class TokenSequence:
         return run.start + first // self._unit_tokens if differs[first] else limit
 
 
-def hash_run(hasher: Hasher, tokens: bytes, spans: tuple[KeySpan, ...], unit_bytes: int) -> Hasher:
+def hash_run(hasher: Hasher, tokens: bytes | memoryview, spans: tuple[KeySpan, ...], unit_bytes: int) -> Hasher:
     """The running hash after a run; `spans` touch every one of its units."""
     after = hasher.copy()
     if not spans:
@@ -185,7 +194,8 @@ def hash_run(hasher: Hasher, tokens: bytes, spans: tuple[KeySpan, ...], unit_byt
         return after
     record = b"".join(span.record() for span in spans)
     for at in range(0, len(tokens), unit_bytes):
-        after.update(tokens[at : at + unit_bytes] + record)
+        after.update(tokens[at : at + unit_bytes])
+        after.update(record)
     return after
 
 

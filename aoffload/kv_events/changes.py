@@ -37,7 +37,7 @@ class Change:
     start: int
     stop: int
     run_start: int
-    tokens: bytes
+    tokens: bytes | memoryview
     """Token ids of the run, from `run_start` on."""
     spans: tuple[KeySpan, ...]
     hash_before: Hasher

@@ -73,4 +73,4 @@ class Digests:
 
     def _tokens(self, change: Change, start: int, stop: int) -> bytes:
         at = change.run_start
-        return change.tokens[(start - at) * self._unit_bytes : (stop - at) * self._unit_bytes]
+        return bytes(change.tokens[(start - at) * self._unit_bytes : (stop - at) * self._unit_bytes])

@@ -200,7 +200,8 @@ class RegionWatch:
 
     def settle(self, completion: Completion) -> None:
         """End the fences of the job, however it ended. Does nothing for a job that is not watched."""
-        self.end(completion.job_id, _error_of(completion))
+        if self._fences:
+            self.end(completion.job_id, _error_of(completion))
 
     def end(self, job_id: int, error: str) -> None:
         fences = self._fences.pop(job_id, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["OURS", "PEER", "meddled", "ours"]
+__all__ = ["IN_ONE_THREAD", "OURS", "PEER", "meddled", "ours"]
 
 HOST_BYTES = 1 << 28
 
@@ -23,6 +23,8 @@ def meddled(name: str, **extra: Any) -> dict[str, Any]:
 
 
 OURS = ours()
+IN_ONE_THREAD = ours("InOneThread", "proof.vllm.one_thread")
+"""Ours with copies in the calling thread, where those of `PEER` are."""
 PEER = {
     "kv_connector": "CPUPeer", "kv_connector_module_path": "proof.vllm.peer", "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": HOST_BYTES},

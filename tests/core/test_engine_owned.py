@@ -57,6 +57,21 @@ def test_an_offer_stores_once_what_the_host_lacks() -> None:
     assert driven.hit(A) == loaded(driven, A) == 16
 
 
+def test_what_is_left_of_a_long_run_does_not_keep_its_prompt_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a run has nearly all of its prompt, they share one memory. Cut, it has memory of its own."""
+    monkeypatch.setattr("aoffload.core.tokens.LONG_BYTES", 1)
+    driven = EngineDriven()
+    holding, (table,) = driven.computed(A)
+    driven.land(driven.offer(holding, 17, [table]))
+    cache, tokens = driven.ledger.cache, np.array(A[:16], np.int32).tobytes()
+    (run,) = cache.index.runs.values()
+    assert isinstance(run.tokens, memoryview) and run.tokens == tokens
+    head = cache.split(run, 3)
+    assert type(head.tokens) is type(run.tokens) is bytes
+    assert bytes(head.tokens) + bytes(run.tokens) == tokens
+    assert driven.hit(A) == 16
+
+
 def test_generated_tokens_are_stored_as_they_are_computed() -> None:
     """`new_token_ids` are appended first; an offer counts from the first token on, and may say nothing new."""
     driven = EngineDriven()

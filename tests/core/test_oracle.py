@@ -237,6 +237,12 @@ def test_same_hits_where_long_runs_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explore_all(1500)["merges"]
 
 
+def test_same_hits_where_runs_share_the_memory_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of long prompts do."""
+    monkeypatch.setattr("aoffload.core.tokens.LONG_BYTES", 1)
+    assert explore_all(1500)["merges"]
+
+
 def main(num_admissions: int) -> None:
     seen = explore_all(num_admissions)
     print(f"{num_admissions} admissions, the same hits as the naive model, integrity after every call")

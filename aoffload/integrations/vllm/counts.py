@@ -30,27 +30,33 @@ class Counts(RuntimeObserver):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.failure: BaseException | None = None
         """What the ledger raised and never should."""
-        self._counted: defaultdict[str, float] = defaultdict(float)
-        self._clock, self._taken_at = clock, -math.inf
+        self.num_failed = 0
+        """Copies that did not land. Each may have cost a request what was found for it."""
+        self.counted: defaultdict[str, float] = defaultdict(float)
+        """Since the last `take`."""
+        self.clock, self.due_at = clock, -math.inf
+        """What was counted has to be reported at that time of the clock."""
 
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
         if job.state is JobState.LAUNCHED:
             return
-        direction, completion = _hop(job.plan.source, job.plan.destination), job.completion
+        plan, completion, counted = job.plan, job.completion, self.counted
+        direction = "load" if plan.destination < plan.source else "store"
         if job.state is JobState.DISCARDED:
-            self._counted[f"jobs|{direction}|discarded"] += 1
+            counted[f"jobs|{direction}|discarded"] += 1
         elif completion is not None:
-            outcome = "landed" if completion.outcome is Outcome.LANDED else completion.outcome.value
-            self._counted[f"jobs|{direction}|{outcome}"] += 1
-            self._counted[f"copied_blocks|{direction}"] += completion.num_landed
-            self._counted[f"copied_bytes|{direction}"] += completion.num_bytes
-            self._counted[f"copy_seconds|{direction}"] += completion.duration_s
+            has_landed = completion.outcome is Outcome.LANDED
+            self.num_failed += not has_landed
+            counted[f"jobs|{direction}|{'landed' if has_landed else completion.outcome.value}"] += 1
+            counted[f"copied_blocks|{direction}"] += completion.num_landed
+            counted[f"copied_bytes|{direction}"] += completion.num_bytes
+            counted[f"copy_seconds|{direction}"] += completion.duration_s
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        self._counted[f"skipped_store_blocks|{reason}"] += num_blocks
+        self.counted[f"skipped_store_blocks|{reason}"] += num_blocks
 
     def transport_stalled(self, source: Tier, destination: Tier, num_jobs: int) -> None:
-        self._counted[f"overdue_jobs|{_hop(source, destination)}"] += num_jobs
+        self.counted[f"overdue_jobs|{_hop(source, destination)}"] += num_jobs
         _log.warning("aoffload: %d copies take too long; until they end, there are no others of their kind", num_jobs)
 
     def transport_recovered(self, source: Tier, destination: Tier) -> None:
@@ -70,20 +76,16 @@ class Counts(RuntimeObserver):
 
     def lost(self, num_tokens: int) -> None:
         """A load has brought `num_tokens` fewer than vLLM was promised."""
-        self._counted["lost_tokens"] += num_tokens
+        self.counted["lost_tokens"] += num_tokens
 
     def turned_off(self) -> None:
-        self._counted["turned_off"] += 1
-
-    def is_due(self, is_busy: bool) -> bool:
-        """Whether to report what was counted: once a second, and before the steps may end for a while."""
-        return bool(self._counted) and (not is_busy or self._clock() >= self._taken_at + REPORT_S)
+        self.counted["turned_off"] += 1
 
     def take(self) -> dict[str, float]:
         """What was counted since the last call."""
-        found = dict(self._counted)
-        self._counted.clear()
-        self._taken_at = self._clock()
+        found = dict(self.counted)
+        self.counted.clear()
+        self.due_at = self.clock() + REPORT_S
         return found
 
 

@@ -72,11 +72,15 @@ class Guard:
                 self._turn_off(error)
 
     def take_counts(self) -> dict[str, float]:
-        """What has been counted since the last call, and what there is now; empty if nothing has changed."""
-        if not self.half.counts.is_due(self.is_busy):
+        """What has been counted since the last call, and what there is now: once a second, and before the steps may
+        end for a while. Else, and if nothing was counted, nothing."""
+        half, counts = self.half, self.half.counts
+        if not counts.counted:
             return {}
-        counted = self.half.counts.take()
-        gauges = blocks_of(self.half.ledger.statistics())
+        if counts.clock() < counts.due_at and (half.requests or self.is_busy):
+            return {}
+        counted = counts.take()
+        gauges = blocks_of(half.ledger.statistics())
         return counted | gauges | {"off": float(bool(self.off_reason))}
 
     @property

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from ...errors import InvalidArgument
-from ...prefix import INT32, KeySpan, Prefix, Roots
+from ...prefix import INT32, KeySpan, Prefix, Roots, encode_tokens
 
 __all__ = ["grown", "prefix_of"]
+
+FEW = 1024
+"""Up to this many ids, a look at each is over before numpy has begun."""
 
 
 def prefix_of(roots: Roots, request: Any) -> Prefix | None:
@@ -20,8 +23,8 @@ def prefix_of(roots: Roots, request: Any) -> Prefix | None:
         return None
     try:
         root = roots.of(request.cache_salt or None, _adapter_key(request.lora_request))
-        features = request.mm_features
-        return Prefix.of(root, encoded(request.all_token_ids[:]), _spans(features) if features else ())
+        tokens, features = encoded(request.all_token_ids[:]), request.mm_features
+        return Prefix.of(root, np.frombuffer(tokens, INT32), _spans(features)) if features else Prefix(root, tokens)
     except (InvalidArgument, OverflowError):  # inputs that overlap, such as the sound of a video; no token ids
         return None
 
@@ -31,12 +34,18 @@ def grown(prefix: Prefix, request: Any, num_known: int) -> Prefix:
     added = request.all_token_ids[num_known:]
     if not added:
         return prefix
-    return Prefix(prefix.root, prefix.tokens + encoded(added).tobytes(), prefix.spans)
+    return Prefix(prefix.root, prefix.tokens + encoded(added), prefix.spans)
 
 
-def encoded(token_ids: list[int]) -> np.ndarray[Any, Any]:
-    """vLLM's token ids, which are ints: read faster than what might be anything."""
-    return np.frombuffer(array("i", token_ids), INT32)
+def encoded(token_ids: list[int]) -> bytes:
+    """vLLM's token ids, which are ints: read faster than what might be anything. `OverflowError`, `InvalidArgument`:
+    they are none."""
+    ids = array("i", token_ids)
+    if len(ids) > FEW:
+        return encode_tokens(np.frombuffer(ids, INT32))
+    if ids and min(ids) < 0:
+        raise InvalidArgument("token_ids", "holds a negative id")
+    return ids.tobytes()
 
 
 def _adapter_key(lora: Any) -> str | None:

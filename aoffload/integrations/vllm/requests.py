@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from aoffload import Ledger, RequestState
+from aoffload import Ledger, PrefixMatch, RequestState
 
 from ...ledger import Holding, Prefix
 from .keys import grown
@@ -31,6 +31,7 @@ class Wait(enum.Enum):
 class EngineRequest:
     engine: Any
     """vLLM's own request."""
+    request_id: str
     prefix: Prefix
     """Its tokens when it was last admitted; a long list of ids is read once."""
     holding: Holding | None = None
@@ -49,11 +50,9 @@ class EngineRequest:
     next_offer: int = 0
     """With fewer computed tokens, there is no new block."""
     ask_at: float = -math.inf
-    """Until then the answer is PENDING, unless `ask_now` is called or vLLM's own hit changes."""
-
-    @property
-    def request_id(self) -> str:
-        return str(self.engine.request_id)
+    """Until then the same question has the same answer, unless `ask_now` is called or a copy fails."""
+    num_failed: int = 0
+    """`Counts.num_failed` when it was answered."""
 
     @property
     def is_asking(self) -> bool:
@@ -71,11 +70,20 @@ class EngineRequest:
     def ask_now(self) -> None:
         self.ask_at = -math.inf
 
-    def match(self, ledger: Ledger, num_local: int) -> Holding:
+    def answer(self, num_local: int, num_failed: int, now: float) -> PrefixMatch | None:
+        """The last answer, if the question is the same and nothing can have changed it."""
+        holding = self.holding
+        if holding is None or num_local != self.num_local or num_failed != self.num_failed or now >= self.ask_at:
+            return None
+        return holding.match if holding.state in _ASKING else None
+
+    def ask(self, ledger: Ledger, num_local: int, num_failed: int) -> PrefixMatch:
         """Match what the host has behind `num_local` tokens, with all tokens that the request has by now."""
         holding = self._match(ledger, num_local)
-        self.ask_at = ledger.pending_until(holding) if holding.match.is_pending else -math.inf
-        return holding
+        self.num_failed = num_failed
+        # What was found is pinned.
+        self.ask_at = ledger.pending_until(holding) if holding.match.is_pending else math.inf
+        return holding.match
 
     def _match(self, ledger: Ledger, num_local: int) -> Holding:
         self.num_local = num_local
@@ -83,8 +91,9 @@ class EngineRequest:
         if holding is not None and self.is_asking:
             ledger.match_again(holding, num_device_tokens=num_local, wake=self.ask_now)
             return holding
-        self.leave(ledger, "preempted")
-        self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
+        if self.num_known:  # it was admitted before
+            self.leave(ledger, "preempted")
+            self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
         self.num_known, self.offered_stop, self.next_offer = self.prefix.num_tokens, -1, 0
         self.holding = ledger.admit(
             self.prefix,

@@ -53,7 +53,8 @@ class SchedulerSide:
         self.counts = Counts(clock)
         self._roots = Roots(config.root_namespace)
         self._outbox = Outbox(num_ranks)
-        self._requests: dict[str, EngineRequest] = {}
+        self.requests: dict[str, EngineRequest] = {}
+        """Those that vLLM has, as far as it has asked about them."""
         self._loads: list[TransferPlan] = []
         """Planned for requests of this step."""
         self._over: list[EngineRequest] = []
@@ -89,20 +90,19 @@ class SchedulerSide:
         )
 
     def _hashes_of(self, request_id: str) -> Any:
-        return self._requests[request_id].engine.block_hashes
+        return self.requests[request_id].engine.block_hashes
 
     # -- a request begins -----------------------------------------------------------------------------------------
 
     def match(self, request: Any, num_local: int) -> int | None:
         """Tokens to load behind the first `num_local`; None: ask again in the next step."""
-        found = self._requests.get(request.request_id)
+        found = self.requests.get(request.request_id)
         if found is None:
             found = self._new(request)
             if found is None:
                 return 0
-        elif found.num_local == num_local and self._clock() < found.ask_at:
-            return None
-        match = found.match(self.ledger, num_local).match
+        num_failed = self.counts.num_failed
+        match = found.answer(num_local, num_failed, self._clock()) or found.ask(self.ledger, num_local, num_failed)
         if match.is_pending:
             return None
         return max(0, match.num_tokens - num_local) if self._queue.is_accepting else 0
@@ -111,7 +111,7 @@ class SchedulerSide:
         prefix = prefix_of(self._roots, request)
         if prefix is None:
             return None
-        found = self._requests[request.request_id] = EngineRequest(request, prefix)
+        found = self.requests[request.request_id] = EngineRequest(request, request.request_id, prefix)
         return found
 
     def allocated(self, request: Any, num_external: int) -> None:
@@ -119,7 +119,7 @@ class SchedulerSide:
         that requests that ask later in this step wait for it."""
         if not num_external:
             return
-        found = self._requests[request.request_id]
+        found = self.requests[request.request_id]
         found.promised, found.wait = found.num_local + num_external, Wait.LOAD
         assert found.holding is not None, "blocks for a request that has not asked"
         wake, tables = partial(self._over.append, found), self._tables_of(found)
@@ -134,7 +134,7 @@ class SchedulerSide:
     def step(self, output: Any) -> Commands:
         """What the workers have to do in the step `output`."""
         for request_id in output.preempted_req_ids or ():
-            found = self._requests.get(request_id)
+            found = self.requests.get(request_id)
             if found is not None and not found.has_asked_again:
                 found.leave(self.ledger, "preempted")
         plans, self._loads = self._loads, []
@@ -160,7 +160,7 @@ class SchedulerSide:
         """Offer what this step computes. The copies start when its forward is over."""
         plans: list[TransferPlan] = []
         for request_id, num_scheduled in num_scheduled_tokens.items():
-            found = self._requests.get(request_id)
+            found = self.requests.get(request_id)
             if found is None or found.holding is None:
                 continue
             engine = found.engine
@@ -175,7 +175,7 @@ class SchedulerSide:
 
     def _tables_of(self, found: EngineRequest) -> list[BlockTable]:
         blocks = self._manager.get_blocks(found.request_id).blocks
-        return [BlockTable(table) for table in self._groups.tables(blocks)]
+        return [BlockTable(blocks[number]) for number in self._groups.ids]
 
     # -- copies that are over -------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class SchedulerSide:
             self._queue.deliver(completion)
         self._queue.settle_delivered()
         self._check()
-        landed = set()
+        landed = set[str]()
         for found in self._take_over():
             if self._has_landed(found):
                 found.wait = Wait.NONE
@@ -242,7 +242,7 @@ class SchedulerSide:
 
     def finished(self, request: Any, block_ids: Any) -> None:
         """Offer the rest of what `request` has computed, and let go of it."""
-        found = self._requests.get(request.request_id)
+        found = self.requests.get(request.request_id)
         if found is None:
             return
         if found.is_running and found.offered_stop >= 0 and found.wait is Wait.NONE:
@@ -261,6 +261,8 @@ class SchedulerSide:
     def reset(self) -> None:
         """Forget all that is cached."""
         self.ledger.reset()
+        for found in self.requests.values():
+            found.ask_now()
 
     @property
     def is_busy(self) -> bool:
@@ -283,7 +285,7 @@ class SchedulerSide:
         too long are given up as ever, so that a store that hangs gives its blocks back."""
         with suppress(Exception):
             self._queue.give_up_late()
-        for found in self._requests.values():
+        for found in self.requests.values():
             if found.wait is Wait.LOAD:
                 found.wait = Wait.TOLD
                 self._reports.append(LoadReport(found.request_id, is_lost=True))
@@ -306,10 +308,10 @@ class SchedulerSide:
     def refuse(self, request: Any, num_external: int) -> None:
         """vLLM waits for a load that was promised before the error. The next step says that it is lost."""
         if num_external:
-            self._requests[request.request_id].wait = Wait.LOAD
+            self.requests[request.request_id].wait = Wait.LOAD
 
     def forget(self, request_id: str) -> None:
         """The request is over. If vLLM waits for its load, it keeps the blocks until it hears of that."""
-        found = self._requests.pop(request_id, None)
+        found = self.requests.pop(request_id, None)
         if found is not None and found.wait is Wait.LOAD:
             self._reports.append(LoadReport(request_id))

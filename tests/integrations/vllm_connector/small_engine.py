@@ -291,7 +291,7 @@ def held(engine: SmallEngine) -> int:
 
 
 def counted(engine: SmallEngine, name: str) -> float:
-    found: float = engine.half.counts._counted[name]
+    found: float = engine.half.counts.counted[name]
     return found
 
 

@@ -71,13 +71,19 @@ def test_spans_come_in_order() -> None:
     "fields",
     [
         {"prompt_embeds": object()},
+        {"token_ids": [1, 2, -1]},
+        {"token_ids": [*range(2_000), -1]},
+        {"token_ids": [1, 2**31]},
+        {"token_ids": []},
         {"resumable": True},
         {"mm_features": [feature(3, 8, "video"), feature(4, 2, "sound", "audio")]},
     ],
 )
 def test_what_has_no_key_is_not_cached(fields: dict[str, Any]) -> None:
-    """Embeddings have no token ids; a session takes tokens back; of inputs that overlap no span can be made."""
-    assert prefix_of(Roots("model"), Request("r", TOKENS, **fields)) is None
+    """Embeddings have no token ids; a session takes tokens back; of inputs that overlap no span can be made; what no
+    model has in its vocabulary stands for something else."""
+    token_ids = fields.pop("token_ids", TOKENS)
+    assert prefix_of(Roots("model"), Request("r", token_ids, **fields)) is None
 
 
 def test_a_prefix_grows() -> None:

@@ -83,6 +83,36 @@ def test_each_try_is_answered_behind_vllms_own_hit(warm: Callable[..., SmallEngi
     assert counted(engine, "copied_blocks|load") == 3 + 4
 
 
+def test_the_same_question_is_not_matched_again(
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks at every step for as long as there is no room. What was found is pinned: it has not changed."""
+    engine = warm()
+    request = Request("again", TEXT)
+    assert ask(engine, request, 8) == (20, True)
+    with monkeypatch.context() as without:
+        without.delattr(EngineRequest, "ask")
+        assert ask(engine, request, 8) == (20, True)
+    engine.run(request)
+
+
+@pytest.mark.parametrize("end", ["reset", "quarantine"])
+def test_an_answer_does_not_outlive_what_it_is_about(warm: Callable[..., SmallEngine], end: str) -> None:
+    """What another request's copy, or a reset, has taken away is not promised, however often it was."""
+    engine = warm(num_blocks=40, max_quarantined_share=0.1)
+    request = Request("again", TEXT)
+    assert ask(engine, request) == (28, True)
+    if end == "reset":
+        engine.connector.reset_cache()
+    else:
+        instead(engine, over(Outcome.UNPROVEN))
+        engine.run(Request("other", TEXT))
+        engine.manager.evict_all()
+    assert ask(engine, request) == (0, False)
+    engine.alter = lambda commands: commands
+    engine.run(request)
+
+
 def test_retries_do_not_read_the_tokens_again(warm: Callable[..., SmallEngine]) -> None:
     """A prompt may have a hundred thousand of them, and vLLM may ask at every step."""
     engine = warm()
@@ -146,7 +176,7 @@ def test_who_waits_for_anothers_load_is_answered_once_it_is_over(
     engine.step()
     assert ask(engine, follower) == (None, False)
     with monkeypatch.context() as without:
-        without.delattr(EngineRequest, "match")
+        without.delattr(EngineRequest, "ask")
         assert ask(engine, follower) == (None, False)
     if has_landed:
         engine.alter = lambda commands: attrs.evolve(commands, loads=(plans.pop(),) if plans else ())
