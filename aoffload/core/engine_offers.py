@@ -106,10 +106,7 @@ class EngineOffers:
         if end is None:
             path = list(self.cache.index.walk(holding.sequence, stop))
             end = self._stored_end(holding, stop, self._end_of(path))
-        if end is None:
-            lacking = _lacking(path, full, 0, stop) if full.width else []
-        else:
-            lacking = [range(end.position, stop)]
+        lacking = _lacking(path, full, 0, stop) if end is None else [range(end.position, stop)]
         if lacking and lacking[0].start < holding.stored_stop and not is_last and self._evicts(holding):
             return Wanted([], num_evicted=max(0, stop - holding.stored_stop) * full.width)
         found = self._all_of_full(holding, lacking, ids)
