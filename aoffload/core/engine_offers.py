@@ -106,7 +106,11 @@ class EngineOffers:
         if end is None:
             path = list(self.cache.index.walk(holding.sequence, stop))
             end = self._stored_end(holding, stop, self._end_of(path))
-        lacking = _lacking(path, full, 0, stop) if end is None else [range(end.position, stop)]
+        lacking: list[range] = []
+        if end is not None:
+            lacking = [range(end.position, stop)]
+        elif full.width:
+            lacking = _lacking(path, full, 0, stop)
         if lacking and lacking[0].start < holding.stored_stop and not is_last and self._evicts(holding):
             return Wanted([], num_evicted=max(0, stop - holding.stored_stop) * full.width)
         found = self._all_of_full(holding, lacking, ids)
