@@ -13,13 +13,14 @@ quarantine, nothing is loaded any more.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
 import attrs
 
 from ..arguments import check_has
-from ..errors import ConfigError
+from ..errors import ConfigError, InvalidArgument
 from .eviction import EvictionOrder
 from .observer import Moves
 from .plan import Tier
@@ -33,6 +34,8 @@ class EngineBlocks(Protocol):
 
     Both are called in the middle of ledger calls, also of those about other requests. They must neither raise nor call
     the ledger: they only count references of each block. A block may be held several times, and is given as often.
+    Where `hold` raises all the same, its call of the ledger copies nothing and raises `InvalidArgument`; what `give`
+    raises, the next `settle` does.
     """
 
     def hold(self, block_ids: array[int]) -> object:
@@ -61,13 +64,30 @@ class HeldBlocks:
     num_blocks: int = 0
     """Blocks held now, each as often as it is held."""
     num_free: ClassVar[int] = 0
+    _failed: dict[str, Exception] = attrs.field(factory=dict)
+    """What `hold` or `give` has raised, until it is told."""
+    _not_held: Counter[int] = attrs.field(factory=Counter)
+    """Blocks that `hold` has raised about: they are not given either, since who knows what was counted."""
 
     def __repr__(self) -> str:
         return f"<HeldBlocks {self.num_blocks} held>"
 
+    def failure(self, call: str) -> InvalidArgument | None:
+        """What the engine's `call` has raised since this was last asked."""
+        error = self._failed.pop(call, None)
+        if error is None:
+            return None
+        failure = InvalidArgument("engine_blocks", f"its {call} raised {error!r}")
+        failure.__cause__ = error
+        return failure
+
     def hold(self, block_ids: array[int]) -> None:
         self.num_blocks += len(block_ids)
-        self.blocks.hold(block_ids)
+        try:
+            self.blocks.hold(block_ids)
+        except Exception as error:  # noqa: BLE001 - in the middle of a change: raised once that is whole
+            self._not_held.update(block_ids)
+            self._failed.setdefault("hold", error)
 
     def take(self, num_blocks: int) -> array[int]:
         assert not num_blocks, "taken more than is free"
@@ -75,7 +95,22 @@ class HeldBlocks:
 
     def give(self, block_ids: array[int]) -> None:
         self.num_blocks -= len(block_ids)
-        self.blocks.give(block_ids)
+        if self._not_held:
+            block_ids = self._without_not_held(block_ids)
+        try:
+            self.blocks.give(block_ids)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed.setdefault("give", error)
+
+    def _without_not_held(self, block_ids: array[int]) -> array[int]:
+        held = array("i")
+        for block_id in block_ids:
+            if self._not_held[block_id]:
+                self._not_held[block_id] -= 1
+            else:
+                held.append(block_id)
+        self._not_held = +self._not_held
+        return held
 
     def free_ids(self) -> Iterable[int]:
         return ()
@@ -115,6 +150,10 @@ class EngineTier(TierBlocks):
     def _held(self) -> HeldBlocks:
         assert isinstance(self.pool, HeldBlocks)
         return self.pool
+
+    def failure(self, call: str) -> InvalidArgument | None:
+        """What the engine's `hold` or `give` has raised, once."""
+        return self._held.failure(call)
 
     def hold(self, block_ids: array[int]) -> None:
         self._held.hold(block_ids)

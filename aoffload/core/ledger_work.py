@@ -9,6 +9,7 @@ from ..arguments import as_tuple, check_callable
 from ..errors import InvalidArgument, WrongState
 from ..prefix import TokenIds
 from .arguments import check_bool, check_completion, check_int, check_text
+from .engine_owned import EngineOwned
 from .kept import Step
 from .ledger_rooms import LedgerRooms
 from .lifecycle import RequestState, require
@@ -17,6 +18,7 @@ from .overlap import begin_step, can_start, expected_ids, first_invalid_token, t
 from .owners import Holding, nobody
 from .plan import Completion, TransferPlan
 from .preemption import Preemption
+from .records import Job
 from .windows import slide
 
 __all__ = ["WorkingRequests"]
@@ -57,7 +59,7 @@ class WorkingRequests(LedgerRooms):
             units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self._block_bytes)
         if self._engine is not None:
             jobs = self._engine.plan_load(self._own(holding), into, max_tokens, wake, units_per_job)
-            return tuple([job.plan for job in jobs])
+            return self._held(self._engine, jobs)
         if into is not None:
             raise InvalidArgument("into", "is for `engine_blocks`: this ledger has device blocks itself")
         plans = self._loads.plan(self._own(holding), max_tokens, wake, units_per_job)
@@ -85,6 +87,8 @@ class WorkingRequests(LedgerRooms):
         """Settle a launched job: publish, release its leases, serve the line, wake; in this order."""
         check_completion(completion)
         self.admission.serve_line(self._concluded(self.jobs.settle(completion)))
+        if self._engine is not None and (failure := self._engine.offers.device.failure("give")) is not None:
+            raise failure  # last: the ledger is whole
 
     def discard(self, job_id: int) -> None:
         """Give up a job that was never launched; the requests that wait for it compute instead."""
@@ -127,6 +131,14 @@ class WorkingRequests(LedgerRooms):
         engine = self._engine_of(holding, "offer")
         check_bool("is_last", is_last)
         jobs = engine.offer(holding, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        return self._held(engine, jobs)
+
+    def _held(self, engine: EngineOwned, jobs: list[Job]) -> tuple[TransferPlan, ...]:
+        """The plans of `jobs`. If the engine did not hold their blocks, none of them may run."""
+        failure = engine.offers.device.failure("hold")
+        if failure is not None:
+            self._settled([settled for job in reversed(jobs) for settled in self.jobs.discard(job)])
+            raise failure
         return tuple([job.plan for job in jobs])
 
     def plan_write_back(self) -> tuple[TransferPlan, ...]:

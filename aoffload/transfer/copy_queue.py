@@ -24,7 +24,7 @@ from ..core.ledger import Ledger
 from ..core.lifecycle import JobState
 from ..core.owners import nobody
 from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
-from ..errors import DeviceGone, TransferRefused
+from ..errors import DeviceGone, InvalidArgument, TransferRefused
 from .copy_observer import OBSERVES, CopyObserver, NullCopyObserver
 from .fence import Fence
 from .region_fences import RegionWatch
@@ -234,7 +234,7 @@ class CopyQueue:
             return function(*args)
         except Exception as error:  # noqa: BLE001 - see above
             self.observer.worker_failed(error)
-            self.turn_off("the ledger failed")
+            self.turn_off(str(error) if isinstance(error, InvalidArgument) else "the ledger failed")
             return None
 
     # -- giving up ------------------------------------------------------------------------------------------------
