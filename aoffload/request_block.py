@@ -116,7 +116,8 @@ class RequestBlock:
             self._session.release(self._holding, reason)
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Cancel the request's block. The request is over, and the cancellation swallowed, once the block has unwound.
+        """Cancel the request's block. The request is over, and the cancellation swallowed, once the block has unwound:
+        until then its id is taken.
 
         A request that is not entered yet is cancelled at the first wait in its block. Callable in any thread: outside
         of the event loop's thread, it takes effect at the loop's next turn.

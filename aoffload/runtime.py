@@ -140,7 +140,8 @@ class OffloadRuntime(Explained):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight."""
+        """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight. Whoever waits in
+        a call of a request gets `RuntimeClosed`; a task that waits for anything else goes on until its next call."""
         self._session.is_open = False
         self._session.close_requests()
         self.worker.refuse_all()

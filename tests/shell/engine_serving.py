@@ -168,10 +168,10 @@ class OwnEngine:
 
 @asynccontextmanager
 async def own_engine(
-    num_blocks: int = 32, *, auto: bool = True, logger: Any = None, **options: Any
+    num_blocks: int = 32, *, auto: bool = True, logger: Any = None, pool: Any = None, **options: Any
 ) -> AsyncIterator[OwnEngine]:
     """A runtime over a pool of the engine's, of `num_blocks` blocks; copies land as the test says."""
-    transport, pool = ScriptedTransport(num_blocks + 1, auto=auto), OwnPool(num_blocks + 1)
+    transport, pool = ScriptedTransport(num_blocks + 1, auto=auto), pool or OwnPool(num_blocks + 1)
     options.setdefault("num_host_blocks", 64)
     async with OffloadRuntime(config(**options), transport=transport, engine_blocks=pool, logger=logger) as runtime:
         yield OwnEngine(runtime, transport, pool, num_blocks + 1)

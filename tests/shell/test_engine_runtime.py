@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from array import array
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -329,6 +330,40 @@ async def test_quarantine_above_the_share_pauses_loads() -> None:
             await engine.assert_at_rest()
     said = [(log["event"], log["num_quarantined"]) for log in logs if log["event"].startswith("loads_")]
     assert said == [("loads_paused", 8), ("loads_resumed", 4)]
+
+
+class RaisingPool(OwnPool):
+    fails = ""
+
+    def hold(self, block_ids: array[int]) -> None:
+        if self.fails == "hold":
+            raise KeyError("a bug of the engine")
+        super().hold(block_ids)
+
+    def give(self, block_ids: array[int]) -> None:
+        super().give(block_ids)
+        if self.fails == "give":
+            raise KeyError("a bug of the engine")
+
+
+@pytest.mark.parametrize(("fails", "off"), [("hold", ""), ("give", "engine_blocks: its give raised KeyError(")])
+async def test_a_pool_that_raises_is_named_and_nothing_leaks(fails: str, off: str) -> None:
+    """Out of the call that `hold` belongs to; a `give` turns the cache off, and the requests go on."""
+    async with own_engine(pool=RaisingPool(33)) as engine:
+        await engine.stored(A)
+        engine.pool.fails = fails
+        if fails == "hold":
+            with pytest.raises(InvalidArgument, match="engine_blocks: its hold raised KeyError"):
+                await engine.serve(A)
+            assert engine.asked[-1].reason == "error: InvalidArgument"
+        else:
+            assert await engine.serve(A) == 16
+        engine.pool.fails = ""
+        await engine.assert_at_rest()
+        engine.pool.cached.clear()
+        assert await engine.serve(A) == (0 if off else 16)
+        assert (engine.runtime.statistics().off_reason.startswith(off) and off) or not engine.runtime.worker.off_reason
+        await engine.assert_at_rest()
 
 
 # -- ends in the middle -------------------------------------------------------------------------------------------
