@@ -163,7 +163,7 @@ class Ledger(BeginningRequests, WorkingRequests):
             counts = ", ".join(f"{getattr(device, f'num_{name}')} {name}" for name in names)
             about = f"{device.num_blocks} device blocks: {counts}; {live}, {found.num_waiting} in line"
         else:  # what it has free and cached only the engine knows, and who waits for room
-            held = f"{device.num_blocks}, {device.num_quarantined} of them quarantined"
+            held = f"{device.num_blocks} ({device.num_quarantined} quarantined)"
             about = f"{self._engine.num_rows - 1} device blocks, which the engine hands out: copies hold {held}; {live}"
         return explained(about, self.requests(), self.holders())
 

@@ -201,12 +201,12 @@ def test_a_pending_request_waits_for_the_one_that_loads() -> None:
 def test_of_an_engines_blocks_it_says_how_many_there_are_and_what_copies_hold() -> None:
     """What is free and cached there only the engine knows: it is not counted as none."""
     driven = EngineDriven()
-    assert driven.ledger.explain().startswith("999 device blocks, which the engine hands out: copies hold 0, 0 of them")
+    assert driven.ledger.explain().startswith("999 device blocks, which the engine hands out: copies hold 0 (0 quar")
     driven.serve(range(16))
     holding, plans = driven.loading(range(17), request_id="first")
     driven.end(plans[0], Outcome.UNPROVEN)
     about = driven.ledger.explain().splitlines()[0]
-    assert about.endswith("which the engine hands out: copies hold 4, 4 of them quarantined; 1 request")
+    assert about.endswith("which the engine hands out: copies hold 4 (4 quarantined); 1 request")
     driven.release(holding)
 
 
