@@ -70,7 +70,8 @@ class EngineCalls(RequestBlock):
         is_last: bool = False,
     ) -> None:
         """Append `new_token_ids`, then store what the host lacks of the first `num_computed_tokens` tokens, from the
-        blocks that `block_ids` names: one table per group, from the first token on.
+        blocks that `block_ids` names: one table per group, from the first token on. Ids are read, and checked, only
+        where something is stored; with `is_last`, all are.
 
         `after` is the fence behind the compute that wrote them; None: behind all work on the current stream so far.
         Copies hold the blocks until they are over, whatever becomes of the request. `is_last`: the last offer of the

@@ -8,7 +8,9 @@ from functools import partial
 import anyio
 import attrs
 
+from .core.plan import Tier
 from .session import Session
+from .transfer.layout import described
 from .transfer.transport import PinProgress, ReportsPinning, SlowToOpen
 
 __all__ = ["Opening"]
@@ -30,6 +32,16 @@ class Opening:
             await self._open_in_thread()
         else:
             self._open()
+
+    def tell(self) -> None:
+        """Log that the runtime is open, and what it found."""
+        transport, ledger = self.session.transport, self.session.ledger
+        self.session.telemetry.runtime_opened(
+            transport.num_device_blocks - 1,
+            self.num_host_blocks,
+            described(transport),
+            engine_blocks=ledger.cache.tiers[Tier.DEVICE].is_outside,
+        )
 
     def close(self, timeout_s: float) -> None:
         """Close the transport, waiting up to `timeout_s` seconds. Errors are only logged, so that a device that fails

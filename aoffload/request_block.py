@@ -103,10 +103,10 @@ class RequestBlock:
         """The reason to release with, when the block ends with `error`. `closed_early` is DONE after a commit."""
         if self._cancel_reason:
             return self._cancel_reason
+        if self._scope is not None and self._scope.cancel_called:
+            return "deadline"  # also where the program has swallowed the cancellation
         if error is None:
             return "closed_early"
-        if self._scope is not None and self._scope.cancel_called:
-            return "deadline"
         if is_cancellation(error):
             return "cancelled"
         return "abandoned" if isinstance(error, GeneratorExit) else f"error: {type(error).__name__}"
@@ -116,7 +116,8 @@ class RequestBlock:
             self._session.release(self._holding, reason)
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Cancel the request's block. The request is over, and the cancellation swallowed, once the block has unwound.
+        """Cancel the request's block. The request is over, and the cancellation swallowed, once the block has unwound:
+        until then its id is taken.
 
         A request that is not entered yet is cancelled at the first wait in its block. Callable in any thread: outside
         of the event loop's thread, it takes effect at the loop's next turn.

@@ -34,7 +34,7 @@ from .session import RequestOptions, Session
 from .steps import Computed, commit_step, hold, run_step
 from .telemetry import Telemetry
 from .transfer.fence import Fence
-from .transfer.layout import check_block_sizes, described
+from .transfer.layout import check_block_sizes
 from .transfer.local import LocalTransport
 from .transfer.transport import TRANSPORTS, TransferStatistics, Transport
 from .worker import CopyWorker
@@ -122,8 +122,7 @@ class OffloadRuntime(Explained):
             self._opening.close(self.config.close_timeout_s)  # nothing was launched: its threads end at once
             raise
         self._session.is_open = True
-        layout = described(self.transport)
-        self.telemetry.runtime_opened(self.transport.num_device_blocks - 1, self._opening.num_host_blocks, layout)
+        self._opening.tell()
         return self
 
     async def _start_worker(self) -> TaskGroup:
@@ -141,7 +140,8 @@ class OffloadRuntime(Explained):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight."""
+        """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight. Whoever waits in
+        a call of a request gets `RuntimeClosed`; a task that waits for anything else goes on until its next call."""
         self._session.is_open = False
         self._session.close_requests()
         self.worker.refuse_all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from traceback import format_exception
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
@@ -258,7 +259,8 @@ class LedgerLog:
 
     @_harmless
     def worker_failed(self, error: BaseException) -> None:
-        self.logger.error("worker_failed", error=repr(error))
+        # As text: not every logger knows what an exception is.
+        self.logger.error("worker_failed", error=repr(error), traceback="".join(format_exception(error)))
 
     @_harmless
     def cache_turned_off(self, reason: str) -> None:
@@ -295,10 +297,13 @@ class Telemetry(LedgerLog):
     def host_memory_page_locked(self, progress: PinProgress) -> None:
         self.logger.info("host_memory_page_locked", **attrs.asdict(progress))
 
-    def runtime_opened(self, num_device_blocks: int, num_host_blocks: int, layout: str) -> None:
-        """`layout`: the KV regions as they are understood; empty where a transport of the program's own has them."""
+    def runtime_opened(
+        self, num_device_blocks: int, num_host_blocks: int, layout: str, *, engine_blocks: bool = False
+    ) -> None:
+        """`layout`: the KV regions as they are understood; empty where a transport of the program's own has them.
+        `engine_blocks`: the device blocks are an engine's."""
         sizes = {"num_device_blocks": num_device_blocks, "num_host_blocks": num_host_blocks}
-        self._opened("runtime_opened", {**sizes, "layout": layout})
+        self._opened("runtime_opened", {**sizes, "engine_blocks": engine_blocks, "layout": layout})
 
     def runtime_closed(self, num_quarantined_jobs: int) -> None:
         self._closed("runtime_closed", num_quarantined_jobs)

@@ -158,11 +158,13 @@ class Ledger(BeginningRequests, WorkingRequests):
         """`requests()` and `holders()` as a table to print."""
         found = self.statistics()
         device, names = found.device, ("free", "cached", "pinned", "quarantined")
-        counts = ", ".join(f"{getattr(device, f'num_{name}')} {name}" for name in names)
-        live = f"{found.num_requests} request{'' if found.num_requests == 1 else 's'}, {found.num_waiting} in line"
-        about = f"{device.num_blocks} device blocks: {counts}; {live}"
-        if self._engine is not None:
-            about += "; the engine hands the device blocks out itself, so only those that copies hold are named here"
+        live = f"{found.num_requests} request{'' if found.num_requests == 1 else 's'}"
+        if self._engine is None:
+            counts = ", ".join(f"{getattr(device, f'num_{name}')} {name}" for name in names)
+            about = f"{device.num_blocks} device blocks: {counts}; {live}, {found.num_waiting} in line"
+        else:  # what it has free and cached only the engine knows, and who waits for room
+            held = f"{device.num_blocks} ({device.num_quarantined} quarantined)"
+            about = f"{self._engine.num_rows - 1} device blocks, which the engine hands out: copies hold {held}; {live}"
         return explained(about, self.requests(), self.holders())
 
     def check_integrity(self) -> None:

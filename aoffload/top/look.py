@@ -78,8 +78,11 @@ def _of_state(look: Look, state: str) -> str:
 
 
 def _blocks(look: Look, tier: str) -> str:
-    states = ("free", "cached", "pinned", "quarantined")
+    is_ours = any(found == "aoffload_pool_blocks" and ("tier", tier) in has for found, has in look.values)
+    states = ("free", "cached", "pinned", "quarantined") if is_ours else ("pinned", "quarantined")
     each = ", ".join(f"{look.get('aoffload_blocks', tier=tier, state=state):,.0f} {state}" for state in states)
+    if not is_ours:
+        return f"{tier:<10} {each}: what copies hold of the engine's blocks"
     return f"{tier:<10} {each}; {look.get('aoffload_pool_blocks', tier=tier):,.0f} blocks"
 
 

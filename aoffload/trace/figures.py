@@ -80,7 +80,7 @@ class Figures(Listener):
         return _longest_first(self._open)
 
     def timeline_over(self, timeline: Timeline) -> None:
-        if not self._is_wanted(timeline.runtime):
+        if not self.is_wanted(timeline.runtime):
             return
         self.outcomes.setdefault(timeline.kind, Tally()).add(timeline.outcome)
         if timeline.outcome == UNFINISHED and timeline.kind in (Kind.REQUEST, Kind.STEP):
@@ -92,7 +92,7 @@ class Figures(Listener):
             self.steps.add(timeline.duration_s)
 
     def job_over(self, job: JobTimeline) -> None:
-        if not self._is_wanted(job.runtime):
+        if not self.is_wanted(job.runtime):
             return
         self.jobs[job.direction].add(job)
         if job.outcome == "failed":
@@ -100,17 +100,17 @@ class Figures(Listener):
 
     def refused(self, event: Event, runtime: RuntimeLife) -> None:
         event.count("num_needed")
-        self.num_refused += self._is_wanted(runtime)
+        self.num_refused += self.is_wanted(runtime)
 
     def store_skipped(self, event: Event, runtime: RuntimeLife) -> None:
         reason, num_blocks = event.text("reason"), event.count("num_blocks")
-        if not self._is_wanted(runtime):
+        if not self.is_wanted(runtime):
             return
         self.skipped_stores.add(reason)
         self.skipped_blocks.add(reason, num_blocks)
 
     def alarm(self, event: Event, runtime: RuntimeLife) -> None:
-        if not self._is_wanted(runtime):
+        if not self.is_wanted(runtime):
             return
         error = event.fields.get("error") or event.fields.get("reason")
         if event.name == "slow_wait":
@@ -119,7 +119,8 @@ class Figures(Listener):
             error = f"step {event.count('step_id')} holds {event.count('num_blocks')} blocks"
         self.alarms.add(f"{event.name}: {error}" if error else event.name)
 
-    def _is_wanted(self, runtime: RuntimeLife) -> bool:
+    def is_wanted(self, runtime: RuntimeLife) -> bool:
+        """Whether its figures are among these."""
         return not self.wanted or runtime.is_called(self.wanted)
 
     def _add_request(self, timeline: Timeline) -> None:

@@ -10,8 +10,9 @@ from typing import TextIO
 from ..core.lifecycle import RequestState
 from .events import Event, FieldError, Kind
 from .request_log import RequestLog, UnknownError, find_request_logs
+from .runtimes import RuntimeLife
 from .sentences import sentence
-from .summary import STATES
+from .summary import STATES, meaning
 from .table import text_table
 from .wording import counted, date_and_time, duration, plain, share, time_of_day
 
@@ -39,21 +40,23 @@ def _tell(request_log: RequestLog, request_id: str) -> Iterator[str]:
     for event in request_log.events:
         waited = event.at_s - previous
         pause = f"+{duration(waited)}" if waited >= NOTEWORTHY_S else ""
-        rows.append([f"  {time_of_day(event.at_s)}", pause, _say(event)])
+        rows.append([f"  {time_of_day(event.at_s)}", pause, _say(event, request_log.runtime)])
         previous = event.at_s
     yield from text_table(rows, 3)
     yield from _closing(request_log)
 
 
-def _say(event: Event) -> str:
+def _say(event: Event, runtime: RuntimeLife) -> str:
     try:
-        return sentence(event)
+        return sentence(event, is_engine_owned=runtime.is_engine_owned)
     except FieldError as error:
         return f"{event.name}, without a {error} that can be read"
 
 
-def _meaning(state: str) -> str:
-    return f" ({STATES[state]})" if state in STATES else ""
+def _doing(request_log: RequestLog, state: str) -> str:
+    if state == RequestState.RUNNING.value and not request_log.open_steps:
+        return " in no step"
+    return f" ({meaning(state, request_log.runtime)})" if state in STATES else ""
 
 
 def _closing(request_log: RequestLog) -> Iterator[str]:
@@ -83,8 +86,7 @@ def _closing(request_log: RequestLog) -> Iterator[str]:
         yield f"  {counted(request_log.num_steps, 'step')}{longest}"
     if not request_log.is_over:
         since = duration(stop_s - moves[-1].at_s)
-        where = " in no step" if now == RequestState.RUNNING.value and not request_log.open_steps else _meaning(now)
-        yield f"  It is not over at {time_of_day(stop_s)}: {now} for {since}{where}."
+        yield f"  It is not over at {time_of_day(stop_s)}: {now} for {since}{_doing(request_log, now)}."
     for step_id, begun_s in request_log.open_steps.items():
         held = duration(request_log.until_s - begun_s)
         still = "is over, but its blocks are not free" if request_log.is_over else "computes"

@@ -74,6 +74,7 @@ def _data(scan: Scan, drawing: Drawing) -> dict[str, Any]:
                 "stop_s": life.last_s,
                 "num_device_blocks": life.num_device_blocks,
                 "num_host_blocks": life.num_host_blocks,
+                "is_engine_owned": life.is_engine_owned,
             }
             for life in scan.runtimes.lives
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
@@ -16,7 +17,12 @@ from .wording import counted, plain
 
 __all__ = ["RequestLog", "UnknownError", "find_request_logs"]
 
-MAX_SIMILAR = 5
+MAX_SIMILAR = 50
+"""Ids that an answer names."""
+MAX_COMPARED = 10_000
+"""Ids that are remembered, to count the others."""
+MAX_AT_ONCE = 5
+"""Requests of one id, in several runtimes, that may be under way at once."""
 _OVER = {"done", "aborted", "cancelled"}
 _TIMELINES = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION)
 
@@ -100,11 +106,11 @@ class _Search:
                     request_log.events.append(event)
 
     def _compare(self, name: object) -> None:
-        if type(name) is str and len(self.similar) < MAX_SIMILAR and self.request_id in name:
+        if type(name) is str and len(self.similar) < MAX_COMPARED and self.request_id in name:
             self.similar[name] = None
 
     def _log_of(self, event: Event, runtime: RuntimeLife) -> RequestLog:
-        mine = [request_log for request_log in self.found[-MAX_SIMILAR:] if request_log.runtime is runtime]
+        mine = [request_log for request_log in self.found[-MAX_AT_ONCE:] if request_log.runtime is runtime]
         if event.meaning.kind is Kind.JOB:
             job_id = event.count("job_id")
             mine = [request_log for request_log in mine if job_id in request_log.job_ids] or mine
@@ -145,4 +151,8 @@ def find_request_logs(
 
 def _nothing_found(log: Path, request_id: str, search: _Search, reader: EventReader) -> str:
     problem = f"no request {plain(request_id)!r} in {counted(reader.num_events, 'event')} of {log}"
-    return f"{problem}; similar: {', '.join(map(plain, search.similar))}" if search.similar else problem
+    if not search.similar:
+        return problem
+    names, rest = ", ".join(map(plain, islice(search.similar, MAX_SIMILAR))), len(search.similar) - MAX_SIMILAR
+    at_least = "at least " if len(search.similar) >= MAX_COMPARED else ""
+    return f"{problem}; similar: {names}{f' and {at_least}{rest:,} more' if rest > 0 else ''}"

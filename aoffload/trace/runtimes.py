@@ -12,7 +12,7 @@ from .wording import counted, plain
 
 __all__ = ["RuntimeLife", "Runtimes"]
 
-_OWN_FIELDS = {"event", "level", "timestamp", "num_device_blocks", "num_host_blocks", "layout"}
+_OWN_FIELDS = {"event", "level", "timestamp", "num_device_blocks", "num_host_blocks", "engine_blocks", "layout"}
 _PLACES_IN_CODE = {"logger", "logger_name", "pathname", "filename", "module", "func_name", "qual_name", "lineno"}
 """Fields that structlog may add about the place in the code; they differ from event to event."""
 _THREADS = {"thread", "thread_name"}
@@ -30,7 +30,9 @@ class RuntimeLife:
     opened_s: float
     num_device_blocks: int = 0
     num_host_blocks: int = 0
-    """Zero where the log does not say. Device blocks are zero, too, where they are an engine's own."""
+    """Zero where the log does not say. Device blocks are zero, too, where a ledger's engine has them."""
+    is_engine_owned: bool = False
+    """Whether an engine hands the device blocks out itself."""
     was_opened: bool = False
     """Whether the log has its beginning."""
     closed_s: float | None = None
@@ -45,7 +47,8 @@ class RuntimeLife:
         """Its name and the sizes of its pools."""
         if not self.was_opened:
             return f"{self.name} (opened before the log begins)"
-        device = counted(self.num_device_blocks, "device block") if self.num_device_blocks else "device of its engine"
+        device = counted(self.num_device_blocks, "device block") if self.num_device_blocks else "device"
+        device += " of its engine" if self.is_engine_owned else ""
         return f"{self.name} ({device}, {self.num_host_blocks:,} in host memory)"
 
     def describe(self) -> str:
@@ -81,6 +84,8 @@ class Runtimes:
         life = self._add(event, name, event.name.removesuffix("_opened"))
         life.num_device_blocks, life.num_host_blocks = sizes
         life.was_opened = True
+        # A ledger's pool has no blocks then; older logs of runtimes do not say.
+        life.is_engine_owned = event.fields.get("engine_blocks") is True or not life.num_device_blocks
         self._open[bound] = life
         return life, replaced
 

@@ -27,8 +27,10 @@ SKIPPED = {
 }
 
 
-def sentence(event: Event) -> str:
-    """The words for `event`. May raise `FieldError`."""
+def sentence(event: Event, *, is_engine_owned: bool = False) -> str:
+    """The words for `event`; `is_engine_owned`: an engine hands the device blocks out. May raise `FieldError`."""
+    if is_engine_owned and event.name == "request_pinned":
+        return "pinned what was found; its program loads next"
     tell = _SENTENCES.get(event.name)
     return tell(event) if tell is not None else _note(event)
 

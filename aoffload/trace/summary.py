@@ -8,13 +8,14 @@ from ..core.lifecycle import RequestState
 from .durations import Durations
 from .events import Kind
 from .figures import Figures
+from .runtimes import RuntimeLife
 from .scan import Scan
 from .table import text_table
 from .tally import Tally
 from .timelines import Timeline
 from .wording import counted, duration, plain, share, size, time_of_day
 
-__all__ = ["STATES", "doing", "summary"]
+__all__ = ["STATES", "doing", "meaning", "summary"]
 
 MAX_RUNTIMES = 8
 MAX_REASONS = 10
@@ -32,6 +33,8 @@ STATES = {
     RequestState.PREEMPTED.value: "gave its blocks away",
 }
 """What a request does in a state. MATCHED lasts for part of a step only, unless it is told to ask again."""
+ENGINE_OWNED = {RequestState.PINNED.value: "waits for its program"}
+"""Where an engine hands its blocks out itself, nobody waits for room here: the same, where it differs."""
 
 
 def summary(scan: Scan, figures: Figures) -> Iterator[str]:
@@ -43,7 +46,7 @@ def summary(scan: Scan, figures: Figures) -> Iterator[str]:
     for block in (
         _requests(figures),
         _open(scan, figures),
-        _states(figures),
+        _states(scan, figures),
         _jobs(figures),
         _others(figures),
         _slowest(figures),
@@ -99,15 +102,21 @@ def _open(scan: Scan, figures: Figures) -> list[str]:
     return [*lines, f"  and {rest:,} more"] if rest else lines
 
 
+def meaning(state: str, *lives: RuntimeLife) -> str:
+    """What a request of these runtimes does in `state`."""
+    found = (ENGINE_OWNED.get(state, STATES[state]) if life.is_engine_owned else STATES[state] for life in lives)
+    return ", or ".join(dict.fromkeys(found)) or STATES[state]
+
+
 def doing(timeline: Timeline) -> str:
     """What an unfinished request does, or whose blocks an open step holds."""
     if timeline.kind is not Kind.STEP:
         state = timeline.last_state()
-        meaning = f", {STATES[state]}" if state in STATES else ""
+        does = f", {meaning(state, timeline.runtime)}" if state in STATES else ""
         if state == RequestState.RUNNING.value:
-            meaning = f", in step {', '.join(timeline.in_steps[:MAX_NAMED])}" if timeline.in_steps else ", in no step"
+            does = f", in step {', '.join(timeline.in_steps[:MAX_NAMED])}" if timeline.in_steps else ", in no step"
         cancelled = f", cancelled ({timeline.cancelled})" if timeline.cancelled else ""
-        return f"{state} for {duration(timeline.last_state_s)}{cancelled}{meaning}"
+        return f"{state} for {duration(timeline.last_state_s)}{cancelled}{does}"
     live = [plain(name) for name in timeline.members if plain(name) not in timeline.kept]
     over = [f"{counted(count, 'block')} of {name}, which is over" for name, count in timeline.kept.items()]
     parts = over + ([f"those of {', '.join(live[:MAX_NAMED])}"] if live else [])
@@ -115,13 +124,15 @@ def doing(timeline: Timeline) -> str:
     return f"holds {'; '.join(parts)}{f' and {rest:,} more' if rest > 0 else ''}" if parts else "open"
 
 
-def _states(figures: Figures) -> list[str]:
+def _states(scan: Scan, figures: Figures) -> list[str]:
+    lives = [life for life in scan.runtimes.lives if figures.is_wanted(life)]
     rows = [["time in state", "", "times", "p50", "p90", "p99", "longest", "of all"]]
     whole = figures.in_all
-    for state, meaning in STATES.items():
+    for state in STATES:
         found = figures.in_state.get(state)
         if found is not None and (state != RequestState.MATCHED.value or figures.num_pending):
-            rows.append([f"  {state}", meaning, *_percentiles(found), share(found.total_s, whole.total_s)])
+            of_all = share(found.total_s, whole.total_s)
+            rows.append([f"  {state}", meaning(state, *lives), *_percentiles(found), of_all])
     if figures.until_running.num:
         rows.append(["  until it computes", "from its match on", *_percentiles(figures.until_running), ""])
     if whole.num:

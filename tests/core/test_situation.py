@@ -196,7 +196,18 @@ def test_a_pending_request_waits_for_the_one_that_loads() -> None:
     assert [holder.name for holder in status.held_by] == ["first"]
     assert [(holder.kind, holder.num_blocks) for holder in driven.ledger.holders()] == [("load", 4)]
     driven.land(plans)
-    assert "the engine hands the device blocks out itself" in driven.ledger.explain()
+
+
+def test_of_an_engines_blocks_it_says_how_many_there_are_and_what_copies_hold() -> None:
+    """What is free and cached there only the engine knows: it is not counted as none."""
+    driven = EngineDriven()
+    assert driven.ledger.explain().startswith("999 device blocks, which the engine hands out: copies hold 0 (0 quar")
+    driven.serve(range(16))
+    holding, plans = driven.loading(range(17), request_id="first")
+    driven.end(plans[0], Outcome.UNPROVEN)
+    about = driven.ledger.explain().splitlines()[0]
+    assert about.endswith("which the engine hands out: copies hold 4 (4 quarantined); 1 request")
+    driven.release(holding)
 
 
 def test_a_refused_extension_is_told_and_changes_nothing() -> None:

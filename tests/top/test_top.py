@@ -70,6 +70,13 @@ def test_what_holds_everybody_up_is_seen_in_one_look() -> None:
         assert expected in text
 
 
+def test_of_an_engines_blocks_only_those_of_copies_are_known() -> None:
+    """A scrape has no size of its pool: it is not shown as an empty one."""
+    own = "".join(f"{line}\n" for line in BUSY.splitlines() if 'state="free"' not in line and "pool" not in line)
+    (device,) = [line for line in lines(Look.of(own, 0.0), None) if line.startswith("device")]
+    assert device == "device     24 pinned, 0 quarantined: what copies hold of the engine's blocks"
+
+
 def test_rates_are_those_between_two_looks() -> None:
     """Of requests, tokens and bytes; the first look has none. A process that began anew makes none negative."""
     first, second = Look.of(BUSY, 10.0), Look.of(LATER, 12.0)

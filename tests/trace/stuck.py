@@ -87,14 +87,16 @@ def logger_into(log: io.StringIO, level: int) -> Any:
 @asynccontextmanager
 async def stuck(program: Callable[[OffloadRuntime, TaskGroup], Any], **options: Any) -> AsyncIterator[Stuck]:
     """A runtime, a minute after `program` was begun; it is ended by force."""
-    log = io.StringIO()
+    log, engine_blocks = io.StringIO(), options.pop("engine_blocks", None)
     logger = logger_into(log, options.pop("level", 10))
     # No copies: they would end by a clock of their own.
     config = OffloadConfig(groups=[KVCacheGroup("all", block_size=4)], num_host_blocks=0, store_policy="off", **options)
     env, registry = LoopEnv(), CollectorRegistry()
     metrics = Metrics(env)
     kv_cache = torch.zeros(NUM_BLOCKS + 1, 4)
-    async with OffloadRuntime(config, kv_cache, env=env, logger=logger, observers=[metrics]) as runtime:
+    async with OffloadRuntime(
+        config, kv_cache, engine_blocks=engine_blocks, env=env, logger=logger, observers=[metrics]
+    ) as runtime:
         registry.register(MetricsCollector(runtime, metrics))
         async with anyio.create_task_group() as tasks:
             await program(runtime, tasks)

@@ -15,13 +15,13 @@ import anyio
 import anyio.lowlevel
 import attrs
 import pytest
-from anyio.abc import TaskStatus
+from anyio.abc import TaskGroup, TaskStatus
 from page_data import column, columns, page_data
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from stuck import NUM_BLOCKS, START_S, Stuck, a_forward_hangs, a_task_holds_all, jumping, logger_into, stuck
 
-from aoffload import OutOfBlocks, RequestState
+from aoffload import OffloadRuntime, OutOfBlocks, RequestState
 from aoffload.core.status import Holder, WaitsFor
 from aoffload.trace.command import main as trace
 
@@ -106,6 +106,41 @@ async def test_metrics_alone_tell_that_a_task_holds_all() -> None:
     assert shown["aoffload_oldest_request_secondsrunning"] == pytest.approx(61)
     assert shown["aoffload_oldest_request_secondspinned"] == pytest.approx(60)
     assert shown["aoffload_oldest_step_seconds"] == 0
+
+
+class Blocks:
+    """An engine's."""
+
+    def hold(self, _: Any) -> None: ...
+
+    give = hold
+
+
+async def does_not_load(runtime: OffloadRuntime, tasks: TaskGroup) -> None:
+    async def live() -> None:
+        async with runtime.request(range(16), "idle"):
+            await anyio.sleep_forever()
+
+    tasks.start_soon(live)
+    await anyio.sleep(1)
+
+
+@pytest.mark.parametrize(("blocks", "waits"), [(Blocks(), "waits for its program"), (None, "waits for room")])
+async def test_with_an_engines_blocks_nobody_waits_for_room(
+    blocks: Blocks | None, waits: str, written: Written, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log says whose the blocks are: what is pinned waits for the next call of its program."""
+    async with stuck(does_not_load, engine_blocks=blocks) as found:
+        path, until = written(found), ["--until", str(START_S + 61)]
+    whole, one = [str(path), *until], [str(path), "request", "idle", *until]
+    assert trace(whole) == trace(one) == 0
+    said = capsys.readouterr().out
+    assert f"idle  pinned for 61.0 s, {waits}" in said and f"pinned for 61.0 s ({waits})" in said
+    assert re.search(rf"^  pinned +{waits} +1 ", said, re.MULTILINE)
+    assert ("asks for blocks" in said) is (blocks is None) is ("24 device blocks of its engine" not in said)
+    assert trace([str(path), "html", str(path.with_suffix(".html"))]) == 0
+    (life,) = page_data(path.with_suffix(".html"))["runtimes"]
+    assert life["is_engine_owned"] is (blocks is not None)
 
 
 # -- a forward hangs, and its client is gone --------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from real_log import write_real
 
 from aoffload.trace.command import main
 from aoffload.trace.progress import Progress
+from benchmarks.synthetic_log import line
 
 Real = tuple[Path, list[dict[str, Any]]]
 
@@ -136,6 +137,17 @@ def test_an_unknown_request_is_one_line_and_names_similar_ones(real: Real, capsy
     assert "no request 'alk-1' in 108 events" in (line := refused([str(real[0]), "request", "alk-1"], capsys))
     assert "similar: talk-100" in line
     assert "similar" not in refused([str(real[0]), "request", "nobody"], capsys)
+
+
+@pytest.mark.parametrize(("number", "more"), [(50, ""), (52, " and 2 more"), (10_001, " and at least 9,950 more")])
+def test_part_of_an_id_names_all_that_have_it(
+    number: int, more: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the order of the log, each once; of very many the first, and how many more there are."""
+    path = tmp_path / "log"
+    path.write_text("\n".join(line(at, "request_pinned", request_id=f"c06-{at}") for at in range(number)) + "\n")
+    names = ", ".join(f"c06-{at}" for at in range(50))
+    assert refused([str(path), "request", "c06"], capsys).partition("similar: ")[2].strip() == names + more
 
 
 @pytest.mark.parametrize("command", [["summary"], ["html", "out"], ["perfetto", "out"]])

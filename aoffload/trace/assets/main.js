@@ -143,7 +143,8 @@ function fillLegend(id, entries) {
 function fillLegends(trace) {
   const used = new Set(Array.from(trace.moves.state, (word) => trace.words[word]));
   const isPending = trace.timelines.num_pending.some((count) => count !== NOT_KNOWN);
-  const states = { ...(isPending ? { matched: "matched (told to ask again)" } : {}), pinned: "pinned (waits for room)", allocated: "allocated", loading: "loading", draining: "draining (waits for its step)",
+  const waits = [...new Set(trace.runtimes.map((life) => (life.is_engine_owned ? "its program" : "room")))];
+  const states = { ...(isPending ? { matched: "matched (told to ask again)" } : {}), pinned: `pinned (waits for ${waits.join(", or ")})`, allocated: "allocated", loading: "loading", draining: "draining (waits for its step)",
     requeued: "requeued (waits for room again)", stranded: "stranded (never has room again)", running: "running",
     preempted: "preempted", moving: "prefetch or demotion", held: "pin" };
   const shown = Object.entries(states).filter(([name]) => used.has(name));
