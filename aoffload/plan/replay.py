@@ -38,6 +38,8 @@ class Replay:
 
 def replay(trace: Trace, num_device: int, num_host: int, *, store: Any = "eager", eviction: Any = "lru") -> Replay:
     """Serve the whole trace. A request that does not fit the device is left out, and hits nothing."""
+    most = 2 * (trace.num_blocks + trace.most_blocks + 1)  # with more, nothing is evicted, nor about to be
+    num_device, num_host = min(num_device, most), min(num_host, most)
     config = OffloadConfig(
         groups=[KVCacheGroup("trace", block_size=1)], num_host_blocks=num_host, store_policy=store, eviction=eviction
     )

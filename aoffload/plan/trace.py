@@ -120,6 +120,8 @@ class _Reader:
         self._block_tokens, self._is_told, self._is_ours = block_tokens, True, True
 
     def _request(self, number: int, fields: dict[str, Any]) -> TracedRequest:
+        if "event" in fields:
+            raise self._wrong(number, "is an event of a log; aoffload.plan.Recorder writes what can be planned")
         at_ms = number_of(fields.get("timestamp"))
         if at_ms is None or not math.isfinite(at_ms):
             raise self._wrong(number, "has no timestamp in ms")

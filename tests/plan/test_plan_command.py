@@ -64,6 +64,14 @@ def test_lazy_stores_have_rows_of_their_own(trace: str, capsys: pytest.CaptureFi
     assert [line.split()[1] for line in lines[7:11]] == ["eager,", "eager,", "lazy,", "lazy,"]
 
 
+def test_sizes_beyond_all_bounds_are_planned(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """More blocks than any pool can have: a replay makes no larger pools than the trace can fill."""
+    huge = ["--kv-bytes-per-token", "1", "--device", "900000TiB", "--host", "900000TiB", "--block-tokens", "8"]
+    assert main([trace, *huge, "--store", "eager,lazy", "--json"]) == 0
+    hits = {sum(row["hit_blocks"].values()) for row in json.loads(capsys.readouterr().out)["rows"][1:]}
+    assert len(hits) == 1
+
+
 def test_sizes_are_chosen_where_none_is_named(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The device's, doubled."""
     assert main([trace, *SIZES[:4], "--block-tokens", "8"]) == 0

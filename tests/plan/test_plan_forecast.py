@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from made_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversations, made, trace_of, write_trace
 
@@ -56,6 +56,7 @@ def test_six_sizes_hit_what_the_ledger_hits(tmp_path: Path, seed: int) -> None:
 
 
 @given(REQUESTS, st.integers(MOST_OF_ONE + 1, 16), st.integers(MOST_OF_ONE, 25))
+@example([(99, [0] * 5, 0), (99, [1] * 5, 0), (99, [2] * 5, 0), (99, [0] * 5, 0)], 16, 10)  # the host has lost the last
 def test_distances_say_what_the_ledger_hits_and_stores(asked: list[Request], num_device: int, num_host: int) -> None:
     """Request by request, answers included, if both can hold each request alone. So a policy that has no distances is
     replayed as the others are planned."""
@@ -66,6 +67,14 @@ def test_distances_say_what_the_ledger_hits_and_stores(asked: list[Request], num
     upper = np.maximum(forecast.on_device, forecast.below(num_host).hits(num_host))
     assert (found.device + found.host).tolist() == upper.tolist()
     assert found.num_stored == forecast.below(num_host).num_missing(num_host)
+
+
+def test_an_answer_is_no_hit() -> None:
+    """What a request computes as an answer it did not ask for, even if another one has cached the same."""
+    blocks = np.arange(3, dtype=np.int32)
+    trace = Trace("made", tuple(TracedRequest(float(at), 17, 8, blocks, 2) for at in range(2)), 8, 3)
+    assert replay(trace, 20, 20).device.tolist() == [0, 2]
+    assert Forecast(trace, Sizes(KV_BYTES, 20 * BLOCK_BYTES, (20 * BLOCK_BYTES,))).on_device.tolist() == [0, 2]
 
 
 def test_a_replay_leaves_out_what_does_not_fit(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ HEADING = '{"aoffload_plan":1,"block_tokens":16}'
         (["{"], {}, "line 1: is no JSON"),
         (["[" * 100_000], {}, "line 1: is no JSON"),
         ([line(), "[1]"], {}, "line 2: is no JSON object"),
+        (['{"event":"request_done","timestamp":"2026-11-21T21:50:16"}'], {}, "is an event of a log"),
         ([line(timestamp=None)], {}, "has no timestamp"),
         ([line(timestamp=float("nan"))], {}, "has no timestamp"),
         ([line(timestamp="0")], {}, "has no timestamp"),
