@@ -67,7 +67,8 @@ def test_two_attacks_are_made_at_a_time(tmp_path: Path) -> None:
     program = PROGRAM.replace("TREE", repr(str(tmp_path)))
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()][:2] == ["Finding", "A1"]
+    printed = [line.partition(" ")[0] for line in done.stdout.splitlines()]
+    assert printed[:2] == ["Finding", "A1"] and sorted(printed[2:]) == ["A2", "A3"], done.stdout
 
 
 def test_an_attack_that_there_is_not_is_refused() -> None:
