@@ -234,7 +234,9 @@ class CopyQueue:
             return function(*args)
         except Exception as error:  # noqa: BLE001 - see above
             self.observer.worker_failed(error)
-            self.turn_off(str(error) if isinstance(error, InvalidArgument) else "the ledger failed")
+            # It refuses what it was given, such as `engine_blocks` that raise; or it has a bug.
+            reason = str(error) if isinstance(error, InvalidArgument) else "the ledger failed"
+            self.turn_off(reason)
             return None
 
     # -- giving up ------------------------------------------------------------------------------------------------
