@@ -103,10 +103,10 @@ class RequestBlock:
         """The reason to release with, when the block ends with `error`. `closed_early` is DONE after a commit."""
         if self._cancel_reason:
             return self._cancel_reason
-        if self._scope is not None and self._scope.cancel_called:
-            return "deadline"  # also where the program has swallowed the cancellation
         if error is None:
             return "closed_early"
+        if self._scope is not None and self._scope.cancel_called:
+            return "deadline"
         if is_cancellation(error):
             return "cancelled"
         return "abandoned" if isinstance(error, GeneratorExit) else f"error: {type(error).__name__}"

@@ -281,8 +281,8 @@ _WORKER = (
     Mutant(
         "bug in the ledger reaches a request",
         COPIES,
-        "            self.turn_off(reason)\n            return None\n",
-        "            self.turn_off(reason)\n            raise\n",
+        '            self.turn_off("the ledger failed")\n            return None\n',
+        '            self.turn_off("the ledger failed")\n            raise\n',
         "a cache never takes the engine down",
         scenarios=("conversations", "growing"),
     ),

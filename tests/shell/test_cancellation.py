@@ -557,23 +557,6 @@ async def test_a_deadline_while_waiting_for_room() -> None:
         await assert_at_rest(engine.runtime)
 
 
-@pytest.mark.parametrize("has_committed", [False, True])
-async def test_a_deadline_that_the_program_swallows(has_committed: bool) -> None:
-    """A block that ends as if nothing had happened was cut off all the same: as with `cancel`, its word survives."""
-    async with scripted() as (engine, _):
-        async with engine.runtime.request(A, deadline_s=0.001) as request:
-            await request.allocate()
-            await request.load()
-            if has_committed:
-                request.commit(9)
-            try:
-                await anyio.sleep_forever()
-            except anyio.get_cancelled_exc_class():
-                pass
-        assert (request.state, request.reason) == (RequestState.ABORTED, "deadline")
-        await assert_at_rest(engine.runtime)
-
-
 async def test_an_infinite_deadline_is_none() -> None:
     """`deadline_s=inf` is no deadline; what is no number is refused before anything is pinned."""
     async with scripted() as (engine, _):
