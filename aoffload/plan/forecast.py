@@ -194,7 +194,8 @@ class Forecast:
         return self._row("host and disk" if disk else "host", host, disk, hits, store=store, eviction=eviction)
 
     def _by_distance(self, num_host: int, num_disk: int) -> _Hits:
-        host, lowest = self.below(num_host), self.below(max(num_host, num_disk))
+        host = self.below(num_host)
+        lowest = self.below(num_disk) if num_disk > num_host else host
         upper = np.maximum(self.on_device, host.hits(num_host))
         disk = np.maximum(upper, lowest.hits(max(num_host, num_disk))) - upper
         ages = lowest.ages(max(num_host, num_disk))
