@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 
@@ -146,11 +147,13 @@ def num_calls(function: Callable[[], object]) -> int:
         found += event == "call"
 
     before = sys.getprofile()
+    gc.disable()  # it would run the finalisers of others
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return found
 
 
