@@ -78,13 +78,13 @@ def _run(options: argparse.Namespace) -> None:
     trace = read_trace(options.trace, options.block_tokens, options.limit)
     sizes = Sizes(options.kv_bytes_per_token, options.device, options.host, options.disk)
     forecast = Forecast(trace, sizes, _speeds(options), _prices(options), options.store, options.eviction)
+    if options.html is not None:  # first: whoever reads the table may read only its beginning
+        print(write_page(forecast, options.trace, options.html), file=sys.stderr)
     if options.json:
         print(json.dumps(as_json(forecast), indent=1))
     else:
         for line in as_text(forecast):
             print(line)
-    if options.html is not None:
-        print(write_page(forecast, options.trace, options.html), file=sys.stderr)
 
 
 def _speeds(options: argparse.Namespace) -> Speeds | None:
