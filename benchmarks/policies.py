@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aoffload import KVCacheGroup, LazyStore, Ledger, OffloadConfig, SelectiveStore
-from aoffload.ledger import Completion, Outcome, Prefix, Root, TransferPlan
+from aoffload.ledger import Prefix, Root
+from aoffload.plan.replay import land
 
 BLOCK_TOKENS = 16
 ROOT = Root("trace")
@@ -81,20 +82,11 @@ def replay(name: str, policy: Any, prompts: Iterable[Tokens], num_device: int, n
         found.num_device_hits += holding.match.num_device_tokens // BLOCK_TOKENS
         found.num_host_hits += holding.match.num_host_tokens // BLOCK_TOKENS
         ledger.allocate_nowait(holding)
-        found.num_loaded += _land(ledger, ledger.plan_load(holding))
-        found.num_stored += _land(ledger, chain(ledger.commit(holding, len(prompt)), ledger.plan_write_back()))
-        found.num_stored += _land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
+        found.num_loaded += land(ledger, ledger.plan_load(holding))
+        found.num_stored += land(ledger, chain(ledger.commit(holding, len(prompt)), ledger.plan_write_back()))
+        found.num_stored += land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
     found.seconds = time.perf_counter() - begun
     return found
-
-
-def _land(ledger: Ledger, plans: Iterable[TransferPlan]) -> int:
-    num_blocks = 0
-    for plan in tuple(plans):
-        ledger.launch(plan.job_id)
-        ledger.settle(Completion(plan.job_id, Outcome.LANDED))
-        num_blocks += plan.num_blocks
-    return num_blocks
 
 
 def as_table(replays: Iterable[Replay]) -> str:

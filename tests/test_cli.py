@@ -114,7 +114,9 @@ def test_a_command_imports_what_it_needs_alone() -> None:
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_while_a_command_is_imported_leaves_at_once(tmp_path: Path) -> None:
     """No traceback through the imports, and status 130."""
-    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "torch.py").write_text(
+        "import signal\nprint('importing', flush=True)\nsignal.alarm(60)\nsignal.pause()\n"
+    )
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "aoffload", "demo"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

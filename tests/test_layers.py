@@ -10,8 +10,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "aoffload"
 ROOMS = {
-    "errors": 0, "extras": 0, "arguments": 0, "prefix": 0, "kinds": 0, "groups": 0, "config": 0, "config_sources": 0,
-    "env": 0,
+    "errors": 0, "exits": 0, "extras": 0, "arguments": 0, "prefix": 0, "kinds": 0, "groups": 0, "config": 0,
+    "config_sources": 0, "env": 0,
     "core": 1,
     "transfer": 2,
     "worker": 3, "telemetry": 3, "observers": 3,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..config import parse_bytes
 from ..errors import ConfigError, InvalidArgument
+from ..exits import INTERRUPTED, complain, ended_by, print_any_name
 from .forecast import EVICTIONS, STORES, Forecast, Prices, Sizes
 from .page import write_page
 from .report import as_json, as_text
@@ -20,25 +20,23 @@ from .trace import TraceError, read_trace
 
 __all__ = ["main", "make_parser"]
 
-BAD_INPUT = 2
-INTERRUPTED = 130
+NAME = "plan"
 HOST_GBS, DISK_GBS = 25.0, 3.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: printed; 2: no such file, no trace, or a size that cannot be; 130: Ctrl-C."""
     options = make_parser().parse_args(arguments)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may hold half a surrogate pair
+    print_any_name()
     try:
         _run(options)
         sys.stdout.flush()
     except OSError as error:
-        return _os_error(error)
+        return ended_by(NAME, error)
     except ConfigError as error:
-        return _complain(f"argument --{error.argument.replace('_', '-')}: {error.problem}")
+        return complain(NAME, f"argument --{error.argument.replace('_', '-')}: {error.problem}")
     except (TraceError, InvalidArgument) as error:
-        return _complain(str(error))
+        return complain(NAME, str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
@@ -145,16 +143,3 @@ def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
         return tuple(name for name in known if name in wanted)
 
     return parse
-
-
-def _os_error(error: OSError) -> int:
-    if isinstance(error, BrokenPipeError):  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    problem = error.strerror or str(error)
-    return _complain(f"{error.filename}: {problem}" if error.filename else problem)
-
-
-def _complain(problem: str) -> int:
-    print(f"aoffload plan: {problem}", file=sys.stderr)
-    return BAD_INPUT

@@ -22,7 +22,7 @@ from ..prefix import Prefix, Root
 from .distances import Counts
 from .trace import Trace, TracedRequest
 
-__all__ = ["Replay", "replay"]
+__all__ = ["Replay", "land", "replay"]
 
 ROOT = Root("plan")
 
@@ -66,12 +66,13 @@ def _prefix(trace: Trace, request: TracedRequest) -> Prefix:
 
 def _serve(ledger: Ledger, holding: Holding, num_blocks: int) -> int:
     """Load, compute and release it. Returns the blocks stored."""
-    _land(ledger, ledger.plan_load(holding))
-    stored = _land(ledger, chain(ledger.commit(holding, num_blocks), ledger.plan_write_back()))
-    return stored + _land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
+    land(ledger, ledger.plan_load(holding))
+    stored = land(ledger, chain(ledger.commit(holding, num_blocks), ledger.plan_write_back()))
+    return stored + land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
 
 
-def _land(ledger: Ledger, plans: Iterable[TransferPlan]) -> int:
+def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> int:
+    """Copy at once. Returns the blocks copied."""
     num_blocks = 0
     for plan in tuple(plans):
         ledger.launch(plan.job_id)

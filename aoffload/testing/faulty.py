@@ -170,7 +170,7 @@ class FaultyTransport:
         self._wrong[plan.job_id] = end
         try:
             self.transport.launch(_first(plan, half), after)
-        except BaseException:
+        except TransferRefused:  # nothing was started; after any other error its half may still end
             del self._wrong[plan.job_id]
             raise
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..exits import INTERRUPTED, complain, ended_by, print_any_name
 from .events import time_of
 from .figures import Figures
 from .narrative import UnknownError, narrative
@@ -20,29 +20,27 @@ from .wording import plain
 
 __all__ = ["main"]
 
-BAD_INPUT = 2
-INTERRUPTED = 130
+NAME = "trace"
 MAX_NAMED = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: written; 2: no such log, no such request, or no place to write to; 130: Ctrl-C."""
     options = make_parser().parse_args(arguments)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold half a surrogate pair
+    print_any_name()
     try:
         run: Callable[[argparse.Namespace], None] = options.run
         run(options)
         sys.stdout.flush()
     except OSError as error:
-        return _os_error(error)
+        return ended_by(NAME, error)
     except EmptyLogError:
         before = "" if options.until is None else ", or none before --until"
-        return _complain(
-            f"{options.log}: no event of aoffload in it{before} (docs/tracing.md says how to get JSON lines)"
+        return complain(
+            NAME, f"{options.log}: no event of aoffload in it{before} (docs/tracing.md says how to get JSON lines)"
         )
     except UnknownError as error:
-        return _complain(str(error))
+        return complain(NAME, str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
@@ -123,16 +121,3 @@ def _page(options: argparse.Namespace) -> None:
 
 def _perfetto(options: argparse.Namespace) -> None:
     print(write_perfetto(options.log, options.file, sys.stderr, options.until))
-
-
-def _os_error(error: OSError) -> int:
-    if isinstance(error, BrokenPipeError):  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    problem = error.strerror or str(error)
-    return _complain(f"{error.filename}: {problem}" if error.filename else problem)
-
-
-def _complain(problem: str) -> int:
-    print(f"aoffload trace: {problem}", file=sys.stderr)
-    return BAD_INPUT
