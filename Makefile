@@ -8,12 +8,13 @@ BENCH_ARGS ?=
 GPU_ARGS ?=
 ATTACK_ARGS ?=
 VLLM_ARGS ?=
+TIERS_ARGS ?=
 # Another Python, that has torch for CUDA: nothing is installed for it then.
 PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long gpu attacks vllm vllm-installed bench bench-peers clean
+.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed bench bench-peers clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -47,7 +48,9 @@ LOWEST := build/lowest
 LOWEST_TESTS := tests/test_config.py tests/test_examples.py tests/test_import.py tests/test_prefix.py tests/events \
 	tests/ledger tests/metrics tests/integrations/test_models.py tests/server/test_endpoints.py \
 	tests/shell/test_generators.py tests/shell/test_opening.py tests/shell/test_plain_asyncio.py \
-	tests/shell/test_scopes.py tests/transfer/test_local.py tests/transfer/test_ranks.py tests/transfer/test_region.py
+	tests/shell/test_scopes.py tests/transfer/test_disk_records.py \
+	tests/transfer/test_disk_slots.py tests/transfer/test_local.py tests/transfer/test_ranks.py \
+	tests/transfer/test_region.py
 
 test-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest -p no:cacheprovider -k "not gpt-oss" $(LOWEST_TESTS)
@@ -78,9 +81,9 @@ docs: $(VENV)/.installed
 prove: $(VENV)/.installed
 	$(BIN)/python -m proof $(PROOF_ARGS)
 
-# Defects are planted, one at a time, and have to be found: all, or THIRD=auto, a third of them, chosen by the commit.
+# Defects are planted, one at a time, and have to be found: all, or NINTH=auto, a ninth of them, chosen by the commit.
 mutants: $(VENV)/.installed
-	$(BIN)/python -m proof mutants $(if $(THIRD),--third $(THIRD)) $(PROOF_ARGS)
+	$(BIN)/python -m proof mutants $(if $(NINTH),--ninth $(NINTH)) $(PROOF_ARGS)
 
 # The same for an hour: all mutants, then programs of new seeds until it is over, deeper schedules, a longer soak.
 prove-long: $(VENV)/.installed
@@ -90,6 +93,11 @@ prove-long: $(VENV)/.installed
 # Attacks on all that listens, over real sockets and processes, each figure beside its limit: some minutes, Linux only.
 attacks: $(VENV)/.installed
 	$(BIN)/python -m proof.attacks $(ATTACK_ARGS)
+
+# The tiers below host memory: the crash model of the disk, defects planted in it, real kills under load, and each call
+# of the disk failed. Some twenty minutes; TIERS_ARGS="--short" for what every change has to pass, or names of parts.
+tiers: $(VENV)/.installed
+	$(BIN)/python -m proof.tiers $(TIERS_ARGS)
 
 # Everything that needs a device, in nine minutes at most; the figures are in build/gpu/report.md.
 gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(VENV)/.installed)
@@ -104,7 +112,7 @@ vllm-installed: $(PEERS)/vllm/.proof
 
 # What this package imports, and what it takes to run vLLM's own tests, from its source distribution.
 $(PEERS)/vllm/.proof: $(PEERS)/vllm/.installed pyproject.toml
-	$(PEERS)/vllm/bin/python -m pip install --quiet --constraint constraints.txt --editable . pytest setuptools-rust \
+	$(PEERS)/vllm/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[disk,remote,trio]' pytest setuptools-rust \
 		setuptools-scm
 	touch $@
 

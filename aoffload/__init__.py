@@ -3,8 +3,8 @@
 Each request is a task. It holds blocks until its `async with` block ends. See docs/architecture.md.
 
 Here is what a program around `OffloadRuntime` names. What programs around the `Ledger`, and plug-ins, need beside it is
-in modules of its own: `aoffload.ledger`, `aoffload.transport`, `aoffload.ranks`, `aoffload.cuda`, `aoffload.pins`
-and `aoffload.env`. docs/api.md has every name.
+in modules of its own: `aoffload.ledger`, `aoffload.transport`, `aoffload.ranks`, `aoffload.cuda`, `aoffload.pins`,
+`aoffload.stores` and `aoffload.env`. docs/api.md has every name.
 """
 
 from importlib import import_module as _import_module
@@ -21,6 +21,7 @@ from .core.owners import Extension
 from .core.plan import Tier
 from .core.policy import EagerStore, LazyStore, NoStore, SelectiveStore
 from .core.preemption import Preemption
+from .disk_tier import DiskTier
 from .errors import (
     AoffloadError,
     CommitError,
@@ -36,8 +37,10 @@ from .errors import (
     WrongThread,
 )
 from .loading import PendingLoad
+from .model_files import fingerprint
 from .observers import RuntimeObserver
 from .prefix import KeySpan
+from .remote_tier import RemoteTier
 from .request import Request
 
 if TYPE_CHECKING:
@@ -105,6 +108,7 @@ __all__ = [
     "CommitError",
     "Computed",
     "ConfigError",
+    "DiskTier",
     "DuplicateRequest",
     "EagerStore",
     "Extension",
@@ -123,6 +127,7 @@ __all__ = [
     "PendingLoad",
     "PrefixMatch",
     "Preemption",
+    "RemoteTier",
     "Request",
     "RequestAborted",
     "RequestState",
@@ -135,4 +140,5 @@ __all__ = [
     "WrongProcess",
     "WrongState",
     "WrongThread",
+    "fingerprint",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, Self
 
@@ -11,14 +11,15 @@ import attrs
 
 from .arguments import as_tuple, check_has, check_int, number_of, shown
 from .config_sources import read_environment, read_file
+from .disk_tier import DiskTier
 from .errors import ConfigError
+from .remote_tier import RemoteTier
+from .sizes import parse_bytes
 
 __all__ = ["GroupLike", "OffloadConfig", "parse_bytes"]
 
 MAX_BLOCKS = 2**31 - 1
 MAX_SECONDS = 1e9
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class GroupLike(Protocol):
@@ -28,22 +29,6 @@ class GroupLike(Protocol):
     def name(self) -> str: ...
     @property
     def block_size(self) -> int: ...
-
-
-def parse_bytes(argument: str, value: int | str) -> int:
-    """`8589934592`, `"8GiB"`, `"512 MB"` → bytes."""
-    if type(value) is int:
-        size: float = value
-    elif isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if found is None or found[2].upper() not in _UNITS:
-            raise ConfigError(argument, f"is not a size: {shown(value)} (examples: 8589934592, '8GiB', '512MB')")
-        size = float(found[1]) * _UNITS[found[2].upper()]
-    else:
-        raise ConfigError(argument, f"must be an int or a string such as '8GiB', got {shown(value)}")
-    if not 0 < size < 2**60:
-        raise ConfigError(argument, f"must be positive and below 1 EiB, got {shown(value)}")
-    return int(size)
 
 
 def _count(minimum: int, maximum: int = MAX_BLOCKS) -> Any:
@@ -62,6 +47,15 @@ def _seconds(_: object, attribute: Any, value: object) -> None:
 MAX_STORE_S = 10.0
 """A store may hold device blocks for so long, unless another time is set."""
 _SECONDS_OR_NONE: Any = attrs.validators.optional(_seconds)
+
+
+def _speed(_: object, attribute: Any, value: object) -> None:
+    found = number_of(value)
+    if found is None or not 0 < found < math.inf:
+        raise ConfigError(attribute.name, f"must be a positive number of tokens a second, got {shown(value)}")
+
+
+_SPEED_OR_NONE: Any = attrs.validators.optional(_speed)
 
 
 def _share(_: object, attribute: Any, value: object) -> None:
@@ -90,6 +84,16 @@ def _name_or_object(*names: str) -> Any:
             raise ConfigError(attribute.name, f"must be one of {', '.join(names)}, got {shown(value)}")
 
     return check
+
+
+def _disk(_: object, attribute: Any, value: object) -> None:
+    if value is not None and not isinstance(value, DiskTier):
+        raise ConfigError(attribute.name, f"must be a DiskTier or None, got {shown(value)}")
+
+
+def _remote(_: object, attribute: Any, value: object) -> None:
+    if value is not None and not isinstance(value, RemoteTier):
+        raise ConfigError(attribute.name, f"must be a RemoteTier or None, got {shown(value)}")
 
 
 def _as_tuple(groups: Iterable[GroupLike]) -> tuple[GroupLike, ...]:
@@ -123,6 +127,12 @@ class OffloadConfig:
     """Larger transfers are split into several jobs."""
     load_timeout_s: float = attrs.field(default=30.0, validator=_seconds)
     """A request stops waiting for a load after this long and computes instead."""
+    fetch_timeout_s: float | None = attrs.field(default=None, validator=_SECONDS_OR_NONE)
+    """A request stops waiting for a fetch from the disk after this long and goes on with what it has; None:
+    `load_timeout_s`."""
+    prefill_tokens_per_s: float | None = attrs.field(default=None, validator=_SPEED_OR_NONE)
+    """How many tokens of a prompt the engine computes a second: what arrives later than that is not fetched. None: as
+    the steps show."""
     transfer_timeout_s: float = attrs.field(default=120.0, validator=_seconds)
     """After this time, the destination of a launched job without a completion is quarantined, and its hop launches
     nothing more until it reports."""
@@ -142,6 +152,13 @@ class OffloadConfig:
     """Maximum share of each tier's blocks that `pin` may hold. Blocks held by requests and transfers do not count."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the device's blocks that prefetches under way may take."""
+    disk: DiskTier | None = attrs.field(default=None, validator=_disk)
+    """Where what the host evicts is kept, also over a restart; None: nowhere. Needs a `namespace`."""
+    max_fetch_share: float = attrs.field(default=0.25, validator=_share)
+    """Maximum share of the host's blocks that fetches from the disk or the remote store under way may take."""
+    remote: RemoteTier | None = attrs.field(default=None, validator=_remote)
+    """A store that other processes use too, for what is asked for again; None: none. Needs a `namespace`, and groups
+    with full attention."""
     max_quarantined_share: float = attrs.field(default=0.25, validator=_share)
     """With `engine_blocks`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
 
@@ -153,6 +170,10 @@ class OffloadConfig:
             raise ConfigError("groups", f"has two groups of one name: {names}")
         if (self.num_host_blocks is None) == (self.host_bytes is None):
             raise ConfigError("num_host_blocks", "give either num_host_blocks or host_bytes")
+        if self.disk is not None and not self.namespace:
+            raise ConfigError("namespace", "is empty: with a disk, it has to name weights, revision and dtype")
+        if self.remote is not None and not self.namespace:
+            raise ConfigError("namespace", "is empty: with a remote store, it has to name weights, revision and dtype")
         for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
             if getattr(self, name) is not None or name != "host_bytes":
                 parse_bytes(name, getattr(self, name))
@@ -200,6 +221,11 @@ class OffloadConfig:
     def store_bound_s(self) -> float:
         """Seconds after which a store is given up."""
         return min(self.transfer_timeout_s, MAX_STORE_S) if self.store_timeout_s is None else self.store_timeout_s
+
+    @property
+    def fetch_bound_s(self) -> float:
+        """Seconds after which a request no longer waits for a fetch."""
+        return self.load_timeout_s if self.fetch_timeout_s is None else self.fetch_timeout_s
 
     @property
     def bytes_in_flight(self) -> int:

@@ -15,21 +15,22 @@ from typing import Any, TypeVar
 import attrs
 
 from .arguments import shown
+from .config_tables import NONE, disk_from_table, remote_from_table
 from .errors import ConfigError
 from .groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 
-__all__ = ["Settings", "read_environment", "read_file"]
+__all__ = ["Settings", "disk_from_table", "read_environment", "read_file"]
 
 PREFIX = "AOFFLOAD_"
 FILE_VARIABLE = "AOFFLOAD_CONFIG_FILE"
 """Names a file, whose settings the other variables replace."""
 KEY_VARIABLE = "AOFFLOAD_API_KEY"
 """Of the HTTP server; no setting."""
-NONE = "none"
-"""In a file or a variable, where a setting may be None: neither can say that otherwise."""
 HOST_POOL = {"num_host_blocks", "host_bytes"}
 """Two ways to say one thing: a later source that has one of them replaces the other, too."""
 GROUP_KEYS = ("name", "block_size", "window", "chunk")
+TABLES = {"disk": disk_from_table, "remote": remote_from_table}
+"""Settings that are tiers, each a table."""
 NAMES = ("store_policy", "eviction")
 """Settings that also take objects, which only a program can give."""
 
@@ -109,6 +110,8 @@ def _from_toml(key: str, value: object, origin: str, may_be_none: bool) -> objec
         return None
     if key == "groups":
         return _groups(value, origin)
+    if key in TABLES:
+        return TABLES[key](value, origin)
     if key in NAMES and not isinstance(value, str):
         raise ConfigError(key, f"must be a name, got {shown(value)} ({origin})")
     return value
@@ -146,9 +149,11 @@ def _attention(table: dict[str, Any]) -> FullAttention | SlidingWindow | Chunked
 def _from_text(field: attrs.Attribute[Any], text: str, variable: str) -> object:
     """The value of `field` that `text` stands for, by the annotation of the field."""
     if field.name == "groups":
-        return _groups_from_text(text, variable)
+        return _groups(_value("groups", "be one list of tables", text, variable), variable)
     if text == NONE and _may_be_none(field):
         return None
+    if field.name in TABLES:
+        return TABLES[field.name](_value(field.name, "be one table", text, variable), variable)
     annotation = str(field.type)
     if annotation.startswith("bool"):
         return _bool(field.name, text, variable)
@@ -173,12 +178,12 @@ def _bool(name: str, text: str, variable: str) -> bool:
     return text.lower() == "true"
 
 
-def _groups_from_text(text: str, variable: str) -> list[KVCacheGroup]:
-    """As behind `groups =` in a file."""
+def _value(name: str, wanted: str, text: str, variable: str) -> object:
+    """As behind `name =` in a file."""
     try:
-        found = tomllib.loads(f"groups = {text}")
+        found = tomllib.loads(f"{name} = {text}")
     except (ValueError, RecursionError) as error:
-        raise ConfigError("groups", f"is no TOML: {error} ({variable})") from error
-    if found.keys() != {"groups"}:
-        raise ConfigError("groups", f"must be one list of tables, got {shown(text)} ({variable})")
-    return _groups(found["groups"], variable)
+        raise ConfigError(name, f"is no TOML: {error} ({variable})") from error
+    if found.keys() != {name}:
+        raise ConfigError(name, f"must {wanted}, got {shown(text)} ({variable})")
+    return found[name]

@@ -18,6 +18,7 @@ __all__ = [
     "RegionNotLoaded",
     "RequestAborted",
     "RuntimeClosed",
+    "StoreError",
     "TransferRefused",
     "WireError",
     "WrongProcess",
@@ -122,6 +123,10 @@ class TransferRefused(AoffloadError):  # noqa: N818
 
 class DeviceGone(TransferRefused):
     """A final refusal: the device, or one of several ranks, is lost, and the transport starts nothing any more."""
+
+
+class StoreError(AoffloadError):
+    """An `ObjectStore` did not do what it was asked: unreachable, too slow, full. What it did of it is unknown."""
 
 
 class RegionNotLoaded(AoffloadError):  # noqa: N818

@@ -11,8 +11,12 @@ __all__ = ["MODULES", "needed"]
 
 MODULES = {
     "cuda": ("cuda",),
+    "disk": ("xxhash",),
     "events": ("msgspec", "zmq"),
     "metrics": ("prometheus_client",),
+    "mooncake": ("cryptography", "mooncake", "xxhash"),
+    "object-storage": ("cryptography", "obstore", "xxhash"),
+    "remote": ("cryptography", "hiredis", "redis", "xxhash"),
     "server": ("starlette", "uvicorn"),
     "transformers": ("transformers",),
     "trio": ("trio",),

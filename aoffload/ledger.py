@@ -6,16 +6,18 @@ bookkeeping. Nothing here needs torch.
 
 from .core.answer import Answer
 from .core.blocks import DevicePool
+from .core.cells import cells_of
 from .core.engine_blocks import EngineBlocks
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
-from .core.kept import CacheTransfer, Demotion, Pin, Prefetch, Step
-from .core.ledger import LedgerStatistics
+from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
+from .core.ledger import LedgerStatistics, RemoteCounts
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
 from .core.observer import Observer
 from .core.owners import Holding, LoadOverlap, Waiter
-from .core.plan import Completion, Direction, Outcome, TransferPlan
+from .core.plan import BlockLabel, CellLabel, Completion, Direction, Outcome, TransferPlan
 from .core.policy import StorePolicy, StoreScope
+from .core.restored import RestoredRun
 from .core.status import Holder, RequestStatus, WaitsFor
 from .core.tiers import BlockWatcher, TierStatistics
 from .errors import IllegalTransition, LeaseError
@@ -29,9 +31,11 @@ from .transfer.copy_queue import CopyQueue, Launches
 __all__ = [
     "Answer",
     "AttentionKind",
+    "BlockLabel",
     "BlockWatcher",
     "CacheTransfer",
     "CacheTransferState",
+    "CellLabel",
     "Completion",
     "CopyObserver",
     "CopyQueue",
@@ -40,6 +44,7 @@ __all__ = [
     "Direction",
     "EngineBlocks",
     "EvictionOrder",
+    "Fetch",
     "Fork",
     "Holder",
     "Holding",
@@ -58,7 +63,9 @@ __all__ = [
     "PinState",
     "Prefetch",
     "Prefix",
+    "RemoteCounts",
     "RequestStatus",
+    "RestoredRun",
     "Root",
     "Step",
     "StorePolicy",
@@ -67,4 +74,5 @@ __all__ = [
     "TransferPlan",
     "Waiter",
     "WaitsFor",
+    "cells_of",
 ]

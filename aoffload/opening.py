@@ -11,7 +11,7 @@ import attrs
 from .core.plan import Tier
 from .session import Session
 from .transfer.layout import described
-from .transfer.transport import PinProgress, ReportsPinning, SlowToOpen
+from .transfer.transport import HasDisk, HasRemote, PinProgress, ReportsPinning, SlowToOpen
 
 __all__ = ["Opening"]
 
@@ -28,6 +28,10 @@ class Opening:
         transport = self.session.transport
         if isinstance(transport, ReportsPinning):
             transport.report_pinning(self._hear_pinning)
+        if isinstance(transport, HasDisk) and transport.disk is not None:
+            transport.disk.identify(self.session.ledger.layout, self.session.config.root_namespace)
+        if isinstance(transport, HasRemote) and transport.remote is not None:
+            transport.remote.identify(self.session.ledger.layout, self.session.config.root_namespace)
         if isinstance(transport, SlowToOpen) and transport.opens_slowly:
             await self._open_in_thread()
         else:

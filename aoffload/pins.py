@@ -1,7 +1,7 @@
-"""Pins, prefetches and demotions of prompts, independent of requests. Each is a context manager.
+"""Pins, fetches, prefetches and demotions of prompts, independent of requests. Each is a context manager.
 
-A pin lasts until its `with` block ends or its time to live is over. A prefetch or demotion can be awaited, cancelled,
-or left to finish on its own.
+A pin lasts until its `with` block ends or its time to live is over. A fetch, prefetch or demotion can be awaited,
+cancelled, or left to finish on its own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import anyio
 from .arguments import number_of, shown
 from .config import MAX_SECONDS
 from .core.answer import NO_MATCH, PrefixMatch
-from .core.kept import CacheTransfer, Demotion, Pin, Prefetch
+from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch
 from .core.lifecycle import PinState
 from .errors import InvalidArgument, WrongState
 from .prefix import KeySpan, Prefix
+from .remote_work import Question, RemoteWork
 from .session import Session
 
-__all__ = ["PendingDemotion", "PendingPrefetch", "PinScope"]
+__all__ = ["PendingDemotion", "PendingFetch", "PendingPrefetch", "PinScope"]
 
 AnyTransfer = TypeVar("AnyTransfer", bound=CacheTransfer)
 
@@ -98,7 +99,7 @@ class PinScope:
 
 
 class _Pending(ABC, Generic[AnyTransfer]):
-    """A prefetch or demotion under way. A `with` block cancels it at its end; otherwise it finishes on its own.
+    """A fetch, prefetch or demotion under way. A `with` block cancels it at its end; otherwise it finishes on its own.
 
     `wait` may be cancelled and called again.
     """
@@ -121,7 +122,7 @@ class _Pending(ABC, Generic[AnyTransfer]):
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.ledger.cancel(self._transfer)
+        self._cancel()
 
     @property
     def is_over(self) -> bool:
@@ -130,6 +131,9 @@ class _Pending(ABC, Generic[AnyTransfer]):
     def cancel(self) -> None:
         """Stop waiting. Loads not launched yet are dropped unless another request needs them; other jobs go on."""
         self._session.check_usable()
+        self._cancel()
+
+    def _cancel(self) -> None:
         self._session.ledger.cancel(self._transfer)
 
     def _wake(self) -> None:
@@ -138,7 +142,7 @@ class _Pending(ABC, Generic[AnyTransfer]):
 
     async def _wait(self) -> None:
         self._session.check_usable()
-        while not self._transfer.is_over:
+        while not self.is_over:
             event = anyio.Event()
             self._waiting.add(event)
             try:
@@ -158,6 +162,53 @@ class PendingPrefetch(_Pending[Prefetch]):
         """Wait until it is over, however it ends. Returns how many tokens of the prompt are on the device then."""
         await self._wait()
         return self._transfer.num_tokens
+
+
+class PendingFetch(_Pending[Fetch]):
+    """A fetch under way, as `OffloadRuntime.fetch_nowait` returns it. A remote store is asked while the disk is read;
+    what it has is fetched by a second transfer."""
+
+    def __init__(self, session: Session, prefix: Prefix) -> None:
+        self._question: Question | None = None
+        self._behind: Fetch | None = None
+        """From the remote store."""
+        super().__init__(session, prefix)
+        if session.remote is not None and session.remote.may_fetch:
+            self._ask(session.remote, prefix)
+
+    def _start(self, prefix: Prefix, wake: Callable[[], None]) -> Fetch:
+        return self._session.ledger.fetch(prefix, wake)
+
+    def _ask(self, remote: RemoteWork, prefix: Prefix) -> None:
+        match = self._session.ledger.lookup(prefix)
+        labels = remote.labels_nowait(prefix, match.num_tokens + match.num_disk_tokens)
+
+        def answered(num_cells: int) -> None:
+            if num_cells and self._session.is_open:
+                num_tokens = labels[num_cells - 1].stop * self._session.ledger.layout.unit_tokens
+                self._behind = self._session.ledger.fetch(prefix, self._wake, num_remote_tokens=num_tokens)
+                self._session.worker.submit(self._behind.plans)
+            self._wake()
+
+        if labels:
+            self._question = remote.ask(labels, answered)
+
+    @property
+    def is_over(self) -> bool:
+        is_asking = self._question is not None and not self._question.is_over
+        return not is_asking and super().is_over and (self._behind is None or self._behind.is_over)
+
+    def _cancel(self) -> None:
+        if self._question is not None:
+            self._question.cancel()
+        super()._cancel()
+        if self._behind is not None:
+            self._session.ledger.cancel(self._behind)
+
+    async def wait(self) -> int:
+        """Wait until it is over, however it ends. Returns how many tokens of the prompt a request would hit then."""
+        await self._wait()
+        return (self._behind or self._transfer).num_tokens
 
 
 class PendingDemotion(_Pending[Demotion]):

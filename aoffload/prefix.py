@@ -1,7 +1,7 @@
 """The identity of KV: root keys, token ids and key spans, in one canonical encoding.
 
-The digest of a prefix is SHA-256 over the root and every block up to its end. It does not depend on how the index cut
-its runs, so the same prefix has the same digest in every tier and every process (design, section 8b).
+The digest of a prefix is SHA-256 over the digest of the root and every block up to its end. It does not depend on how
+the index cut its runs, so the same prefix has the same digest in every tier and every process (design, section 8b).
 """
 
 from __future__ import annotations
@@ -64,14 +64,27 @@ class KeySpan:
 class Root:
     """The root keys. Prompts with different root keys share no blocks."""
 
-    namespace: str
-    cache_salt: str | bytes | None = None
-    adapter_key: str | bytes | None = None
+    namespace: str = attrs.field(eq=False)
+    cache_salt: str | bytes | None = attrs.field(default=None, eq=False)
+    adapter_key: str | bytes | None = attrs.field(default=None, eq=False)
+    digest: bytes = attrs.field(init=False, repr=False)
+    """SHA-256 of the encoded keys: stands for them where they must not be written, such as on a disk."""
     hasher: Hasher = attrs.field(init=False, eq=False, repr=False)
-    """The hash state from which every prefix under this root starts; copy it, never update it."""
+    """The hash state from which every prefix under this root starts: that of `digest`. Copy it, never update it."""
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "hasher", hashlib.sha256(self._encode()))
+        self._stand_for(hashlib.sha256(self._encode()).digest())
+
+    @classmethod
+    def of_digest(cls, digest: bytes) -> Root:
+        """The root with this digest, whose keys nobody has told: they are empty here."""
+        found = cls("")
+        found._stand_for(digest)
+        return found
+
+    def _stand_for(self, digest: bytes) -> None:
+        object.__setattr__(self, "digest", digest)
+        object.__setattr__(self, "hasher", hashlib.sha256(digest))
 
     def _encode(self) -> bytes:
         parts = [b"aoffload prefix 1"]

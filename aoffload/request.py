@@ -11,6 +11,7 @@ from .core.owners import Extension, Waiter
 from .core.preemption import Preemption
 from .engine_calls import EngineCalls
 from .errors import OutOfBlocks
+from .fetching import fetch
 from .loading import AwaitedLoad, PendingLoad, wait_for_room
 from .prefix import TokenIds
 from .transfer.fence import Fence
@@ -40,10 +41,23 @@ class Request(EngineCalls):
         """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` changes nothing."""
         self._session.ledger.allocate_nowait(self._live(), num_tokens)
 
+    async def fetch(self) -> int:
+        """Bring what the disk has behind the hit into host memory, and match again, while the request has no blocks.
+        Returns the hit in tokens. `allocate` does it, too; with `engine_blocks`, call it before `load`.
+
+        It takes at most `fetch_timeout_s`, and never raises for a disk that fails: what is not there is computed.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        await fetch(self, self._live(), self._prefix)
+        return self.match.num_tokens
+
     async def allocate(self, num_tokens: int | None = None) -> None:
-        """As `allocate_nowait`, but waits for room; `OutOfBlocks` only if it can never fit."""
+        """As `allocate_nowait`, but waits for room, and fetches before that what only the disk has; `OutOfBlocks` only
+        if it can never fit."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         holding = self._live()
+        if holding.match.num_disk_tokens or self._session.remote is not None:
+            await fetch(self, holding, self._prefix)
         try:
             self._session.ledger.allocate_nowait(holding, num_tokens)
             return

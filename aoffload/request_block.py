@@ -32,6 +32,8 @@ class RequestBlock:
         self._session = session
         self._prompt = prompt
         self._options = options
+        self._prefix: Prefix
+        """The prompt, once it is entered."""
         self._holding: Holding | None = None
         self._scope: anyio.CancelScope | None = None
         """Around the entered block; None in an async generator."""
@@ -54,6 +56,7 @@ class RequestBlock:
         prefix = self._prompt if isinstance(self._prompt, Prefix) else await _read(self._prompt)
         if self._holding is not None:
             raise WrongState(f"request {self.request_id} was entered before: open another one")
+        self._prefix = prefix
         self._holding = self._session.admit(self, prefix, self._options)
         self._task_id = id(self._session.running_task())
         if deadline is not None and deadline < math.inf:

@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, contextmanager
-from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from contextlib import contextmanager
+from typing import Any, TypeVar, Unpack
 
 import anyio
 import attrs
-from anyio.abc import TaskGroup
 
-from .arguments import as_tuple, check_callable, check_has, check_text, check_type, number_of, shown
-from .config import OffloadConfig
+from .arguments import check_callable, check_text, number_of, shown
 from .core.answer import PrefixMatch
-from .core.blocks import DevicePool
-from .core.engine_blocks import EngineBlocks
-from .core.ledger import Ledger, LedgerStatistics
+from .core.ledger import LedgerStatistics
 from .core.plan import Tier
 from .core.policy import StoreScope
-from .env import Env
-from .errors import InvalidArgument, RequestAborted, RuntimeClosed
-from .explained import Explained
+from .errors import InvalidArgument, RequestAborted
 from .loading import PendingLoad
-from .observers import Observers, RuntimeObserver
-from .opening import Opening
-from .pins import Identity, PendingDemotion, PendingPrefetch, PinScope, time_to_live
-from .prefix import KeySpan, Prefix, Roots, TokenIds, prompt_of
+from .pins import Identity, PendingDemotion, PendingFetch, PendingPrefetch, PinScope, time_to_live
+from .prefix import KeySpan, Prefix, TokenIds, prompt_of
 from .request import Request
-from .session import RequestOptions, Session
+from .runtime_life import RuntimeLife
+from .session import RequestOptions
 from .steps import Computed, commit_step, hold, run_step
-from .telemetry import Telemetry
 from .transfer.fence import Fence
-from .transfer.layout import check_block_sizes
-from .transfer.local import LocalTransport
-from .transfer.transport import TRANSPORTS, TransferStatistics, Transport
-from .worker import CopyWorker
+from .transfer.transport import DiskStatistics, RemoteStatistics, TransferStatistics
 
 __all__ = ["OffloadRuntime", "RuntimeStatistics"]
 
@@ -49,11 +36,17 @@ class RuntimeStatistics(LedgerStatistics):
     """A snapshot. `device` and `host` hold num_blocks, num_free, num_cached, num_pinned, num_quarantined."""
 
     transfers: TransferStatistics
+    disk_transfers: DiskStatistics | None = None
+    """None without a disk."""
+    remote_transfers: RemoteStatistics | None = None
+    """None without a remote tier."""
+    num_fetches_declined: int = 0
+    """Times that a request computed what a tier below the host had: that was sooner."""
     off_reason: str = ""
     """Why the cache has turned itself off: nothing is loaded or stored any more. Empty while it is on."""
 
 
-class OffloadRuntime(Explained):
+class OffloadRuntime(RuntimeLife):
     """An async context manager around one engine's KV cache.
 
     `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
@@ -61,104 +54,6 @@ class OffloadRuntime(Explained):
     ids; by default a free list of the runtime's own. `engine_blocks`, in its place: the blocks of an engine that has a
     pool and a prefix cache itself (docs/engines.md). `observers` receive the same events as the log.
     """
-
-    def __init__(
-        self,
-        config: OffloadConfig,
-        kv_caches: Any = None,
-        *,
-        transport: Transport | None = None,
-        device_pool: DevicePool | None = None,
-        engine_blocks: EngineBlocks | None = None,
-        env: Env | None = None,
-        logger: Any = None,
-        observers: Iterable[RuntimeObserver] = (),
-    ) -> None:
-        check_type("config", config, OffloadConfig)
-        if (kv_caches is None) == (transport is None):
-            raise InvalidArgument("kv_caches", "give either kv_caches or a transport")
-        if transport is not None:
-            check_has("transport", transport, "Transport", TRANSPORTS)
-        if env is not None:
-            check_type("env", env, Env)
-        if logger is not None:
-            check_has("logger", logger, "structlog logger", "bind")
-        self.config = config
-        self.transport: Transport = LocalTransport(kv_caches) if transport is None else transport
-        check_block_sizes(self.transport, config.groups)
-        self.env = env if env is not None else Env()
-        self.telemetry = Telemetry(logger)
-        self.observers = Observers(self.telemetry, *as_tuple("observers", observers, "RuntimeObserver"))
-        block_bytes = self.transport.block_bytes
-        self.ledger = Ledger(
-            config,
-            self.transport.num_device_blocks,
-            block_bytes=block_bytes,
-            device_pool=device_pool,
-            engine_blocks=engine_blocks,
-            clock=None if engine_blocks is None else lambda: self._session.now(),
-            observer=self.observers if len(self.observers.observers) > 1 else self.telemetry,
-        )
-        self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
-        self._session = Session(
-            config, self.env, self.ledger, self.worker, self.transport, self.telemetry, self.observers
-        )
-        self._opening = Opening(self._session, config.resolve_host_blocks(block_bytes))
-        self._roots = Roots(config.root_namespace)
-        self._group: TaskGroup | None = None
-
-    def __repr__(self) -> str:
-        return f"<OffloadRuntime {'open' if self._session.is_open else 'closed'} {self.ledger!r}>"
-
-    # -- life cycle -----------------------------------------------------------------------------------------------
-
-    async def __aenter__(self) -> Self:
-        self._session.begin()
-        self.worker.start()
-        await self._opening.open()
-        try:
-            self._group = await self._start_worker()
-        except BaseException:
-            self._opening.close(self.config.close_timeout_s)  # nothing was launched: its threads end at once
-            raise
-        self._session.is_open = True
-        self._opening.tell()
-        return self
-
-    async def _start_worker(self) -> TaskGroup:
-        """Start the worker's task and wait until it runs: cancelled before its first step, it would cancel the caller,
-        too. Not `TaskGroup.start`, which would wait for the shielded worker if it was cancelled itself."""
-        async with AsyncExitStack() as stack:
-            group = await stack.enter_async_context(anyio.create_task_group())
-            stack.callback(self.worker.end)
-            group.start_soon(self.worker.run, name="aoffload copy worker")
-            await self.worker.has_begun.wait()
-            stack.pop_all()
-            return group
-        raise RuntimeClosed("the copy worker was cancelled before it had begun")
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight. Whoever waits in
-        a call of a request gets `RuntimeClosed`; a task that waits for anything else goes on until its next call."""
-        self._session.is_open = False
-        self._session.close_requests()
-        self.worker.refuse_all()
-        deadline = anyio.current_time() + self.config.close_timeout_s
-        try:
-            # A launched copy can't be recalled, and its memory must outlive it: the one wait that is shielded.
-            with anyio.CancelScope(shield=True, deadline=deadline):
-                await self.worker.wait_idle()
-                await self.env.run_in_thread(partial(self._opening.close, max(0.0, deadline - anyio.current_time())))
-        finally:
-            self._opening.close(0.0)
-            self.worker.drain()
-            self.worker.stop("the runtime was closed")
-            self.telemetry.runtime_closed(len(self.ledger.jobs.quarantined))
-            self.worker.end()
-            assert self._group is not None
-            await self._group.__aexit__(None, None, None)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -261,6 +156,21 @@ class OffloadRuntime(Explained):
         self._session.check_usable()
         return PendingPrefetch(self._session, self._prefix(token_ids, **identity))
 
+    async def fetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
+        """Bring what the disk has of a prompt into host memory. Returns how many of its tokens would hit then.
+
+        Best effort, as `prefetch`: it takes at most `max_fetch_share` of the host, and never raises for a failed copy.
+        `Request.allocate` does it for its own prompt. `WrongState` without a disk.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        with self.fetch_nowait(token_ids, **identity) as pending:
+            return await pending.wait()
+
+    def fetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingFetch:
+        """As `fetch`, but returns at once, and the transfer goes on in the background."""
+        self._session.check_usable()
+        return PendingFetch(self._session, self._prefix(token_ids, **identity))
+
     async def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
         """Move the blocks of a prompt from the device to host memory. Returns how many device blocks were freed.
 
@@ -310,6 +220,16 @@ class OffloadRuntime(Explained):
 
     # -- whole cache ----------------------------------------------------------------------------------------------
 
+    async def wait_restored(self) -> int:
+        """Wait until what an earlier process left on the disk is known. Returns how many of its blocks were found."""
+        self._session.check_usable()
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        disk = self._session.disk
+        if disk is None:
+            return 0
+        await disk.is_restored.wait()
+        return disk.num_restored
+
     async def flush(self) -> None:
         """Wait until every transfer planned so far has ended or is given up."""
         self._session.check_usable()
@@ -320,7 +240,9 @@ class OffloadRuntime(Explained):
         they bring there are not published. Returns the ids of the jobs that are not over within `timeout_s` seconds
         (None: no limit); empty if all are.
 
-        Running requests keep their blocks. They publish and store nothing any more, unless `tier` is a lower one.
+        Running requests keep their blocks. They publish and store nothing any more, unless `tier` is a lower one. What
+        was on a disk is found by no restart, or `TransferRefused` is raised, and the disk is used no more. What is in a
+        remote store stays there, for whoever uses its namespace: this runtime uses it no more.
         """
         self._session.check_usable()
         seconds = math.inf if timeout_s is None else _seconds("timeout_s", timeout_s)
@@ -328,15 +250,27 @@ class OffloadRuntime(Explained):
             raise InvalidArgument("timeout_s", f"must not be negative, got {shown(timeout_s)}")
         self.ledger.reset(tier)
         self.worker.discard_queued()
-        last_id = self.ledger.jobs.last_id
-        with anyio.move_on_after(seconds):
+        last_id, deadline = self.ledger.jobs.last_id, anyio.current_time() + seconds
+        disk, remote = self._session.disk, self._session.remote
+        if remote is not None and tier is None:
+            remote.turn_off("a reset: what the store has under this namespace is of before")
+        if disk is not None and tier in (None, Tier.DISK):
+            await disk.reset(min(seconds, self.config.transfer_timeout_s))
+        with anyio.CancelScope(deadline=deadline):
             await self.worker.wait_over(last_id)
         return self.worker.copies.in_flight_up_to(last_id)
 
     def statistics(self) -> RuntimeStatistics:
         found = self.ledger.statistics()
-        transfers, off_reason = self.transport.statistics(), self.worker.off_reason
-        return RuntimeStatistics(**attrs.asdict(found, recurse=False), transfers=transfers, off_reason=off_reason)
+        disk, remote = self._session.disk, self._session.remote
+        return RuntimeStatistics(
+            **attrs.asdict(found, recurse=False),
+            transfers=self.transport.statistics(),
+            disk_transfers=None if disk is None else disk.disk.statistics(),
+            remote_transfers=None if remote is None else remote.remote.statistics(),
+            num_fetches_declined=self._session.num_fetches_declined,
+            off_reason=self.worker.off_reason,
+        )
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner. Looks at every block."""

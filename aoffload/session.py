@@ -6,6 +6,7 @@ It checks the calling thread, knows the entered requests, and records the fences
 
 from __future__ import annotations
 
+import enum
 import math
 import os
 import threading
@@ -24,17 +25,20 @@ from .core.lifecycle import RequestState
 from .core.owners import Holding
 from .core.plan import TransferPlan
 from .core.policy import StoreScope
+from .disk_work import DiskWork
 from .env import Env
 from .errors import AoffloadError, DeviceGone, RuntimeClosed, TransferRefused, WrongProcess, WrongThread
+from .fetch_gate import PrefillSpeed
 from .observers import Observers
 from .prefix import Prefix, TokenIds
+from .remote_work import RemoteWork
 from .slow import SlowWatch
 from .telemetry import Telemetry
 from .transfer.fence import Fence
 from .transfer.transport import Transport
 from .worker import CopyWorker
 
-__all__ = ["Entered", "RequestOptions", "Session"]
+__all__ = ["Entered", "RequestOptions", "Session", "SessionLife"]
 
 
 @attrs.frozen
@@ -81,6 +85,14 @@ class Entered(Protocol):
         ...
 
 
+class SessionLife(enum.Enum):
+    NEW = "new"
+    """Also while it opens."""
+    OPEN = "open"
+    CLOSED = "closed"
+    """Also while it closes."""
+
+
 class Session:
     """The ledger, the worker and the transport of one runtime while it is open, in one thread of one process."""
 
@@ -101,7 +113,15 @@ class Session:
         self.transport = transport
         self.telemetry = telemetry
         self.observers = observers
-        self.is_open = False
+        self.disk: DiskWork | None = None
+        """Set where the transport has a disk."""
+        self.remote: RemoteWork | None = None
+        """Set where the transport has a remote tier."""
+        self.speed: PrefillSpeed | None = None
+        """Set where a tier below the host is: fetches compete with computing."""
+        self.num_fetches_declined = 0
+        """Times that computing was sooner than a fetch would have been."""
+        self.life = SessionLife.NEW
         self.running_task: Callable[[], object] = object
         """Returns the current task; set by `begin`."""
         self.now: Callable[[], float] = float
@@ -116,6 +136,10 @@ class Session:
         """The fence of each live request's last commit; stores at the end of the request wait for it, too."""
         self._thread_id = 0
         self._process_id = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.life is SessionLife.OPEN
 
     # -- calling thread -------------------------------------------------------------------------------------------
 
@@ -137,6 +161,8 @@ class Session:
     def _why_not(self) -> AoffloadError:
         if self._process_id and os.getpid() != self._process_id:
             return WrongProcess("the runtime belongs to the process it was opened in, not to a fork of it")
+        if self.life is SessionLife.CLOSED:
+            return RuntimeClosed("the runtime is closed: its `async with` block is over")
         if not self.is_open:
             return RuntimeClosed("the runtime is not open: use it inside its `async with` block")
         return WrongThread("call the runtime in its event loop's thread (anyio.from_thread.run_sync gets there)")
@@ -182,6 +208,8 @@ class Session:
     def release(self, holding: Holding, reason: str) -> None:
         """End a request; its stores wait for the fence of its last commit."""
         self._entered.pop(holding.request_id, None)
+        if self.speed is not None:
+            self.speed.forget(holding.request_id)
         fence = self._fences.pop(holding.request_id, None)
         self.worker.submit(self.ledger.release(holding, reason), fence)
         if self.is_open:  # no write-back into a cache that closes
@@ -248,7 +276,10 @@ class Session:
         self, fence: Fence | None, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds
     ) -> None:
         """Publish what was computed; store it once `fence` has passed, or not at all without a fence."""
+        before = holding.num_computed_tokens
         plans = self.ledger.commit(holding, num_computed_tokens, new_token_ids)
+        if self.speed is not None and fence is not None and _has_passed(fence):
+            self.speed.computed(holding.request_id, holding.num_computed_tokens - before, self.now())
         self._fences[holding.request_id] = fence
         if plans:
             self._store_behind(fence, plans)
@@ -258,6 +289,14 @@ class Session:
         """Store what is about to be evicted. Not behind the fence of a commit: any request may have computed it."""
         if self.ledger.writes_back and (plans := self.ledger.plan_write_back()):
             self.worker.submit(plans)
+        self.look_below()
+
+    def look_below(self) -> None:
+        """Have lower tiers store what they should have. Called after whatever may have changed that."""
+        if self.disk is not None:
+            self.disk.look()
+        if self.remote is not None:
+            self.remote.look()
 
     def offer_behind(
         self,
@@ -283,6 +322,18 @@ class Session:
         """Invalidate what was committed from `from_token` on, and abort requests that may have read it."""
         for tainted in self.ledger.invalidate(holding, from_token):
             self.cancel(tainted.request_id, "prefix_invalidated")
+        if self.disk is not None:
+            self.disk.take_back()
+        if self.remote is not None:
+            self.remote.look()
+
+
+def _has_passed(fence: Fence) -> bool:
+    """Whether the compute before `fence` is known to be over."""
+    try:
+        return fence.query()
+    except Exception:  # noqa: BLE001 - a driver error: whoever waits for the fence meets it
+        return False
 
 
 def _wake(reference: ref[Entered]) -> None:

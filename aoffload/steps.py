@@ -46,6 +46,8 @@ def hold(session: Session, requests: Iterable[Request | PendingLoad]) -> Abstrac
         else:
             held.append(_own(session, "requests", one)._live())
     session.worker.step_begins()
+    if session.speed is not None:
+        session.speed.begins([holding.request_id for holding in (*held, *arriving)], session.now())
     return session.ledger.step(held, arriving)
 
 

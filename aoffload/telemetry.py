@@ -15,7 +15,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import attrs
 
 from .arguments import check_has, check_type
-from .core.kept import CacheTransfer, Demotion, Pin, Prefetch, Step
+from .core.answer import PrefixMatch
+from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
 from .core.ledger import Ledger
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.owners import Holding, LoadOverlap
@@ -32,6 +33,7 @@ _JOB_EVENTS = {state: f"job_{state.value}" for state in JobState}
 _PIN_EVENTS = {state: f"pin_{state.value}" for state in PinState}
 _PREFETCH_EVENTS = {state: f"prefetch_{state.value}" for state in CacheTransferState}
 _DEMOTION_EVENTS = {state: f"demotion_{state.value}" for state in CacheTransferState}
+_FETCH_EVENTS = {state: f"fetch_{state.value}" for state in CacheTransferState}
 _OVERLAP_EVENTS = {state: f"load_overlap_{state.value}" for state in OverlapState}
 _DEBUG, _INFO, _WARNING = 10, 20, 30
 _REQUEST_LEVELS = {**dict.fromkeys(RequestState, _DEBUG), RequestState.DONE: _INFO, RequestState.ABORTED: _INFO}
@@ -84,6 +86,11 @@ def _levels_heard(logger: Any) -> Callable[[int], bool]:
     return logger.is_enabled_for  # type: ignore[no-any-return]
 
 
+def _below_host(found: PrefixMatch) -> dict[str, int]:
+    """What a fetch would add; most logs are of runtimes without anything below host memory."""
+    return {"num_disk_tokens": found.num_disk_tokens} if found.num_disk_tokens else {}
+
+
 class LedgerLog:
     """An observer that writes a ledger's events to `logger`, and what a `CopyQueue` reports.
 
@@ -121,6 +128,7 @@ class LedgerLog:
                 num_device_tokens=found.num_device_tokens,
                 num_host_tokens=found.num_host_tokens,
                 answer=found.answer.value,
+                **_below_host(found),
             )
         elif state is RequestState.ALLOCATED:
             found = holding.match  # a request that waited for room was matched again at the grant
@@ -130,6 +138,7 @@ class LedgerLog:
                 num_blocks=holding.num_blocks,
                 num_device_tokens=found.num_device_tokens,
                 num_host_tokens=found.num_host_tokens,
+                **_below_host(found),
             )
         elif state is RequestState.RUNNING:
             ready, lost = holding.num_computed_tokens, holding.num_lost_tokens
@@ -154,6 +163,8 @@ class LedgerLog:
         about: dict[str, Any] = {
             "job_id": plan.job_id,
             "direction": plan.direction.value,
+            "source": plan.source.name.lower(),
+            "destination": plan.destination.name.lower(),
             "num_blocks": plan.num_blocks,
             "request_id": job.request_id,
         }
@@ -183,6 +194,9 @@ class LedgerLog:
             self.logger.debug(event, request_id=name, num_blocks=transfer.num_blocks, num_tokens=num_tokens)
         elif isinstance(transfer, Demotion):
             self.logger.debug(_DEMOTION_EVENTS[transfer.state], request_id=name, num_blocks=transfer.num_blocks)
+        elif isinstance(transfer, Fetch):
+            waiter = {} if transfer.request is None else {"waiter": transfer.request.request_id}
+            self.logger.debug(_FETCH_EVENTS[transfer.state], request_id=name, num_blocks=transfer.num_blocks, **waiter)
 
     @_harmless
     def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None:
@@ -269,8 +283,8 @@ class LedgerLog:
     def ledger_opened(self, ledger: Ledger) -> None:
         """Call it once `ledger` is made: readers of the log learn where it begins, and the sizes of its pools."""
         # Where an engine has the device blocks, the pool counts what copies hold: nothing yet.
-        device, host = (tier.pool.num_blocks for tier in check_type("ledger", ledger, Ledger).cache.tiers)
-        self._opened("ledger_opened", {"num_device_blocks": device, "num_host_blocks": host})
+        tiers = check_type("ledger", ledger, Ledger).cache.tiers
+        self._opened("ledger_opened", {f"num_{tier.tier.name.lower()}_blocks": tier.pool.num_blocks for tier in tiers})
 
     def ledger_closed(self, ledger: Ledger) -> None:
         """Call it when nothing is launched for `ledger` any more."""
@@ -296,6 +310,30 @@ class Telemetry(LedgerLog):
     @_harmless
     def host_memory_page_locked(self, progress: PinProgress) -> None:
         self.logger.info("host_memory_page_locked", **attrs.asdict(progress))
+
+    @_harmless
+    def disk_opened(self, path: str, num_slots: int) -> None:
+        self.logger.info("disk_opened", path=path, num_slots=num_slots)
+
+    @_harmless
+    def disk_restored(self, num_blocks: int, duration_s: float) -> None:
+        self.logger.info("disk_restored", num_blocks=num_blocks, duration_s=round(duration_s, 6))
+
+    @_harmless
+    def fetch_declined(self, request_id: str, num_tokens: int, fetch_s: float) -> None:
+        self.logger.debug("fetch_declined", request_id=request_id, num_tokens=num_tokens, fetch_s=round(fetch_s, 6))
+
+    @_harmless
+    def remote_opened(self, store: str, is_encrypted: bool, cell_tokens: int) -> None:
+        self.logger.info("remote_opened", store=store, is_encrypted=is_encrypted, cell_tokens=cell_tokens)
+
+    @_harmless
+    def remote_turned_off(self, reason: str) -> None:
+        self.logger.warning("remote_turned_off", reason=reason)
+
+    @_harmless
+    def disk_turned_off(self, reason: str) -> None:
+        self.logger.error("disk_turned_off", reason=reason)
 
     def runtime_opened(
         self, num_device_blocks: int, num_host_blocks: int, layout: str, *, engine_blocks: bool = False

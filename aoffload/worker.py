@@ -41,6 +41,8 @@ class CopyWorker:
     copies: CopyQueue = attrs.field(init=False)
     slow: SlowWatch | None = attrs.field(init=False, default=None)
     """Set by who begins to use the worker."""
+    after_settled: Callable[[], None] | None = attrs.field(init=False, default=None)
+    """Called when completions were settled: there may be more to store. Set by who begins to use the worker."""
     _alarms: dict[anyio.Event, float] = attrs.field(factory=dict)
     """Events and the times to set them."""
     _calls: deque[Callable[[], None]] = attrs.field(factory=deque)
@@ -174,6 +176,8 @@ class CopyWorker:
         while self._calls:
             self.copies.tell(self._calls.popleft())
         self.copies.settle_delivered()
+        if self.after_settled is not None:
+            self.after_settled()
         self._wake_by(self.copies.next_deadline)
 
     def _notify_settled(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from types import TracebackType
@@ -23,16 +24,20 @@ class MissingPeerError(Exception):
 class Peer:
     """Runs `peers/NAME_side.py` with the Python of `build/peers/NAME`. To be entered once."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, python: Path | None = None, path: Path | None = None) -> None:
+        """With another `python` than that of the environment, and with modules of `path` before all others."""
         self.name = name
-        self._python = ENVIRONMENTS / name / "bin" / "python"
+        self._python = python or ENVIRONMENTS / name / "bin" / "python"
+        self._environ = os.environ | ({} if path is None else {"PYTHONPATH": str(path)})
         if not self._python.exists():
             raise MissingPeerError(f"{name} is not installed: make bench-peers")
 
     def __enter__(self) -> Self:
+        ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
         log = (ENVIRONMENTS / f"{self.name}.log").open("w")
         command = [str(self._python), str(SCRIPTS / f"{self.name}_side.py")]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=self._environ)
         log.close()
         return self
 

@@ -18,7 +18,6 @@ from .mutants import MUTANTS
 from .report import Report
 
 PROCESSES = 2
-NUM_THIRDS = 3
 OUT = Path("build/proof")
 PARTS = ("programs", "campaign", "traces", "soak")
 """The parts that run by default. The mutants are a run of their own."""
@@ -78,15 +77,15 @@ def _soak(backend: str, found: dict[str, Any]) -> dict[str, Any]:
     return {"backend": backend, "passed": found["has_passed"], "about": about}
 
 
-def third_of(given: str) -> int | None:
-    """Which third of the mutants to run: as given, or by the checked-out commit (`auto`). None: all of them."""
+def ninth_of(given: str) -> int | None:
+    """Which ninth of the mutants to run: as given, or by the checked-out commit (`auto`). None: all of them."""
     if given != "auto":
         return int(given) if given else None
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     commit = found.stdout.strip()
-    third = int(commit, 16) % NUM_THIRDS if commit else 0
-    print(f"mutants: third {third} of {NUM_THIRDS}, by commit {commit or '(none)'}", flush=True)
-    return third
+    ninth = int(commit, 16) % 9 if commit else 0
+    print(f"mutants: ninth {ninth}, by commit {commit or '(none)'}", flush=True)
+    return ninth
 
 
 def _run(given: argparse.Namespace) -> Report:
@@ -96,8 +95,8 @@ def _run(given: argparse.Namespace) -> Report:
     if "campaign" in given.parts:
         report.campaign = part("campaign", "--depth", str(given.depth))
     if "mutants" in given.parts:
-        third = third_of(given.third)
-        words = ["--third", str(third)] if third is not None else []
+        ninth = ninth_of(given.ninth)
+        words = ["--ninth", str(ninth)] if ninth is not None else []
         budget = ("--programs", str(given.programs), "--tried", str(given.tried), "--ranges", str(given.ranges))
         report.mutants = part("mutants", *words, *budget, "--only", given.only)
     if "traces" in given.parts:
@@ -117,7 +116,7 @@ def _given() -> argparse.Namespace:
     parser.add_argument("--rests", type=int, default=12, help="of the soaks, each after some 400 requests")
     parser.add_argument("--soak-seconds", type=float, default=0.0, help="let the soaks go on for that long instead")
     mutants = parser.add_argument_group("mutants")
-    mutants.add_argument("--third", default="", choices=["auto", "0", "1", "2"], help="auto: by the commit")
+    mutants.add_argument("--ninth", default="", choices=["auto", *map(str, range(9))], help="auto: by the commit")
     mutants.add_argument("--only", default="", metavar="TEXT", help="those with it in their name")
     mutants.add_argument("--tried", type=int, default=300, help="programs for those that name a test")
     mutants.add_argument("--ranges", type=int, default=1, help="of seeds: in each of them programs have to find it")

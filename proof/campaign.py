@@ -15,6 +15,7 @@ import attrs
 
 from aoffload.testing import FAULTS, HOWS, Cancel, Fault, Plan, Result, Tally, simulate
 from aoffload.testing.explore import CHOOSERS, cancel_sweep, exhaust, fault_sweep
+from aoffload.testing.faults import DISK_FAULTS, REMOTE_FAULTS
 from aoffload.testing.plans import Backend
 
 from .scenarios import SCENARIOS, ScenarioRow
@@ -25,6 +26,8 @@ BACKENDS: tuple[Backend, ...] = ("asyncio", "trio")
 MOST_SEEDS = 24
 ENOUGH_TRACES = 70
 """Distinct traces of a scenario on one backend: where there are few choices, more seeds are sampled to get so many."""
+BELOW_HOST = (*DISK_FAULTS, *REMOTE_FAULTS)
+"""Faults that take a tier that most scenarios lack."""
 AT_ANY_STEP = ("leap", "block", "worker")
 """Faults with an opportunity at every step: sampled, not swept."""
 
@@ -58,7 +61,7 @@ class Campaign:
             yield from cancel_sweep(plan, row.run, victim, "native", 4 * self.depth, shuffled=True)
         yield from cancel_sweep(plan, row.run, "step", "request*2", 10 * self.depth, shuffled=True)
         for kind in FAULTS:
-            if kind not in AT_ANY_STEP:
+            if kind not in AT_ANY_STEP and (kind not in BELOW_HOST or base.opportunities[kind]):
                 yield from fault_sweep(plan, row.run, kind, at_most=self.depth, shuffled=True)
                 yield from fault_sweep(plan, row.run, kind, lasting=True, at_most=self.depth, shuffled=True)
         yield from exhaust(plan, row.run, num_deviations=2, at_most=3 * self.depth)

@@ -23,6 +23,19 @@ def _of(*names: str) -> frozenset[str]:
 POLICIES = _of("eager", "lazy", "selective", "off")
 ONE_POLICY = Forbidden(POLICIES, POLICIES, "there is one store policy")
 NO_COPIES = "without host blocks nothing is copied"
+OF_A_DISK = _of(
+    "disk", "write behind", "disk flush", "fetch", "fetch shared", "match fetched", "restart", "restored", "reset disk",
+    "disk fault",
+)  # fmt: skip
+NO_DISK = Forbidden(_of("no host"), OF_A_DISK, "what is on the disk comes from the host")
+OF_A_STORE = _of(
+    "remote", "remote store", "remote store landed", "remote store failed", "remote store corrupt",
+    "remote store unproven", "remote load landed", "remote load failed", "remote load corrupt", "cell gone",
+    "cell taken back", "late put", "told too much", "reset remote",
+)  # fmt: skip
+NO_STORE = Forbidden(
+    _of("no host", "window", "chunk", "bands"), OF_A_STORE, "a store keeps full attention that is in the host"
+)
 
 ANY_COPY = _of(
     "early", "flip", "rot", "refuse", "raise", "fail", "hang", "stuck_fence", "lose", "vanish", "twice", "die", "bug",
@@ -31,6 +44,8 @@ ANY_COPY = _of(
 FORBIDDEN = {
     "ledger": (
         ONE_POLICY,
+        NO_DISK,
+        NO_STORE,
         Forbidden(_of("watermark"), POLICIES - {"lazy"}, "only a lazy policy has a watermark"),
         Forbidden(_of("store"), _of("lazy", "off", "watermark"), "none of these policies stores at commit"),
         Forbidden(
@@ -38,25 +53,38 @@ FORBIDDEN = {
             _of(
                 "load", "load landed", "load failed", "load corrupt", "load unproven", "load abandoned", "load shared",
                 "host hit", "prefetch", "demote", "early start", "early start committed", "begin again", "store",
-                "store landed", "store failed", "store unproven", "watermark", "bands", "discard", "late proof",
+                "store landed", "store failed", "store unproven", "store corrupt", "watermark", "bands", "discard",
+                "late proof",
             ),
             NO_COPIES,
         ),
     ),
     "engine": (
         ONE_POLICY,
+        NO_DISK,
+        NO_STORE,
         Forbidden(_of("store"), _of("off"), "this policy stores nothing"),
+        Forbidden(_of("discard", "store corrupt"), _of("no host"), NO_COPIES),
+        Forbidden(
+            _of("off"),
+            _of(
+                "write behind", "disk flush", "remote store", "remote store landed", "remote load landed",
+                "cell taken back", "store corrupt",
+            ),
+            "what is never stored goes no further down",
+        ),
         Forbidden(
             _of("no host", "off"),
             _of(
                 "load", "load landed", "load failed", "load corrupt", "load unproven", "load lost", "host hit", "pin",
-                "pending", "store", "store landed", "store failed", "store unproven", "late proof", "discard", "bands",
+                "pending", "store", "store landed", "store failed", "store unproven", "late proof", "bands",
             ),
             "what is never stored is neither copied nor hit",
         ),
     ),
     "runtime": (
         ONE_POLICY,
+        NO_DISK,
         Forbidden(
             _of("no host"),
             ANY_COPY | _of("load", "early start", "demote"),
@@ -65,6 +93,8 @@ FORBIDDEN = {
     ),
     "runtime of an engine": (
         ONE_POLICY,
+        NO_DISK,
+        Forbidden(_of("off"), _of("restored"), "what is never stored is not on the disk"),
         Forbidden(
             _of("no host", "off"),
             ANY_COPY | _of("load", "load lost", "host hit", "pending", "pin", "refused: OutOfBlocks"),

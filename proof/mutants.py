@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from .mutants_cache import CACHE_MUTANTS
 from .mutants_calls import CALL_MUTANTS
+from .mutants_disk import DISK_MUTANTS
+from .mutants_disk_core import DISK_CORE_MUTANTS
+from .mutants_disk_proof import DISK_PROOF_MUTANTS
+from .mutants_disk_shell import DISK_SHELL_MUTANTS
 from .mutants_early import EARLY_MUTANTS
 from .mutants_engine import ENGINE_MUTANTS
 from .mutants_keeping import KEEPING_MUTANTS
 from .mutants_line import LINE_MUTANTS
 from .mutants_loss import LOSS_MUTANTS
 from .mutants_policies import POLICY_MUTANTS
+from .mutants_remote import REMOTE_CORE_MUTANTS
+from .mutants_remote_shell import REMOTE_SHELL_MUTANTS
+from .mutants_remote_store import REMOTE_STORE_MUTANTS
+from .mutants_seen import SEEN_MUTANTS
 from .mutants_shell import SHELL_MUTANTS
 from .mutants_stuck import STUCK_MUTANTS
 from .mutants_transfers import TRANSFER_MUTANTS
@@ -25,5 +33,6 @@ __all__ = ["MUTANTS"]
 MUTANTS: tuple[Mutant, ...] = (
     CACHE_MUTANTS + TRANSFER_MUTANTS + LINE_MUTANTS + SHELL_MUTANTS + LOSS_MUTANTS + EARLY_MUTANTS
     + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS + CALL_MUTANTS + ENGINE_MUTANTS + STUCK_MUTANTS
-    + VLLM_MUTANTS
+    + VLLM_MUTANTS + DISK_MUTANTS + DISK_CORE_MUTANTS + DISK_SHELL_MUTANTS + DISK_PROOF_MUTANTS
+    + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + SEEN_MUTANTS
 )  # fmt: skip

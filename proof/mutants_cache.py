@@ -40,8 +40,8 @@ _KEYS = (
     Mutant(
         "tokens under a span missing from the digest",
         TOKENS,
-        "        after.update(tokens[at : at + unit_bytes])\n",
-        "",
+        "        after.update(tokens[at : at + unit_bytes])\n        after.update(record)\n",
+        "        after.update(record)\n",
         "equal digests mean equal prefixes, under a span too",
         scenarios=("tenants",),
     ),
@@ -262,8 +262,8 @@ _PUBLISHING = (
     Mutant(
         "invalidate leaves the host copy",
         CACHE,
-        "for part in run.parts:\n                self.withdraw_part(",
-        "for part in run.parts_in(Tier.DEVICE):\n                self.withdraw_part(",
+        "for part in run.parts:\n                self.tiers[part.tier].taken_back(part.blocks)\n",
+        "for part in run.parts_in(Tier.DEVICE):\n                self.tiers[part.tier].taken_back(part.blocks)\n",
         "taken back in every tier, in flight too",
     ),
     Mutant(

@@ -85,7 +85,7 @@ CALL_MUTANTS = (
         "[holding for holding in holdings if holding.may_match_again]",
         "[holding for holding in holdings if holding.state is _S.PINNED]",
         "a grant that is not accepted yet holds without the hit that it was counted with",
-        programs=True,
+        test="tests/core/test_transfers.py::test_a_grant_after_a_failed_load_is_for_what_is_still_found",
     ),
     Mutant(
         "a fork that has not committed taken for unread",
@@ -128,14 +128,7 @@ CALL_MUTANTS = (
         "        if layout.windows:\n            slide_off(self.cache, holding)\n        if any(missing)",
         "        if any(missing)",
         "a table names what its request leases",
-        also=(
-            Patch(
-                LOADS,
-                "                wakes.append(load.wake)\n",
-                "                slide_off(self.cache, holding)\n                wakes.append(load.wake)\n",
-            ),
-        ),
-        programs=True,
+        test="tests/core/test_early_starts.py::test_in_any_layout_the_expected_table_is_the_one_that_comes",
     ),
     Mutant(
         "blocks under a step taken back with their author",

@@ -86,8 +86,8 @@ KEEPING_MUTANTS = (
     Mutant(
         "reset leaves pins",
         LEDGER,
-        "        self._pins.end_all(PinState.DROPPED)\n        if tier is None:\n",
-        "        if tier is None:\n",
+        "            self._pins.end_all(PinState.DROPPED)\n        if tier is None:\n",
+        "            pass\n        if tier is None:\n",
         "a reset leaves nothing pinned that nobody reads",
         scenarios=("kept_windows",),
     ),

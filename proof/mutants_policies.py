@@ -39,15 +39,15 @@ POLICY_MUTANTS = (
     Mutant(
         "watermark a part too far",
         WATERMARK,
-        "            if left <= 0:",
-        "            if left < 0:",
+        "            if num_blocks <= 0:",
+        "            if num_blocks < 0:",
         "a lazy store stores what the next blocks of the watermark evict, and no more",
     ),
     Mutant(
         "watermark at the hot end",
         WATERMARK,
-        "for part in source.order:",
-        "for part in reversed(list(source.order)):",
+        "self.lacking(source.order, left, wanted)",
+        "self.lacking(reversed(list(source.order)), left, wanted)",
         "what is about to be evicted is stored before it is lost",
     ),
     Mutant(
@@ -95,8 +95,8 @@ POLICY_MUTANTS = (
     Mutant(
         "stored with what was not offered",
         WATERMARK,
-        "        stop = min(run.offered_stop, run.stop)\n",
-        "        stop = run.stop\n",
+        "        return min(run.offered_stop, run.stop)\n",
+        "        return run.stop\n",
         "what a request does not want stored is not stored later on either",
     ),
     Mutant(

@@ -122,20 +122,20 @@ _WORKER = (
     Mutant(
         "bytes in flight not bounded",
         COPIES,
-        "fits = hop.num_bytes + num_bytes <= self._max_bytes",
+        "fits = hop.num_bytes + num_bytes <= hop.max_bytes",
         "fits = True",
         "in-flight work is bounded in bytes",
     ),
     Mutant(
         "jobs in flight not bounded",
         COPIES,
-        "        return fits and len(hop.in_flight) < self.config.max_jobs_in_flight",
-        "        return fits",
+        " and len(hop.in_flight) < self.config.max_jobs_in_flight",
+        "",
         "in-flight work is bounded in jobs",
     ),
     Mutant(
         "bytes in flight never given back",
-        COPIES,
+        "aoffload.transfer.hops",
         "            self.num_bytes -= found.num_bytes",
         "            self.num_bytes -= 0",
         "budgets are returned with the job",
@@ -143,8 +143,8 @@ _WORKER = (
     Mutant(
         "job above the bound never goes",
         COPIES,
-        "        if not hop.in_flight:\n            return True",
-        "        if not hop.in_flight and num_bytes <= self._max_bytes:\n            return True",
+        "return fits or not hop.in_flight",
+        "return fits or (not hop.in_flight and num_bytes <= hop.max_bytes)",
         "no hang: a job above the bound goes alone",
         scenarios=("two_groups",),
     ),
@@ -174,7 +174,7 @@ _WORKER = (
     Mutant(
         "timer frees what is pinned",
         COPIES,
-        "Completion(job_id, Outcome.UNPROVEN, error=error)",
+        "Completion(job_id, hop.late_outcome, error=error)",
         "Completion(job_id, Outcome.FAILED, error=error)",
         "a timer may quarantine, never free",
     ),
@@ -210,7 +210,7 @@ _WORKER = (
     ),
     Mutant(
         "opened before the worker has begun",
-        RUNTIME,
+        "aoffload.runtime_life",
         "            await self.worker.has_begun.wait()\n",
         "",
         "what cancels the worker cancels nobody else",
@@ -312,15 +312,15 @@ _WORKER = (
     Mutant(
         "queued jobs kept behind a stalled transport",
         COPIES,
-        "            self.regions.settle(given_up)\n        self._discard_queued(hop)\n",
-        "            self.regions.settle(given_up)\n",
+        "        if hop.late_outcome is Outcome.UNPROVEN:\n            self._discard_queued(hop)\n",
+        "",
         "a stalled transport makes misses, not queues",
     ),
     Mutant(
         "nobody told of settled jobs",
         COPIES,
-        "        self._dispatch()\n        self.ended()\n",
-        "        self._dispatch()\n",
+        "                self._ask_device()\n        self._dispatch()\n        self.ended()\n",
+        "                self._ask_device()\n        self._dispatch()\n",
         "no hang: a flush ends with the last job",
     ),
 )
@@ -336,7 +336,7 @@ _RUNTIME = (
     ),
     Mutant(
         "closing does not wait for copies",
-        RUNTIME,
+        "aoffload.runtime_life",
         "                await self.worker.wait_idle()\n                await ",
         "                await ",
         "a launched copy is waited for within bounds",

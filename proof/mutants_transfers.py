@@ -310,8 +310,8 @@ _STORES = (
     Mutant(
         "store waits for no host room",
         "aoffload.core.stores",
-        "fitting(start, stop, there.room // band.width)",
-        "fitting(start, stop, there.capacity // band.width)",
+        "wanted, fit, allowed = stop - start, there.room // band.width",
+        "wanted, fit, allowed = stop - start, there.capacity // band.width",
         "a store that finds no room is skipped",
     ),
 )

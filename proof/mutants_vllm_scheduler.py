@@ -44,12 +44,12 @@ MATCHES = (
     Mutant(
         "vLLM: blocks in a later step find nothing pinned",
         SCHEDULER,
-        "        for found in self._take_over():\n            self._tell(found)\n        return self._commands()\n",
+        "        for found in self._take_over():\n            self._tell(found)\n        return self.end_step()\n",
         "        for found in self._take_over():\n            self._tell(found)\n"
         "        for found in self.requests.values():\n"
         "            if found.is_asking:\n"
         '                found.leave(self.ledger, "not scheduled")\n'
-        "        return self._commands()\n",
+        "        return self.end_step()\n",
         "vLLM 0.33 asks in one step and allocates in another",
         test=f"{ASKED}test_blocks_may_come_in_a_later_step",
     ),
@@ -208,8 +208,8 @@ STEP = (
     Mutant(
         "vLLM: stores begin with the loads",
         CONNECTOR,
-        "        self._copying.start(self._commands.loads)\n",
-        "        self._copying.start((*self._commands.loads, *self._commands.stores))\n",
+        "        self._copying.load(self._commands)\n",
+        "        self._copying.load(self._commands)\n        self._copying.start([*self._commands.stores])\n",
         "a store copies what the forward has written",
         also=(
             Patch(
@@ -310,16 +310,16 @@ ENDS = (
     Mutant(
         "vLLM: stops stepping over its stores",
         SCHEDULER,
-        "        return bool(self._reports or self.ledger.jobs.unsettled)\n",
-        "        return bool(self._reports)\n",
+        "bool(self._reports or self.ledger.jobs.unsettled) or",
+        "bool(self._reports) or",
         "the engine steps until every copy has given its blocks back",
         test=f"{STEPS}test_nothing_is_kept_when_a_request_is_over",
     ),
     Mutant(
         "vLLM: stops stepping over its reports",
         SCHEDULER,
-        "        return bool(self._reports or self.ledger.jobs.unsettled)\n",
-        "        return bool(self.ledger.jobs.unsettled)\n",
+        "bool(self._reports or self.ledger.jobs.unsettled) or",
+        "bool(self.ledger.jobs.unsettled) or",
         "vLLM frees the blocks of an aborted load when it hears of its end",
         test=f"{STEPS}test_reports_keep_the_engine_stepping",
     ),

@@ -102,8 +102,8 @@ VLLM_SLEEP_MUTANTS = (
     Mutant(
         "vLLM: only the first rank may give up",
         MESSAGES,
-        "        return Reports(by_rank, self.gone or other.gone)\n",
-        "        return Reports(by_rank, self.gone)\n",
+        "        return Reports(by_rank, self.gone or other.gone, self.said + other.said)\n",
+        "        return Reports(by_rank, self.gone, self.said + other.said)\n",
         "the cache is off once a rank copies nothing any more",
         test="tests/integrations/vllm_connector/test_vllm_steps.py::"
         "test_a_rank_that_copies_nothing_any_more_is_heard_beside_any_other",

@@ -34,7 +34,7 @@ _WINDOWS = (
         "window in the host counts as on the device",
         MATCHING,
         "return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path)",
-        "return Hit(accepted(layout, path, min(device_stop, stop), tuple(Tier)), stop, path)",
+        "return Hit(accepted(layout, path, min(device_stop, stop), HIT_TIERS), stop, path)",
         "a device hit needs no load",
         scenarios=("mixed_windows",),
     ),

@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--programs", type=int, default=Budget().programs)
     parser.add_argument("--seconds", type=float, default=0.0)
-    parser.add_argument("--third", type=int)
+    parser.add_argument("--ninth", type=int)
     parser.add_argument("--only", default="")
     parser.add_argument("--tried", type=int, default=Budget().tried_programs)
     parser.add_argument("--ranges", type=int, default=Budget().num_ranges)
@@ -132,7 +132,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "programs": lambda given: programs(given.of, given.programs, given.seconds),
     "campaign": lambda given: campaign(given.of, given.depth),
     "mutants": lambda given: judge(
-        given.of, chosen(given.third, given.only), Budget(given.programs, given.tried, given.ranges)
+        given.of, chosen(given.ninth, given.only), Budget(given.programs, given.tried, given.ranges)
     ),
     "traces": lambda given: traces(),
 }

@@ -108,9 +108,9 @@ def _about(row: Row) -> str:
     return f"{row['oracle']} after {after[:80]}{shown}  {row['detail'][:80]}"
 
 
-def chosen(third: int | None, only: str = "") -> list[Mutant]:
-    """All mutants, or every third, that have `only` in their name."""
-    found = MUTANTS if third is None else MUTANTS[third::3]
+def chosen(ninth: int | None, only: str = "") -> list[Mutant]:
+    """All mutants, or every ninth, that have `only` in their name."""
+    found = MUTANTS if ninth is None else MUTANTS[ninth::9]
     return [mutant for mutant in found if only in mutant.name]
 
 

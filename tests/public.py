@@ -6,6 +6,7 @@ import aoffload.env
 import aoffload.ledger
 import aoffload.pins
 import aoffload.ranks
+import aoffload.stores
 import aoffload.transport
 
 MODULES = [
@@ -13,6 +14,7 @@ MODULES = [
     aoffload.ledger,
     aoffload.transport,
     aoffload.ranks,
+    aoffload.stores,
     aoffload.cuda,
     aoffload.pins,
     aoffload.env,

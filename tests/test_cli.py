@@ -130,8 +130,15 @@ def test_ctrl_c_while_a_command_is_imported_leaves_at_once(tmp_path: Path) -> No
 
 WANTED = {
     "cuda": ("from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver; NvidiaDriver(0)", "NvidiaDriver"),
+    "disk": ("import aoffload.transfer.disk.sums", "a disk tier"),
     "events": ("import aoffload.kv_events", "aoffload.kv_events"),
     "metrics": ("import aoffload.metrics", "aoffload.metrics"),
+    "mooncake": (
+        "from aoffload.stores import MooncakeStore; MooncakeStore.from_addresses('a:1', 'b')",
+        "a store in Mooncake",
+    ),
+    "object-storage": ("from aoffload.stores import ObstoreStore; ObstoreStore(None)", "a store in object storage"),
+    "remote": ("from aoffload.stores import RedisStore; RedisStore.from_url('redis://a')", "a store in Redis"),
     "server": ("from aoffload.integrations.openai_server import make_app", "make_app"),
     "transformers": ("from aoffload.integrations import load_model; load_model('llama')", "the model"),
     "trio": ("import aoffload.testing", "aoffload.testing"),

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, OffloadConfig, SlidingWindow
+from aoffload import ChunkedLocal, ConfigError, DiskTier, FullAttention, KVCacheGroup, OffloadConfig, SlidingWindow
 
 GROUPS = (
     KVCacheGroup("full", FullAttention(), 32),
@@ -28,6 +28,8 @@ OTHERS: dict[str, Any] = {
     "max_bytes_in_flight": "1MB",
     "max_job_bytes": "77777",
     "load_timeout_s": 1.5,
+    "fetch_timeout_s": 1.7,
+    "prefill_tokens_per_s": 20_000.5,
     "transfer_timeout_s": 2.0,
     "store_timeout_s": 2.5,
     "close_timeout_s": 3.0,
@@ -36,10 +38,11 @@ OTHERS: dict[str, Any] = {
     "pending_timeout_s": 4.0,
     "max_pinned_share": 0.1,
     "max_prefetch_share": 0.2,
+    "max_fetch_share": 0.15,
     "max_quarantined_share": 0.3,
 }
 """For each field a value that it does not have by default."""
-FIELDS = [field.name for field in attrs.fields(OffloadConfig)]
+FIELDS = [field.name for field in attrs.fields(OffloadConfig) if field.name not in ("disk", "remote")]
 LEAST = 'num_host_blocks = 4\n[[groups]]\nname = "full"\n'
 
 each_field = pytest.mark.parametrize("name", FIELDS)
@@ -228,3 +231,89 @@ def test_variables_that_are_no_settings_of_ours_but_known(tmp_path: Path) -> Non
     """The HTTP server's key may be in the environment, too; an empty name of a file is none."""
     environ = {"AOFFLOAD_API_KEY": "key", "AOFFLOAD_CONFIG_FILE": "", "AOFFLOAD_NUM_HOST_BLOCKS": "3"}
     assert OffloadConfig.from_env(environ, groups=GROUPS).num_host_blocks == 3
+
+
+DISK = DiskTier("/var/kv", "2TB", daily_writes="1TB", close_flush_s=2.5, open_timeout_s=7)
+DISK_TEXT = '{path = "/var/kv", size = "2TB", daily_writes = "1TB", close_flush_s = 2.5, open_timeout_s = 7}'
+
+
+def test_a_disk_is_a_table(tmp_path: Path) -> None:
+    """In a file, and in a variable as it would be in one; `none` where there is to be none, or no other cap."""
+    named = {"namespace": "m"}
+    text = f'{LEAST}[disk]\npath = "/var/kv"\nsize = "2TB"\ndaily_writes = "1TB"\n'
+    text += "close_flush_s = 2.5\nopen_timeout_s = 7\n"
+    path = file_of(tmp_path, text)
+    assert OffloadConfig.from_file(path, **named).disk == DISK
+    others = {"AOFFLOAD_CONFIG_FILE": str(path), "AOFFLOAD_NAMESPACE": "m"}
+    assert OffloadConfig.from_env(others | {"AOFFLOAD_DISK": "none"}).disk is None
+    short = OffloadConfig.from_env(others | {"AOFFLOAD_DISK": '{path = "x", size = 1000, daily_writes = "none"}'})
+    assert short.disk == DiskTier("x", 1000)
+    assert OffloadConfig.from_env(others | {"AOFFLOAD_DISK": DISK_TEXT}).disk == DISK
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("disk", "7"),
+        ("disk", '"/var/kv"'),
+        ("disk", "[1"),
+        ("disk.path", '{size = "1GB"}'),
+        ("disk.size", '{path = "x"}'),
+        ("disk.size", '{path = "x", size = "big"}'),
+        ("disk.path", '{path = "", size = 1}'),
+        ("disk.pth", '{pth = "x", size = 1}'),
+        ("disk.close_flush_s", '{path = "x", size = 1, close_flush_s = -1}'),
+        ("disk.daily_writes", '{path = "x", size = 1, daily_writes = 0}'),
+    ],
+)
+def test_what_is_wrong_with_a_disk_is_named(argument: str, text: str) -> None:
+    """With the table's name before it, and the variable."""
+    with pytest.raises(ConfigError, match="AOFFLOAD_DISK") as refusal:
+        OffloadConfig.from_env({"AOFFLOAD_DISK": text, "AOFFLOAD_NUM_HOST_BLOCKS": "4", "AOFFLOAD_NAMESPACE": "m"})
+    assert refusal.value.argument == argument
+
+
+def test_a_remote_store_is_a_table(tmp_path: Path) -> None:
+    """With a URL, and the name of the file that has the secret; a line's end is no part of it."""
+    pytest.importorskip("redis", reason="the extra `remote` is not installed")
+    (tmp_path / "secret").write_bytes(b"0123456789abcdef\n")
+    text = f'{{url = "redis://:password@localhost:1/2", secret_file = "{tmp_path}/secret", load_timeout_s = 2.5}}'
+    (tmp_path / "config").write_text(f"remote = {text}\n{LEAST}")
+    from_file = OffloadConfig.from_file(tmp_path / "config", namespace="m").remote
+    variables = {"AOFFLOAD_NUM_HOST_BLOCKS": "4", "AOFFLOAD_GROUPS": '[{name = "full"}]', "AOFFLOAD_REMOTE": text}
+    for found in (from_file, OffloadConfig.from_env(variables, namespace="m").remote):
+        assert found is not None and type(found.store).__name__ == "RedisStore"
+        assert (found.secret, found.load_timeout_s, found.ask_timeout_s) == (b"0123456789abcdef", 2.5, 0.02)
+        assert "password" not in repr(found)
+    assert OffloadConfig.from_env(variables | {"AOFFLOAD_REMOTE": "none"}).remote is None
+    cluster = variables | {"AOFFLOAD_REMOTE": '{url = "rediss+cluster://localhost:1"}'}
+    remote = OffloadConfig.from_env(cluster, namespace="m").remote
+    assert remote is not None and type(remote.store).__name__ == "RedisClusterStore" and remote.secret is None
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("remote", "7"),
+        ("remote", '"redis://localhost"'),
+        ("remote.url", '{secret_file = "x"}'),
+        ("remote.url", "{url = 7}"),
+        ("remote.url", '{url = "http://:password@localhost"}'),
+        ("remote.url", '{url = "redis://localhost:password"}'),
+        ("remote.secret", '{url = "redis://localhost", secret = "password"}'),
+        ("remote.secret_file", '{url = "redis://localhost", secret_file = "/nowhere/secret"}'),
+        ("remote.secret_file", '{url = "redis://localhost", secret_file = 7}'),
+        ("remote.secret", '{url = "redis://localhost", secret_file = "/dev/null"}'),
+        ("remote.max_write_rate", '{url = "redis://localhost", max_write_rate = "much"}'),
+        ("remote.ask_timeout_s", '{url = "redis://localhost", ask_timeout_s = 0}'),
+        ("namespace", '{url = "redis://localhost"}'),
+    ],
+)
+def test_what_is_wrong_with_a_remote_store_is_named(argument: str, text: str) -> None:
+    """By the key and the variable, and no password is shown."""
+    pytest.importorskip("redis", reason="the extra `remote` is not installed")
+    variables = {"AOFFLOAD_NUM_HOST_BLOCKS": "4", "AOFFLOAD_GROUPS": '[{name = "full"}]', "AOFFLOAD_REMOTE": text}
+    with pytest.raises(ConfigError) as refusal:
+        OffloadConfig.from_env(variables)
+    assert refusal.value.argument == argument
+    assert "password" not in str(refusal.value)

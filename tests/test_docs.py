@@ -103,6 +103,7 @@ def test_every_public_member_of_the_main_classes_is_documented(kind: type) -> No
     options = {field.name for field in getattr(kind, "__attrs_attrs__", ())}
     derived = {
         "bytes_in_flight",
+        "fetch_bound_s",
         "store_bound_s",
         "blocks_per_job",
         "resolve_host_blocks",
@@ -241,7 +242,7 @@ def test_every_event_has_a_row() -> None:
     written |= {f"job_{state.value}" for targets in JOB_MOVES.values() for state in targets}  # type: ignore[union-attr]
     written |= {f"pin_{state.value}" for targets in PIN_MOVES.values() for state in targets}  # type: ignore[union-attr]
     transfers = {state.value for targets in CACHE_TRANSFER_MOVES.values() for state in targets}  # type: ignore[union-attr]
-    written |= {f"{kind}_{state}" for kind in ("prefetch", "demotion") for state in transfers}
+    written |= {f"{kind}_{state}" for kind in ("prefetch", "demotion", "fetch") for state in transfers}
     early = {state.value for targets in OVERLAP_MOVES.values() for state in targets}  # type: ignore[union-attr]
     written |= {f"load_overlap_{state}" for state in early}
     for call in ast.walk(ast.parse(inspect.getsource(telemetry))):

@@ -11,36 +11,37 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "aoffload"
 ROOMS = {
     "errors": 0, "exits": 0, "extras": 0, "arguments": 0, "prefix": 0, "kinds": 0, "groups": 0, "config": 0,
-    "config_sources": 0, "env": 0,
+    "config_sources": 0, "config_tables": 0, "env": 0, "sizes": 0, "disk_tier": 0, "remote_tier": 0, "object_stores": 0,
+    "model_files": 0,
     "core": 1,
     "transfer": 2,
     "worker": 3, "telemetry": 3, "observers": 3,
-    "slow": 3, "explained": 3,
-    "scopes": 3, "session": 4,
+    "slow": 3, "explained": 3, "disk_work": 3, "remote_work": 3, "write_rate": 3,
+    "fetch_gate": 3, "scopes": 3, "session": 4,
     "request": 5, "request_block": 5, "engine_calls": 5, "loading": 5, "pins": 5, "opening": 5, "steps": 5,
-    "runtime": 6,
-    "ledger": 7, "transport": 7, "ranks": 7, "cuda": 7,
+    "fetching": 5, "runtime_life": 6, "runtime": 6,
+    "ledger": 7, "transport": 7, "ranks": 7, "cuda": 7, "stores": 7,
     "demo": 8, "integrations": 8, "testing": 8, "trace": 8, "metrics": 8, "kv_events": 8, "top": 8, "plan": 8,
     "cli": 9, "__main__": 9,
 }  # fmt: skip
-FACES = ("ledger", "transport", "ranks", "cuda")
+FACES = ("ledger", "transport", "ranks", "cuda", "stores")
 """Where public names are imported from that are defined further down."""
 FLOORS = (
-    "answer blocks intervals lifecycle plan tokens tombstones",
+    "answer blocks intervals lifecycle plan restored tokens tombstones",
     "arguments groups records status table",
-    "engine_ids eviction index owners paths",
-    "engine_arrivals hit_counts kept presence tiers waiting",
+    "cells engine_ids eviction index owners paths",
+    "engine_arrivals hit_counts kept labels presence tiers waiting",
     "components matching observer policy",
     "engine_blocks splits",
     "cache",
-    "jobs pins request_leases windows",
+    "jobs pins request_leases restores windows",
     "admission integrity overlap publish stores",
     "forks watermark loads",
-    "cache_transfers commits preemption",
-    "engine_matches engine_offers situation",
+    "cache_transfers commits disk_stores preemption remote_stores",
+    "engine_matches engine_offers fetches situation",
     "engine_owned",
     "ledger_rooms",
-    "ledger_requests ledger_work",
+    "ledger_disk ledger_remote ledger_requests ledger_work",
     "ledger",
 )
 """Of the core, the lowest one first: a file imports from floors below its own only."""

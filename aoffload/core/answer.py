@@ -18,11 +18,13 @@ class Answer(enum.Enum):
 
 @attrs.frozen
 class PrefixMatch:
-    """How many leading tokens of a prompt are cached: on the device, and behind those in host memory."""
+    """How many leading tokens of a prompt are cached: on the device, behind those in host memory, then on the disk."""
 
     num_device_tokens: int
     num_host_tokens: int
     is_pending: bool = attrs.field(default=False, repr=False)
+    num_disk_tokens: int = attrs.field(default=0, repr=False)
+    """Tokens behind those that a fetch from the disk would add. They are no part of the hit."""
 
     @property
     def num_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -75,6 +76,8 @@ class ExtentPool:
         self._stop_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         self._classes: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length() + 1)]
+        self._starts: list[int] = []
+        """The starts of the free extents, sorted, as `_extent_with` saw them last."""
         if num_blocks:
             self._add(0, num_blocks)
 
@@ -107,6 +110,34 @@ class ExtentPool:
     def free_ids(self) -> Iterable[int]:
         for start, stop in self._stop_of.items():
             yield from range(start, stop)
+
+    def are_free(self, block_ids: Sequence[int]) -> bool:
+        return all(
+            self._stop_of.get(self._extent_with(start), 0) >= stop for start, stop in extents(array("i", block_ids))
+        )
+
+    def take_ids(self, block_ids: array[int]) -> None:
+        """Take exactly these ids. The caller has checked that they are free."""
+        for first, last in extents(block_ids):
+            start = self._extent_with(first)
+            stop = self._remove(start)
+            if start < first:
+                self._add(start, first)
+            else:
+                del self._starts[bisect_left(self._starts, start)]
+            if last < stop:
+                self._add(last, stop)
+                insort(self._starts, last)
+
+    def _extent_with(self, block_id: int) -> int:
+        """The start of the free extent that holds `block_id`; -1 if it is not free."""
+        for starts in (self._starts, None):
+            if starts is None:  # extents have changed since, or it is not free
+                self._starts = starts = sorted(self._stop_of)
+            at = bisect_right(starts, block_id) - 1
+            if at >= 0 and self._stop_of.get(starts[at], 0) > block_id:
+                return starts[at]
+        return -1
 
     def _find(self, wanted: int) -> int:
         """The start of an extent that holds `wanted` blocks, or of one of the largest."""
@@ -162,3 +193,27 @@ def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:
         found.append((block_ids[first], block_ids[last] + 1))
         first = last + 1
     return found
+
+
+class SlotPool(ExtentPool):
+    """Slots of a disk. A restart may find what was in a slot that was given back, until another block is stored there.
+
+    `used` are the free slots that this process has had in use.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.used: set[int] = set()
+
+    def take(self, num_blocks: int) -> array[int]:
+        taken = super().take(num_blocks)
+        self.used.difference_update(taken)
+        return taken
+
+    def give(self, block_ids: array[int]) -> None:
+        super().give(block_ids)
+        self.used.update(block_ids)
+
+    def take_ids(self, block_ids: array[int]) -> None:
+        super().take_ids(block_ids)
+        self.used.difference_update(block_ids)

@@ -26,6 +26,7 @@ from .plan import Tier
 from .records import Lease, Part, Run
 from .splits import SplitsAndMerges
 from .tiers import BlockWatcher, TierBlocks
+from .tokens import TokenSequence
 
 __all__ = ["PrefixCache"]
 
@@ -39,6 +40,7 @@ class PrefixCache(SplitsAndMerges):
         self._new_order = new_order
         self.epoch = self.index.epoch
         """Counts resets. Runs of another epoch are not findable."""
+        self.has_disk = len(tiers) > Tier.DISK
 
     def watch(self, watcher: BlockWatcher | None) -> None:
         """Report to `watcher` every change of what is cached, in all tiers but engine-owned ones."""
@@ -135,6 +137,23 @@ class PrefixCache(SplitsAndMerges):
         if current is not None and current.start < at:
             self.split(current, at)
 
+    def path_to(self, sequence: TokenSequence, stop: int) -> Run:
+        """The run of the index that ends at unit `stop` of `sequence`; inserts what is missing."""
+        last, position = None, 0
+        for run, agreed in list(self.index.walk(sequence, stop)):
+            last, position = self.cut(run, agreed), agreed
+        return self.insert_behind(last, sequence, position, stop)
+
+    def insert_behind(self, last: Run | None, sequence: TokenSequence, start: int, stop: int, key: bytes = b"") -> Run:
+        """Insert units `[start, stop)` of `sequence`, none of which the index has, behind `last`; `key`: that of the
+        first, if it is known. Returns the last run. Nothing keeps the runs yet."""
+        while start < stop:
+            upto = sequence.run_stop(start, stop)
+            last = self.index.insert(sequence, last, start, upto, key)
+            start, key = upto, b""
+        assert last is not None, "a path to nowhere"
+        return last
+
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     def take(self, tier: Tier, num_blocks: int) -> array[int]:
@@ -186,6 +205,7 @@ class PrefixCache(SplitsAndMerges):
         for run in runs:
             for part in run.parts_in(tier):
                 self.withdraw_part(part)
+        self.tiers[tier].count_reset()
         for run in runs:
             self.tidy(run)
 
@@ -209,10 +229,13 @@ class PrefixCache(SplitsAndMerges):
     def withdraw_all(self, wrong: Iterable[Run]) -> None:
         """Withdraw the `wrong` runs, of any epoch, and all runs behind them in the index, whichever request has
         computed them. A run behind a wrong one would be findable again once the wrong one is computed anew."""
+        for tier in self.tiers:
+            tier.freed_are_taken_back()
         heads = set(wrong)
         behind = [run for run in self.index.runs.values() if not heads.isdisjoint(run.path())] if heads else []
         for run in (*(run for run in wrong if run.epoch != self.epoch), *behind):
             for part in run.parts:
+                self.tiers[part.tier].taken_back(part.blocks)
                 self.withdraw_part(part)
         for run in behind:
             self.tidy(run)

@@ -1,4 +1,4 @@
-"""Prefetches and demotions: cache transfers that no request waits for.
+"""Prefetches and demotions: cache transfers that no request waits for. `Fetches` has those from the disk.
 
 A cache transfer has a `Holding` of its own, which is matched and has a load, like a request's. It never joins the line
 and computes nothing. When its jobs are over, it releases everything; what has landed stays cached.
@@ -12,7 +12,7 @@ import attrs
 
 from .admission import Admission
 from .cache import PrefixCache
-from .kept import CacheTransfer, Demotion, Prefetch
+from .kept import CacheTransfer, Demotion, Fetch, Prefetch
 from .lifecycle import CacheTransferState
 from .loads import Loads
 from .matching import Hit, find_hit
@@ -49,7 +49,7 @@ class CacheTransfers:
     def prefetch(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Prefetch:
         """Load what a request for `sequence` would load, as far as there is room. Nothing while requests wait."""
         limit = (sequence.num_tokens - 1) // self.cache.layout.unit_tokens
-        transfer = Prefetch(self._holding("prefetch", sequence, limit, ledger), wake)
+        transfer = Prefetch(self.new_holding("prefetch", sequence, limit, ledger), wake)
         holding = transfer.holding
         self.request_leases.pin(holding)
         if self._take_room(transfer):
@@ -57,7 +57,7 @@ class CacheTransfers:
             jobs = self.loads.start(holding, stop, lambda: None)
             transfer.num_blocks = sum(job.plan.num_blocks for job in jobs)
             transfer.plans = tuple(job.plan for job in jobs)
-        self._begin(transfer)
+        self.begin(transfer)
         return transfer
 
     def _take_room(self, transfer: Prefetch) -> bool:
@@ -107,16 +107,16 @@ class CacheTransfers:
 
     def demote(self, sequence: TokenSequence, wake: Callable[[], object], ledger: object) -> Demotion:
         """Store what the host lacks of `sequence`, and free its device blocks once the host could serve it alone."""
-        transfer = Demotion(self._holding("demotion", sequence, self._whole(sequence), ledger), wake)
+        transfer = Demotion(self.new_holding("demotion", sequence, self._whole(sequence), ledger), wake)
         kept = self._keep_hit(sequence)
         leaving = self._leaving(sequence)
         if leaving:
             jobs = self._offer(transfer.holding, leaving)
             transfer.plans = tuple(job.plan for job in jobs)
-            self._wait_for_stores(transfer.holding)
+            self.wait_for_jobs(transfer.holding)
         if kept is not None:
             self.cache.release(kept)
-        self._begin(transfer)
+        self.begin(transfer)
         return transfer
 
     def _keep_hit(self, sequence: TokenSequence) -> Lease | None:
@@ -151,7 +151,7 @@ class CacheTransfers:
         self.cache.release(lease)  # the jobs have leases of their own
         return jobs
 
-    def _wait_for_stores(self, holding: Holding) -> None:
+    def wait_for_jobs(self, holding: Holding) -> None:
         """Wait for all jobs under way into the host on its path, those of other requests included."""
         jobs: dict[Job, None] = {}
         for run, _ in self.cache.index.walk(holding.sequence, holding.hit_limit):
@@ -182,12 +182,12 @@ class CacheTransfers:
 
     # -- both -----------------------------------------------------------------------------------------------------
 
-    def _holding(self, kind: str, sequence: TokenSequence, limit: int, ledger: object) -> Holding:
+    def new_holding(self, kind: str, sequence: TokenSequence, limit: int, ledger: object) -> Holding:
         self.num_cache_transfers += 1
         name = f"{kind}-{self.num_cache_transfers}"
         return Holding(name, sequence, self.cache.epoch, self.num_cache_transfers, limit, 1, ledger=ledger)
 
-    def _begin(self, transfer: CacheTransfer) -> None:
+    def begin(self, transfer: CacheTransfer) -> None:
         holding = transfer.holding
         if holding.load is None or not holding.load.jobs:
             self._end(transfer, _S.DONE)
@@ -213,10 +213,11 @@ class CacheTransfers:
         self.request_leases.let_go(transfer.holding)
         if isinstance(transfer, Demotion) and state is _S.DONE:
             self._free(transfer)
-        if isinstance(transfer, Prefetch):
+        if isinstance(transfer, Prefetch | Fetch):
             sequence, layout = transfer.holding.sequence, self.cache.layout
             hit = find_hit(self.cache.index, sequence, layout, (sequence.num_tokens - 1) // layout.unit_tokens)
-            transfer.num_tokens = hit.device_stop * layout.unit_tokens
+            stop = hit.device_stop if isinstance(transfer, Prefetch) else hit.stop
+            transfer.num_tokens = stop * layout.unit_tokens
         self.moves.cache_transfer(transfer, state)
 
 

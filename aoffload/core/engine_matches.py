@@ -91,7 +91,14 @@ class EngineMatches:
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
             self.request_leases.keep(holding, BELOW, run)
-        holding.matched(0, hit.stop, PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit))
+        on_disk = self.request_leases.num_fetchable(holding, hit.stop) * unit
+        match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
+        holding.matched(0, hit.stop, match)
+
+    def match_fetched(self, holding: Holding) -> None:
+        """Match a PINNED request again, behind the same tokens: the host may hold more by now."""
+        self.request_leases.end_host_lease(holding)
+        self._pin(holding, self._hit(holding))
 
     def forget(self, holdings: Iterable[Holding]) -> None:
         """Match PINNED `holdings` again, up to their old hit, if the host no longer holds all of it."""

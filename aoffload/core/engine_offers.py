@@ -249,18 +249,10 @@ class EngineOffers:
     def _path(self, holding: Holding, end: End | None, stop: int) -> Run:
         """The run of the index that ends at unit `stop` of the request's tokens; inserts what is missing, behind `end`
         if that is known."""
-        sequence = holding.sequence
-        last, position, key = None, 0, b""
         if end is not None and self._is_there(end):
-            last, position, key = end.run, end.position, end.key
+            last = self.cache.insert_behind(end.run, holding.sequence, end.position, stop, end.key)
         else:
-            for run, agreed in list(self.cache.index.walk(sequence, stop)):
-                last, position = self.cache.cut(run, agreed), agreed
-        while position < stop:
-            upto = sequence.run_stop(position, stop)
-            last = self.cache.index.insert(sequence, last, position, upto, key)
-            position, key = upto, b""
-        assert last is not None, "a path to nowhere"
+            last = self.cache.path_to(holding.sequence, stop)
         self.reached(holding, last)
         return last
 

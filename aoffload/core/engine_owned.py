@@ -274,10 +274,11 @@ class EngineOwned:
         return has_more and other.sequence.begins_alike(holding.sequence, from_token + 1)
 
     def _queued_behind(self, wrong: Iterable[Run]) -> list[Job]:
-        """Queued stores of `wrong` runs and of runs behind them, the last one first."""
+        """Queued stores of `wrong` runs and of runs behind them, the last one first; not those of cells, which may end
+        before what is wrong."""
         heads = set(wrong)
         queued = [job for job in self.jobs.unsettled.values() if job.state is JobState.QUEUED]
-        stores = [job for job in reversed(queued) if job.plan.direction is Direction.STORE]
+        stores = [job for job in reversed(queued) if job.plan.direction is Direction.STORE and job.plan.cell is None]
         return [job for job in stores if not heads.isdisjoint(job.run.path())]
 
 

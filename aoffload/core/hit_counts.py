@@ -15,10 +15,13 @@ from .index import RunIndex
 from .records import Run
 from .tokens import TokenSequence
 
-__all__ = ["HitCounts"]
+__all__ = ["HitCounts", "RecentPrompts"]
 
 RUN_TOKENS = 256
 """Overhead of one run (about 1 KB), in tokens of 4 bytes."""
+MAX_RECENT = 256
+"""Prompts that `RecentPrompts` keeps."""
+MAX_RECENT_TOKENS = 2**22
 
 
 class HitCounts:
@@ -42,12 +45,13 @@ class HitCounts:
             return
         path: list[Run] = []
         for found, agreed in self._index.walk(sequence, stop):
-            run = self._cut(found, agreed)
+            run = found if found.stop == agreed else self._cut(found, agreed)
             if run.start < first < run.stop:
                 path.append(self._cut(run, first))
             path.append(run)
         for border in (first, stop):  # units before `first` are in runs of their own
-            path += self._insert(sequence, path[-1] if path else None, border)
+            if not path or path[-1].stop < border:
+                path += self._insert(sequence, path[-1] if path else None, border)
         for run in path:
             if run.start >= first:
                 self._counts[run] += 1
@@ -94,3 +98,35 @@ class HitCounts:
 
     def _cost(self, run: Run) -> int:
         return (run.stop - run.start) * self._unit_tokens + RUN_TOKENS
+
+
+class RecentPrompts:
+    """What was asked for lately, within bounds: the prompt that was asked for first is dropped first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[TokenSequence, int] = OrderedDict()
+        """With the tokens that each counts for."""
+        self._num_tokens = 0
+        self.num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, sequence: TokenSequence) -> None:
+        self._num_tokens += sequence.num_tokens - self._kept.pop(sequence, 0)
+        self._kept[sequence] = sequence.num_tokens
+        self.num_added += 1
+        while len(self._kept) > MAX_RECENT or (self._num_tokens > MAX_RECENT_TOKENS and len(self._kept) > 1):
+            self._num_tokens -= self._kept.popitem(last=False)[1]
+
+    def take(self) -> TokenSequence:
+        """Remove the one that was asked for last, and return it."""
+        sequence, num_tokens = self._kept.popitem()
+        self._num_tokens -= num_tokens
+        return sequence
+
+    def give_back(self, sequence: TokenSequence, *, as_last: bool) -> None:
+        """Keep one that was taken; `as_last`: it is the next to be dropped, and the last to be taken."""
+        self._kept[sequence] = sequence.num_tokens
+        self._num_tokens += sequence.num_tokens
+        self._kept.move_to_end(sequence, last=not as_last)

@@ -135,6 +135,8 @@ class RunIndex:
         run.tokens = b"".join([head.tokens for head in reversed(heads)] + [run.tokens])
         run.key, run.before, run.start, run.hash_before = first.key, first.before, first.start, first.hash_before
         self.runs[run.key] = run
+        for head in heads:
+            head.before = run  # whoever still knows a head finds its units there
 
     def shorten(self, run: Run, stop: int) -> None:
         """Drop the tokens from unit `stop` on, which no tier holds: a short run must not keep a long buffer alive."""

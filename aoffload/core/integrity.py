@@ -8,6 +8,7 @@ from itertools import islice
 
 from ..errors import IntegrityError
 from .cache import PrefixCache
+from .cells import cells_before, places_in_cells
 from .components import Component
 from .jobs import JobBook
 from .kept import Pin
@@ -15,9 +16,10 @@ from .lifecycle import NoEpoch
 from .owners import Holding
 from .plan import Tier
 from .presence import covered, covered_stop
-from .records import Lease, Run
+from .records import Job, Lease, Run
 from .table import BlockTable
 from .tiers import TierBlocks
+from .tokens import TokenSequence
 from .waiting import Line
 
 __all__ = ["check_integrity"]
@@ -33,6 +35,8 @@ def check_integrity(
     num_after = Counter(run.before for run in runs if run.before is not None and run.epoch == run.before.epoch)
     for run in runs:
         _check_run(cache, run, num_after[run])
+    for job in jobs.unsettled.values():
+        _check_cell(cache, job)
     for tier in cache.tiers:
         of_tier = [lease for lease in leases if lease.tier is tier.tier]
         for component in cache.components:
@@ -120,7 +124,7 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
     number = sum(len(job.plan.destination_ids) for job in quarantined)
     _demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
     plans = [job.plan for job in jobs.unsettled.values() if job.plan.source is tier]
-    stored = sum(plan.num_blocks for plan in plans if plan.destination > tier)
+    stored = sum(plan.num_blocks for plan in plans if tier < plan.destination < Tier.REMOTE)
     _demand(jobs.num_stored_now(tier) == stored, f"{tier.name} blocks being stored are miscounted", stored)
     if cache.tiers[tier].is_outside:
         _check_outside(cache.tiers[tier], hands, jobs)
@@ -136,6 +140,22 @@ def _check_blocks(cache: PrefixCache, tier: Tier, runs: set[Run], jobs: JobBook,
     total = cache.tiers[tier].pool.num_blocks
     _demand(len(held) == total, f"{tier.name} blocks in no hand", total - len(held))
     _demand(tier is not Tier.DEVICE or 0 not in held, "the null block is in use")
+
+
+def _check_cell(cache: PrefixCache, job: Job) -> None:
+    """A job from or to a remote store copies units of one cell, which has the digest of their tokens."""
+    plan, cell, width = job.plan, job.plan.cell, cache.layout.bands[job.band].width
+    if cell is None:
+        _demand(Tier.REMOTE not in plan.hop, "a copy from or to a remote store without a cell", job)
+        return
+    num_units = cell.stop - cell.start
+    digest = cells_before(TokenSequence.of_path(job.run), cell.stop, num_units)[-1].digest
+    _demand(digest == cell.digest and not cell.start % num_units, "a cell of other tokens", job, cell)
+    ids = plan.source_ids if plan.source is Tier.REMOTE else plan.destination_ids
+    is_inside = cell.start <= job.start < job.stop <= cell.stop
+    places = places_in_cells(job.start, job.stop, num_units, width)
+    _demand(is_inside and ids == places, "blocks at other places of their cell", job, cell, ids)
+    _demand(all(lease.tier is not Tier.REMOTE for lease in job.leases()), "a lease in a remote store", job)
 
 
 def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:

@@ -15,13 +15,15 @@ import attrs
 from .cache import PrefixCache
 from .components import brings
 from .groups import Band
-from .lifecycle import JobState, require
+from .labels import labels_of
+from .lifecycle import JobState, NoEpoch, require
 from .observer import Moves
 from .owners import Holding
 from .paths import Stretch, held_ids, stretches
-from .plan import Completion, Direction, Outcome, Tier, TransferPlan
+from .plan import CellLabel, Completion, Direction, Outcome, Tier, TransferPlan
 from .presence import covered
 from .records import Job, Lease, Part, Run
+from .tiers import TierBlocks
 
 __all__ = ["JobBook"]
 
@@ -34,12 +36,18 @@ class JobBook:
     moves: Moves
     units_per_job: Sequence[int]
     """The most units of one job, for each band."""
+    tiers: dict[Tier, TierBlocks] = attrs.field()
+    """Those of the cache, and a remote store."""
     unsettled: dict[int, Job] = attrs.field(factory=dict)
     quarantined: dict[int, Job] = attrs.field(factory=dict)
     num_late: int = 0
     """Completions that came a second time, or for a job that was given up."""
     _next_id: int = 1
     _num_stored: Counter[Tier] = attrs.field(factory=Counter)
+
+    @tiers.default
+    def _of_cache(self) -> dict[Tier, TierBlocks]:
+        return {tier.tier: tier for tier in self.cache.tiers}
 
     @property
     def last_id(self) -> int:
@@ -61,21 +69,30 @@ class JobBook:
         units_per_job: Sequence[int] = (),
         source_ids: array[int] | None = None,
         pin: Lease | None = None,
+        cells: Sequence[CellLabel] = (),
     ) -> list[Job]:
         """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`.
 
         `units_per_job` replaces the limit of the book. `source_ids`: the engine's blocks to copy from, if it owns the
-        device. `pin`: a lease on `run` in `destination`, which the last job takes over."""
+        device. `pin`: a lease on `run` in `destination`, which the last job takes over. `cells`: those of a remote
+        store that the units lie in, a job for each."""
         jobs: list[Job] = []
-        if band.number and not self.cache.tiers[destination].is_outside:
+        if band.number and not self.tiers[destination].is_outside:
             self._make_adjoin(run, band, destination, start, stop)
-        most = (units_per_job or self.units_per_job)[band.number]
-        for first in range(start, stop, most):
-            last = min(first + most, stop)
+        most = cells[0].stop - cells[0].start if cells else (units_per_job or self.units_per_job)[band.number]
+        for begin in range(cells[0].start if cells else start, stop, most):
+            first, last = max(begin, start), min(begin + most, stop)
             of_job = slice((first - start) * band.width, (last - start) * band.width)
             over = stretches(run, first, last)
             held = held_ids(run, source, band.number, first, last) if source_ids is None else source_ids[of_job]
-            plan = TransferPlan(self._next_id, source, destination, held, blocks[of_job])
+            if destination is Tier.DISK:
+                labels, generation = labels_of(over, band), self.tiers[destination].num_resets
+                plan = TransferPlan(self._next_id, source, destination, held, blocks[of_job], labels, generation)
+            elif cells:
+                cell = cells[len(jobs)]
+                plan = TransferPlan(self._next_id, source, destination, held, blocks[of_job], cell=cell)
+            else:
+                plan = TransferPlan(self._next_id, source, destination, held, blocks[of_job])
             self._next_id += 1
             jobs.append(self._job(holding, plan, band, over, pin if last == stop else None))
         return jobs
@@ -100,7 +117,7 @@ class JobBook:
         windows = self.cache.layout.windows
         # The leases pin no window band but the job's own, and that from the start of the job's first run on.
         starts = [first.start if other is band else run.stop for other in windows] if windows else ()
-        source, destination = self.cache.tiers[plan.source], self.cache.tiers[plan.destination]
+        source, destination = self.tiers[plan.source], self.tiers[plan.destination]
         read = written = None
         if source.is_outside:
             source.hold(plan.source_ids)
@@ -120,7 +137,7 @@ class JobBook:
         if written is not None:
             self._line_up(job, over)
         self.unsettled[plan.job_id] = job
-        if plan.destination > plan.source:
+        if plan.source < plan.destination < Tier.REMOTE:
             self._num_stored[plan.source] += len(plan.source_ids)
         return job
 
@@ -154,7 +171,7 @@ class JobBook:
         return not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD
 
     def num_stored_now(self, source: Tier) -> int:
-        """Blocks of `source` that stores under way read."""
+        """Blocks of `source` that stores under way read, to where the index will find them."""
         return self._num_stored[source]
 
     def ids_being_read(self, tier: Tier) -> list[array[int]]:
@@ -180,6 +197,8 @@ class JobBook:
         require(job, "settle", JobState.LAUNCHED)
         if completion.outcome is Outcome.LANDED and completion.num_landed not in (0, len(job.plan.source_ids)):
             completion = _landed_in_part(completion, job.plan.num_blocks)
+        if completion.outcome is Outcome.UNPROVEN and job.plan.destination is Tier.REMOTE:
+            completion = attrs.evolve(completion, outcome=Outcome.FAILED)  # it may still arrive, and is right then, too
         if (
             job.predecessor is not None
             and not job.predecessor.is_settled
@@ -229,9 +248,10 @@ class JobBook:
         self._land(job, job.start + num_units if may_publish else job.start, keep_ids=unproven)
         if unproven:
             self.quarantined[job.job_id] = job
-            self.cache.tiers[job.plan.destination].quarantine(job.plan.destination_ids)
-        # Of a corrupt store only the copy is bad: requests compute with its source.
+            self.tiers[job.plan.destination].quarantine(job.plan.destination_ids)
+        # Of a corrupt store only the copy is bad: requests compute with its source. A remote store forgets by itself.
         is_bad = completion.outcome is Outcome.CORRUPT and job.plan.direction is Direction.LOAD
+        is_bad = is_bad and job.source_lease is not None
         if is_bad and job.run.epoch == self.cache.epoch:
             self._forget_corrupt(job, completion)
         if completion.outcome is Outcome.LANDED:
@@ -243,18 +263,22 @@ class JobBook:
     def _forget_job(self, job: Job) -> None:
         plan = job.plan
         del self.unsettled[plan.job_id]
-        if plan.destination > plan.source:
+        if plan.source < plan.destination < Tier.REMOTE:
             self._num_stored[plan.source] -= len(plan.source_ids)
         if job.source_lease is not None:
             self.cache.release(job.source_lease)
         if job.destination_lease is not None:
             self.cache.release(job.destination_lease)
         if job.source_lease is None:
-            self.cache.tiers[job.plan.source].let_go(job.plan.source_ids)
+            self.tiers[job.plan.source].let_go(job.plan.source_ids)
 
     def _land(self, job: Job, proven_stop: int, *, keep_ids: bool) -> None:
         """Publish the proven blocks on the job's own runs, in prefix order; free the others unless `keep_ids`."""
         width, tier, ids = self.cache.layout.bands[job.band].width, job.plan.destination, job.plan.destination_ids
+        if job.destination_lease is None:
+            if not keep_ids:
+                self.tiers[tier].let_go(ids)
+            return
         component, place = self.cache.components[job.band], job.run.place(tier, job.band)
         for run, first, stop in stretches(job.run, job.start, job.stop):
             part, last = run.parts[place], min(stop, proven_stop)
@@ -264,6 +288,8 @@ class JobBook:
                 brought = component.enter(part, first, last, brought)
                 self.cache.tiers[tier].part_changed(part, *held)
             if brought and not keep_ids:
+                if job.epoch is NoEpoch.INVALIDATED:
+                    self.cache.tiers[tier].taken_back(brought)
                 self.cache.give(tier, brought)
             if part.incoming is job:
                 part.awaits(self._next_incoming(job, part) if job.predecessor is not None else None)
@@ -290,7 +316,7 @@ class JobBook:
         job = self.quarantined.get(completion.job_id)
         if job is not None and completion.outcome is not Outcome.UNPROVEN:
             del self.quarantined[completion.job_id]
-            self.cache.tiers[job.plan.destination].end_quarantine(job.plan.destination_ids)
+            self.tiers[job.plan.destination].end_quarantine(job.plan.destination_ids)
 
 
 def _landed_in_part(completion: Completion, num_blocks: int) -> Completion:

@@ -1,4 +1,4 @@
-"""What keeps blocks beside a request: pins, prefetches, demotions and steps, and what each owns."""
+"""What keeps blocks beside a request: pins, prefetches, fetches, demotions and steps, and what each owns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .plan import TransferPlan
 from .records import Lease
 from .tokens import TokenSequence
 
-__all__ = ["Demotion", "CacheTransfer", "Pin", "Prefetch", "Step"]
+__all__ = ["CacheTransfer", "Demotion", "Fetch", "Pin", "Prefetch", "Step"]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -78,6 +78,16 @@ class Prefetch(CacheTransfer):
 class Demotion(CacheTransfer):
     num_blocks: int = 0
     """Device blocks that it has given back."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Fetch(CacheTransfer):
+    request: Holding | None = None
+    """Who waits for it; None for one that was begun ahead."""
+    num_blocks: int = 0
+    """Host blocks that it has taken: they count in the share of all fetches while it is under way."""
+    num_tokens: int = 0
+    """Tokens that a request for the prompt would have hit when it was over, on the device and in the host."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

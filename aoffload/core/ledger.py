@@ -18,16 +18,29 @@ from ..prefix import Prefix
 from .arguments import check_prefix, check_tier
 from .integrity import check_integrity
 from .kept import CacheTransfer, Demotion, Pin, Prefetch
+from .ledger_disk import DiskOfLedger
+from .ledger_remote import RemoteOfLedger
 from .ledger_requests import BeginningRequests
 from .ledger_work import WorkingRequests
 from .lifecycle import PinState
 from .owners import Holding, nobody
-from .plan import HIT_TIERS, Tier
+from .plan import Tier
 from .status import Holder, RequestStatus, explained
 from .tiers import BlockWatcher, TierStatistics
 from .tokens import TokenSequence
 
-__all__ = ["Ledger", "LedgerStatistics"]
+__all__ = ["Ledger", "LedgerStatistics", "RemoteCounts"]
+
+
+@attrs.frozen
+class RemoteCounts:
+    """Cells of a remote store. What it holds, only the store knows."""
+
+    num_loads: int
+    """On their way into the host."""
+    num_stores: int
+    num_forgotten: int
+    """To be removed: see `Ledger.take_forgotten_cells`."""
 
 
 @attrs.frozen
@@ -42,9 +55,13 @@ class LedgerStatistics:
     """Held pins of `Ledger.pin`, not those of requests."""
     loads_paused: bool
     """With `engine_blocks`: more than `max_quarantined_share` of the blocks is in quarantine. Nothing is loaded."""
+    disk: TierStatistics | None
+    """None without a disk."""
+    remote: RemoteCounts | None
+    """None without a remote store."""
 
 
-class Ledger(BeginningRequests, WorkingRequests):
+class Ledger(BeginningRequests, WorkingRequests, DiskOfLedger, RemoteOfLedger):
     """Decides what each block holds, for which owners, and what may happen to it next.
 
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of
@@ -103,7 +120,7 @@ class Ledger(BeginningRequests, WorkingRequests):
         return self._cache_transfers.demote(TokenSequence(check_prefix(prefix), self.layout.unit_tokens), wake, self)
 
     def cancel(self, transfer: CacheTransfer) -> None:
-        """Cancel a prefetch or a demotion. One that is over is left as it is; launched copies and stores go on."""
+        """Cancel a prefetch, a fetch or a demotion; nothing if it is over. Launched copies and all stores go on."""
         if not isinstance(transfer, CacheTransfer) or transfer.holding.ledger is not self:
             raise InvalidArgument("transfer", f"was not begun by this ledger: {shown(transfer)}")
         if not transfer.is_over:
@@ -118,10 +135,17 @@ class Ledger(BeginningRequests, WorkingRequests):
 
     def reset(self, tier: Tier | None = None) -> None:
         """Forget everything cached, or what `tier` holds. Live requests keep their blocks, but publish and store
-        nothing any more unless only the host is reset. Every pin ends."""
+        nothing any more unless only a tier below is reset. Every pin ends, unless only the disk is reset."""
         if tier is not None and check_tier("tier", tier) is Tier.DEVICE:
             self._require_own_device("reset of this tier")
-        self._pins.end_all(PinState.DROPPED)
+        if tier is Tier.DISK and not self.cache.has_disk:
+            raise InvalidArgument("tier", "is not there: this ledger has no disk")
+        if tier is Tier.REMOTE:
+            raise InvalidArgument("tier", "is not this ledger's: another namespace finds nothing in it")
+        if tier in (None, Tier.DISK):
+            self._restores = None
+        if tier is not Tier.DISK:  # no pin keeps anything there
+            self._pins.end_all(PinState.DROPPED)
         if tier is None:
             self.cache.reset()
         else:
@@ -130,6 +154,8 @@ class Ledger(BeginningRequests, WorkingRequests):
 
     def _reset_tier(self, tier: Tier) -> None:
         self.cache.reset_tier(tier)
+        if tier is Tier.DISK:
+            return  # no request has a match there
         match_again = self.admission.match_again if self._engine is None else self._engine.matches.forget
         match_again(self.holdings.values())
         for holding in (*self.holdings.values(), *self._closing):
@@ -137,12 +163,22 @@ class Ledger(BeginningRequests, WorkingRequests):
                 holding.orphan()
 
     def statistics(self) -> LedgerStatistics:
-        device, host = (self.cache.tiers[tier].statistics() for tier in HIT_TIERS)
+        device, host, *rest = (tier.statistics() for tier in self.cache.tiers)
         line = self.admission.line
         waiting = len(line.extending) + len(line.allocating)
         num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
         late, paused = self.jobs.num_late, self._engine is not None and self._engine.matches.loads_paused
-        return LedgerStatistics(device, host, len(self.holdings), waiting, num_jobs, late, num_pins, paused)
+        disk = rest[0] if rest else None
+        return LedgerStatistics(
+            device, host, len(self.holdings), waiting, num_jobs, late, num_pins, paused, disk, self._remote_counts()
+        )
+
+    def _remote_counts(self) -> RemoteCounts | None:
+        if self._remote_stores is None:
+            return None
+        hops = [job.plan.hop for job in self.jobs.unsettled.values()]
+        num_loads, num_stores = hops.count((Tier.REMOTE, Tier.HOST)), hops.count((Tier.HOST, Tier.REMOTE))
+        return RemoteCounts(num_loads, num_stores, len(self._remote_stores.forgotten))
 
     def requests(self) -> tuple[RequestStatus, ...]:
         """The live requests, the one that is in its state for the longest first: what each holds and waits for, and who
@@ -159,6 +195,8 @@ class Ledger(BeginningRequests, WorkingRequests):
         found = self.statistics()
         device, names = found.device, ("free", "cached", "pinned", "quarantined")
         live = f"{found.num_requests} request{'' if found.num_requests == 1 else 's'}"
+        if found.remote is not None and (moving := found.remote.num_loads + found.remote.num_stores):
+            live += f", {moving} cell{'' if moving == 1 else 's'} on the way"
         if self._engine is None:
             counts = ", ".join(f"{getattr(device, f'num_{name}')} {name}" for name in names)
             about = f"{device.num_blocks} device blocks: {counts}; {live}, {found.num_waiting} in line"

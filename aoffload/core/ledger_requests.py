@@ -13,7 +13,7 @@ from .arguments import check_bool, check_int, check_prefix, check_text
 from .forks import Fork
 from .ledger_rooms import LedgerRooms
 from .lifecycle import RequestState, require
-from .matching import find_hit
+from .matching import fetchable_path, find_hit
 from .owners import Extension, Holding, Waiter, nobody
 from .plan import BELOW
 from .policy import StoreScope, store_limit
@@ -40,7 +40,10 @@ class BeginningRequests(LedgerRooms):
             hit = self._engine.matches.hit_behind(sequence, limit, 0)
         else:
             hit = find_hit(self.cache.index, sequence, self.layout, limit)
-        return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+        on_disk = 0
+        if self.cache.has_disk:
+            on_disk = max(0, fetchable_path(self.cache.index, sequence, self.layout, limit)[1] - hit.stop) * unit
+        return PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
 
     def admit(
         self,

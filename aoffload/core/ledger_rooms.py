@@ -7,18 +7,21 @@ from collections.abc import Callable, Sequence
 from ..arguments import check_has, check_type, shown
 from ..config import MAX_BLOCKS, OffloadConfig
 from ..errors import ConfigError, InvalidArgument, WrongState
+from ..remote_tier import cell_units
 from .admission import Admission
 from .arguments import check_int
-from .blocks import DevicePool, ExtentPool, FreeList
+from .blocks import DevicePool, ExtentPool, FreeList, SlotPool
 from .cache import PrefixCache
 from .cache_transfers import CacheTransfers
 from .commits import Commits
+from .disk_stores import STEPS, DiskStores
 from .engine_arrivals import Arrivals
 from .engine_blocks import EngineBlocks, EngineTier
 from .engine_matches import EngineMatches
 from .engine_offers import EngineOffers
 from .engine_owned import EngineOwned
 from .eviction import EvictionOrder, LeastRecentlyUsed
+from .fetches import Fetches
 from .forks import Forks
 from .groups import KVCacheGroup, Layout
 from .jobs import JobBook
@@ -28,13 +31,15 @@ from .observer import Moves, Observer
 from .owners import Holding
 from .pins import Pins
 from .plan import BELOW, Outcome, Tier
-from .policy import store_policy_of
+from .policy import AlsoCounts, store_policy_of
 from .preemption import Preemptions
 from .records import Job
+from .remote_stores import RemoteStores
 from .request_leases import RequestLeases
+from .restores import Restores
 from .situation import Situation
 from .stores import Stores
-from .tiers import TierBlocks
+from .tiers import DiskBlocks, RemoteBlocks, TierBlocks
 from .watermark import EvictionWatermark
 
 __all__ = ["LedgerRooms"]
@@ -45,6 +50,8 @@ OBSERVES = (
     "step_begun step_ended extension_refused"
 )
 ORDERS = "add add_newer add_back remove oldest __iter__"
+HOST_WATERMARK = 8
+"""The part of the host that is stored on the disk before it is evicted."""
 
 
 class LedgerRooms:
@@ -82,14 +89,22 @@ class LedgerRooms:
             most = int(config.max_quarantined_share * (num_device_blocks - 1))
             device = EngineTier.of(engine_blocks, new_order(), moves, most)
         host = TierBlocks(Tier.HOST, ExtentPool(config.resolve_host_blocks(block_bytes)), new_order())
-        self.cache = cache = PrefixCache(self.layout, (device, host), new_order)
+        tiers = [device, host]
+        if config.disk is not None:
+            num_slots = config.disk.num_slots(block_bytes, self.layout.unit_tokens)
+            slots = SlotPool(num_slots)
+            tiers.append(DiskBlocks(Tier.DISK, slots, new_order(), used=slots.used))
+        self.cache = cache = PrefixCache(self.layout, tuple(tiers), new_order)
         self._request_leases = leases = RequestLeases(cache)
         self.jobs = JobBook(cache, moves, self._units_per_job(config.blocks_per_job(block_bytes)))
         self._pins = Pins(cache, moves, config.max_pinned_share)
         self.admission = Admission(cache, leases, moves, self._others_hold_room, self._pins.yield_one)
         self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
         self._forks = Forks(cache, leases, self.admission, moves)
-        self._policy = policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
+        policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
+        if config.disk is not None or config.remote is not None:
+            policy = AlsoCounts.of(policy, self.layout, has_remote=config.remote is not None)
+        self._policy = policy
         stores = Stores(cache, self.jobs, moves, Tier.DEVICE, BELOW)
         self.writes_back = policy.num_watermark_blocks > 0
         """Whether `plan_write_back` ever plans anything."""
@@ -98,6 +113,14 @@ class LedgerRooms:
         self._preemptions = Preemptions(cache, leases, moves, self.jobs, stores, self.admission, policy)
         share = config.max_prefetch_share
         self._cache_transfers = CacheTransfers(cache, leases, moves, self._loads, stores, self.admission, share)
+        self._fetches: Fetches | None = None
+        self._restores: Restores | None = None
+        """Until the first store on the disk, or a reset: what was there before it is no longer what an earlier process
+        has left."""
+        self._disk_stores: DiskStores | None = None
+        self._remote_stores: RemoteStores | None = None
+        if isinstance(policy, AlsoCounts):
+            self._wire_lower(policy, config)
         self._engine: EngineOwned | None = None
         self._conclude_loads = self._loads.conclude_all
         if isinstance(device, EngineTier) and clock is not None:  # `_check_engine` demands one
@@ -115,6 +138,38 @@ class LedgerRooms:
             self.holdings, self.steps, self._pins, self.jobs, self._cache_transfers, self.admission,
             None if self._engine is None else self._engine.arrivals, moves,
         )  # fmt: skip
+
+    def _wire_lower(self, counts: AlsoCounts, config: OffloadConfig) -> None:
+        """Wire what is below the host: a disk, a remote store, or both."""
+        from_disk = from_remote = None
+        if config.disk is not None:
+            from_disk = self._wire_disk(counts)
+        if config.remote is not None:
+            from_remote = self._wire_remote(counts, config.remote.max_cell_bytes)
+        self._fetches = Fetches(
+            self.cache, self._request_leases, self._cache_transfers, config.max_fetch_share,
+            from_disk, from_remote, self._remote_stores,
+        )  # fmt: skip
+
+    def _wire_remote(self, counts: AlsoCounts, max_cell_bytes: int) -> Stores:
+        if self.layout.windows:
+            raise ConfigError("remote", "keeps full attention only: these groups have windows")
+        self.jobs.tiers[Tier.REMOTE] = RemoteBlocks(Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed())
+        units = cell_units(self._block_bytes * self.layout.width, max_cell_bytes)
+        self._remote_stores = RemoteStores(self.cache, self.jobs, counts, units)
+        return Stores(self.cache, self.jobs, self._moves, Tier.REMOTE, Tier.HOST)
+
+    def _wire_disk(self, counts: AlsoCounts) -> Stores:
+        cache, jobs, moves = self.cache, self.jobs, self._moves
+        down, up = (Stores(cache, jobs, moves, *hop) for hop in ((Tier.HOST, Tier.DISK), (Tier.DISK, Tier.HOST)))
+        pool = cache.tiers[Tier.DISK].pool
+        assert isinstance(pool, ExtentPool)
+        self._restores = Restores(cache, pool)
+        host, disk = cache.tiers[Tier.HOST].pool.num_blocks, cache.tiers[Tier.DISK].pool.num_blocks
+        most = min(max(self.layout.width, host // HOST_WATERMARK), disk)
+        # A look at what was asked for twice walks the host's order: none for a few blocks.
+        self._disk_stores = DiskStores(EvictionWatermark(cache, jobs, down, most, max(1, most // STEPS)), counts)
+        return up
 
     # -- how a call begins and ends -------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from .overlap import begin_step, can_start, expected_ids, first_invalid_token, t
 from .owners import Holding, nobody
 from .plan import Completion, TransferPlan
 from .preemption import Preemption
+from .tokens import TokenSequence
 from .windows import slide
 
 __all__ = ["WorkingRequests"]
@@ -149,16 +150,26 @@ class WorkingRequests(LedgerRooms):
         requests returned may have read it in the engine's cache or from the host. The engine itself has to forget what
         its cache holds.
         """
-        self._own(holding)
+        sequence, published = self._own(holding).sequence, holding.published
+        if self._remote_stores is not None:
+            sequence = sequence.copy()
         if self._engine is not None:
             told, settled = self._engine.invalidate(holding, from_token, tuple(self.holdings.values()))
             self._settled(settled)
+            self._take_back_cells(sequence, from_token, published)
             return tuple(reader for reader in told if not reader.is_over)
         # Requests that are over may have read it too, in a step or as forks, but need not be aborted.
         readers = dict.fromkeys((*self.holdings.values(), *self._closing, *self._forks.over))
         tainted = self._commits.invalidate(holding, from_token, readers)
+        self._take_back_cells(sequence, from_token, published)
         self.admission.serve_line()
         return tuple(reader for reader in tainted if not reader.is_over)
+
+    def _take_back_cells(self, sequence: TokenSequence, from_token: int, stop: int) -> None:
+        """What is in a remote store of `sequence` from `from_token` on, and what may follow it there, is wrong."""
+        if self._remote_stores is not None:
+            for job in self._remote_stores.take_back(sequence, from_token // self.layout.unit_tokens, stop):
+                self._settled(self.jobs.discard(job))
 
     @contextmanager
     def step(self, holdings: Iterable[Holding], arriving: Iterable[Holding] = ()) -> Iterator[None]:

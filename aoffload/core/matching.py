@@ -6,12 +6,12 @@ import attrs
 
 from .groups import Layout
 from .index import RunIndex
-from .plan import BELOW, HIT_TIERS, Tier
+from .plan import BELOW, CACHE_TIERS, HIT_TIERS, Tier
 from .presence import accepted, held_stop, present_stop
 from .records import Run
 from .tokens import TokenSequence
 
-__all__ = ["Hit", "find_hit", "find_hit_behind"]
+__all__ = ["Hit", "fetchable_path", "find_hit", "find_hit_behind"]
 
 
 @attrs.frozen
@@ -79,6 +79,23 @@ def find_hit_behind(
         stop = agreed
     stop = held_stop(layout, path, BELOW, start, stop, alignment, given=start)
     return Hit(start, max(start, stop), tuple(path))
+
+
+def fetchable_path(
+    index: RunIndex, sequence: TokenSequence, layout: Layout, limit: int, alignment: int = 1
+) -> tuple[list[Run], int]:
+    """The path of `sequence`, and the unit, at most `limit`, up to which a fetch could make the host hold it: all that
+    a hit needs there is in the host or on the disk. The host holds nothing whose front it lacks, so islands on the
+    device do not count in full attention."""
+    path: list[Run] = []
+    stop = 0
+    has_full = layout.full.width > 0
+    for run, agreed in index.walk(sequence, limit):
+        path.append(run)
+        stop = min(max(run.parts[Tier.HOST].stop, run.parts[Tier.DISK].stop), agreed) if has_full else agreed
+        if stop < run.stop:
+            break
+    return path, accepted(layout, path, stop, CACHE_TIERS, alignment)
 
 
 def _full_path(

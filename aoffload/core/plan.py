@@ -8,7 +8,8 @@ from array import array
 import attrs
 
 __all__ = [
-    "BELOW", "HIT_TIERS", "TIERS", "Completion", "Direction", "Outcome", "Tier", "TierRow", "TransferPlan",
+    "BELOW", "CACHE_TIERS", "HIT_TIERS", "TIERS", "BlockLabel", "CellLabel", "Completion", "Direction", "Outcome",
+    "Tier", "TierRow", "TransferPlan",
 ]  # fmt: skip
 
 
@@ -17,6 +18,8 @@ class Tier(enum.IntEnum):
 
     DEVICE = 0
     HOST = 1
+    DISK = 2
+    REMOTE = 3
 
     __hash__ = int.__hash__  # the default hashes the name each time, in Python
 
@@ -35,12 +38,16 @@ class TierRow:
 TIERS = (
     TierRow(Tier.DEVICE, above=None, lowest_id=1),
     TierRow(Tier.HOST, above=Tier.DEVICE, lowest_id=0),
+    TierRow(Tier.DISK, above=Tier.HOST, lowest_id=0),
+    TierRow(Tier.REMOTE, above=Tier.HOST, lowest_id=0),
 )
 """The tiers, by number."""
 BELOW = next(row.tier for row in TIERS if row.above is Tier.DEVICE)
 """The tier right below the device: loads onto the device come from it, stores from the device go to it."""
 HIT_TIERS = (Tier.DEVICE, BELOW)
-"""Where a hit may lie."""
+"""Where a hit may lie. What only a tier further down has is fetched first."""
+CACHE_TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+"""The tiers whose blocks the index knows. What a remote store has, only the store knows."""
 
 
 class Direction(enum.Enum):
@@ -63,6 +70,32 @@ class Outcome(enum.Enum):
     """The copy may still be writing: its destination is quarantined."""
 
 
+@attrs.frozen(slots=True)
+class BlockLabel:
+    """What a block holds: place `place` of the unit at `position` in `band`, of the prefix whose digests through this
+    unit and before it are `digest` and `before` (empty: there is nothing before it)."""
+
+    band: int
+    place: int
+    position: int
+    root: bytes
+    digest: bytes
+    before: bytes
+    tokens: bytes
+    """Of this unit, as little-endian int32."""
+
+
+@attrs.frozen(slots=True)
+class CellLabel:
+    """Units `[start, stop)` of one band of the prefix whose digest through unit `stop` is `digest`: what a remote store
+    keeps as one object. `stop - start` is a power of two, and `start` a multiple of it."""
+
+    band: int
+    digest: bytes
+    start: int
+    stop: int
+
+
 @attrs.frozen
 class TransferPlan:
     """Copy block `source_ids[i]` of tier `source` to block `destination_ids[i]` of tier `destination`, for every i.
@@ -75,6 +108,13 @@ class TransferPlan:
     destination: Tier
     source_ids: array[int]
     destination_ids: array[int]
+    labels: tuple[BlockLabel | None, ...] = ()
+    """Of a store to the disk: what each block holds. None where tokens alone do not prove it."""
+    generation: int = 0
+    """Of a store to the disk: how often that tier had been reset when the job was planned."""
+    cell: CellLabel | None = None
+    """From or to a remote store: the one cell that it copies. The ids on the remote side are the places of the blocks
+    in the cell, in prefix order from 0; a load may leave out the front or the end of a cell."""
 
     @property
     def hop(self) -> tuple[Tier, Tier]:

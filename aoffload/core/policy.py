@@ -17,11 +17,13 @@ from ..errors import ConfigError, InvalidArgument
 from ..prefix import Prefix
 from .arguments import check_int
 from .groups import Layout
-from .hit_counts import HitCounts
+from .hit_counts import HitCounts, RecentPrompts
 from .owners import Holding
 from .table import NO_LIMIT
+from .tokens import TokenSequence
 
 __all__ = [
+    "AlsoCounts",
     "EagerStore",
     "LazyStore",
     "NoStore",
@@ -148,6 +150,45 @@ class SelectiveStore(EagerStore):
     def wanted_stop(self, holding: Holding) -> int:
         assert self.counts is not None, "counts belong to a ledger"
         return self.counts.stop_of(holding.sequence, holding.published, self.min_seen)
+
+
+@attrs.frozen
+class AlsoCounts:
+    """The policy of a ledger with a disk or a remote store: that of its stores in the host, and beside it how often
+    prefixes were asked for."""
+
+    policy: StorePolicy
+    counted: SelectiveStore
+    recent: RecentPrompts = attrs.field(factory=RecentPrompts)
+    has_remote: bool = False
+    """Whether `recent` is kept."""
+
+    @classmethod
+    def of(cls, policy: StorePolicy, layout: Layout, *, has_remote: bool) -> Self:
+        return cls(policy, SelectiveStore().for_ledger(layout, 0), has_remote=has_remote)
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        return self.policy.num_watermark_blocks
+
+    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
+        return self
+
+    def seen(self, holding: Holding, first: int, stop: int) -> None:
+        self.policy.seen(holding, first, stop)
+        if first < stop:
+            self.counted.seen(holding, first, stop)
+        if self.has_remote:
+            self.recent.add(holding.sequence)
+
+    def wanted_stop(self, holding: Holding) -> int:
+        return self.policy.wanted_stop(holding)
+
+    def asked_stop(self, sequence: TokenSequence, limit: int) -> int:
+        """The unit, at most `limit`, up to which `sequence` was asked for twice."""
+        counts = self.counted.counts
+        assert counts is not None, "counts belong to a ledger"
+        return counts.stop_of(sequence, limit, self.counted.min_seen)
 
 
 def store_policy_of(value: Any) -> StorePolicy:

@@ -9,7 +9,7 @@ import attrs
 from .answer import PrefixMatch
 from .cache import PrefixCache
 from .lifecycle import RequestState
-from .matching import Hit, find_hit
+from .matching import Hit, fetchable_path, find_hit
 from .owners import Holding
 from .paths import held_ids
 from .plan import BELOW, Tier
@@ -29,9 +29,22 @@ class RequestLeases:
         """Match and pin, in one step: nothing can be evicted in between. `islands`: see `find_hit`."""
         hit = self._find(holding, islands=islands)
         self._take_leases(holding, hit, islands=islands)
-        unit = self.cache.layout.unit_tokens
-        match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit)
+        unit, on_disk = self.cache.layout.unit_tokens, 0
+        if self.cache.has_disk:
+            on_disk = self.num_fetchable(holding, hit.stop) * unit
+        match = PrefixMatch(hit.device_stop * unit, (hit.stop - hit.device_stop) * unit, num_disk_tokens=on_disk)
         holding.matched(hit.device_stop, hit.stop, match)
+
+    def num_fetchable(self, holding: Holding, hit_stop: int) -> int:
+        """Units behind the hit of `holding`, which ends at `hit_stop`, that a fetch would add."""
+        if not self.cache.has_disk or holding.epoch != self.cache.epoch:
+            return 0
+        layout, sequence = self.cache.layout, holding.sequence
+        limit = min((sequence.num_tokens - 1) // layout.unit_tokens, holding.hit_limit)
+        if hit_stop >= limit:
+            return 0
+        stop = fetchable_path(self.cache.index, sequence, layout, limit, holding.hit_alignment)[1]
+        return max(0, stop - hit_stop)
 
     def _find(self, holding: Holding, *, islands: bool) -> Hit:
         if holding.epoch != self.cache.epoch:

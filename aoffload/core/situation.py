@@ -11,14 +11,14 @@ from .admission import Admission
 from .cache_transfers import CacheTransfers
 from .engine_arrivals import Arrivals
 from .jobs import JobBook
-from .kept import Prefetch, Step
+from .kept import Fetch, Step
 from .lifecycle import RequestState
 from .observer import Moves
 from .owners import Holding, Waiter
 from .pins import Pins, pinned_parts
 from .plan import Tier
 from .records import Job, Lease
-from .status import Holder, RequestStatus, WaitsFor
+from .status import Fetching, Holder, RequestStatus, WaitsFor
 
 __all__ = ["Situation"]
 
@@ -56,7 +56,7 @@ class Situation:
             yield self._job(job)
         for transfer in self.transfers.under_way.values():
             holding = transfer.holding
-            kind = "prefetch" if isinstance(transfer, Prefetch) else "demotion"
+            kind = type(transfer).__name__.lower()
             yield Holder(kind, holding.request_id, transfer.state.value, None, num_held(holding))
 
     def _request(self, holding: Holding) -> Holder:
@@ -90,17 +90,63 @@ class Situation:
             for holding in dict.fromkeys(step.holdings):
                 steps.setdefault(holding, []).append(step)
         found = sorted(self.holdings.values(), key=lambda holding: holding.since_s)
-        return [self._status(holding, places, biggest, steps.get(holding, [])) for holding in found]
+        fetches = {fetch.request: fetch for fetch in self._fetches()}
+        return [
+            self._status(holding, places, biggest, steps.get(holding, []), fetches.get(holding)) for holding in found
+        ]
+
+    # -- fetches --------------------------------------------------------------------------------------------------
+
+    def _fetches(self) -> Iterator[Fetch]:
+        """Those that a request waits for."""
+        for transfer in self.transfers.under_way.values():
+            if isinstance(transfer, Fetch) and transfer.request is not None:
+                yield transfer
+
+    def fetching(self) -> dict[Tier, int]:
+        """Tokens that requests wait for, by the tier that they come from: those of several requests count for each."""
+        found: dict[Tier, int] = {}
+        for fetch in self._fetches():
+            for part in self._brought(fetch):
+                found[part.tier] = found.get(part.tier, 0) + part.num_tokens
+        return found
+
+    @property
+    def num_fetching(self) -> int:
+        """Requests that wait for a fetch."""
+        return sum(1 for _ in self._fetches())
+
+    def _brought(self, fetch: Fetch) -> tuple[Fetching, ...]:
+        """What jobs under way bring for it, also those of other fetches."""
+        found: dict[Tier, int] = {}
+        layout = self.jobs.cache.layout
+        leading = next(band.number for band in layout.bands if band.width)
+        for job in self._jobs_of(fetch):
+            if job.band == leading and job.plan.source > Tier.HOST:
+                found[job.plan.source] = found.get(job.plan.source, 0) + job.stop - job.start
+        return tuple(Fetching(tier, found[tier] * layout.unit_tokens) for tier in sorted(found))
+
+    @staticmethod
+    def _jobs_of(fetch: Fetch) -> list[Job]:
+        load = fetch.holding.load
+        return [] if load is None else sorted(load.jobs, key=lambda job: job.job_id)
 
     def _line(self) -> Iterator[Waiter]:
         yield from self.admission.line.extending
         yield from self.admission.line.allocating
 
     def _status(
-        self, holding: Holding, places: Mapping[Waiter, int], biggest: list[Holder], steps: list[Step]
+        self,
+        holding: Holding,
+        places: Mapping[Waiter, int],
+        biggest: list[Holder],
+        steps: list[Step],
+        fetch: Fetch | None = None,
     ) -> RequestStatus:
         waiter = holding.waiter
         place = None if waiter is None else places.get(waiter)
+        if fetch is not None and place is None:
+            return self._fetching_status(holding, fetch)
         waits_for, held_by = self._reason(holding, steps)
         status = RequestStatus(
             holding.request_id,
@@ -120,6 +166,18 @@ class Situation:
             waited_s=None if waiter.joined_s is None else self._age(waiter.joined_s),
             num_missing=self.admission.num_missing(holding, waiter.num_units),
             held_by=tuple(islice(_others(biggest, holding.request_id), NUM_BIGGEST)),
+        )
+
+    def _fetching_status(self, holding: Holding, fetch: Fetch) -> RequestStatus:
+        return RequestStatus(
+            holding.request_id,
+            holding.state,
+            self._age(holding.since_s),
+            num_held(holding),
+            WaitsFor.FETCH,
+            held_by=tuple(map(self._job, self._jobs_of(fetch))),
+            fetching=self._brought(fetch),
+            cancelled=holding.reason,
         )
 
     def _reason(self, holding: Holding, steps: list[Step]) -> tuple[WaitsFor, tuple[Holder, ...]]:

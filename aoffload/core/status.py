@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import attrs
 
 from .lifecycle import RequestState
+from .plan import Tier
 
-__all__ = ["Holder", "RequestStatus", "WaitsFor", "explained", "seconds"]
+__all__ = ["Fetching", "Holder", "RequestStatus", "WaitsFor", "explained", "seconds"]
 
 NUM_NAMED = 4
 """Requests of a step that a line names; of the others it has the number."""
@@ -25,6 +26,8 @@ class WaitsFor(enum.Enum):
     """Its own, or those that another request began."""
     STEP = "a step"
     """A forward that touches its blocks."""
+    FETCH = "a fetch"
+    """What only tiers below host memory have of it is on its way into host memory."""
     REQUEST = "another request"
     """With `engine_blocks`: that one's load brings the next block."""
 
@@ -72,6 +75,18 @@ class Holder:
 
 
 @attrs.frozen
+class Fetching:
+    """Tokens that are on their way into host memory."""
+
+    tier: Tier
+    """Where they come from."""
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens from {self.tier.name.lower()}"
+
+
+@attrs.frozen
 class RequestStatus:
     """A live request, and what it waits for."""
 
@@ -89,7 +104,10 @@ class RequestStatus:
     num_missing: int = 0
     """Blocks that it waits for in line."""
     held_by: tuple[Holder, ...] = ()
-    """Who holds what it waits for: the biggest holders of device blocks, the jobs, the steps, or the other request."""
+    """Who holds what it waits for: the biggest holders of device blocks, the jobs, also of a fetch, the steps, or the
+    other request."""
+    fetching: tuple[Fetching, ...] = ()
+    """What a fetch still brings for it, by the tier that it comes from."""
     cancelled: str = ""
     """Why it is cancelled; its task has not left its block yet. Empty: it is not."""
 
@@ -107,6 +125,8 @@ class RequestStatus:
         if self.waits_for is WaitsFor.PROGRAM:
             return "its program: the next call is not ours"
         held = "; ".join(map(str, self.held_by)) or "nobody"
+        if self.waits_for is WaitsFor.FETCH:
+            return f"fetching {' and '.join(map(str, self.fetching)) or 'what another fetch brings'}: {held}"
         if self.waits_for is WaitsFor.ROOM:
             line = f"room for {self.num_missing} blocks{_for(self.waited_s)}, place {self.place} in line"
             return f"{line}; held by {held}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -13,10 +13,11 @@ from .jobs import JobBook
 from .observer import Moves
 from .owners import Holding
 from .paths import Stretch
-from .plan import Tier
+from .plan import CellLabel, Tier
 from .records import Job, Run
+from .table import NO_LIMIT
 
-__all__ = ["Stores", "first_stored"]
+__all__ = ["Stores", "first_stored", "left_of"]
 
 
 @attrs.define(eq=False)
@@ -29,10 +30,12 @@ class Stores:
     source: Tier
     destination: Tier
 
-    def offer(self, holding: Holding | None, run: Run, first: int, stop: int, *, with_windows: bool) -> list[Job]:
+    def offer(
+        self, holding: Holding | None, run: Run, first: int, stop: int, *, with_windows: bool, most: int = NO_LIMIT
+    ) -> list[Job]:
         """Store what `destination` lacks of the path of `run` up to unit `stop`, from unit `first` on and before it as
-        far as something is missing; `with_windows`: also what a hit near `stop` needs of window bands. `holding` is
-        None for a write-back."""
+        far as something is missing; `with_windows`: also what a hit near `stop` needs of window bands. At most `most`
+        blocks. `holding` is None for a write-back."""
         source, destination = self.source, self.destination
         if not self.cache.tiers[destination].pool.num_blocks:
             return []
@@ -40,13 +43,13 @@ class Stores:
         full = self.cache.layout.full
         missing = self.cache.full.lacking(run, source, destination, first, stop) if full.width else []
         for over in _together(missing) if missing else ():
-            jobs += self.store(holding, full, over)
+            jobs += self.store(holding, full, over, most=left_of(most, jobs))
         if with_windows and self.cache.windows:
             end = self.last_end(holding, stop)
             for window in self.cache.windows:
                 missing = window.lacking(run, source, destination, first_stored(window.band, end), stop)
                 for over in _together(missing) if missing else ():
-                    jobs += self.store(holding, window.band, over)
+                    jobs += self.store(holding, window.band, over, most=left_of(most, jobs))
         return jobs
 
     def last_end(self, holding: Holding | None, stop: int) -> int:
@@ -57,14 +60,21 @@ class Stores:
         return most - most % holding.hit_alignment
 
     def store(
-        self, holding: Holding | None, band: Band, over: list[Stretch], source_ids: array[int] | None = None
+        self,
+        holding: Holding | None,
+        band: Band,
+        over: list[Stretch],
+        source_ids: array[int] | None = None,
+        most: int = NO_LIMIT,
+        cells: Sequence[CellLabel] = (),
     ) -> list[Job]:
-        """Store `over`, as far as `destination` has room; from `source_ids`, where the blocks are an engine's."""
+        """Store `over`, as far as `destination` has room and at most `most` blocks; from `source_ids`, where the blocks
+        are an engine's, or from `cells` of a remote store."""
         # Pinned before room is made: the store must not evict the prefix before it.
         there, (_, start, _), (end, _, stop) = self.cache.tiers[self.destination], over[0], over[-1]
         pin = self.cache.lease(self.destination, end, [end.stop for _ in self.cache.layout.windows])
-        wanted = stop - start
-        units = self.cache.components[band.number].fitting(start, stop, there.room // band.width)
+        wanted, fit, allowed = stop - start, there.room // band.width, most // band.width
+        units = self.cache.components[band.number].fitting(start, stop, fit if fit < allowed else allowed)
         jobs: list[Job] = []
         is_handed = False
         if units:
@@ -75,15 +85,19 @@ class Stores:
             is_handed = run is pin.run and not self.cache.windows
             jobs = self.jobs.plan(
                 holding, self.source, self.destination, run, band, units.start, units.stop, blocks, (), source_ids,
-                pin if is_handed else None,
+                pin if is_handed else None, cells,
             )  # fmt: skip
-        if len(units) < wanted:
-            self.moves.told.store_skipped(
-                holding, (wanted - len(units)) * band.width, f"{self.destination.name.lower()}_full"
-            )
+        if fit < wanted:
+            reason = f"{self.destination.name.lower()}_full"
+            self.moves.told.store_skipped(holding, (wanted - fit) * band.width, reason)
         if not is_handed:
             self.cache.release(pin)
         return jobs
+
+
+def left_of(most: int, jobs: list[Job]) -> int:
+    """What is left of `most` blocks behind `jobs`."""
+    return most if most == NO_LIMIT else most - sum(job.plan.num_blocks for job in jobs)
 
 
 def first_stored(band: Band, end: int) -> int:

@@ -12,7 +12,7 @@ from .eviction import EvictionOrder
 from .plan import Tier
 from .records import Part
 
-__all__ = ["BlockWatcher", "TierBlocks", "TierStatistics"]
+__all__ = ["BlockWatcher", "DiskBlocks", "RemoteBlocks", "TierBlocks", "TierStatistics"]
 
 
 class BlockWatcher(Protocol):
@@ -44,7 +44,7 @@ class TierBlocks:
     """free + cached + pinned + quarantined = num_blocks."""
 
     is_outside: ClassVar[bool] = False
-    """Whether the blocks are engine-owned: copies read and write them, nothing is cached in them."""
+    """Whether the blocks are somebody else's: copies read and write them, the index knows none of them."""
 
     tier: Tier
     pool: DevicePool
@@ -59,6 +59,8 @@ class TierBlocks:
     watcher: BlockWatcher | None = None
     epoch: int = 0
     """The epoch of the index. Runs of another epoch are not findable."""
+    num_resets: int = 0
+    """How often all that the tier held was made unfindable."""
 
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
@@ -112,8 +114,21 @@ class TierBlocks:
     def all_cleared(self, epoch: int) -> None:
         """Nothing is findable any more: the new index has `epoch`."""
         self.epoch = epoch
+        self.num_resets += 1
         self.num_changes += 1
         self.num_cached = 0
+
+    def count_reset(self) -> None:
+        """All that the tier held was withdrawn."""
+        self.num_resets += 1
+        self.num_changes += 1
+
+    def taken_back(self, block_ids: array[int]) -> None:
+        """What these blocks hold is wrong, and nothing finds it any more here. On a disk it would be found again after
+        a restart: see `DiskBlocks`."""
+
+    def freed_are_taken_back(self) -> None:
+        """What free blocks held until now may be wrong, too."""
 
     def trim(self, part: Part, num_units: int) -> None:
         """Free the last `num_units` of an unpinned part: a prefix loses its tail before its head."""
@@ -126,9 +141,68 @@ class TierBlocks:
             self.order.remove(part)
         self.pool.give(freed)
 
+    def restore(self, part: Part, block_ids: array[int]) -> None:
+        """Let the empty `part` hold `block_ids`, which are taken from the pool, for all units of its run. It is the
+        next to be evicted."""
+        held, run = (part.first, part.stop), part.run
+        part.enter(run.start, run.stop, block_ids)
+        if not part.num_references:
+            oldest = self.order.oldest()
+            if oldest is None:
+                self.order.add(part)
+            else:
+                self.order.add_newer(part, oldest)
+                self.order.remove(oldest)
+                self.order.add_newer(oldest, part)
+            self.num_cached += len(block_ids)
+        self.part_changed(part, *held)
+
     def quarantine(self, block_ids: array[int]) -> None:
         self.num_quarantined += len(block_ids)
 
     def end_quarantine(self, block_ids: array[int]) -> None:
         self.num_quarantined -= len(block_ids)
         self.pool.give(block_ids)
+
+
+@attrs.define(eq=False, repr=False)
+class DiskBlocks(TierBlocks):
+    """The blocks of a tier that outlives the process."""
+
+    used: set[int] = attrs.field(factory=set, kw_only=True)
+    """The free blocks that were in use since the last reset: a restart may find what they held."""
+    forgotten: array[int] = attrs.field(factory=lambda: array("i"), init=False)
+    """Blocks whose contents were taken back, until somebody erases what a restart would know of them."""
+
+    def taken_back(self, block_ids: array[int]) -> None:
+        self.forgotten.extend(block_ids)
+
+    def freed_are_taken_back(self) -> None:
+        """Nobody knows any more what they hold: that of the wrong one is erased with that of all others."""
+        self.forgotten.extend(sorted(self.used))
+        self.used.clear()
+
+    def end_quarantine(self, block_ids: array[int]) -> None:
+        """What a copy has left there that was given up may have been taken back meanwhile."""
+        super().end_quarantine(block_ids)
+        self.forgotten.extend(block_ids)
+
+    def all_cleared(self, epoch: int) -> None:
+        super().all_cleared(epoch)
+        self.used.clear()  # no restart finds anything of before
+
+    def count_reset(self) -> None:
+        super().count_reset()
+        self.used.clear()
+
+    def take_forgotten(self) -> array[int]:
+        """Return and clear `forgotten`."""
+        forgotten, self.forgotten = self.forgotten, array("i")
+        return forgotten
+
+
+@attrs.define(eq=False, repr=False)
+class RemoteBlocks(TierBlocks):
+    """A remote store, as an end of copies: it has no blocks here, and nothing in it can be held or quarantined."""
+
+    is_outside: ClassVar[bool] = True

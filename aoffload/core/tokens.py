@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Protocol
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ..prefix import TOKEN_BYTES, Hasher, KeySpan, Prefix, Root
 
-__all__ = ["TokenSequence", "hash_run", "max_run_units"]
+__all__ = ["TokenSequence", "hash_run", "max_run_units", "unit_digests"]
 
 
 MAX_RUN_TOKENS = 2**17
@@ -36,6 +37,14 @@ class Stretch(Protocol):
     def spans(self) -> tuple[KeySpan, ...]: ...
 
 
+class EndOfPath(Stretch, Protocol):
+    """A stretch whose prefix is known."""
+
+    @property
+    def root(self) -> Root: ...
+    def whole_path(self) -> Sequence[Stretch]: ...
+
+
 class TokenSequence:
     """Tokens by units. The hash covers, unit by unit, the tokens and then a record of each span that touches the unit.
 
@@ -59,6 +68,14 @@ class TokenSequence:
         """Whole units of the prompt."""
         self._cuts = _cuts_of(prefix.spans, unit_tokens) if prefix.spans else ()
         self._hashed: dict[int, Hasher] = {}
+
+    @classmethod
+    def of_path(cls, end: EndOfPath) -> TokenSequence:
+        """The tokens of the path that ends with `end`."""
+        path = end.whole_path()
+        spans = dict.fromkeys(span for stretch in path for span in stretch.spans)
+        unit_bytes = len(end.tokens) // (end.stop - end.start)
+        return cls(Prefix(end.root, b"".join([one.tokens for one in path]), tuple(spans)), unit_bytes // TOKEN_BYTES)
 
     def copy(self) -> TokenSequence:
         """A copy that can continue with other tokens."""
@@ -156,6 +173,14 @@ class TokenSequence:
                 probe.update(span.record())
         return probe.digest()
 
+    def hash_on(self, hasher: Hasher, start: int, stop: int) -> Hasher:
+        """The running hash of all units before `stop`; `hasher` covers those before `start`."""
+        while start < stop:
+            end = self._uniform_stop(start, stop)
+            hasher = hash_run(hasher, self.stretch(start, end), self.spans_at(start), self._unit_bytes)
+            start = end
+        return hasher
+
     def stretch(self, start: int, stop: int) -> bytes:
         """The token bytes of units `[start, stop)`."""
         return self._bytes(start * self._unit_bytes, stop * self._unit_bytes)
@@ -197,6 +222,14 @@ def hash_run(hasher: Hasher, tokens: bytes | memoryview, spans: tuple[KeySpan, .
         after.update(tokens[at : at + unit_bytes])
         after.update(record)
     return after
+
+
+def unit_digests(hasher: Hasher, tokens: bytes, unit_bytes: int) -> Iterator[bytes]:
+    """The digest of the prefix through each unit of `tokens`, which no span touches. `hasher` covers what is before."""
+    after = hasher.copy()
+    for at in range(0, len(tokens), unit_bytes):
+        after.update(tokens[at : at + unit_bytes])
+        yield after.digest()
 
 
 def _cuts_of(spans: tuple[KeySpan, ...], unit_tokens: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""The eviction watermark: stores what the next allocations would evict, before they do.
+"""The eviction watermark: stores what the next allocations of a tier would evict in the tier below, before they do.
 
-    device order, oldest first:   [in flight | in the host | not yet | ...............]
-                                   <-- free blocks + these: watermark -->
+    eviction order, oldest first:   [in flight | there already | not yet | ...............]
+                                     <-- free blocks + these: watermark -->
 
 Stores in flight count, so such stores pin no more than about a watermark at a time. Blocks behind it may be evicted
 meanwhile, and are lost then.
@@ -9,13 +9,16 @@ meanwhile, and are lost then.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import attrs
 
 from .cache import PrefixCache
 from .jobs import JobBook
 from .presence import covered_stop
 from .records import Job, Part, Run
-from .stores import Stores
+from .stores import Stores, left_of
+from .table import NO_LIMIT
 
 __all__ = ["EvictionWatermark"]
 
@@ -26,8 +29,11 @@ class EvictionWatermark:
     jobs: JobBook
     stores: Stores
     num_blocks: int
+    """The watermark; 0: nothing is stored."""
+    step: int = 1
+    """Counts that differ by less than so many blocks are the same to `nothing_changed`."""
     _num_offers: int = 0
-    _looked_at: tuple[int, ...] = ()
+    _looked_at: tuple[object, ...] = ()
 
     def offer(self, run: Run, stop: int) -> None:
         """Mark the path of `run` up to unit `stop`, to be stored once it is about to be evicted."""
@@ -42,52 +48,79 @@ class EvictionWatermark:
     def plan(self) -> list[Job]:
         """Store what was offered of the runs that are about to lose blocks, with all that is missing before it: the
         host holds nothing whose front it lacks."""
-        if not self.num_blocks or self._nothing_changed():
+        if not self.num_blocks or self.nothing_changed():
             return []
+        return self.store(self.about_to_lose(self.offered), self.offered)
+
+    def store(self, runs: list[Run], wanted: Callable[[Run], int], most: int = NO_LIMIT) -> list[Job]:
+        """Store what is wanted of `runs`, which are listed first: pinning changes the order. At most `most` blocks."""
         jobs: list[Job] = []
-        for run in self._about_to_lose():  # listed first: pinning changes the order
+        for run in runs:
+            if (left := left_of(most, jobs)) <= 0:
+                break
             if run.parts:  # else it was merged with another one meanwhile: next time
-                jobs += self._store(run)
+                jobs += self._store(run, wanted(run), left)
         return jobs
 
-    def _store(self, run: Run) -> list[Job]:
-        stop = min(run.offered_stop, run.stop)
+    def _store(self, run: Run, stop: int, most: int) -> list[Job]:
         pin = self.cache.lease(self.stores.source, run, [run.stop for _ in self.cache.layout.windows], is_use=False)
-        jobs = self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run))
+        jobs = self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run, stop), most=most)
         self.cache.release(pin)
         return jobs
 
-    def _nothing_changed(self) -> bool:
+    @staticmethod
+    def offered(run: Run) -> int:
+        """The unit up to which `run` was offered."""
+        return min(run.offered_stop, run.stop)
+
+    def nothing_changed(self) -> bool:
         """True for most commits: free counts and offers unchanged."""
-        source, room = self.cache.tiers[self.stores.source], self.cache.tiers[self.stores.destination].room
-        counts = (source.pool.num_free, source.num_cached, source.num_evicted)
-        now = (*counts, room, self.cache.epoch, self._num_offers)
+        now = self._state()
         before, self._looked_at = self._looked_at, now
         return now == before
 
-    def _about_to_lose(self) -> list[Run]:
+    @property
+    def has_changed(self) -> bool:
+        """Whether `nothing_changed` would be False."""
+        return self._state() != self._looked_at
+
+    def _state(self) -> tuple[object, ...]:
+        source, there = self.cache.tiers[self.stores.source], self.cache.tiers[self.stores.destination]
+        step = self.step
+        counts = (source.pool.num_free // step, source.num_cached // step, source.num_evicted // step)
+        return (*counts, there.room // step, there.num_resets, self._num_offers)
+
+    def look_again(self) -> None:
+        """Something is left to do even if nothing changes."""
+        self._looked_at = ()
+
+    def about_to_lose(self, wanted: Callable[[Run], int]) -> list[Run]:
         """Runs with blocks within the watermark that may be missing below, in eviction order."""
         source = self.cache.tiers[self.stores.source]
         left = self.num_blocks - source.pool.num_free - self.jobs.num_stored_now(self.stores.source)
+        return self.lacking(source.order, left, wanted)
+
+    def lacking(self, parts: Iterable[Part], num_blocks: int, wanted: Callable[[Run], int]) -> list[Run]:
+        """The runs of `parts`, as far as these have `num_blocks` blocks, that may be missing below."""
         found: dict[Run, None] = {}
-        for part in source.order:
-            if left <= 0:
+        for part in parts:
+            if num_blocks <= 0:
                 break
-            left -= len(part.blocks)
-            if self._may_lack(part):
+            num_blocks -= len(part.blocks)
+            if self._may_lack(part, wanted):
                 found[part.run] = None
         return list(found)
 
-    def _may_lack(self, part: Part) -> bool:
+    def _may_lack(self, part: Part, wanted: Callable[[Run], int]) -> bool:
         run = part.run
-        if run.offered_stop <= run.start:
-            return False
         if part is run.parts[self.stores.source]:
-            return covered_stop(run.parts[self.stores.destination]) < min(part.stop, run.offered_stop)
-        return _is_end(run)
+            there = covered_stop(run.parts[self.stores.destination])
+            return there < part.stop and there < wanted(run)
+        stop = wanted(run)
+        return stop > run.start and _is_end(run, stop)
 
 
-def _is_end(run: Run) -> bool:
-    """Whether a later hit may end in `run`: no run is behind it, or only its front was offered. Only there a hit needs
-    a window."""
-    return not run.num_after or run.offered_stop < run.stop
+def _is_end(run: Run, stop: int) -> bool:
+    """Whether a later hit may end in `run`: no run is behind it, or only its front, up to unit `stop`, is wanted. Only
+    there a hit needs a window."""
+    return not run.num_after or stop < run.stop

@@ -19,6 +19,7 @@ from ..errors import AoffloadError, ConfigError, InvalidArgument
 from ..extras import needed
 from ..integrations.models import load_model
 from ..plan import Recorder
+from ..transfer.disk.posix import PosixDirectory
 from .interrupt import Interrupt
 from .logs import LogFile, make_logger
 from .options import DemoOptions, make_parser, parse_options
@@ -33,7 +34,16 @@ from .workload import make_workload
 __all__ = ["main"]
 
 # Arguments whose names differ from their options'.
-_OPTIONS = {"store_policy": "store", "num_device_blocks": "device_blocks", "num_host_blocks": "host_blocks"}
+_OPTIONS = {
+    "store_policy": "store",
+    "num_device_blocks": "device_blocks",
+    "num_host_blocks": "host_blocks",
+    "path": "disk",
+    "size": "disk",
+    "url": "remote",
+    "secret": "remote_secret",
+    "secret_file": "remote_secret",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,6 +93,14 @@ def _open(files: ExitStack, options: DemoOptions) -> LogFile | None:
             importlib.import_module("trio")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument("device", "torch sees no CUDA device here")
+    if options.disk is not None:
+        with needed("disk", "--disk"):
+            importlib.import_module("xxhash")
+        PosixDirectory(options.disk).close()  # who may not use it is to know before the work
+    if options.remote is not None:
+        with needed("remote", "--remote"):
+            for name in ("cryptography", "redis", "xxhash"):
+                importlib.import_module(name)
     try:
         if options.json is not None:
             options.json.touch()

@@ -46,6 +46,12 @@ class DemoOptions:
     json: Path | None = None
     corrupt: Corrupt | None = None
     layered: bool = False
+    disk: Path | None = None
+    """The directory of a disk tier, which a second demo finds warm."""
+    remote: str | None = None
+    """The URL of a store, which demos elsewhere use, too."""
+    remote_secret: Path | None = None
+    """A file with the secret of what is there."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -79,6 +85,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="exchange two loaded blocks on purpose, before and after they are verified")  # fmt: skip
     add("--layered", action="store_true",
         help="a fourth run, with offload: prompts are begun while their prefix is loading, layer by layer")  # fmt: skip
+    add("--disk", type=Path, metavar="DIR",
+        help="a disk tier in DIR (1 GiB), in the run with offload: a second demo with it starts warm")  # fmt: skip
+    add("--remote", metavar="URL",
+        help="a store that is shared, such as redis://localhost, in the run with offload: what one demo has computed "
+        "another one finds there")  # fmt: skip
+    add("--remote-secret", type=Path, metavar="FILE", help="a file with the secret that encrypts what is there")
     return parser
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from .. import DiskTier, RemoteTier
 from ..integrations.batching import PrefillStart
 from ..integrations.sequence import Generation
 from ..integrations.statistics import EngineStatistics
@@ -28,6 +29,8 @@ class RunKind:
     num_host_blocks: int
     store: str
     prefill_start: PrefillStart = PrefillStart.LOADED
+    disk: DiskTier | None = None
+    remote: RemoteTier | None = None
 
     @property
     def has_offload(self) -> bool:
@@ -49,6 +52,12 @@ class RunOutcome:
     integrity_error: str = ""
     transfers: Mapping[str, Any] = attrs.field(factory=dict)
     """Counts of the transport."""
+    disk_transfers: Mapping[str, Any] = attrs.field(factory=dict)
+    """Counts of the disk; empty without one."""
+    remote_transfers: Mapping[str, Any] = attrs.field(factory=dict)
+    """Counts of the remote store; empty without one."""
+    num_restored: int = 0
+    """Blocks that were on the disk at the start."""
     engine: EngineStatistics | None = None
     block_bytes: int = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,14 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
         "outputs_identical_by_layer": outcome.by_layer_identical,
         "ttft_share": outcome.ttft_share("arrived_s"),
         "service_ttft_share": outcome.ttft_share("admitted_s"),
+        "disk_blocks_at_start": run.num_restored if options.disk else None,
+        "disk_blocks_loaded": run.disk_transfers.get("blocks_loaded"),
+        "disk_blocks_stored": run.disk_transfers.get("blocks_stored"),
+        "disk_blocks_corrupt": run.disk_transfers.get("blocks_corrupt"),
+        "remote_blocks_loaded": run.remote_transfers.get("blocks_loaded"),
+        "remote_blocks_stored": run.remote_transfers.get("blocks_stored"),
+        "remote_cells_corrupt": run.remote_transfers.get("cells_corrupt"),
+        "remote_failures": run.remote_transfers.get("num_failures"),
         "load_gb_per_s": run.rate("load"),
         "store_gb_per_s": run.rate("store"),
         "wall_s": outcome.wall_s,
@@ -120,10 +128,20 @@ def _rows(outcome: DemoOutcome) -> Iterator[str]:
     yield _row("time to first token, later turns", ["p50 / p99 s" for _ in outcome.runs])
     yield row("  from arrival", times("arrived_s"))
     yield row("  from admission", times("admitted_s"))
+    if outcome.options.disk is not None:
+        yield row("blocks on the disk at the start", lambda run: f"{run.num_restored:,}" if run.kind.disk else "-")
+        yield row("  fetched / stored there", lambda run: _moved(run.disk_transfers))
+    if outcome.options.remote is not None:
+        yield row("from / to the remote store, blocks", lambda run: _moved(run.remote_transfers))
     if outcome.by_layer is not None:
         yield row("prompts begun while loading", lambda run: f"{run.engine.num_head_starts if run.engine else 0}")
     yield row("wall time, s", lambda run: f"{run.wall_s:.1f}")
     yield row("pins left / quarantined", lambda run: f"{run.num_pinned} / {run.num_quarantined}")
+
+
+def _moved(counts: Mapping[str, Any]) -> str:
+    """Blocks loaded from and stored in a tier below the host."""
+    return f"{counts['blocks_loaded']:,} / {counts['blocks_stored']:,}" if counts else "-"
 
 
 def _shares(outcome: DemoOutcome) -> Iterator[str]:

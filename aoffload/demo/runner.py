@@ -9,12 +9,14 @@ from typing import Any
 import anyio
 import attrs
 
-from .. import OffloadConfig, OffloadRuntime
+from .. import DiskTier, OffloadConfig, OffloadRuntime, RemoteTier, fingerprint
+from ..config_tables import secret_in, store_of
 from ..errors import IntegrityError
 from ..integrations.batching import PrefillStart
 from ..integrations.engine import PagedEngine
 from ..integrations.layer_fences import layer_regions
 from ..integrations.layers import kv_cache_groups
+from ..integrations.models import MODEL_NAMES
 from ..integrations.paged import PagedModel
 from ..integrations.sequence import Generation
 from ..plan import Recorder
@@ -29,6 +31,9 @@ from .workload import Conversation, Workload
 __all__ = ["Runner", "run_kinds"]
 
 RECORDED = "with offload"
+DISK_SIZE = "1GiB"
+CELL_BYTES = "128KiB"
+"""The models are small: 4 MiB would be the KV of more tokens than a prompt has."""
 FLUSH_TIMEOUT_S = 10.0
 LAST_FLUSH_TIMEOUT_S = 0.3
 CLOSE_TIMEOUT_S = 0.5
@@ -37,14 +42,28 @@ CLOSE_TIMEOUT_S = 0.5
 
 def run_kinds(pools: Pools, options: DemoOptions) -> tuple[RunKind, ...]:
     """The runs, in their order."""
-    offload = RunKind(RECORDED, pools.num_device_blocks, pools.num_host_blocks, options.store)
+    disk = None if options.disk is None else DiskTier(options.disk, DISK_SIZE)
+    offload = RunKind(
+        RECORDED,
+        pools.num_device_blocks,
+        pools.num_host_blocks,
+        options.store,
+        disk=disk,
+        remote=_remote_of(options),
+    )
     kinds = (
         RunKind("reference", pools.num_reference_blocks, 0, "off"),
         RunKind("without offload", pools.num_device_blocks, 0, "off"),
         offload,
     )
-    layered = attrs.evolve(offload, name="layer by layer", prefill_start=PrefillStart.BY_LAYER)
+    layered = attrs.evolve(offload, name="layer by layer", prefill_start=PrefillStart.BY_LAYER, disk=None, remote=None)
     return (*kinds, layered) if options.layered else kinds
+
+
+def _remote_of(options: DemoOptions) -> RemoteTier | None:
+    if options.remote is None:
+        return None
+    return RemoteTier(store_of(options.remote), secret_in(options.remote_secret), cell_bytes=CELL_BYTES)
 
 
 @attrs.define(eq=False)
@@ -72,12 +91,15 @@ class Runner:
             logger = self.logger.bind(run=kind.name)
             async with OffloadRuntime(config, transport=transport, logger=logger, observers=observers) as runtime:
                 try:
+                    result.num_restored = await runtime.wait_restored()
                     await self._serve(runtime, kv_cache, result, cancel_rate)
                     result.is_over = True
                 finally:
                     # Background stores hold the blocks they copy; blocks still pinned after them are a leak.
                     with anyio.move_on_after(FLUSH_TIMEOUT_S if result.is_over else LAST_FLUSH_TIMEOUT_S, shield=True):
                         await runtime.flush()
+                        while runtime.statistics().num_jobs:  # an idle disk is given more
+                            await runtime.flush()
                     _take_stock(runtime, transport, result)
         finally:
             result.wall_s = time.monotonic() - started
@@ -85,18 +107,32 @@ class Runner:
     def _transport(self, kind: RunKind, kv_cache: Any) -> LocalTransport:
         tampering = self.outcome.tampering if kind.has_offload else None
         regions = layer_regions(kv_cache) if kind.prefill_start is PrefillStart.BY_LAYER else kv_cache
-        return LocalTransport(regions, backend=tampering.make_backend if tampering is not None else None)
+        return LocalTransport(
+            regions,
+            backend=tampering.make_backend if tampering is not None else None,
+            disk=kind.disk,
+            remote=kind.remote,
+        )
 
     def make_config(self, kind: RunKind) -> OffloadConfig:
         """Raises `ConfigError` for unsupported groups or an unknown store policy."""
         return OffloadConfig(
             groups=kv_cache_groups(self.model.groups, ENGINE.block_size),
             num_host_blocks=kind.num_host_blocks,
-            namespace=f"{self.outcome.options.model}@{self.outcome.options.seed}",
+            namespace=self._namespace(kind),
+            disk=kind.disk,
+            remote=kind.remote,
             store_policy=kind.store,
             verify=kind.has_offload,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
+
+    def _namespace(self, kind: RunKind) -> str:
+        """What the KV depends on; for what outlives the process also the files of a model that has some."""
+        options = self.outcome.options
+        name = f"{options.model}@{options.seed}"
+        is_kept = kind.disk is not None or kind.remote is not None
+        return f"{name} {fingerprint(options.model)}" if is_kept and options.model not in MODEL_NAMES else name
 
     async def _serve(self, runtime: OffloadRuntime, kv_cache: Any, result: RunOutcome, cancel_rate: float) -> None:
         async with anyio.create_task_group() as tasks:
@@ -155,6 +191,10 @@ def _take_stock(runtime: OffloadRuntime, transport: LocalTransport, result: RunO
     result.num_pinned = statistics.device.num_pinned + statistics.host.num_pinned
     result.num_quarantined = statistics.device.num_quarantined + statistics.host.num_quarantined
     result.transfers = attrs.asdict(transport.statistics())
+    if statistics.disk_transfers is not None:
+        result.disk_transfers = attrs.asdict(statistics.disk_transfers)
+    if statistics.remote_transfers is not None:
+        result.remote_transfers = attrs.asdict(statistics.remote_transfers)
     try:
         runtime.check_integrity()
     except IntegrityError as error:

@@ -22,7 +22,7 @@ from .digests import Digests
 
 __all__ = ["MEDIA", "EventEncoder", "EventFormat"]
 
-MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
+MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
 """The values of `medium` for the tiers, whatever the device is."""
 OPTIONAL = ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 """Fields that a map leaves out when they are None."""

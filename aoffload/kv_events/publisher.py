@@ -124,6 +124,7 @@ class KVEventPublisher:
     def _open_sockets(self) -> None:
         self._socket = self._context.socket(zmq.XPUB)  # a PUB that tells of subscriptions
         self._socket.sndhwm = self._max_unsent
+        self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # also of what another peer has subscribed to: each is counted
         self._socket.rcvhwm = 1  # ZeroMQ keeps all subscriptions that it has before it tells of the first one
         self._peers = Peers(self._socket, self._max_peers)
         self._peers.bound_frames(self._socket, 2 * len(self._topic))

@@ -7,9 +7,10 @@ import enum
 import attrs
 
 from aoffload import Tier
+from aoffload.core.plan import CACHE_TIERS, TIERS
 from aoffload.ledger import Direction, Outcome
 
-__all__ = ["FAMILIES", "LABEL_VALUES", "REASONS", "Family", "Kind", "reason_of"]
+__all__ = ["FAMILIES", "LABEL_VALUES", "LOWER", "REASONS", "Family", "Kind", "reason_of"]
 
 
 class Kind(enum.Enum):
@@ -25,8 +26,11 @@ class Family:
     kind: Kind
     labels: tuple[str, ...]
     help: str
+    needs_lower: bool = False
+    """Whether it is there only with a disk or a remote store."""
 
 
+_HOP = ("direction", "tier")
 _GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
 
 FAMILIES = (
@@ -45,21 +49,29 @@ FAMILIES = (
     Family("aoffload_evicted_blocks_total", _COUNTER, ("tier",), "Cached blocks whose room was needed."),
     Family("aoffload_pins", _GAUGE, (), "Prompts that somebody keeps cached by a pin."),
     Family("aoffload_jobs", _GAUGE, ("state",), "Transfers that are not over, and those in quarantine."),
-    Family("aoffload_jobs_finished_total", _COUNTER, ("direction", "outcome"), "Transfers that are over."),
-    Family("aoffload_copied_bytes_total", _COUNTER, ("direction", "outcome"), "Bytes that finished transfers moved."),
+    Family("aoffload_jobs_finished_total", _COUNTER, (*_HOP, "outcome"), "Transfers that are over."),
+    Family("aoffload_copied_bytes_total", _COUNTER, (*_HOP, "outcome"), "Bytes that finished transfers moved."),
     Family("aoffload_late_completions_total", _COUNTER, (), "Reports of a transfer that was settled before."),
     Family("aoffload_verified_blocks_total", _COUNTER, ("result",), "Loaded blocks whose checksum was compared."),
     Family("aoffload_skipped_store_blocks_total", _COUNTER, ("reason",), "Blocks that were not stored."),
     Family("aoffload_request_seconds", _HISTOGRAM, ("state",), "Time in each state of a request, once left."),
     Family("aoffload_room_wait_seconds", _HISTOGRAM, (), "Time in line for device blocks, however it ended."),
-    Family("aoffload_copy_seconds", _HISTOGRAM, ("direction",), "Time of one copy that landed, without its fences."),
+    Family("aoffload_copy_seconds", _HISTOGRAM, _HOP, "Time of one copy that landed, without its fences."),
     Family(
-        "aoffload_copy_throughput_bytes_per_second", _HISTOGRAM, ("direction",), "Bytes by time of a copy that landed."
+        "aoffload_copy_throughput_bytes_per_second", _HISTOGRAM, _HOP, "Bytes by time of a copy that landed."
     ),
     Family(
-        "aoffload_fence_latency_seconds", _HISTOGRAM, ("direction",),
+        "aoffload_fence_latency_seconds", _HISTOGRAM, _HOP,
         "Time from the report of the copy thread to the settlement in the event loop.",
     ),
+    Family("aoffload_fetches_total", _COUNTER, ("outcome",), "Fetches from below host memory that are over.", True),
+    Family("aoffload_fetches_declined_total", _COUNTER, (), "Fetches given up: computing was sooner.", True),
+    Family("aoffload_fetching_requests", _GAUGE, (), "Requests that wait for a fetch.", True),
+    Family("aoffload_fetching_tokens", _GAUGE, ("tier",), "Tokens that requests wait for, by where they are.", True),
+    Family("aoffload_restored_blocks", _GAUGE, (), "Blocks of an earlier process that were found on the disk.", True),
+    Family("aoffload_write_budget_bytes", _GAUGE, (), "Bytes that may still be written to the disk today.", True),
+    Family("aoffload_rejected_cells_total", _COUNTER, (), "Cells of a remote store that did not verify.", True),
+    Family("aoffload_storage_off", _GAUGE, ("tier",), "1 since a tier below host memory is not used any more.", True),
     Family("aoffload_cache_off", _GAUGE, (), "1 since nothing is loaded or stored any more, for good."),
     Family("aoffload_loads_paused", _GAUGE, (), "1 while too much is in quarantine to load (engine-owned blocks)."),
     Family("aoffload_lost_log_events_total", _COUNTER, (), "Log events that the logger raised at."),
@@ -83,7 +95,11 @@ _STAYS = ("matched", "pinned", "allocated", "loading", "draining", "requeued", "
 """The states that a request stays in. It passes through the others within one call, which no scrape sees. MATCHED is
 one only with `engine_blocks`: the request was told to ask again."""
 _DIRECTIONS = tuple(direction.value for direction in Direction)
-_TIERS = tuple(tier.name.lower() for tier in Tier)
+_TIERS = tuple(tier.name.lower() for tier in CACHE_TIERS)
+_HOPS = tuple(row.tier.name.lower() for row in TIERS if row.above is not None)
+"""The lower tier of each hop: loads come from it, stores go to it."""
+LOWER = tuple(row.tier.name.lower() for row in TIERS if row.above not in (None, Tier.DEVICE))
+"""Tiers below host memory."""
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)
 
 LABEL_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
@@ -98,14 +114,23 @@ LABEL_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("aoffload_evicted_blocks_total", "tier"): _TIERS,
     ("aoffload_jobs", "state"): ("queued", "launched", "quarantined"),
     ("aoffload_jobs_finished_total", "direction"): _DIRECTIONS,
+    ("aoffload_jobs_finished_total", "tier"): _HOPS,
     ("aoffload_jobs_finished_total", "outcome"): (*_OUTCOMES, "discarded"),
     ("aoffload_copied_bytes_total", "direction"): _DIRECTIONS,
+    ("aoffload_copied_bytes_total", "tier"): _HOPS,
     ("aoffload_copied_bytes_total", "outcome"): _OUTCOMES,
+    ("aoffload_fetches_total", "outcome"): ("done", "cancelled"),
+    ("aoffload_fetching_tokens", "tier"): LOWER,
+    ("aoffload_storage_off", "tier"): LOWER,
     ("aoffload_verified_blocks_total", "result"): ("right", "corrupt"),
-    ("aoffload_skipped_store_blocks_total", "reason"): ("host_full", "in_flight", "evicted", "other"),
+    ("aoffload_skipped_store_blocks_total", "reason"): ("host_full", "disk_full", "in_flight", "evicted", "other"),
     ("aoffload_request_seconds", "state"): _STAYS,
     ("aoffload_copy_seconds", "direction"): _DIRECTIONS,
+    ("aoffload_copy_seconds", "tier"): _HOPS,
     ("aoffload_copy_throughput_bytes_per_second", "direction"): _DIRECTIONS,
+    ("aoffload_copy_throughput_bytes_per_second", "tier"): _HOPS,
     ("aoffload_fence_latency_seconds", "direction"): _DIRECTIONS,
+    ("aoffload_fence_latency_seconds", "tier"): _HOPS,
 }
-"""Every value that a label can have, so the number of time series is bounded."""
+"""Every value that a label can have, so the number of time series is bounded. Tiers that are not configured are not
+shown."""

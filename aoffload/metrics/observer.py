@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from aoffload import RequestState, RuntimeObserver
+from aoffload import RequestState, RuntimeObserver, Tier
+from aoffload.core.plan import TIERS
 from aoffload.core.records import Job
 from aoffload.env import Env
-from aoffload.ledger import Completion, Direction, Holding, JobState, Outcome
+from aoffload.ledger import CacheTransfer, CacheTransferState, Completion, Fetch, Holding, JobState, Outcome
 
 from .families import LABEL_VALUES, reason_of
 from .histogram import SECONDS, THROUGHPUT, Histogram
@@ -15,6 +16,9 @@ from .histogram import SECONDS, THROUGHPUT, Histogram
 __all__ = ["Metrics"]
 
 _S = RequestState
+Hop = tuple[str, Tier]
+"""The direction, and the lower tier: loads come from it, stores go to it."""
+_SKIPPED = LABEL_VALUES["aoffload_skipped_store_blocks_total", "reason"]
 _OVER = (_S.DONE, _S.ABORTED)
 MAX_REPORTS = 1024
 """The most reports kept without a settlement. A job that was given up and still reports leaves one behind."""
@@ -31,16 +35,18 @@ class Metrics(RuntimeObserver):
         self.finished: Counter[tuple[str, str]] = Counter()
         """By outcome and reason."""
         self.tokens: Counter[str] = Counter()
-        self.jobs: Counter[tuple[str, str]] = Counter()
-        """By direction and outcome."""
-        self.copied_bytes: Counter[tuple[str, str]] = Counter()
+        self.jobs: Counter[tuple[str, str, str]] = Counter()
+        """By direction, lower tier and outcome."""
+        self.copied_bytes: Counter[tuple[str, str, str]] = Counter()
+        self.fetches: Counter[str] = Counter()
         self.skipped_blocks: Counter[str] = Counter()
         stays = LABEL_VALUES["aoffload_request_seconds", "state"]
         self.state_seconds = {state: Histogram(SECONDS) for state in stays}
         self.room_wait = Histogram(SECONDS)
-        self.copy_seconds = {direction.value: Histogram(SECONDS) for direction in Direction}
-        self.throughput = {direction.value: Histogram(THROUGHPUT) for direction in Direction}
-        self.fence_latency = {direction.value: Histogram(SECONDS) for direction in Direction}
+        hops = [hop for row in TIERS if row.above is not None for hop in (("load", row.tier), ("store", row.tier))]
+        self.copy_seconds = {hop: Histogram(SECONDS) for hop in hops}
+        self.throughput = {hop: Histogram(THROUGHPUT) for hop in hops}
+        self.fence_latency = {hop: Histogram(SECONDS) for hop in hops}
         self.is_cache_off = False
         """Whether a `CopyQueue` has turned the cache off."""
         self._since: dict[Holding, float] = {}
@@ -90,37 +96,45 @@ class Metrics(RuntimeObserver):
     # -- transfers ------------------------------------------------------------------------------------------------
 
     def job_moved(self, job: Job, old: JobState, reason: str) -> None:
-        direction, completion = job.plan.direction.value, job.completion
+        hop, completion = (job.plan.direction.value, max(job.plan.hop)), job.completion
         if job.state is JobState.DISCARDED:
-            self.jobs[direction, "discarded"] += 1
+            self.jobs[*_named(hop), "discarded"] += 1
         elif completion is not None:
-            self._count_completion(direction, completion)
-            self._count_latency(direction, completion.job_id)
+            self._count_completion(hop, completion)
+            self._count_latency(hop, completion.job_id)
 
-    def _count_completion(self, direction: str, completion: Completion) -> None:
-        outcome = completion.outcome.value
-        self.jobs[direction, outcome] += 1
-        self.copied_bytes[direction, outcome] += completion.num_bytes
+    def _count_completion(self, hop: Hop, completion: Completion) -> None:
+        key = (*_named(hop), completion.outcome.value)
+        self.jobs[key] += 1
+        self.copied_bytes[key] += completion.num_bytes
         if completion.outcome is Outcome.LANDED and completion.duration_s > 0:
-            self.copy_seconds[direction].add(completion.duration_s)
-            self.throughput[direction].add(completion.num_bytes / completion.duration_s)
+            self.copy_seconds[hop].add(completion.duration_s)
+            self.throughput[hop].add(completion.num_bytes / completion.duration_s)
 
     def completion_delivered(self, completion: Completion) -> None:
         """In the copy thread."""
         self._reports.append((completion.job_id, self.now()))
 
-    def _count_latency(self, direction: str, job_id: int) -> None:
+    def _count_latency(self, hop: Hop, job_id: int) -> None:
         while self._reports:
             reported_id, at = self._reports.popleft()
             self._reported.setdefault(reported_id, at)
         reported_s = self._reported.pop(job_id, None)
         if reported_s is not None:
-            self.fence_latency[direction].add(self.now() - reported_s)
+            self.fence_latency[hop].add(self.now() - reported_s)
         while len(self._reported) > MAX_REPORTS:
             del self._reported[next(iter(self._reported))]
 
     def cache_turned_off(self, reason: str) -> None:
         self.is_cache_off = True
 
+    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None:
+        if isinstance(transfer, Fetch) and transfer.is_over:
+            self.fetches[transfer.state.value] += 1
+
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        self.skipped_blocks[reason if reason in ("host_full", "in_flight", "evicted") else "other"] += num_blocks
+        self.skipped_blocks[reason if reason in _SKIPPED else "other"] += num_blocks
+
+
+def _named(hop: Hop) -> tuple[str, str]:
+    return hop[0], hop[1].name.lower()

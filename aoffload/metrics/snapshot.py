@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from aoffload import Ledger
+from aoffload import Ledger, Tier
 from aoffload.core.tiers import TierBlocks
 from aoffload.ledger import LedgerLog, LedgerStatistics, Observers, TierStatistics
 from aoffload.observers import each_observer
 
-from .families import LABEL_VALUES
+from .families import LABEL_VALUES, LOWER
 from .histogram import Histogram
 from .observer import Metrics
 
 if TYPE_CHECKING:  # it needs torch, and a ledger does not
     from aoffload import OffloadRuntime
+    from aoffload.runtime import RuntimeStatistics
 
 __all__ = ["Sample", "Snapshot", "is_told", "snapshot_of_ledger", "snapshot_of_runtime"]
 
@@ -45,9 +47,10 @@ def snapshot_of_runtime(runtime: OffloadRuntime, metrics: Metrics) -> Snapshot:
     verified = {"right": found.transfers.blocks_verified, "corrupt": found.transfers.blocks_corrupt}
     return _snapshot(
         runtime.env.now(),
-        _counted(metrics),
+        _counted(metrics, runtime.ledger),
         _standing(runtime.ledger, found),
         _ages(runtime.ledger),
+        _lower(runtime, found),
         [
             ("aoffload_block_bytes", _one(runtime.transport.block_bytes)),
             ("aoffload_cache_off", _one(bool(found.off_reason))),
@@ -61,7 +64,7 @@ def snapshot_of_ledger(ledger: Ledger, metrics: Metrics) -> Snapshot:
     """Read all values that a ledger without a runtime has. Between two calls of the ledger."""
     return _snapshot(
         metrics.now(),
-        _counted(metrics),
+        _counted(metrics, ledger),
         _standing(ledger, ledger.statistics()),
         _ages(ledger) if ledger.situation.moves.clock is not None else (),
         [
@@ -80,20 +83,23 @@ def _snapshot(at: float, *parts: Iterable[tuple[str, Iterable[Sample]]]) -> Snap
     return Snapshot(at, {name: list(found) for part in parts for name, found in part})
 
 
-def _counted(metrics: Metrics) -> Iterator[tuple[str, Iterable[Sample]]]:
+def _counted(metrics: Metrics, ledger: Ledger) -> Iterator[tuple[str, Iterable[Sample]]]:
     """The observer's counters."""
+    tiers = _tiers_of(ledger)
+    if tiers & set(LOWER):
+        yield "aoffload_fetches_total", _each("aoffload_fetches_total", "outcome", metrics.fetches)
     yield "aoffload_requests_admitted_total", _one(metrics.num_admitted)
     yield "aoffload_requests_preempted_total", _one(metrics.num_preempted)
     yield "aoffload_requests_finished_total", _finished(metrics)
     yield "aoffload_tokens_total", _each("aoffload_tokens_total", "source", metrics.tokens)
-    yield "aoffload_jobs_finished_total", _by_direction("aoffload_jobs_finished_total", metrics.jobs)
-    yield "aoffload_copied_bytes_total", _by_direction("aoffload_copied_bytes_total", metrics.copied_bytes)
+    yield "aoffload_jobs_finished_total", _by_hop("aoffload_jobs_finished_total", metrics.jobs, tiers)
+    yield "aoffload_copied_bytes_total", _by_hop("aoffload_copied_bytes_total", metrics.copied_bytes, tiers)
     skipped = "aoffload_skipped_store_blocks_total"
     yield skipped, _each(skipped, "reason", metrics.skipped_blocks)
     yield "aoffload_request_seconds", _copies(metrics.state_seconds)
-    yield "aoffload_copy_seconds", _copies(metrics.copy_seconds)
-    yield "aoffload_copy_throughput_bytes_per_second", _copies(metrics.throughput)
-    yield "aoffload_fence_latency_seconds", _copies(metrics.fence_latency)
+    yield "aoffload_copy_seconds", _of_hops(metrics.copy_seconds, tiers)
+    yield "aoffload_copy_throughput_bytes_per_second", _of_hops(metrics.throughput, tiers)
+    yield "aoffload_fence_latency_seconds", _of_hops(metrics.fence_latency, tiers)
 
 
 def _standing(ledger: Ledger, found: LedgerStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:
@@ -110,6 +116,11 @@ def _standing(ledger: Ledger, found: LedgerStatistics) -> Iterator[tuple[str, It
     jobs = Counter(job.state.value for job in ledger.jobs.unsettled.values())
     jobs["quarantined"] = len(ledger.jobs.quarantined)
     yield "aoffload_jobs", _each("aoffload_jobs", "state", jobs)
+    if tiers := _tiers_of(ledger) & set(LOWER):
+        situation, name = ledger.situation, "aoffload_fetching_tokens"
+        tokens = {tier.name.lower(): number for tier, number in situation.fetching().items()}
+        yield "aoffload_fetching_requests", _one(situation.num_fetching)
+        yield name, [sample for sample in _each(name, "tier", tokens) if sample.labels[0] in tiers]
     yield "aoffload_late_completions_total", _one(found.num_late_completions)
     yield "aoffload_loads_paused", _one(found.loads_paused)
     told = list(each_observer(ledger._moves.observer))
@@ -136,10 +147,37 @@ def _each(name: str, label: str, values: Mapping[str, float]) -> list[Sample]:
     return [Sample((value,), values.get(value, 0)) for value in LABEL_VALUES[name, label]]
 
 
-def _by_direction(name: str, values: Mapping[tuple[str, str], int]) -> list[Sample]:
-    directions, outcomes = LABEL_VALUES[name, "direction"], LABEL_VALUES[name, "outcome"]
-    keys = [(direction, outcome) for direction in directions for outcome in outcomes]
+def _lower(runtime: OffloadRuntime, found: RuntimeStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:
+    """What a runtime knows of its tiers below host memory."""
+    disk, remote = runtime._session.disk, runtime._session.remote
+    if disk is None and remote is None:
+        return
+    yield "aoffload_fetches_declined_total", _one(found.num_fetches_declined)
+    off: dict[str, bool] = {}
+    if disk is not None:
+        off["disk"] = disk.state.value == "off"
+        yield "aoffload_restored_blocks", _one(disk.num_restored)
+        yield "aoffload_write_budget_bytes", _one(disk.budget.left(runtime.env.now()))
+    if remote is not None:
+        off["remote"] = not remote.is_on
+        yield "aoffload_rejected_cells_total", _one(remote.remote.statistics().cells_corrupt)
+    yield "aoffload_storage_off", [Sample((tier,), is_off) for tier, is_off in off.items()]
+
+
+def _tiers_of(ledger: Ledger) -> set[str]:
+    """Those that it is configured with."""
+    return {tier.name.lower() for tier in ledger.jobs.tiers}
+
+
+def _by_hop(name: str, values: Mapping[tuple[str, str, str], int], tiers: set[str]) -> list[Sample]:
+    labels = [LABEL_VALUES[name, label] for label in ("direction", "tier", "outcome")]
+    keys = [(direction, tier, outcome) for direction, tier, outcome in product(*labels) if tier in tiers]
     return [Sample(key, values.get(key, 0)) for key in keys]
+
+
+def _of_hops(histograms: Mapping[tuple[str, Tier], Histogram], tiers: set[str]) -> list[Sample]:
+    found = [((direction, tier.name.lower()), histogram) for (direction, tier), histogram in histograms.items()]
+    return [Sample(labels, histogram.copy()) for labels, histogram in found if labels[1] in tiers]
 
 
 def _finished(metrics: Metrics) -> list[Sample]:

@@ -240,6 +240,12 @@ class Forecast:
         trace = self.trace
         if trace.num_dropped:
             yield f"the recorder could not keep up with {trace.num_dropped:,} requests: they are missing"
+        too_short = sum(request.num_tokens <= trace.block_tokens for request in trace.requests)
+        if 2 * too_short > len(trace.requests):
+            yield (
+                f"{too_short:,} of {counted(len(trace.requests), 'prompt')} are no longer than a block of the trace, "
+                f"{trace.block_tokens} tokens, and never hit: record with a smaller `block_tokens`"
+            )
         too_long = sum(len(request.blocks) >= self.num_device for request in trace.requests)
         if too_long:
             yield f"{counted(too_long, 'request')} {'does' if too_long == 1 else 'do'} not fit the device"

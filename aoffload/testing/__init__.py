@@ -21,6 +21,7 @@ with needed("trio", "aoffload.testing"):
     from .plans import Plan, Result
     from .scheduler import Decision, Scheduler
     from .serving import SimulatedEngine
+    from .simulated_store import SimulatedStore, StoreCall, StoreFault
     from .simulation import Scenario, Simulation, simulate
     from .transport import SimulatedTransport
     from .violations import Violation
@@ -50,8 +51,11 @@ __all__ = [
     "Scheduler",
     "SimulatedEngine",
     "SimulatedEnv",
+    "SimulatedStore",
     "SimulatedTransport",
     "Simulation",
+    "StoreCall",
+    "StoreFault",
     "Tags",
     "Tally",
     "Violation",

@@ -9,7 +9,7 @@ import attrs
 
 from ..errors import InvalidArgument
 
-__all__ = ["FAULTS", "Fault", "FaultKind", "Faults"]
+__all__ = ["DISK_FAULTS", "FAULTS", "REMOTE_FAULTS", "Fault", "FaultKind", "Faults"]
 
 
 @attrs.frozen
@@ -48,8 +48,29 @@ _KINDS = (
     FaultKind("bug", "the ledger has a bug: settling or discarding a job raises once it is done"),
     FaultKind("close", "closing the transport raises"),
     FaultKind("compute", "a forward fails"),
+    FaultKind("disk_error", "a job of the disk ends in EIO or ENOSPC, with a block written or read in part"),
+    FaultKind("disk_hang", "a job of the disk never ends", may_time_out=True, may_take_room=True),
+    FaultKind("disk_late", "a job of the disk ends after its time", may_time_out=True, may_take_room=True),
+    FaultKind("disk_lost", "the disk tells a write as done that is not"),
+    FaultKind("disk_rot", "bytes change on the disk"),
+    FaultKind("disk_unread", "what an earlier process left cannot be read to its end"),
+    FaultKind("disk_reset", "a reset does not reach the disk"),
+    FaultKind("remote_slow", "a call of the store takes longer than a question may"),
+    FaultKind("remote_late", "a call of the store is done long after its job was given up"),
+    FaultKind("remote_hang", "a call of the store never ends, and may have been done"),
+    FaultKind("remote_error", "a call of the store fails, and nothing was done"),
+    FaultKind("remote_doubt", "a call of the store fails, and was done"),
+    FaultKind("remote_gone", "the store evicts what it was just asked for, or was given"),
+    FaultKind("remote_lost", "the store tells a write or a removal as done that is not"),
+    FaultKind("remote_poisoned", "a cell is read that somebody has written to"),
+    FaultKind("remote_short", "a part of a cell is read"),
+    FaultKind("remote_foreign", "another cell is read"),
 )
 FAULTS: Mapping[str, FaultKind] = {kind.name: kind for kind in _KINDS}
+DISK_FAULTS = tuple(name for name in FAULTS if name.startswith("disk_"))
+"""Those that take a disk."""
+REMOTE_FAULTS = tuple(name for name in FAULTS if name.startswith("remote_"))
+"""Those that take a remote store. None of them takes room: what a store does never leaves host memory in doubt."""
 
 
 def _known(_: object, attribute: object, value: str) -> None:

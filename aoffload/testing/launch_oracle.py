@@ -24,9 +24,11 @@ class LaunchOracle:
     """Source and destination of every job launched so far."""
 
     def check(self, transport: SimulatedTransport, plan: TransferPlan) -> None:
-        """No launch by a runtime that closes, behind a stall, or for a job that was discarded or queued before a reset.
-        Loads go before stores. The in-flight bounds hold, except that a job larger than the byte bound goes alone."""
-        if not self.runtime._session.is_open:
+        """No launch by a runtime that closes (but for stores, of one with a disk), behind a stall, or for a job that
+        was discarded or queued before a reset. Loads go before stores. The in-flight bounds hold, except that a job
+        larger than the byte bound goes alone."""
+        stores_last = plan.direction is Direction.STORE and transport.disk is not None
+        if not self.runtime._session.is_open and not (stores_last and self.runtime.worker.is_accepting):
             raise Violation("launched while closing", repr(self.runtime))
         hop = (plan.source, plan.destination)
         late = [job_id for job_id in self.runtime.worker.copies.overdue if self._hops.get(job_id) == hop]
@@ -40,14 +42,16 @@ class LaunchOracle:
     def _fits(self, transport: SimulatedTransport, plan: TransferPlan) -> bool:
         """Whether the bounds of its hop allow this launch."""
         config = self.runtime.config
-        beside = [copy.plan for copy in transport.in_flight.values() if copy.plan.direction is plan.direction]
+        on_disk = () if transport.disk is None else transport.disk.under_way.values()
+        under_way = [copy.plan for copy in (*transport.in_flight.values(), *on_disk)]
+        beside = [one for one in under_way if (one.source, one.destination) == (plan.source, plan.destination)]
         num_bytes = sum(other.num_blocks for other in (*beside, plan)) * transport.block_bytes
         return not beside or (len(beside) < config.max_jobs_in_flight and num_bytes <= config.bytes_in_flight)
 
     def _has_room(self, plan: TransferPlan) -> bool:
         """Whether it could be launched. A copy that has ended fills its bound until it is settled."""
         copies = self.runtime.worker.copies
-        return copies._may_launch(copies._hop_of(plan), plan.num_blocks * copies.block_bytes)
+        return copies._may_launch(copies._hop(plan.source, plan.destination), plan.num_blocks * copies.block_bytes)
 
     def _check_order(self, plan: TransferPlan) -> None:
         unsettled = self.runtime.ledger.jobs.unsettled

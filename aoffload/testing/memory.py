@@ -7,15 +7,15 @@ The KV of a block is a function of the prefix that ends in it, so a tag for that
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from ..core.blocks import DevicePool
+from ..core.blocks import DevicePool, ExtentPool
 from ..core.plan import Tier
 from .violations import Violation
 
-__all__ = ["POISON", "TORN", "Memory", "OwnedPool", "Tags"]
+__all__ = ["POISON", "TORN", "Memory", "OwnedPool", "OwnedSlots", "Tags"]
 
 POISON = 0
 """Content of a block that was not written since it changed hands."""
@@ -115,3 +115,21 @@ class OwnedPool:
 
     def free_ids(self) -> Iterable[int]:
         return self.pool.free_ids()
+
+
+@attrs.define(eq=False)
+class OwnedSlots(OwnedPool):
+    """The same for a disk, where what a restart has found is taken by its ids. What changes hands keeps its contents
+    until it is written to."""
+
+    @property
+    def _extents(self) -> ExtentPool:
+        assert isinstance(self.pool, ExtentPool)
+        return self.pool
+
+    def take_ids(self, block_ids: array[int]) -> None:
+        self.memory.hand_out(block_ids)
+        self._extents.take_ids(block_ids)
+
+    def are_free(self, block_ids: Sequence[int]) -> bool:
+        return self._extents.are_free(block_ids)

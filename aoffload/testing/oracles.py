@@ -13,15 +13,16 @@ from typing import Any
 import attrs
 
 from ..core.lifecycle import JobState, RequestState
-from ..core.matching import Hit, find_hit
 from ..core.owners import Holding, Waiter
 from ..core.paths import stretches
-from ..core.plan import Completion, Direction, Outcome, Tier
+from ..core.plan import HIT_TIERS, Completion, Direction, Outcome, Tier
 from ..core.records import Job, Run
 from ..errors import IntegrityError, OutOfBlocks
 from ..runtime import OffloadRuntime
 from .asks import Ask
+from .disk_oracle import DiskOracle
 from .faults import Faults
+from .line_oracle import LineOracle
 from .pin_oracle import PinOracle
 from .rest import Rest
 from .serving import SimulatedEngine
@@ -59,6 +60,11 @@ class Oracles:
     """Jobs whose CORRUPT completion reached the ledger: a cancelled worker passes none on."""
     _version: int = 0
     _checked: int = -1
+    _line: LineOracle = attrs.field(init=False)
+    _disk: DiskOracle = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._line, self._disk = LineOracle(self.runtime), DiskOracle(self.runtime, self.engine, self.faults)
 
     @property
     def _is_outside(self) -> bool:
@@ -123,8 +129,10 @@ class Oracles:
             self.waits.load_begun(args[0])
         if name == "resume":
             self.waits.has_resumed(args[0])
-        if name in ("admit", "match_again", "resume"):
+        if name in ("admit", "match_again", "match_fetched", "resume"):
             self._check_match(found if name == "admit" else args[0])
+        if name == "fetch":
+            self._disk.fetched(found)
         return found
 
     def _check_refusal(self, name: str, error: OutOfBlocks) -> None:
@@ -140,7 +148,7 @@ class Oracles:
         """What is matched is cached now: of every band, the units that computing reads next, in the matched tiers."""
         for tiers, tier, stop in (
             ((Tier.DEVICE,), Tier.DEVICE, holding.published),
-            (tuple(Tier), Tier.HOST, holding.hit_stop),
+            (HIT_TIERS, Tier.HOST, holding.hit_stop),
         ):
             if stop and tier in holding.leases:
                 self._check_held(holding, holding.leases[tier].run, tiers, stop)
@@ -188,7 +196,7 @@ class Oracles:
         if job is not None and parked is not None and job.parked is not parked:
             raise Violation("settled twice", f"{completion} took the place of {parked}")
         is_transient = completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN)
-        is_load = job is not None and job.plan.direction is Direction.LOAD and job.epoch == ledger.cache.epoch
+        is_load = job is not None and job.plan.destination is Tier.DEVICE and job.epoch == ledger.cache.epoch
         is_load = is_load and not self.engine.num_resets_of_tiers  # reset blocks are freed with their last reader
         is_load = is_load and not (
             self._is_outside and self.engine.num_invalidations
@@ -216,30 +224,33 @@ class Oracles:
         self._check_jobs()
         self._check_pins()
         self.keeping.check()
-        self._check_line()
+        self._disk.check()
+        self._line.check()
         self._check_timeouts()
         for law in self.also:
             law()
 
     def _check_counts(self) -> None:
         statistics = self.runtime.ledger.statistics()
-        for tier in (statistics.device, statistics.host):
+        for tier in (statistics.device, statistics.host, *([statistics.disk] if statistics.disk else ())):
             if min(attrs.astuple(tier)) < 0:
                 raise Violation("a negative count", repr(tier))
 
     def _check_jobs(self) -> None:
         """No block is in two stores at a time, no store lies behind a gap, and no load without a claim is queued."""
-        storing: set[int] = set()
+        storing: set[tuple[Tier, int]] = set()
         for job in self.runtime.ledger.jobs.unsettled.values():
             if job.plan.direction is Direction.LOAD:
                 if job.state is JobState.QUEUED and not job.claims:
                     raise Violation("a load for nobody", repr(job))
-            elif not storing.isdisjoint(job.plan.source_ids) and not self._shares_blocks:
+                continue
+            sources = {(job.plan.source, block_id) for block_id in job.plan.source_ids}
+            if not storing.isdisjoint(sources) and not self._shares_blocks:
                 raise Violation("stored twice", repr(job))
-            elif self._is_behind_a_gap(job):
+            if self._is_behind_a_gap(job):
                 raise Violation("a store behind a gap", f"{job} has evicted what it hangs on")
-            elif job.epoch == self.runtime.ledger.cache.epoch:  # other jobs do not count: they publish nothing
-                storing.update(job.plan.source_ids)
+            if job.epoch == self.runtime.ledger.cache.epoch:  # other jobs do not count: they publish nothing
+                storing.update(sources)
 
     @property
     def _shares_blocks(self) -> bool:
@@ -250,8 +261,10 @@ class Oracles:
     def _is_behind_a_gap(self, job: Job) -> bool:
         """Whether units before this store are neither in host memory nor on their way there. Always False once a copy
         may have failed, after an invalidation, and without LRU eviction."""
-        has_failed = self.faults.fired or self.engine.num_invalidations or self.is_hasty
-        is_disturbed = has_failed or self.runtime.config.eviction != "lru"
+        remote = self.engine.transport.remote
+        is_lost = remote is not None and remote.num_failed > 0  # a store evicts without a fault
+        has_failed = self.faults.fired or self.engine.num_invalidations or self.is_hasty or is_lost
+        is_disturbed = has_failed or self.runtime.config.eviction != "lru" or job.plan.source is not Tier.DEVICE
         if is_disturbed or job.epoch != self.runtime.ledger.cache.epoch or job.band:
             return False
         if job.predecessor is not None and not job.predecessor.is_settled:
@@ -273,60 +286,6 @@ class Oracles:
             if holding.state is RequestState.PINNED and matched and not waits and not holding.leases:
                 raise Violation("a match without a pin", repr(holding))
 
-    def _check_line(self) -> None:
-        line = self.runtime.ledger.admission.line
-        tickets = [waiter.holding.ticket for waiter in line.allocating]
-        if tickets != sorted(tickets):
-            raise Violation("out of turn", f"the line is {line.allocating}")
-        admission = self.runtime.ledger.admission
-        for waiter in (*line.extending, *line.allocating):
-            if admission.num_least(waiter) > admission.capacity:
-                raise Violation("a wait in vain", f"{waiter} can never fit")
-        if line.extending:
-            self._check_extension(line.extending[0])
-        elif line.allocating:
-            self._check_allocation(line.allocating[0])
-
-    def _check_extension(self, first: Waiter) -> None:
-        admission = self.runtime.ledger.admission
-        if admission.num_missing(first.holding, first.num_units) <= admission.room:
-            raise Violation("a wait without a need", f"{first} waits and there is room")
-        if not admission.others_hold_room():
-            raise Violation("a wait without a need", f"{first} waits, and only waiters hold room")
-        if pinning := [waiter for waiter in admission.line.allocating if waiter.holding.leases]:
-            raise Violation("a wait without a need", f"{first} waits for what {pinning[0]} pins, which has nothing yet")
-
-    def _check_allocation(self, first: Waiter) -> None:
-        admission = self.runtime.ledger.admission
-        missing = max(0, first.num_units - self._device_hit(first.holding)) * self._width
-        if admission.num_missing(first.holding, first.num_units) <= admission.room:
-            raise Violation("a wait without a need", f"{first} waits and there is room")
-        if missing <= admission.room - self._evictable_of(first.holding):
-            raise Violation("a wait without a need", f"{first} waits; matched again it would fit")
-        if not admission.others_hold_room():
-            raise Violation("a wait without a need", f"{first} waits, and only waiters and pins hold room")
-
-    @property
-    def _width(self) -> int:
-        return self.runtime.ledger.layout.width
-
-    def _hit(self, holding: Holding) -> Hit:
-        """What `holding` would match now."""
-        cache = self.runtime.ledger.cache
-        if holding.epoch != cache.epoch:
-            return Hit(0, 0, ())
-        limit = min((holding.sequence.num_tokens - 1) // cache.layout.unit_tokens, holding.hit_limit)
-        return find_hit(cache.index, holding.sequence, cache.layout, limit, holding.hit_alignment)
-
-    def _device_hit(self, holding: Holding) -> int:
-        return self._hit(holding).device_stop
-
-    def _evictable_of(self, holding: Holding) -> int:
-        """Evictable blocks of its own hit: pinning the hit takes them out of the room."""
-        hit = self._hit(holding)
-        unpinned = [run for run in hit.path if not run.parts[Tier.DEVICE].num_references]
-        return sum(max(0, min(run.stop, hit.device_stop) - run.start) for run in unpinned) * self._width
-
     def _check_timeouts(self) -> None:
         if self.num_timeouts and not (self.faults.may_time_out or self.is_hasty):
             raise Violation("a timeout without a fault", f"{self.num_timeouts} so far")
@@ -345,6 +304,7 @@ class Oracles:
                 raise Violation("given up for nothing", f"{self._given_up[0]}")
         rest.check_proofs()
         rest.check_forgotten(self._told_corrupt)
+        self._disk.check_at_rest(self._told_corrupt)
         if not self.is_hasty:
             rest.check_reachable()
         rest.check_hits(asks)

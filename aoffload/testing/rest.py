@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from ..core.matching import find_hit
-from ..core.plan import Tier
+from ..core.plan import HIT_TIERS, Tier
 from ..core.tokens import TokenSequence
 from ..runtime import OffloadRuntime
 from .asks import Ask
@@ -70,7 +70,7 @@ class Rest:
         if self.faults.fired or self.engine.num_invalidations or self.runtime.config.eviction != "lru":
             return
         for run in self.runtime.ledger.cache.index.runs.values():
-            for tier in Tier:
+            for tier in HIT_TIERS:
                 before = run.before.parts[tier] if run.before is not None else None
                 if run.parts[tier].blocks and before is not None and before.stop < before.run.stop:
                     raise Violation("a tail without its head", f"{run} behind {run.before}")
@@ -98,8 +98,8 @@ class Rest:
     def _expected_hit(self, ask: Ask) -> tuple[int, int]:
         """The expected hit, by a search over all lengths."""
         ends = range(len(ask.tokens) // self.runtime.ledger.layout.unit_tokens, -1, -1)
-        held = {tier: self._held(ask, tier) for tier in Tier}
-        stop = next(end for end in ends if self._may_end(end, held, tuple(Tier)))
+        held = {tier: self._held(ask, tier) for tier in HIT_TIERS}
+        stop = next(end for end in ends if self._may_end(end, held, HIT_TIERS))
         return next(end for end in range(stop, -1, -1) if self._may_end(end, held, (Tier.DEVICE,))), stop
 
     def _may_end(self, stop: int, held: dict[Tier, set[tuple[int, int]]], tiers: tuple[Tier, ...]) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import random
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import anyio
+import attrs
 
 from ..config import OffloadConfig
 from ..core.engine_blocks import EngineBlocks
@@ -26,19 +29,22 @@ from ..transfer.ranks.transport import RankTransport
 from .asks import Ask
 from .choosers import chooser_of
 from .clients import Client, Log
+from .copies import LATE_S
 from .device import Stream
 from .env import SimulatedEnv
 from .faults import Faults
 from .injector import Injector
 from .launch_oracle import LaunchOracle
 from .loop import SimulatedLoop
-from .memory import Memory, OwnedPool
+from .memory import Memory, OwnedPool, OwnedSlots
 from .oracles import Oracles
 from .pin_oracle import PinOracle
 from .plans import Plan, Result
 from .scheduler import Scheduler
 from .serving import SimulatedEngine
-from .transport import LATE_S, SimulatedTransport
+from .slots import Slots, disk_of, tier_of
+from .tag_remote import TagStore, remote_of
+from .transport import SimulatedTransport
 from .trio_run import run_trio
 from .violations import Violation
 from .waits import Waits
@@ -91,15 +97,36 @@ class Simulation:
         attention: tuple[AttentionKind, ...] = (),
         stream: bool = False,
         num_ranks: int = 1,
+        num_slots: int = 0,
+        store: TagStore | None = None,
+        cell_units: int = 1,
         **options: Any,
     ) -> SimulatedEngine:
         """An engine on a runtime of its own: `async with engine.runtime: ...`. Groups without an entry in `attention`
-        have full attention. Each rank has its own memories, and each must hold the right bytes."""
+        have full attention. Each rank has its own memories, and each must hold the right bytes. With `num_slots`, it
+        has a disk of so many. With `store`, it has that one below, in cells of `cell_units`."""
         options.setdefault("num_host_blocks", 8)
         kinds = (*attention, *[FullAttention()] * len(block_sizes))
         groups = [KVCacheGroup(f"group{i}", kinds[i], size) for i, size in enumerate(block_sizes)]
+        if num_slots:
+            options["disk"] = tier_of(num_slots, math.lcm(*block_sizes))
+        if store is not None:
+            options["remote"] = remote_of(store, cell_units, block_sizes)
         config = OffloadConfig(groups=groups, namespace="simulated", **options)
         return self.engine_of(config, num_device_blocks, stream=stream, num_ranks=num_ranks)
+
+    def successor(
+        self, engine: SimulatedEngine, slots: Slots | None = None, store: TagStore | None = None
+    ) -> SimulatedEngine:
+        """An engine like `engine`, in another process, which finds on its disk what that has left: `slots`. By default,
+        they share their remote store, if they have one."""
+        config = engine.runtime.config
+        if store is not None and config.remote is not None:
+            config = attrs.evolve(config, remote=attrs.evolve(config.remote, store=store))
+        found = self.engine_of(config, engine.transport.num_device_blocks - 1, slots=slots)
+        found.tags, found.committed = engine.tags, engine.committed
+        found.num_invalidations = engine.num_invalidations
+        return found
 
     def engine_of(
         self,
@@ -111,16 +138,18 @@ class Simulation:
         observers: Iterable[RuntimeObserver] = (),
         kind: type[SimulatedEngine] = SimulatedEngine,
         blocks_on: Callable[[Memory], EngineBlocks] | None = None,
+        slots: Slots | None = None,
     ) -> SimulatedEngine:
         """Like `runtime`, for a whole configuration; `num_device_blocks` does not count the null block. `blocks_on`
-        makes the `engine_blocks` of an engine that has blocks of its own, which say who owns a block of its memory."""
+        makes the `engine_blocks` of an engine that has blocks of its own, which say who owns a block of its memory.
+        `slots` are what the disk has that the configuration names; by default nothing."""
         rng = random.Random(f"device {self.plan.seed}")
         device = Stream(self.scheduler, rng) if stream else None
-        num_host_blocks = config.resolve_host_blocks(1)
-        ranks = [
-            SimulatedTransport(self.scheduler, self.faults, rng, num_device_blocks, num_host_blocks, stream=device)
-            for _ in range(num_ranks)
-        ]
+        made = partial(
+            SimulatedTransport, self.scheduler, self.faults, rng, num_device_blocks, config.resolve_host_blocks(1),
+            stream=device, disk=disk_of(config, slots), remote=config.remote,
+        )  # fmt: skip
+        ranks = [made() for _ in range(num_ranks)]
         transport = ranks[0] if num_ranks == 1 else RankTransport([LocalRank(rank) for rank in ranks])
         own = None if blocks_on is None else blocks_on(ranks[0].device)
         runtime = OffloadRuntime(
@@ -141,11 +170,17 @@ class Simulation:
     def _own_blocks(runtime: OffloadRuntime, rank: SimulatedTransport) -> None:
         """Let the memories of `rank` track the owner of each block."""
         for tier in runtime.ledger.cache.tiers:
-            if tier.is_outside:
+            if tier.is_outside or tier.tier is Tier.DISK:
                 continue
             memory = rank.device if tier.tier is Tier.DEVICE else rank.host
             on_stream = rank.stream if tier.tier is Tier.DEVICE else None
             tier.pool = OwnedPool(tier.pool, memory, _poison(memory, on_stream))
+        if rank.disk is not None:
+            below = runtime.ledger.cache.tiers[Tier.DISK]
+            slots: Any = OwnedSlots(below.pool, rank.disk.memory, lambda ids: None)
+            below.pool = slots
+            if (restores := runtime.ledger._restores) is not None:
+                restores.pool = slots
         unsettled = runtime.ledger.jobs.unsettled
         rank.is_doomed = lambda job_id: job_id not in unsettled or unsettled[job_id].epoch is NoEpoch.INVALIDATED
 

@@ -5,59 +5,30 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import attrs
-
 from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ..disk_tier import DiskTier
 from ..env import Env
 from ..errors import DeviceGone, TransferRefused
+from ..remote_tier import RemoteTier
 from ..transfer.fence import PASSED, Fence
 from ..transfer.region_fences import RegionFences
 from ..transfer.transport import TransferStatistics
+from .copies import LATE_S, Copy, otherwise
 from .device import SimulatedFence, Stream
 from .faults import Faults
 from .memory import POISON, TORN, Memory
+from .network import Network
 from .scheduler import Scheduler
+from .slots import Slots
+from .tag_disk import TagDisk
+from .tag_remote import TagRemote
 
 __all__ = ["SimulatedTransport"]
 
-LATE_S = 0.7
-"""Delay of a late proof: longer than any copy, shorter than any timeout."""
-
-
-@attrs.define(eq=False)
-class Copy:
-    """One launched plan on its way."""
-
-    plan: TransferPlan
-    source: Memory
-    destination: Memory
-    source_generations: tuple[int, ...]
-    destination_generations: tuple[int, ...]
-    is_doomed: Callable[[], bool]
-    """Whether it will publish nothing, because it was given up or its bytes are wrong: its source may have another
-    owner."""
-    num_moved: int = 0
-    is_told: bool = False
-    """Its completion was delivered; it may still write."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.plan.direction.value} {self.plan.job_id}"
-
-    def move(self, stop: int) -> None:
-        """Copy blocks up to `stop`. The destinations must be the job's own; the sources, too, until its completion is
-        delivered."""
-        for index in range(self.num_moved, stop):
-            source_id, destination_id = self.plan.source_ids[index], self.plan.destination_ids[index]
-            self.destination.check_owner(self.name, destination_id, self.destination_generations[index])
-            if not self.is_told and not self.is_doomed():
-                self.source.check_owner(self.name, source_id, self.source_generations[index])
-            self.destination.content[destination_id] = self.source.content[source_id]
-        self.num_moved = max(self.num_moved, stop)
-
 
 class SimulatedTransport:
-    """Implements `Transport` over two memories of tags.
+    """Implements `Transport` over two memories of tags; with `disk`, also over slots that outlive it; with `remote`,
+    whose store is a `TagStore`, also over cells that others share.
 
     With a `stream`, compute runs later and fences matter; without one, as on a CPU, it is over when the call returns.
     """
@@ -74,6 +45,8 @@ class SimulatedTransport:
         *,
         block_bytes: int = 1,
         stream: Stream | None = None,
+        disk: tuple[DiskTier, Slots] | None = None,
+        remote: RemoteTier | None = None,
     ) -> None:
         self.num_device_blocks = num_device_blocks + 1
         self.block_bytes = block_bytes
@@ -98,6 +71,8 @@ class SimulatedTransport:
         self._is_lost = self._is_closed = self._verify = False
         self._counts = dict.fromkeys(("num_loads", "num_stores", "blocks_loaded", "blocks_stored"), 0)
         self._deliver: Callable[[Completion], None] = _not_open
+        self.disk = None if disk is None else self._disk_of(*disk)
+        self.remote = None if remote is None else self._remote_of(remote)
 
     # -- the protocol ---------------------------------------------------------------------------------------------
 
@@ -106,6 +81,8 @@ class SimulatedTransport:
         self._sums = [POISON] * num_host_blocks
         self._verify = verify
         self._deliver = deliver
+        if self.remote is not None:
+            self.remote.open(env)
 
     def record_fence(self) -> Fence:
         self._check_device()
@@ -116,6 +93,9 @@ class SimulatedTransport:
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         self._check(plan)
         self.check_launch(self, plan)
+        if (lower := self._below_host(plan)) is not None:
+            lower.launch(plan)
+            return
         without = after is None and plan.direction is Direction.STORE and self.faults.fire("no_fence")
         if self._is_closed or plan.direction in self._dead or without or self.faults.fire("refuse"):
             raise TransferRefused(f"job {plan.job_id} is refused")
@@ -130,6 +110,11 @@ class SimulatedTransport:
             raise RuntimeError("the driver does not know")
         self._begin(self._copy_of(plan), after)
 
+    def give_up(self, job_id: int) -> None:
+        for lower in (self.disk, self.remote):
+            if lower is not None:
+                lower.give_up(job_id)
+
     def watch(self, job_id: int, fences: RegionFences) -> None:
         self._watched[job_id] = fences
 
@@ -142,12 +127,45 @@ class SimulatedTransport:
 
     def close(self, timeout_s: float) -> bool:
         self._is_closed = True
+        is_disk_over = self.disk is None or self.disk.close()
+        is_remote_over = self.remote is None or self.remote.close()
         if self.faults.fire("close"):
             raise RuntimeError("the transport does not close")
-        return not self.in_flight
+        return not self.in_flight and is_disk_over and is_remote_over
 
     def statistics(self) -> TransferStatistics:
         return TransferStatistics(**self._counts)
+
+    # -- what is below the host -----------------------------------------------------------------------------------
+
+    def _disk_of(self, tier: DiskTier, slots: Slots) -> TagDisk:
+        return TagDisk(
+            tier, slots, self.host, self._scheduler, self.faults, self.random, self._lower_over,
+            is_right=self._is_right, landed=self._note_sum,
+        )  # fmt: skip
+
+    def _remote_of(self, tier: RemoteTier) -> TagRemote:
+        network = Network(self._scheduler, self.faults, self.random)
+        return TagRemote(
+            tier, host=self.host, network=network, deliver=self._lower_over, is_right=self._is_right,
+            landed=self._note_sum,
+        )  # fmt: skip
+
+    def _below_host(self, plan: TransferPlan) -> TagDisk | TagRemote | None:
+        hop = (plan.source, plan.destination)
+        return self.disk if Tier.DISK in hop else self.remote if Tier.REMOTE in hop else None
+
+    def _lower_over(self, completion: Completion) -> None:
+        self.proven.add(completion.job_id)
+        self._deliver(completion)
+
+    def _is_right(self, host_id: int) -> bool:
+        """Whether a host block is what its checksum says."""
+        return not self._verify or self._sums[host_id] == self.host.content[host_id]
+
+    def _note_sum(self, host_id: int) -> None:
+        """What a lower tier has brought is what loads are compared with."""
+        self._sums[host_id] = self.host.content[host_id]
 
     # -- a copy's way ---------------------------------------------------------------------------------------------
 
@@ -299,28 +317,28 @@ class SimulatedTransport:
             bad.add((copy.plan.source_ids[index], copy.source_generations[index]))
         self._deliver(completion)
         if self.faults.fire("twice"):
-            self._scheduler.act(f"{copy.name} is told again", lambda: self._deliver(_otherwise(completion)), 0.001)
+            self._scheduler.act(f"{copy.name} is told again", lambda: self._deliver(otherwise(completion)), 0.001)
 
     def _memory(self, tier: Tier) -> Memory:
+        if tier is Tier.DISK:
+            assert self.disk is not None, "a plan for a disk that is not there"
+            return self.disk.memory
+        assert tier is not Tier.REMOTE, "a store has no memory of its own"
         return self.device if tier is Tier.DEVICE else self.host
 
     def _check(self, plan: TransferPlan) -> None:
         """Fail at once on a plan that a real transport would refuse: it is a bug of the caller."""
         for tier, ids in ((plan.source, plan.source_ids), (plan.destination, plan.destination_ids)):
-            lowest, memory = (1, self.device) if tier is Tier.DEVICE else (0, self.host)
-            assert all(lowest <= block_id < memory.num_rows for block_id in ids), f"{plan} names no block"
+            lowest, stop = int(tier is Tier.DEVICE), self._num_rows(tier)
+            assert all(lowest <= block_id < stop for block_id in ids), f"{plan} names no block"
             assert len(set(ids)) == len(ids), f"{plan} names a block twice"
         assert len(plan.source_ids) == len(plan.destination_ids), f"{plan} has ids without a counterpart"
 
-
-def _otherwise(completion: Completion) -> Completion:
-    """A second completion that contradicts the first: LANDED and FAILED are swapped. UNPROVEN is repeated, because
-    another outcome would be a late proof; so is CORRUPT."""
-    if completion.outcome is Outcome.FAILED:
-        return Completion(completion.job_id, Outcome.LANDED, completion.num_landed + 1)
-    if completion.outcome is Outcome.LANDED:
-        return Completion(completion.job_id, Outcome.FAILED, error="told otherwise")
-    return completion
+    def _num_rows(self, tier: Tier) -> int:
+        if tier is Tier.REMOTE:
+            assert self.remote is not None, "a plan for a store that is not there"
+            return self.remote.num_blocks
+        return self._memory(tier).num_rows
 
 
 def _not_open(completion: Completion) -> None:

@@ -10,10 +10,14 @@ from typing import Any
 
 import attrs
 
+from ..core.cells import cells_before
+from ..core.kept import Fetch
 from ..core.lifecycle import RequestState
 from ..core.owners import Holding
+from ..remote_work import LATE_S
 from ..request import Request
 from ..runtime import OffloadRuntime
+from .transport import SimulatedTransport
 from .violations import Violation
 
 __all__ = ["Waits"]
@@ -81,10 +85,36 @@ class Waits:
             return
         in_line = holding.waiter is not None and not holding.waiter.is_over
         if holding.load is None and not in_line and not holding.num_steps:
+            if self._check_fetch(holding, until - began_s) or self._check_question(holding, until - began_s):
+                return
             raise Violation("nobody was woken", f"a task of {holding} sleeps on what is over")
         waits_s, bound_s = until - began_s, self.runtime.config.load_timeout_s
         if holding.load is not None and waits_s > bound_s + MARGIN_S:
             raise Violation("a wait past its bound", f"{holding} waits for its load for {waits_s:.1f} s")
+
+    def _check_fetch(self, holding: Holding, waits_s: float) -> bool:
+        """Whether it waits for a fetch, of its own prompt and no longer than for a while."""
+        tokens = holding.sequence._prompt
+        fetches = [one for one in self.runtime.ledger._cache_transfers.under_way.values() if isinstance(one, Fetch)]
+        if not any(tokens.startswith(one.holding.sequence._prompt) for one in fetches):
+            return False
+        if waits_s > self.runtime.config.fetch_bound_s + MARGIN_S:
+            raise Violation("a wait past its bound", f"{holding} waits for its fetch for {waits_s:.1f} s")
+        return True
+
+    def _check_question(self, holding: Holding, waits_s: float) -> bool:
+        """Whether it waits for a question to a remote store about its own prompt, and no longer than that may take."""
+        transport = self.runtime.transport
+        remote = transport.remote if isinstance(transport, SimulatedTransport) else None
+        if remote is None:
+            return False
+        ledger, sequence = self.runtime.ledger, holding.sequence
+        cells = cells_before(sequence, sequence.num_tokens // ledger.layout.unit_tokens, ledger.cell_units)
+        if not any(labels and labels[0] in cells for labels in remote.asked):
+            return False
+        if waits_s > remote.tier.ask_timeout_s + LATE_S + MARGIN_S:
+            raise Violation("a wait past its bound", f"{holding} waits for an answer for {waits_s:.3f} s")
+        return True
 
     def _check_pending(self, holding: Holding, waits_s: float) -> None:
         if not self.is_brought(holding):

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 __all__ = ["Look", "lines"]
 
 STATES = ("running", "loading", "pinned", "allocated", "matched", "draining", "requeued", "stranded", "preempted")
+TIERS = ("device", "host", "disk", "remote")
 OLD_SNAPSHOT_S = 5.0
 """The event loop is asked at each scrape: what is older says that it stands still."""
 
@@ -50,9 +51,10 @@ class Look:
 def lines(look: Look, before: Look | None) -> Iterator[str]:
     """What a person wants to see. Rates are those since `before`; without it there are none."""
     yield from _requests(look)
-    for tier in ("device", "host"):
+    yield from _fetches(look)
+    for tier in _tiers(look):
         yield _blocks(look, tier)
-    yield _copies(look, before)
+    yield from _copies(look, before)
     if before is not None:
         yield _rates(look, before)
     yield from _warnings(look)
@@ -77,6 +79,25 @@ def _of_state(look: Look, state: str) -> str:
     return f"{_number(look, state):,.0f} {state} (one for {oldest_s:,.1f} s)"
 
 
+def _fetches(look: Look) -> Iterator[str]:
+    if number := look.get("aoffload_fetching_requests"):
+        parts = _by_tier(look, "aoffload_fetching_tokens")
+        tokens = " and ".join(f"{value:,.0f} tokens from {tier}" for tier, value in parts.items() if value)
+        yield f"fetching   {number:,.0f} requests: {tokens or 'what others bring'}"
+
+
+def _tiers(look: Look) -> list[str]:
+    """Those with blocks, nearest to the compute first."""
+    shown = _by_tier(look, "aoffload_blocks")
+    return [tier for tier in TIERS if tier in shown or tier in TIERS[:2]]
+
+
+def _by_tier(look: Look, name: str) -> dict[str, float]:
+    """The sums of a metric, by its label `tier`, as far as it is shown."""
+    found = {dict(labels).get("tier", "") for sample, labels in look.values if sample == name}
+    return {tier: look.get(name, tier=tier) for tier in TIERS if tier in found}
+
+
 def _blocks(look: Look, tier: str) -> str:
     is_ours = any(found == "aoffload_pool_blocks" and ("tier", tier) in has for found, has in look.values)
     states = ("free", "cached", "pinned", "quarantined") if is_ours else ("pinned", "quarantined")
@@ -86,17 +107,17 @@ def _blocks(look: Look, tier: str) -> str:
     return f"{tier:<10} {each}; {look.get('aoffload_pool_blocks', tier=tier):,.0f} blocks"
 
 
-def _copies(look: Look, before: Look | None) -> str:
+def _copies(look: Look, before: Look | None) -> Iterator[str]:
     jobs = ", ".join(
         f"{look.get('aoffload_jobs', state=state):,.0f} {state}" for state in ("queued", "launched", "quarantined")
     )
+    yield f"copies     {jobs}"
     if before is None:
-        return f"copies     {jobs}"
-    speeds = [
-        f"{direction} {look.rate(before, 'aoffload_copied_bytes_total', direction=direction) / 1e6:,.1f} MB/s"
-        for direction in ("load", "store")
-    ]
-    return f"copies     {jobs}; {', '.join(speeds)}"
+        return
+    name = "aoffload_copied_bytes_total"
+    for tier in _by_tier(look, name):
+        load, store = (look.rate(before, name, direction=way, tier=tier) / 1e6 for way in ("load", "store"))
+        yield f"  {tier:<8} load {load:,.1f} MB/s, store {store:,.1f} MB/s"
 
 
 def _rates(look: Look, before: Look) -> str:
@@ -117,6 +138,9 @@ def _rates(look: Look, before: Look) -> str:
 def _warnings(look: Look) -> Iterator[str]:
     if look.get("aoffload_cache_off"):
         yield "WARNING    the cache is off: nothing is loaded or stored any more"
+    for tier, is_off in _by_tier(look, "aoffload_storage_off").items():
+        if is_off:
+            yield f"WARNING    {tier} is off: nothing is fetched from it or stored there any more"
     if look.get("aoffload_loads_paused"):
         yield "WARNING    loads are paused: too many of the engine's blocks are in quarantine"
     age_s = look.get("aoffload_snapshot_age_seconds")

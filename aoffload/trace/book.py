@@ -10,13 +10,14 @@ import attrs
 
 from ..core.answer import Answer
 from ..core.lifecycle import REQUEST_MOVES, CacheTransferState, JobState, PinState, RequestState
-from ..core.plan import Direction
-from .events import Event, FieldError, Kind
+from ..core.plan import Tier
+from .events import Event, Kind
+from .hops import HOPS, HopRow, hop_of
 from .lanes import Lanes
 from .listener import Listener
 from .occupancy import Usage, UsageBook
 from .runtimes import RuntimeLife
-from .timelines import FACTS, UNFINISHED, JobTimeline, Timeline
+from .timelines import FACTS, FETCHING, UNFINISHED, JobTimeline, Timeline
 from .wording import plain
 
 __all__ = ["MAX_OPEN", "TimelineBook"]
@@ -30,12 +31,17 @@ _LAST_STATES = {
     *(state.value for state in (CacheTransferState.DONE, CacheTransferState.CANCELLED)),
 }
 _PREEMPTED, _MATCHED = RequestState.PREEMPTED.value, RequestState.MATCHED.value
+_PINNED = RequestState.PINNED.value
 _MATCHED_AGAIN = {state.value for state, targets in REQUEST_MOVES.items() if RequestState.MATCHED in targets}
+_MATCHED_AGAIN.add(FETCHING)
 _PENDING = Answer.PENDING.value
 _LAUNCHED, _DISCARDED = JobState.LAUNCHED.value, JobState.DISCARDED.value
 _STEP, _BEGUN, _ENDED = "step", "begun", "ended"
 _FIRST_STATES = {_MATCHED, CacheTransferState.MOVING.value, PinState.HELD.value, _BEGUN}
-_OWNERS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION)
+_OWNERS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH)
+_TRANSFERS = (Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH)
+_HOLD_TABLES = (Kind.REQUEST, Kind.PREFETCH)
+"""Whose blocks are on the device."""
 _TABLE_STATES = {RequestState.ALLOCATED.value, CacheTransferState.MOVING.value}
 
 TimelineKey = tuple[int, Kind, str]
@@ -53,7 +59,7 @@ class TimelineBook:
     num_early: int = 0
     """Timelines whose beginning the log does not have."""
     lanes: Lanes = attrs.field(factory=Lanes)
-    job_lanes: dict[Direction, Lanes] = attrs.field(factory=lambda: {direction: Lanes() for direction in Direction})
+    job_lanes: dict[HopRow, Lanes] = attrs.field(factory=lambda: {hop: Lanes() for hop in HOPS})
     # Ordered: giving up the first of a plain dict again and again searches longer and longer for it.
     _timelines: OrderedDict[TimelineKey, Timeline] = attrs.field(factory=OrderedDict)
     _jobs: OrderedDict[JobKey, JobTimeline] = attrs.field(factory=OrderedDict)
@@ -63,9 +69,10 @@ class TimelineBook:
     """The open steps of each request, by the key of the request."""
 
     def timeline_moved(self, event: Event, runtime: RuntimeLife) -> None:
-        """An event of a request, a prefetch, a demotion or a pin."""
+        """An event of a request, a prefetch, a fetch, a demotion or a pin."""
         kind, state = event.meaning.kind, event.meaning.state
         name = str(event.count("pin_id")) if kind is Kind.PIN else event.text("request_id")
+        waiter = event.text("waiter") if "waiter" in event.fields else ""
         facts = {fact: event.count(fact) for fact in FACTS if fact in event.fields}
         reason, previous = "", ""
         if state == RequestState.ABORTED.value:
@@ -77,6 +84,8 @@ class TimelineBook:
             self._give_up(key)  # the log lacks its end, or the id was used twice
             timeline = None
         timeline = timeline or self._begin(key, event, runtime, previous)
+        if waiter:
+            self._wait_for_fetch((runtime.number, Kind.REQUEST, waiter), state, runtime.last_s)
         timeline.states.append(state)
         timeline.times_s.append(runtime.last_s)
         timeline.facts |= facts
@@ -88,6 +97,24 @@ class TimelineBook:
         if state in _LAST_STATES:
             timeline.outcome, timeline.reason = state, plain(reason)
             self._end(key)
+
+    def _wait_for_fetch(self, key: TimelineKey, state: str, at_s: float) -> None:
+        """The request `key` waits while a fetch for it is under way, and is what it was before when that is over."""
+        timeline = self._timelines.get(key)
+        if timeline is None or timeline.states[-1] not in (_PINNED, FETCHING):
+            return
+        now = FETCHING if state == CacheTransferState.MOVING.value else _PINNED
+        if timeline.states[-1] != now:
+            timeline.states.append(now)
+            timeline.times_s.append(at_s)
+
+    def tier_changed(self, event: Event, runtime: RuntimeLife) -> None:
+        """The disk was opened, or read back. Of a remote store nothing can be counted."""
+        if event.name == "disk_opened":
+            runtime.pools[Tier.DISK] = event.count("num_slots")
+        elif event.name == "disk_restored":
+            num_blocks = event.count("num_blocks")
+            self._report(runtime, self._usages.landed(runtime, Tier.DISK, num_blocks))
 
     def request_cancelled(self, event: Event, runtime: RuntimeLife) -> None:
         name, reason = event.text("request_id"), plain(event.text("reason"))
@@ -166,7 +193,7 @@ class TimelineBook:
         lane = (self.step_lanes if key[1] is Kind.STEP else self.lanes).take()
         timeline = Timeline(self.num_timelines, key[1], plain(key[2]), runtime, lane, [], [])
         state = event.meaning.state
-        if state not in _FIRST_STATES and not (key[1] is Kind.DEMOTION or key[1] is Kind.PREFETCH):
+        if state not in _FIRST_STATES and key[1] not in _TRANSFERS:
             self.num_early += 1
         if previous:  # its beginning is missing, but its previous state is known
             timeline.states.append(plain(previous))
@@ -178,7 +205,7 @@ class TimelineBook:
     def _hold(self, timeline: Timeline, state: str) -> None:
         """Update the number of blocks in its tables for its new state."""
         num_blocks = timeline.num_held_blocks
-        if state in _TABLE_STATES and timeline.kind is not Kind.DEMOTION:
+        if state in _TABLE_STATES and timeline.kind in _HOLD_TABLES:
             num_blocks = timeline.facts.get("num_blocks", 0)
         elif state in _LAST_STATES or state == _PREEMPTED:
             num_blocks = 0
@@ -210,18 +237,15 @@ class TimelineBook:
         self.listener.timeline_over(timeline)
 
     def _launch(self, key: JobKey, event: Event, runtime: RuntimeLife) -> None:
-        try:
-            direction = Direction(event.fields.get("direction"))
-        except ValueError:
-            raise FieldError("direction") from None
+        hop = hop_of(event)
         num_blocks, owner = event.count("num_blocks"), event.text("request_id")
         if key in self._jobs:
             self._give_up_job(key)
         self._make_room(self._jobs, self._give_up_job)
         found = (self._timelines.get((runtime.number, kind, owner)) for kind in _OWNERS)
         number = next((timeline.number for timeline in found if timeline is not None), 0) if owner else 0
-        lane, at_s = self.job_lanes[direction].take(), runtime.last_s
-        job = JobTimeline(key[1], direction, num_blocks, plain(owner), number, runtime, lane, at_s, at_s)
+        lane, at_s = self.job_lanes[hop].take(), runtime.last_s
+        job = JobTimeline(key[1], hop, num_blocks, plain(owner), number, runtime, lane, at_s, at_s)
         self._jobs[key] = job
         self._report(runtime, self._usages.job_launched(job))
 
@@ -231,7 +255,7 @@ class TimelineBook:
 
     def _end_job(self, key: JobKey) -> None:
         job = self._jobs.pop(key)
-        self.job_lanes[job.direction].give(job.lane)
+        self.job_lanes[job.hop].give(job.lane)
         self._report(job.runtime, self._usages.job_ended(job))
         self.listener.job_over(job)
 

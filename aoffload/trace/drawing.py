@@ -7,11 +7,12 @@ from typing import Any
 import attrs
 
 from ..core.lifecycle import RequestState
-from ..core.plan import Direction
+from ..core.plan import TIERS, Tier
 from .columns import NumberColumn, TextColumn, Vocabulary
 from .events import Kind
+from .hops import HOPS, HopRow, name_of, pool_field
 from .listener import Listener
-from .occupancy import MEASURES, Usage
+from .occupancy import MEASURES, TABLES, Usage, filled, filling
 from .runtimes import RuntimeLife
 from .series import Series
 from .timelines import FACTS, JobTimeline, Timeline
@@ -21,8 +22,7 @@ __all__ = ["Drawing"]
 
 MAX_DRAWN = 500_000
 """The most timelines, and the most jobs, on a page; browsers cannot take many more. The others are only counted."""
-KINDS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.PIN, Kind.STEP)
-DIRECTIONS = tuple(Direction)
+KINDS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH, Kind.PIN, Kind.STEP)
 MAX_NAMED = 4
 _NOT_KNOWN = 0xFFFF_FFFF
 """The value of a fact that no event had."""
@@ -49,7 +49,7 @@ class Drawing(Listener):
     _moves: dict[str, NumberColumn] = attrs.field(factory=lambda: _columns(state="H", at_s="d"))
     _jobs: dict[str, NumberColumn] = attrs.field(
         factory=lambda: _columns(
-            job_id="d", direction="B", runtime="H", lane="I", outcome="H", error="H", timeline="I", num_blocks="I",
+            job_id="d", hop="B", runtime="H", lane="I", outcome="H", error="H", timeline="I", num_blocks="I",
             num_bytes="d", launched_s="d", ended_s="d", copy_s="d",
         )
     )  # fmt: skip
@@ -87,7 +87,7 @@ class Drawing(Listener):
         self._owners.append("" if job.owner_number else job.owner)
         values = {
             "job_id": job.job_id,
-            "direction": DIRECTIONS.index(job.direction),
+            "hop": HOPS.index(job.hop),
             "runtime": job.runtime.number,
             "lane": job.lane,
             "outcome": self._words.number(job.outcome),
@@ -107,19 +107,30 @@ class Drawing(Listener):
         if series is None:
             series = self._usages[runtime.number] = {measure: Series() for measure in MEASURES}
         for measure, counts in series.items():
-            counts.add(at_s, getattr(usage, measure))
+            counts.add(at_s, usage[measure])
 
     def finish(self) -> dict[str, Any]:
         """The data in the page's format. Nothing can be added after that."""
         return {
             "kinds": [kind.value for kind in KINDS],
-            "directions": [direction.value for direction in DIRECTIONS],
+            "hops": [_hop(hop) for hop in HOPS],
+            "tiers": [_tier(row.tier) for row in TIERS],
             "timelines": {"name": self._names.finish(), **_finish(self._timelines)},
             "moves": _finish(self._moves),
             "jobs": {"owner": self._owners.finish(), **_finish(self._jobs)},
             "words": self._words.texts,
             "usages": {str(number): _usage(series) for number, series in self._usages.items()},
         }
+
+
+def _hop(hop: HopRow) -> dict[str, str]:
+    return {"name": hop.name, "tier": name_of(hop.tier), "direction": hop.direction.value}
+
+
+def _tier(tier: Tier) -> dict[str, str]:
+    """Its plot: the field of a runtime with its pool, and the measures of the area and of the line."""
+    area = TABLES if tier is Tier.DEVICE else filled(tier)
+    return {"name": name_of(tier), "pool": pool_field(tier), "area": area, "line": filling(tier)}
 
 
 def _about_step(step: Timeline) -> str:

@@ -26,6 +26,11 @@ class Kind(enum.Enum):
     REQUEST = "request"
     PREFETCH = "prefetch"
     DEMOTION = "demotion"
+    FETCH = "fetch"
+    DECLINED = "declined"
+    """A fetch that a request does without, since computing is sooner."""
+    TIER = "tier"
+    """A tier below host memory: opened, or read back."""
     PIN = "pin"
     JOB = "job"
     STEP = "step"
@@ -64,13 +69,13 @@ def _meanings() -> dict[str, Meaning]:
     found |= {f"job_{state.value}": Meaning(Kind.JOB, state.value) for state in JobState}
     found |= {f"pin_{state.value}": Meaning(Kind.PIN, state.value) for state in PinState}
     found |= {f"load_overlap_{state.value}": Meaning(Kind.EARLY_START, state.value) for state in OverlapState}
-    for kind in (Kind.PREFETCH, Kind.DEMOTION):
+    for kind in (Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH):
         found |= {f"{kind.value}_{state.value}": Meaning(kind, state.value) for state in CacheTransferState}
     for face in ("runtime", "ledger"):
         found |= {f"{face}_{state}": Meaning(Kind.RUNTIME, state) for state in ("opened", "closed")}
     alarms = (
         "transport_stalled", "transport_recovered", "transport_failed", "worker_failed", "cache_turned_off",
-        "loads_paused", "loads_resumed", "slow_wait", "slow_step",
+        "loads_paused", "loads_resumed", "slow_wait", "slow_step", "disk_turned_off", "remote_turned_off",
     )  # fmt: skip
     return found | {name: Meaning(Kind.ALARM, name) for name in alarms} | {
         "store_skipped": Meaning(Kind.SKIPPED_STORE, "skipped"),
@@ -79,6 +84,10 @@ def _meanings() -> dict[str, Meaning]:
         "request_cancelled": Meaning(Kind.CANCELLATION, "cancelled"),
         "extension_refused": Meaning(Kind.REFUSAL, "extension"),
         "host_memory_page_locked": Meaning(Kind.OPENING, "page-locked"),
+        "disk_opened": Meaning(Kind.TIER, "opened"),
+        "disk_restored": Meaning(Kind.TIER, "restored"),
+        "remote_opened": Meaning(Kind.TIER, "remote"),
+        "fetch_declined": Meaning(Kind.DECLINED, "declined"),
     }  # fmt: skip
 
 

@@ -6,9 +6,9 @@ import heapq
 
 import attrs
 
-from ..core.plan import Direction
 from .durations import Durations
 from .events import Event, Kind
+from .hops import HOPS, HopRow
 from .listener import Listener
 from .runtimes import RuntimeLife
 from .tally import Tally
@@ -22,7 +22,7 @@ NUM_OPEN = 10
 
 @attrs.define(eq=False)
 class JobFigures:
-    """All jobs in one direction."""
+    """All jobs of one hop."""
 
     outcomes: Tally = attrs.field(factory=Tally)
     num_blocks: int = 0
@@ -54,6 +54,8 @@ class Figures(Listener):
     steps: Durations = attrs.field(factory=Durations)
     num_refused: int = 0
     """Extensions that found no room."""
+    num_declined: int = 0
+    """Fetches that were not worth their time."""
     num_open: int = 0
     """Requests and steps that are not over."""
     num_pending: int = 0
@@ -67,7 +69,7 @@ class Figures(Listener):
     skipped_stores: Tally = attrs.field(factory=Tally)
     skipped_blocks: Tally = attrs.field(factory=Tally)
     alarms: Tally = attrs.field(factory=Tally)
-    jobs: dict[Direction, JobFigures] = attrs.field(factory=lambda: {way: JobFigures() for way in Direction})
+    jobs: dict[HopRow, JobFigures] = attrs.field(factory=lambda: {hop: JobFigures() for hop in HOPS})
     _slowest: list[tuple[float, int, Timeline]] = attrs.field(factory=list)
     _open: list[tuple[float, int, Timeline]] = attrs.field(factory=list)
 
@@ -94,13 +96,17 @@ class Figures(Listener):
     def job_over(self, job: JobTimeline) -> None:
         if not self.is_wanted(job.runtime):
             return
-        self.jobs[job.direction].add(job)
+        self.jobs[job.hop].add(job)
         if job.outcome == "failed":
-            self.alarms.add(f"{job.direction.value} failed: {job.error or 'no error given'}")
+            self.alarms.add(f"{job.hop.name} failed: {job.error or 'no error given'}")
 
     def refused(self, event: Event, runtime: RuntimeLife) -> None:
         event.count("num_needed")
         self.num_refused += self.is_wanted(runtime)
+
+    def declined(self, event: Event, runtime: RuntimeLife) -> None:
+        event.count("num_tokens")
+        self.num_declined += self.is_wanted(runtime)
 
     def store_skipped(self, event: Event, runtime: RuntimeLife) -> None:
         reason, num_blocks = event.text("reason"), event.count("num_blocks")

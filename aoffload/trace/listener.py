@@ -24,6 +24,9 @@ class Listener:
 
     def refused(self, event: Event, runtime: RuntimeLife) -> None: ...
 
+    def declined(self, event: Event, runtime: RuntimeLife) -> None:
+        """A request does without a fetch."""
+
     def store_skipped(self, event: Event, runtime: RuntimeLife) -> None: ...
 
     def alarm(self, event: Event, runtime: RuntimeLife) -> None:

@@ -7,13 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
-from ..core.lifecycle import RequestState
+from ..core.lifecycle import CacheTransferState, RequestState
 from .events import Event, FieldError, Kind
 from .request_log import RequestLog, UnknownError, find_request_logs
 from .runtimes import RuntimeLife
 from .sentences import sentence
 from .summary import STATES, meaning
 from .table import text_table
+from .timelines import FETCHING
 from .wording import counted, date_and_time, duration, plain, share, time_of_day
 
 __all__ = ["UnknownError", "narrative"]
@@ -59,17 +60,24 @@ def _doing(request_log: RequestLog, state: str) -> str:
     return f" ({meaning(state, request_log.runtime)})" if state in STATES else ""
 
 
+def _state(event: Event) -> str:
+    """The state of the request since `event`, which may be of a fetch that it waits for."""
+    if event.meaning.kind is not Kind.FETCH:
+        return event.meaning.state
+    return FETCHING if event.meaning.state == CacheTransferState.MOVING.value else RequestState.PINNED.value
+
+
 def _closing(request_log: RequestLog) -> Iterator[str]:
     """Where its time went, and remarks on what the log lacks."""
-    moves = [event for event in request_log.events if event.meaning.kind is Kind.REQUEST]
-    if not moves:
+    moves = [event for event in request_log.events if event.meaning.kind in (Kind.REQUEST, Kind.FETCH)]
+    if not any(event.meaning.kind is Kind.REQUEST for event in moves):
         return
     stop_s = moves[-1].at_s if request_log.is_over else max(request_log.until_s, moves[-1].at_s)
     whole = stop_s - moves[0].at_s
     sums: dict[str, float] = {}
     for event, following in pairwise(moves):
-        sums[event.meaning.state] = sums.get(event.meaning.state, 0.0) + following.at_s - event.at_s
-    now = moves[-1].meaning.state
+        sums[_state(event)] = sums.get(_state(event), 0.0) + following.at_s - event.at_s
+    now = _state(moves[-1])
     if not request_log.is_over:
         sums[now] = sums.get(now, 0.0) + stop_s - moves[-1].at_s
     parts = [

@@ -5,36 +5,44 @@ No event carries the counts of a pool. Sums of other counts are less exact; `DER
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
-from ..core.plan import Direction
+from ..core.plan import TIERS, Tier
+from .hops import name_of
 from .runtimes import RuntimeLife
 from .timelines import JobTimeline
 
-__all__ = ["DERIVED", "MEASURES", "Usage", "UsageBook"]
+__all__ = ["DERIVED", "MEASURES", "TABLES", "Usage", "UsageBook", "filled", "filling"]
 
 DERIVED = (
     "Derived, since no event carries the counts of a pool. Device: blocks in the tables of requests and prefetches, "
     "as many as each was given at its start. What several share counts once for each of them, so the sum may be larger "
-    "than the pool; what decoding adds is not in it. Host: blocks that landed stores have filled, at most the pool; "
-    "what was dropped since then is not known. Of device blocks that are an engine's own, only those that are being "
-    "loaded are known."
+    "than the pool; what decoding adds is not in it. Every other tier: blocks that landed copies have filled there, "
+    "and on a disk those that an earlier process has left, at most the pool; what was dropped since then is not known. "
+    "Of device blocks that are an engine's own, only those that are being loaded are known."
 )
-MEASURES = ("tables", "loading", "stored", "storing")
 
 
-@attrs.frozen
-class Usage:
-    """Blocks of one runtime at one time."""
+def filling(tier: Tier) -> str:
+    """Its measure: blocks that launched jobs write to."""
+    return f"{name_of(tier)}_filling"
 
-    tables: int = 0
-    """Device blocks in tables."""
-    loading: int = 0
-    """Blocks of launched loads."""
-    stored: int = 0
-    """Host blocks that stores have filled; at most this many are in use."""
-    storing: int = 0
-    """Blocks of launched stores."""
+
+def filled(tier: Tier) -> str:
+    """Its measure: blocks that landed copies have filled; at most this many are in use."""
+    return f"{name_of(tier)}_filled"
+
+
+TABLES = "device_tables"
+"""The measure of the device: blocks in tables."""
+_BELOW_DEVICE = tuple(row.tier for row in TIERS if row.above is not None)
+MEASURES = (TABLES, *(filling(row.tier) for row in TIERS), *map(filled, _BELOW_DEVICE))
+
+Usage = Mapping[str, int]
+"""Blocks of one runtime at one time, by measure."""
+_NOTHING: Usage = dict.fromkeys(MEASURES, 0)
 
 
 @attrs.define(eq=False)
@@ -44,33 +52,34 @@ class UsageBook:
     _usages: dict[int, Usage] = attrs.field(factory=dict)
 
     def of(self, runtime: RuntimeLife) -> Usage:
-        return self._usages.get(runtime.number, Usage())
+        return self._usages.get(runtime.number, _NOTHING)
 
     def table_changed(self, runtime: RuntimeLife, num_blocks: int) -> Usage:
         """Add `num_blocks`, which may be negative, to the blocks in tables."""
-        usage = self.of(runtime)
-        return self._put(runtime, attrs.evolve(usage, tables=usage.tables + num_blocks))
+        return self._add(runtime, {TABLES: num_blocks})
 
     def job_launched(self, job: JobTimeline) -> Usage:
-        return self._put(job.runtime, self._under_way(job, job.num_blocks))
+        return self._add(job.runtime, {filling(job.hop.destination): job.num_blocks})
 
     def job_ended(self, job: JobTimeline) -> Usage:
-        usage = self._under_way(job, -job.num_blocks)
-        if job.direction is Direction.STORE and job.outcome == "completed":
-            room = job.runtime.num_host_blocks or usage.stored + job.num_blocks
-            usage = attrs.evolve(usage, stored=min(room, usage.stored + job.num_blocks))
-        return self._put(job.runtime, usage)
+        there = job.hop.destination
+        usage = self._add(job.runtime, {filling(there): -job.num_blocks})
+        return self.landed(job.runtime, there, job.num_blocks) if job.outcome == "completed" else usage
+
+    def landed(self, runtime: RuntimeLife, tier: Tier, num_blocks: int) -> Usage:
+        """So many more blocks of `tier` are filled. Copies into other tiers take nothing from it."""
+        if tier not in _BELOW_DEVICE:
+            return self.of(runtime)
+        before, pool = self.of(runtime)[filled(tier)], runtime.pools.get(tier, 0)
+        return self._add(runtime, {filled(tier): min(num_blocks, max(0, pool - before)) if pool else num_blocks})
 
     def closed(self, runtime: RuntimeLife) -> Usage:
         self._usages.pop(runtime.number, None)
-        return Usage()
+        return _NOTHING
 
-    def _under_way(self, job: JobTimeline, num_blocks: int) -> Usage:
-        usage = self.of(job.runtime)
-        if job.direction is Direction.LOAD:
-            return attrs.evolve(usage, loading=usage.loading + num_blocks)
-        return attrs.evolve(usage, storing=usage.storing + num_blocks)
-
-    def _put(self, runtime: RuntimeLife, usage: Usage) -> Usage:
+    def _add(self, runtime: RuntimeLife, changes: Usage) -> Usage:
+        usage = dict(self.of(runtime))
+        for measure, num_blocks in changes.items():
+            usage[measure] += num_blocks
         self._usages[runtime.number] = usage
         return usage

@@ -11,7 +11,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..core.plan import TIERS
 from .drawing import MAX_DRAWN, Drawing
+from .hops import pool_field
 from .occupancy import DERIVED
 from .output import whole_file
 from .scan import Scan
@@ -20,7 +22,7 @@ from .wording import counted, size
 __all__ = ["make_page", "write_page"]
 
 SCRIPTS = ("format.js", "data.js", "view.js", "gantt.js", "pools.js", "details.js", "main.js")
-_FORMAT = 1
+_FORMAT = 2
 
 
 def write_page(log: Path, file: Path, progress: TextIO, until_s: float | None = None) -> str:
@@ -62,7 +64,7 @@ def _data(scan: Scan, drawing: Drawing) -> dict[str, Any]:
         "last_s": scan.last_s,
         "num_lanes": scan.book.lanes.num_lanes,
         "num_step_lanes": scan.book.step_lanes.num_lanes,
-        "num_job_lanes": {direction.value: lanes.num_lanes for direction, lanes in scan.book.job_lanes.items()},
+        "num_job_lanes": {hop.name: lanes.num_lanes for hop, lanes in scan.book.job_lanes.items()},
         "remarks": remarks,
         "derived": DERIVED,
         "runtimes": [
@@ -72,8 +74,7 @@ def _data(scan: Scan, drawing: Drawing) -> dict[str, Any]:
                 "about": life.describe(),
                 "start_s": life.opened_s,
                 "stop_s": life.last_s,
-                "num_device_blocks": life.num_device_blocks,
-                "num_host_blocks": life.num_host_blocks,
+                **{pool_field(row.tier): life.pools.get(row.tier, 0) for row in TIERS},
                 "is_engine_owned": life.is_engine_owned,
             }
             for life in scan.runtimes.lives

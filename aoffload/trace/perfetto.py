@@ -11,10 +11,11 @@ from typing import Any, TextIO
 
 import attrs
 
-from ..core.plan import Direction
+from ..core.plan import TIERS
 from .events import Event, Kind
+from .hops import HOPS, name_of
 from .listener import Listener
-from .occupancy import DERIVED, Usage
+from .occupancy import DERIVED, MEASURES, Usage
 from .output import whole_file
 from .runtimes import RuntimeLife
 from .scan import Scan
@@ -24,8 +25,11 @@ from .wording import counted
 __all__ = ["PerfettoTrace", "write_perfetto"]
 
 _STEP_THREADS = 500_000
-_JOB_THREADS = {Direction.LOAD: 1_000_000, Direction.STORE: 2_000_000}
+_JOB_THREADS = {hop: number * 1_000_000 for number, hop in enumerate(HOPS, 1)}
 """First thread number for the lanes of jobs; those of requests begin at 1."""
+
+
+_NOTHING: Usage = dict.fromkeys(MEASURES, 0)
 
 
 def write_perfetto(log: Path, file: Path, progress: TextIO, until_s: float | None = None) -> str:
@@ -77,20 +81,22 @@ class PerfettoTrace(Listener):
             self._write({**mark, "ts": _micros(timeline.stop_s), **at})
 
     def job_over(self, job: JobTimeline) -> None:
-        thread = _JOB_THREADS[job.direction] + job.lane
-        self._introduce(job.runtime, thread, f"{job.direction.value}s")
+        thread = _JOB_THREADS[job.hop] + job.lane
+        self._introduce(job.runtime, thread, job.hop.name)
         about: dict[str, Any] = {"outcome": job.outcome, "num_blocks": job.num_blocks, "num_bytes": job.num_bytes}
         about |= {"copy_s": job.copy_s, "request_id": job.owner, **({"error": job.error} if job.error else {})}
         at = {"pid": job.runtime.number, "tid": thread}
-        self._slice(f"{job.direction.value} {job.job_id}", "job", job.launched_s, job.ended_s, at, about)
+        self._slice(f"{job.hop.name}, {job.job_id}", "job", job.launched_s, job.ended_s, at, about)
 
     def usage_changed(self, runtime: RuntimeLife, at_s: float, usage: Usage) -> None:
-        old = self._usages.get(runtime.number, Usage())
+        old = self._usages.get(runtime.number, _NOTHING)
         self._usages[runtime.number] = usage
-        if (old.tables, old.loading) != (usage.tables, usage.loading):
-            self._counts(runtime, at_s, "device blocks", {"in tables": usage.tables, "loading": usage.loading})
-        if (old.stored, old.storing) != (usage.stored, usage.storing):
-            self._counts(runtime, at_s, "host blocks", {"filled at most": usage.stored, "storing": usage.storing})
+        for row in TIERS:
+            prefix = name_of(row.tier)
+            names = [measure for measure in MEASURES if measure.startswith(f"{prefix}_")]
+            if any(old[name] != usage[name] for name in names):
+                counts = {name.removeprefix(f"{prefix}_"): usage[name] for name in names}
+                self._counts(runtime, at_s, f"{prefix} blocks", counts)
 
     def alarm(self, event: Event, runtime: RuntimeLife) -> None:
         error = event.fields.get("error") or event.fields.get("reason", "")

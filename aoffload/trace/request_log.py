@@ -24,7 +24,7 @@ MAX_COMPARED = 10_000
 MAX_AT_ONCE = 5
 """Requests of one id, in several runtimes, that may be under way at once."""
 _OVER = {"done", "aborted", "cancelled"}
-_TIMELINES = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION)
+_TIMELINES = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH)
 
 
 class UnknownError(Exception):
@@ -74,6 +74,9 @@ class _Search:
         if event.meaning.kind is Kind.STEP or event.name == "slow_step":
             self._look_at_step(event, self.runtimes.of(event))
             return
+        if event.meaning.kind is Kind.FETCH and event.fields.get("waiter") == self.request_id:
+            self._look_at_fetch(event, self.runtimes.of(event))
+            return
         if name != self.request_id:
             self._compare(name)
             return
@@ -104,6 +107,12 @@ class _Search:
                 request_log.longest_step_s = max(request_log.longest_step_s, seconds)
                 if request_log.is_over:
                     request_log.events.append(event)
+
+    def _look_at_fetch(self, event: Event, runtime: RuntimeLife) -> None:
+        """A fetch of its own name, which the request waits for."""
+        mine = [request_log for request_log in self.found if request_log.runtime is runtime]
+        if mine and not mine[-1].is_over:
+            mine[-1].events.append(event)
 
     def _compare(self, name: object) -> None:
         if type(name) is str and len(self.similar) < MAX_COMPARED and self.request_id in name:

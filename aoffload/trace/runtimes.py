@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import attrs
 
+from ..core.plan import TIERS, Tier
 from .events import Event
+from .hops import in_words, pool_field
 from .wording import counted, plain
 
 __all__ = ["RuntimeLife", "Runtimes"]
 
-_OWN_FIELDS = {"event", "level", "timestamp", "num_device_blocks", "num_host_blocks", "engine_blocks", "layout"}
+_POOLS = {pool_field(row.tier): row.tier for row in TIERS}
+_OWN_FIELDS = {"event", "level", "timestamp", *_POOLS, "engine_blocks", "layout"}
+_ALWAYS = (Tier.DEVICE, Tier.HOST)
+"""Every runtime has them."""
 _PLACES_IN_CODE = {"logger", "logger_name", "pathname", "filename", "module", "func_name", "qual_name", "lineno"}
 """Fields that structlog may add about the place in the code; they differ from event to event."""
 _THREADS = {"thread", "thread_name"}
@@ -28,9 +33,8 @@ class RuntimeLife:
     name: str
     """The fields that its logger was bound to, or its number."""
     opened_s: float
-    num_device_blocks: int = 0
-    num_host_blocks: int = 0
-    """Zero where the log does not say. Device blocks are zero, too, where a ledger's engine has them."""
+    pools: dict[Tier, int] = attrs.field(factory=dict)
+    """Blocks of each tier, as far as the log says. Of the device none, where a ledger's engine has them."""
     is_engine_owned: bool = False
     """Whether an engine hands the device blocks out itself."""
     was_opened: bool = False
@@ -47,9 +51,11 @@ class RuntimeLife:
         """Its name and the sizes of its pools."""
         if not self.was_opened:
             return f"{self.name} (opened before the log begins)"
-        device = counted(self.num_device_blocks, "device block") if self.num_device_blocks else "device"
+        num_device = self.pools.get(Tier.DEVICE, 0)
+        device = counted(num_device, "device block") if num_device else "device"
         device += " of its engine" if self.is_engine_owned else ""
-        return f"{self.name} ({device}, {self.num_host_blocks:,} in host memory)"
+        others = [f"{number:,} {in_words(tier)}" for tier, number in self.pools.items() if tier is not Tier.DEVICE]
+        return f"{self.name} ({', '.join([device, *others])})"
 
     def describe(self) -> str:
         """Its title, and whether it was closed. After the whole log was read."""
@@ -73,7 +79,7 @@ class Runtimes:
 
     def opened(self, event: Event) -> tuple[RuntimeLife, RuntimeLife | None]:
         """The new runtime, and the open one with the same bound fields that it replaces: its program must have died."""
-        sizes = event.count("num_device_blocks"), event.count("num_host_blocks")
+        pools = {tier: event.count(field) for field, tier in _POOLS.items() if tier in _ALWAYS or field in event.fields}
         own = _OWN_FIELDS | _PLACES_IN_CODE | _THREADS
         names = [name for name, value in event.fields.items() if name not in own and not isinstance(value, dict | list)]
         self._names = tuple(sorted({*self._names, *names}))
@@ -82,10 +88,10 @@ class Runtimes:
         self.num_reopened += replaced is not None
         name = plain(", ".join(f"{name} {value}" if value.isdigit() else value for name, value in bound))
         life = self._add(event, name, event.name.removesuffix("_opened"))
-        life.num_device_blocks, life.num_host_blocks = sizes
+        life.pools = pools
         life.was_opened = True
         # A ledger's pool has no blocks then; older logs of runtimes do not say.
-        life.is_engine_owned = event.fields.get("engine_blocks") is True or not life.num_device_blocks
+        life.is_engine_owned = event.fields.get("engine_blocks") is True or not pools[Tier.DEVICE]
         self._open[bound] = life
         return life, replaced
 

@@ -118,7 +118,11 @@ class Scan:
         if len(self.runtimes.lives) == 1 and not runtime.was_opened and runtime is not self._headless:
             self._headless = runtime
             self.listener.runtime_opened(runtime)
-        if kind is Kind.JOB:
+        if kind is Kind.TIER:
+            self.book.tier_changed(event, runtime)
+        elif kind is Kind.DECLINED:
+            self.listener.declined(event, runtime)
+        elif kind is Kind.JOB:
             self.book.job_moved(event, runtime)
         elif kind is Kind.STEP:
             self.book.step_moved(event, runtime)

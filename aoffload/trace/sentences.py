@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ..core.answer import Answer
 from .events import Event
+from .hops import hop_of
 from .wording import counted, duration, plain, size
 
 __all__ = ["sentence"]
@@ -44,9 +45,10 @@ def _matched(event: Event) -> str:
 
 def _match(event: Event) -> str:
     device, host = event.count("num_device_tokens"), event.count("num_host_tokens")
-    if not device and not host:
+    disk = event.count("num_disk_tokens") if "num_disk_tokens" in event.fields else 0
+    if not (device or host or disk):
         return "nothing of them is cached"
-    return f"{device:,} on the device, {host:,} in host memory"
+    return f"{device:,} on the device, {host:,} in host memory{f', {disk:,} on the disk' if disk else ''}"
 
 
 def _allocated(event: Event) -> str:
@@ -79,8 +81,7 @@ def _cancelled(event: Event) -> str:
 
 
 def _job(event: Event) -> str:
-    blocks = counted(event.count("num_blocks"), "block")
-    return f"job {event.count('job_id')}, {plain(event.text('direction'))} of {blocks}"
+    return f"job {event.count('job_id')}, {hop_of(event).of(counted(event.count('num_blocks'), 'block'))}"
 
 
 def _launched(event: Event) -> str:
@@ -110,6 +111,17 @@ def _prefetch(event: Event) -> str:
     words = {"moving": "begins to fetch", "done": "has fetched", "cancelled": "was given up;"}[event.meaning.state]
     blocks, tokens = counted(event.count("num_blocks"), "block"), counted(event.count("num_tokens"), "token")
     return f"{words} {blocks}; {tokens} on the device"
+
+
+def _fetch(event: Event) -> str:
+    words = {"moving": "waits for {}", "done": "{} is over", "cancelled": "no longer waits for {}"}
+    about = f"{plain(event.text('request_id'))} of {counted(event.count('num_blocks'), 'block')}"
+    return f"{words[event.meaning.state].format(about)} from below host memory"
+
+
+def _declined(event: Event) -> str:
+    tokens, seconds = counted(event.count("num_tokens"), "token"), duration(event.seconds("fetch_s"))
+    return f"computes {tokens} rather than wait about {seconds} for their fetch"
 
 
 def _demotion(event: Event) -> str:
@@ -179,6 +191,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "prefetch_moving": _prefetch,
     "prefetch_done": _prefetch,
     "prefetch_cancelled": _prefetch,
+    "fetch_moving": _fetch,
+    "fetch_done": _fetch,
+    "fetch_cancelled": _fetch,
+    "fetch_declined": _declined,
     "demotion_moving": _demotion,
     "demotion_done": _demotion,
     "demotion_cancelled": _demotion,

@@ -12,7 +12,7 @@ from .runtimes import RuntimeLife
 from .scan import Scan
 from .table import text_table
 from .tally import Tally
-from .timelines import Timeline
+from .timelines import FETCHING, Timeline
 from .wording import counted, duration, plain, share, size, time_of_day
 
 __all__ = ["STATES", "doing", "meaning", "summary"]
@@ -20,10 +20,11 @@ __all__ = ["STATES", "doing", "meaning", "summary"]
 MAX_RUNTIMES = 8
 MAX_REASONS = 10
 MAX_NAMED = 4
-_PLURALS = {Kind.PREFETCH: "prefetches"}
+_PLURALS = {Kind.PREFETCH: "prefetches", Kind.FETCH: "fetches"}
 STATES = {
     RequestState.MATCHED.value: "told to ask again",
     RequestState.PINNED.value: "waits for room",
+    FETCHING: "waits for what comes from below host memory",
     RequestState.ALLOCATED.value: "has blocks, does not load yet",
     RequestState.LOADING.value: "waits for copies",
     RequestState.DRAINING.value: "lost its load, waits for its step",
@@ -81,6 +82,8 @@ def _requests(figures: Figures) -> list[str]:
         )
     if figures.num_refused:
         lines.append(f"  {counted(figures.num_refused, 'extension')} refused: no room")
+    if figures.num_declined:
+        lines.append(f"  {counted(figures.num_declined, 'fetch', 'fetches')} declined: computing was sooner")
     return lines
 
 
@@ -148,21 +151,21 @@ def _percentiles(found: Durations) -> list[str]:
 
 def _jobs(figures: Figures) -> list[str]:
     rows = [["jobs", "done", "failed", "dropped", "blocks", "bytes", "rate", "copy p50", "p99", "settled p50", "p99"]]
-    for direction, found in figures.jobs.items():
+    for hop, found in figures.jobs.items():
         if not found.outcomes.total:
             continue
         outcomes = [f"{found.outcomes.count(name):,}" for name in ("completed", "failed", "discarded")]
         seconds = found.copies.total_s
         rate = f"{size(found.num_bytes / seconds)}/s" if seconds else "-"
         times = [duration(times.percentile(at)) for times in (found.copies, found.spans) for at in (50, 99)]
-        rows.append([f"  {direction.value}", *outcomes, f"{found.num_blocks:,}", size(found.num_bytes), rate, *times])
+        rows.append([f"  {hop.name}", *outcomes, f"{found.num_blocks:,}", size(found.num_bytes), rate, *times])
     return text_table(rows) if len(rows) > 1 else []
 
 
 def _others(figures: Figures) -> list[str]:
     return [
         f"{counted(tally.total, kind.value, _PLURALS.get(kind, ''))}: {_outcomes(tally)}"
-        for kind in (Kind.PREFETCH, Kind.DEMOTION, Kind.PIN)
+        for kind in (Kind.PREFETCH, Kind.FETCH, Kind.DEMOTION, Kind.PIN)
         if (tally := figures.outcomes.get(kind)) is not None
     ]
 

@@ -6,18 +6,21 @@ from collections.abc import Iterator
 
 import attrs
 
-from ..core.plan import Direction
 from .events import Kind
+from .hops import HopRow
 from .runtimes import RuntimeLife
 
-__all__ = ["FACTS", "UNFINISHED", "Interval", "JobTimeline", "Timeline"]
+__all__ = ["FACTS", "FETCHING", "UNFINISHED", "Interval", "JobTimeline", "Timeline"]
 
 UNFINISHED = "unfinished"
 """The outcome of a timeline or job without a last event."""
+FETCHING = "fetching"
+"""Of a request: PINNED, while it waits for a fetch from below host memory."""
 FACTS = (
     "num_tokens",
     "num_device_tokens",
     "num_host_tokens",
+    "num_disk_tokens",
     "num_blocks",
     "num_ready_tokens",
     "num_lost_tokens",
@@ -105,7 +108,7 @@ class Timeline:
 @attrs.define(eq=False)
 class JobTimeline:
     job_id: int
-    direction: Direction
+    hop: HopRow
     num_blocks: int
     owner: str
     """The id of the request, prefetch or demotion that began it; empty for stores of a lazy policy."""

@@ -23,11 +23,13 @@ from ..core.arguments import check_completion
 from ..core.ledger import Ledger
 from ..core.lifecycle import JobState
 from ..core.owners import nobody
-from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ..core.plan import Completion, Outcome, Tier, TransferPlan
 from ..errors import DeviceGone, TransferRefused
 from .copy_observer import OBSERVES, CopyObserver, NullCopyObserver
 from .fence import Fence
+from .hops import Hop, hop_of
 from .region_fences import RegionWatch
+from .transport import GivesUp
 
 __all__ = ["CopyQueue", "Launches"]
 
@@ -43,38 +45,6 @@ class Launches(Protocol):
 @runtime_checkable
 class RecordsFences(Protocol):
     def record_fence(self) -> Fence: ...
-
-
-@attrs.frozen
-class InFlight:
-    num_bytes: int
-    deadline: float
-
-
-@attrs.define(eq=False)
-class Hop:
-    """The copies from one tier to another. Bounds and time-outs are counted for each hop: one that hangs stops only its
-    own copies, and a load never waits for the room of stores."""
-
-    source: Tier
-    destination: Tier
-    timeout_s: float
-    queue: deque[tuple[TransferPlan, Fence | None]] = attrs.field(factory=deque)
-    """Jobs to launch, each with the fence that it waits for."""
-    in_flight: dict[int, InFlight] = attrs.field(factory=dict)
-    """Launched jobs in launch order, which is the order of their deadlines."""
-    num_bytes: int = 0
-    overdue: set[int] = attrs.field(factory=set)
-    """Launched jobs that were given up and have not reported since."""
-
-    def forget(self, job_id: int) -> None:
-        found = self.in_flight.pop(job_id, None)
-        if found is not None:
-            self.num_bytes -= found.num_bytes
-
-    @property
-    def next_deadline(self) -> float:
-        return next(iter(self.in_flight.values())).deadline if self.in_flight else math.inf
 
 
 @attrs.define(eq=False)
@@ -107,7 +77,8 @@ class CopyQueue:
     _hops: dict[tuple[Tier, Tier], Hop] = attrs.field(init=False, factory=dict)
     """Loads first: the order in which they are launched."""
     _inbox: deque[Completion] = attrs.field(init=False, factory=deque)
-    _max_bytes: int = attrs.field(init=False)
+    _gives_up: Callable[[int], None] | None = attrs.field(init=False)
+    """How the transport is told of a job that is given up, if it wants to know."""
 
     def __attrs_post_init__(self) -> None:
         check_type("ledger", self.ledger, Ledger)
@@ -118,7 +89,7 @@ class CopyQueue:
             check_callable(name, getattr(self, name))
         check_int("block_bytes", self.block_bytes, 1)
         self.regions = RegionWatch(self.transport)
-        self._max_bytes = self.config.bytes_in_flight
+        self._gives_up = self.transport.give_up if isinstance(self.transport, GivesUp) else None
 
     def __repr__(self) -> str:
         state = "on" if self.is_accepting else "off"
@@ -132,19 +103,17 @@ class CopyQueue:
         if not plans:
             return  # the usual case; queued jobs are launched when a completion makes room
         for plan in plans:
-            hop = self._hop_of(plan)
+            hop = self._hop(plan.source, plan.destination)
             if not self.is_accepting or hop.overdue:
                 self.refuse([plan])
                 continue
             hop.queue.append((plan, after))
         self._dispatch()
 
-    def _hop_of(self, plan: TransferPlan) -> Hop:
-        found = self._hops.get(plan.hop)
+    def _hop(self, source: Tier, destination: Tier) -> Hop:
+        found = self._hops.get((source, destination))
         if found is None:
-            is_load = plan.direction is Direction.LOAD
-            timeout_s = self.config.transfer_timeout_s if is_load else self.config.store_bound_s
-            found = Hop(plan.source, plan.destination, timeout_s)
+            found = hop_of(source, destination, self.config)
             hops = [*self._hops.values(), found]
             hops.sort(key=lambda hop: (hop.destination > hop.source, hop.destination, hop.source))
             self._hops = {(hop.source, hop.destination): hop for hop in hops}
@@ -173,14 +142,11 @@ class CopyQueue:
                     self.regions.end(plan.job_id, "nobody waits for it any more")
 
     def _may_launch(self, hop: Hop, num_bytes: int) -> bool:
-        if not hop.in_flight:
-            return True  # a job above the bound runs alone
-        fits = hop.num_bytes + num_bytes <= self._max_bytes
-        return fits and len(hop.in_flight) < self.config.max_jobs_in_flight
+        fits = hop.num_bytes + num_bytes <= hop.max_bytes and len(hop.in_flight) < self.config.max_jobs_in_flight
+        return fits or not hop.in_flight  # a job above the bound runs alone
 
     def _launch(self, hop: Hop, plan: TransferPlan, after: Fence | None, num_bytes: int) -> None:
-        hop.in_flight[plan.job_id] = InFlight(num_bytes, self.clock() + hop.timeout_s)
-        hop.num_bytes += num_bytes
+        hop.begin(plan.job_id, num_bytes, self.clock())
         try:
             self.regions.launch(plan.job_id)
             self.transport.launch(plan, after)
@@ -212,6 +178,8 @@ class CopyQueue:
             if job is not None and job.state is JobState.QUEUED:
                 continue  # it was never launched: the report is of something else
             self._note_end(completion)
+            if completion.outcome is Outcome.UNPROVEN:
+                self._tell_given_up(completion.job_id)
             self.tell(self.ledger.settle, completion)
             self.regions.settle(completion)
             if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
@@ -222,7 +190,7 @@ class CopyQueue:
     def _note_end(self, completion: Completion) -> None:
         for hop in self._hops.values():
             if completion.job_id in hop.in_flight:
-                hop.forget(completion.job_id)
+                hop.end(completion, self.clock())
             if completion.job_id in hop.overdue and completion.outcome is not Outcome.UNPROVEN:
                 hop.overdue.discard(completion.job_id)
                 if not hop.overdue:
@@ -254,7 +222,8 @@ class CopyQueue:
         for hop in tuple(self._hops.values()):
             if hop.next_deadline <= now:
                 late = [job_id for job_id, job in hop.in_flight.items() if job.deadline <= now]
-                self.observer.transport_stalled(hop.source, hop.destination, len(late))
+                if hop.late_outcome is Outcome.UNPROVEN:
+                    self.observer.transport_stalled(hop.source, hop.destination, len(late))
                 self._give_up(hop, late, "no end within transfer_timeout_s")
         if self.ledger.next_lapse <= now:
             self.tell(self.ledger.lapse, now)
@@ -266,20 +235,36 @@ class CopyQueue:
             if mine := [job_id for job_id in hop.in_flight if job_id in wanted]:
                 self._give_up(hop, mine, error)
 
+    def take_back(self, job_ids: Iterable[int]) -> None:
+        """What these launched jobs read turns out to be wrong: nobody is to find it. They report when they are over."""
+        for job_id in job_ids:
+            self._tell_given_up(job_id)
+
     def _give_up(self, hop: Hop, job_ids: Iterable[int], error: str) -> None:
-        """Stop waiting for launched jobs. Their destinations are quarantined until a late completion ends the doubt."""
+        """Stop waiting for launched jobs. Their destinations are quarantined until a late completion ends the doubt,
+        and the hop launches nothing before. Of a remote store, they have failed, and others go on."""
         late = tuple(job_ids)
+        hop.give_up(late)
         for job_id in late:
-            hop.forget(job_id)
-            hop.overdue.add(job_id)
-        for job_id in late:
-            if job_id not in hop.overdue:
+            if not hop.may_settle(job_id):
                 continue  # whoever was woken has had it settled meanwhile
-            given_up = Completion(job_id, Outcome.UNPROVEN, error=error)
+            self._tell_given_up(job_id)
+            given_up = Completion(job_id, hop.late_outcome, error=error)
             self.tell(self.ledger.settle, given_up)
             self.regions.settle(given_up)
-        self._discard_queued(hop)
+        if hop.late_outcome is Outcome.UNPROVEN:
+            self._discard_queued(hop)
+        self._dispatch()
         self.ended()
+
+    def _tell_given_up(self, job_id: int) -> None:
+        """Before the ledger settles it, which releases its source: somebody may write there at once."""
+        if self._gives_up is not None:
+            try:
+                self._gives_up(job_id)
+            except Exception as error:  # noqa: BLE001 - a transport's own mistake: the cache ends, the engine goes on
+                self.observer.worker_failed(error)
+                self.turn_off("the transport failed")
 
     def turn_off(self, reason: str) -> None:
         """Launch nothing any more. Jobs in flight still report, or are given up at their deadline."""
@@ -305,9 +290,7 @@ class CopyQueue:
         self.ended()
 
     def _discard_queued(self, hop: Hop) -> None:
-        queued = tuple(hop.queue)
-        hop.queue.clear()
-        for plan, _ in queued:
+        for plan in hop.take_queued():
             self._discard(plan)
 
     def stop(self, error: str) -> None:
@@ -328,6 +311,29 @@ class CopyQueue:
     def num_bytes_in_flight(self) -> int:
         return sum(hop.num_bytes for hop in self._hops.values())
 
+    def num_under_way(self, source: Tier, destination: Tier) -> int:
+        """Jobs of this hop that are queued or in flight."""
+        hop = self._hop(source, destination)
+        return len(hop.queue) + len(hop.in_flight)
+
+    def room_bytes(self, source: Tier, destination: Tier) -> int:
+        """Bytes of this hop that can be under way at once, besides what is queued or in flight; 0 where it stalls."""
+        hop = self._hop(source, destination)
+        is_stalled = hop.overdue or not self.is_accepting
+        return 0 if is_stalled else max(0, hop.max_bytes - self.bytes_under_way(source, destination))
+
+    def bytes_under_way(self, source: Tier, destination: Tier) -> int:
+        hop = self._hop(source, destination)
+        return hop.num_bytes + sum(plan.num_blocks for plan, _ in hop.queue) * self.block_bytes
+
+    def bytes_per_s(self, source: Tier, destination: Tier) -> float | None:
+        """How fast this hop has been of late; None where it is not known. Measured from and to tiers below the host."""
+        return self._hop(source, destination).bytes_per_s(self.clock())
+
+    def is_stalled(self, source: Tier, destination: Tier) -> bool:
+        """Whether jobs of this hop are refused, because some were given up and are not over."""
+        return bool(self._hop(source, destination).overdue)
+
     @property
     def overdue(self) -> frozenset[int]:
         """Launched jobs that were given up and have not reported since."""
@@ -336,9 +342,7 @@ class CopyQueue:
     @property
     def oldest_job(self) -> float:
         """The first job that is queued or in flight; infinity if there is none."""
-        queued = (hop.queue[0][0].job_id for hop in self._hops.values() if hop.queue)
-        in_flight = (min(hop.in_flight) for hop in self._hops.values() if hop.in_flight)
-        return min([*queued, *in_flight], default=math.inf)
+        return min((hop.oldest_job for hop in self._hops.values()), default=math.inf)
 
     def in_flight_up_to(self, job_id: int) -> tuple[int, ...]:
         """The launched jobs up to `job_id` that have neither ended nor been given up."""

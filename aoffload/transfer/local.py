@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..arguments import check_callable, check_has
+from ..arguments import check_callable, check_has, check_type
 from ..core.blocks import are_neighbours
 from ..core.plan import BELOW, TIERS, Completion, Direction, Tier, TransferPlan
+from ..disk_tier import DiskTier
 from ..env import Env
-from ..errors import TransferRefused, WrongState
-from .backends.base import CopyBackend
+from ..errors import ConfigError, TransferRefused, WrongState
+from ..remote_tier import RemoteTier
+from .backends.base import CopyBackend, HasHostRows
 from .backends.cpu import CpuBackend
 from .backends.cuda import CudaBackend
 from .checksums import BlockChecksums
@@ -22,25 +25,38 @@ from .lane import CopyLane, LaneCounts
 from .loss import DeviceLoss
 from .region import KVRegion, regions_of
 from .region_fences import RegionFences, WatchesRegions
-from .transport import PinProgress, ReportsPinning, TransferStatistics
+from .transport import PinProgress, ReportsPinning, TransferStatistics, TransportDisk, TransportRemote
 from .turns import Turns
+
+if TYPE_CHECKING:
+    from .disk.local import LocalDisk
+    from .remote.local import LocalRemote
 
 __all__ = ["LocalTransport"]
 
 _HOPS = {(BELOW, Tier.DEVICE): Direction.LOAD, (Tier.DEVICE, BELOW): Direction.STORE}
 """The hops that copy backends serve, in the order in which their lanes begin."""
+_LOWER_HOPS = frozenset(hop for tier in (Tier.DISK, Tier.REMOTE) for hop in ((tier, Tier.HOST), (Tier.HOST, tier)))
+"""The hops of tiers that this transport may have below host memory."""
 _IDLE_S = 10.0
 """How long idle threads may take to end."""
 
 
 class LocalTransport:
-    """Copies between `kv_caches` (see `regions_of`) and host memory, on one thread per hop.
+    """Copies between `kv_caches` (see `regions_of`) and host memory, on one thread per hop; with `disk` and `remote`,
+    also between host memory and that disk or store, on threads of their own.
 
     `backend` makes a `CopyBackend` from the regions; by default `CpuBackend` or `CudaBackend`, by the device of the
     tensors. Raises `RegionError` for tensors that a block id cannot address.
     """
 
-    def __init__(self, kv_caches: object, backend: Callable[[tuple[KVRegion, ...]], CopyBackend] | None = None) -> None:
+    def __init__(
+        self,
+        kv_caches: object,
+        backend: Callable[[tuple[KVRegion, ...]], CopyBackend] | None = None,
+        disk: DiskTier | None = None,
+        remote: RemoteTier | None = None,
+    ) -> None:
         regions = regions_of(kv_caches)
         if backend is not None:
             check_callable("backend", backend)
@@ -54,6 +70,18 @@ class LocalTransport:
         self._num_blocks: dict[Tier, int] = {}
         self._turns = Turns()
         self._loss = DeviceLoss()
+        self._disk = None if disk is None else _disk_of(disk, regions)
+        self._remote = None if remote is None else _remote_of(remote, regions)
+        if disk is not None or remote is not None:
+            check_has("backend", self.backend, "backend with host memory of its own", "host_rows", ConfigError)
+
+    @property
+    def disk(self) -> TransportDisk | None:
+        return self._disk
+
+    @property
+    def remote(self) -> TransportRemote | None:
+        return self._remote
 
     @property
     def num_device_blocks(self) -> int:
@@ -69,8 +97,9 @@ class LocalTransport:
 
     @property
     def opens_slowly(self) -> bool:
-        """Page-locking takes seconds for each 10 GiB, and measuring the break-even of the kernel takes more time."""
-        return isinstance(self.backend, ReportsPinning)
+        """Page-locking takes seconds for each 10 GiB, and measuring the break-even of the kernel takes more time. So
+        does allocating a disk's files."""
+        return isinstance(self.backend, ReportsPinning) or self._disk is not None
 
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
         if isinstance(self.backend, ReportsPinning):
@@ -100,6 +129,13 @@ class LocalTransport:
 
         for hop, direction in _HOPS.items():
             self._lanes[hop] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
+        if isinstance(self.backend, HasHostRows):
+            if self._disk is not None:
+                self._disk.open(self.backend.host_rows, checksums, over, env)
+                self._num_blocks[Tier.DISK] = self._disk.num_slots
+            if self._remote is not None:
+                self._remote.open(self.backend.host_rows, checksums, over, env)
+                self._num_blocks[Tier.REMOTE] = self._remote.num_blocks
 
     def record_fence(self) -> Fence:
         """`TransferRefused` if the device records none; `DeviceGone` if it is lost."""
@@ -118,13 +154,24 @@ class LocalTransport:
             raise TransferRefused("the transport is not open")
         self._loss.check()
         self._check(plan)
-        fences = self._fences(plan.direction, after)
+        lower = self._below_host(plan.hop)
+        fences = () if lower is not None else self._fences(plan.direction, after)
         self._turns.begin()
         try:
-            self._lanes[plan.hop].launch(plan, fences)
+            if lower is not None:
+                lower.launch(plan)  # no compute touches host memory: there is no fence to wait for
+            else:
+                self._lanes[plan.hop].launch(plan, fences)
         except TransferRefused:
             self._turns.end()
             raise
+
+    def give_up(self, job_id: int) -> None:
+        """A store to the disk records nothing from here on: its source may be overwritten. A copy from or to a remote
+        store does not touch host memory any more."""
+        for lower in (self._disk, self._remote):
+            if lower is not None:
+                lower.give_up(job_id)
 
     def watch(self, job_id: int, fences: RegionFences) -> None:
         """Copy the load `job_id`, which is launched next, region by region, if the backend can."""
@@ -138,9 +185,11 @@ class LocalTransport:
     def close(self, timeout_s: float) -> bool:
         """Refuse new plans, and wait for launched ones. A copy that hangs keeps the memory of both sides alive."""
         deadline_s = time.monotonic() + timeout_s  # not the `Env`'s clock: joining a thread takes real time
-        for lane in self._lanes.values():
-            lane.stop_launching()
-        ended = [lane.join(deadline_s - time.monotonic()) for lane in self._lanes.values()]
+        lower = [each for each in (self._disk, self._remote) if each is not None]
+        ending: list[CopyLane | LocalDisk | LocalRemote] = [*self._lanes.values(), *lower]
+        for each in ending:
+            each.stop_launching()
+        ended = [each.join(deadline_s - time.monotonic()) for each in ending]
         self._turns.close()
         if all(ended):
             self.backend.close()
@@ -178,8 +227,14 @@ class LocalTransport:
             return (*given, self.record_fence())
         return given
 
+    def _below_host(self, hop: tuple[Tier, Tier]) -> LocalDisk | LocalRemote | None:
+        """The tier of this hop that lies below host memory, if there is one and it is open."""
+        if Tier.DISK in hop:
+            return self._disk if Tier.DISK in self._num_blocks else None
+        return self._remote if Tier.REMOTE in hop and Tier.REMOTE in self._num_blocks else None
+
     def _check(self, plan: TransferPlan) -> None:
-        if plan.hop not in _HOPS:
+        if plan.hop not in _HOPS and (plan.hop not in _LOWER_HOPS or self._below_host(plan.hop) is None):
             raise TransferRefused(f"no way from {plan.source!r} to {plan.destination!r} here")
         if len(plan.source_ids) != len(plan.destination_ids):
             lengths = f"{len(plan.source_ids)} source_ids, {len(plan.destination_ids)} destination_ids"
@@ -200,6 +255,18 @@ class LocalTransport:
             raise TransferRefused(f"job {plan.job_id}: {name} must be in [{lowest}, {stop}), got {first} to {last}")
         if not np.logical_and.reduce(ascending[1:] > ascending[:-1]):
             raise TransferRefused(f"job {plan.job_id}: {name} names a block twice")
+
+
+def _disk_of(tier: DiskTier, regions: tuple[KVRegion, ...]) -> LocalDisk:
+    from .disk.local import LocalDisk  # only here: it needs the extra `disk`
+
+    return LocalDisk(check_type("disk", tier, DiskTier), regions)
+
+
+def _remote_of(tier: RemoteTier, regions: tuple[KVRegion, ...]) -> LocalRemote:
+    from .remote.local import LocalRemote
+
+    return LocalRemote(check_type("remote", tier, RemoteTier), regions)
 
 
 def _backend_for(device_type: str) -> Callable[[tuple[KVRegion, ...]], CopyBackend]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import attrs
 
-from ..core.plan import Completion, TransferPlan
+from ..core.groups import Layout
+from ..core.plan import CellLabel, Completion, Direction, TransferPlan
+from ..core.restored import RestoredRun
+from ..disk_tier import DiskTier
 from ..env import Env
+from ..remote_tier import RemoteTier
 from .fence import Fence
 
-__all__ = ["TRANSPORTS", "PinProgress", "ReportsPinning", "SlowToOpen", "TransferStatistics", "Transport"]
+__all__ = [
+    "TRANSPORTS", "DiskStatistics", "GivesUp", "HasDisk", "HasRemote", "PinProgress", "RemoteStatistics",
+    "ReportsPinning", "SlowToOpen", "TransferStatistics", "Transport", "TransportDisk", "TransportRemote",
+]  # fmt: skip
 
 
 TRANSPORTS = "num_device_blocks block_bytes open record_fence launch close statistics"
@@ -34,6 +41,52 @@ class TransferStatistics:
     load_seconds: float = 0.0
     """Time spent copying, without waiting for fences and without verifying."""
     store_seconds: float = 0.0
+
+
+@attrs.frozen
+class DiskStatistics:
+    """Counts of the disk tier since it was opened. Loads bring blocks from the disk into host memory."""
+
+    num_loads: int = 0
+    num_stores: int = 0
+    blocks_loaded: int = 0
+    blocks_stored: int = 0
+    blocks_corrupt: int = 0
+    """Read from the disk, and not what was stored there: misses."""
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    load_seconds: float = 0.0
+    """Time of jobs; those at the same time count each."""
+    store_seconds: float = 0.0
+    num_failures: int = 0
+    """Jobs that ended in an error of the disk."""
+
+
+@attrs.frozen
+class RemoteStatistics:
+    """Counts of the remote tier since it was opened. Loads bring cells from the store into host memory."""
+
+    num_loads: int = 0
+    """Jobs, each of one cell, however they ended."""
+    num_stores: int = 0
+    blocks_loaded: int = 0
+    blocks_stored: int = 0
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    load_seconds: float = 0.0
+    """Time of jobs; those at the same time count each."""
+    store_seconds: float = 0.0
+    cells_missing: int = 0
+    """Asked for, and not in the store."""
+    cells_corrupt: int = 0
+    """Read from the store, and not what belongs there: misses."""
+    cells_removed: int = 0
+    num_failures: int = 0
+    """Calls of the store that ended in an error."""
+    num_questions: int = 0
+    question_seconds: float = 0.0
+    num_unknown: int = 0
+    """Questions that the store did not answer in time, or not at all."""
 
 
 @attrs.frozen
@@ -65,6 +118,103 @@ class SlowToOpen(Protocol):
 
     @property
     def opens_slowly(self) -> bool: ...
+
+
+@runtime_checkable
+class GivesUp(Protocol):
+    """A transport that has to know when a launched job is given up."""
+
+    def give_up(self, job_id: int) -> None:
+        """Others may write to the source of this job as soon as this has returned. It still reports when it is over.
+        Called in the event loop's thread, and does not block."""
+        ...
+
+
+class TransportDisk(Protocol):
+    """The disk of a transport. Calls come in the event loop's thread and do not block, but for `Transport.open`."""
+
+    @property
+    def tier(self) -> DiskTier: ...
+
+    @property
+    def num_slots(self) -> int:
+        """Once it is open."""
+        ...
+
+    def identify(self, layout: Layout, namespace: str) -> None:
+        """Called before `Transport.open`: how the groups share blocks, and what else identifies their KV. What was
+        stored for another identity is never found."""
+        ...
+
+    def read_back(self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None]) -> None:
+        """Read what an earlier process has left. `hear` is called with slices, and `over` once: with why it failed, or
+        with an empty text; both in a thread. Nothing is stored before that."""
+        ...
+
+    def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
+        """Have no restart find what was planned before this reset; `over` as in `read_back`."""
+        ...
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Have neither a load nor a restart find what these slots hold. Stores that are launched later wait for it."""
+        ...
+
+    def refuses(self, direction: Direction) -> bool:
+        """Whether the disk has failed lately, and is better left alone in this direction for now."""
+        ...
+
+    def statistics(self) -> DiskStatistics: ...
+
+
+@runtime_checkable
+class HasDisk(Protocol):
+    """A transport that may have a disk tier: hops between host memory and slots."""
+
+    @property
+    def disk(self) -> TransportDisk | None: ...
+
+
+class TransportRemote(Protocol):
+    """The remote tier of a transport. Calls come in the event loop's thread and do not block."""
+
+    @property
+    def tier(self) -> RemoteTier: ...
+
+    def identify(self, layout: Layout, namespace: str) -> None:
+        """Called before `Transport.open`: how the groups share blocks, and what else identifies their KV. What was
+        stored for another identity is never found."""
+        ...
+
+    def ask(self, labels: Sequence[CellLabel], hear: Callable[[int], None]) -> None:
+        """How many of these cells, which follow each other in one prefix, the store has from the first one on.
+
+        `hear` is called once, in any thread, perhaps before this returns. What the store does not say within
+        `ask_timeout_s` it does not have. The answer is a guess: loads are the truth. A store that does not keep to its
+        time-outs may answer late, so the caller bounds its wait."""
+        ...
+
+    def is_wanted(self, label: CellLabel) -> bool:
+        """Whether this cell is worth storing: False for what was there lately. Cheap, and never asks the store."""
+        ...
+
+    def forget(self, labels: Sequence[CellLabel]) -> None:
+        """Remove these cells, whose KV is wrong, from the store. From now on no load of this process finds them; a
+        store that is launched later waits for the removal."""
+        ...
+
+    def refuses(self, direction: Direction) -> bool:
+        """Whether the store has failed lately, and is better left alone in this direction for now."""
+        ...
+
+    def statistics(self) -> RemoteStatistics: ...
+
+
+@runtime_checkable
+class HasRemote(Protocol):
+    """A transport that may have a remote tier: hops between host memory and cells of an object store."""
+
+    @property
+    def remote(self) -> TransportRemote | None: ...
 
 
 class Transport(Protocol):

@@ -19,6 +19,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import line
 import numpy as np
 import torch
+import vllm_fs
 from vllm import SamplingParams
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -265,7 +266,7 @@ def replay(path: str, num_device: int, num_host: int) -> dict[str, float]:
 
 CALLS: dict[str, Callable[..., Any]] = {
     "prepare_cycle": prepare_cycle, "cycle": cycle, "match": match, "prepare_replay": prepare_replay, "replay": replay,
-    "store": store,
+    "store": store, **vllm_fs.CALLS,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -19,6 +19,10 @@ USED_FOR = {
     "uvloop": "uvloop as asyncio's event loop",
     "transformers": "[models](models.md) in the demo and the server",
     "cuda": "batched copies on a GPU; torch alone without it",
+    "disk": "[a disk tier](disk.md)",
+    "remote": "[a remote tier](remote.md) in Redis or Valkey",
+    "object-storage": "a remote tier in [object storage](remote.md#stores)",
+    "mooncake": "a remote tier in Mooncake Store; brings a large distribution, which is not listed here",
     "metrics": "`aoffload.metrics`",
     "events": "`aoffload.kv_events`",
     "server": "`aoffload serve`",
@@ -69,7 +73,9 @@ def requirements(extra: str) -> list[str]:
 
 def rows(extra: str) -> str:
     """The distributions that an extra names, and those that they bring along."""
-    lines = []
+    lines: list[str] = []
+    if extra == "mooncake":
+        return ""
     known = set() if not extra else {canonicalize_name(name) for name in closure(requirements(""))}
     for text in requirements(extra):
         wanted = Requirement(text)

@@ -19,6 +19,7 @@ MODULES = (
     "aoffload.ranks",
     "aoffload.cuda",
     "aoffload.pins",
+    "aoffload.stores",
     "aoffload.env",
     "aoffload.integrations",
     "aoffload.integrations.openai_server",

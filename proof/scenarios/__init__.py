@@ -18,6 +18,10 @@ random programs do not see:
 - overlaps, failed forwards, preemptions: early_starts, failed_forwards, failed_in_turmoil, preemption_storm,
   preempted_windows, preempted_by_another, resumed_by_another, mixed_windows
 - closing and resetting during a copy: reset_in_flight, close_in_flight, tier_resets
+- a disk: only_on_disk, fetched_ahead, disk_that_hangs, evicted_while_stored, taken_back_on_disk, restarted_under_load,
+  reset_with_a_disk
+- a remote store: only_in_store, gone_in_between, fetched_from_store, store_that_hangs, taken_back_in_store,
+  closed_on_a_store, shared_by_two, reset_with_a_store
 - the same wrong call at every point: bad_input
 """
 
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 from . import (
     copies,
+    disk,
     ends,
     keeping,
     long,
@@ -33,6 +38,7 @@ from . import (
     ranks,
     room,
     sharing,
+    store,
     taken_back,
     tasks,
     windows,
@@ -42,8 +48,8 @@ from .paged import paged_engine, paged_windows
 from .table import SCENARIOS, ScenarioRow, scenario
 
 __all__ = [
-    "SCENARIOS", "ScenarioRow", "copies", "ends", "keeping", "long", "policies", "preemption", "ranks",
-    "room", "sharing", "taken_back", "tasks", "windows", "worlds",
+    "SCENARIOS", "ScenarioRow", "copies", "disk", "ends", "keeping", "long", "policies", "preemption", "ranks",
+    "room", "sharing", "store", "taken_back", "tasks", "windows", "worlds",
 ]  # fmt: skip
 
 scenario("request_done")(paged_engine)

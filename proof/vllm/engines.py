@@ -200,8 +200,8 @@ def _problems(connector: Any) -> Iterator[str]:
     ledger = connector.ledger
     ledger.check_integrity()
     found = ledger.statistics()
-    for tier in ("device", "host"):
-        if pinned := getattr(found, tier).num_pinned:
+    for tier in ("device", "host", "disk"):
+        if (of_tier := getattr(found, tier)) is not None and (pinned := of_tier.num_pinned):
             yield f"{pinned} blocks are still pinned by the ledger, {tier}"
 
 

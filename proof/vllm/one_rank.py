@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
 
-from .bench import Bench, Scenario, run_part
+from aoffload import Tier
+from benchmarks.redis_servers import NoServerError, RedisServer
+
+from .bench import OUT, Bench, Scenario, run_part
 from .engines import Engine
 from .models import DENSE
+from .outputs import compare
 from .prompts import burst, words
 from .rows import Row
 from .transfers import OURS, PEER, meddled
+from .transfers import ours as ours_with
 
 __all__ = ["SCENARIOS", "SMALL_POOL", "ours", "without"]
 
@@ -19,6 +25,14 @@ NUM_ABORTS = 120
 NUM_SHARED, MOST_COPIED = 640, 25
 MOST_COMPUTED = 0.8
 """Share of all prompt tokens that are computed when half of every load comes."""
+
+DISK, REDIS = OUT / "disk", OUT / "redis"
+CELL_BYTES = 1 << 17
+NUM_HOST_BLOCKS = 100
+LAST_TURN = 3
+FETCHED, WARM, SHARED = 0.9, 0.8, 0.6
+"""Of what a pool where all fits finds; of the prompts of a second engine, behind a disk and behind a store: this one
+has whole cells of what was asked for twice."""
 
 
 def without(bench: Bench, num_blocks: int = SMALL_POOL, model: str = "") -> Row:
@@ -176,6 +190,64 @@ def bursts(bench: Bench) -> Row:
     )
 
 
+def disk(bench: Bench) -> Row:
+    """Host memory holds half of the conversations, a disk all of them; then a second engine takes their last turn up
+    from the disk that the first one has left."""
+    path, extra = DISK.resolve(), {"host_bytes": None, "num_host_blocks": NUM_HOST_BLOCKS, "max_fetch_share": 0.5}
+    shutil.rmtree(path, ignore_errors=True)
+    transfer = ours_with(**extra, disk={"path": str(path), "size": "64MiB"})
+    with bench.engine(SMALL_POOL, transfer) as engine:
+        served = bench.talk(engine)
+        fetched = engine.connector.ledger.statistics().disk.num_cached
+    with bench.engine(SMALL_POOL, transfer) as engine:
+        engine.rest()
+        engine.serve(bench.turn(LAST_TURN))
+        again = engine.rest()
+    is_equal = compare(again.answers, {name: bench.reference.answers[name] for name in again.answers}).is_equal
+    warm = again.num_cached_tokens / again.num_prompt_tokens
+    row = bench.judge(
+        "a small pool, half the host memory, a disk",
+        served,
+        f"{fetched} blocks there; {warm:.0%} of the second engine's prompt tokens cached",
+    )
+    wanted = bench.reference.num_cached_tokens
+    return row.missed(
+        "" if served.num_cached_tokens >= FETCHED * wanted else f"of {wanted:,} tokens cached",
+        "" if is_equal else "the second engine has other outputs",
+        "" if warm >= WARM else "the second engine did not start warm", *again.problems,
+    )  # fmt: skip
+
+
+def remote(bench: Bench) -> Row:
+    """One engine serves the conversations, whose turns ask for the ones before them; a second one of the same model has
+    nothing but the store, and takes the last turn up from there."""
+    name = "a second engine, and a store between both"
+    shutil.rmtree(REDIS, ignore_errors=True)
+    try:
+        server = RedisServer(REDIS)
+    except NoServerError as error:
+        return Row(name, found=str(error), was_run=False)
+    with server:
+        extra = {"namespace": "seeded", "max_fetch_share": 1.0, "fetch_timeout_s": 20}
+        store = {"url": f"redis://127.0.0.1:{server.port}", "cell_bytes": CELL_BYTES, "ask_timeout_s": 1}
+        transfer = ours_with(**extra, remote=store)
+        with bench.engine(SMALL_POOL, transfer) as engine:
+            served = bench.talk(engine)
+        with bench.engine(SMALL_POOL, transfer) as engine:
+            engine.serve(bench.turn(LAST_TURN))
+            again = engine.rest()
+            counted = engine.connector.ledger.cache.tiers[Tier.HOST].num_cached
+    is_equal = compare(again.answers, {name: bench.reference.answers[name] for name in again.answers}).is_equal
+    warm = again.num_cached_tokens / again.num_prompt_tokens
+    row = bench.judge(
+        name, served, f"{warm:.0%} of the second engine's prompt tokens cached, {counted} blocks in its host memory"
+    )
+    return row.missed(
+        "" if is_equal else "the second engine has other outputs",
+        "" if warm >= SHARED else "the second engine has not found what the first one computed", *again.problems,
+    )  # fmt: skip
+
+
 SCENARIOS = (
     Scenario("without offload", without),
     Scenario("peer", peer),
@@ -189,6 +261,8 @@ SCENARIOS = (
     Scenario("unproven", unproven, is_short=True),
     Scenario("hung", hung),
     Scenario("burst", bursts, is_short=True),
+    Scenario("disk", disk, is_short=True),
+    Scenario("remote", remote, is_short=True),
 )
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ def run(folder: Path) -> Path:
     results.unlink(missing_ok=True)
     words = ("-c", str(ini), f"--rootdir={Path.cwd()}", f"--confcutdir={TESTS}", f"--junitxml={results}")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words, str(TESTS)]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, check=False, timeout=TESTS_S)
     return results
 

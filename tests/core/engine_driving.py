@@ -220,6 +220,8 @@ class EngineDriven:
         touched: list[int] = []
         for job in self.ledger.jobs.unsettled.values():
             assert job.state in (JobState.QUEUED, JobState.LAUNCHED)
+            if Tier.DEVICE not in job.plan.hop:
+                continue
             is_store = job.plan.direction is Direction.STORE
             touched += job.plan.source_ids if is_store else job.plan.destination_ids
         for job in self.ledger.jobs.quarantined.values():

@@ -57,7 +57,9 @@ OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, Holding], object]]] = {
 EVERYWHERE = {
     "lookup", "admit", "plan_load", "launch", "settle", "discard", "invalidate", "release", "pin", "unpin", "lapse",
     "drop_pins", "reset", "statistics", "check_integrity", "watch", "abandon_load",
-    "requests", "holders", "explain",
+    "requests", "holders", "explain", "fetch", "match_fetched", "plan_disk_stores", "plan_disk_flush",
+    "take_forgotten_slots", "restore", "num_fetch_blocks", "num_remote_fetch_blocks", "plan_remote_stores",
+    "take_forgotten_cells",
 }  # fmt: skip
 IDLE = {"accept", "withdraw", "cancel", "cancel_cache_transfers", "plan_write_back"}
 """Calls about what is never made there."""

@@ -29,6 +29,7 @@ Call = Callable[[Ledger, Holding], object]
 CALLS: dict[str, tuple[str, Call]] = {
     "allocate_nowait": ("allocate", lambda ledger, holding: ledger.allocate_nowait(holding)),
     "queue_allocation": ("allocate", lambda ledger, holding: ledger.queue_allocation(holding)),
+    "match_fetched": ("match_fetched", lambda ledger, holding: ledger.match_fetched(holding)),
     "extend_nowait": ("extend", lambda ledger, holding: ledger.extend_nowait(holding, 16)),
     "queue_extension": ("extend", lambda ledger, holding: ledger.queue_extension(holding, 16)),
     "plan_load": ("load", lambda ledger, holding: ledger.plan_load(holding)),
@@ -54,8 +55,10 @@ ENGINE_CALLS = {"match_again", "offer", "pending_until"}
 """Calls that a ledger with blocks of its own never takes: see test_engine_owned.py."""
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
+    "plan_remote_stores", "take_forgotten_cells",
     "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel", "cancel_cache_transfers",
-    "plan_write_back", "watch", "requests", "holders", "explain",
+    "plan_write_back", "watch", "requests", "holders", "explain", "fetch", "plan_disk_stores", "plan_disk_flush",
+    "restore", "take_forgotten_slots", "num_fetch_blocks", "num_remote_fetch_blocks",
 }  # fmt: skip
 
 LOOKING = "block_ids can_start_early num_expected_tokens first_invalid_token expected_block_ids"
@@ -64,7 +67,7 @@ COMPUTED = f"{ALWAYS} plan_load commit check_commit invalidate step num_shared_t
 LEGAL: dict[tuple[str, str], str] = {
     ("QUEUED", ""): ALWAYS,
     ("MATCHED", ""): ALWAYS,
-    ("PINNED", ""): f"{ALWAYS} allocate_nowait queue_allocation",
+    ("PINNED", ""): f"{ALWAYS} allocate_nowait queue_allocation match_fetched",
     ("PINNED", "waiting"): ALWAYS,
     ("ALLOCATED", ""): f"{ALWAYS} extend_nowait queue_extension plan_load commit check_commit step preempt_nowait",
     ("ALLOCATED", "waiting"): f"{ALWAYS} commit check_commit step",
@@ -334,6 +337,11 @@ BAD: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {
     ("check_commit", "num_computed_tokens"): ("running", (*NO_COUNT, None, HUGE, 8, 11, 13)),
     ("resume", "num_tokens"): ("preempted", (*NO_COUNT, 0, HUGE, 33)),
     ("invalidate", "from_token"): ("running", (*NO_COUNT, None, HUGE, 0, 7, 10)),
+    ("plan_disk_stores", "max_blocks"): ("running", (*NO_COUNT, None)),
+    ("plan_disk_flush", "max_blocks"): ("running", (*NO_COUNT, None)),
+    ("plan_remote_stores", "max_blocks"): ("running", (*NO_COUNT, None)),
+    ("fetch", "num_remote_tokens"): ("running", (*NO_COUNT, None, 16, HUGE)),
+    ("num_remote_fetch_blocks", "num_remote_tokens"): ("running", (*NO_COUNT, None)),
 }
 """For each number that a call takes: when the call is legal, and what may not be handed in then."""
 BAD_TOKENS = [[-1], [2**31], [HUGE], [1.5], [True], ["7"], [None], "12", b"12", [[1]], 7, None, [1, [2]]]
@@ -342,6 +350,12 @@ BAD_TOKENS = [[-1], [2**31], [HUGE], [1.5], [True], ["7"], [None], "12", b"12", 
 def with_argument(ledger: Ledger, holding: Holding, call: str, name: str, value: object) -> object:
     if call == "admit":
         return ledger.admit(Prefix.of(Root("test"), A), **{name: value})  # type: ignore[arg-type]
+    if "fetch" in call:
+        return getattr(ledger, call)(Prefix.of(Root("test"), A), **{name: value})
+    if call == "plan_remote_stores":
+        return ledger.plan_remote_stores(value, bool)  # type: ignore[arg-type]
+    if call.startswith("plan_disk"):
+        return getattr(ledger, call)(**{name: value})
     more = {"new_token_ids": [7]} if call in ("commit", "check_commit") else {}
     return getattr(ledger, call)(holding, **{name: value}, **more)
 

@@ -331,7 +331,7 @@ def test_the_line_is_served_where_the_ledger_is_left() -> None:
     """One way out: nothing below the ledger's face serves the line, so no call does it twice or half way."""
     core = Path(aoffload.core.ledger.__file__).parent
     callers = {path.stem for path in core.glob("*.py") if ".serve_line(" in path.read_text()}
-    assert callers == {"ledger", "ledger_requests", "ledger_rooms", "ledger_work"}
+    assert callers == {"ledger", "ledger_disk", "ledger_requests", "ledger_rooms", "ledger_work"}
 
 
 def test_who_is_woken_may_call_the_ledger() -> None:

@@ -1,7 +1,7 @@
 """Tiers are a list: the parts of the core, and the verbs of requests, with a third tier under the two of today.
 
-A row in `TIERS`, a pool and a lane make a tier. So the third one here has a pool only, and no file of the core knows of
-it. It takes what the second one holds and gives it back: both ways are jobs between two tiers that are not the device.
+The third one takes what the second one holds and gives it back: both ways are jobs between two tiers that are not the
+device.
 """
 
 from __future__ import annotations
@@ -40,14 +40,7 @@ UNIT = 4
 ROT = ("rot",)
 
 
-def _disk() -> Tier:
-    """A member that `Tier` does not have yet."""
-    disk = int.__new__(Tier, len(Tier))
-    disk._name_, disk._value_ = "DISK", len(Tier)
-    return disk
-
-
-DISK = _disk()
+DISK = Tier.DISK
 TIERS = (Tier.DEVICE, Tier.HOST, DISK)
 LAYOUTS = {
     "full": [KVCacheGroup("full", block_size=UNIT)],

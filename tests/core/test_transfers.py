@@ -460,6 +460,27 @@ def test_no_room_after_a_failed_load_means_queueing_at_the_old_place() -> None:
     assert sharer.waiter.granted is not None
     driven.ledger.accept(sharer.waiter)
     assert sharer.state is RequestState.ALLOCATED and sharer.num_lost_tokens == 12
+
+
+def test_a_grant_after_a_failed_load_is_for_what_is_still_found() -> None:
+    """The device is reset before it is accepted: its request gets blocks for all of its tokens, and reads none of what
+    the load had brought."""
+    driven = on_host(num_device=8)
+    first, plans = start_load(driven)
+    sharer = driven.admit(A)
+    driven.ledger.allocate_nowait(sharer, 12)
+    assert driven.ledger.plan_load(sharer) == ()
+    filler = driven.allocated(prompt(9, 12))
+    driven.end(driven.launch(plans)[0], Outcome.FAILED, num_landed=1)
+    waiter = sharer.waiter
+    assert sharer.state is RequestState.REQUEUED and waiter is not None
+    driven.release(filler, "done")
+    assert waiter.granted is not None and (sharer.published, len(waiter.granted)) == (1, 2)
+    driven.ledger.reset(Tier.DEVICE)
+    assert waiter.granted is not None and (sharer.published, len(waiter.granted)) == (0, 3)
+    driven.ledger.accept(waiter)
+    driven.ledger.check_integrity()
+    assert sharer.num_computed_tokens == 0 and not set(sharer.table) & set(first.table)
     assert driven.ledger.plan_load(sharer) == ()
     assert sharer.state is RequestState.RUNNING and sharer.num_computed_tokens == 0
     assert Tier.HOST not in sharer.leases

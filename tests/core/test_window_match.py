@@ -13,6 +13,7 @@ from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, Sli
 from aoffload.core.groups import Layout
 from aoffload.core.index import RunIndex
 from aoffload.core.matching import find_hit
+from aoffload.core.plan import HIT_TIERS
 from aoffload.core.records import Run
 from aoffload.core.tokens import TokenSequence
 from aoffload.kinds import AttentionKind
@@ -46,9 +47,9 @@ class Case:
         self.num_units = rng.randint(1, 12)
         num_tokens = self.num_units * self.layout.unit_tokens
         self.sequence = TokenSequence(Prefix.of(Root("m"), range(num_tokens)), self.layout.unit_tokens)
-        self.index = RunIndex(self.layout, 0, list(Tier))
+        self.index = RunIndex(self.layout, 0, HIT_TIERS)
         self.present: dict[tuple[int, int], set[int]] = {
-            (tier, band.number): set() for tier in Tier for band in self.layout.bands
+            (tier, band.number): set() for tier in HIT_TIERS for band in self.layout.bands
         }
         self._fill()
 
@@ -93,7 +94,7 @@ class Case:
 
     def search(self, limit: int, alignment: int) -> tuple[int, int]:
         ends = range(min(limit, self.num_units), -1, -1)
-        stop = next(end for end in ends if end % alignment == 0 and self.may_end(end, tuple(Tier)))
+        stop = next(end for end in ends if end % alignment == 0 and self.may_end(end, HIT_TIERS))
         return next(end for end in range(stop, -1, -1) if self.may_end(end, (Tier.DEVICE,))), stop
 
 

@@ -24,10 +24,10 @@ from aoffload import (
     RequestState,
     SelectiveStore,
     SlidingWindow,
-    Tier,
 )
 from aoffload.core.lifecycle import Computing
 from aoffload.core.loads import has_holes
+from aoffload.core.plan import HIT_TIERS
 from aoffload.ledger import Completion, Direction, Outcome, Prefix, Root
 
 UNIT = 4
@@ -81,7 +81,7 @@ class Walk:
         "prove_late": 1, "step": 2, "invalidate": 0.3, "reset": 0.05, "preempt": 1, "resume": 2, "fork": 1,
     }  # fmt: skip
 
-    RESETS: ClassVar = [None, None, *Tier]
+    RESETS: ClassVar = [None, None, *HIT_TIERS]
     OUTCOMES: ClassVar = {Direction.LOAD: [75, 10, 10, 2], Direction.STORE: [75, 10, 0, 2]}
 
     def __init__(self, seed: int, *, with_windows: bool = False, is_plain: bool = False) -> None:

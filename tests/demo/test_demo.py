@@ -280,3 +280,25 @@ def test_ctrl_c_ends_it_with_what_was_done(backend: str, run: str) -> None:
     assert "Traceback" not in out + err
     assert "interrupted; this is what was done so far" in out
     assert "requests done / aborted" in out
+
+
+def test_a_second_demo_with_a_disk_starts_warm(
+    demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It computes a fraction of what the first one did, with the same logits; the table has rows for it."""
+    pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
+    monkeypatch.setattr(runner, "DISK_SIZE", "16MiB")
+    found = []
+    for _ in range(2):
+        demo.run("--disk", str(tmp_path / "disk"))
+        assert (demo.status, demo.json["outputs_identical"]) == (0, True)
+        found.append(demo.json)
+    first, second = found
+    assert first["disk_blocks_at_start"] == 0 < second["disk_blocks_at_start"]
+    assert second["disk_blocks_loaded"] > 0 == second["disk_blocks_corrupt"]
+    assert second["computed_tokens"] < first["computed_tokens"] / 2
+    assert "blocks on the disk at the start" in demo.table
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(SystemExit):
+        demo.run("--disk", str(tmp_path / "open"))
+    assert "argument --disk: " in capsys.readouterr().err

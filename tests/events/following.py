@@ -130,17 +130,17 @@ def really_cached(ledger: Ledger) -> dict[Block, tuple[int, ...]]:
             groups = [group for group, (its_band, _) in enumerate(layout.places) if its_band == band]
             for unit in range(part.first, part.stop) if part.blocks else ():
                 digest, tokens = naive_digest(run, unit, layout.unit_tokens)
-                medium = {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}[tier]
+                medium = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}[tier]
                 found |= {(medium, group, int.from_bytes(digest[-8:], "big")): tokens for group in groups}
     return found
 
 
 def naive_digest(run: Run, unit: int, unit_tokens: int) -> tuple[bytes, tuple[int, ...]]:
-    """SHA-256 of the root and every unit up to the end of this one, each with what touches it; its tokens."""
+    """SHA-256 of the root's digest and every unit up to the end of this one, each with what touches it; its tokens."""
     path = run.whole_path()
     tokens = b"".join(one.tokens for one in path)
     spans = {span for one in path for span in one.spans}
-    encoded = run.root._encode()
+    encoded = run.root.digest
     for start in range(0, (unit + 1) * unit_tokens, unit_tokens):
         encoded += tokens[start * TOKEN_BYTES : (start + unit_tokens) * TOKEN_BYTES]
         touching = [span for span in spans if span.start < start + unit_tokens and span.stop > start]

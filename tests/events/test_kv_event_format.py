@@ -63,7 +63,7 @@ def test_a_block_on_the_device_and_in_the_host() -> None:
     batch = decode(payload)
     assert (batch.ts, batch.data_parallel_rank) == (12.5, 3)
     device, host = batch.events
-    digests = [hashlib.sha256(Root("m")._encode() + prefix.tokens[: 16 * stop]).digest() for stop in (1, 2, 3)]
+    digests = [hashlib.sha256(Root("m").digest + prefix.tokens[: 16 * stop]).digest() for stop in (1, 2, 3)]
     hashes = [int.from_bytes(digest, "big") % 2**64 for digest in digests]
     assert device.block_hashes == host.block_hashes == hashes
     assert device.parent_block_hash is host.parent_block_hash is None
@@ -79,7 +79,7 @@ def test_what_is_added_names_its_parent() -> None:
     ledger, root = ledger_of(num_blocks=4), Root("m")
     serve(ledger, Prefix.of(root, TOKENS[:4]))
     (stored, *_) = decode(told(ledger, lambda: serve(ledger, Prefix.of(root, TOKENS)))).events
-    first = int.from_bytes(hashlib.sha256(root._encode() + Prefix.of(root, TOKENS[:4]).tokens).digest(), "big") % 2**64
+    first = int.from_bytes(hashlib.sha256(root.digest + Prefix.of(root, TOKENS[:4]).tokens).digest(), "big") % 2**64
     assert (stored.parent_block_hash, len(stored.block_hashes)) == (first, 2)
     events = decode(told(ledger, lambda: serve(ledger, Prefix.of(root, [1] * 9)))).events
     removed = [event for event in events if type(event).__name__ == "BlockRemoved" and event.medium == "GPU"]
@@ -141,7 +141,7 @@ def test_the_old_shape_and_whole_hashes() -> None:
     stored = batch.events[0]
     assert isinstance(stored, OldBlockStored)
     assert stored.token_ids == TOKENS and stored.medium == "GPU"
-    assert stored.block_hashes[2] == hashlib.sha256(Root("m")._encode() + prefix.tokens).digest()
+    assert stored.block_hashes[2] == hashlib.sha256(Root("m").digest + prefix.tokens).digest()
     raw = msgspec.msgpack.decode(told(ledger, ledger.reset, EventFormat(shape="array")))
     assert raw[1] == [["AllBlocksCleared"]]
 

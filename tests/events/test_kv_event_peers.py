@@ -177,6 +177,21 @@ def test_who_subscribes_without_end_is_cut_off_and_nobody_else(num_floods: int, 
         assert not lost.poll(0), "its connection was closed"
 
 
+def test_what_another_peer_has_subscribed_to_counts_too(publisher: KVEventPublisher) -> None:
+    """Each peer answers for all of its own: who follows another one's subscriptions may have as many as that one."""
+    with (
+        connected(zmq.SUB, publisher.endpoint) as (first, lost),
+        connected(zmq.XSUB, publisher.endpoint) as (second, closed),
+    ):
+        for number in range(MAX_SUBSCRIPTIONS):
+            first.subscribe(bytes(number))
+        assert hears(publisher, first)
+        for number in range(MAX_SUBSCRIPTIONS + 1):
+            second.send(b"\x01" + bytes(number))
+        assert closed.poll(GUARD_MS)
+        assert not lost.poll(0)
+
+
 def test_who_changes_its_mind_is_not_cut_off(publisher: KVEventPublisher) -> None:
     """Only what it is subscribed to counts, whatever it was subscribed to before."""
     with connected(zmq.SUB, publisher.endpoint) as (subscriber, lost):

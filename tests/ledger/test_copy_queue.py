@@ -350,3 +350,31 @@ def test_wrong_arguments_are_named(name: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         CopyQueue(**right | {name: WRONG[name]})
     assert caught.value.argument == name
+
+
+@pytest.mark.parametrize("how", ["its time is over", "the queue stops", "it cannot be proven"])
+def test_a_transport_hears_of_what_is_given_up_before_its_source_is_released(how: str) -> None:
+    """Else somebody could write there before the transport knows that what it reads no longer counts."""
+    loop = Loop()
+    heard: list[tuple[int, bool]] = []
+
+    class Hearing(Copies):
+        def give_up(self, job_id: int) -> None:
+            heard.append((job_id, job_id in loop.ledger.jobs.unsettled))
+
+    copies = Hearing()
+    loop.queue = CopyQueue(
+        loop.ledger, copies, loop.ledger.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, observer=loop.told
+    )
+    loop.store(1)
+    (plan,) = copies.launched
+    if how == "its time is over":
+        loop.now = 11.0
+        loop.queue.advance()
+    elif how == "the queue stops":
+        loop.queue.stop("enough")
+    else:
+        loop.queue.deliver(Completion(plan.job_id, Outcome.UNPROVEN))
+        loop.queue.advance()
+    assert heard == [(plan.job_id, True)]
+    assert not loop.ledger.jobs.unsettled and not loop.told.events[1:]

@@ -10,19 +10,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 from engine_driving import EngineDriven
 from page_data import column, columns, page_data
 from prometheus_client import CollectorRegistry
 from stepping import PROGRAMS, EngineSteps, OwnSteps, Program, Seen
 
-from aoffload import IntegrityError, InvalidArgument
+from aoffload import DiskTier, IntegrityError, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, Tier
 from aoffload.demo.logs import make_logger
 from aoffload.ledger import (
     Completion,
     CopyQueue,
-    Direction,
     JobState,
     LedgerLog,
     Observers,
@@ -34,8 +32,9 @@ from aoffload.ledger import (
 from aoffload.metrics import Metrics
 from aoffload.trace.command import main
 from aoffload.trace.figures import Figures
+from aoffload.trace.hops import HOPS
 from aoffload.trace.listener import Listener
-from aoffload.trace.occupancy import Usage
+from aoffload.trace.occupancy import MEASURES, Usage
 from aoffload.trace.parse_errors import ParseError
 from aoffload.trace.runtimes import RuntimeLife
 from aoffload.trace.scan import Scan
@@ -82,7 +81,7 @@ def scanned(path: Path, listener: Listener) -> Scan:
 def test_the_trace_tool_reads_every_line_and_finds_every_request_and_job(program: Program, tmp_path: Path) -> None:
     """No line is left out and nothing is remarked. Requests and jobs by outcome, and blocks that were not stored, are
     those that another observer has seen. When all is over, nothing is on its way."""
-    most = Usage()
+    most = dict.fromkeys(MEASURES, 0)
     for seed in range(8):
         path = tmp_path / f"{seed}.log"
         _, seen = logged(path, program, seed)
@@ -94,17 +93,18 @@ def test_the_trace_tool_reads_every_line_and_finds_every_request_and_job(program
         requests = [one for one in timelines.found if one.kind.value == "request"]
         assert Counter(one.outcome for one in requests) == Counter(h.state.value for h in seen.holdings)
         assert len(requests) == len(seen.holdings) > 4
-        for direction in Direction:
-            found = figures.jobs[direction].outcomes
+        for hop in HOPS:
+            found = figures.jobs[hop].outcomes
             for state in (JobState.COMPLETED, JobState.FAILED, JobState.DISCARDED):
-                assert found.count(state.value) == seen.jobs.get((direction, state), 0)
+                counted = seen.jobs.get((hop.direction, state), 0) if hop.tier is Tier.HOST else 0
+                assert found.count(state.value) == counted
         skipped = figures.skipped_blocks
         assert sum(count for _, count in skipped.highest_first()) == seen.num_skipped_blocks
-        assert timelines.usages[-1] == Usage()
-        values = [attrs.astuple(usage) for usage in (most, *timelines.usages)]
-        most = Usage(*map(max, zip(*values, strict=True)))
-    assert most.loading and most.stored and most.storing
-    assert bool(most.tables) is (program is OwnSteps), "what is in an engine's tables only the engine knows"
+        assert timelines.usages[-1] == dict.fromkeys(MEASURES, 0)
+        most = {name: max(usage[name] for usage in (most, *timelines.usages)) for name in MEASURES}
+    assert most["device_filling"] and most["host_filled"] and most["host_filling"]
+    assert not (most["disk_filled"] or most["disk_filling"])
+    assert bool(most["device_tables"]) is (program is OwnSteps), "what is in an engine's tables only the engine knows"
 
 
 def test_an_engine_s_pending_matches_and_lost_loads_are_in_the_trace(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_page_and_a_perfetto_trace_are_drawn(
     device, host = (tier.pool.num_blocks for tier in steps.ledger.cache.tiers)
     assert life["name"] == "ledger 1" and life["num_host_blocks"] == host
     assert life["num_device_blocks"] == (device if program is OwnSteps else 0)
-    stored = column(data["usages"]["1"]["stored"]["value"])
+    stored = column(data["usages"]["1"]["host_filled"]["value"])
     assert 0 < max(stored) <= host
     names = {
         event["args"]["name"]
@@ -333,7 +333,8 @@ def test_the_program_of_the_page_runs_and_its_log_can_be_read(
     names = {"Completion": Completion, "Outcome": Outcome, "Prefix": Prefix, "Root": Root}
     exec(compile(whole, "engines.md", "exec"), names)
     assert registry.get_sample_value("aoffload_requests_finished_total", {"outcome": "done", "reason": ""}) == 1
-    assert registry.get_sample_value("aoffload_copied_bytes_total", {"direction": "store", "outcome": "landed"}) == 8192
+    labels = {"direction": "store", "tier": "host", "outcome": "landed"}
+    assert registry.get_sample_value("aoffload_copied_bytes_total", labels) == 8192
     assert registry.get_sample_value("aoffload_pool_blocks", {"tier": "device"}) == 8
     assert main(["ledger.log", "request", "one"]) == 0
     assert "done; committed as far as token 40" in capsys.readouterr().out
@@ -341,3 +342,14 @@ def test_the_program_of_the_page_runs_and_its_log_can_be_read(
     assert scan.remarks() == [] and [life.title() for life in scan.runtimes.lives] == [
         "ledger 1 (8 device blocks, 8 in host memory)"
     ]
+
+
+def test_a_ledger_with_a_disk_opens_its_log() -> None:
+    """With the sizes of device and host, as one without a disk."""
+    file = io.StringIO()
+    config = OffloadConfig(
+        groups=[KVCacheGroup("full")], num_host_blocks=7, namespace="m", disk=DiskTier("unused", "1MiB")
+    )
+    LedgerLog(make_logger(file)).ledger_opened(Ledger(config, 9, block_bytes=4096))
+    found = json.loads(file.getvalue())
+    assert (found["event"], found["num_device_blocks"], found["num_host_blocks"]) == ("ledger_opened", 8, 7)

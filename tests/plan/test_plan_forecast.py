@@ -86,6 +86,18 @@ def test_a_replay_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     assert "1 request does not fit the device" in small.warnings()
 
 
+@pytest.mark.parametrize(("num_short", "is_said"), [(0, False), (2, False), (3, True), (4, True)])
+def test_prompts_that_are_shorter_than_a_block_are_said(num_short: int, is_said: bool) -> None:
+    """Where most of them are: no size would hit anything, since they have no whole block."""
+    short, long = (TracedRequest(0.0, tokens, 1, np.arange(tokens // 8, dtype=np.int32), 0) for tokens in (8, 24))
+    trace = Trace("made", (short,) * num_short + (long,) * (4 - num_short), 8, 3)
+    said = [
+        one for one in Forecast(trace, Sizes(KV_BYTES, 20 * BLOCK_BYTES)).warnings() if "no longer than a block" in one
+    ]
+    told = f"{num_short} of 4 prompts are no longer than a block of the trace, 8 tokens, and never hit: record with"
+    assert bool(said) == is_said and all(one.startswith(told) for one in said)
+
+
 def test_rows_go_from_nothing_to_a_cache_without_end(tmp_path: Path) -> None:
     """No cache computes everything, the device alone hits what it holds, and no size hits more than the last row."""
     trace = made(tmp_path, 5, 600)

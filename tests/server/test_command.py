@@ -287,6 +287,8 @@ def test_a_port_that_is_taken_is_said_before_the_work(capsys: pytest.CaptureFixt
      (["--host", "no such host"], "--host"), (["--host", "x" * 300], "--host"), (["--host", "192.0.2.1"], "--host"),
      (["--log", "/no/such/place"], "--log"), (["--log", "/"], "--log"), (["--api-key", ""], "--api-key"),
      (["--max-reading-bytes", "2000"], "--max-reading-bytes"), (["--api-key-file", "/"], "--api-key-file"),
+     (["--disk", "/dev/null/x"], "--disk"), (["--disk", "build/x", "--disk-size", "big"], "--disk-size"),
+     (["--remote", "http://x"], "--remote"), (["--remote", "redis://x", "--remote-secret", "/"], "--remote-secret"),
      (["--write-tokenizer", "/dev/null/x"], "--write-tokenizer"), (["--max-body-bytes", "5"], "--max-body-bytes")],
 )  # fmt: skip
 def test_bad_options_are_named(arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:

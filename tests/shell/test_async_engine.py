@@ -43,7 +43,7 @@ def run(fault: JobFault | None, monkeypatch: pytest.MonkeyPatch, **replaced: Any
     """The engine of the example, and the transport that it ran on."""
     made: list[LoadsFail] = []
 
-    def make(kv: torch.Tensor) -> LoadsFail:
+    def make(kv: torch.Tensor, **_: None) -> LoadsFail:
         assert fault is not None
         made.append(LoadsFail(kv, fault))
         return made[0]
@@ -52,7 +52,7 @@ def run(fault: JobFault | None, monkeypatch: pytest.MonkeyPatch, **replaced: Any
     example = runpy.run_path(str(EXAMPLE))
     torch.set_num_threads(num_threads)
     if fault is not None:
-        monkeypatch.setattr("aoffload.runtime.LocalTransport", make)
+        monkeypatch.setattr("aoffload.runtime_life.LocalTransport", make)
     for name, method in replaced.items():
         monkeypatch.setattr(example["Request"], name, method(getattr(example["Request"], name)))
     with asyncio.Runner(loop_factory=LeapingLoop) as runner:

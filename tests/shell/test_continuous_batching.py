@@ -49,11 +49,11 @@ def test_its_answers_are_right_whatever_becomes_of_copies(
     or is in doubt comes a little later."""
     made: list[FaultyTransport] = []
 
-    def faulty(kv: torch.Tensor) -> FaultyTransport:
+    def faulty(kv: torch.Tensor, **_: None) -> FaultyTransport:
         made.append(FaultyTransport(LocalTransport(kv), fault, every=2, late_s=0.01))
         return made[0]
 
-    monkeypatch.setattr("aoffload.runtime.LocalTransport", faulty)
+    monkeypatch.setattr("aoffload.runtime_life.LocalTransport", faulty)
     engine = run(example, backend)
     printed = capsys.readouterr().out
     assert "as if each had the device alone: 12\n" in printed

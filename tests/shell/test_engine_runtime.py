@@ -591,8 +591,8 @@ OVERLAP_CALLS: dict[str, Callable[[PendingLoad], Any]] = {
 }
 EVERYWHERE = {
     "load", "load_nowait", "match_again", "match_again_nowait", "offer", "invalidate", "cancel",
-    "request", "run", "lookup", "pin", "flush", "statistics", "check_integrity",
-    "requests", "holders", "explain",
+    "fetch", "fetch_nowait", "wait_restored", "request", "run", "lookup", "pin", "flush", "statistics",
+    "check_integrity", "requests", "holders", "explain",
 }  # fmt: skip
 ENGINE_CALLS: dict[str, Callable[[Request], Any]] = {
     "match_again": lambda request: request.match_again(num_device_tokens=0),

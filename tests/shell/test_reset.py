@@ -32,7 +32,7 @@ async def test_it_says_what_it_could_not_wait_for() -> None:
         await assert_at_rest(engine.runtime)
 
 
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
 async def test_the_other_tier_stays(tier: Tier) -> None:
     """What is cached elsewhere is found as before, and has the right bytes."""
     async with with_bytes(8, num_host_blocks=8) as engine:
@@ -46,7 +46,7 @@ async def test_the_other_tier_stays(tier: Tier) -> None:
         await assert_at_rest(engine.runtime)
 
 
-@pytest.mark.parametrize("tier", [None, *Tier])
+@pytest.mark.parametrize("tier", [None, Tier.DEVICE, Tier.HOST])
 async def test_who_runs_keeps_its_blocks(tier: Tier | None) -> None:
     """A request that was admitted before goes on with the blocks that it has, and leaves nothing behind."""
     async with with_bytes(12, num_host_blocks=8) as engine:

@@ -339,6 +339,24 @@ LEDGER: dict[str, Row] = {
     "lapse": Row(lambda c, v: c.ledger.lapse(v), "now", f"-1 0 {NUMBERS}"),
     "prefetch": Row(lambda c, v: c.ledger.prefetch(v), PREFIX),
     "prefetch wake": Row(lambda c, v: c.ledger.prefetch(prefix(8), v), "wake", CALLABLES),
+    "fetch": Row(lambda c, v: c.ledger.fetch(v), PREFIX),
+    "num_fetch_blocks": Row(lambda c, v: c.ledger.num_fetch_blocks(v), PREFIX),
+    "num_remote_fetch_blocks": Row(lambda c, v: c.ledger.num_remote_fetch_blocks(v, 8), PREFIX),
+    "num_remote_fetch_blocks num_remote_tokens": Row(
+        lambda c, v: c.ledger.num_remote_fetch_blocks(prefix(8), v), "num_remote_tokens", skip="0 1 2**70 huge"
+    ),
+    "match_fetched": Row(lambda c, v: c.ledger.match_fetched(v), HOLDING),
+    "plan_disk_stores": Row(lambda c, v: c.ledger.plan_disk_stores(v), "max_blocks", "0 1 2**70 huge"),
+    "plan_disk_stores is_idle": Row(lambda c, v: c.ledger.plan_disk_stores(1, is_idle=v), "is_idle", "True"),
+    "plan_disk_stores only_asked_twice": Row(
+        lambda c, v: c.ledger.plan_disk_stores(1, only_asked_twice=v), "only_asked_twice", "True"
+    ),
+    "plan_disk_flush": Row(lambda c, v: c.ledger.plan_disk_flush(v), "max_blocks", "0 1 2**70 huge"),
+    "fetch num_remote_tokens": Row(
+        lambda c, v: c.ledger.fetch(prefix(8), num_remote_tokens=v), "num_remote_tokens", skip="0"
+    ),
+    "plan_remote_stores": Row(lambda c, v: c.ledger.plan_remote_stores(v, bool), "max_blocks", "0 1 2**70 huge"),
+    "plan_remote_stores is_wanted": Row(lambda c, v: c.ledger.plan_remote_stores(1, v), "is_wanted", CALLABLES),
     "demote": Row(lambda c, v: c.ledger.demote(v), PREFIX),
     "demote wake": Row(lambda c, v: c.ledger.demote(prefix(8), v), "wake", CALLABLES),
     "cancel": Row(lambda c, v: c.ledger.cancel(v), "transfer"),
@@ -512,6 +530,9 @@ MADE: dict[str, Row] = {
     "max_bytes_in_flight": Row(lambda _, v: made_with(max_bytes_in_flight=v), "max_bytes_in_flight", "1"),
     "max_job_bytes": Row(lambda _, v: made_with(max_job_bytes=v), "max_job_bytes", "1"),
     "load_timeout_s": Row(lambda _, v: made_with(load_timeout_s=v), "load_timeout_s", SECONDS),
+    "prefill_tokens_per_s": Row(
+        lambda _, v: made_with(prefill_tokens_per_s=v), "prefill_tokens_per_s", "None 1 1.5 2**70 np.float64"
+    ),
     "transfer_timeout_s": Row(lambda _, v: made_with(transfer_timeout_s=v), "transfer_timeout_s", SECONDS),
     "close_timeout_s": Row(lambda _, v: made_with(close_timeout_s=v), "close_timeout_s", SECONDS),
     "slow_wait_s": Row(lambda _, v: made_with(slow_wait_s=v), "slow_wait_s", f"None {SECONDS}"),
@@ -519,6 +540,8 @@ MADE: dict[str, Row] = {
     "pending_timeout_s": Row(lambda _, v: made_with(pending_timeout_s=v), "pending_timeout_s", SECONDS),
     "max_pinned_share": Row(lambda _, v: made_with(max_pinned_share=v), "max_pinned_share", "0 1"),
     "max_prefetch_share": Row(lambda _, v: made_with(max_prefetch_share=v), "max_prefetch_share", "0 1"),
+    "max_fetch_share": Row(lambda _, v: made_with(max_fetch_share=v), "max_fetch_share", "0 1"),
+    "disk": Row(lambda _, v: made_with(disk=v), "disk", "None"),
     "KVRegion": Row(
         lambda _, v: region(tensor=v, block_stride_bytes=4, block_bytes=4),
         "tensor", f"{TENSORS} tensor_of_no_dimension",

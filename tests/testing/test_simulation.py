@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aoffload.core.plan import Tier
-from aoffload.errors import InvalidArgument
+from aoffload.errors import InvalidArgument, TransferRefused
 from aoffload.testing import (
     FAULTS,
     HOWS,
@@ -35,6 +36,8 @@ from aoffload.testing import (
     simulate,
 )
 from aoffload.testing.choosers import Exactly, Option, PriorityChooser, RandomChooser, chooser_of
+from aoffload.testing.faults import DISK_FAULTS, REMOTE_FAULTS
+from aoffload.testing.tag_remote import TagStore
 
 BACKENDS: Any = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 CHOOSERS = ["random", "pct:3", "exactly:2=1,7=1"]
@@ -200,7 +203,8 @@ def test_a_cancelled_client_harms_nobody(backend: Any, how: str) -> None:
 @pytest.mark.parametrize("kind", FAULTS)
 def test_every_fault_ends_in_an_outcome(backend: Any, kind: str) -> None:
     """Each kind, at each of its first opportunities: nobody hangs, nothing leaks, no byte is wrong."""
-    sweep = fault_sweep(Plan(scenario="verified", backend=backend, seed=3), verified, kind, at_most=6)
+    scenario = on_disk if kind in DISK_FAULTS else on_store if kind in REMOTE_FAULTS else verified
+    sweep = fault_sweep(Plan(scenario=scenario.__name__, backend=backend, seed=3), scenario, kind, at_most=6)
     results = list(sweep)
     for result in results:
         assert result.violation is None, explain(result)
@@ -221,6 +225,52 @@ async def verified(sim: Simulation) -> None:
                 sim.spawn(f"r{turn}{index}", run)
             await sim.join()
             await engine.runtime.flush()
+
+
+async def on_disk(sim: Simulation) -> None:
+    """Prompts that come back when only the disk has them, before it is reset."""
+    engine = sim.runtime(
+        num_device_blocks=8,
+        num_host_blocks=6,
+        num_slots=24,
+        max_fetch_share=0.5,
+        fetch_timeout_s=0.5,
+        close_timeout_s=5.0,
+    )
+    async with engine.runtime:
+        await engine.runtime.wait_restored()
+        for turn in range(3):
+            for index in range(4):
+
+                async def run(client: Client, index: int = index) -> None:
+                    await client.serve(engine, Ask(tokens=tuple(range(index * 10, index * 10 + 7)), style="thread"))
+
+                sim.spawn(f"r{turn}{index}", run)
+            await sim.join()
+            await engine.runtime.flush()
+        with suppress(TransferRefused):
+            await engine.runtime.reset(Tier.DISK)
+
+
+async def on_store(sim: Simulation) -> None:
+    """Prompts that come back when only a remote store has them."""
+    engine = sim.runtime(
+        num_device_blocks=8, num_host_blocks=12, store=TagStore(), max_fetch_share=0.5, fetch_timeout_s=0.5,
+        close_timeout_s=5.0,
+    )  # fmt: skip
+    async with engine.runtime:
+        for turn in range(4):
+            for index in range(3):
+
+                async def run(client: Client, index: int = index) -> None:
+                    await client.serve(engine, Ask(tokens=tuple(range(index * 10, index * 10 + 7)), style="thread"))
+
+                sim.spawn(f"r{turn}{index}", run)
+            await sim.join()
+            await engine.runtime.flush()
+            for tier in (Tier.DEVICE, Tier.HOST) if turn else ():
+                engine.num_resets_of_tiers += 1
+                await engine.runtime.reset(tier)
 
 
 def test_a_small_world_is_exhausted() -> None:

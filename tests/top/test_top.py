@@ -31,7 +31,7 @@ aoffload_blocks{tier="device",state="free"} 0
 aoffload_blocks{tier="device",state="pinned"} 24
 aoffload_pool_blocks{tier="device"} 24
 aoffload_jobs{state="quarantined"} 2
-aoffload_copied_bytes_total{direction="load",outcome="landed"} 2e6
+aoffload_copied_bytes_total{direction="load",tier="host",outcome="landed"} 2e6
 aoffload_requests_finished_total{outcome="done",reason=""} 4
 aoffload_tokens_total{source="host_hit"} 300
 aoffload_tokens_total{source="computed"} 100
@@ -82,7 +82,7 @@ def test_rates_are_those_between_two_looks() -> None:
     first, second = Look.of(BUSY, 10.0), Look.of(LATER, 12.0)
     assert "a second" not in "\n".join(lines(first, None))
     text = "\n".join(lines(second, first))
-    assert "load 2.0 MB/s, store 0.0 MB/s" in text
+    assert "  host     load 2.0 MB/s, store 0.0 MB/s" in text
     assert "a second   2.0 done, 0.0 aborted; 200 tokens: 75% host hit, 25% computed" in text
     assert "-" not in "\n".join(lines(first, second))
 

@@ -391,7 +391,7 @@ async def test_a_step_that_ends_frees_what_it_held(written: Written, capsys: pyt
     assert trace([str(log), "request", "left"]) == 0
     assert "+5.00 s  step 1 has ended: until then it has held the blocks" in capsys.readouterr().out
     assert trace([str(log), "html", str(log.with_name("page.html"))]) == 0
-    tables = page_data(log.with_name("page.html"))["usages"]["1"]["tables"]
+    tables = page_data(log.with_name("page.html"))["usages"]["1"]["device_tables"]
     curve = list(zip(column(tables["at_s"]), column(tables["value"]), strict=True))
     assert [(round(at_s - START_S), value) for at_s, value in curve if at_s > START_S] == [(5, 0)]
     assert max(value for _, value in curve) == NUM_BLOCKS

@@ -17,6 +17,7 @@ from benchmarks.trace_page import CHROMIUM
 
 PICTURES = Path(__file__).parents[2] / "build" / "trace"
 NUM_EVENTS = 200_000
+LOADS, STORES = (f"[data-hop='{hop}'] canvas" for hop in ("load from host", "store to host"))
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")]
 
@@ -114,7 +115,7 @@ def tip_at_middle(page: Any, name: str) -> str:
 def test_the_panels_are_drawn(opened: Any, small: Path) -> None:
     """Requests, jobs and pools are on the screen, with a legend and the log's name."""
     page = opened(small)
-    for selector in ("#gantt canvas", "#loads canvas", "#stores canvas", "#device", "#host"):
+    for selector in ("#gantt canvas", LOADS, STORES, "#device", "#host"):
         assert num_coloured(page, selector) > 50, selector
     assert "real.log: 108 events" in page.locator("#title").inner_text()
     assert "running" in page.locator("#states").inner_text()

@@ -43,8 +43,8 @@ def test_the_summary_counts_what_the_log_says(real: Real, capsys: pytest.Capture
     assert f"{names['demotion_done']} demotions" in text and f"{names['prefetch_done']} prefetches" in text
     blocks = sum(event["num_blocks"] for event in events if event["event"] == "job_completed")
     jobs = [line.split() for line in text.splitlines() if line.split()[:1] in (["load"], ["store"])]
-    assert sum(int(words[4]) for words in jobs) == blocks
-    assert sum(int(words[1]) for words in jobs) == names["job_completed"]
+    assert sum(int(words[6]) for words in jobs) == blocks
+    assert sum(int(words[3]) for words in jobs) == names["job_completed"]
     assert "runtime first (8 device blocks, 9 in host memory)" in text
     assert f"{names['sampled']} lines left out: an event of another logger" in text
 
@@ -93,7 +93,9 @@ def test_a_request_that_came_twice_is_told_twice(real: Real, capsys: pytest.Capt
     assert "4 requests had the id talk-0" in text
     assert text.count("your program: sampled run=first, token=7") == 2
     assert text.count("in all:") == 4
-    assert len(re.findall(r"load of \d blocks?: launched", text)) == 2  # in the second turn of each run
+    assert (
+        len(re.findall(r"load of \d blocks? from host memory: launched", text)) == 2
+    )  # in the second turn of each run
 
 
 def test_a_preempted_request_is_one_timeline(real: Real, capsys: pytest.CaptureFixture[str]) -> None:

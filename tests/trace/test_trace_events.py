@@ -40,10 +40,12 @@ def good(at_s: float = 1_000.0) -> bytes:
 def test_every_event_of_the_telemetry_has_a_meaning() -> None:
     """A new event is not taken for another logger's."""
     source = inspect.getsource(telemetry)
-    direct = set(re.findall(r'"((?:transport|worker|store|runtime|ledger|cache|host)_[a-z_]+)"', source))
+    direct = set(
+        re.findall(r'"((?:transport|worker|store|runtime|ledger|cache|host|disk|remote|fetch)_[a-z_]+)"', source)
+    )
     assert direct and direct <= set(MEANINGS)
     tables = [name for name in vars(telemetry) if re.fullmatch(r"_[A-Z]+_EVENTS", name)]
-    assert len(tables) == 6
+    assert len(tables) == 7
     for name in tables:
         assert set(vars(telemetry)[name].values()) <= set(MEANINGS)
 

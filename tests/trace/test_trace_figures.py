@@ -129,7 +129,7 @@ def test_skipped_stores_alarms_and_failures_are_named(tmp_path: Path) -> None:
     text = "\n".join(summary(scan, figures))
     for expected in (
         "2  host_full  7 blocks",
-        "1  store failed: the device is gone",
+        "1  store to host failed: the device is gone",
         "1  transport_stalled",
         "1  transport_recovered",
         "1  loads_paused",

@@ -90,7 +90,7 @@ def test_a_real_log_becomes_a_valid_trace(tmp_path: Path) -> None:
     waiter = next(event for event in trace if event["name"] == "waiter")
     assert waiter["args"]["reason"] == "the client left" and waiter["args"]["num_tokens"] == 100
     last = {(event["pid"], event["name"]): event["args"] for event in trace if event["ph"] == "C"}
-    assert last[1, "device blocks"] == {"in tables": 0, "loading": 0}
+    assert last[1, "device blocks"] == {"tables": 0, "filling": 0}
 
 
 def test_many_requests_at_once_stay_on_lanes_of_their_own(tmp_path: Path) -> None:

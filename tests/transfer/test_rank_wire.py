@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
+from aoffload.core.plan import HIT_TIERS, Completion, Outcome, Tier, TransferPlan
 from aoffload.errors import WireError
 from aoffload.transfer.ranks import frames
 from aoffload.transfer.ranks.wire import MAX_FRAME_BYTES, MAX_TEXT, VERSION, decode, encode
@@ -22,7 +22,7 @@ COUNTS = st.integers(0, 2**32 - 1)
 SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)
 IDS = st.lists(st.integers(-(2**31), 2**31 - 1)).map(lambda ids: array("i", ids))
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
-PLANS = st.builds(TransferPlan, NUMBERS, st.sampled_from(Tier), st.sampled_from(Tier), IDS, IDS)
+PLANS = st.builds(TransferPlan, NUMBERS, st.sampled_from(HIT_TIERS), st.sampled_from(HIT_TIERS), IDS, IDS)
 COMPLETIONS = st.builds(
     Completion,
     NUMBERS,
@@ -94,7 +94,7 @@ def test_a_frame_that_is_cut_off_is_refused(frame: frames.Frame, data: st.DataOb
     [
         (bytes([VERSION + 1]) + LAUNCH[1:], f"version {VERSION + 1} was sent, version {VERSION} is spoken here"),
         (bytes([VERSION, 6]), "6 is no kind"),
-        (LAUNCH[:18] + b"\x02" + LAUNCH[19:], "2 is none of"),
+        (LAUNCH[:18] + bytes([len(Tier)]) + LAUNCH[19:], f"{len(Tier)} is none of"),
         (bytes([VERSION, 5]) + struct.pack("<d", float("nan")), "nan is no number of seconds"),
         (bytes([VERSION, 5]) + struct.pack("<d", -1.0), "-1.0 is no number of seconds"),
         (bytes([VERSION, 69, 2]), "2 is none of"),

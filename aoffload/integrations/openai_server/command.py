@@ -35,11 +35,16 @@ _OPTIONS = {
     "num_device_blocks": "device_blocks",
     "num_host_blocks": "host_blocks",
     "store_policy": "store",
+    "path": "disk",
+    "size": "disk_size",
+    "url": "remote",
+    "secret": "remote_secret",
+    "secret_file": "remote_secret",
     "directory": "write_tokenizer",
     "max_positions": "max_tokens",
     "vocab_size": "model",
     "groups": "model",
-    "namespace": "served_name",
+    "namespace": "model",
 }
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ... import OffloadConfig, OffloadRuntime
+from ... import DiskTier, OffloadConfig, OffloadRuntime, RemoteTier, fingerprint
+from ...config_tables import secret_in, store_of
 from ...errors import ConfigError, InvalidArgument
 from ..batching import EngineOptions
 from ..engine import PagedEngine
@@ -110,6 +111,22 @@ def _config_of(options: ServerOptions, model: PagedModel) -> OffloadConfig:
     return OffloadConfig(
         groups=kv_cache_groups(model.groups, BLOCK_SIZE),
         num_host_blocks=num_host,
-        namespace=f"{_served_name(options)}@{options.seed}",
+        namespace=f"{_identity(options)}@{options.seed}",
         store_policy=options.store if num_host else "off",
+        disk=None if options.disk is None else DiskTier(options.disk, options.disk_size),
+        remote=_remote_of(options),
     )
+
+
+def _identity(options: ServerOptions) -> str:
+    """What the KV depends on. What outlives the server is found by one whose model has the same files."""
+    is_kept = options.disk is not None or options.remote is not None
+    if not is_kept or options.model in MODEL_NAMES:
+        return options.model
+    return fingerprint(options.model)
+
+
+def _remote_of(options: ServerOptions) -> RemoteTier | None:
+    if options.remote is None:
+        return None
+    return RemoteTier(store_of(options.remote), secret_in(options.remote_secret))

@@ -44,6 +44,13 @@ class ServerOptions:
     num_host_blocks: int | None = None
     """None: 32,768 tokens for each group of layers. 0: no offload."""
     store: str = "eager"
+    disk: Path | None = None
+    """The directory of a disk tier, which a later server finds warm."""
+    disk_size: str = "16GiB"
+    remote: str | None = None
+    """The URL of a store, which other servers use, too."""
+    remote_secret: Path | None = None
+    """A file with the secret of what is there."""
     max_running: int = 16
     """Requests in the engine at a time."""
     max_requests: int = 256
@@ -97,6 +104,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--host-blocks", dest="num_host_blocks", type=count(0, MAX_BLOCKS), metavar="N",
         help="blocks in host memory, 0 for no offload (default: 2048 for each group of layers)")  # fmt: skip
     add("--store", choices=STORE_POLICIES, default=default.store, help="what is copied to host memory")
+    add("--disk", type=Path, metavar="DIR", help="a disk tier in DIR: what a server leaves there, the next one finds")
+    add("--disk-size", default=default.disk_size, metavar="SIZE",
+        help="all that it takes, allocated at the start (default: %(default)s)")  # fmt: skip
+    add("--remote", metavar="URL", help="a store shared with other servers, such as redis://cache.internal")
+    add("--remote-secret", type=Path, metavar="FILE",
+        help="a file with the secret that encrypts what is there: without, its network has to be trusted")  # fmt: skip
     add("--max-running", type=count(1, 4096), default=default.max_running, metavar="N",
         help="requests in the engine at a time (default: %(default)s)")  # fmt: skip
     add("--max-requests", type=count(1, 1_000_000), default=default.max_requests, metavar="N",

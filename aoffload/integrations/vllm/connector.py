@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -26,9 +28,10 @@ from .guard import Guard
 from .messages import NOTHING, Commands, Reports
 from .regions import block_bytes_of, placements_of
 from .scheduler import SchedulerSide
-from .settings import offload_config
+from .settings import given_namespace, offload_config
 from .statistics import OffloadMetrics, OffloadStatistics
 from .worker import WorkerSide, invalid_blocks, lost_requests
+from .worker_disk import Identity
 
 __all__ = ["AoffloadConnector"]
 
@@ -60,12 +63,10 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         _check(vllm_config)
         parallel = vllm_config.parallel_config
         groups = CachedGroups.of(kv_cache_config, parallel.decode_context_parallel_size)
-        config = offload_config(
-            self._kv_transfer_config.kv_connector_extra_config or {},
-            groups.groups,
-            namespace=_namespace(vllm_config),
-            num_ranks=parallel.world_size,
-        )
+        extra = self._kv_transfer_config.kv_connector_extra_config or {}
+        given = given_namespace(extra, vllm_config.model_config.model)
+        namespace = "/".join([_namespace(vllm_config), *([given] if given else [])])
+        self._config = config = offload_config(extra, groups.groups, namespace=namespace, num_ranks=parallel.world_size)
         num_blocks = kv_cache_config.num_blocks
         placements = placements_of(kv_cache_config.kv_cache_tensors, num_blocks)
         self._deciding: Guard
@@ -78,11 +79,18 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             self._deciding = Guard(half)
         else:
-            self._worker = WorkerSide(config, placements, num_blocks, parallel.rank, self.make_transport)
+            is_kept = config.disk is not None or config.remote is not None
+            identity = _identity(vllm_config, kv_cache_config, given) if is_kept else None
+            self._worker = WorkerSide(
+                config, placements, num_blocks, parallel.rank, self.make_transport, identity=identity
+            )
+        self._at_end: Callable[[WorkerSide], None] = lambda worker: None
+        """Called in a worker before it closes."""
 
     def make_transport(self, regions: Sequence[KVRegion]) -> Transport:
-        """What copies between vLLM's tensors and host memory, in a worker. A subclass may copy otherwise."""
-        return LocalTransport(regions)
+        """What copies between vLLM's tensors, host memory and the tiers below, in a worker. A subclass may copy
+        otherwise."""
+        return LocalTransport(regions, disk=self._config.disk, remote=self._config.remote)
 
     @property
     def ledger(self) -> Ledger:
@@ -103,6 +111,9 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._deciding.half.bind(kv_cache_manager)
+        worker = _worker_of_this_process()
+        if self._config.disk is not None and worker is not None:
+            worker._at_end = self._deciding.flush
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found = self._deciding.match(request, num_computed_tokens)
@@ -141,6 +152,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> OffloadStatistics | None:
         if self._worker is not None:
             return None  # workers report to the scheduler, which counts
+        self._deciding.half.steps.ends()  # vLLM asks once at the end of each step
         found = self._deciding.take_counts()
         return OffloadStatistics(data=found) if found else None
 
@@ -180,7 +192,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._copying.wake_up()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._copying.start(self._commands.loads)
+        self._copying.load(self._commands)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request is scheduled when its load is over."""
@@ -205,7 +217,15 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         if self._worker is not None:
+            self._at_end(self._worker)
             self._worker.close()
+
+
+def _worker_of_this_process() -> AoffloadConnector | None:
+    """The worker's half, where one process has both: vLLM ends workers first, and then nobody else could tell it what
+    the disk lacks."""
+    found = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return found if isinstance(found, AoffloadConnector) else None
 
 
 def _check(vllm_config: VllmConfig) -> None:
@@ -220,12 +240,22 @@ def _check(vllm_config: VllmConfig) -> None:
         raise ConfigError("enable_prefix_caching", "must be on: the connector loads into vLLM's prefix cache")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ConfigError("pipeline_parallel_size", "must be 1: stages hold different layers, which is not supported")
+    if vllm_config.parallel_config.data_parallel_size > 1 and (transfer.kv_connector_extra_config or {}).get("disk"):
+        raise ConfigError("disk", "takes one engine: with data_parallel_size, all would write to one directory")
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():
         problem = (
             f"{speculative.method} keeps KV of its own for tokens that are not in the prefix, which is not supported"
         )
         raise ConfigError("speculative_config", problem)
+
+
+def _identity(vllm_config: VllmConfig, kv_cache_config: Any, given: str) -> Identity:
+    """Of KV that outlives the engine: another version, attention backend or override of the model is another one."""
+    model = vllm_config.model_config
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    others = (vllm.__version__, model.compute_hash(), vllm_config.attention_config.compute_hash(), specs)
+    return Identity(given, str(model.model), repr(others))
 
 
 def _namespace(vllm_config: VllmConfig) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import attrs
 
-from ...ledger import Completion, Direction, Outcome, TransferPlan
+from aoffload import Tier
+
+from ...ledger import Completion, Outcome, TransferPlan
 
 __all__ = ["RankCopies"]
 
@@ -18,11 +20,11 @@ class RankCopies:
     """`end` is called from any thread, all else from the one that runs the model."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._under_way: set[int] = set()
-        """Jobs that were launched and are not proven to be over."""
+        """Jobs that touch vLLM's tensors, were launched and are not proven to be over."""
         self._loads: set[int] = set()
-        """Loads of which no proof was reported."""
+        """Loads into vLLM's tensors of which no proof was reported."""
         self._lost: set[int] = set()
         """Those whose destination has lost its memory: where they end, nothing has landed."""
         self._over: deque[Completion] = deque()
@@ -30,9 +32,11 @@ class RankCopies:
 
     def begin(self, plan: TransferPlan) -> None:
         """Before it is launched: its end may come before the launch returns."""
+        if Tier.DEVICE not in plan.hop:
+            return  # whatever becomes of the tensors, it goes on
         with self._ended:
             self._under_way.add(plan.job_id)
-            if plan.direction is Direction.LOAD:
+            if plan.destination is Tier.DEVICE:
                 self._loads.add(plan.job_id)
 
     def end(self, completion: Completion) -> None:
@@ -40,7 +44,7 @@ class RankCopies:
             self._over.append(completion)
             if completion.outcome is not Outcome.UNPROVEN:
                 self._under_way.discard(completion.job_id)
-                self._ended.notify_all()
+            self._ended.notify_all()
 
     def take(self) -> tuple[Completion, ...]:
         """What has ended since the last call."""
@@ -68,11 +72,17 @@ class RankCopies:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for what is under way, `timeout_s` of the clock at most. Returns whether all of it is over."""
-        deadline = self._clock() + timeout_s
+        deadline = self.clock() + timeout_s
         with self._ended:
-            while self._under_way and (left := deadline - self._clock()) > 0:
+            while self._under_way and (left := deadline - self.clock()) > 0:
                 self._ended.wait(min(left, threading.TIMEOUT_MAX))
             return not self._under_way
+
+    def wait_for_any(self, timeout_s: float) -> None:
+        """Wait until something has ended that was not reported, `timeout_s` at most."""
+        with self._ended:
+            if not self._over:
+                self._ended.wait(min(timeout_s, threading.TIMEOUT_MAX))
 
     def doubt(self, reason: str) -> None:
         """Report what is under way as UNPROVEN: it may still copy. Its end, if it comes, is the late proof."""

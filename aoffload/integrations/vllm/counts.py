@@ -1,6 +1,6 @@
 """What the scheduler's half counts: flat names, as vLLM carries them to its log and to Prometheus.
 
-`jobs|load|landed` is the metric `jobs` with the label values `load` and `landed`.
+`jobs|load|host|landed` is the metric `jobs` with the label values `load`, `host` and `landed`: a load from the host.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from aoffload import RuntimeObserver, Tier
 
 from ...core.records import Job
-from ...ledger import Holding, JobState, LedgerStatistics, Outcome
+from ...core.tiers import TierBlocks
+from ...ledger import Holding, JobState, Outcome
 
 __all__ = ["Counts", "blocks_of"]
 
 _log = logging.getLogger("vllm.aoffload")
 
+STATES = ("free", "cached", "pinned", "quarantined")
+HELD = ("pinned", "quarantined")
 REPORT_S = 1.0
 """Reporting in every step would cost more than counting."""
 
@@ -41,16 +44,16 @@ class Counts(RuntimeObserver):
         if job.state is JobState.LAUNCHED:
             return
         plan, completion, counted = job.plan, job.completion, self.counted
-        direction = "load" if plan.destination < plan.source else "store"
+        hop = _hop(*plan.hop)
         if job.state is JobState.DISCARDED:
-            counted[f"jobs|{direction}|discarded"] += 1
+            counted[f"jobs|{hop}|discarded"] += 1
         elif completion is not None:
             has_landed = completion.outcome is Outcome.LANDED
             self.num_failed += not has_landed
-            counted[f"jobs|{direction}|{'landed' if has_landed else completion.outcome.value}"] += 1
-            counted[f"copied_blocks|{direction}"] += completion.num_landed
-            counted[f"copied_bytes|{direction}"] += completion.num_bytes
-            counted[f"copy_seconds|{direction}"] += completion.duration_s
+            counted[f"jobs|{hop}|{'landed' if has_landed else completion.outcome.value}"] += 1
+            counted[f"copied_blocks|{hop}"] += completion.num_landed
+            counted[f"copied_bytes|{hop}"] += completion.num_bytes
+            counted[f"copy_seconds|{hop}"] += completion.duration_s
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
         self.counted[f"skipped_store_blocks|{reason}"] += num_blocks
@@ -78,8 +81,8 @@ class Counts(RuntimeObserver):
         """A load has brought `num_tokens` fewer than vLLM was promised."""
         self.counted["lost_tokens"] += num_tokens
 
-    def turned_off(self) -> None:
-        self.counted["turned_off"] += 1
+    def turned_off(self, what: str) -> None:
+        self.counted[f"turned_off|{what}"] += 1
 
     def take(self) -> dict[str, float]:
         """What was counted since the last call."""
@@ -90,17 +93,15 @@ class Counts(RuntimeObserver):
 
 
 def _hop(source: Tier, destination: Tier) -> str:
-    return "load" if destination < source else "store"
+    """The direction, and the tier below: loads come from it, stores go to it."""
+    return f"{'load' if destination < source else 'store'}|{max(source, destination).name.lower()}"
 
 
-def blocks_of(statistics: LedgerStatistics) -> dict[str, float]:
-    """Host blocks by state, and blocks of vLLM that copies hold."""
-    host, device = statistics.host, statistics.device
-    return {
-        "blocks|host|free": host.num_free,
-        "blocks|host|cached": host.num_cached,
-        "blocks|host|pinned": host.num_pinned,
-        "blocks|host|quarantined": host.num_quarantined,
-        "blocks|device|pinned": device.num_pinned,
-        "blocks|device|quarantined": device.num_quarantined,
-    }
+def blocks_of(tiers: Iterable[TierBlocks]) -> dict[str, float]:
+    """Blocks of each tier by state; of vLLM's own, those that copies hold."""
+    found: dict[str, float] = {}
+    for tier in tiers:
+        statistics, name = tier.statistics(), tier.tier.name.lower()
+        for state in HELD if tier.is_outside else STATES:
+            found[f"blocks|{name}|{state}"] = getattr(statistics, f"num_{state}")
+    return found

@@ -6,8 +6,10 @@ import logging
 from typing import Any
 
 from .counts import blocks_of
+from .flush import flush
 from .messages import Commands, Reports
 from .scheduler import SchedulerSide
+from .worker import WorkerSide
 
 __all__ = ["Guard"]
 
@@ -71,6 +73,14 @@ class Guard:
             except Exception as error:  # noqa: BLE001 - what is not forgotten is never loaded
                 self._turn_off(error)
 
+    def flush(self, worker: WorkerSide) -> None:
+        """Both halves are in this process, and the engine ends."""
+        if not self.off_reason:
+            try:
+                flush(self.half, worker)
+            except Exception as error:  # noqa: BLE001 - the engine ends all the same
+                self._turn_off(error)
+
     def take_counts(self) -> dict[str, float]:
         """What has been counted since the last call, and what there is now: once a second, and before the steps may
         end for a while. Else, and if nothing was counted, nothing."""
@@ -80,7 +90,9 @@ class Guard:
         if counts.clock() < counts.due_at and (half.requests or self.is_busy):
             return {}
         counted = counts.take()
-        gauges = blocks_of(half.ledger.statistics())
+        gauges = blocks_of(half.ledger.cache.tiers)
+        if half.lower is not None:
+            gauges |= half.lower.gauges()
         return counted | gauges | {"off": float(bool(self.off_reason))}
 
     @property
@@ -90,5 +102,5 @@ class Guard:
     def _turn_off(self, error: Exception) -> None:
         self.off_reason = repr(error)
         self.half.turn_off(self.off_reason)
-        self.half.counts.turned_off()
+        self.half.counts.turned_off("all")
         _log.error("aoffload is off: nothing is loaded or stored any more", exc_info=error)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import attrs
 
-from ...ledger import Completion, TransferPlan
+from ...ledger import CellLabel, Completion, RestoredRun, TransferPlan
 
-__all__ = ["NOTHING", "Commands", "LoadReport", "Reports"]
+__all__ = [
+    "NOTHING", "CellsFound", "Commands", "DiskCommands", "LoadReport", "Question", "ReadingOver", "Refusing",
+    "Reports", "ResetOver", "Said",
+]  # fmt: skip
 
 
 @attrs.frozen
@@ -21,6 +24,61 @@ class LoadReport:
 
 
 @attrs.frozen
+class DiskCommands:
+    """To the disk of the one worker that has it, before anything of the step is copied."""
+
+    forgotten: tuple[int, ...] = ()
+    """Slots that no restart must find."""
+    num_resets: int = 0
+    """Not 0: no restart must find what was planned before this reset."""
+
+
+@attrs.frozen
+class Question:
+    """To the remote store of the one worker that has it: how many of these cells has it, from the first one on?"""
+
+    number: int
+    labels: tuple[CellLabel, ...]
+
+
+@attrs.frozen
+class ReadingOver:
+    """What an earlier process has left is read."""
+
+    problem: str
+    """Why it was not read to its end; empty if it was."""
+
+
+@attrs.frozen
+class ResetOver:
+    """A reset has reached the disk."""
+
+    num_resets: int
+    problem: str
+    """Why it has not; empty if it has."""
+
+
+@attrs.frozen
+class CellsFound:
+    """The answer to a `Question`."""
+
+    number: int
+    num_cells: int
+
+
+@attrs.frozen
+class Refusing:
+    """The remote store is better left alone for now, or no longer: it has failed lately."""
+
+    loads: bool = False
+    stores: bool = False
+
+
+Said = RestoredRun | ReadingOver | ResetOver | CellsFound | Refusing
+"""What the tiers of a worker have to say beside completions."""
+
+
+@attrs.frozen
 class Commands:
     """From the scheduler to all workers, once per step."""
 
@@ -28,6 +86,10 @@ class Commands:
     stores: tuple[TransferPlan, ...] = ()
     """Copied when the forward of the step is over."""
     reports: tuple[LoadReport, ...] = ()
+    given_up: tuple[int, ...] = ()
+    """Jobs that nobody waits for any more: others may write to their sources from now on."""
+    questions: tuple[Question, ...] = ()
+    disk: DiskCommands | None = None
 
 
 NOTHING = Commands()
@@ -40,9 +102,10 @@ class Reports:
     by_rank: dict[int, tuple[Completion, ...]]
     gone: str = ""
     """Why a rank copies nothing any more; empty while all of them do."""
+    said: tuple[Said, ...] = ()
 
     def joined(self, other: Reports) -> Reports:
         by_rank = dict(self.by_rank)
         for rank, completions in other.by_rank.items():
             by_rank[rank] = by_rank.get(rank, ()) + completions
-        return Reports(by_rank, self.gone or other.gone)
+        return Reports(by_rank, self.gone or other.gone, self.said + other.said)

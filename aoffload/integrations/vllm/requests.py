@@ -10,10 +10,11 @@ import attrs
 
 from aoffload import Ledger, PrefixMatch, RequestState
 
-from ...ledger import Holding, Prefix
+from ...ledger import Fetch, Holding, Prefix
 from .keys import grown
+from .remote import Asked
 
-__all__ = ["EngineRequest", "Wait"]
+__all__ = ["EngineRequest", "Fetching", "Wait"]
 
 _ASKING = (RequestState.MATCHED, RequestState.PINNED)
 
@@ -25,6 +26,14 @@ class Wait(enum.Enum):
     LOAD = "load"
     TOLD = "told"
     """A report that the load fell short is on its way. vLLM still takes the tokens for computed."""
+
+
+class Fetching(enum.Enum):
+    """Whether more of the request is to be brought from below host memory, in this try."""
+
+    OPEN = "open"
+    OVER = "over"
+    """What was brought counts: the rest is lost, has no room, or took too long."""
 
 
 @attrs.define(eq=False)
@@ -53,6 +62,18 @@ class EngineRequest:
     """Until then the same question has the same answer, unless `ask_now` is called or a copy fails."""
     num_failed: int = 0
     """`Counts.num_failed` when it was answered."""
+
+    fetching: Fetching = Fetching.OPEN
+    fetch: Fetch | None = None
+    """What is under way, or has ended since it was asked last."""
+    asked: Asked | None = None
+    """What the remote store was asked for it."""
+    fetch_until: float = math.inf
+    """None begins later."""
+    num_tried: int = -1
+    """Loads from below host memory that were over when its last fetch began."""
+    num_fetched: int = -1
+    """Tokens that it had then."""
 
     @property
     def is_asking(self) -> bool:
@@ -105,6 +126,14 @@ class EngineRequest:
         )
         return self.holding
 
+    def ask_behind_fetch(self, ledger: Ledger, num_failed: int) -> PrefixMatch:
+        """A fetch is over. Begin anew: by now, another request may be loading what it has brought."""
+        kept = self.fetching, self.asked, self.fetch_until, self.num_tried, self.num_fetched
+        self.leave(ledger, "fetched")
+        match = self.ask(ledger, self.num_local, num_failed)
+        self.fetching, self.asked, self.fetch_until, self.num_tried, self.num_fetched = kept
+        return match
+
     def offers_up_to(self, stop: int, unit: int) -> None:
         """What it has computed up to block `stop` is offered in this step."""
         self.wait, self.offered_stop, self.next_offer = Wait.NONE, stop, (stop + 1) * unit
@@ -112,6 +141,10 @@ class EngineRequest:
     def leave(self, ledger: Ledger, reason: str) -> None:
         """Let the ledger forget the request. Copies that are under way hold their blocks themselves."""
         holding, self.holding = self.holding, None
+        fetch, self.fetch, self.fetching = self.fetch, None, Fetching.OPEN
+        self.asked, self.fetch_until, self.num_tried, self.num_fetched = None, math.inf, -1, -1
+        if fetch is not None:
+            ledger.cancel(fetch)
         if holding is not None:
             ledger.release(holding, reason)
 

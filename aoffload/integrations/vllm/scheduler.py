@@ -2,7 +2,8 @@
 
 A request's way through it:
 
-    match        at every try to schedule: pins what the host has behind vLLM's own hit; None: ask again
+    match        at every try to schedule: pins what the host has behind vLLM's own hit; None: ask again, since another
+                 request loads it, or it comes from the disk or the remote store
     allocated    vLLM has blocks for it: the load is planned; it starts with the step
     step         commands for the workers: loads, stores of what this step computes, and reports of loads that are over
     take         what the workers have copied; loads that have landed are over for vLLM at once
@@ -22,14 +23,17 @@ from typing import Any
 from aoffload import Ledger, OffloadConfig
 
 from ...errors import DeviceGone
+from ...fetch_gate import PrefillSpeed
 from ...ledger import Completion, CopyQueue, JobState, TransferPlan
 from ...prefix import Roots
 from .blocks import BlockTable, EnginePool
 from .counts import Counts
+from .fetches import StepSpeed
 from .groups import CachedGroups
 from .keys import prefix_of
+from .lower import Lower
 from .messages import NOTHING, Commands, LoadReport, Reports
-from .outbox import Outbox
+from .outbox import Outbox, TieredOutbox
 from .requests import EngineRequest, Wait
 
 __all__ = ["SchedulerSide"]
@@ -52,7 +56,11 @@ class SchedulerSide:
         self._config, self._groups, self._num_blocks, self._block_bytes = config, groups, num_blocks, block_bytes
         self.counts = Counts(clock)
         self._roots = Roots(config.root_namespace)
-        self._outbox = Outbox(num_ranks)
+        has_lower = config.disk is not None or config.remote is not None
+        self._outbox = TieredOutbox(num_ranks) if has_lower else Outbox(num_ranks)
+        self.lower: Lower | None = None
+        """None without tiers below host memory, and before `bind`."""
+        self.steps = StepSpeed(PrefillSpeed(config.prefill_tokens_per_s), clock)
         self.requests: dict[str, EngineRequest] = {}
         """Those that vLLM has, as far as it has asked about them."""
         self._loads: list[TransferPlan] = []
@@ -88,6 +96,11 @@ class SchedulerSide:
             block_bytes=self._block_bytes,
             observer=self.counts,
         )
+        if isinstance(self._outbox, TieredOutbox):
+            self.lower = Lower.of(
+                self._config, self.ledger, self._queue, self._outbox, self.counts, self._block_bytes, self.steps.speed,
+                self._clock,
+            )  # fmt: skip
 
     def _hashes_of(self, request_id: str) -> Any:
         return self.requests[request_id].engine.block_hashes
@@ -103,6 +116,8 @@ class SchedulerSide:
                 return 0
         num_failed = self.counts.num_failed
         match = found.answer(num_local, num_failed, self._clock()) or found.ask(self.ledger, num_local, num_failed)
+        if self.lower is not None and not match.is_pending:
+            match = self.lower.fetched(found, match)
         if match.is_pending:
             return None
         return max(0, match.num_tokens - num_local) if self._queue.is_accepting else 0
@@ -141,20 +156,24 @@ class SchedulerSide:
         plans += self._plan_stores(output.num_scheduled_tokens)
         if plans:
             self._queue.submit(plans)
+        if self.lower is not None:
+            self.steps.begins(output.num_scheduled_tokens)
+            self.lower.look()
         if self.ledger.jobs.unsettled:
             self._queue.give_up_late()
             self._check()
-        elif not (self._over or self._reports):
+        elif not (self._over or self._reports) and self._outbox.is_empty:
             return NOTHING  # as in most steps
         for found in self._take_over():
             self._tell(found)
-        return self._commands()
+        return self.end_step()
 
-    def _commands(self) -> Commands:
-        if not (self._reports or self._outbox.has_plans):
+    def end_step(self) -> Commands:
+        """What leaves with this step."""
+        if not self._reports and self._outbox.is_empty:
             return NOTHING
         reports, self._reports = tuple(self._reports), []
-        return Commands(*self._outbox.take(), reports)
+        return self._outbox.take(reports)
 
     def _plan_stores(self, num_scheduled_tokens: dict[str, int]) -> list[TransferPlan]:
         """Offer what this step computes. The copies start when its forward is over."""
@@ -185,10 +204,14 @@ class SchedulerSide:
         if reports.gone:
             raise DeviceGone(reports.gone)
         self._joined = self._outbox.joined(reports)
+        if self.lower is not None:
+            self.lower.hear(reports.said, self._joined)
         for completion in self._joined:
             self._queue.deliver(completion)
         self._queue.settle_delivered()
         self._check()
+        if self.lower is not None:
+            self.lower.look()
         landed = set[str]()
         for found in self._take_over():
             if self._has_landed(found):
@@ -261,13 +284,16 @@ class SchedulerSide:
     def reset(self) -> None:
         """Forget all that is cached."""
         self.ledger.reset()
+        if self.lower is not None:
+            self.lower.reset()
         for found in self.requests.values():
             found.ask_now()
 
     @property
     def is_busy(self) -> bool:
         """Whether steps have to go on: copies or reports are under way."""
-        return bool(self._reports or self.ledger.jobs.unsettled)
+        is_waiting = bool(self._reports or self.ledger.jobs.unsettled) or not self._outbox.is_empty
+        return is_waiting or (self.lower is not None and self.lower.is_busy)
 
     # -- after an error -------------------------------------------------------------------------------------------
 
@@ -289,7 +315,7 @@ class SchedulerSide:
             if found.wait is Wait.LOAD:
                 found.wait = Wait.TOLD
                 self._reports.append(LoadReport(found.request_id, is_lost=True))
-        return self._commands()
+        return self.end_step()
 
     def settle(self, reports: Reports) -> None:
         """Give blocks back whose copies are over, also those of the `take` that has raised."""

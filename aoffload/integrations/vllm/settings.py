@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ...arguments import shown
 from ...config import GroupLike, OffloadConfig, parse_bytes
+from ...config_tables import disk_from_table, remote_from_table
 from ...errors import ConfigError
 
-__all__ = ["KEYS", "offload_config"]
+__all__ = ["KEYS", "given_namespace", "offload_config"]
 
 _SIZES = ("host_bytes", "cpu_bytes_to_use", "num_host_blocks")
 _PASSED_ON = (
     "store_policy", "eviction", "verify", "max_bytes_in_flight", "transfer_timeout_s", "store_timeout_s",
-    "pending_timeout_s", "max_quarantined_share",
+    "pending_timeout_s", "max_quarantined_share", "fetch_timeout_s", "max_fetch_share", "prefill_tokens_per_s",
 )  # fmt: skip
-_DEFAULTS = {"transfer_timeout_s": 30}
-"""Nothing else bounds how long a request of vLLM waits for its load."""
-KEYS = (*_SIZES, *_PASSED_ON)
+_DEFAULTS = {"transfer_timeout_s": 30, "fetch_timeout_s": 5}
+"""Nothing else bounds how long a request of vLLM waits for its load, or for the disk or the remote store."""
+_LOWER = {"disk": disk_from_table, "remote": remote_from_table}
+NAMESPACE = "namespace"
+KEYS = (*_SIZES, *_PASSED_ON, *_LOWER, NAMESPACE)
 
 
 def offload_config(
@@ -40,4 +45,24 @@ def offload_config(
         options["num_host_blocks"] = extra["num_host_blocks"]
     else:
         options["host_bytes"] = max(1, parse_bytes(sizes[0], extra[sizes[0]]) // num_ranks)
+    for key, from_table in _LOWER.items():
+        if extra.get(key) is not None:
+            if num_ranks > 1:
+                raise ConfigError(key, f"takes one rank, and there are {num_ranks}: each has a part of a block")
+            options[key] = from_table(extra[key], "kv_connector_extra_config")
     return OffloadConfig(groups=groups, namespace=namespace, **options)
+
+
+def given_namespace(extra: Mapping[str, Any], model: str) -> str:
+    """The key `namespace`, which names weights and revision of `model` for a disk or a remote store. Empty where it is
+    not given, and the files of a local model say it."""
+    given = extra.get(NAMESPACE, "")
+    if not isinstance(given, str):
+        raise ConfigError(NAMESPACE, f"must be text, got {shown(given)}")
+    kept = [key for key in _LOWER if extra.get(key) is not None]
+    if kept and not given and not Path(model).is_dir():
+        problem = (
+            f"is needed with {' and '.join(kept)}: text that names the weights and their revision, since the model"
+        )
+        raise ConfigError(NAMESPACE, f"{problem}, {shown(model)}, is no local directory whose files could be read")
+    return given

@@ -18,15 +18,22 @@ class Family:
 
 
 FAMILIES = {
-    "jobs": Family(("direction", "outcome"), "Copies that are over."),
-    "copied_blocks": Family(("direction",), "Blocks that arrived on every rank."),
-    "copied_bytes": Family(("direction",), "Bytes that copies moved, on all ranks together."),
-    "copy_seconds": Family(("direction",), "Time that copies took, on the slowest rank."),
-    "overdue_jobs": Family(("direction",), "Copies that took longer than transfer_timeout_s."),
+    "jobs": Family(("direction", "tier", "outcome"), "Copies that are over: loads from that tier, stores to it."),
+    "copied_blocks": Family(("direction", "tier"), "Blocks that arrived on every rank."),
+    "copied_bytes": Family(("direction", "tier"), "Bytes that copies moved, on all ranks together."),
+    "copy_seconds": Family(("direction", "tier"), "Time that copies took, on the slowest rank."),
+    "overdue_jobs": Family(("direction", "tier"), "Copies that took longer than transfer_timeout_s."),
     "skipped_store_blocks": Family(("reason",), "Blocks that were not stored."),
     "lost_tokens": Family((), "Tokens that a load has not brought: they are computed."),
-    "turned_off": Family((), "Errors that turned the cache off."),
-    "blocks": Family(("tier", "state"), "Host blocks by state; device blocks that copies hold.", is_gauge=True),
+    "fetches": Family((), "Fetches that requests have waited for."),
+    "late_fetches": Family((), "Fetches that took longer than they may: computing was sooner."),
+    "declined_fetches": Family((), "Fetches that were not begun, since computing is sooner."),
+    "restored_blocks": Family((), "Blocks on the disk that were taken up from an earlier process."),
+    "turned_off": Family(("what",), "What turned the cache off, or a tier below host memory alone."),
+    "blocks": Family(("tier", "state"), "Blocks of each tier by state; device blocks that copies hold.", is_gauge=True),
+    "disk_budget_bytes": Family((), "Bytes that may still be written to the disk today.", is_gauge=True),
+    "disk_off": Family((), "1 since the disk is not used any more.", is_gauge=True),
+    "remote_off": Family((), "1 since the remote store is not used any more.", is_gauge=True),
     "off": Family((), "1 since nothing is loaded or stored any more.", is_gauge=True),
 }
 """`vllm:aoffload_NAME`, counters with `_total` at the end."""

@@ -12,10 +12,13 @@ from aoffload import KVRegion
 from ...config import OffloadConfig
 from ...env import Env
 from ...ledger import Completion, Outcome, TransferPlan
+from ...transfer.transport import GivesUp
 from ...transport import DeviceGone, LocalTransport, TransferRefused, Transport
 from .copies import RankCopies
-from .messages import LoadReport, Reports
+from .messages import Commands, LoadReport, Reports, Said
 from .regions import Placement, block_bytes_of, regions_at
+from .worker_disk import Identity, WorkerDisk, disk_of, identify, strides_of
+from .worker_remote import WorkerRemote, remote_of
 
 __all__ = ["WorkerSide"]
 
@@ -33,7 +36,12 @@ class WorkerSide:
         rank: int,
         make_transport: Callable[[Sequence[KVRegion]], Transport] = LocalTransport,
         clock: Callable[[], float] = time.monotonic,
+        identity: Identity | None = None,
     ) -> None:
+        """`identity`: of KV that outlives the engine; None without disk and remote store."""
+        self._identity = identity
+        self._disk: WorkerDisk | None = None
+        self._remote: WorkerRemote | None = None
         self._make_transport = make_transport
         self._config, self._placements, self._num_blocks, self._rank = config, placements, num_blocks, rank
         self._transport: Transport | None = None
@@ -44,15 +52,36 @@ class WorkerSide:
         """Why nothing is ever copied again: a copy hung while the memory of the tensors went."""
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Allocate the host memory behind vLLM's tensors. `RegionError`, `ConfigError`: it cannot be had."""
+        """Allocate the host memory behind vLLM's tensors, and open the tiers below it. `RegionError`, `ConfigError`: it
+        cannot be had.
+
+        With such a tier and no `namespace`, it reads all files of the model."""
         regions = regions_at(self._placements, kv_caches, self._num_blocks)
         num_host_blocks = self._config.resolve_host_blocks(block_bytes_of(self._placements))
-        self._transport = self._make_transport(regions)
-        self._transport.open(num_host_blocks, verify=self._config.verify, deliver=self.copies.end, env=Env())
+        transport = self._make_transport(regions)
+        disk, remote = disk_of(transport, self._config), remote_of(transport, self._config)
+        if self._identity is not None:
+            identify(disk, remote, self._config, self._identity, strides_of(kv_caches, self._num_blocks))
+        transport.open(num_host_blocks, verify=self._config.verify, deliver=self.copies.end, env=Env())
+        self._transport = transport
+        self._disk = None if disk is None else WorkerDisk(disk)
+        self._remote = None if remote is None else WorkerRemote(remote, self.copies.clock)
         _log.info(
             "aoffload: rank %d has %d host blocks of %d bytes behind %d device blocks in %d regions",
-            self._rank, num_host_blocks, self._transport.block_bytes, self._num_blocks, len(regions),
+            self._rank, num_host_blocks, transport.block_bytes, self._num_blocks, len(regions),
         )  # fmt: skip
+
+    def load(self, commands: Commands) -> None:
+        """Tell the tiers below host memory what they are told, and start the loads of a step."""
+        transport = self._transport or self._asleep
+        if commands.given_up and isinstance(transport, GivesUp):
+            for job_id in commands.given_up:
+                transport.give_up(job_id)
+        if commands.disk is not None and self._disk is not None:
+            self._disk.obey(commands.disk)
+        if commands.questions and self._remote is not None:
+            self._remote.ask(commands.questions)
+        self.start(commands.loads)
 
     def start(self, plans: Iterable[TransferPlan]) -> None:
         """Start copies behind everything that was given to the device so far."""
@@ -94,8 +123,11 @@ class WorkerSide:
 
     def take_reports(self) -> Reports | None:
         """What is over since the last call."""
-        found = self.copies.take()
-        return Reports({self._rank: found}, self._gone) if found else None
+        found, said = self.copies.take(), tuple[Said, ...]()
+        for tier in (self._disk, self._remote):
+            if tier is not None:
+                said += tier.take()
+        return Reports({self._rank: found}, self._gone, said) if found or said else None
 
     def close(self) -> None:
         transport, self._transport, self._asleep = self._transport or self._asleep, None, None

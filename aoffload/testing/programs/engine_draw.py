@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ...core.lifecycle import RequestState
+from .disk_draw import CORE_OF_DISK, DISK_WEIGHTS
 from .engine_machine import EngineMachine
 from .engine_state import EngineClient
 from .job_draw import JobDraw
 from .ledger_prompts import Prompts
 from .program import Call
+from .remote_draw import CORE_OF_REMOTE, REMOTE_WEIGHTS, RemoteDraw
 
 __all__ = ["EngineDraw"]
 
@@ -26,13 +28,16 @@ NOT_HERE = ("allocate_nowait", "queue_allocation", "preempt_nowait", "resume", "
 WRONG = (-1, True, 1.5, "x", 2**70)
 
 
-class EngineDraw(JobDraw):
+class EngineDraw(RemoteDraw, JobDraw):
     machine: EngineMachine
 
     def __init__(self, rng: random.Random, machine: EngineMachine) -> None:
         self.rng, self.machine = rng, machine
         factors = (0.0, 0.0, 0.3, 1.0, 3.0)
-        self.weights = [weight * (1.0 if name in CORE else rng.choice(factors)) for name, weight in WEIGHTS.items()]
+        table = WEIGHTS | (DISK_WEIGHTS | {"story": 1.0} if machine.world.num_disk_blocks else {})
+        table |= REMOTE_WEIGHTS | {"story": 1.0} if machine.world.cell_units else {}
+        self.kinds, core = list(table), (*CORE, *CORE_OF_DISK, *CORE_OF_REMOTE)
+        self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in table.items()]
         self.capacity = (machine.world.num_device_blocks - 1) // machine.ledger.layout.width * machine.unit
         self.prompts = Prompts(rng, min(40, max(2, self.capacity)))
         self.most_clients = rng.choice((1, 2, 3, 4, 6))
@@ -46,7 +51,7 @@ class EngineDraw(JobDraw):
         while True:
             if self._ahead:
                 return self._ahead.pop(0)
-            (name,) = self.rng.choices(list(WEIGHTS), self.weights)
+            (name,) = self.rng.choices(self.kinds, self.weights)
             draw: Callable[[], Call | None] = getattr(self, f"_{name}")
             if (call := draw()) is not None:
                 return call
@@ -90,6 +95,15 @@ class EngineDraw(JobDraw):
         for name in names:
             self._ahead += [Call("admit", {"who": name, **prompt, "tokens": longer}), Call("load", {"who": name})]
         return Call("serve", prompt)
+
+    def _story(self) -> Call:
+        world, evicts = self.machine.world, [Call("evict")]
+        if world.cell_units and (not world.num_disk_blocks or self.rng.random() < 0.5):
+            tells = self.out_and_back if self.rng.random() < 0.6 else self.out_and_wrong
+            first, *self._ahead = tells(evicts, allocates=False)
+        else:
+            first, *self._ahead = self.down_and_up(evicts, restarts=False)
+        return first
 
     def _go_on(self) -> Call | None:
         """The next thing that an engine would do with one of its requests."""
@@ -182,7 +196,8 @@ class EngineDraw(JobDraw):
         return Call("lapse", {"now": float(self.rng.randint(0, 50))})
 
     def _reset(self) -> Call:
-        tier = self.rng.choice((None, "HOST", "HOST", "DEVICE"))
+        disk = ("DISK",) if self.machine.world.num_disk_blocks else ()
+        tier = self.rng.choice((None, "HOST", "HOST", "DEVICE", *disk))
         return Call("reset", {"tier": tier} if tier else {})
 
     def _lookup(self) -> Call:

@@ -27,7 +27,7 @@ _S = RequestState
 
 class EngineMachine(EngineState, Machine):
     LAWS = EngineLaws
-    FAREWELL = ("drop_pins",)
+    FAREWELL = ("drop_pins", "cancel_cache_transfers")
 
     def __init__(self, world: World, **options: Any) -> None:
         super().__init__(world, **options)
@@ -260,5 +260,9 @@ class EngineMachine(EngineState, Machine):
             return "skipped"
         if method == "offer":
             arguments = {"num_computed_tokens": client.num_computed, "block_ids": client.tables, **arguments}
-        getattr(self.ledger, method)(client.holding, **arguments)
-        return "taken"
+
+        def make() -> str:
+            getattr(self.ledger, method)(client.holding, **arguments)
+            return "taken"
+
+        return self._loads_over(make)  # a load that is under way may be abandoned

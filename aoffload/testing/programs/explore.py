@@ -22,7 +22,7 @@ from .ledger_machine import LedgerMachine
 from .ledger_stories import LedgerStories
 from .machine import Machine
 from .outcome import Outcome
-from .program import Call, Face, Program, World, check_face, draw_world, without_laziness
+from .program import Call, Face, Program, World, check_face, draw_world, with_a_disk, with_a_store, without_laziness
 from .shortening import shorten
 
 __all__ = [
@@ -55,8 +55,8 @@ class _Kind:
 
 
 LEDGERS: Mapping[str, _Kind] = {
-    "ledger": _Kind(LedgerMachine, LedgerStories),
-    "engine": _Kind(EngineMachine, EngineDraw, without_laziness),
+    "ledger": _Kind(LedgerMachine, LedgerStories, lambda world: with_a_store(with_a_disk(world))),
+    "engine": _Kind(EngineMachine, EngineDraw, lambda world: with_a_store(with_a_disk(without_laziness(world)))),
 }
 
 
@@ -210,4 +210,8 @@ def _outcome(machine: Machine, violation: Violation | None) -> Outcome:
         features.add("groups")
     if not machine.world.num_host_blocks:
         features.add("no host")
+    if machine.world.num_disk_blocks:
+        features.add("disk")
+    if machine.world.cell_units:
+        features.add("remote")
     return Outcome(violation, machine.num_calls, frozenset(features), machine.digest())

@@ -8,11 +8,13 @@ from typing import Any
 
 from ...core.lifecycle import RequestState
 from ...core.loads import has_holes
+from .disk_draw import CORE_OF_DISK, DISK_WEIGHTS, RESTART_WEIGHTS
 from .job_draw import JobDraw
 from .ledger_machine import LedgerMachine
 from .ledger_prompts import Prompts
 from .ledger_state import Client
 from .program import Call
+from .remote_draw import CORE_OF_REMOTE, REMOTE_WEIGHTS, RemoteDraw
 
 __all__ = ["LedgerDraw"]
 
@@ -29,18 +31,23 @@ WEIGHTS = {
 WRONG = (None, -1, True, 1.5, "x", 2**70)
 
 
-class LedgerDraw(JobDraw):
+class LedgerDraw(RemoteDraw, JobDraw):
     """Draws calls for one machine. In each program some calls are much more frequent than in others: two calls interact
     soonest where few others come in between."""
+
+    machine: LedgerMachine
 
     def __init__(self, rng: random.Random, machine: LedgerMachine) -> None:
         self.rng = rng
         self.machine = machine
         factors = (0.0, 0.0, 0.3, 1.0, 3.0)
-        core = ("admit", "go_on", "transfer", "land", "serve", "evict")
-        self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in WEIGHTS.items()]
+        core = ("admit", "go_on", "transfer", "land", "serve", "evict", *CORE_OF_DISK, *CORE_OF_REMOTE)
+        table = WEIGHTS | (DISK_WEIGHTS | RESTART_WEIGHTS if machine.world.num_disk_blocks else {})
+        table |= REMOTE_WEIGHTS | {"restart": 0.3} if machine.world.cell_units else {}
+        self.kinds = list(table)
+        self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in table.items()]
         if machine.world.store_policy.startswith("lazy"):
-            self.weights[list(WEIGHTS).index("watermark")] = 4.0
+            self.weights[self.kinds.index("watermark")] = 4.0
         self.num_named = 0
         self.capacity = (machine.world.num_device_blocks - 1) // machine.ledger.layout.width * machine.unit
         """Tokens that fit on the device."""
@@ -55,7 +62,7 @@ class LedgerDraw(JobDraw):
     def next(self) -> Call:
         """A call drawn for the current state; a kind of call that has nothing to do is drawn again."""
         while True:
-            (name,) = self.rng.choices(list(WEIGHTS), self.weights)
+            (name,) = self.rng.choices(self.kinds, self.weights)
             draw: Callable[[], Call | None] = getattr(self, f"_{name}")
             call = draw()
             if call is not None:
@@ -303,7 +310,8 @@ class LedgerDraw(JobDraw):
     # -- the whole ledger -----------------------------------------------------------------------------------------
 
     def _reset(self) -> Call:
-        tier = self.rng.choice((None, "DEVICE", "HOST"))
+        tiers = (None, "DEVICE", "HOST", "DISK") if self.machine.world.num_disk_blocks else (None, "DEVICE", "HOST")
+        tier = self.rng.choice((*tiers, "REMOTE") if self.machine.world.cell_units else tiers)
         return Call("reset", {"tier": tier} if tier else {})
 
     def _watermark(self) -> Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...core.lifecycle import JobState
-from ...core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ...core.plan import Completion, Direction, Outcome, TransferPlan
 from ...core.records import Job
 from .ledger_state import LedgerState
 
@@ -34,10 +34,17 @@ class JobCalls(LedgerState):
             if self.job(job) is None:
                 del self.plans[job]
             return "not wanted"
-        self.bytes.spoil(plan.destination, plan.destination_ids)  # a launched copy may write at any time
-        for block_id in plan.destination_ids if plan.destination is Tier.HOST else ():
-            self.rotten.pop(block_id, None)
+        self._begins(plan)
         return "launched"
+
+    def _begins(self, plan: TransferPlan) -> None:
+        self.bytes.spoil(plan.destination, plan.destination_ids)  # a launched copy may write at any time
+        for block_id in plan.destination_ids:
+            self.rotten.pop((plan.destination, block_id), None)
+        self._begin_writing(plan)
+
+    def _begin_writing(self, plan: TransferPlan) -> None:
+        """What its destination holds is lost from now on."""
 
     def do_settle(self, job: str, outcome: str = "landed", at: int = 0) -> str:
         """The copy is over. FAILED: `at` blocks have arrived. CORRUPT: block `at` is corrupt, of a load at its source,
@@ -46,15 +53,17 @@ class JobCalls(LedgerState):
         if found is None or plan is None or found.state is not JobState.LAUNCHED or found.parked is not None:
             return "skipped"
         how, index = Outcome(outcome), at % plan.num_blocks
-        if plan.direction is Direction.LOAD and not self.rotten.keys().isdisjoint(plan.source_ids):
-            how = Outcome.CORRUPT  # every load of a corrupt block ends so
-            index = next(number for number, block_id in enumerate(plan.source_ids) if block_id in self.rotten)
+        rotten = [number for number, block_id in enumerate(plan.source_ids) if (plan.source, block_id) in self.rotten]
+        if rotten:
+            # Every load of a corrupt block ends so. A store has the sum of what it reads, and stops there.
+            how = Outcome.CORRUPT if plan.direction is Direction.LOAD else Outcome.FAILED
+            index = rotten[0]
         num_landed = {Outcome.LANDED: plan.num_blocks, Outcome.UNPROVEN: 0}.get(how, index)
         self._copy(plan, num_landed)
         corrupt = (index,) if how is Outcome.CORRUPT else ()
         if corrupt and plan.direction is Direction.LOAD:
             self.bytes.spoil(plan.source, [plan.source_ids[index]])
-            self.rotten[plan.source_ids[index]] = found
+            self.rotten[plan.source, plan.source_ids[index]] = found
         completion = Completion(plan.job_id, how, num_landed, corrupt)
         del self.plans[job]
         if how is Outcome.UNPROVEN:
@@ -62,8 +71,11 @@ class JobCalls(LedgerState):
         else:
             self.over[job] = completion
         self.features.add(f"{plan.direction.value} {how.value}")
-        self.ledger.settle(completion)
+        self._settle(completion, plan)
         return how.value
+
+    def _settle(self, completion: Completion, plan: TransferPlan) -> None:
+        self.ledger.settle(completion)
 
     def _copy(self, plan: TransferPlan, num_landed: int) -> None:
         self.bytes.spoil(plan.destination, plan.destination_ids[num_landed:])
@@ -91,6 +103,7 @@ class JobCalls(LedgerState):
             return "skipped"
         plan = self.unproven.pop(job)
         self._copy(plan, plan.num_blocks)
+        self._begin_writing(plan)  # it was given up: nobody has written down that it is there
         self.over[job] = Completion(plan.job_id, Outcome.LANDED, plan.num_blocks)
         self.ledger.settle(self.over[job])
         self.features.add("late proof")

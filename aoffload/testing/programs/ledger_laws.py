@@ -51,10 +51,10 @@ class Laws:
         """Every block that can be found was written, depends on no invalidated forward, and is not known to be corrupt:
         a block that a job found corrupt is a miss as soon as that job is settled."""
         machine = self._machine
-        rotten = {block_id: job.completion is not None for block_id, job in machine.rotten.items()}
+        rotten = {place: job.completion is not None for place, job in machine.rotten.items()}
         for run in self._ledger.cache.index.runs.values():
             for part in run.parts:
-                known = rotten if part.tier is Tier.HOST else {}
+                known = {block_id: is_over for (tier, block_id), is_over in rotten.items() if tier is part.tier}
                 if any(known.get(block_id) for block_id in part.blocks):
                     raise Violation("a bad entry", f"{run} still offers {list(part.blocks)}")
                 if problem := machine.bytes.problem(part.tier, [one for one in part.blocks if one not in known]):
@@ -129,8 +129,8 @@ class Laws:
         ledger = self._ledger
         self._whole()
         found = ledger.statistics()
-        for tier in (found.device, found.host):
-            if tier.num_pinned or tier.num_quarantined:
+        for tier in (found.device, found.host, found.disk):
+            if tier is not None and (tier.num_pinned or tier.num_quarantined):
                 raise Violation("at rest", f"blocks are still held: {found}")
         if found.num_requests or found.num_waiting or found.num_jobs or found.num_pins:
             raise Violation("at rest", f"somebody is still there: {found}")

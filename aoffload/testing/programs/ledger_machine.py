@@ -31,16 +31,6 @@ class LedgerMachine(RequestCalls, Machine):
         self._note(kind, transfer.plans)
         return f"{transfer}"
 
-    def do_cancel(self, name: str) -> str:
-        if name not in self.cache_transfers:
-            return "skipped"
-        self.ledger.cancel(self.cache_transfers.pop(name))
-        return "cancelled"
-
-    def do_cancel_cache_transfers(self) -> str:
-        self.ledger.cancel_cache_transfers()
-        return "cancelled"
-
     def do_watermark(self) -> str:
         plans = self.ledger.plan_write_back()
         self.take(plans)

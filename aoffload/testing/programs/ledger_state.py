@@ -11,7 +11,7 @@ import attrs
 from ...core.kept import CacheTransfer, Pin
 from ...core.ledger import Ledger
 from ...core.owners import Holding
-from ...core.plan import Completion, TransferPlan
+from ...core.plan import Completion, Tier, TransferPlan
 from ...core.records import Job
 from ..violations import Violation
 from .ledger_recorder import Recorder
@@ -63,10 +63,17 @@ class LedgerState:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.recorder = Recorder()
-        self.ledger = self._open(world)
+        self.start_empty()
         self.unit, self.groups = self.ledger.layout.unit_tokens, self.ledger.layout.groups
-        self.bytes = Bytes(self.groups, world.num_device_blocks, world.num_host_blocks)
+        self.bytes = Bytes(self.groups, world.num_device_blocks, world.num_host_blocks, world.num_disk_blocks)
+        self.features: set[str] = set()
+        self.num_planned: Counter[str] = Counter()
+        self.num_served = 0
+
+    def start_empty(self) -> None:
+        """A new ledger, with nothing under way."""
+        self.recorder = Recorder()
+        self.ledger = self._open(self.world)
         self.clients: dict[str, Client] = {}
         self.steps: dict[str, Step] = {}
         self.pins: dict[str, Pin] = {}
@@ -75,11 +82,8 @@ class LedgerState:
         """Jobs that are not over, by name: request, direction and running number."""
         self.unproven: dict[str, TransferPlan] = {}
         self.over: dict[str, Completion] = {}
-        self.rotten: dict[int, Job] = {}
-        """Host blocks that hold other bytes than were stored, each with the job that has reported it."""
-        self.features: set[str] = set()
-        self.num_planned: Counter[str] = Counter()
-        self.num_served = 0
+        self.rotten: dict[tuple[Tier, int], Job] = {}
+        """Blocks that hold other bytes than were stored, each with the job that has reported it."""
 
     def _open(self, world: World) -> Ledger:
         return Ledger(world.config(), world.num_device_blocks, block_bytes=1, observer=self.recorder)

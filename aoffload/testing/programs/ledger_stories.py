@@ -27,7 +27,13 @@ class LedgerStories(LedgerDraw):
         self._stories: tuple[Callable[[], list[Step]], ...] = (self._kept_and_wanted, self._forked)
         if machine.world.num_host_blocks:
             self._stories += (self._away_and_back,) * 3
-        self._how_often = rng.choice((0.0, 0.03, 0.06, 0.12))
+        if machine.world.num_disk_blocks:
+            self._stories += (self._down_and_up,) * 4 + (self._down_and_wrong,)
+        if machine.world.cell_units:
+            self._stories += (self._out_and_back,) * 6 + (self._out_and_wrong,) * 4
+        has_more = machine.world.num_disk_blocks or machine.world.cell_units
+        often = (0.03, 0.06, 0.12, 0.3) if has_more else (0.0, 0.03, 0.06, 0.12)
+        self._how_often = rng.choice(often)
 
     def next(self) -> Call:
         while True:
@@ -144,6 +150,22 @@ class LedgerStories(LedgerDraw):
 
         between = self.rng.choice(([], [is_preempted], [goes_on], [goes_on, is_preempted], [is_preempted]))
         return [forks, *between, was_wrong]
+
+    def _down_and_up(self) -> list[Step]:
+        return [_call(one.name, one.args) for one in self.down_and_up([self._evict()], restarts=True)]
+
+    def _down_and_wrong(self) -> list[Step]:
+        return [_call(one.name, one.args) for one in self.down_and_wrong()]
+
+    def _out_and_back(self) -> list[Step]:
+        return self._with_room_now(self.out_and_back([Call("evict")], allocates=True))
+
+    def _out_and_wrong(self) -> list[Step]:
+        return self._with_room_now(self.out_and_wrong([Call("evict")], allocates=True))
+
+    def _with_room_now(self, story: list[Call]) -> list[Step]:
+        """How much is to be evicted is known when it is."""
+        return [self._evict if one.name == "evict" else _call(one.name, one.args) for one in story]
 
     # -- calls of stories -------------------------------------------------------------------------------------------
 

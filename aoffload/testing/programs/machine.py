@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from ...core.lifecycle import PinState
@@ -16,15 +17,15 @@ from ...errors import AoffloadError
 from ...prefix import Prefix, Root
 from ..violations import Violation
 from .fingerprint import changes, fingerprint
-from .ledger_jobs import JobCalls
 from .ledger_laws import Laws
+from .ledger_remote import RemoteCalls
 from .ledger_steps import BROKEN
 from .program import Call, World
 
 __all__ = ["Machine"]
 
 
-class Machine(JobCalls):
+class Machine(RemoteCalls):
     """Makes calls. `refused_before`: the numbers of the calls that were refused in an earlier run of the same program;
     this run checks that they change nothing. `watches`: check what a `BlockWatcher` is told, too."""
 
@@ -45,7 +46,8 @@ class Machine(JobCalls):
         self.num_calls = 0
         self._refused_before = refused_before
         self._digest = hashlib.blake2b()
-        self.laws = self.LAWS(self, watches=watches, whole_every=whole_every)
+        self._judge = partial(self.LAWS, watches=watches, whole_every=whole_every)
+        self.laws = self._judge(self)
 
     def apply(self, call: Call) -> None:
         """Make `call`, and check the laws that it may have broken."""
@@ -67,7 +69,12 @@ class Machine(JobCalls):
         except Exception as error:
             raise Violation(f"a crash ({type(error).__name__})", f"{call}: {error!r}") from error
         self._digest.update(f"{call.name} {said}\n".encode())
+        self.erase_forgotten()
         self.laws.after(call, number)
+
+    def reopen(self) -> None:
+        super().reopen()
+        self.laws = self._judge(self)
 
     def digest(self) -> str:
         self._digest.update(repr(self.ledger.statistics()).encode())

@@ -40,6 +40,8 @@ class EngineDrawing(Drawing):
     """As any program; but clients ask again, offer, and empty the engine's own cache."""
 
     ODDS = ENGINE_ODDS
+    COMPUTES = ("load", "step", "offer")
+    EMPTIES = (("evict", {}), ("reset", {"tier": "HOST"}))
     STATES: ClassVar[Mapping[RequestState, str]] = {**STATES, RequestState.MATCHED: "pending"}
 
     def _warm(self, names: tuple[str, ...]) -> list[Call]:

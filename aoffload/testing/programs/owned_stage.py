@@ -8,13 +8,11 @@ from ...core.lifecycle import RequestState
 from ...core.owners import Holding
 from ...request import Request
 from ..memory import Memory
-from ..simulation import Simulation
 from ..violations import Violation
 from .engine_laws import check_held, check_written_to
 from .engine_pool import EnginePool, pool_of
 from .engine_tables import EngineTables, Tables
 from .owned_requests import EngineServed
-from .program import Program
 from .runtime_bytes import ProgramEngine
 from .runtime_requests import Served
 from .runtime_stage import Stage
@@ -32,13 +30,14 @@ class EngineStage(Stage):
     pool: EnginePool
     own: EngineTables
 
-    def __init__(self, program: Program, simulation: Simulation) -> None:
-        super().__init__(program, simulation)
-        oracles = simulation.oracles[0]
+    def begin(self) -> ProgramEngine:
+        engine = super().begin()
+        oracles = self.simulation.oracles[-1]
         oracles.also.append(self._check_blocks)
         config = self.runtime.config
         oracles.is_hasty = min(config.load_timeout_s, config.store_timeout_s or NO_HASTE_S) < NO_HASTE_S
         oracles.waits.is_brought = self._is_brought
+        return engine
 
     def _engine(self, **options: Any) -> ProgramEngine:
         world = self.program.world

@@ -12,11 +12,24 @@ from ...arguments import check_int, shown
 from ...config import OffloadConfig
 from ...core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from ...core.policy import LazyStore, SelectiveStore
+from ...disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
 from ...errors import InvalidArgument
 from ...kinds import AttentionKind
+from ...remote_tier import RemoteTier
 from .vocabulary import check_call
 
-__all__ = ["Call", "Face", "GroupShape", "Program", "World", "check_face", "draw_world", "without_laziness"]
+__all__ = [
+    "Call",
+    "Face",
+    "GroupShape",
+    "Program",
+    "World",
+    "check_face",
+    "draw_world",
+    "with_a_disk",
+    "with_a_store",
+    "without_laziness",
+]
 
 Face = Literal["ledger", "engine", "asyncio", "trio", "engine-asyncio", "engine-trio"]
 """What a program calls: a ledger with device blocks of its own, one whose device blocks belong to an engine, or a
@@ -62,6 +75,23 @@ class GroupShape:
         return KVCacheGroup(name, attention, self.block_size)
 
 
+class _Nowhere:
+    """The store that a configuration has to name: the programs keep its cells themselves."""
+
+    def exist(self, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
+        return [False for _ in keys]
+
+    def get(self, key: bytes, timeout_s: float) -> bytes | None:
+        return None
+
+    def put(self, key: bytes, value: object, timeout_s: float) -> None: ...
+    def remove(self, key: bytes, timeout_s: float) -> None: ...
+    def close(self) -> None: ...
+
+    def node_of(self, key: bytes) -> str:
+        return "nowhere"
+
+
 @attrs.frozen
 class World:
     """What a program runs in: the layout, the pools and the policy."""
@@ -76,15 +106,31 @@ class World:
     """"eager", "off", "lazy:3" (blocks of its watermark), "selective:2" (times that a prefix must be asked for)."""
     max_pinned_share: float = 0.5
     max_prefetch_share: float = 0.5
+    num_disk_blocks: int = 0
+    """0: no disk."""
+    max_fetch_share: float = 1.0
+    cell_units: int = 0
+    """Units of a cell of a remote store; 0: no such store."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.groups, tuple) or not all(isinstance(one, GroupShape) for one in self.groups):
             raise InvalidArgument("groups", f"must be a tuple of GroupShapes, got {shown(self.groups)}")
         check_int("num_device_blocks", self.num_device_blocks, 2)
+        if check_int("cell_units", self.cell_units, 0) & (self.cell_units - 1):
+            raise InvalidArgument("cell_units", f"must be a power of two, got {self.cell_units}")
         self.config()
 
     def config(self, **options: Any) -> OffloadConfig:
         """The configuration of a ledger or a runtime in this world."""
+        if self.num_disk_blocks:
+            unit_tokens = max(shape.block_size for shape in self.groups)
+            num_blocks = check_int("num_disk_blocks", self.num_disk_blocks, 0)
+            size = num_bytes_of(num_blocks, 1, unit_tokens)
+            options |= {"disk": DiskTier("nowhere", size), "namespace": "programs"}
+        if self.cell_units:
+            unit = _unit(self.groups)
+            size = self.cell_units * sum(unit // shape.block_size for shape in self.groups)
+            options |= {"remote": RemoteTier(_Nowhere(), cell_bytes=size), "namespace": "programs"}
         return OffloadConfig(
             groups=[shape.group(f"group{number}") for number, shape in enumerate(self.groups)],
             num_host_blocks=self.num_host_blocks,
@@ -92,6 +138,7 @@ class World:
             store_policy=self._policy(),
             max_pinned_share=self.max_pinned_share,
             max_prefetch_share=self.max_prefetch_share,
+            max_fetch_share=self.max_fetch_share,
             **options,
         )
 
@@ -148,9 +195,32 @@ def draw_world(rng: random.Random) -> World:
     )  # fmt: skip
 
 
+def with_a_disk(world: World) -> World:
+    """`world`, in half of the cases with a disk. Which, and how large, follows from the world itself."""
+    chance = random.Random(repr(world).replace(", cell_units=0", ""))
+    if not world.num_host_blocks or chance.random() < 0.5:
+        return world
+    num_blocks = chance.choice((chance.randint(1, 8), world.num_host_blocks, 4 * world.num_host_blocks, 200))
+    return attrs.evolve(world, num_disk_blocks=num_blocks, max_fetch_share=chance.choice((1.0, 0.5, 0.25)))
+
+
+def with_a_store(world: World) -> World:
+    """`world`, in half of the cases that allow it with a remote store. Which follows from the world itself."""
+    chance = random.Random(f"{world!r} store")
+    if not world.num_host_blocks or any(shape.kind != "full" for shape in world.groups) or chance.random() < 0.5:
+        return world
+    share = chance.choice((1.0, 1.0, 0.5))
+    return attrs.evolve(world, cell_units=chance.choice((1, 1, 2, 2, 4)), max_fetch_share=share)
+
+
 def without_laziness(world: World) -> World:
     """`world` without a lazy store policy: only an engine knows which of its blocks it evicts next."""
     return attrs.evolve(world, store_policy="eager") if world.store_policy.startswith("lazy") else world
+
+
+def num_bytes_of(num_blocks: int, block_bytes: int, unit_tokens: int) -> int:
+    """The size of a disk that holds exactly `num_blocks`."""
+    return SUPERBLOCK_BYTES + ROUNDING_BYTES + num_blocks * (block_bytes + record_bytes(unit_tokens))
 
 
 def _draw_shape(rng: random.Random) -> GroupShape:

@@ -17,7 +17,7 @@ from ...core.groups import KVCacheGroup
 from ...prefix import KeySpan
 from ..violations import Violation
 
-__all__ = ["GARBAGE", "Bytes", "Cell", "Text"]
+__all__ = ["GARBAGE", "Block", "Bytes", "Cell", "Text"]
 
 
 class Cell(NamedTuple):
@@ -51,14 +51,12 @@ class Text:
 
 
 class Bytes:
-    """The contents of the device and of the host, and which computations are known to be wrong."""
+    """The contents of the tiers, and which computations are known to be wrong."""
 
-    def __init__(self, groups: Sequence[KVCacheGroup], num_device_blocks: int, num_host_blocks: int) -> None:
+    def __init__(self, groups: Sequence[KVCacheGroup], *num_blocks: int) -> None:
+        """`num_blocks`: of each tier."""
         self.groups = tuple(groups)
-        self.tiers: tuple[list[Block], list[Block]] = (
-            [[] for _ in range(num_device_blocks)],
-            [[] for _ in range(num_host_blocks)],
-        )
+        self.tiers: tuple[list[Block], ...] = tuple([[] for _ in range(number)] for number in num_blocks)
         self.invalid = 0
         self._num_marks = 0
         self._interned: dict[tuple[object, ...], int] = {}

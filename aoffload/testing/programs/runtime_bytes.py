@@ -103,6 +103,10 @@ class ProgramEngine(SimulatedEngine):
     def identity(self, ask: Ask, group: int, tokens: tuple[int, ...]) -> object:
         return group, self.chain((ask.salt, ask.adapter), tokens, ask.key_spans)[-1]
 
+    def follow(self, before: ProgramEngine) -> None:
+        """It comes after `before` on the same disk: what that has stored may hit."""
+        self.tags, self._chains, self.committed = before.tags, before._chains, before.committed
+
     def may_be_cached(self, chain: Sequence[int]) -> None:
         """From now on, whole blocks of this prefix may hit."""
         for group, config in enumerate(self.runtime.config.groups):
@@ -167,6 +171,8 @@ class ProgramEngine(SimulatedEngine):
     def check_findable(self) -> None:
         """Nothing that was invalidated can be found in any tier."""
         memories = {Tier.DEVICE: self.device.content, Tier.HOST: self.transport.host.content}
+        if self.transport.disk is not None:
+            memories[Tier.DISK] = self.transport.disk.slots.content
         for run in self.runtime.ledger.cache.index.runs.values():
             for part in run.parts:
                 for block_id in part.blocks:

@@ -32,28 +32,56 @@ class Director(Stage):
     # -- handing out ----------------------------------------------------------------------------------------------
 
     async def run(self, calls: Iterator[Call]) -> None:
+        while await self._live(calls):
+            self.begin_again()
+            self.met("restart")
+        if self.was_closed:
+            await self._hand_out(calls)  # on a runtime that is closed
+            await self._end_clients()
+
+    async def _live(self, calls: Iterator[Call]) -> bool:
+        """Serve until the runtime is closed. Whether another one comes after it."""
         async with self.runtime:
-            await self._hand_out(calls)
-            if not self.was_closed:
+            ended_by = await self._hand_out(calls)
+            if ended_by is not None and ended_by.name == "restart":
+                await self._end_process(is_killed=ended_by.args.get("how") == "killed")
+            elif not self.was_closed:
                 await self._end_clients()
                 await self.runtime.flush()
-        await self._hand_out(calls)  # on a runtime that is closed
-        await self._end_clients()
+        if ended_by is None or ended_by.name != "restart":
+            return False
+        disk = self.engine.transport.disk
+        if self.slots is None and disk is not None:  # who hangs keeps the files: only its end gives them to another
+            self.slots = disk.after_a_kill() if disk.under_way or disk.is_resetting else disk.slots
+        return True
 
-    async def _hand_out(self, calls: Iterator[Call]) -> None:
-        """Hand out calls up to the end, or to the first `close`."""
+    async def _end_process(self, *, is_killed: bool) -> None:
+        """The clients end. What a process leaves that is killed now is what it would leave from here on."""
+        self.slots, disk = None, self.engine.transport.disk
+        if is_killed and disk is not None:
+            for actor in self.actors.values():
+                actor.calls.clear()
+            self.slots = disk.after_a_kill()
+        await self._end_clients()
+        self.actors = {}
+
+    async def _hand_out(self, calls: Iterator[Call]) -> Call | None:
+        """Hand out calls up to the end, or to the first `close` or `restart`, which is returned."""
         for call in calls:
             if call.name == "cancel":
                 self._arm(call.args)
             elif call.name == "close" and not self.was_closed:
                 self.was_closed = True
                 self.met("close")
-                return
+                return call
+            elif call.name == "restart" and self.engine.transport.disk is not None and not self.was_closed:
+                return call
             elif "who" in call.args:
                 actor = self._actor(call.args["who"])
                 actor.give(call)
                 if not call.args.get("hurry"):
                     await self._settle(actor)
+        return None
 
     def _actor(self, name: str) -> Actor:
         if name not in self.actors:

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import attrs
 
 from ...core.lifecycle import RequestState
-from ..faults import FAULTS
-from .program import Call, World, draw_world
+from ..faults import DISK_FAULTS, FAULTS, REMOTE_FAULTS
+from .program import Call, World, draw_world, with_a_disk
 from .runtime_director import Director
+from .runtime_disk_draw import DiskDrawing
 from .runtime_odds import RUNTIME_ODDS, Odds
 
 __all__ = ["Drawing", "draw_opening", "draw_runtime_world"]
@@ -38,14 +39,18 @@ def draw_runtime_world(rng: random.Random) -> World:
     world = draw_world(rng)
     kind = rng.random()
     if kind < 0.3:
-        return attrs.evolve(world, num_host_blocks=0) if kind < 0.06 else world
-    policy = rng.choice(("eager", "eager", world.store_policy))
-    return attrs.evolve(world, num_host_blocks=max(world.num_host_blocks, world.num_device_blocks), store_policy=policy)
+        return with_a_disk(attrs.evolve(world, num_host_blocks=0) if kind < 0.06 else world)
+    policy, num_host_blocks = rng.choice(("eager", "eager", world.store_policy)), world.num_host_blocks
+    num_host_blocks = max(num_host_blocks, world.num_device_blocks)
+    return with_a_disk(attrs.evolve(world, num_host_blocks=num_host_blocks, store_policy=policy))
 
 
-def draw_opening(rng: random.Random) -> list[Call]:
+def draw_opening(rng: random.Random, world: World) -> list[Call]:
     """The calls that have to come first: the configuration and the faults."""
     faults = _faults(rng) if rng.random() < 0.6 else []
+    if world.num_disk_blocks and rng.random() < 0.4:
+        kinds = rng.sample(DISK_FAULTS, rng.choice((1, 1, 2)))
+        faults += [Call("fault", {"kind": kind, "at": rng.choice((0, 0, 1, 2, 3, 8, 20))}) for kind in kinds]
     needs_verify = any(FAULTS[fault.args["kind"]].needs_verify for fault in faults)
     return _configure(rng, verify=needs_verify or rng.random() < 0.25) + faults
 
@@ -62,20 +67,18 @@ def _configure(rng: random.Random, *, verify: bool) -> list[Call]:
 
 
 def _faults(rng: random.Random) -> list[Call]:
-    kinds = [kind for kind in FAULTS if kind not in NO_FAULTS]
+    kinds = [kind for kind in FAULTS if kind not in (*NO_FAULTS, *DISK_FAULTS, *REMOTE_FAULTS)]
     found = []
     for _ in range(rng.choice((1, 2, 2, 3, 4))):
         kind = rng.choice(kinds)
         at = rng.randrange(_MANY[kind]) if kind in _MANY else rng.choice((0, 0, 0, 1, 1, 2, 3, 5))
-        args: dict[str, Any] = {"kind": kind, "at": at}
-        if kind in FAULTS_THAT_LAST and rng.random() < 0.2:
-            args["lasting"] = True
-        found.append(Call("fault", args))
+        lasts = {"lasting": True} if kind in FAULTS_THAT_LAST and rng.random() < 0.2 else {}
+        found.append(Call("fault", {"kind": kind, "at": at, **lasts}))
     return found
 
 
 @attrs.define(eq=False)
-class Drawing:
+class Drawing(DiskDrawing):
     """Draws the calls of one program."""
 
     rng: random.Random
@@ -103,7 +106,8 @@ class Drawing:
             if is_struck and rng.random() < 0.05:
                 yield self._cancel(rng.choice(names))
             call = self._ahead.pop(0) if self._ahead else self._next(self._client(names))
-            yield Call(call.name, {**call.args, "hurry": True}) if rng.random() < is_hurried else call
+            is_in_a_hurry = rng.random() < is_hurried and "who" in call.args
+            yield Call(call.name, {**call.args, "hurry": True}) if is_in_a_hurry else call
 
     def _client(self, names: tuple[str, ...]) -> str:
         """A client, preferably an idle one."""
@@ -140,6 +144,8 @@ class Drawing:
 
     def _next(self, name: str) -> Call:
         odds = self.ODDS
+        if self._director.program.world.num_disk_blocks and self.rng.random() < self.OF_THE_DISK:
+            return self._of_the_disk(name)
         drawn = _drawn(self.rng, odds.next[self._state(name)])
         for several, among in (("keep", odds.keeping), ("whole", odds.whole)):
             if drawn == several:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 
-from ..faults import Fault
+from ..faults import DISK_FAULTS, Fault
 from ..plans import Plan
 from ..simulation import Simulation, undisturbed, violation_of
 from ..violations import Violation
@@ -48,7 +48,7 @@ def draw_and_run(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcom
     rng = random.Random(f"program {face} {seed}")
     kind = KINDS[face]
     world = kind.world(rng)
-    opening = Program(face, world, (*draw_opening(rng), *kind.options(rng)), seed)
+    opening = Program(face, world, (*draw_opening(rng, world), *kind.options(rng)), seed)
 
     def calls(director: Director) -> Iterator[Call]:
         return itertools.chain(opening.calls, kind.draw(rng, director).calls(num_calls))
@@ -86,7 +86,8 @@ def _run(program: Program, calls_for: Callable[[Director], Iterator[Call]]) -> t
             director.check_end()
         except Violation as found:
             violation = found
-    director.features.update(simulation.faults.fired, _features_of(program))
+    fired = ("disk fault" if kind in DISK_FAULTS else kind for kind in simulation.faults.fired)
+    director.features.update(fired, _features_of(program))
     outcome = Outcome(violation, director.num_calls, frozenset(director.features), director.digest)
     return program.with_calls(made), outcome
 
@@ -99,6 +100,8 @@ def _features_of(program: Program) -> set[str]:
         found.add("groups")
     if not world.num_host_blocks:
         found.add("no host")
+    if world.num_disk_blocks:
+        found.add("disk")
     if any(call.args.get("verify") for call in program.calls if call.name == "configure"):
         found.add("verify")
     return found

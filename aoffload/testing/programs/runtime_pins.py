@@ -9,7 +9,7 @@ import attrs
 
 from ...core.lifecycle import PinState
 from ...core.plan import Tier
-from ...pins import PendingDemotion, PendingPrefetch, PinScope
+from ...pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 from ...request import Request
 from ..violations import Violation
 from .runtime_calls import RequestCalls
@@ -26,7 +26,7 @@ class ClientCalls(RequestCalls):
 
     _num_requests: int = attrs.field(default=0, init=False)
     _pins: list[PinScope] = attrs.field(factory=list, init=False)
-    _cache_transfers: list[PendingPrefetch | PendingDemotion] = attrs.field(factory=list, init=False)
+    _cache_transfers: list[PendingPrefetch | PendingFetch | PendingDemotion] = attrs.field(factory=list, init=False)
 
     # -- beside requests ------------------------------------------------------------------------------------------
 
@@ -76,6 +76,27 @@ class ClientCalls(RequestCalls):
             self._cache_transfers.append(found)
             if not found.is_over:
                 self.stage.met(name)
+
+    async def _do_fetch(self, args: Any) -> None:
+        await self._transfer("fetch", args)
+
+    async def _do_fetch_nowait(self, args: Any) -> None:
+        self._begin_transfer("fetch", args)
+
+    async def _do_request_fetch(self, args: Any) -> None:
+        """Bring what the disk has for a request that has no blocks."""
+        if (served := self._target(args)) is None:
+            return
+        await self._finish_steps()
+        what, call = f"fetch of {served.name}", served.request.fetch
+        if await self.stage.attempt_async(what, call, self._give_up_s(args)) is not None and not served.is_told:
+            if served.born == served.engine.num_resets:
+                served.check_match(is_first=False)
+            self.stage.met("fetch")
+
+    async def _do_restored(self, args: Any) -> None:
+        if await self.stage.attempt_async("restored", self.stage.runtime.wait_restored, self._give_up_s(args)):
+            self.stage.met("restored")
 
     async def _do_transfer_wait(self, args: Any) -> None:
         if self._cache_transfers:

@@ -18,6 +18,7 @@ from ...prefix import KeySpan
 from ...request import Request
 from ..asks import Ask
 from ..simulation import Simulation
+from ..slots import Slots
 from ..violations import Violation
 from .program import Program
 from .runtime_bytes import ProgramEngine
@@ -52,12 +53,9 @@ class Stage:
     def __init__(self, program: Program, simulation: Simulation) -> None:
         self.program = program
         self.simulation = simulation
-        self.told = Told()
-        self.engine = self._engine()
-        self.runtime = self.engine.runtime
-        self.runtime.ledger.watch(self.told)
-        self._note_calls()
-        simulation.oracles[0].stride = STRIDE
+        self.slots: Slots | None = None
+        """What an earlier runtime has left on the disk."""
+        self.engine = self.begin()
         self.actors: Mapping[str, Role] = {}
         self.live: dict[Served, None] = {}
         self.features: set[str] = set()
@@ -65,11 +63,27 @@ class Stage:
         self.was_closed = False
         self._hash = hashlib.sha256()
 
+    def begin(self) -> ProgramEngine:
+        """A runtime of its own, on what is on the disk."""
+        self.told = Told()
+        self.engine = engine = self._engine()
+        self.runtime = engine.runtime
+        self.runtime.ledger.watch(self.told)
+        self._note_calls()
+        self.simulation.oracles[-1].stride = STRIDE
+        return engine
+
+    def begin_again(self) -> None:
+        """The runtime was closed, or killed: another one takes its place."""
+        self.check_end()
+        before = self.engine
+        self.begin().follow(before)
+
     def _engine(self, **options: Any) -> ProgramEngine:
         world = self.program.world
         config = world.config(namespace="simulated", **_options_of(self.program))
         engine = self.simulation.engine_of(
-            config, world.num_device_blocks - 1, observers=[self.told], kind=ProgramEngine, **options
+            config, world.num_device_blocks - 1, observers=[self.told], kind=ProgramEngine, slots=self.slots, **options
         )
         assert isinstance(engine, ProgramEngine)
         return engine

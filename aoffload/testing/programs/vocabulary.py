@@ -66,11 +66,15 @@ LEDGER_CALLS = _table({
     "prefetch": f"name! {KEY}", "demote": f"name! {KEY}", "cancel": "name!", "cancel_cache_transfers": "",
     "reset": "tier", "watermark": "", "lookup": KEY, "serve": f"{KEY} new", "evict": "num_tokens! token!",
     "wrong": "method! who! num_tokens num_computed_tokens from_token max_tokens",
+    "write_behind": "most! is_idle only_asked_twice", "disk_flush": "most!", "fetch": f"name! {KEY} told",
+    "match_fetched": "who!", "restart": "at most", "survive": "most!",
+    "remote_stores": "most! blind", "lose_cell": "at!", "poison_cell": "at!",
 })  # fmt: skip
 
 AS_ON_A_LEDGER = (
     "launch", "settle", "land", "discard", "late", "stray", "again", "pin", "unpin", "lapse", "drop_pins", "reset",
-    "lookup", "serve",
+    "lookup", "serve", "write_behind", "disk_flush", "fetch", "match_fetched", "cancel", "cancel_cache_transfers",
+    "remote_stores", "lose_cell", "poison_cell",
 )  # fmt: skip
 ENGINE_CALLS = {name: LEDGER_CALLS[name] for name in AS_ON_A_LEDGER} | _table({
     "admit": f"who! {KEY} spans fewer max_hit_tokens hit_alignment reads_cache store max_store_tokens",
@@ -84,7 +88,10 @@ CLIENT = "who! of hurry give_up_s"
 IDENTITY = "tokens! salt adapter spans"
 ASK = f"{IDENTITY} name max_hit alignment reads_cache store max_store deadline_s"
 FORWARD = "num drafts style early"
-WORLD = ("groups", "num_host_blocks", "store_policy", "max_job_bytes", "max_pinned_share", "max_prefetch_share")
+WORLD = (
+    "groups", "num_host_blocks", "store_policy", "max_job_bytes", "max_pinned_share", "max_prefetch_share", "disk",
+    "max_fetch_share",
+)  # fmt: skip
 OPTIONS = [field.name for field in attrs.fields(OffloadConfig) if field.name not in WORLD]
 RUNTIME_CALLS = _table({
     "configure": " ".join(OPTIONS), "fault": "kind! at lasting", "cancel": "who! how! after", "close": "",
@@ -99,11 +106,14 @@ RUNTIME_CALLS = _table({
     "demote_nowait": f"{CLIENT} {IDENTITY}", "transfer_wait": CLIENT, "transfer_cancel": CLIENT,
     "flush": CLIENT, "reset": f"{CLIENT} tier timeout_s", "lookup": f"{CLIENT} {IDENTITY}", "statistics": CLIENT,
     "integrity": CLIENT, "pause": f"{CLIENT} s!",
+    "fetch": f"{CLIENT} {IDENTITY}", "fetch_nowait": f"{CLIENT} {IDENTITY}", "request_fetch": CLIENT,
+    "restored": CLIENT, "restart": "how",
 })  # fmt: skip
 
 AS_ON_A_RUNTIME = (
     "configure", "fault", "cancel", "close", "leave", "wait", "step", "end_step", "invalidate", "abort", "pin", "unpin",
-    "flush", "reset", "lookup", "statistics", "integrity", "pause",
+    "flush", "reset", "lookup", "statistics", "integrity", "pause", "fetch", "fetch_nowait", "request_fetch",
+    "restored", "restart", "transfer_wait", "transfer_cancel",
 )  # fmt: skip
 NOT_HERE = (
     "allocate", "allocate_nowait", "extend", "extend_nowait", "preempt", "preempt_nowait", "resume", "commit",
@@ -118,6 +128,7 @@ ENGINE_RUNTIME_CALLS = {name: RUNTIME_CALLS[name] for name in AS_ON_A_RUNTIME} |
 
 CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
     ("settle", "outcome"): ("landed", "failed", "corrupt", "unproven"),
+    ("restart", "how"): ("closed", "killed"),
     ("cancel", "how"): ("scope", "request", "native"),
     ("abort", "how"): ("request", "runtime"),
     ("leave", "how"): ("error",),
@@ -126,8 +137,11 @@ CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
     ("not_here", "verb"): NOT_HERE,
 }
 """The values of arguments that the program itself interprets."""
-COUNTS = ("after", "at", "back", "fewer", "token", "stop")
-FLAGS = ("hurry", "early", "holding", "lasting", "commits", "sparse", "offers", "is_last")
+COUNTS = ("after", "at", "back", "fewer", "token", "stop", "most", "told")
+FLAGS = (
+    "hurry", "early", "holding", "lasting", "commits", "sparse", "offers", "is_last", "is_idle", "only_asked_twice",
+    "blind",
+)  # fmt: skip
 SECONDS = ("give_up_s", "s", "seconds")
 NAMES = ("who", "name", "child", "step", "job", "method")
 
@@ -158,7 +172,7 @@ def check_call(face: str, call: Any) -> None:
         is_tier = (
             (call.name, name) != ("reset", "tier")
             or face not in ("ledger", "engine")
-            or value in (None, "DEVICE", "HOST")
+            or value in (None, "DEVICE", "HOST", "DISK", "REMOTE")
         )
         if not (is_tier and _is_plain(value) and _may_be(call.name, name, value)):
             raise InvalidArgument("calls", f"{call}: this cannot be its {name}")

@@ -2,7 +2,7 @@
 
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f8: Float64Array };
 const NOT_KNOWN = 0xffffffff;
-const FACTS = ["num_tokens", "num_device_tokens", "num_host_tokens", "num_blocks", "num_ready_tokens", "num_lost_tokens",
+const FACTS = ["num_tokens", "num_device_tokens", "num_host_tokens", "num_disk_tokens", "num_blocks", "num_ready_tokens", "num_lost_tokens",
   "num_computed_tokens", "num_pending", "num_kept_blocks"];
 
 async function readColumn(column) {
@@ -33,7 +33,16 @@ async function readTrace(raw) {
   addMoveRanges(trace);
   trace.timelineByNumber = new Map(Array.from(timelines.number, (number, at) => [number, at]));
   trace.jobsByTimeline = groupJobs(jobs);
+  trace.usedHops = trace.hops.map((_, at) => at).filter((at) => jobs.hop.includes(at));
   return trace;
+}
+
+// Below host memory, only what a runtime has or copies to.
+function shownTiers(trace) {
+  return trace.tiers.filter(({ name, pool }) => {
+    const isCopied = trace.usedHops.some((at) => trace.hops[at].tier === name);
+    return name === "device" || name === "host" || isCopied || trace.runtimes.some((life) => life[pool]);
+  });
 }
 
 // For each timeline: where its moves are, when it began and ended, and its longest state.

@@ -4,6 +4,7 @@ const FACT_NAMES = {
   num_tokens: "prompt tokens",
   num_device_tokens: "of them on the device",
   num_host_tokens: "of them in host memory",
+  num_disk_tokens: "of them on the disk",
   num_blocks: "blocks given",
   num_ready_tokens: "tokens ready when it began to compute",
   num_lost_tokens: "tokens not brought by a load",
@@ -43,8 +44,8 @@ function timelineTip(trace, timeline, atS) {
   if (now) lines.push(`${now.state} for ${durationText(now.stopS - now.startS)}, from ${timeText(now.startS)}`);
   lines.push(`${durationText(whole)} in all, ${outcomeText(trace, timeline)}`);
   if ("num_tokens" in facts) {
-    const { num_tokens: tokens, num_device_tokens: device, num_host_tokens: host } = facts;
-    lines.push(`${countText(tokens, "token")}: ${device} on the device, ${host} in host memory`);
+    const { num_tokens: tokens, num_device_tokens: device, num_host_tokens: host, num_disk_tokens: disk } = facts;
+    lines.push(`${countText(tokens, "token")}: ${device} on the device, ${host} in host memory${disk ? `, ${disk} on the disk` : ""}`);
   }
   if ("num_blocks" in facts) lines.push(countText(facts.num_blocks, "block"));
   lines.push(runtimeName(trace, timelines.runtime[timeline]));
@@ -63,7 +64,7 @@ function openText(trace, timeline) {
 function jobTip(trace, job) {
   const { jobs } = trace;
   const owner = ownerOf(trace, job);
-  const lines = [`job ${jobs.job_id[job]}: ${trace.directions[jobs.direction[job]]} of ${countText(jobs.num_blocks[job], "block")}`];
+  const lines = [`job ${jobs.job_id[job]}: ${trace.hops[jobs.hop[job]].name}, ${countText(jobs.num_blocks[job], "block")}`];
   lines.push(`${trace.words[jobs.outcome[job]]} after ${durationText(jobs.ended_s[job] - jobs.launched_s[job])}`);
   if (jobs.num_bytes[job]) lines.push(copyText(jobs, job));
   if (trace.words[jobs.error[job]]) lines.push(trace.words[jobs.error[job]]);
@@ -123,7 +124,7 @@ function jobsTable(trace, timeline) {
   const { jobs } = trace;
   const found = trace.jobsByTimeline.get(trace.timelines.number[timeline]) || [];
   const rows = found.slice(0, MOST_JOBS).map((job) => [
-    `${jobs.job_id[job]} ${trace.directions[jobs.direction[job]]}`,
+    `${jobs.job_id[job]} ${trace.hops[jobs.hop[job]].name}`,
     trace.words[jobs.outcome[job]],
     timeText(jobs.launched_s[job]),
     durationText(jobs.ended_s[job] - jobs.launched_s[job]),

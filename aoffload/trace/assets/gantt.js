@@ -102,7 +102,7 @@ class Gantt {
   }
 }
 
-// Requests, prefetches, demotions, pins and steps, by state; an abort ends in red, what is not over with an open end.
+// Requests, prefetches, fetches, demotions, pins and steps, by state; an abort ends in red, what is not over with an open end.
 class TimelinePainter {
   constructor(trace, view) {
     Object.assign(this, { trace, view });
@@ -162,10 +162,10 @@ class TimelinePainter {
   }
 }
 
-// Jobs of one direction.
+// Jobs of one hop.
 class JobPainter extends TimelinePainter {
   refreshColours() {
-    this.colours = this.trace.directions.map((direction) => colour(direction === "load" ? "loading" : "pool"));
+    this.colours = this.trace.hops.map(({ direction }) => colour(direction === "load" ? "loading" : "pool"));
     this.failed = this.trace.words.indexOf("failed");
     this.bad = colour("bad");
     this.mark = colour("mark");
@@ -181,7 +181,7 @@ class JobPainter extends TimelinePainter {
 
   paint(box, job, left, right) {
     const { jobs, timelines } = this.trace;
-    const style = jobs.outcome[job] === this.failed ? this.bad : this.colours[jobs.direction[job]];
+    const style = jobs.outcome[job] === this.failed ? this.bad : this.colours[jobs.hop[job]];
     this.fill(box, style, left, Math.max(1, right - left));
     const selected = this.view.selected;
     if (selected >= 0 && jobs.timeline[job] && jobs.timeline[job] === timelines.number[selected]) this.outline(box, left, right);

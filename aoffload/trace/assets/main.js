@@ -12,10 +12,10 @@ class Page {
     this.view.changed = () => this.redraw();
     this.gantt = new Gantt($("gantt"), timelineIndex(trace), new TimelinePainter(trace, this.view), this.view);
     this.steps = new Gantt($("steps"), stepIndex(trace), new TimelinePainter(trace, this.view), this.view);
-    this.jobs = trace.directions.map((name) => {
-      return new Gantt($(`${name}s`), jobIndex(trace, name), new JobPainter(trace, this.view), this.view);
+    this.jobs = trace.usedHops.map((hop) => {
+      return new Gantt(jobLanes(trace.hops[hop].name), jobIndex(trace, hop), new JobPainter(trace, this.view), this.view);
     });
-    this.plots = Object.entries(PLOTS).map(([id, plot]) => new Plot($(id), plot, trace, this.view));
+    this.plots = shownTiers(trace).map((tier) => new Plot(plotCanvas(tier.name), tier, trace, this.view));
     this.isDue = false;
   }
 
@@ -74,11 +74,32 @@ function stepIndex(trace) {
   return new LaneIndex(Math.max(1, trace.num_step_lanes), bars, lane, startS, stopS);
 }
 
-function jobIndex(trace, name) {
-  const { lane, direction, launched_s: startS, ended_s: stopS } = trace.jobs;
-  const number = trace.directions.indexOf(name);
-  const bars = Uint32Array.from(lane.keys()).filter((job) => direction[job] === number);
-  return new LaneIndex(Math.max(1, trace.num_job_lanes[name]), bars, lane, startS, stopS);
+function jobIndex(trace, number) {
+  const { lane, hop, launched_s: startS, ended_s: stopS } = trace.jobs;
+  const bars = Uint32Array.from(lane.keys()).filter((job) => hop[job] === number);
+  return new LaneIndex(Math.max(1, trace.num_job_lanes[trace.hops[number].name]), bars, lane, startS, stopS);
+}
+
+// A panel for the jobs of one hop, under its name.
+function jobLanes(name) {
+  const canvas = element("canvas");
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", `${name}, over time`);
+  const scroller = element("div", undefined, "scroller jobs");
+  scroller.append(element("div", undefined, "spacer"));
+  scroller.firstElementChild.append(canvas);
+  scroller.dataset.hop = name;
+  $("jobs").append(element("small", name), scroller);
+  return scroller;
+}
+
+function plotCanvas(name) {
+  const canvas = element("canvas", undefined, "plot");
+  canvas.id = name;
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", `${name} blocks over time`);
+  $("plots").append(canvas);
+  return canvas;
 }
 
 function fillHeader(trace) {
@@ -144,13 +165,13 @@ function fillLegends(trace) {
   const used = new Set(Array.from(trace.moves.state, (word) => trace.words[word]));
   const isPending = trace.timelines.num_pending.some((count) => count !== NOT_KNOWN);
   const waits = [...new Set(trace.runtimes.map((life) => (life.is_engine_owned ? "its program" : "room")))];
-  const states = { ...(isPending ? { matched: "matched (told to ask again)" } : {}), pinned: `pinned (waits for ${waits.join(", or ")})`, allocated: "allocated", loading: "loading", draining: "draining (waits for its step)",
+  const states = { ...(isPending ? { matched: "matched (told to ask again)" } : {}), pinned: `pinned (waits for ${waits.join(", or ")})`, fetching: "fetching (waits for what comes from below host memory)", allocated: "allocated", loading: "loading", draining: "draining (waits for its step)",
     requeued: "requeued (waits for room again)", stranded: "stranded (never has room again)", running: "running",
-    preempted: "preempted", moving: "prefetch or demotion", held: "pin" };
+    preempted: "preempted", moving: "prefetch, fetch or demotion", held: "pin" };
   const shown = Object.entries(states).filter(([name]) => used.has(name));
   const ends = [["aborted", "bad", "aborted"], ["unfinished", "open", "not over"]].filter(([name]) => used.has(name));
   fillLegend("states", [...shown, ...ends.map(([, name, text]) => [name, text])]);
-  fillLegend("directions", [["loading", "load (host to device)"], ["pool", "store (device to host)"], ["bad", "failed"]]);
+  fillLegend("directions", [["loading", "load"], ["pool", "store"], ["bad", "failed"]]);
   fillLegend("measures", Object.values(MEASURES));
 }
 

@@ -1,19 +1,26 @@
 // How full the pools are: one plot for each tier, in blocks.
 
-const PLOTS = {
-  device: { title: "device blocks", pool: "num_device_blocks", area: "tables", line: "loading" },
-  host: { title: "host blocks", pool: "num_host_blocks", area: "stored", line: "storing" },
-};
 const MEASURES = {
   tables: ["running", "in tables of requests and prefetches"],
   loading: ["loading", "being loaded"],
-  stored: ["pool", "filled by stores, at most"],
-  storing: ["pinned", "being stored"],
+  filled: ["pool", "filled by copies, at most"],
+  filling: ["pinned", "being copied there"],
 };
+
+// Of the device, what is in tables and being loaded; of every other tier, what copies fill.
+function measureOf(name) {
+  if (name === "device_tables") return MEASURES.tables;
+  if (name === "device_filling") return MEASURES.loading;
+  return name.endsWith("_filled") ? MEASURES.filled : MEASURES.filling;
+}
 
 class Plot {
   constructor(canvas, plot, trace, view) {
     Object.assign(this, { canvas, plot, trace, view });
+  }
+
+  get title() {
+    return `${this.plot.name} blocks`;
   }
 
   get runtimes() {
@@ -45,14 +52,14 @@ class Plot {
     const scale = { ...box, toY: (value) => box.height - (value / highest) * box.height };
     for (const life of this.runtimes) {
       this.drawArea(scale, life);
-      this.drawSteps(scale, this.seriesOf(life, this.plot.line), life, MEASURES[this.plot.line][0]);
+      this.drawSteps(scale, this.seriesOf(life, this.plot.line), life, measureOf(this.plot.line)[0]);
       this.drawPool(scale, life);
     }
     box.context.font = "11px system-ui, sans-serif";
     box.context.fillStyle = colour("ground");
-    box.context.fillRect(0, 0, box.context.measureText(this.plot.title).width + 12, 17);
+    box.context.fillRect(0, 0, box.context.measureText(this.title).width + 12, 17);
     box.context.fillStyle = colour("text");
-    box.context.fillText(this.plot.title, 6, 13);
+    box.context.fillText(this.title, 6, 13);
   }
 
   drawPool(scale, life) {
@@ -93,7 +100,7 @@ class Plot {
     if (!series) return;
     this.tracePath(scale, series, life);
     scale.context.globalAlpha = 0.35;
-    scale.context.fillStyle = colour(MEASURES[this.plot.area][0]);
+    scale.context.fillStyle = colour(measureOf(this.plot.area)[0]);
     scale.context.fill();
     scale.context.globalAlpha = 1;
     scale.context.strokeStyle = scale.context.fillStyle;
@@ -118,7 +125,7 @@ class Plot {
       lines.push(`${life.name}: ${countText(life[this.plot.pool], "block")} in all`);
       for (const measure of [this.plot.area, this.plot.line]) {
         const series = this.seriesOf(life, measure);
-        if (series) lines.push(`  ${valueAt(series, atS).toLocaleString("en")} ${MEASURES[measure][1]}`);
+        if (series) lines.push(`  ${valueAt(series, atS).toLocaleString("en")} ${measureOf(measure)[1]}`);
       }
     }
     return lines.length > 1 ? lines.join("\n") : "";

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from ..region import KVRegion
 __all__ = [
     "CopyBackend",
     "CopyStopped",
+    "HasHostRows",
     "LostDevice",
     "RegionBackend",
     "anonymous_memory",
@@ -96,6 +97,17 @@ class CopyBackend(Protocol):
 
     def after_verify(self, plan: TransferPlan) -> None:
         """Called after verification (also if it is off), before the completion is delivered."""
+        ...
+
+
+@runtime_checkable
+class HasHostRows(Protocol):
+    """A backend whose host memory others may read and write, such as a disk. A row holds the bytes of a block as
+    `device_block` returns them."""
+
+    @property
+    def host_rows(self) -> NDArray[np.uint8]:
+        """`uint8 [num_host_blocks, block_bytes]`, contiguous, once the backend is open."""
         ...
 
 

@@ -55,6 +55,10 @@ class CpuBackend(RegionBackend):
         for direction, stage in zip(Direction, stages, strict=True):
             self._staging[direction] = Staging(self._mover, self._host, stage)
 
+    @property
+    def host_rows(self) -> NDArray[np.uint8]:
+        return self._host
+
     def close(self) -> None:
         self._host = anonymous_memory(0, self.block_bytes)
         self._staging, self._columns = {}, ()

@@ -29,7 +29,7 @@ from typing import Any
 
 import attrs
 
-from ...core.plan import Completion, Outcome, Tier, TransferPlan
+from ...core.plan import HIT_TIERS, Completion, Outcome, TransferPlan
 from ...errors import WireError
 from ..transport import TransferStatistics
 from .frames import (
@@ -147,8 +147,7 @@ def _write_launch(frame: Launch) -> bytes:
 
 def _read_launch(reader: _Reader) -> Launch:
     job_id, after, source, destination, num_sources, num_destinations = reader.take(_PLAN)
-    tiers = tuple(Tier)
-    source, destination = reader.choice(tiers, source), reader.choice(tiers, destination)
+    source, destination = reader.choice(HIT_TIERS, source), reader.choice(HIT_TIERS, destination)
     source_ids = reader.ids(num_sources)
     return Launch(TransferPlan(job_id, source, destination, source_ids, reader.ids(num_destinations)), after)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 from engine_doubles import BLOCK, PAGE_BYTES, Manager, Request, kv_tensor
@@ -42,7 +43,9 @@ class SmallEngine:
                 for rank in range(num_ranks)
             ]
         self.half._clock = lambda: self.now
-        self.connector.bind_kv_cache_manager(self.manager)
+        here = {"has_kv_transfer_group": lambda: num_ranks == 1, "get_kv_transfer_group": lambda: self.copiers[0]}
+        with patch.dict(AoffloadConnector.bind_kv_cache_manager.__globals__, here):
+            self.connector.bind_kv_cache_manager(self.manager)
         self.memories = [kv_tensor(num_blocks)[0] for _ in self.copiers]
         for copier, memory in zip(self.copiers, self.memories, strict=True):
             copier.register_kv_caches(dict.fromkeys(kv_tensor(num_blocks)[1].layers, memory))
@@ -197,6 +200,7 @@ class SmallEngine:
             request.num_computed_tokens += scheduled[request.request_id]
             self._advance(request)
         self._handle_over(told)
+        self.half.steps.ends()  # vLLM asks for statistics here
 
     def _work(self, copier: Any, bound: Any, memory: Any, ready: list[Request], scheduled: dict[str, int]) -> Any:
         """What vLLM's model runner does in a step."""
@@ -288,6 +292,16 @@ class SmallEngine:
 
 def held(engine: SmallEngine) -> int:
     return sum(block.ref_cnt for block in engine.manager.block_pool.blocks)
+
+
+def to_rest(engine: SmallEngine) -> None:
+    """Go on until copies that were under way have given their blocks back."""
+    engine.run()
+    for _ in range(20_000):
+        if not held(engine):
+            return
+        engine.step()
+    raise AssertionError(f"{held(engine)} blocks stay held")
 
 
 def counted(engine: SmallEngine, name: str) -> float:

@@ -95,7 +95,7 @@ def test_what_is_stored_of_a_window_is_found(engines: Callable[..., SmallEngine]
     engine.manager.evict_all()
     second = Request("second", [*request.all_token_ids, *range(150, 160)], num_new=9)
     engine.run(second)
-    assert counted(engine, "copied_blocks|load") == 12 + 3
+    assert counted(engine, "copied_blocks|load|host") == 12 + 3
     engine.manager.evict_all()
     engine.run(Request("third", [*second.all_token_ids, 1]))
     assert counted(engine, "lost_tokens") == 0

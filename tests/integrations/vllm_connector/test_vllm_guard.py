@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 from engine_doubles import TEXT, Request
-from small_engine import SmallEngine, counted, held, instead
+from small_engine import SmallEngine, counted, held, instead, to_rest
 
 from aoffload.ledger import TransferPlan
 
@@ -17,16 +17,6 @@ OTHER = list(range(100, 130))
 
 def fail(*arguments: object, **options: object) -> None:
     raise ZeroDivisionError("a bug")
-
-
-def to_rest(engine: SmallEngine) -> None:
-    """Go on until copies that were under way have given their blocks back."""
-    engine.run()
-    for _ in range(20_000):
-        if not held(engine):
-            return
-        engine.step()
-    raise AssertionError(f"{held(engine)} blocks stay held")
 
 
 def serve(engine: SmallEngine) -> None:
@@ -40,7 +30,9 @@ def serve(engine: SmallEngine) -> None:
 
 def narrow(engine: SmallEngine) -> SmallEngine:
     """From now on copies wait for room in flight: one at a time."""
-    engine.half._queue._max_bytes, engine.most_tokens, engine.may_be_off = 1, 12, True
+    for hop in engine.half._queue._hops.values():
+        hop.max_bytes = 1
+    engine.most_tokens, engine.may_be_off = 12, True
     return engine
 
 
@@ -204,4 +196,4 @@ def test_copies_that_end_behind_an_error_are_not_late(
     to_rest(engine)
     engine.now = 100.0
     engine.run(Request("last", TEXT))
-    assert counted(engine, "overdue_jobs|store") == 0
+    assert counted(engine, "overdue_jobs|store|host") == 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import attrs
 import pytest
 from engine_doubles import TEXT, Request
-from small_engine import SmallEngine, counted, held, instead
+from small_engine import SmallEngine, counted, held, instead, to_rest
 
 from aoffload.integrations.vllm.messages import Commands
 from aoffload.ledger import Completion, Outcome, TransferPlan
@@ -98,8 +98,7 @@ def test_blocks_that_a_copy_may_still_write_to_are_never_told(warm: Callable[...
     assert not late_ids & set(engine.manager.block_ids("again")[0]), "it computes elsewhere"
     engine.alter = lambda commands: commands
     engine.workers[0].start(late)
-    engine.run()
-    assert held(engine) == 0
+    to_rest(engine)
 
 
 def test_an_unproven_load_keeps_its_blocks_until_late_proof(warm: Callable[..., SmallEngine]) -> None:
@@ -111,11 +110,7 @@ def test_an_unproven_load_keeps_its_blocks_until_late_proof(warm: Callable[..., 
     assert held(engine) == 7
     engine.alter = lambda commands: commands
     engine.workers[0].start(plans)
-    for _ in range(20_000):
-        if not held(engine):
-            return
-        engine.step()
-    raise AssertionError("blocks stay held")
+    to_rest(engine)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -69,7 +69,7 @@ def test_blocks_may_come_in_a_later_step(warm: Callable[..., SmallEngine]) -> No
     engine.allocate(request, 0, 28)
     engine.loading["again"] = request
     engine.run(request)
-    assert counted(engine, "copied_blocks|load") == 7
+    assert counted(engine, "copied_blocks|load|host") == 7
 
 
 def test_each_try_is_answered_behind_vllms_own_hit(warm: Callable[..., SmallEngine]) -> None:
@@ -78,9 +78,9 @@ def test_each_try_is_answered_behind_vllms_own_hit(warm: Callable[..., SmallEngi
     request = Request("again", TEXT)
     assert [ask(engine, request, local)[0] for local in (0, 12, 28, 8, 0)] == [28, 16, 0, 20, 28]
     engine.run(Request("head", TEXT[:13]))
-    assert counted(engine, "copied_blocks|load") == 3
+    assert counted(engine, "copied_blocks|load|host") == 3
     engine.run(request)
-    assert counted(engine, "copied_blocks|load") == 3 + 4
+    assert counted(engine, "copied_blocks|load|host") == 3 + 4
 
 
 def test_the_same_question_is_not_matched_again(
@@ -132,14 +132,14 @@ def test_who_shall_not_read_the_cache_finds_nothing(warm: Callable[..., SmallEng
     assert ask(engine, request) == (0, False)
     assert pinned(engine) == 0
     engine.run(request)
-    assert counted(engine, "copied_blocks|load") == 0
+    assert counted(engine, "copied_blocks|load|host") == 0
 
 
 def test_one_of_many_loads_what_they_share(warm: Callable[..., SmallEngine]) -> None:
     """The others are told to ask again, also in the same step, and hit the engine's own cache then."""
     engine = warm(num_blocks=80)
     engine.run(*(Request(f"r{at}", [*TEXT, 50 + at]) for at in range(8)))
-    assert counted(engine, "copied_blocks|load") == 7
+    assert counted(engine, "copied_blocks|load|host") == 7
     assert held(engine) == 0
 
 
@@ -160,7 +160,7 @@ def test_who_waits_for_anothers_load_does_not_wait_for_long(warm: Callable[..., 
     engine.finish(leader)
     while engine.waiting or engine.running:
         engine.step()
-    assert counted(engine, "copied_blocks|load") == 7
+    assert counted(engine, "copied_blocks|load|host") == 7
 
 
 @pytest.mark.parametrize("has_landed", [True, False])
@@ -205,7 +205,7 @@ def test_a_hit_that_is_gone_when_there_are_blocks(warm: Callable[..., SmallEngin
     engine.allocate(request, 0, 28)
     engine.loading["again"] = request
     engine.run(request)
-    assert counted(engine, "copied_blocks|load") == 0
+    assert counted(engine, "copied_blocks|load|host") == 0
     assert counted(engine, "lost_tokens") == 28
 
 
@@ -222,7 +222,7 @@ def test_a_load_that_was_lost_is_not_promised_again(warm: Callable[..., SmallEng
     engine.run()
     engine.manager.evict_all()
     engine.run(Request("another", TEXT))
-    assert counted(engine, "copied_blocks|load") == 7
+    assert counted(engine, "copied_blocks|load|host") == 7
 
 
 def test_a_request_that_lost_a_load_loads_nothing_when_it_is_preempted_later(warm: Callable[..., SmallEngine]) -> None:

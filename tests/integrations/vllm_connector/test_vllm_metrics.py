@@ -29,11 +29,11 @@ def test_copies_are_counted_by_direction_and_end(warm: Callable[..., SmallEngine
     gauges = {"off": 0, "blocks|host|free": 57, "blocks|host|cached": 7}
     gauges |= dict.fromkeys(["blocks|host|pinned", "blocks|host|quarantined"], 0)
     gauges |= dict.fromkeys(["blocks|device|pinned", "blocks|device|quarantined"], 0)
-    stores = {"jobs|store|landed": 1, "copied_blocks|store": 7, "copied_bytes|store": 7 * BLOCK_BYTES}
+    stores = {"jobs|store|host|landed": 1, "copied_blocks|store|host": 7, "copied_bytes|store|host": 7 * BLOCK_BYTES}
     assert taken(engine) == stores | gauges
     assert taken(engine) == {}
     engine.run(Request("again", TEXT))
-    loads = {"jobs|load|landed": 1, "copied_blocks|load": 7, "copied_bytes|load": 7 * BLOCK_BYTES}
+    loads = {"jobs|load|host|landed": 1, "copied_blocks|load|host": 7, "copied_bytes|load|host": 7 * BLOCK_BYTES}
     assert taken(engine) == loads | gauges
 
 
@@ -47,7 +47,7 @@ def test_lost_loads_are_counted(warm: Callable[..., SmallEngine], outcome: Outco
     instead(engine, over(outcome, **fields))
     engine.run(Request("again", TEXT))
     found = taken(engine)
-    assert (found[f"jobs|load|{outcome.value}"], found["lost_tokens"]) == (1, 28)
+    assert (found[f"jobs|load|host|{outcome.value}"], found["lost_tokens"]) == (1, 28)
     assert found["blocks|device|quarantined"] == (7 if outcome is Outcome.UNPROVEN else 0)
 
 
@@ -62,7 +62,7 @@ def test_copies_that_take_too_long_are_counted(
     taken(engine)
     engine.now = 3.0
     engine.run()
-    assert taken(engine)["overdue_jobs|load"] == 1
+    assert taken(engine)["overdue_jobs|load|host"] == 1
     engine.workers[0].copies.end(over(Outcome.FAILED)(plans[0]))
     engine.step()
     said = [record.message for record in caplog.records if record.name == "vllm.aoffload"]
@@ -84,7 +84,7 @@ def test_an_error_is_counted(warm: Callable[..., SmallEngine], monkeypatch: pyte
     monkeypatch.setattr(engine.half, "match", lambda *arguments: 1 / 0)
     engine.run(Request("again", TEXT))
     found = taken(engine)
-    assert (found["off"], found["turned_off"]) == (1, 1)
+    assert (found["off"], found["turned_off|all"]) == (1, 1)
 
 
 # -- vLLM's classes ---------------------------------------------------------------------------------------------------
@@ -93,9 +93,12 @@ def test_an_error_is_counted(warm: Callable[..., SmallEngine], monkeypatch: pyte
 def test_statistics_add_up() -> None:
     """Counts are summed over an interval; of a gauge the last value counts."""
     made = AoffloadConnector.build_kv_connector_stats
-    one, other = made({"lost_tokens": 3.0, "off": 1.0}), made({"lost_tokens": 4.0, "jobs|load|landed": 1.0, "off": 1.0})
+    one, other = (
+        made({"lost_tokens": 3.0, "off": 1.0}),
+        made({"lost_tokens": 4.0, "jobs|load|host|landed": 1.0, "off": 1.0}),
+    )
     total = one.aggregate(other)
-    assert total.reduce() == {"lost_tokens": 7.0, "jobs load landed": 1.0, "off": 1.0}
+    assert total.reduce() == {"lost_tokens": 7.0, "jobs load host landed": 1.0, "off": 1.0}
     assert not total.is_empty()
     total.reset()
     assert total.is_empty() and made().is_empty()
@@ -117,8 +120,8 @@ def test_vllms_endpoint_shows_all_that_is_counted(warm: Callable[..., SmallEngin
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"vllm:aoffload_{name}", {"engine": "1", **labels})
 
-    assert value("jobs_total", direction="load", outcome="landed") == 2
-    assert value("copied_bytes_total", direction="store") == 7 * BLOCK_BYTES
+    assert value("jobs_total", direction="load", tier="host", outcome="landed") == 2
+    assert value("copied_bytes_total", direction="store", tier="host") == 7 * BLOCK_BYTES
     assert value("blocks", tier="host", state="cached") == 7
     assert value("off") == 0
     assert registry.get_sample_value("vllm:aoffload_off", {"engine": "0"}) is None
@@ -126,7 +129,11 @@ def test_vllms_endpoint_shows_all_that_is_counted(warm: Callable[..., SmallEngin
 
 def test_every_count_has_a_metric() -> None:
     """A name that no metric has would be an error in vLLM's front end, in the middle of a request."""
-    names = {"jobs": 2, "copied_blocks": 1, "copied_bytes": 1, "copy_seconds": 1, "overdue_jobs": 1}
-    names |= {"skipped_store_blocks": 1, "lost_tokens": 0, "turned_off": 0, "blocks": 2, "off": 0}
+    names = {"jobs": 3, "copied_blocks": 2, "copied_bytes": 2, "copy_seconds": 2, "overdue_jobs": 2}
+    names |= {"skipped_store_blocks": 1, "lost_tokens": 0, "turned_off": 1, "blocks": 2, "off": 0}
+    names |= {"fetches": 0, "late_fetches": 0, "restored_blocks": 0, "disk_budget_bytes": 0, "disk_off": 0}
+    names |= {"declined_fetches": 0, "remote_off": 0}
     assert {name: len(family.labels) for name, family in statistics.FAMILIES.items()} == names
-    assert {name for name, family in statistics.FAMILIES.items() if family.is_gauge} == {"blocks", "off"}
+    assert {name for name, family in statistics.FAMILIES.items() if family.is_gauge} == {
+        "blocks", "off", "disk_budget_bytes", "disk_off", "remote_off",
+    }  # fmt: skip

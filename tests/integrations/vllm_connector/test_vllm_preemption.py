@@ -29,7 +29,7 @@ def test_the_blocks_of_a_preempted_request_may_change_hands(engines: Callable[..
     assert engine.num_preemptions > 1
     engine.manager.evict_all()
     engine.run(*(Request(f"again {at}", range(20 * at, 20 * at + 20)) for at in range(5)))
-    assert counted(engine, "copied_blocks|load") >= 20
+    assert counted(engine, "copied_blocks|load|host") >= 20
     assert held(engine) == 0
 
 
@@ -58,7 +58,7 @@ def test_what_it_had_generated_is_found_again(engines: Callable[..., SmallEngine
     engine.preempt(request)
     engine.manager.evict_all()
     engine.run()
-    assert counted(engine, "copied_blocks|load") == 10
+    assert counted(engine, "copied_blocks|load|host") == 10
 
 
 def test_a_load_of_the_step_that_tells_of_a_preemption(warm: Callable[..., SmallEngine]) -> None:
@@ -73,7 +73,7 @@ def test_a_load_of_the_step_that_tells_of_a_preemption(warm: Callable[..., Small
     engine.preempt(request)
     engine.manager.evict_all()
     engine.run()
-    assert counted(engine, "copied_blocks|load") == 14
+    assert counted(engine, "copied_blocks|load|host") == 14
     assert held(engine) == 0
 
 

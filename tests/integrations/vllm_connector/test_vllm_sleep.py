@@ -50,7 +50,7 @@ def sleeps(engine: SmallEngine, *seconds: float, rank: int = 0, gate: Gate | Non
             gate.is_open.set()
         return said[0]
 
-    engine.workers[rank].copies._clock = clock
+    engine.workers[rank].copies.clock = clock
     engine.copiers[rank].unregister_kv_caches()
     engine.memories[rank].zero_()
 
@@ -76,12 +76,12 @@ def test_a_sleeping_worker_copies_nothing(warm: Callable[..., SmallEngine]) -> N
     engine.copiers[0].unregister_kv_caches()
     engine.copiers[0].unregister_kv_caches()
     engine.run(Request("again", TEXT))
-    assert counted(engine, "jobs|load|failed") == 1
+    assert counted(engine, "jobs|load|host|failed") == 1
     engine.copiers[0].restore_kv_caches()
     engine.copiers[0].restore_kv_caches()
     engine.manager.evict_all()
     engine.run(Request("once more", TEXT))
-    assert counted(engine, "copied_blocks|load") == 7
+    assert counted(engine, "copied_blocks|load|host") == 7
 
 
 def test_a_worker_may_stop_while_it_sleeps(warm: Callable[..., SmallEngine]) -> None:
@@ -96,7 +96,7 @@ def test_a_worker_may_stop_while_it_sleeps(warm: Callable[..., SmallEngine]) -> 
     assert len(closed) == 1
     engine.copiers[0].restore_kv_caches()
     engine.run(Request("again", TEXT))
-    assert counted(engine, "jobs|load|failed") == 1
+    assert counted(engine, "jobs|load|host|failed") == 1
 
 
 def test_a_load_that_ends_as_the_engine_goes_to_sleep_is_lost(warm: Callable[..., SmallEngine]) -> None:
@@ -109,10 +109,10 @@ def test_a_load_that_ends_as_the_engine_goes_to_sleep_is_lost(warm: Callable[...
     sleeps(engine, 0.0, 1.0, gate=gate)
     wakes(engine)
     engine.run()
-    assert counted(engine, "jobs|load|failed") == 1 and counted(engine, "lost_tokens") == 28
+    assert counted(engine, "jobs|load|host|failed") == 1 and counted(engine, "lost_tokens") == 28
     engine.manager.evict_all()
     engine.run(Request("once more", TEXT))
-    assert counted(engine, "jobs|load|landed") == 1 and not engine.connector.off_reason
+    assert counted(engine, "jobs|load|host|landed") == 1 and not engine.connector.off_reason
 
 
 def test_a_store_that_ends_as_the_engine_goes_to_sleep_counts(warm: Callable[..., SmallEngine]) -> None:
@@ -125,10 +125,10 @@ def test_a_store_that_ends_as_the_engine_goes_to_sleep_counts(warm: Callable[...
     sleeps(engine, 0.0, 1.0, gate=gate)
     wakes(engine)
     engine.run(Request("again", OTHER))
-    assert counted(engine, "copied_blocks|store") == 14
+    assert counted(engine, "copied_blocks|store|host") == 14
     engine.manager.evict_all()
     engine.run(Request("once more", OTHER))
-    assert counted(engine, "copied_blocks|load") >= 7
+    assert counted(engine, "copied_blocks|load|host") >= 7
 
 
 def test_a_copy_that_hangs_delays_sleep_no_longer_than_its_time(warm: Callable[..., SmallEngine]) -> None:
@@ -147,7 +147,7 @@ def test_a_copy_that_hangs_delays_sleep_no_longer_than_its_time(warm: Callable[.
         if engine.waiting or engine.running:
             engine.step()
     assert not engine.waiting and "did not end" in engine.connector.off_reason
-    assert counted(engine, "jobs|load|unproven") == 2
+    assert counted(engine, "jobs|load|host|unproven") == 2
     assert held(engine) == engine.connector.ledger.statistics().device.num_quarantined == 14
     gate.is_open.set()
     to_rest(engine)

@@ -11,6 +11,7 @@ import pytest
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted, held, instead
 
+from aoffload import Tier
 from aoffload.integrations.vllm.messages import Commands, Reports
 from aoffload.ledger import Completion, Direction, Outcome, TransferPlan
 
@@ -68,7 +69,7 @@ def test_generated_tokens_are_offered(engines: Callable[..., SmallEngine]) -> No
     engine.run(request)
     engine.manager.evict_all()
     engine.run(Request("next", [*request.all_token_ids, 1, 2, 3]))
-    assert counted(engine, "copied_blocks|load") == 9
+    assert counted(engine, "copied_blocks|load|host") == 9
 
 
 def test_a_step_without_work_carries_nothing(engines: Callable[..., SmallEngine]) -> None:
@@ -146,7 +147,7 @@ def test_an_aborted_load_that_has_not_started_is_over(warm: Callable[..., SmallE
     engine = warm(num_blocks=40, num_host_blocks=40)
     engine.run(Request("other", range(100, 130)))
     engine.manager.evict_all()
-    engine.half._queue._max_bytes = 1
+    engine.half._queue._hop(Tier.HOST, Tier.DEVICE).max_bytes = 1
     plans = instead(engine, lambda plan: None)
     first, second = Request("again", TEXT), Request("another", range(100, 130))
     engine.submit(first, second)
@@ -198,7 +199,7 @@ def test_a_load_is_over_when_every_rank_has_it(warm: Callable[..., SmallEngine])
     engine.workers[1].start = start  # type: ignore[method-assign]
     start(late)
     engine.run()
-    assert counted(engine, "copied_blocks|load") == 7
+    assert counted(engine, "copied_blocks|load|host") == 7
 
 
 def test_a_load_counts_as_far_as_every_rank_has_it(warm: Callable[..., SmallEngine]) -> None:

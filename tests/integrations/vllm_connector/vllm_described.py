@@ -9,6 +9,7 @@ import torch
 from engine_doubles import BLOCK, kv_tensor
 from vllm_doubles import interface
 
+MODEL = "m"
 HEADS = {"num_kv_heads": 1, "head_size": 8, "block_size": BLOCK}
 
 
@@ -22,9 +23,14 @@ def vllm_config(num_ranks: int = 1, rank: int = 0, **extra: Any) -> Any:
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, world_size=num_ranks, rank=rank, pipeline_parallel_size=1
+            decode_context_parallel_size=1,
+            world_size=num_ranks,
+            rank=rank,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
         ),
-        model_config=SimpleNamespace(model="m", revision=None, dtype="float32"),
+        model_config=SimpleNamespace(model=MODEL, revision=None, dtype="float32", compute_hash=lambda: "model"),
+        attention_config=SimpleNamespace(compute_hash=lambda: "attention"),
         speculative_config=None,
     )
 

@@ -135,8 +135,9 @@ def window_of(spec: Any) -> int:
 
 
 NAMES: dict[str, dict[str, Any]] = {
-    "vllm": {},
+    "vllm": {"__version__": "0"},
     "vllm.config": {"VllmConfig": VllmConfig},
+    "vllm.distributed.kv_transfer": {"get_kv_transfer_group": Connector, "has_kv_transfer_group": bool},
     f"{CONNECTOR}.v1.base": {
         "KVConnectorBase_V1": Connector,
         "KVConnectorMetadata": Metadata,

@@ -121,6 +121,10 @@ class CudaBackend(RegionBackend):
         """Whether small pieces can be copied by a kernel: one is installed, and the device maps the host memory."""
         return self._kernel is not None
 
+    @property
+    def host_rows(self) -> NDArray[np.uint8]:
+        return self.host.rows
+
     # -- opening and closing --------------------------------------------------------------------------------------
 
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:

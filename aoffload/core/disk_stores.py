@@ -1,0 +1,115 @@
+"""Stores to the disk: what the host is about to evict, what was asked for twice, and at the end what is left.
+
+A prefix goes whole: the disk holds nothing whose front it lacks. How much may be written, and when, the caller says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import attrs
+
+from .policy import AlsoCounts
+from .presence import covered_stop
+from .records import Job, Part, Run
+from .stores import left_of
+from .tiers import TierBlocks
+from .tokens import TokenSequence
+from .watermark import EvictionWatermark
+
+__all__ = ["STEPS", "DiskStores"]
+
+STEPS = 16
+"""The host is looked at each time that it has used one of so many parts of the watermark."""
+MAX_LOOKED_AT = 64
+"""Prefixes of which one call asks how often they were asked for."""
+
+
+@attrs.define(eq=False)
+class DiskStores:
+    watermark: EvictionWatermark
+    counts: AlsoCounts
+    _came_to: tuple[object, ...] = ()
+    """What it was looked at for last; empty: look again."""
+    _looked_at: int = 0
+    """`Part.last_use` up to which all that was asked for twice is on the disk, or was not stored."""
+
+    @property
+    def _host(self) -> TierBlocks:
+        return self.watermark.cache.tiers[self.watermark.stores.source]
+
+    @property
+    def _disk(self) -> TierBlocks:
+        return self.watermark.cache.tiers[self.watermark.stores.destination]
+
+    def plan(self, most: int, *, is_idle: bool, only_asked_twice: bool) -> list[Job]:
+        """Store at most `most` blocks of what the host is about to evict; with `is_idle`, also of what was asked for
+        twice, as far as the disk has free slots."""
+        watermark, jobs = self.watermark, list[Job]()
+        if most <= 0:
+            return []
+        if self._has_come_nearer(only_asked_twice):
+            wanted = self._asked_stop if only_asked_twice else self._whole_stop
+            jobs += watermark.store(watermark.about_to_lose(wanted), wanted, most)
+            if left_of(most, jobs) <= 0:
+                self._came_to = ()
+        if is_idle and not watermark.nothing_changed():
+            left = min(left_of(most, jobs), self._disk.pool.num_free)  # evicts nothing: or it would go round for ever
+            jobs += watermark.store(self._asked_twice(left), self._asked_stop, left)
+            if left_of(most, jobs) <= 0:
+                watermark.look_again()
+        return jobs
+
+    @property
+    def are_due(self) -> bool:
+        """Whether `plan` may find something, wanting what it wanted before."""
+        return self._nearness() != self._came_to[:2] or self.watermark.has_changed
+
+    def _has_come_nearer(self, only_asked_twice: bool) -> bool:
+        """Whether the host has used a part of the watermark since it was looked at, or something else is wanted."""
+        now = (*self._nearness(), only_asked_twice)
+        before, self._came_to = self._came_to, now
+        return now != before
+
+    def _nearness(self) -> tuple[object, ...]:
+        host = self._host
+        return (host.num_evicted - host.pool.num_free) // self.watermark.step, self._disk.num_resets
+
+    def plan_flush(self, most: int) -> list[Job]:
+        """Store at most `most` blocks of all that the disk lacks, what was used last first, as far as the disk could
+        hold it all."""
+        parts = list(self._host.order)[::-1]
+        runs = self.watermark.lacking(parts, self._disk.capacity, self._whole_stop)
+        return self.watermark.store(runs, self._whole_stop, most)
+
+    def _whole_stop(self, run: Run) -> int:
+        """The unit up to which host and disk together hold the path of `run` without a gap. What is behind a block that
+        was found corrupt could not be published."""
+        source, destination = self.watermark.stores.source, self.watermark.stores.destination
+        if not run.parts[source].width:
+            return run.stop
+        for current in run.whole_path():
+            reached = max(current.parts[source].stop, covered_stop(current.parts[destination]))
+            if reached < current.stop:
+                return reached
+        return run.stop
+
+    def _asked_stop(self, run: Run) -> int:
+        return min(self._whole_stop(run), self.counts.asked_stop(TokenSequence.of_path(run), run.stop))
+
+    def _asked_twice(self, num_blocks: int) -> list[Run]:
+        """Runs with about `num_blocks` blocks that were asked for twice and may be missing on the disk."""
+        found: dict[Run, None] = {}
+        for part in islice(self._not_looked_at(), MAX_LOOKED_AT):
+            if num_blocks <= 0:
+                break
+            if self.watermark.lacking((part,), 1, self._asked_stop):
+                found[part.run] = None
+                num_blocks -= len(part.blocks)
+            elif not found:
+                self._looked_at = part.last_use
+        return list(found)
+
+    def _not_looked_at(self) -> Iterator[Part]:
+        return (part for part in self._host.order if part.last_use > self._looked_at)

@@ -1,0 +1,171 @@
+"""What a runtime does with its remote tier: asks what the store has, writes behind, and has what is wrong removed.
+
+A question, a load and a store never make anybody wait longer than they may, and none of them can fail a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import anyio
+import attrs
+
+from .core.cells import cells_of
+from .core.ledger import Ledger
+from .core.plan import CellLabel, Direction, Tier
+from .env import Env
+from .fetch_gate import transfer_s
+from .prefix import Prefix
+from .telemetry import Telemetry
+from .transfer.transport import TransportRemote
+from .worker import CopyWorker
+from .write_rate import WriteRate
+
+__all__ = ["Question", "RemoteWork"]
+
+LATE_S = 0.01
+"""For an answer that is given just in time, to arrive."""
+MUCH_TO_HASH = 65_536
+"""Tokens whose digests are computed in a thread."""
+MAX_BYTES = 32 * 2**20
+"""Stored at once: their digests are computed in the event loop."""
+
+
+@attrs.define(eq=False)
+class RemoteWork:
+    """The remote tier of one runtime, in its event loop's thread."""
+
+    ledger: Ledger
+    worker: CopyWorker
+    remote: TransportRemote
+    block_bytes: int
+    env: Env
+    telemetry: Telemetry
+    now: Callable[[], float] = attrs.field(init=False, default=lambda: 0.0)
+    """The event loop's clock; set by `begin`."""
+    hashing: anyio.CapacityLimiter | None = attrs.field(init=False, default=None)
+    is_on: bool = attrs.field(init=False, default=False)
+    """Between `begin` and `end`."""
+    _rate: WriteRate = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._rate = WriteRate(self.remote.tier.write_bytes_per_s, self.cell_blocks * self.block_bytes)
+
+    # -- sizes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def cell_tokens(self) -> int:
+        return self.ledger.cell_units * self.ledger.layout.unit_tokens
+
+    @property
+    def cell_blocks(self) -> int:
+        return self.ledger.cell_units * self.ledger.layout.full.width
+
+    # -- begin and end --------------------------------------------------------------------------------------------
+
+    def begin(self, hashing: anyio.CapacityLimiter | None) -> None:
+        """Called in the event loop, once the transport is open. `hashing`: for threads that compute digests."""
+        self.hashing, self.now, self.is_on = hashing, self.env.loop_clock(), True
+        tier = self.remote.tier
+        self.telemetry.remote_opened(type(tier.store).__name__, tier.secret is not None, self.cell_tokens)
+
+    def turn_off(self, reason: str) -> None:
+        """Neither ask, load nor store any more."""
+        if self.is_on:
+            self.is_on = False
+            self.telemetry.remote_turned_off(reason)
+
+    def end(self) -> None:
+        """The runtime closes. What is being stored may end; nothing is waited for."""
+        self._forget()
+        self.is_on = False
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether a fetch is worth its time: not from a store that has failed lately, or hangs."""
+        is_off = not self.is_on or not self.worker.is_accepting or self.remote.refuses(Direction.LOAD)
+        return not is_off and not self.worker.copies.is_stalled(Tier.REMOTE, Tier.HOST)
+
+    def cells_stop(self, num_tokens: int) -> int:
+        """The token at which the last whole cell ends that a prompt of so many tokens may hit."""
+        return (num_tokens - 1) // self.cell_tokens * self.cell_tokens
+
+    def fetch_s(self, prefix: Prefix, num_remote_tokens: int) -> float:
+        """Seconds until so many tokens of `prefix` would be in host memory; 0 if nothing is known of the store yet."""
+        copies, hop = self.worker.copies, (Tier.REMOTE, Tier.HOST)
+        num_blocks = copies.tell(self.ledger.num_remote_fetch_blocks, prefix, num_remote_tokens) or 0
+        return transfer_s(num_blocks * self.block_bytes + copies.bytes_under_way(*hop), copies.bytes_per_s(*hop))
+
+    async def labels(self, prefix: Prefix, behind: int) -> Sequence[CellLabel]:
+        """The whole cells of `prefix` that end behind its token `behind`."""
+        compute = partial(self.labels_nowait, prefix, behind)
+        if prefix.num_tokens > MUCH_TO_HASH:
+            return await self.env.run_in_thread(compute, self.hashing)
+        return compute()
+
+    def labels_nowait(self, prefix: Prefix, behind: int) -> Sequence[CellLabel]:
+        cells = cells_of(prefix, self.ledger.layout.unit_tokens, self.ledger.cell_units)
+        return cells[behind // self.cell_tokens :]
+
+    def ask(self, labels: Sequence[CellLabel], answered: Callable[[int], object]) -> Question:
+        """Ask how many of these cells the store has from the first one on. `answered` is called with that once, in the
+        event loop, soon after `ask_timeout_s` at the latest: what is not known then the store does not have."""
+        question = Question(answered)
+        deadline = self.now() + self.remote.tier.ask_timeout_s + LATE_S
+        question.stop_timer = self.env.call_at(deadline, partial(self.worker.call_soon, partial(question.over, 0)))
+        self.remote.ask(labels, partial(_heard, self.worker, question))
+        return question
+
+    # -- storing --------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Have what is wrong removed; store what was asked for twice and the store lacks. Called after whatever may
+        have changed that."""
+        self._forget()  # also when it is off: others use the store
+        if not self.is_on:
+            return
+        if not self.remote.refuses(Direction.STORE) and (most := self._num_storable()):
+            plans = self.worker.copies.tell(self.ledger.plan_remote_stores, most, self.remote.is_wanted) or ()
+            self.worker.submit(plans)
+            self._rate.spend(sum(plan.num_blocks for plan in plans) * self.block_bytes, self.now())
+
+    def _num_storable(self) -> int:
+        """Blocks that may be stored now: whole cells."""
+        cell_bytes = self.cell_blocks * self.block_bytes
+        left = min(self._rate.left(self.now()), MAX_BYTES, self.worker.copies.room_bytes(Tier.HOST, Tier.REMOTE))
+        num_cells = max(1, left // cell_bytes) if left > 0 else 0
+        return num_cells * self.cell_blocks
+
+    def _forget(self) -> None:
+        """What a failed forward has left in the store is wrong: nobody is to find it."""
+        if cells := self.ledger.take_forgotten_cells():
+            self.remote.forget(cells)
+
+
+def _heard(worker: CopyWorker, question: Question, num_cells: int) -> None:
+    """In any thread."""
+    worker.call_soon(partial(question.over, num_cells))
+
+
+@attrs.define(eq=False)
+class Question:
+    """A question to the store that is out. What comes first counts: the store's answer, or the timer."""
+
+    answered: Callable[[int], object]
+    stop_timer: Callable[[], object] | None = None
+    is_over: bool = False
+
+    def over(self, num_cells: int) -> None:
+        """In the event loop."""
+        if not self.is_over:
+            self.cancel()
+            self.answered(num_cells)
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more."""
+        self.is_over = True
+        if self.stop_timer is not None:
+            self.stop_timer()

@@ -1,0 +1,179 @@
+"""How a runtime is made, opened and closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+from anyio.abc import TaskGroup
+
+from .arguments import as_tuple, check_has, check_type
+from .config import OffloadConfig
+from .core.blocks import DevicePool
+from .core.engine_blocks import EngineBlocks
+from .core.ledger import Ledger
+from .disk_work import DiskWork
+from .env import Env
+from .errors import ConfigError, InvalidArgument, RuntimeClosed
+from .explained import Explained
+from .fetch_gate import PrefillSpeed
+from .observers import Observers, RuntimeObserver
+from .opening import Opening
+from .prefix import Roots
+from .remote_work import RemoteWork
+from .session import Session, SessionLife
+from .telemetry import Telemetry
+from .transfer.layout import check_block_sizes
+from .transfer.local import LocalTransport
+from .transfer.transport import TRANSPORTS, HasDisk, HasRemote, Transport, TransportDisk, TransportRemote
+from .worker import CopyWorker
+
+__all__ = ["RuntimeLife"]
+
+
+class RuntimeLife(Explained):
+    """The wiring of a runtime, from its making to its end. `OffloadRuntime` has the calls."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        kv_caches: Any = None,
+        *,
+        transport: Transport | None = None,
+        device_pool: DevicePool | None = None,
+        engine_blocks: EngineBlocks | None = None,
+        env: Env | None = None,
+        logger: Any = None,
+        observers: Iterable[RuntimeObserver] = (),
+    ) -> None:
+        check_type("config", config, OffloadConfig)
+        if (kv_caches is None) == (transport is None):
+            raise InvalidArgument("kv_caches", "give either kv_caches or a transport")
+        if transport is not None:
+            check_has("transport", transport, "Transport", TRANSPORTS)
+        if env is not None:
+            check_type("env", env, Env)
+        if logger is not None:
+            check_has("logger", logger, "structlog logger", "bind")
+        self.config = config
+        self.transport: Transport = (
+            LocalTransport(kv_caches, disk=config.disk, remote=config.remote) if transport is None else transport
+        )
+        disk, remote = _disk_of(self.transport, config), _remote_of(self.transport, config)
+        check_block_sizes(self.transport, config.groups)
+        self.env = env if env is not None else Env()
+        self.telemetry = Telemetry(logger)
+        self.observers = Observers(self.telemetry, *as_tuple("observers", observers, "RuntimeObserver"))
+        block_bytes = self.transport.block_bytes
+        self.ledger = Ledger(
+            config,
+            self.transport.num_device_blocks,
+            block_bytes=block_bytes,
+            device_pool=device_pool,
+            engine_blocks=engine_blocks,
+            clock=None if engine_blocks is None else lambda: self._session.now(),
+            observer=self.observers if len(self.observers.observers) > 1 else self.telemetry,
+        )
+        self.worker = CopyWorker(self.ledger, self.transport, config, self.env, self.telemetry)
+        self._session = Session(
+            config, self.env, self.ledger, self.worker, self.transport, self.telemetry, self.observers
+        )
+        if disk is not None:
+            work = DiskWork(self.ledger, self.worker, disk, block_bytes, self.env, self.telemetry)
+            self._session.disk = work
+        if remote is not None:
+            self._session.remote = RemoteWork(self.ledger, self.worker, remote, block_bytes, self.env, self.telemetry)
+        if disk is not None or remote is not None:
+            self._session.speed = PrefillSpeed(config.prefill_tokens_per_s)
+            self.worker.after_settled = self._session.look_below
+        self._opening = Opening(self._session, config.resolve_host_blocks(block_bytes))
+        self._roots = Roots(config.root_namespace)
+        self._group: TaskGroup | None = None
+
+    def __repr__(self) -> str:
+        return f"<OffloadRuntime {'open' if self._session.is_open else 'closed'} {self.ledger!r}>"
+
+    # -- life cycle -----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._session.begin()
+        self.worker.start()
+        await self._opening.open()
+        try:
+            self._group = await self._start_worker()
+        except BaseException:
+            self._opening.close(self.config.close_timeout_s)  # nothing was launched: its threads end at once
+            raise
+        self._session.life = SessionLife.OPEN
+        self._opening.tell()
+        if self._session.disk is not None:
+            self._session.disk.begin()
+        if self._session.remote is not None:
+            self._session.remote.begin(self._session.hashing)
+        return self
+
+    async def _start_worker(self) -> TaskGroup:
+        """Start the worker's task and wait until it runs: cancelled before its first step, it would cancel the caller,
+        too. Not `TaskGroup.start`, which would wait for the shielded worker if it was cancelled itself."""
+        async with AsyncExitStack() as stack:
+            group = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(self.worker.end)
+            group.start_soon(self.worker.run, name="aoffload copy worker")
+            await self.worker.has_begun.wait()
+            stack.pop_all()
+            return group
+        raise RuntimeClosed("the copy worker was cancelled before it had begun")
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End live requests, drop queued jobs, then wait up to `close_timeout_s` for jobs in flight. With a disk, store
+        before that what it lacks, for up to its `close_flush_s`."""
+        self._session.life = SessionLife.CLOSED
+        self._session.close_requests()
+        if self._session.remote is not None:
+            self._session.remote.end()
+        try:
+            if self._session.disk is not None:
+                await self._session.disk.flush()
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        self.worker.refuse_all()
+        deadline = anyio.current_time() + self.config.close_timeout_s
+        try:
+            # A launched copy can't be recalled, and its memory must outlive it: the one wait that is shielded.
+            with anyio.CancelScope(shield=True, deadline=deadline):
+                await self.worker.wait_idle()
+                await self.env.run_in_thread(partial(self._opening.close, max(0.0, deadline - anyio.current_time())))
+        finally:
+            self._opening.close(0.0)
+            self.worker.drain()
+            self.worker.stop("the runtime was closed")
+            self.telemetry.runtime_closed(len(self.ledger.jobs.quarantined))
+            self.worker.end()
+            assert self._group is not None
+            await self._group.__aexit__(None, None, None)
+
+
+def _disk_of(transport: Transport, config: OffloadConfig) -> TransportDisk | None:
+    """The disk of `transport`, which has to be the one that `config` names."""
+    found = transport.disk if isinstance(transport, HasDisk) else None
+    if (None if found is None else found.tier) != config.disk:
+        problem = "must be that of the transport: give it to LocalTransport, too; other transports have none"
+        raise ConfigError("disk", problem)
+    return found
+
+
+def _remote_of(transport: Transport, config: OffloadConfig) -> TransportRemote | None:
+    """The same for the remote tier."""
+    found = transport.remote if isinstance(transport, HasRemote) else None
+    if (None if found is None else found.tier) != config.remote:
+        problem = "must be that of the transport: give it to LocalTransport, too; other transports have none"
+        raise ConfigError("remote", problem)
+    return found

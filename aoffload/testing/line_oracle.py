@@ -1,0 +1,74 @@
+"""The oracle of the line for room: who waits, waits for room that is not there, and in order."""
+
+from __future__ import annotations
+
+import attrs
+
+from ..core.matching import Hit, find_hit
+from ..core.owners import Holding, Waiter
+from ..core.plan import Tier
+from ..runtime import OffloadRuntime
+from .violations import Violation
+
+__all__ = ["LineOracle"]
+
+
+@attrs.frozen
+class LineOracle:
+    """Watches who waits for room in one runtime."""
+
+    runtime: OffloadRuntime
+
+    def check(self) -> None:
+        line = self.runtime.ledger.admission.line
+        tickets = [waiter.holding.ticket for waiter in line.allocating]
+        if tickets != sorted(tickets):
+            raise Violation("out of turn", f"the line is {line.allocating}")
+        admission = self.runtime.ledger.admission
+        for waiter in (*line.extending, *line.allocating):
+            if admission.num_least(waiter) > admission.capacity:
+                raise Violation("a wait in vain", f"{waiter} can never fit")
+        if line.extending:
+            self._check_extension(line.extending[0])
+        elif line.allocating:
+            self._check_allocation(line.allocating[0])
+
+    def _check_extension(self, first: Waiter) -> None:
+        admission = self.runtime.ledger.admission
+        if admission.num_missing(first.holding, first.num_units) <= admission.room:
+            raise Violation("a wait without a need", f"{first} waits and there is room")
+        if not admission.others_hold_room():
+            raise Violation("a wait without a need", f"{first} waits, and only waiters hold room")
+        if pinning := [waiter for waiter in admission.line.allocating if waiter.holding.leases]:
+            raise Violation("a wait without a need", f"{first} waits for what {pinning[0]} pins, which has nothing yet")
+
+    def _check_allocation(self, first: Waiter) -> None:
+        admission = self.runtime.ledger.admission
+        missing = max(0, first.num_units - self._device_hit(first.holding)) * self._width
+        if admission.num_missing(first.holding, first.num_units) <= admission.room:
+            raise Violation("a wait without a need", f"{first} waits and there is room")
+        if missing <= admission.room - self._evictable_of(first.holding):
+            raise Violation("a wait without a need", f"{first} waits; matched again it would fit")
+        if not admission.others_hold_room():
+            raise Violation("a wait without a need", f"{first} waits, and only waiters and pins hold room")
+
+    @property
+    def _width(self) -> int:
+        return self.runtime.ledger.layout.width
+
+    def _hit(self, holding: Holding) -> Hit:
+        """What `holding` would match now."""
+        cache = self.runtime.ledger.cache
+        if holding.epoch != cache.epoch:
+            return Hit(0, 0, ())
+        limit = min((holding.sequence.num_tokens - 1) // cache.layout.unit_tokens, holding.hit_limit)
+        return find_hit(cache.index, holding.sequence, cache.layout, limit, holding.hit_alignment)
+
+    def _device_hit(self, holding: Holding) -> int:
+        return self._hit(holding).device_stop
+
+    def _evictable_of(self, holding: Holding) -> int:
+        """Evictable blocks of its own hit: pinning the hit takes them out of the room."""
+        hit = self._hit(holding)
+        unpinned = [run for run in hit.path if not run.parts[Tier.DEVICE].num_references]
+        return sum(max(0, min(run.stop, hit.device_stop) - run.start) for run in unpinned) * self._width

@@ -1,0 +1,194 @@
+"""Calls about a remote store, and what a simulated one keeps of them: cells by digest, which others lose and spoil."""
+
+from __future__ import annotations
+
+import attrs
+
+from ...core.cells import cells_of
+from ...core.lifecycle import JobState
+from ...core.plan import CellLabel, Completion, Outcome, Tier, TransferPlan
+from ...prefix import Prefix
+from ..violations import Violation
+from .ledger_disk import DiskCalls
+from .program import World
+from .provenance import Block
+
+__all__ = ["RemoteCalls"]
+
+
+@attrs.define(eq=False)
+class _Put:
+    """A put that was given up, and may still arrive."""
+
+    digest: bytes
+    content: list[Block]
+    is_forgotten: bool = False
+    """The cell is removed once more when it has arrived."""
+
+
+class RemoteCalls(DiskCalls):
+    """A cell is there as a whole or not at all, and what does not verify is a miss. The store outlives the process."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.store: dict[bytes, list[Block] | None] = {}
+        """None: something is there that does not verify."""
+        self.puts: dict[str, _Put] = {}
+        """By job."""
+        self._named: dict[bytes, list[int]] = {}
+        """By digest: the tokens that a cell was put there for."""
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def do_remote_stores(self, most: int, blind: bool = False) -> str:
+        """`blind`: the caller knows of no cell that it is there."""
+        under_way = {
+            job.plan.cell for job in self.ledger.jobs.unsettled.values() if job.plan.destination is Tier.REMOTE
+        }
+
+        def is_wanted(cell: CellLabel) -> bool:
+            return blind or self.store.get(cell.digest) is None
+
+        plans = self.ledger.plan_remote_stores(most, is_wanted)
+        self.take(plans)
+        self._note("remote store", plans)
+        num_blocks, cells = sum(plan.num_blocks for plan in plans), [plan.cell for plan in plans]
+        self._require(num_blocks <= most, "no more is stored than was allowed", f"{num_blocks} of {most}")
+        self._require(len({*cells}) == len(cells), "a cell is stored once", cells)
+        self._require(under_way.isdisjoint(cells), "a cell is not stored twice at a time", cells)
+        return f"{num_blocks}"
+
+    def do_lose_cell(self, at: int) -> str:
+        """The store evicts a cell, or somebody else removes it."""
+        if not self.store:
+            return "skipped"
+        del self.store[list(self.store)[at % len(self.store)]]
+        return "lost"
+
+    def do_poison_cell(self, at: int) -> str:
+        """Somebody puts something else under the name of a cell."""
+        if not self.store:
+            return "skipped"
+        self.store[list(self.store)[at % len(self.store)]] = None
+        return "poisoned"
+
+    def _told(self, prefix: Prefix, told: int | None) -> int:
+        """`told`: cells that the store is said to have, however many it has. None: it has been asked just now."""
+        if not self.world.cell_units:
+            return 0
+        there = 0
+        for cell in cells_of(prefix, self.unit, self.world.cell_units):
+            if cell.digest not in self.store:
+                break
+            there += 1
+        self._note("told too much", told is not None and told > there)
+        return (there if told is None else told) * self.world.cell_units * self.unit
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def _begins(self, plan: TransferPlan) -> None:
+        if plan.destination is not Tier.REMOTE:  # there, the old cell stays until the new one is there
+            super()._begins(plan)
+
+    def do_settle(self, job: str, outcome: str = "landed", at: int = 0) -> str:
+        """Of a cell: FAILED with an odd `at`: a put has arrived, and nobody knows. CORRUPT: it does not verify, and a
+        transport says so; ours says FAILED.
+        UNPROVEN: it is given up; what a get brings later is dropped, a put may arrive."""
+        found, plan = self.job(job), self.plans.get(job)
+        if plan is None or plan.cell is None:
+            return super().do_settle(job, outcome, at)
+        if found is None or found.state is not JobState.LAUNCHED or found.parked is not None:
+            return "skipped"
+        how = Outcome(outcome)
+        if plan.source is Tier.REMOTE:
+            completion = self._got(plan, plan.cell, how, at)
+        else:
+            completion = self._put(job, plan, plan.cell, how, at)
+        del self.plans[job]
+        self.over[job] = completion
+        self.features.add(f"remote {plan.direction.value} {completion.outcome.value}")
+        self._settle(completion, plan)
+        return completion.outcome.value
+
+    def _got(self, plan: TransferPlan, cell: CellLabel, how: Outcome, at: int) -> Completion:
+        content = self.store.get(cell.digest)
+        self._note("cell gone", cell.digest not in self.store)
+        if how is Outcome.CORRUPT:
+            self.store[cell.digest] = None
+            return Completion(plan.job_id, Outcome.CORRUPT, 0, (at % plan.num_blocks,))
+        if content is None or how is Outcome.UNPROVEN:
+            return Completion(plan.job_id, Outcome.FAILED)
+        num_landed = plan.num_blocks if how is Outcome.LANDED else at % plan.num_blocks
+        for place, block_id in list(zip(plan.source_ids, plan.destination_ids, strict=True))[:num_landed]:
+            self.bytes.tiers[Tier.HOST][block_id] = list(content[place])
+        return Completion(plan.job_id, how, num_landed)
+
+    def _put(self, job: str, plan: TransferPlan, cell: CellLabel, how: Outcome, at: int) -> Completion:
+        if any((plan.source, block_id) in self.rotten for block_id in plan.source_ids):
+            return Completion(plan.job_id, Outcome.FAILED)  # it has the sums of what it reads, and stops there
+        content = [list(self.bytes.tiers[Tier.HOST][block_id]) for block_id in plan.source_ids]
+        problem = self.bytes.problem(Tier.HOST, plan.source_ids)
+        if problem is not None and problem[0] == "wrong bytes":
+            raise Violation("wrong bytes", f"{cell} is stored from blocks that hold nothing of use")
+        tokens = [one.prefix for block in content for one in block]
+        if self._named.setdefault(cell.digest, tokens) != tokens:
+            raise Violation("wrong bytes", f"{cell} is stored with the KV of other tokens")
+        if how is Outcome.LANDED or (how is Outcome.FAILED and at % 2):
+            self.store[cell.digest] = content
+        elif how is Outcome.CORRUPT:
+            self.store[cell.digest] = None
+        elif how is Outcome.UNPROVEN:
+            self.puts[job] = _Put(cell.digest, content)
+            self.unproven[job] = plan
+        return Completion(plan.job_id, how, plan.num_blocks if how is Outcome.LANDED else 0)
+
+    def do_late(self, job: str) -> str:
+        if (put := self.puts.pop(job, None)) is None:
+            return super().do_late(job)
+        plan = self.unproven.pop(job)
+        if not put.is_forgotten:
+            self.store[put.digest] = put.content
+        self.over[job] = Completion(plan.job_id, Outcome.LANDED, plan.num_blocks)
+        self.ledger.settle(self.over[job])
+        self.features.add("late put")
+        return "arrived"
+
+    def do_stray(self, job: str) -> str:
+        return "skipped" if job in self.puts else super().do_stray(job)
+
+    # -- taking back -----------------------------------------------------------------------------------------------
+
+    def erase_forgotten(self) -> None:
+        super().erase_forgotten()
+        forgotten = {cell.digest for cell in self.ledger.take_forgotten_cells()}
+        self._note("cell taken back", forgotten & self.store.keys())
+        for digest in forgotten:
+            self.store.pop(digest, None)
+        for put in self.puts.values():
+            put.is_forgotten |= put.digest in forgotten
+        if self.bytes.invalid:
+            self._check_store()
+
+    def _check_store(self) -> None:
+        """What was taken back is not in the store, nor on its way there, unless a store of it is not over."""
+        remote = self.ledger._remote_stores
+        waiting = set() if remote is None else remote.forgotten.keys()
+        on_its_way = [(put.digest, put.content) for put in self.puts.values() if not put.is_forgotten]
+        for digest, content in (*self.store.items(), *on_its_way):
+            marks = [one.marks for block in content or () for one in block]
+            if digest not in waiting and any(mark & self.bytes.invalid for mark in marks):
+                raise Violation("bytes taken back", f"the store has a cell of wrong KV: {digest.hex()[:16]}")
+
+    def do_restart(self, at: int = 0, most: int = 0) -> str:
+        """Of puts under way, those with an odd `at` arrive."""
+        remote = self.ledger._remote_stores
+        for name, plan in list(self.plans.items()) if remote is not None else ():
+            job = self.job(name)
+            if plan.cell is None or plan.destination is not Tier.REMOTE or job is None:
+                continue
+            if job.state is JobState.LAUNCHED and at % 2:
+                self._put(name, plan, plan.cell, Outcome.LANDED, at)
+        for digest in remote.forgotten if remote is not None else ():
+            self.store.pop(digest, None)  # see there: nobody can rule out that these are found again
+        self.puts.clear()
+        return super().do_restart(at, most)

@@ -1,0 +1,87 @@
+"""Draws calls about a remote store, for worlds that have one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from .disk_draw import DiskDraw
+from .ledger_remote import RemoteCalls
+from .program import Call
+
+__all__ = ["CORE_OF_REMOTE", "REMOTE_WEIGHTS", "RemoteDraw"]
+
+REMOTE_WEIGHTS = {
+    "remote_stores": 3, "fetch": 2.5, "match_fetched": 1.5, "forget_host": 0.6, "lose_cell": 0.5, "poison_cell": 0.3,
+}  # fmt: skip
+CORE_OF_REMOTE = ("remote_stores", "fetch", "match_fetched")
+
+
+class RemoteDraw(DiskDraw):
+    rng: random.Random
+    machine: RemoteCalls
+
+    def out_and_back(self, evicts: list[Call], *, allocates: bool) -> list[Call]:
+        """A prompt is asked for twice and goes out to the store, is gone from here, and is fetched for one or two
+        requests. Meanwhile, others may remove some of it or spoil it.
+
+        `evicts`: what empties the device. `allocates`: requests take blocks of the ledger's."""
+        rng, known = self.rng, self.prompts.identity()
+        self.prompts.served(known["tokens"])
+        story = [Call("serve", {**known, "new": self.prompts.tokens(rng.choice((0, 0, 1)))}), Call("serve", known)]
+        story += [Call("land"), Call("remote_stores", {"most": rng.choice((1000, 1000, 4))}), Call("land")]
+        if rng.random() < 0.3:
+            story.append(Call(rng.choice(("lose_cell", "poison_cell")), {"at": rng.randrange(9)}))
+        story += [*evicts, self._forget_host()]
+        wanted = {**known, "tokens": known["tokens"] + self.prompts.tokens(rng.choice((0, 1, 1, 4)))}
+        return story + self._come_back(known, wanted, allocates=allocates)
+
+    def _come_back(self, known: dict[str, Any], wanted: dict[str, Any], *, allocates: bool) -> list[Call]:
+        rng = self.rng
+        names = [self._name("c") for _ in range(rng.choice((1, 1, 2)))]
+        story = [Call("admit", {"who": name, **wanted}) for name in names]
+        for _ in names:
+            story.append(Call("fetch", {"name": self._name("fetch"), **rng.choice((wanted, known)), **self._answer()}))
+        story += [Call("land")] * rng.choice((0, 1, 1, 1))
+        story += [Call("match_fetched", {"who": name}) for name in names]
+        story += [Call("allocate", {"who": name}) for name in names] if allocates else []
+        return story + [Call("load", {"who": name}) for name in names]
+
+    def out_and_wrong(self, evicts: list[Call], *, allocates: bool) -> list[Call]:
+        """What a forward has computed goes out to the store, also what other requests have computed behind it, and then
+        it turns out that the forward has failed. Nobody may find any of it afterwards."""
+        rng, who = self.rng, self._name("w")
+        prompt = {**self.prompts.identity(), "reads_cache": False}
+        known = {name: value for name, value in prompt.items() if name != "reads_cache"}
+        longer = {**known, "tokens": known["tokens"] + self.prompts.tokens(rng.choice((0, 1, 4, 8)))}
+        length = len(known["tokens"])
+        story = [Call("admit", {"who": who, **prompt})]
+        story += [Call("allocate", {"who": who})] if allocates else []
+        story += [Call("load", {"who": who}), Call("compute", {"who": who, "stop": length}), Call("land")]
+        story += [Call("serve", longer)] * rng.choice((1, 2, 2)) + [Call("land")]
+        story.append(Call("remote_stores", {"most": rng.choice((1000, 1000, 4)), "blind": rng.random() < 0.3}))
+        launches = [Call("launch", {"job": f"watermark:store:{at}"}) for at in range(6)]
+        story += rng.choice(([Call("land")], [Call("land")], launches, launches))
+        story += [*evicts, self._forget_host()] if rng.random() < 0.5 else []
+        story.append(Call("invalidate", {"who": who, "from_token": rng.randint(0, max(0, length - 2))}))
+        story += [Call("release", {"who": who, "reason": "failed"})] * rng.choice((0, 1))
+        story += [Call("land")] * rng.choice((0, 1))
+        return story + self._come_back(known, longer, allocates=allocates)
+
+    def _answer(self) -> dict[str, Any]:
+        """What the store is said to have: mostly what it has."""
+        return {"told": self.rng.choice((0, 1, 2, 99))} if self.rng.random() < 0.25 else {}
+
+    def _fetch(self) -> Call:
+        found = super()._fetch()
+        return Call(found.name, {**found.args, **self._answer()}) if self.machine.world.cell_units else found
+
+    def _remote_stores(self) -> Call:
+        args: dict[str, Any] = {"most": self.rng.choice((1, 4, 8, 1000, 1000))}
+        return Call("remote_stores", args | ({"blind": True} if self.rng.random() < 0.2 else {}))
+
+    def _lose_cell(self) -> Call | None:
+        return Call("lose_cell", {"at": self.rng.randrange(9)}) if self.machine.store else None
+
+    def _poison_cell(self) -> Call | None:
+        return Call("poison_cell", {"at": self.rng.randrange(9)}) if self.machine.store else None

@@ -1,0 +1,271 @@
+"""The disk of a simulated transport: its jobs take virtual time, and fail as told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from ..core.groups import Band, Layout
+from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ..core.restored import RestoredRun
+from ..disk_tier import DiskTier
+from ..errors import TransferRefused
+from ..transfer.breaker import Breaker
+from ..transfer.transport import DiskStatistics
+from .faults import Faults
+from .memory import TORN, Memory
+from .scheduler import Scheduler
+from .slots import SlotCopy, Slots
+
+__all__ = ["TagDisk"]
+
+NUM_AT_ONCE = 3
+"""Units that are read back at a time."""
+LATE_S = 90.0
+"""After that long, a call that hung ends: later than any time-out of a copy."""
+
+
+@attrs.define(eq=False)
+class TagDisk:
+    """Implements `TransportDisk` over `slots`, which an earlier process may have filled.
+
+    `is_right` says of a host block whether it is what its checksum says. `landed` is told of those that a load fills.
+    """
+
+    tier: DiskTier
+    slots: Slots
+    host: Memory
+    scheduler: Scheduler
+    faults: Faults
+    random: random.Random
+    deliver: Callable[[Completion], None]
+    is_right: Callable[[int], bool]
+    landed: Callable[[int], None]
+    memory: Memory = attrs.field(init=False)
+    """Who owns which slot, as this process knows it."""
+    under_way: dict[int, SlotCopy] = attrs.field(factory=dict, init=False)
+    """Launched jobs that have not ended, by id."""
+    corrupt: dict[int, set[tuple[int, int]]] = attrs.field(factory=dict, init=False)
+    """Slots, with their generation, that a load's completion reported as corrupt; by job id."""
+    is_resetting: bool = attrs.field(default=False, init=False)
+    """Whether a reset has not reached the disk, or never will."""
+    _sums: dict[int, int] = attrs.field(factory=dict, init=False)
+    """What each slot is to hold, as this process knows it."""
+    _bands: tuple[Band, ...] = attrs.field(default=(), init=False)
+    _first_generation: int = attrs.field(default=0, init=False)
+    _num_resets: int = attrs.field(default=0, init=False)
+    _breakers: dict[Direction, Breaker] = attrs.field(init=False)
+    _refusal: str = attrs.field(default="", init=False)
+    _is_closed: bool = attrs.field(default=False, init=False)
+    _counts: dict[str, int] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.memory = Memory(Tier.DISK, len(self.slots.content))
+        self.memory.content = self.slots.content
+        self._breakers = {direction: Breaker() for direction in Direction}
+        names = ("num_loads", "num_stores", "blocks_loaded", "blocks_stored", "blocks_corrupt", "num_failures")
+        self._counts = dict.fromkeys(names, 0)
+
+    # -- the protocol ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.slots.content)
+
+    def identify(self, layout: Layout, namespace: str) -> None:
+        self.slots.identify((namespace, repr(layout.groups)))
+        self._bands, self._first_generation = layout.bands, self.slots.generation
+
+    def read_back(self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None]) -> None:
+        self._check_open()
+        left = self.slots.proven(self._bands)
+        self._sums = {slot: record.content for slot, record in self.slots.records.items()}
+
+        def read() -> None:
+            if self._is_closed:
+                over("closed before everything was read")
+            elif self.faults.fire("disk_unread"):
+                self._refusal = "the disk was not read to its end"
+                over(self._refusal)
+            elif not left:
+                over("")
+            else:
+                hear(left[:NUM_AT_ONCE])
+                del left[:NUM_AT_ONCE]
+                self._soon("the disk is read", read)
+
+        self._soon("the disk is read", read)
+
+    def reset(self, num_resets: int, over: Callable[[str], None]) -> None:
+        self._check_open()
+        self.is_resetting = True
+
+        def reset() -> None:
+            if self.faults.fire("disk_reset"):
+                self._refusal = "a reset did not reach the disk"
+                over(self._refusal)
+                return
+            if num_resets > self._num_resets:
+                self._num_resets = num_resets
+                self.slots.generation = self._first_generation + num_resets
+            self.is_resetting = bool(self._refusal)
+            over("")
+
+        self._soon("a reset reaches the disk", reset)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        self._check_open()
+        for slot in slots:
+            self._sums.pop(slot, None)
+        self.slots.erase(slots)
+
+    def refuses(self, direction: Direction) -> bool:
+        return bool(self._refusal) or self._breakers[direction].is_open(self.scheduler.now)
+
+    def statistics(self) -> DiskStatistics:
+        return DiskStatistics(**self._counts)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransferRefused("the disk is closed")
+
+    # -- what the transport calls ---------------------------------------------------------------------------------
+
+    def launch(self, plan: TransferPlan) -> None:
+        if self._refusal or self._is_closed:
+            raise TransferRefused(self._refusal or "the disk is closed")
+        memories = (self.host, self.memory)
+        source, destination = memories if plan.destination is Tier.DISK else memories[::-1]
+        copy = SlotCopy(plan, source.generations(plan.source_ids), destination.generations(plan.destination_ids))
+        self.under_way[plan.job_id] = copy
+        self._soon(f"{copy.name} starts", lambda: self._start(copy), 0.0, 0.0, 0.002, 0.02, 0.2)
+
+    def give_up(self, job_id: int) -> None:
+        if job_id in self.under_way:
+            self.under_way[job_id].is_given_up = True
+
+    def close(self) -> bool:
+        """Begin nothing any more; whether everything is over."""
+        self._is_closed = True
+        return not self.under_way
+
+    def after_a_kill(self) -> Slots:
+        """What the process would leave that is killed now."""
+        found = self.slots.after_a_kill(list(self.under_way.values()), self.host, self.is_right, self.random)
+        if self.is_resetting:
+            found.records.clear()  # it may have reached the disk, or not; what is found then is not looked at
+        return found
+
+    # -- a job's way ----------------------------------------------------------------------------------------------
+
+    def _soon(self, name: str, run: Callable[[], None], *delays: float) -> None:
+        self.scheduler.act(name, run, self.random.choice(delays or (0.0, 0.0, 0.001, 0.01)))
+
+    def _start(self, copy: SlotCopy) -> None:
+        if copy.is_given_up:
+            self._end(copy, Completion(copy.plan.job_id, Outcome.FAILED, error="given up before it was begun"))
+            return
+        is_store = copy.plan.direction is Direction.STORE
+        if is_store:
+            for slot in copy.plan.destination_ids:
+                self._sums.pop(slot, None)
+        expected = [self._sums.get(slot) for slot in copy.plan.source_ids]
+        if self.faults.fire("disk_hang"):
+            return
+        move = self._store if is_store else self._load
+        if not move(copy, copy.plan.num_blocks // 2):
+            return
+        is_late = self.faults.fire("disk_late")
+        delays = (LATE_S,) if is_late else (0.0, 0.0, 0.003)
+        self._soon(f"{copy.name} ends", lambda: self._land(copy, expected), *delays)
+
+    def _land(self, copy: SlotCopy, expected: list[int | None]) -> None:
+        move = self._store if copy.plan.direction is Direction.STORE else self._load
+        is_failed = self.faults.fire("disk_error")
+        if not is_failed and not move(copy, copy.plan.num_blocks):
+            return
+        corrupt = self._mismatches(copy, expected)
+        if corrupt:
+            self._end(copy, Completion(copy.plan.job_id, Outcome.CORRUPT, corrupt[0], corrupt))
+        elif is_failed:
+            self._fail(copy, "EIO")
+        else:
+            self._end(copy, Completion(copy.plan.job_id, Outcome.LANDED, copy.plan.num_blocks))
+
+    def _store(self, copy: SlotCopy, stop: int) -> bool:
+        """Write blocks up to `stop`, and their records. False: the job is over."""
+        plan = copy.plan
+        if copy.is_given_up:
+            self._fail(copy, "given up")
+            return False
+        for index in range(copy.num_moved, stop):
+            host_id, slot = plan.source_ids[index], plan.destination_ids[index]
+            self.memory.check_owner(copy.name, slot, copy.destination_generations[index])
+            self.host.check_owner(copy.name, host_id, copy.source_generations[index])
+            if not self.is_right(host_id):
+                self._fail(copy, "a block in host memory is not what was stored there")
+                return False
+            right = self.host.content[host_id]
+            is_lost = self.faults.fire("disk_lost")
+            self.slots.write(
+                slot, TORN if is_lost else right, right, plan.labels[index], self._first_generation + plan.generation
+            )
+            self._sums[slot] = right
+            if self.faults.fire("disk_rot"):
+                self.slots.tear(slot)
+            copy.num_moved = index + 1
+        return True
+
+    def _load(self, copy: SlotCopy, stop: int) -> bool:
+        """Read blocks up to `stop`: into the job's own, also where it was given up."""
+        for index in range(copy.num_moved, stop):
+            slot, host_id = copy.plan.source_ids[index], copy.plan.destination_ids[index]
+            self.host.check_owner(copy.name, host_id, copy.destination_generations[index])
+            self.host.content[host_id] = self.slots.content[slot]
+            self.landed(host_id)
+            copy.num_moved = index + 1
+        return True
+
+    def _mismatches(self, copy: SlotCopy, expected: list[int | None]) -> tuple[int, ...]:
+        """The blocks that a load has read and that are not what was stored. Their slots are forgotten,
+        if they still hold the same."""
+        if copy.plan.direction is Direction.STORE:
+            return ()
+        slots = copy.plan.source_ids
+        wrong = [
+            at for at, slot in enumerate(slots[: copy.num_moved])
+            if expected[at] is None or self.host.content[copy.plan.destination_ids[at]] != expected[at]
+        ]  # fmt: skip
+        self.forget_still([slots[at] for at in wrong if self._sums.get(slots[at]) == expected[at]])
+        if not copy.is_given_up:
+            bad = {(slots[at], copy.source_generations[at]) for at in wrong}
+            self.corrupt.setdefault(copy.plan.job_id, set()).update(bad)
+        self._counts["blocks_corrupt"] += len(wrong)
+        return tuple(wrong)
+
+    def forget_still(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._sums.pop(slot, None)
+        self.slots.erase(slots)
+
+    def _fail(self, copy: SlotCopy, error: str) -> None:
+        """The next block is written or read in part. A store that was given up leaves no record of any."""
+        plan, at = copy.plan, min(copy.num_moved, copy.plan.num_blocks - 1)
+        if plan.direction is Direction.STORE:
+            self.slots.tear(plan.destination_ids[at])
+            self.slots.erase(plan.destination_ids[0 if copy.is_given_up else at :])
+        self._end(copy, Completion(plan.job_id, Outcome.FAILED, 0 if copy.is_given_up else at, error=error))
+
+    def _end(self, copy: SlotCopy, completion: Completion) -> None:
+        plan = copy.plan
+        del self.under_way[plan.job_id]
+        self._counts[f"num_{plan.direction.value}s"] += 1
+        self._counts["blocks_loaded" if plan.direction is Direction.LOAD else "blocks_stored"] += completion.num_landed
+        if completion.outcome is not Outcome.FAILED:
+            self._breakers[plan.direction].succeeded()
+        elif not copy.is_given_up:
+            self._counts["num_failures"] += 1
+            self._breakers[plan.direction].failed(self.scheduler.now)
+        self.deliver(completion)

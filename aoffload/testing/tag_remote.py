@@ -1,0 +1,208 @@
+"""The remote tier of a simulated transport: its lanes and cells are the real ones, what a block holds is a tag.
+
+A cell is an object as in any store. Where a block's bytes would be, there is the number under which the store keeps
+what the block held: who reads wrong bytes does not get the right tag.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.groups import Layout
+from ..core.plan import CellLabel, Completion, Direction, Outcome, TransferPlan
+from ..env import Env
+from ..errors import TransferRefused
+from ..remote_tier import ObjectStore, RemoteTier
+from ..transfer.remote.cells import OVERHEAD_BYTES, SEAL_BYTES, Cells, CellShape
+from ..transfer.remote.lanes import RemoteLanes
+from ..transfer.remote.local import LaneRemote
+from .memory import TORN, Memory
+from .network import Network, NetworkThreads
+from .simulated_store import SimulatedStore
+
+__all__ = ["TagRemote", "TagStore", "remote_of"]
+
+NUMBER_BYTES = 8
+
+
+class TagStore(SimulatedStore):
+    """A simulated store of what blocks hold in simulations. It outlives who uses it."""
+
+    def __init__(self, rng: random.Random | None = None, *, num_nodes: int = 1, keeps_first: bool = False) -> None:
+        super().__init__(rng, num_nodes=num_nodes, keeps_first=keeps_first)
+        self._contents: list[int] = []
+
+    def note(self, content: int) -> int:
+        """The number under which it is kept."""
+        self._contents.append(content)
+        return len(self._contents) - 1
+
+    def content_of(self, number: int) -> int:
+        """Torn bytes where nothing was kept under that number: somebody has read what is no cell."""
+        return self._contents[number] if 0 <= number < len(self._contents) else TORN
+
+    def after_a_kill(self) -> TagStore:
+        """What is there at this moment, for whoever comes after."""
+        found = TagStore(self._rng, num_nodes=self._nodes, keeps_first=self._keeps_first)
+        found.objects, found._contents = dict(self.objects), self._contents
+        return found
+
+
+class _Summed:
+    """Sealed with a sum that takes nothing to be installed."""
+
+    number = 0
+
+    def nonce(self) -> bytes:
+        return bytes(12)
+
+    def close(self, label: CellLabel, made: memoryview) -> None:
+        made[-SEAL_BYTES:] = _sum(made[:-SEAL_BYTES])
+
+    def opened(self, label: CellLabel, found: memoryview, room: Callable[[], memoryview]) -> memoryview | None:
+        body = found[:-SEAL_BYTES]
+        return body[OVERHEAD_BYTES - SEAL_BYTES :] if _sum(body) == found[-SEAL_BYTES:] else None
+
+
+def _sum(body: memoryview) -> bytes:
+    return hashlib.blake2b(body, digest_size=SEAL_BYTES).digest()
+
+
+@attrs.define(eq=False)
+class _TagHost:
+    """Implements `HostCells`: whoever copies must own the blocks at that moment."""
+
+    remote: TagRemote
+
+    def room(self, name: str, num_bytes: int) -> memoryview:
+        return memoryview(bytearray(num_bytes))
+
+    def copy_out(self, plan: TransferPlan, blocks: NDArray[np.uint8]) -> bool:
+        remote, numbers = self.remote, _numbers(blocks)
+        for place, host_id in enumerate(plan.source_ids):
+            remote.check_owner(plan, place, host_id)
+            if not remote.is_right(host_id):
+                return False
+            numbers[place] = remote.store.note(remote.host.content[host_id])
+        return True
+
+    def copy_in(self, plan: TransferPlan, blocks: NDArray[np.uint8]) -> None:
+        remote, numbers = self.remote, _numbers(blocks)
+        for place, host_id in enumerate(plan.destination_ids):
+            remote.check_owner(plan, place, host_id)
+            remote.host.content[host_id] = remote.store.content_of(int(numbers[place]))
+            remote.landed(host_id)
+
+
+@attrs.define(eq=False)
+class TagRemote(LaneRemote):
+    """Implements `TransportRemote` in the `TagStore` of `tier`.
+
+    `is_right` says of a host block whether it is what its checksum says. `landed` is told of those that a load fills.
+    """
+
+    host: Memory = attrs.field(kw_only=True)
+    network: Network = attrs.field(kw_only=True)
+    deliver: Callable[[Completion], None] = attrs.field(kw_only=True)
+    is_right: Callable[[int], bool] = attrs.field(kw_only=True)
+    landed: Callable[[int], None] = attrs.field(kw_only=True)
+    under_way: dict[int, TransferPlan] = attrs.field(factory=dict, init=False)
+    """Launched jobs without a completion, by id."""
+    num_failed: int = attrs.field(default=0, init=False)
+    """Jobs that have not landed."""
+    asked: list[tuple[CellLabel, ...]] = attrs.field(factory=list, init=False)
+    """Questions that are not answered."""
+    _owners: dict[int, tuple[int, ...]] = attrs.field(factory=dict, init=False)
+    """The generations of their host blocks."""
+
+    @property
+    def store(self) -> TagStore:
+        assert isinstance(self.tier.store, TagStore), "a simulated transport keeps tags: its store is a TagStore"
+        return self.tier.store
+
+    def identify(self, layout: Layout, namespace: str) -> None:
+        """A block counts as one byte."""
+        shape = CellShape.of(layout, repr((namespace, layout.groups)), 1, self.tier.max_cell_bytes)
+        self._shape = attrs.evolve(shape, block_bytes=NUMBER_BYTES)
+
+    def open(self, env: Env) -> None:
+        self.store.fault = self.network.fault
+        shape = self._known_shape()
+        cells = Cells(shape, _Summed(), shape.layout)
+        threads = partial(NetworkThreads, network=self.network)
+        self._lanes = RemoteLanes(self.tier, cells, _TagHost(self), self._over, env, threads)
+
+    def launch(self, plan: TransferPlan) -> None:
+        is_load = plan.direction is Direction.LOAD
+        self._owners[plan.job_id] = self.host.generations(plan.destination_ids if is_load else plan.source_ids)
+        self.under_way[plan.job_id] = plan
+        try:
+            super().launch(plan)
+        except TransferRefused:
+            self._forget_job(plan.job_id)
+            raise
+
+    def ask(self, labels: Sequence[CellLabel], hear: Callable[[int], None]) -> None:
+        question = tuple(labels)
+        self.asked.append(question)
+
+        def heard(num_cells: int) -> None:
+            self.asked.remove(question)
+            hear(num_cells)
+
+        super().ask(labels, heard)
+
+    def close(self) -> bool:
+        """Begin nothing any more; whether all calls have ended."""
+        self.stop_launching()
+        return self.join(0.0)
+
+    def check_owner(self, plan: TransferPlan, place: int, host_id: int) -> None:
+        what = f"the store's {plan.direction.value} {plan.job_id}"
+        self.host.check_owner(what, host_id, self._owners[plan.job_id][place])
+
+    def _over(self, completion: Completion) -> None:
+        self._forget_job(completion.job_id)
+        self.num_failed += completion.outcome is not Outcome.LANDED
+        self.deliver(completion)
+
+    def _forget_job(self, job_id: int) -> None:
+        del self.under_way[job_id], self._owners[job_id]
+
+    # -- what oracles look at ---------------------------------------------------------------------------------------
+
+    def kept(self) -> list[tuple[bytes, list[int]]]:
+        """The objects in the store that may be cells of this shape, with what their blocks hold."""
+        lanes, store = self._lanes, self.store
+        if lanes is None:
+            return []
+        whole = [(key, one) for key, one in store.objects.items() if len(one) == lanes.cells.object_bytes]
+        return [
+            (key, [store.content_of(int(at)) for at in _numbers(lanes.cells.blocks_in(memoryview(one)))])
+            for key, one in whole
+        ]
+
+    def is_to_be_removed(self, key: bytes) -> bool:
+        """Whether this cell waits for its removal."""
+        lanes = self._lanes
+        return lanes is not None and any(lanes.calls.name(label) == key for label in lanes.removals.waiting)
+
+
+def _numbers(blocks: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """One for each block."""
+    found: NDArray[np.int64] = blocks.view("<i8")[:, 0]
+    return found
+
+
+def remote_of(store: ObjectStore, cell_units: int, block_sizes: Sequence[int]) -> RemoteTier:
+    """The tier of a configuration whose cells have exactly `cell_units`, of blocks of one byte."""
+    unit_tokens = math.lcm(*block_sizes)
+    return RemoteTier(store, cell_bytes=cell_units * sum(unit_tokens // size for size in block_sizes))

@@ -1,0 +1,77 @@
+"""The slot table: a file with the superblock and, behind it, one record for each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...disk_tier import SUPERBLOCK_BYTES
+from .files import DiskFile
+from .records import RecordFormat, Superblock
+
+__all__ = ["SlotTable"]
+
+
+class SlotTable:
+    """Reads and writes records. Only the superblock is ever synced: a lost or torn record is one that is not there."""
+
+    def __init__(self, file: DiskFile, form: RecordFormat) -> None:
+        self._file = file
+        self.form = form
+
+    def num_bytes(self, num_slots: int) -> int:
+        return SUPERBLOCK_BYTES + num_slots * self.form.num_bytes
+
+    def holds(self, num_slots: int) -> bool:
+        """Whether the file has the length for that many."""
+        return self._file.num_bytes == self.num_bytes(num_slots)
+
+    def superblock(self) -> Superblock | None:
+        """What the file begins with; None if that is no superblock."""
+        raw = bytearray(SUPERBLOCK_BYTES)
+        return Superblock.decoded(bytes(raw)) if self._file.read(0, [raw]) == len(raw) else None
+
+    def keep(self, num_slots: int) -> None:
+        """Make sure that the disk has room for the whole file."""
+        self._file.allocate(self.num_bytes(num_slots))
+
+    def drop(self) -> None:
+        """Drop everything."""
+        self._file.allocate(0)
+
+    def start_empty(self, superblock: Superblock) -> None:
+        """Allocate, after `drop`. The superblock comes last, and its generation is new in any case: whichever of these
+        writes a loss of power takes back, no record of before counts."""
+        self._file.allocate(self.num_bytes(superblock.num_slots))
+        self.replace(superblock)
+
+    def replace(self, superblock: Superblock) -> None:
+        """Write the superblock, and return when it would outlive a loss of power."""
+        if self._file.write(0, [superblock.encoded()]) != SUPERBLOCK_BYTES:
+            raise OSError("the superblock was written in part")
+        self._file.sync()
+
+    def write(self, first_slot: int, records: Sequence[bytes]) -> None:
+        """Write the records of neighbouring slots. Some may be written in part: those are not sound."""
+        self._file.write(self.num_bytes(first_slot), [b"".join(records)])
+
+    def erase(self, first_slot: int, num_slots: int) -> None:
+        """Write that nothing is in these slots."""
+        self._file.write(self.num_bytes(first_slot), [self.form.zeros(num_slots)])
+
+    def sound(self, first_slot: int, num_slots: int, generation: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """The slots among these whose record is of `generation` and whole, and those records. What cannot be read is
+        not among them."""
+        raw = bytearray(num_slots * self.form.num_bytes)
+        try:
+            self._file.read(self.num_bytes(first_slot), [raw])
+        except OSError:
+            raw = bytearray(len(raw))
+        indices = self.form.sound(raw, first_slot, generation)
+        return indices + first_slot, self.form.decoded(raw)[indices]
+
+    def close(self) -> None:
+        self._file.close()

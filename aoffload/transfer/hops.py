@@ -1,0 +1,121 @@
+"""A hop: the copies from one tier to another that are queued or in flight, for the copy queue."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+
+import attrs
+
+from ..config import OffloadConfig
+from ..core.plan import Completion, Outcome, Tier, TransferPlan
+from .fence import Fence
+from .rates import TransferRate
+
+__all__ = ["DISK_BYTES", "REMOTE_BYTES", "Hop", "InFlight", "hop_of"]
+
+DISK_BYTES = 64 * 2**20
+"""In flight of a hop from or to the disk, at most: what a disk that hangs can keep."""
+
+REMOTE_BYTES = 64 * 2**20
+"""The same from or to a remote store."""
+REMOTE_PATIENCE = 2.0
+"""A job of a remote store has so many times the time-out of its call: it may wait for another one's end, and a store
+that keeps to its time-outs is never given up."""
+
+
+@attrs.frozen
+class InFlight:
+    num_bytes: int
+    deadline: float
+
+
+@attrs.define(eq=False)
+class Hop:
+    """The copies from one tier to another. Bounds and time-outs are counted for each hop: one that hangs stops only its
+    own copies, and a load never waits for the room of stores."""
+
+    source: Tier
+    destination: Tier
+    timeout_s: float
+    max_bytes: int
+    queue: deque[tuple[TransferPlan, Fence | None]] = attrs.field(factory=deque)
+    """Jobs to launch, each with the fence that it waits for."""
+    in_flight: dict[int, InFlight] = attrs.field(factory=dict)
+    """Launched jobs in launch order, which is the order of their deadlines."""
+    num_bytes: int = 0
+    overdue: set[int] = attrs.field(factory=set)
+    """Launched jobs that were given up and have not reported since."""
+
+    rate: TransferRate | None = None
+    """How fast it is, where that is measured."""
+
+    def begin(self, job_id: int, num_bytes: int, now: float) -> None:
+        if self.rate is not None and not self.in_flight:
+            self.rate.begins(now)
+        self.in_flight[job_id] = InFlight(num_bytes, now + self.timeout_s)
+        self.num_bytes += num_bytes
+
+    def end(self, completion: Completion, now: float) -> None:
+        """A job in flight has ended."""
+        if self.rate is not None:
+            is_whole = completion.outcome in (Outcome.LANDED, Outcome.CORRUPT)  # what is corrupt was read, too
+            num_bytes = self.in_flight[completion.job_id].num_bytes if is_whole else completion.num_bytes
+            self.rate.ended(num_bytes, now)
+        self.forget(completion.job_id)
+
+    def forget(self, job_id: int) -> None:
+        found = self.in_flight.pop(job_id, None)
+        if found is not None:
+            self.num_bytes -= found.num_bytes
+
+    def bytes_per_s(self, now: float) -> float | None:
+        """None: not measured."""
+        return None if self.rate is None else self.rate.bytes_per_s(self.num_bytes, now)
+
+    def take_queued(self) -> list[TransferPlan]:
+        """The jobs that were not launched, which leave the queue."""
+        queued = [plan for plan, _ in self.queue]
+        self.queue.clear()
+        return queued
+
+    @property
+    def oldest_job(self) -> float:
+        """The first job that is queued or in flight; infinity if there is none."""
+        queued = [self.queue[0][0].job_id] if self.queue else []
+        return min([*queued, *self.in_flight], default=math.inf)
+
+    def give_up(self, job_ids: Iterable[int]) -> None:
+        """Nobody waits for these jobs any more."""
+        for job_id in job_ids:
+            self.forget(job_id)
+            if self.late_outcome is Outcome.UNPROVEN:
+                self.overdue.add(job_id)
+
+    def may_settle(self, job_id: int) -> bool:
+        """Whether a job that was given up has not reported since, as far as that is known."""
+        return self.late_outcome is not Outcome.UNPROVEN or job_id in self.overdue
+
+    @property
+    def late_outcome(self) -> Outcome:
+        """How a job ends that is given up. The copy from a remote store never leaves host memory in doubt."""
+        return Outcome.FAILED if Tier.REMOTE in (self.source, self.destination) else Outcome.UNPROVEN
+
+    @property
+    def next_deadline(self) -> float:
+        return next(iter(self.in_flight.values())).deadline if self.in_flight else math.inf
+
+
+def hop_of(source: Tier, destination: Tier, config: OffloadConfig) -> Hop:
+    """A hop with the bounds that `config` sets for it. Only tiers below the host are measured: a fetch is worth its
+    time or not, and what is in the host is always loaded."""
+    is_load, max_bytes, remote = destination < source, config.bytes_in_flight, config.remote
+    if Tier.REMOTE in (source, destination) and remote is not None:
+        call_s = remote.load_timeout_s if is_load else remote.store_timeout_s
+        bounds = REMOTE_PATIENCE * call_s, min(max_bytes, REMOTE_BYTES)
+        return Hop(source, destination, *bounds, rate=TransferRate())
+    timeout_s = config.transfer_timeout_s if is_load else config.store_bound_s
+    if Tier.DISK in (source, destination):
+        return Hop(source, destination, timeout_s, min(max_bytes, DISK_BYTES), rate=TransferRate())
+    return Hop(source, destination, timeout_s, max_bytes)

@@ -1,0 +1,192 @@
+"""Cells of a remote tier in a server on loopback, beside plain redis-py (with hiredis) on values of the same sizes in
+the same rounds; and what a cluster of three does while one node is gone.
+
+A load gets, proves and copies its cell to host memory, a store asks, copies, seals and puts it. They are compared one
+at a time, since the plain side has one connection. The cluster is asked for cells at random, four at a time, so that
+a node that hangs can keep all threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import queue
+import random
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from aoffload import RemoteTier
+from aoffload.core.plan import CellLabel, Completion, Outcome, Tier, TransferPlan
+from aoffload.env import Env
+from aoffload.errors import MissingExtra
+from aoffload.remote_tier import MAX_CELL_BYTES, ObjectStore
+from aoffload.stores import RedisClusterStore, RedisStore
+from aoffload.transfer.remote.cells import CellShape, cells_of_tier
+from aoffload.transfer.remote.lanes import RemoteLanes
+
+from .harness import Row, Subject, interleave, timed
+from .peer import Peer
+from .redis_servers import NoServerError, RedisServer, cluster_of
+
+__all__ = ["cluster_rows", "job_rows", "run"]
+
+KIB, MIB = 2**10, 2**20
+SIZES = (256 * KIB, MIB, 4 * MIB)
+BLOCKS = 16
+"""Of a cell."""
+SECRET = bytes(range(32))
+SECONDS = 4.0
+WANTED = 0.8
+CLUSTER_CELL = 64 * KIB
+CLUSTER_CELLS = 120
+SETTLE_S = 2.0
+MEASURE_S = 6.0
+AT_ONCE = 4
+
+
+def run(vllm: Peer | None = None) -> list[Row]:
+    """Loads and stores of three sizes, sealed in both ways, and a cluster that loses a node in two ways."""
+    try:
+        rows = [row for size in SIZES for secret in (None, SECRET) for row in job_rows(size, secret)]
+        return rows + [row for is_killed in (True, False) for row in cluster_rows(is_killed)]
+    except (NoServerError, MissingExtra) as missing:
+        print(f"remote: {missing}", file=sys.stderr)
+        return []
+
+
+class Jobs:
+    """Jobs on cells of one size."""
+
+    def __init__(self, store: ObjectStore, cell_bytes: int, secret: bytes | None) -> None:
+        shape = CellShape(hashlib.sha256(b"benchmark").digest(), BLOCKS, 1, cell_bytes // BLOCKS)
+        self.host = np.random.default_rng(0).integers(0, 256, (AT_ONCE * BLOCKS, shape.block_bytes), dtype=np.uint8)
+        self.done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        cells = cells_of_tier(shape, secret)
+        self.lanes = RemoteLanes(RemoteTier(store, secret), cells, self.host, None, self.done.put, Env())
+        self._job_ids = itertools.count(1)
+
+    def launch(self, label: CellLabel, *, is_load: bool, place: int = 0) -> int:
+        ids, positions = array("i", range(place * BLOCKS, (place + 1) * BLOCKS)), array("i", range(BLOCKS))
+        job_id = next(self._job_ids)
+        if is_load:
+            plan = TransferPlan(job_id, Tier.REMOTE, Tier.HOST, positions, ids, cell=label)
+        else:
+            plan = TransferPlan(job_id, Tier.HOST, Tier.REMOTE, ids, positions, cell=label)
+        self.lanes.launch(plan)
+        return job_id
+
+    def do(self, labels: Iterator[CellLabel], *, is_load: bool) -> None:
+        self.launch(next(labels), is_load=is_load)
+        found = self.done.get()
+        assert found.outcome is Outcome.LANDED, found
+
+    def close(self) -> None:
+        self.lanes.stop_launching()
+        assert self.lanes.join(10.0)
+
+
+def label(number: int) -> CellLabel:
+    return CellLabel(0, hashlib.sha256(str(number).encode()).digest(), 0, BLOCKS)
+
+
+def job_rows(cell_bytes: int, secret: bytes | None, seconds: float = SECONDS) -> list[Row]:
+    """GB/s of one job after the other, as a share of the plain client's."""
+    import redis
+
+    with (
+        _directory() as path,
+        RedisServer(path / "redis", "--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru") as server,
+    ):
+        jobs = Jobs(RedisStore.from_url(server.url), cell_bytes, secret)
+        plain = redis.Redis(port=server.port, protocol=2)
+        value, kept = jobs.host.tobytes()[:cell_bytes], [label(number) for number in range(AT_ONCE)]
+        plain.set("plain", value)
+        for each in kept:
+            jobs.do(iter([each]), is_load=False)
+        subjects: dict[str, Subject] = {
+            "load": partial(timed, partial(jobs.do, itertools.cycle(kept), is_load=True)),
+            "plain GET": partial(timed, partial(plain.get, "plain")),
+            "store": partial(timed, partial(jobs.do, map(label, itertools.count(AT_ONCE)), is_load=False)),
+            "plain SET": partial(timed, partial(plain.set, "plain", value)),
+        }
+        found = interleave(subjects, seconds=seconds)
+        jobs.close()
+        plain.close()
+    how = "secret" if secret else "sum"
+    wanted = WANTED if cell_bytes == MAX_CELL_BYTES and secret is None else None
+    size = f"{cell_bytes // MIB} MiB" if cell_bytes >= MIB else f"{cell_bytes // KIB} KiB"
+    rows = []
+    for ours, other in (("load", "plain GET"), ("store", "plain SET")):
+        mine, theirs, gigabytes = found[ours], found[other], cell_bytes / 1e9
+        rows.append(
+            Row(
+                name=f"remote: {ours}, cells of {size}, {how}", value=gigabytes / mine.median_s, unit="GB/s",
+                spread=f"{gigabytes / mine.high_s:.3g}-{gigabytes / mine.low_s:.3g}", against=other,
+                limit=gigabytes / theirs.median_s, ratio=theirs.median_s / mine.median_s, wanted=wanted,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def cluster_rows(is_killed: bool, settle_s: float = SETTLE_S, measure_s: float = MEASURE_S) -> list[Row]:
+    """Loads a second while one of three nodes is gone, misses among them, as a share of what they were before."""
+    with _directory() as path:
+        servers = cluster_of(path, 3)
+        try:
+            store = RedisClusterStore.from_url(*(server.url for server in servers))
+            jobs = Jobs(store, CLUSTER_CELL, None)
+            labels = [label(number) for number in range(CLUSTER_CELLS)]
+            for each in labels:
+                jobs.do(iter([each]), is_load=False)
+            rng = random.Random(0)
+            healthy = rates(jobs, lambda: rng.choice(labels), measure_s)
+            if is_killed:
+                servers[2].end()
+            else:
+                servers[2].pause()
+            rates(jobs, lambda: rng.choice(labels), settle_s)
+            lame = rates(jobs, lambda: rng.choice(labels), measure_s)
+            if not is_killed:
+                servers[2].go_on()
+            jobs.close()
+        finally:
+            for server in servers:
+                server.end()
+    how = "killed" if is_killed else "stopped"
+    return [
+        Row(name=f"remote: loads, one of three nodes {how}", value=lame[0], unit="1/s", against="all three",
+            limit=healthy[0], ratio=lame[0] / healthy[0], wanted=WANTED),
+        Row(name=f"remote: hits among them, {how}", value=lame[1], unit="1/s", against="two thirds of all three's",
+            limit=healthy[1] * 2 / 3, ratio=lame[1] / (healthy[1] * 2 / 3), wanted=WANTED),
+    ]  # fmt: skip
+
+
+def rates(jobs: Jobs, choose: Callable[[], CellLabel], seconds: float) -> tuple[float, float]:
+    """Loads and hits a second, with `AT_ONCE` loads under way."""
+    stop_s = time.monotonic() + seconds
+    places: dict[int, int] = {}
+    num_hits = num_done = 0
+    for place in range(AT_ONCE):
+        places[jobs.launch(choose(), is_load=True, place=place)] = place
+    while places:
+        found = jobs.done.get()
+        place = places.pop(found.job_id)
+        if time.monotonic() < stop_s:
+            num_done += 1
+            num_hits += found.outcome is Outcome.LANDED
+            places[jobs.launch(choose(), is_load=True, place=place)] = place
+    return num_done / seconds, num_hits / seconds
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="aoffload-remote-") as path:
+        yield Path(path)

@@ -1,0 +1,91 @@
+"""What a story is about: a few prompts that share beginnings, and the bytes that each block of theirs has."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from functools import cache
+
+import attrs
+
+from aoffload.disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES
+from aoffload.transfer.disk.records import BlockLabel, RecordFormat, SlotLayout
+
+__all__ = ["Key", "World"]
+
+BANDS = (
+    ((1,), (True,)), ((2,), (True,)), ((1, 1), (True, False)), ((0, 1), (True, False)), ((1, 2), (True, False)),
+)  # fmt: skip
+"""Widths, and whether a unit needs all before it."""
+NUM_ROOTS = 2
+Path = tuple[tuple[int, ...], ...]
+
+
+@attrs.frozen
+class Key:
+    """One block: its prompt up to and including its unit, its band, and its place in there."""
+
+    root: int
+    path: Path
+    band: int
+    place: int
+
+
+class World:
+    """Layout, sizes and prompts, drawn once for a story. `epoch` counts resets: the same prompt has other bytes."""
+
+    def __init__(self, rng: random.Random) -> None:
+        widths, leading = rng.choice(BANDS)
+        self.layout = SlotLayout(rng.choice((2, 3, 4)), rng.choice((48, 64, 96)), widths, leading)
+        self.form = RecordFormat(self.layout.unit_tokens)
+        self.num_slots = rng.randrange(6, 20)
+        self.size_bytes = SUPERBLOCK_BYTES + ROUNDING_BYTES + self.num_slots * self.slot_bytes
+        self.num_host = 16
+        self.epoch = 0
+        self.accepted = {0}
+        """Epochs whose bytes may be found: more than one after a reset that did not return."""
+        self.fingerprint = 0
+        self.prompts = [(rng.randrange(NUM_ROOTS), self._prompt(rng)) for _ in range(4)]
+        self.digest = cache(self._digest)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.layout.block_bytes + self.form.num_bytes
+
+    def _prompt(self, rng: random.Random) -> Path:
+        """Units of few kinds, so that prompts have beginnings in common."""
+        size = self.layout.unit_tokens
+        return tuple((rng.randrange(2),) * size for _ in range(rng.randrange(1, 6)))
+
+    def perhaps_next_epoch(self) -> None:
+        """A reset begins: what was stored until now is of no use any more, if the disk hears of it."""
+        self.epoch += 1
+        self.accepted = self.accepted | {self.epoch}
+
+    @staticmethod
+    def root_digest(root: int) -> bytes:
+        return hashlib.sha256(b"root %d" % root).digest()
+
+    @staticmethod
+    def tokens(path: Path) -> bytes:
+        return array("i", [token for unit in path for token in unit]).tobytes()
+
+    def _digest(self, root: int, path: Path) -> bytes:
+        return hashlib.sha256(self.root_digest(root) + self.tokens(path)).digest() if path else b""
+
+    def content(self, epoch: int, key: Key) -> bytes:
+        return hashlib.shake_128(repr((self.fingerprint, epoch, key)).encode()).digest(self.layout.block_bytes)
+
+    def is_right(self, key: Key, data: bytes) -> bool:
+        return any(data == self.content(epoch, key) for epoch in self.accepted)
+
+    def label(self, key: Key) -> BlockLabel:
+        path = key.path
+        digest, before = self.digest(key.root, path), self.digest(key.root, path[:-1])
+        place = (key.band, key.place, len(path) - 1)
+        return BlockLabel(*place, self.root_digest(key.root), digest, before, self.tokens(path[-1:]))
+
+    def keys(self, root: int, path: Path, band: int) -> list[Key]:
+        """The blocks of one unit in one band."""
+        return [Key(root, path, band, place) for place in range(self.layout.widths[band])]

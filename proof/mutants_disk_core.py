@@ -1,0 +1,216 @@
+"""Planted defects of the disk in the core: what is stored there, fetched from there, and found after a restart."""
+
+from __future__ import annotations
+
+from .planting import Mutant, Patch
+
+__all__ = ["DISK_CORE_MUTANTS"]
+
+CORE = "aoffload.core"
+STORES, FETCHES, RESTORES = f"{CORE}.disk_stores", f"{CORE}.fetches", f"{CORE}.restores"
+MATCHING, LEDGER_DISK, LABELS, INDEX = f"{CORE}.matching", f"{CORE}.ledger_disk", f"{CORE}.labels", f"{CORE}.index"
+OF_STORES = "tests/core/test_disk_stores.py::test_"
+OF_FETCHES = "tests/core/test_disk_fetches.py::test_"
+OF_RESTORES = "tests/core/test_restores.py::test_"
+
+
+def _met_by(test: str, name: str, module: str, old: str, new: str, promise: str, *also: Patch) -> Mutant:
+    return Mutant(name, module, old, new, promise, also=also, test=test)
+
+
+_STORES = (
+    _met_by(
+        OF_STORES + "units_that_a_span_touches_have_no_label",
+        "disk: a label for what an image stands for",
+        LABELS,
+        "        if stretch[0].spans:\n",
+        "        if not stretch:\n",
+        "what tokens alone do not prove is not found after a restart",
+    ),
+    _met_by(
+        OF_STORES + "a_store_behind_another_has_the_labels_of_its_place",
+        "disk: labels that begin with their job",
+        LABELS,
+        "hasher = hash_run(run.hash_before, run.tokens[:first], (), unit_bytes)",
+        "hasher = run.hash_before.copy()",
+        "a label is that of its place in the prompt",
+    ),
+    _met_by(
+        OF_STORES + "a_plan_says_how_often_the_disk_was_reset",
+        "disk: a reset that nobody counts",
+        f"{CORE}.cache",
+        "        self.tiers[tier].count_reset()\n",
+        "",
+        "what was planned before a reset stays of before",
+    ),
+    _met_by(
+        OF_STORES + "what_lies_behind_a_corrupt_block_is_not_stored",
+        "disk: what nobody could find is written again and again",
+        STORES,
+        "            if reached < current.stop:\n                return reached\n",
+        "",
+        "the disk holds nothing whose front it lacks",
+    ),
+    _met_by(
+        OF_STORES + "an_idle_disk_evicts_nothing",
+        "disk: an idle disk goes round",
+        STORES,
+        "min(left_of(most, jobs), self._disk.pool.num_free)",
+        "min(left_of(most, jobs), self._disk.room)",
+        "what is written while the disk is idle evicts nothing",
+    ),
+    _met_by(
+        OF_STORES + "a_flush_keeps_what_was_used_last",
+        "disk: a flush that evicts itself",
+        STORES,
+        "self.watermark.lacking(parts, self._disk.capacity, self._whole_stop)",
+        "self.watermark.lacking(parts, 10**9, self._whole_stop)",
+        "a flush keeps what was used last",
+    ),
+    _met_by(
+        OF_STORES + "only_what_was_asked_for_twice",
+        "disk: asked for once is enough",
+        STORES,
+        "wanted = self._asked_stop if only_asked_twice else self._whole_stop",
+        "wanted = self._whole_stop",
+        "with little budget left, only what was asked for twice is written",
+    ),
+    _met_by(
+        OF_STORES + "a_budget_cuts_the_end_off_not_the_front",
+        "disk: a budget that is spent twice",
+        f"{CORE}.stores",
+        "fitting(start, stop, fit if fit < allowed else allowed)",
+        "fitting(start, stop, fit)",
+        "no more is written than was allowed",
+    ),
+    _met_by(
+        OF_STORES + "a_budget_cuts_the_end_off_not_the_front",
+        "disk: what a budget has cut off is forgotten",
+        STORES,
+        "                self._came_to = ()\n",
+        "                pass\n",
+        "what did not fit into a budget goes down with the next one",
+    ),
+)
+_TAKEN_BACK = (
+    _met_by(
+        OF_STORES + "what_a_failed_forward_has_left_there_is_told",
+        "disk: wrong KV that a restart finds",
+        f"{CORE}.cache",
+        "                self.tiers[part.tier].taken_back(part.blocks)\n",
+        "",
+        "what a failed forward has computed is not found after a restart",
+    ),
+    _met_by(
+        OF_STORES + "what_a_failed_forward_has_left_there_is_told",
+        "disk: wrong KV that a store has written later",
+        f"{CORE}.jobs",
+        "                    self.cache.tiers[tier].taken_back(brought)\n",
+        "                    pass\n",
+        "what a failed forward has computed is not found after a restart",
+    ),
+)
+_FETCHES = (
+    _met_by(
+        OF_FETCHES + "fetches_take_no_more_than_their_share_of_the_host",
+        "disk: a share for each fetch",
+        FETCHES,
+        "if isinstance(transfer, Fetch))",
+        "if not isinstance(transfer, Fetch))",
+        "all fetches together take a share of the host",
+    ),
+    _met_by(
+        OF_FETCHES + "a_fetch_with_windows_has_all_that_a_hit_needs",
+        "disk: a fetch without its window",
+        FETCHES,
+        "with_windows=True, most=room",
+        "with_windows=False, most=room",
+        "what is fetched hits",
+    ),
+    _met_by(
+        OF_FETCHES + "two_fetches_share_their_copies",
+        "disk: a fetch that waits for its own copies only",
+        FETCHES,
+        "            self.transfers.wait_for_jobs(holding)\n",
+        "            holding.began_load(Load(stop, lambda: None, set(jobs)))\n"
+        "            for job in jobs:\n                job.claimed_by(holding)\n",
+        "two fetches of one prefix end with both of what they brought",
+        Patch(FETCHES, "from .records import Job, Run\n", "from .records import Job, Load, Run\n"),
+    ),
+    _met_by(
+        OF_FETCHES + "a_request_in_line_is_not_matched_by_a_fetch",
+        "disk: matched again in the line",
+        LEDGER_DISK,
+        "        if holding.waiter is not None:\n",
+        "        if holding.waiter is None and not holding:\n",
+        "behind the head of the line nobody keeps pins",
+    ),
+    _met_by(
+        OF_FETCHES + "a_corrupt_block_is_forgotten_on_the_disk",
+        "disk: what the device lacks counts as on the disk",
+        MATCHING,
+        "stop = min(max(run.parts[Tier.HOST].stop, run.parts[Tier.DISK].stop), agreed) if has_full else agreed",
+        "stop = agreed",
+        "a match says what a fetch can bring",
+    ),
+)
+_RESTORES = (
+    _met_by(
+        OF_RESTORES + "wrong_tokens_are_left_out",
+        "disk: a restart that trusts its digests",
+        RESTORES,
+        "if root.digest != found.root or hasher.digest() != found.digest:",
+        "if root.digest != found.root:",
+        "what is found after a restart is what its tokens say",
+    ),
+    _met_by(
+        OF_RESTORES + "nothing_is_restored_over_what_was_stored_since",
+        "disk: restored over a store",
+        LEDGER_DISK,
+        "            self._restores = None  # what they write to may be what a restart has found\n",
+        "            pass\n",
+        "a slot that was written since is not taken for what it held",
+    ),
+    _met_by(
+        OF_RESTORES + "nothing_is_restored_after_a_reset",
+        "disk: restored after a reset",
+        f"{CORE}.ledger",
+        "            self._restores = None\n",
+        "            pass\n",
+        "what was forgotten stays forgotten",
+    ),
+    _met_by(
+        OF_RESTORES + "slots_that_are_taken_are_left_out",
+        "disk: a slot with two owners",
+        RESTORES,
+        "        if not self.pool.are_free([",
+        "        if not found and not self.pool.are_free([",
+        "a slot has one owner",
+    ),
+    _met_by(
+        OF_RESTORES + "what_is_restored_is_evicted_first_and_from_its_tail",
+        "disk: what is restored is evicted head first",
+        f"{CORE}.tiers",
+        "                self.order.remove(oldest)\n                self.order.add_newer(oldest, part)\n",
+        "                self.order.remove(part)\n                self.order.add(part)\n",
+        "a prefix loses its tail before its head",
+    ),
+    _met_by(
+        OF_RESTORES + "requests_may_run_meanwhile",
+        "disk: a merged run is lost to what follows it",
+        INDEX,
+        "            head.before = run  # whoever still knows a head finds its units there\n",
+        "            pass\n",
+        "what was given is found in the end, whatever requests did meanwhile",
+    ),
+    _met_by(
+        OF_RESTORES + "what_was_stored_is_found_after_a_restart",
+        "disk: what is restored is counted as pinned",
+        f"{CORE}.tiers",
+        "            self.num_cached += len(block_ids)\n        self.part_changed",
+        "        self.part_changed",
+        "blocks by state add up",
+    ),
+)
+
+DISK_CORE_MUTANTS: tuple[Mutant, ...] = _STORES + _TAKEN_BACK + _FETCHES + _RESTORES

@@ -1,0 +1,76 @@
+"""Planted defects around what a failed forward has left on the disk, and what a reset has to erase there."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["DISK_PROOF_MUTANTS"]
+
+TIERS, WORK, SLOTS = "aoffload.core.tiers", "aoffload.disk_work", "aoffload.transfer.disk.slots"
+FREED = "tests/core/test_disk_stores.py::test_slots_that_were_freed_may_hold_what_is_taken_back"
+RUNTIME, PROGRAMS = "tests/shell/test_disk_runtime.py", "tests/testing/test_disk_programs.py"
+PROMISE = "no restart finds what a failed forward wrote"
+
+
+def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str = "", **options: object) -> Mutant:
+    return Mutant(f"disk proof: {name}", module, old, new, promise, test=test, **options)  # type: ignore[arg-type]
+
+
+DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
+    _mutant(
+        "slots that were freed keep what was wrong",
+        TIERS,
+        "        self.forgotten.extend(sorted(self.used))\n",
+        "",
+        PROMISE,
+        FREED,
+    ),
+    _mutant(
+        "the end of a quarantine erases nothing",
+        TIERS,
+        "        super().end_quarantine(block_ids)\n        self.forgotten.extend(block_ids)\n",
+        "        super().end_quarantine(block_ids)\n",
+        PROMISE,
+        FREED,
+    ),
+    _mutant(
+        "a reset of the disk keeps what was freed",
+        TIERS,
+        "        super().count_reset()\n        self.used.clear()\n",
+        "        super().count_reset()\n",
+        "nothing is erased that no restart could find",
+        FREED,
+    ),
+    _mutant(
+        "what is taken back goes on being stored",
+        WORK,
+        "        self.worker.copies.take_back(plan.job_id for plan in wrong)\n",
+        "",
+        PROMISE,
+        f"{RUNTIME}::test_what_is_being_stored_while_it_is_taken_back_is_found_by_nobody",
+    ),
+    _mutant(
+        "a store that has just ended is not erased",
+        WORK,
+        "        self._forget([slot for plan in wrong for slot in plan.destination_ids])  # it may have just ended\n",
+        "",
+        PROMISE,
+        f"{PROGRAMS}::test_what_went_wrong_once_goes_right",
+    ),
+    _mutant(
+        "given up in the middle, and kept",
+        SLOTS,
+        "        if done and is_given_up():  # meanwhile",
+        "        if False:  # meanwhile",
+        "a store that was given up leaves nothing",
+        "tests/transfer/test_disk_transport.py::test_what_is_given_up_while_it_is_recorded_is_taken_back",
+    ),
+    _mutant(
+        "a reset that the disk never hears of",
+        "aoffload.runtime",
+        "        if disk is not None and tier in (None, Tier.DISK):\n",
+        "        if False:\n",
+        "no restart finds what was there before a reset",
+        scenarios=("reset_with_a_disk",),
+    ),
+)

@@ -1,0 +1,178 @@
+"""Planted defects of the gate of fetches, and of what a runtime does with a remote store."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["REMOTE_SHELL_MUTANTS"]
+
+GATE, RATES, RATE = "aoffload.fetch_gate", "aoffload.transfer.rates", "aoffload.write_rate"
+WORK, FETCHING, RUNTIME, TABLES = (
+    f"aoffload.{name}" for name in ("remote_work", "fetching", "runtime", "config_tables")
+)
+GATE_TESTS, GATING, TESTS = (
+    "tests/test_fetch_gate.py",
+    "tests/shell/test_fetch_gating.py",
+    "tests/shell/test_remote_runtime.py",
+)
+SOURCES = "tests/test_config_sources.py"
+
+
+def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str) -> Mutant:
+    return Mutant(f"remote runtime: {name}", module, old, new, promise, test=test)
+
+
+REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
+    _mutant(
+        "what is computed sooner is fetched",
+        GATE,
+        "    return compute_s if fetch_s < WORTH * compute_s else 0.0\n",
+        "    return compute_s\n",
+        "a fetch is begun only where it beats computing",
+        f"{GATE_TESTS}::test_what_is_computed_sooner_is_not_fetched",
+    ),
+    _mutant(
+        "a fetch is waited for longer than computing takes",
+        GATE,
+        "    compute_s = most_s if tokens_per_s is None else min(most_s, num_tokens / tokens_per_s)\n",
+        "    compute_s = most_s\n",
+        "a tier that hangs costs a request no more than computing",
+        f"{GATING}::test_a_disk_that_hangs_is_waited_for_as_long_as_computing_takes",
+    ),
+    _mutant(
+        "what decodes is a slow prefill",
+        GATE,
+        "        if step is None or num_tokens < LEAST_TOKENS:\n",
+        "        if step is None:\n",
+        "the speed of computing is that of prompts",
+        f"{GATE_TESTS}::test_the_speed_of_an_engine",
+    ),
+    _mutant(
+        "each request of a step has its own time",
+        GATE,
+        "        if step.is_counted:\n",
+        "        if False:\n",
+        "the tokens of all requests of a step count over its time, once",
+        f"{GATE_TESTS}::test_the_speed_of_an_engine",
+    ),
+    _mutant(
+        "a hang is not slow",
+        RATES,
+        "        return at_most if measured is None else min(measured, at_most)\n",
+        "        return measured\n",
+        "while one request waits for a tier that hangs, others do not begin to",
+        f"{GATING}::test_what_hangs_keeps_the_next_request_no_time",
+    ),
+    _mutant(
+        "slow for ever",
+        RATES,
+        "        return now - self._ended_s < FRESH_S\n",
+        "        return self._seconds > 0\n",
+        "a tier that was slow once is tried again",
+        f"{GATING}::test_a_slow_disk_is_not_fetched_from",
+    ),
+    _mutant(
+        "the gate is not asked",
+        FETCHING,
+        "        if not bound_s:\n            self._declined(stop, fetch_s)\n            return None\n",
+        "        bound_s = bound_s or 1e6\n",
+        "a fetch is begun only where it beats computing",
+        f"{GATING}::test_a_slow_disk_is_not_fetched_from",
+    ),
+    _mutant(
+        "what the request may not hit is fetched",
+        FETCHING,
+        "        return min(self.holding.hit_limit * unit_tokens, self.prefix.num_tokens - 1)\n",
+        "        return self.prefix.num_tokens - 1\n",
+        "a request that wants less fetches less",
+        f"{TESTS}::test_a_request_that_wants_less_fetches_less",
+    ),
+    _mutant(
+        "cells are counted from the hit",
+        FETCHING,
+        "labels[num_cells - 1].stop * self.request",
+        "num_cells * remote.ledger.cell_units * self.request",
+        "what is behind a local hit is fetched from its own place",
+        f"{TESTS}::test_whole_cells_hit",
+    ),
+    _mutant(
+        "a question without an end",
+        WORK,
+        "        question.stop_timer = self.env.call_at(",
+        "        question.stop_timer = (lambda *_: lambda: None)(",
+        "a store that does not answer costs a request `ask_timeout_s`",
+        f"{TESTS}::test_a_question_that_hangs_is_waited_for_no_longer_than_said",
+    ),
+    _mutant(
+        "a store that fails is asked on",
+        WORK,
+        "        is_off = not self.is_on or not self.worker.is_accepting or self.remote.refuses(Direction.LOAD)\n",
+        "        is_off = not self.is_on\n",
+        "a store that fails is left alone",
+        f"{TESTS}::test_a_store_that_fails_is_left_alone",
+    ),
+    _mutant(
+        "what is wrong stays in the store",
+        WORK,
+        "            self.remote.forget(cells)\n",
+        "            pass\n",
+        "nobody hits what a failed forward wrote",
+        f"{TESTS}::test_what_a_failed_forward_wrote_is_removed_from_the_store",
+    ),
+    _mutant(
+        "writes without a rate",
+        WORK,
+        "            self._rate.spend(sum(plan.num_blocks for plan in plans) * self.block_bytes, self.now())\n",
+        "",
+        "no more than `max_write_rate` is written a second",
+        f"{TESTS}::test_no_more_is_written_a_second_than_said",
+    ),
+    _mutant(
+        "debts are forgiven",
+        RATE,
+        "        self._left -= num_bytes\n",
+        "        self._left = max(0.0, self._left - num_bytes)\n",
+        "no more than `max_write_rate` is written a second",
+        "tests/test_write_rate.py::test_the_smallest_thing_may_be_larger_than_a_second",
+    ),
+    _mutant(
+        "a store outlives a reset",
+        RUNTIME,
+        "        if remote is not None and tier is None:\n",
+        "        if False:\n",
+        "what a reset has dropped does not come back from the store",
+        f"{TESTS}::test_a_reset_ends_the_use_of_the_store",
+    ),
+    _mutant(
+        "an answer of before a reset",
+        FETCHING,
+        "        if not remote.is_on:\n            return 0",
+        "        if False:\n            return 0",
+        "what a reset has dropped does not come back from the store",
+        "tests/shell/test_remote_taken_back.py::test_an_answer_that_comes_after_a_reset_is_of_before",
+    ),
+    _mutant(
+        "what is wrong outlives a runtime that closes",
+        WORK,
+        "        self._forget()  # also when it is off: others use the store\n",
+        "        if self.is_on:\n            self._forget()\n",
+        "nobody hits what a failed forward wrote",
+        "tests/shell/test_remote_taken_back.py::test_a_store_that_ends_while_the_runtime_closes_leaves_nothing_wrong",
+    ),
+    _mutant(
+        "a password in an error",
+        TABLES,
+        """f"must begin with one of {', '.join(f'{name}://' for name in STORES)}")""",
+        'f"is of no known store: {url}")',
+        "no error shows what is in a URL",
+        f"{SOURCES}::test_what_is_wrong_with_a_remote_store_is_named",
+    ),
+    _mutant(
+        "a line's end in a secret",
+        TABLES,
+        '            return file.read().rstrip(b"\\r\\n")\n',
+        "            return file.read()\n",
+        "who writes the secret with another editor shares the store",
+        f"{SOURCES}::test_a_remote_store_is_a_table",
+    ),
+)

@@ -1,0 +1,64 @@
+"""The crash model of the disk tier: what it tells, and that it is a story of its seed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
+
+from aoffload.testing.simulated_disk import Crash, DiskFault, SimulatedDisk
+from proof.disk.story import every_call, told
+
+
+@pytest.mark.slow
+def test_no_story_breaks_a_law() -> None:
+    """Torn, lost and reordered writes, errors, short calls, hangs, kills and lost power: right bytes or none."""
+    for seed in range(700):
+        _, broken = told(seed)
+        assert broken is None, (seed, broken)
+
+
+@pytest.mark.parametrize("seed", [5, 7])
+def test_every_call_may_fail_in_every_way(seed: int) -> None:
+    """Whichever call of a story it is."""
+    num_stories, broken = every_call(seed)
+    assert broken is None and num_stories > 8 * 20
+
+
+def test_a_seed_is_one_story() -> None:
+    """With its threads and its faults."""
+    for seed in range(20):
+        assert told(seed)[0].counts == told(seed)[0].counts
+
+
+def test_power_leaves_any_version_of_what_was_not_synced() -> None:
+    """Each page on its own, so a write of several is torn and two are reordered; a synced one stays."""
+    seen = set()
+    for seed in range(200):
+        disk = SimulatedDisk(random.Random(seed), 4096)
+        file = disk.directory().open("file")
+        file.allocate(128)
+        file.write(0, [b"a" * 128])
+        file.sync()
+        file.write(0, [b"b" * 128])
+        file.write(0, [b"c" * 128])
+        disk.lose_power()
+        seen.add(bytes(disk.files["file"].now[::64]))
+        with pytest.raises(Crash):
+            file.write(0, [b"d"])
+    assert seen == {bytes(pair) for pair in [(one, two) for one in b"abc" for two in b"abc"]}
+
+
+def test_a_kill_leaves_every_write() -> None:
+    """And lets the next process have the directory."""
+    disk = SimulatedDisk(random.Random(0), 4096)
+    file = disk.directory().open("file")
+    file.write(0, [b"a" * 100])
+    disk.fault = lambda call: DiskFault.KILL
+    with pytest.raises(Crash):
+        file.write(0, [b"b" * 100])
+    content = bytes(disk.files["file"].now)
+    assert content == content.replace(b"a", b"") + content.replace(b"b", b"") and len(content) == 100
+    assert not disk.is_locked and disk.directory()

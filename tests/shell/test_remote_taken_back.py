@@ -1,0 +1,109 @@
+"""What turns out to be wrong once a remote store has it, while a runtime is reset or closes: nobody is to find it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+from clocks import leaping_backend
+from serving import GUARD_S, Engine, prompt, turns
+
+pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
+pytest.importorskip("cryptography", reason="the extra `remote` is not installed")
+
+from remote_serving import HangingStore, assert_quiet, only_in_the_store, quiet, with_remote
+
+from aoffload.request import Request
+from aoffload.testing import SimulatedStore
+
+pytestmark = pytest.mark.anyio
+
+A, B = (prompt(seed, 17) for seed in range(1, 3))
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    return leaping_backend(request.param)
+
+
+async def emptied(store: SimulatedStore) -> None:
+    with anyio.fail_after(GUARD_S):
+        while store.objects:
+            await turns(1)
+
+
+async def commit_wrong_kv(engine: Engine, request: Request) -> None:
+    """Commit the bytes of another prompt, and ask for them a second time."""
+    await request.allocate()
+    await request.load()
+    engine.compute(request, B, 0)
+    request.commit(len(A))
+    async with engine.runtime.request(A) as second:
+        await second.allocate()
+        await second.load()
+        second.commit(len(A))
+
+
+async def test_a_store_that_ends_while_the_runtime_closes_leaves_nothing_wrong() -> None:
+    """The KV is taken back while it is written, and the runtime closes before that is over: it is removed."""
+    store = SimulatedStore()
+    hanging = HangingStore(store, "put")
+    try:
+        async with anyio.create_task_group() as group, with_remote(store) as engine:
+            async with engine.runtime.request(A) as request:
+                await commit_wrong_kv(engine, request)
+                await hanging.wait_for()
+                request.invalidate(0)
+            group.start_soon(_let_go_when_closed, engine, hanging)
+    finally:
+        hanging.let_go()
+    assert store.num_puts == 2
+    await emptied(store)
+
+
+async def _let_go_when_closed(engine: Engine, hanging: HangingStore) -> None:
+    with anyio.fail_after(GUARD_S):
+        while engine.runtime._session.is_open:
+            await turns(1)
+    hanging.let_go()
+
+
+async def test_what_is_wrong_is_removed_after_a_reset_too() -> None:
+    """The runtime uses the store no more. Others do."""
+    store = SimulatedStore()
+    async with with_remote(store) as engine:
+        async with engine.runtime.request(A) as request:
+            await commit_wrong_kv(engine, request)
+            await quiet(engine.runtime)
+            assert len(store.objects) == 2
+            await engine.runtime.reset()
+            request.invalidate(0)
+        await emptied(store)
+        await assert_quiet(engine.runtime)
+
+
+async def test_an_answer_that_comes_after_a_reset_is_of_before() -> None:
+    """Whoever waited for it computes, and nobody hits what was cached before the reset."""
+    store = SimulatedStore()
+    async with with_remote(store, tier={"ask_timeout_s": 100.0}) as engine:
+        await only_in_the_store(engine, A)
+        hanging = HangingStore(store, "exist")
+        found: list[int] = []
+
+        async def serve() -> None:
+            found.append(await engine.serve(A))
+
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(serve)
+                await hanging.wait_for()
+                await engine.runtime.reset()
+                hanging.let_go()
+        finally:
+            hanging.let_go()
+        assert found == [0]
+        assert engine.runtime.lookup(A).num_tokens == 0
+        statistics = engine.runtime.statistics().remote_transfers
+        assert statistics is not None and not statistics.num_loads
+        await assert_quiet(engine.runtime)

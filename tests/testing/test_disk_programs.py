@@ -1,0 +1,110 @@
+"""Programs over runtimes with a disk: clean on all faces and over restarts, sharp enough for planted defects."""
+
+from __future__ import annotations
+
+import pytest
+
+from aoffload.core.ledger import Ledger
+from aoffload.disk_work import DiskWork
+from aoffload.testing.programs import GroupShape, Program, World, as_test, call, check_program, run_program
+from aoffload.testing.programs.program import Call, Face
+from aoffload.testing.programs.runtime_face import draw_and_run
+from aoffload.testing.slots import Slots
+
+FACES: tuple[Face, ...] = ("asyncio", "trio", "engine-asyncio", "engine-trio")
+each_face = pytest.mark.parametrize("face", FACES)
+MET = {"disk", "disk fault", "fetch", "reset disk", "restart", "restored"}
+FULL = (GroupShape("full", 0, 2),)
+
+
+def with_disks(face: Face, num_programs: int) -> list[tuple[Program, set[str]]]:
+    """Programs that have a disk, and what they met. None breaks a law."""
+    found: list[tuple[Program, set[str]]] = []
+    for seed in range(10_000, 10_000 + 4 * num_programs):
+        program, outcome = draw_and_run(face, seed, 48)
+        if program.world.num_disk_blocks:
+            assert outcome.violation is None, as_test(program, "found", outcome.violation)
+            found.append((program, set(outcome.features)))
+        if len(found) == num_programs:
+            break
+    return found
+
+
+@each_face
+def test_programs_with_a_disk_break_no_law(face: Face) -> None:
+    """What only the disk has, what a failed forward has left there, a disk that fails, and a process that is killed:
+    the right bytes or a miss, and nothing leaks."""
+    met = set[str]().union(*(features for _, features in with_disks(face, 60)))
+    assert met >= MET
+
+
+@each_face
+def test_a_program_with_restarts_that_is_run_again_comes_to_the_same(face: Face) -> None:
+    """Each process finds what the one before it left."""
+    programs = [program for program, met in with_disks(face, 12) if "restart" in met]
+    assert programs
+    for program in programs:
+        assert run_program(program) == run_program(program)
+
+
+TAKEN_BACK: tuple[Call, ...] = (
+    call("request", who="a", tokens=(2, 3)), call("allocate", who="a"), call("step", who="a"), call("commit", who="a"),
+    call("serve", who="b", tokens=(2, 3, 2, 2)), call("flush", who="b"), call("invalidate", who="a"),
+    call("restart", how="killed"),
+)  # fmt: skip
+MENDED: dict[str, tuple[Face, World, tuple[Call, ...], int]] = {
+    "killed while a store ends that was taken back": (
+        "asyncio", World(FULL, 3, 100, 1000, "eager", num_disk_blocks=18, max_fetch_share=0.25), TAKEN_BACK, 80,
+    ),
+    "killed while a block is stored that has rotted": (
+        "trio", World(FULL, 4, 100, 2, "eager", num_disk_blocks=200),
+        (
+            call("configure", verify=True), call("fault", kind="rot", at=2), call("serve", who="b", tokens=(3, 2)),
+            call("reset", who="a"), call("reset", who="b"), call("serve", who="c", tokens=(3, 2, 1, 1, 2, 1)),
+            call("flush", who="c"), call("restart", how="killed"), call("restored", who="b"),
+            call("serve", who="a", tokens=(3, 2, 1)),
+        ), 60,
+    ),
+    "another task loads while one waits for a fetch": (
+        "engine-trio", World((GroupShape("window", 2, 2),), 3, 100, 1000, "eager", num_disk_blocks=200),
+        (
+            call("serve", who="b", tokens=(1, 1), salt="x"), call("request", who="b", tokens=(1, 1)),
+            call("serve", who="a", tokens=(1, 1), hurry=True), call("flush", who="a"), call("evict", who="a"),
+            call("reset", who="a", tier="HOST"), call("request", who="a", tokens=(1, 1, 3)),
+            call("request_fetch", who="a", hurry=True), call("load", who="b", of="a"),
+        ), 40,
+    ),
+}  # fmt: skip
+"""What went wrong once: the face, the world, the calls, and in how many orders of its tasks they are made."""
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_what_went_wrong_once_goes_right(name: str) -> None:
+    face, world, calls, num_orders = MENDED[name]
+    for seed in range(num_orders):
+        check_program(Program(face, world, calls, seed))
+
+
+def is_found(face: Face) -> bool:
+    return any(draw_and_run(face, seed, 48)[1].violation is not None for seed in range(10_000, 10_600))
+
+
+def test_a_slot_that_another_process_takes_for_another_prompt_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart that mixes up slots gives a request the bytes of another."""
+    proven = Slots.proven
+
+    def mixed_up(self: Slots, bands: object) -> object:
+        self.content[:] = self.content[1:] + self.content[:1]
+        for slot, record in self.records.items():
+            object.__setattr__(record, "content", self.content[slot])
+        return proven(self, bands)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Slots, "proven", mixed_up)
+    assert is_found("asyncio")
+
+
+def test_what_is_not_erased_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed forward left on the disk hits after a restart."""
+    monkeypatch.setattr(DiskWork, "take_back", lambda self: None)
+    monkeypatch.setattr(Ledger, "take_forgotten_slots", lambda self: [])
+    assert is_found("trio")
