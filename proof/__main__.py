@@ -97,7 +97,7 @@ def _run(given: argparse.Namespace) -> Report:
     if "mutants" in given.parts:
         ninth = ninth_of(given.ninth)
         words = ["--ninth", str(ninth)] if ninth is not None else []
-        budget = ("--programs", str(given.programs), "--tried", str(given.tried), "--ranges", str(given.ranges))
+        budget = ("--programs", str(given.programs), "--ranges", str(given.ranges))
         report.mutants = part("mutants", *words, *budget, "--only", given.only)
     if "traces" in given.parts:
         report.traces = traces()
@@ -118,14 +118,13 @@ def _given() -> argparse.Namespace:
     mutants = parser.add_argument_group("mutants")
     mutants.add_argument("--ninth", default="", choices=["auto", *map(str, range(9))], help="auto: by the commit")
     mutants.add_argument("--only", default="", metavar="TEXT", help="those with it in their name")
-    mutants.add_argument("--tried", type=int, default=300, help="programs for those that name a test")
     mutants.add_argument("--ranges", type=int, default=1, help="of seeds: in each of them programs have to find it")
     given = parser.parse_args()
     if unknown := set(given.parts) - {*PARTS, "mutants"}:
         parser.error(f"there is no part called {', '.join(unknown)}")
     given.parts = given.parts or list(PARTS)
-    if given.programs < 1 or given.ranges < 1 or given.depth < 1 or given.rests < 1 or given.tried < 0:
-        parser.error("--programs, --ranges, --depth and --rests count from 1, --tried from 0")
+    if given.programs < 1 or given.ranges < 1 or given.depth < 1 or given.rests < 1:
+        parser.error("--programs, --ranges, --depth and --rests count from 1")
     if not any(given.only in mutant.name for mutant in MUTANTS):
         parser.error(f"argument --only: no mutant has {given.only!r} in its name")
     return given

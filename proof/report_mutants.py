@@ -24,18 +24,13 @@ class Fate:
     rows: Rows
 
     @property
-    def names_test(self) -> bool:
-        return bool(self.rows[0]["named"])
-
-    @property
     def caught(self) -> Rows:
         return [row for row in self.rows if row["oracle"]]
 
     @property
     def judge(self) -> str:
-        """What caught it; empty if it survived. Over several ranges of seeds, more than half of them have to catch it.
-        One catch is enough for a mutant that names a test."""
-        if self.caught and (self.names_test or 2 * len(self.caught) > len(self.rows)):
+        """What caught it; empty if it survived. Of several ranges of seeds, more than half have to catch it."""
+        if 2 * len(self.caught) > len(self.rows):
             return str(self.caught[0]["judge"])
         return ""
 
@@ -57,23 +52,18 @@ def fates(rows: Rows) -> list[Fate]:
 def lines(rows: Rows) -> list[Line]:
     all_of_them = fates(rows)
 
-    def of(judge: str, *, names_test: bool = False) -> list[Fate]:
-        return [fate for fate in all_of_them if fate.judge == judge and fate.names_test == names_test]
+    def of(judge: str) -> list[Fate]:
+        return [fate for fate in all_of_them if fate.judge == judge]
 
-    tried, tested = of("programs", names_test=True), of("test", names_test=True)
+    tested = of("test")
     survivors = [fate.name for fate in all_of_them if not fate.judge]
     return [
         Line("mutants caught in simulated runs of scenarios", "listed", _spread(of("scenarios")), True),
         Line("mutants caught by programs", "listed", _spread(of("programs")), True),
-        Line("mutants that name a test, caught by programs", "listed", f"{_spread(tried)} {_names(tried)}", True),
-        Line("mutants that only the named test catches", "listed", f"{len(tested)}: {_names(tested)}", True),
+        Line("mutants caught by the test that they name", "listed", str(len(tested)), True),
         Line("mutants that nothing catches", "none", f"{len(survivors)} {survivors or ''}", not survivors),
         _twin_line([row for row in rows if row["mutant"] == TWIN]),
     ]
-
-
-def _names(found: Sequence[Fate]) -> str:
-    return ", ".join(fate.name for fate in found)
 
 
 def _spread(found: Sequence[Fate]) -> str:
@@ -103,6 +93,6 @@ def _cells(fate: Fate) -> tuple[str, ...]:
     figures = (str(fate.after(what) or "-") for what in ("runs", "calls", "shortest"))
     module = row["module"].removeprefix("aoffload.")
     oracle = (row["oracle"] or "SURVIVED") if fate.judge else "SURVIVED"
-    if len(fate.rows) > 1 and not fate.names_test:
+    if len(fate.rows) > 1:
         oracle += f", in {len(fate.caught)} of {len(fate.rows)} ranges"
     return (fate.name, module, row["promise"], oracle, *figures, where[row["judge"]])

@@ -121,7 +121,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--ninth", type=int)
     parser.add_argument("--only", default="")
-    parser.add_argument("--tried", type=int, default=Budget().tried_programs)
     parser.add_argument("--ranges", type=int, default=Budget().num_ranges)
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
@@ -131,9 +130,7 @@ def main() -> None:
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "programs": lambda given: programs(given.of, given.programs, given.seconds),
     "campaign": lambda given: campaign(given.of, given.depth),
-    "mutants": lambda given: judge(
-        given.of, chosen(given.ninth, given.only), Budget(given.programs, given.tried, given.ranges)
-    ),
+    "mutants": lambda given: judge(given.of, chosen(given.ninth, given.only), Budget(given.programs, given.ranges)),
     "traces": lambda given: traces(),
 }
 

@@ -1,8 +1,8 @@
 """Judges every planted defect, and the package without a defect (the twin) by everything that judged a mutant.
 
 A mutant is shown to a thousand simulated runs of scenarios (`battery.py`) or, where no scenario can meet it, to random
-programs (`programs.py`). Where it names a test, it is shown to some programs first, and to that test if they pass. Only
-a violation or a failed test is a catch; a child that died or ran out of time is none.
+programs (`programs.py`). Where it names a test, it is shown to that alone. Only a violation or a failed test is a
+catch; a child that died or ran out of time is none.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TWIN_PROGRAMS = 500
 """Programs of one face that the twin runs in one child."""
 SEED_RANGE = 1_000_000
 """Number of seeds in a range. Other ranges have other programs."""
-TIMEOUT_S = 3600.0
-"""Time limit of a child, for one that hangs: no other takes a tenth of it."""
+TIMEOUT_S = {"test": 300.0, "scenarios": 900.0, "programs": 3600.0}
+"""Time limit of a child by its judge, for a defect that makes it run without end: no other takes a tenth of it."""
 Row = dict[str, Any]
 
 
@@ -40,8 +40,6 @@ class Budget:
 
     programs: int = 20_000
     """For a mutant that only programs meet."""
-    tried_programs: int = 300
-    """For a mutant that names a test: to see whether programs meet it, too."""
     num_ranges: int = 1
     """Ranges of seeds. In more than half of them, programs have to meet it."""
 
@@ -68,20 +66,21 @@ class Case:
         return row
 
     def _run(self) -> ChildResult:
+        limit_s = TIMEOUT_S[self.judge]
         if self.judge == "test":
-            return in_child("proof.mutation:named_tests", list(self.tests), self.mutant, TIMEOUT_S)
+            return in_child("proof.mutation:named_tests", list(self.tests), self.mutant, limit_s)
         if self.judge == "programs":
             argument = {"faces": self.faces, "first_seed": self.first_seed, "programs": self.most}
-            return in_child("proof.programs:detect", argument, self.mutant, TIMEOUT_S)
+            return in_child("proof.programs:detect", argument, self.mutant, limit_s)
         argument = {"scenarios": self.scenarios, "runs": self.most}
-        return in_child("proof.battery:detect", argument, self.mutant, TIMEOUT_S)
+        return in_child("proof.battery:detect", argument, self.mutant, limit_s)
 
 
 def _row(case: Case, found: ChildResult) -> Row:
     mutant, value = case.mutant, found.value if found.ending is Ending.RETURNED else {}
-    row = {"mutant": TWIN, "module": "", "promise": "", "named": ""}
+    row = {"mutant": TWIN, "module": "", "promise": ""}
     if mutant is not None:
-        row = {"mutant": mutant.name, "module": mutant.module, "promise": mutant.promise, "named": mutant.test}
+        row = {"mutant": mutant.name, "module": mutant.module, "promise": mutant.promise}
     violation = value.get("violation")
     oracle = value.get("oracle", "test") if violation else None
     if found.ending is not Ending.RETURNED and mutant is None:
@@ -118,8 +117,6 @@ def judge(num_workers: int, mutants: Sequence[Mutant], budget: Budget) -> list[R
     """Judge `mutants` and the twin: a row for everything that each of them was shown to."""
     preload((*PRELOADED, *TEST_RUN))
     rows = _judge([case for mutant in mutants for case in _cases(mutant, budget)], num_workers)
-    tried = {row["mutant"] for row in rows if row["oracle"]}
-    rows += _judge([_tested(one) for one in mutants if one.test and one.name not in tried], num_workers)
     return rows + _judge(list(_twins(rows)), num_workers)
 
 
@@ -129,13 +126,12 @@ def _judge(cases: Sequence[Case], num_workers: int) -> list[Row]:
 
 
 def _cases(mutant: Mutant, budget: Budget) -> list[Case]:
-    faces = _faces_for(mutant.module)
+    if mutant.test:
+        return [Case(mutant, "test", tests=(mutant.test,))]
     if mutant.programs:
+        faces = _faces_for(mutant.module)
         seeds = range(0, budget.num_ranges * SEED_RANGE, SEED_RANGE)
         return [Case(mutant, "programs", budget.programs, faces=faces, first_seed=seed) for seed in seeds]
-    if mutant.test:
-        tried = budget.tried_programs if faces else 0
-        return [Case(mutant, "programs", tried, faces=faces)] if tried else []
     return [Case(mutant, "scenarios", MOST_RUNS, scenarios=mutant.scenarios)]
 
 
@@ -148,10 +144,6 @@ def _faces_for(module: str) -> tuple[Face, ...]:
     if module == "aoffload.engine_calls":
         return ENGINE_RUNTIME_FACES
     return FACES if module.startswith("aoffload.core.") else (*RUNTIME_FACES, *ENGINE_RUNTIME_FACES)
-
-
-def _tested(mutant: Mutant) -> Case:
-    return Case(mutant, "test", tests=(mutant.test,))
 
 
 def _twins(rows: Sequence[Row]) -> Iterator[Case]:

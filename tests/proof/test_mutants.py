@@ -165,13 +165,13 @@ tested = attrs.evolve(tested, scenarios=())
 met = attrs.evolve(early, name="met", programs=True)
 unmet = attrs.evolve(sound, name="unmet", scenarios=(), programs=True)
 verdicts.MOST_RUNS, verdicts.FACES = 8, ("ledger",)
-budget = verdicts.Budget(programs=40, tried_programs=2, num_ranges=2)
+budget = verdicts.Budget(programs=40, num_ranges=2)
 rows = verdicts.judge(2, (sound, stuck, early, tested, met, unmet), budget)
 found = {fate.name: fate for fate in fates(rows)}
 assert {name: fate.judge for name, fate in found.items()} == {
     "sound": "", "stuck": "", early.name: "scenarios", "tested": "", "met": "programs", "unmet": ""}, rows
 assert [row["runs"] for row in found["sound"].rows] == [8] and [row["runs"] for row in found["unmet"].rows] == [40, 40]
-assert [(row["judge"], row["runs"]) for row in found["tested"].rows] == [("programs", 2), ("test", None)]
+assert [(row["judge"], row["runs"]) for row in found["tested"].rows] == [("test", None)]
 assert all(0 < row["shortest"] < 10 for row in found["met"].rows), rows
 twins = [row for row in rows if row["mutant"] == verdicts.TWIN]
 assert {(row["judge"], *row["scenarios"], *row["faces"], row["first_seed"], row["test"]) for row in twins} >= {
@@ -184,7 +184,7 @@ print("ok")
 
 def test_only_words_are_a_catch_and_the_twin_sees_the_same() -> None:
     """A violation is a catch; a defect that nothing notices, and a child that dies, are none. One that names a test is
-    shown to programs first. The program without a defect is shown to whatever judged the others."""
+    shown to that alone. The program without a defect is shown to whatever judged the others."""
     found = subprocess.run([sys.executable, "-c", VERDICTS], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert found.stdout.splitlines()[-1:] == ["ok"], found.stderr
 
