@@ -128,7 +128,14 @@ CALL_MUTANTS = (
         "        if layout.windows:\n            slide_off(self.cache, holding)\n        if any(missing)",
         "        if any(missing)",
         "a table names what its request leases",
-        test="tests/core/test_early_starts.py::test_in_any_layout_the_expected_table_is_the_one_that_comes",
+        also=(
+            Patch(
+                LOADS,
+                "                wakes.append(load.wake)\n",
+                "                slide_off(self.cache, holding)\n                wakes.append(load.wake)\n",
+            ),
+        ),
+        test="tests/core/test_early_starts.py::test_windows_are_moved_on_where_a_load_falls_short_under_a_step",
     ),
     Mutant(
         "blocks under a step taken back with their author",

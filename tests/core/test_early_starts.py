@@ -436,6 +436,24 @@ def test_a_load_that_takes_less_than_its_windows_were_made_for_is_waited_for() -
         begin(driven, holding)
 
 
+def test_windows_are_moved_on_where_a_load_falls_short_under_a_step() -> None:
+    """One group's copy lands and another's fails, and nothing is left to compute the rest in: until the step ends, the
+    tables name what the request still leases, and nothing that was before its windows."""
+    kinds = (SlidingWindow(17), ChunkedLocal(8), SlidingWindow(5))
+    groups = [KVCacheGroup(f"g{number}", attention=kind, block_size=BLOCK) for number, kind in enumerate(kinds)]
+    driven = on_host(56, groups=groups)
+    holding = driven.allocated(A)
+    room = driven.ledger.statistics().device.num_free + driven.ledger.statistics().device.num_cached
+    driven.allocated(prompt(2, (room // len(groups) - 1) * BLOCK), max_hit_tokens=0)
+    landed, failed = driven.launch(driven.ledger.plan_load(holding))
+    step = begin(driven, holding)
+    driven.end(landed)
+    driven.end(failed, Outcome.FAILED)
+    assert holding.state is RequestState.DRAINING
+    end(driven, step)
+    assert holding.state is RequestState.REQUEUED
+
+
 def test_what_is_no_holding_of_this_ledger_is_refused() -> None:
     """By name, like everywhere."""
     driven, other = on_host(), on_host()
