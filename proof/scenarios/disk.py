@@ -74,6 +74,28 @@ async def only_on_disk(sim: Simulation) -> None:
         expect(sim, all(twin.outcome == "D" for twin in twins), "a twin has lost its hit")
 
 
+async def fetches_first(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...], client: Client) -> None:
+    """A request without blocks fetches what it goes on to load."""
+    wanted = ask(sim, engine, prompt)
+    async with engine.open(client.name, wanted) as request:
+        client.request = request
+        await sim.jitter()
+        await request.fetch()
+        await sim.jitter()
+        await engine.run(request, wanted)
+    client.ended()
+
+
+async def fetches_in_vain(sim: Simulation, engine: SimulatedEngine, prompt: tuple[int, ...], client: Client) -> None:
+    """Its fetch is cancelled before it begins, and it goes on."""
+    wanted = ask(sim, engine, prompt)
+    async with engine.open(client.name, wanted) as request:
+        client.request = request
+        await expect_cancelled(request.fetch)
+        await engine.run(request, wanted)
+    client.ended()
+
+
 @scenario("request_done", faults=DISK_FAULTS)
 async def fetched_ahead(sim: Simulation) -> None:
     """Fetches beside requests: awaited, left alone, given up, and by a request without blocks."""
@@ -94,28 +116,14 @@ async def fetched_ahead(sim: Simulation) -> None:
                 if sim.random.random() < 0.5:
                     await pending.wait()
 
-        async def first_fetched(client: Client) -> None:
-            wanted = ask(sim, engine, (*other, 7))
-            async with engine.open(client.name, wanted) as request:
-                client.request = request
-                await sim.jitter()
-                await request.fetch()
-                await sim.jitter()
-                await engine.run(request, wanted)
-            client.ended()
-
         async def in_vain(client: Client) -> None:
-            wanted = ask(sim, engine, (*other, 8))
             await expect_cancelled(engine.runtime.wait_restored)
             await expect_cancelled(partial(engine.runtime.fetch, other))
-            async with engine.open(client.name, wanted) as request:
-                client.request = request
-                await expect_cancelled(request.fetch)
-                await engine.run(request, wanted)
-            client.ended()
+            await fetches_in_vain(sim, engine, (*other, 8), client)
 
-        for function in (ahead, given_up, first_fetched, in_vain):
+        for function in (ahead, given_up, in_vain):
             sim.spawn(function.__name__, function)
+        sim.spawn("fetches first", partial(fetches_first, sim, engine, (*other, 7)))
         serve(sim, engine, "late", (*PROMPT, 8))
         await after(sim, engine)
 

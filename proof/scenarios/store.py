@@ -11,8 +11,8 @@ from aoffload.testing import Client, SimulatedEngine, Simulation
 from aoffload.testing.faults import REMOTE_FAULTS
 from aoffload.testing.tag_remote import TagStore
 
-from .common import after, ask, bystanders, canceller, expect, serve, tokens
-from .disk import expect_cancelled, forget, put_away, spoils
+from .common import after, bystanders, canceller, expect, serve, tokens
+from .disk import fetches_first, fetches_in_vain, forget, put_away, spoils
 from .table import scenario
 
 PROMPT = tokens(1, 9)
@@ -76,27 +76,8 @@ async def fetched_from_store(sim: Simulation) -> None:
         engine = sim.runtime(num_device_blocks=16, num_host_blocks=12, store=store_of(sim), max_fetch_share=0.5)
         async with engine.runtime:
             await put_away(sim, engine, PROMPT)
-
-            async def first_fetched(client: Client) -> None:
-                wanted = ask(sim, engine, (*PROMPT, 7))
-                async with engine.open(client.name, wanted) as request:
-                    client.request = request
-                    await sim.jitter()
-                    await request.fetch()
-                    await sim.jitter()
-                    await engine.run(request, wanted)
-                client.ended()
-
-            async def in_vain(client: Client) -> None:
-                wanted = ask(sim, engine, (*PROMPT, 8))
-                async with engine.open(client.name, wanted) as request:
-                    client.request = request
-                    await expect_cancelled(request.fetch)
-                    await engine.run(request, wanted)
-                client.ended()
-
-            for function in (first_fetched, in_vain):
-                sim.spawn(function.__name__, function)
+            sim.spawn("fetches first", partial(fetches_first, sim, engine, (*PROMPT, 7)))
+            sim.spawn("in vain", partial(fetches_in_vain, sim, engine, (*PROMPT, 8)))
             serve(sim, engine, "late", (*PROMPT, 8))
             serve(sim, engine, "given up", (*PROMPT, 9))
             canceller(sim, engine, "given up")

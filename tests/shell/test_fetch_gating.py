@@ -12,6 +12,7 @@ from serving import GUARD_S, prompt, turns
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from disk_serving import Hanging, assert_quiet, of_slab, on_the_disk_only, simulated, with_disk
+from hanging import goes_on_after, serving_until
 
 from aoffload.transfer.rates import FRESH_S
 
@@ -31,26 +32,9 @@ async def test_a_disk_that_hangs_is_waited_for_as_long_as_computing_takes() -> N
     disk = simulated()
     async with with_disk(disk, prefill_tokens_per_s=0.16, **LONG) as engine:  # 100 s for 16 tokens
         await on_the_disk_only(engine, A)
-        hanging = Hanging(disk, of_slab("read"))
-        found: list[int] = []
-
-        async def serve() -> None:
-            found.append(await engine.serve(A))
-
-        try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(serve)
-                await hanging.wait_for()
-                leap(50.0)
-                await turns(20)
-                assert not found
-                leap(50.05)
-                with anyio.fail_after(GUARD_S):
-                    while not found:
-                        await turns(1)
-            assert found == [0]
-        finally:
-            hanging.let_go()
+        async with serving_until(Hanging(disk, of_slab("read")), engine, A) as found:
+            await goes_on_after(100.0, found)
+        assert found == [0]
         await assert_quiet(engine.runtime)
 
 

@@ -12,6 +12,7 @@ from serving import GUARD_S, config, prompt, turns
 pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 pytest.importorskip("cryptography", reason="the extra `remote` is not installed")
 
+from hanging import goes_on_after, serving_until
 from remote_serving import (
     CELL_TOKENS,
     SECRET,
@@ -273,25 +274,8 @@ async def test_a_question_that_hangs_is_waited_for_no_longer_than_said() -> None
     store = SimulatedStore()
     async with with_remote(store, tier={"ask_timeout_s": 100.0}) as engine:
         await only_in_the_store(engine, A)
-        hanging = HangingStore(store, "exist")
-        found: list[int] = []
-
-        async def serve() -> None:
-            found.append(await engine.serve(A))
-
-        try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(serve)
-                await hanging.wait_for()
-                leap(90.0)
-                await turns(20)
-                assert not found
-                leap(10.05)
-                with anyio.fail_after(GUARD_S):
-                    while not found:
-                        await turns(1)
-        finally:
-            hanging.let_go()
+        async with serving_until(HangingStore(store, "exist"), engine, A) as found:
+            await goes_on_after(100.0, found)
         assert found == [0]
         await assert_quiet(engine.runtime)
 

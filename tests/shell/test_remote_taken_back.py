@@ -12,6 +12,7 @@ from serving import GUARD_S, Engine, prompt, turns
 pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 pytest.importorskip("cryptography", reason="the extra `remote` is not installed")
 
+from hanging import serving_until
 from remote_serving import HangingStore, assert_quiet, only_in_the_store, quiet, with_remote
 
 from aoffload.request import Request
@@ -88,20 +89,8 @@ async def test_an_answer_that_comes_after_a_reset_is_of_before() -> None:
     store = SimulatedStore()
     async with with_remote(store, tier={"ask_timeout_s": 100.0}) as engine:
         await only_in_the_store(engine, A)
-        hanging = HangingStore(store, "exist")
-        found: list[int] = []
-
-        async def serve() -> None:
-            found.append(await engine.serve(A))
-
-        try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(serve)
-                await hanging.wait_for()
-                await engine.runtime.reset()
-                hanging.let_go()
-        finally:
-            hanging.let_go()
+        async with serving_until(HangingStore(store, "exist"), engine, A) as found:
+            await engine.runtime.reset()
         assert found == [0]
         assert engine.runtime.lookup(A).num_tokens == 0
         statistics = engine.runtime.statistics().remote_transfers

@@ -25,6 +25,7 @@ from aoffload.testing import (
     Fault,
     Memory,
     Plan,
+    SimulatedEngine,
     Simulation,
     Violation,
     cancel_sweep,
@@ -212,19 +213,25 @@ def test_every_fault_ends_in_an_outcome(backend: Any, kind: str) -> None:
     assert any(result.faults[kind] for result in results) or not is_possible
 
 
+async def served_in_threads(sim: Simulation, engine: SimulatedEngine, turn: int, num_prompts: int) -> None:
+    """The same prompts each turn, at the same time, until all is quiet."""
+    for index in range(num_prompts):
+        wanted = Ask(tokens=tuple(range(index * 10, index * 10 + 7)), style="thread")
+
+        async def run(client: Client, wanted: Ask = wanted) -> None:
+            await client.serve(engine, wanted)
+
+        sim.spawn(f"r{turn}{index}", run)
+    await sim.join()
+    await engine.runtime.flush()
+
+
 async def verified(sim: Simulation) -> None:
     """As `serving`, with checksums, and a prompt that comes back from the host."""
     engine = sim.runtime(num_device_blocks=6, num_host_blocks=12, verify=True)
     async with engine.runtime:
         for turn in range(2):
-            for index in range(3):
-
-                async def run(client: Client, index: int = index) -> None:
-                    await client.serve(engine, Ask(tokens=tuple(range(index * 10, index * 10 + 7)), style="thread"))
-
-                sim.spawn(f"r{turn}{index}", run)
-            await sim.join()
-            await engine.runtime.flush()
+            await served_in_threads(sim, engine, turn, 3)
 
 
 async def on_disk(sim: Simulation) -> None:
@@ -240,14 +247,7 @@ async def on_disk(sim: Simulation) -> None:
     async with engine.runtime:
         await engine.runtime.wait_restored()
         for turn in range(3):
-            for index in range(4):
-
-                async def run(client: Client, index: int = index) -> None:
-                    await client.serve(engine, Ask(tokens=tuple(range(index * 10, index * 10 + 7)), style="thread"))
-
-                sim.spawn(f"r{turn}{index}", run)
-            await sim.join()
-            await engine.runtime.flush()
+            await served_in_threads(sim, engine, turn, 4)
         with suppress(TransferRefused):
             await engine.runtime.reset(Tier.DISK)
 
@@ -260,14 +260,7 @@ async def on_store(sim: Simulation) -> None:
     )  # fmt: skip
     async with engine.runtime:
         for turn in range(4):
-            for index in range(3):
-
-                async def run(client: Client, index: int = index) -> None:
-                    await client.serve(engine, Ask(tokens=tuple(range(index * 10, index * 10 + 7)), style="thread"))
-
-                sim.spawn(f"r{turn}{index}", run)
-            await sim.join()
-            await engine.runtime.flush()
+            await served_in_threads(sim, engine, turn, 3)
             for tier in (Tier.DEVICE, Tier.HOST) if turn else ():
                 engine.num_resets_of_tiers += 1
                 await engine.runtime.reset(tier)

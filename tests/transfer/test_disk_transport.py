@@ -18,7 +18,7 @@ from disks import BLOCK, DiskCopies, Hanging, simulated
 from aoffload import ConfigError, DiskTier
 from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.errors import TransferRefused, WrongState
-from aoffload.testing.simulated_disk import DiskFault, SimulatedDisk
+from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
 from aoffload.transfer.backends.base import RegionBackend
 from aoffload.transfer.local import LocalTransport
 
@@ -164,30 +164,22 @@ def test_what_is_given_up_is_not_recorded(open_disk: Callable[..., DiskCopies]) 
 
 def test_what_is_given_up_in_the_middle_takes_back_what_was_recorded(open_disk: Callable[..., DiskCopies]) -> None:
     """Slots that are no neighbours are written and recorded one after the other: nothing of the job is found."""
-    disk = simulated()
-    copies = open_disk(disk)
     writes = itertools.count()
-    hanging = Hanging(disk, lambda call: call.kind == "write" and call.name == "slab" and next(writes) == 2)
-    try:
-        job_id = copies.launch(HOST, DISK, [0, 1, 2], [5, 9, 7], LABELS[:3])
-        hanging.wait_for(1)
-        copies.transport.give_up(job_id)
-    finally:
-        hanging.let_go()
-    ended = copies.next()
-    assert (ended.outcome, ended.num_landed) == (Outcome.FAILED, 0)
-    assert copies.move(DISK, HOST, [5], [1]).outcome is Outcome.CORRUPT
-    copies.transport.close(GUARD_S)
-    assert open_disk(disk).read_back() == []
+    given_up_at(open_disk, [5, 9, 7], lambda call: call.kind == "write" and call.name == "slab" and next(writes) == 2)
 
 
 def test_what_is_given_up_while_it_is_recorded_is_taken_back(open_disk: Callable[..., DiskCopies]) -> None:
     """Its blocks are there, and what they hold may have been overwritten since: no restart finds them."""
+    given_up_at(open_disk, [5, 6, 7], lambda call: call.kind == "write" and call.name == "table")
+
+
+def given_up_at(open_disk: Callable[..., DiskCopies], slots: list[int], wanted: Callable[[IOCall], bool]) -> None:
+    """A store is given up at the call that is wanted: it has landed nothing, now and after a restart."""
     disk = simulated()
     copies = open_disk(disk)
-    hanging = Hanging(disk, lambda call: call.kind == "write" and call.name == "table")
+    hanging = Hanging(disk, wanted)
     try:
-        job_id = copies.launch(HOST, DISK, [0, 1, 2], [5, 6, 7], LABELS[:3])
+        job_id = copies.launch(HOST, DISK, [0, 1, 2], slots, LABELS[:3])
         hanging.wait_for(1)
         copies.transport.give_up(job_id)
     finally:
