@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from aoffload.core.groups import Layout
 from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
 from aoffload.disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
 from aoffload.env import Env
-from aoffload.transfer.disk.slab import CALL_BYTES
+from aoffload.transfer.disk.slab import READ_BYTES, WRITE_BYTES
 from aoffload.transport import LocalTransport
 
 from .disk_start import UNIT_TOKENS, directory, labels
@@ -44,6 +45,8 @@ MOVED_BYTES = 32 * MIB
 FILE_BYTES = 256 * MIB
 NUM_EXTENTS = 4
 WANTED, WANTED_OF_FILES = 0.8, 1.5
+Calls: TypeAlias = list[list[NDArray[np.uint8]]]
+"""The buffers of each call."""
 SECONDS = 8.0
 
 
@@ -128,7 +131,8 @@ class Sides:
         host[:] = np.random.default_rng(0).integers(0, 256, host.shape, dtype=np.uint8)
         extents = np.array_split(np.arange(self._num), min(NUM_EXTENTS, self._num))[::-1]
         self._rows = np.array_split(np.concatenate(extents), num_jobs)
-        self._calls = [_calls(rows, host) for rows in self._rows]
+        self._writes = [_calls(rows, host, WRITE_BYTES) for rows in self._rows]
+        self._reads = [_calls(rows, host, READ_BYTES) for rows in self._rows]
         self._labels = list(itertools.islice(labels(random.Random(0)), self._num))
         self._numbers = itertools.count()
         self._num_places = FILE_BYTES // moved_bytes
@@ -165,18 +169,20 @@ class Sides:
             assert completion.outcome is Outcome.LANDED, completion
 
     def plain_write(self) -> None:
-        self._plain_move("write", os.pwritev)
+        self._plain_move("write", os.pwritev, self._writes)
 
     def plain_read(self) -> None:
-        self._plain_move("read", os.preadv)
+        self._plain_move("read", os.preadv, self._reads)
 
-    def _plain_move(self, name: str, move: Callable[[int, list[NDArray[np.uint8]], int], int]) -> None:
+    def _plain_move(
+        self, name: str, move: Callable[[int, list[NDArray[np.uint8]], int], int], calls: list[Calls]
+    ) -> None:
         first = next(self._places[name]) * self._moved_bytes
         share = self._moved_bytes // self._num_jobs
 
         def work(number: int) -> None:
             at = first + number * share
-            for buffers in self._calls[number]:
+            for buffers in calls[number]:
                 num_bytes = sum(buffer.nbytes for buffer in buffers)
                 assert move(self._plain, buffers, at) == num_bytes
                 at += num_bytes
@@ -189,10 +195,10 @@ class Sides:
             each.join()
 
 
-def _calls(rows: NDArray[np.int64], host: NDArray[np.uint8]) -> list[list[NDArray[np.uint8]]]:
+def _calls(rows: NDArray[np.int64], host: NDArray[np.uint8], call_bytes: int) -> Calls:
     """The memory of these blocks as the buffers of calls, none larger than one of the slab."""
-    most = max(1, CALL_BYTES // host.shape[1])
-    calls = []
+    most = max(1, call_bytes // host.shape[1])
+    calls = Calls()
     for first in range(0, len(rows), most):
         part = rows[first : first + most]
         cuts = np.flatnonzero(np.diff(part) != 1) + 1

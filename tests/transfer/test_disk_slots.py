@@ -21,7 +21,7 @@ from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.transfer.backends.base import anonymous_memory
 from aoffload.transfer.disk.posix import PosixDirectory, PosixFile
 from aoffload.transfer.disk.records import SlotLayout
-from aoffload.transfer.disk.slab import CALL_BYTES
+from aoffload.transfer.disk.slab import WRITE_BYTES
 from aoffload.transfer.disk.slots import DiskOutcome, DiskSlots
 
 BLOCK = 4096
@@ -340,8 +340,8 @@ def test_a_full_disk_is_known_at_the_start(path: Path, monkeypatch: pytest.Monke
 
 def test_large_jobs_go_in_several_calls(path: Path) -> None:
     """Whatever their size, blocks land where they belong."""
-    num_blocks = 2 * CALL_BYTES // 65536 + 3
-    slots = opened(path, block_bytes=65536, size_bytes=16 << 20, num_host=2 * num_blocks)
+    num_blocks = WRITE_BYTES // 65536 + 3
+    slots = opened(path, block_bytes=65536, size_bytes=48 << 20, num_host=2 * num_blocks)
     ids = np.arange(num_blocks)
     given = list(itertools.islice(itertools.repeat(None), num_blocks))
     assert slots.store(ids + 2, ids, given, slots.generation).num_landed == num_blocks

@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 from .files import DiskFile
 from .neighbours import Stretch, stretch_at
 
-__all__ = ["Slab"]
+__all__ = ["READ_BYTES", "WRITE_BYTES", "Slab"]
 
-CALL_BYTES = 4 * 2**20
-"""Bytes of one call: more do not make it faster, and sums are taken while they are in the processor's cache."""
+READ_BYTES = 4 * 2**20
+"""Bytes of a call that reads: what one has brought is compared beside the next, while the processor has it cached."""
+WRITE_BYTES = 32 * 2**20
+"""Bytes of a call that writes. Sums of small blocks, taken beside it, keep the interpreter's lock, for which the thread
+that writes waits once a call."""
 
 
 class Slab:
@@ -27,11 +30,10 @@ class Slab:
         self._host = host
         self._block_bytes = int(host.shape[1])
         self.num_host = len(host)
-        self._most = max(1, CALL_BYTES // self._block_bytes)
 
-    def stretch_at(self, slots: Sequence[int], host_ids: Sequence[int], first: int) -> Stretch:
-        """The blocks that move in one call with block `first` of a job."""
-        return stretch_at(slots, host_ids, first, self._most)
+    def stretch_at(self, slots: Sequence[int], host_ids: Sequence[int], first: int, call_bytes: int) -> Stretch:
+        """The blocks that move in one call with block `first` of a job, of `call_bytes` at most or one block."""
+        return stretch_at(slots, host_ids, first, max(1, call_bytes // self._block_bytes))
 
     def write(self, stretch: Stretch) -> int:
         """Write one stretch; how many whole blocks of it were written. Raises `OSError`."""

@@ -23,7 +23,7 @@ from .files import DiskDirectory, DiskFile
 from .neighbours import neighbours
 from .records import BlockLabel, RecordFormat, SlotLayout, Superblock
 from .recovery import Chains, Survivors
-from .slab import Slab
+from .slab import READ_BYTES, WRITE_BYTES, Slab
 from .sums import SlotSums, SumThreads, as_rows, data_sum
 from .table import SlotTable
 
@@ -194,7 +194,7 @@ class DiskSlots:
         more were written."""
         done = 0
         while done < len(to) and not is_given_up():
-            stretch = self._slab.stretch_at(to, source, done)
+            stretch = self._slab.stretch_at(to, source, done, WRITE_BYTES)
             error = "the write was cut short"
             try:
                 num_written = self._slab.write(stretch)
@@ -235,7 +235,7 @@ class DiskSlots:
         checks: list[Callable[[], list[int]]] = []
         done, error = 0, ""
         while done < len(source) and not error:
-            stretch = self._slab.stretch_at(source, to, done)
+            stretch = self._slab.stretch_at(source, to, done, READ_BYTES)
             try:
                 num_read, error = self._slab.read(stretch), ""
             except OSError as failure:
