@@ -195,7 +195,7 @@ _WAKING = (
         "        self.granted = blocks\n",
         "        self.wake()\n        self.granted = blocks\n",
         "the grant is in the waiter before anybody is woken",
-        test="tests/core/test_line.py::test_who_is_woken_may_call_the_ledger",
+        test="tests/core/test_line.py::test_the_grant_is_there_before_anybody_is_woken",
     ),
     Mutant(
         "no wake-up with a failure",
