@@ -17,10 +17,11 @@ PEERS := build/peers
 .PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed bench bench-peers clean
 
 # Installed once; again when what it was installed from changes.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --constraint constraints-dev.txt \
+		--editable '.[dev]'
 	touch $@
 
 demo: $(VENV)/.installed

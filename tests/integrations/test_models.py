@@ -107,12 +107,14 @@ def plain_transformers(model: PagedModel, attention: str) -> torch.nn.Module:
 
 def plain_logits(plain: torch.nn.Module, prompt: list[int], ends: list[int], draft: list[int]) -> torch.Tensor:
     """Logits after `prompt[:end]` for each end, then after each token of `draft`, with transformers' own cache."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=plain.config)  # given by place: its parameter has another name since 5.24
     with torch.inference_mode():
-        output = plain(torch.tensor([prompt]), use_cache=True)
-        logits = [output.logits[0, end - 1] for end in ends]
+        prompt_logits = plain(torch.tensor([prompt]), None, None, cache, use_cache=True).logits[0]
+        logits = [prompt_logits[end - 1] for end in ends]
         for token in draft:
-            output = plain(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
-            logits.append(output.logits[0, -1])
+            logits.append(plain(torch.tensor([[token]]), None, None, cache, use_cache=True).logits[0, -1])
     return torch.stack(logits)
 
 
