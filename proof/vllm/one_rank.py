@@ -29,6 +29,8 @@ MOST_COMPUTED = 0.8
 DISK, REDIS = OUT / "disk", OUT / "redis"
 CELL_BYTES = 1 << 17
 NUM_HOST_BLOCKS = 100
+FETCHES_ALL = {"prefill_tokens_per_s": 1, "fetch_timeout_s": 20}
+"""Whatever it takes on this machine: how the choice goes by speeds is another matter."""
 LAST_TURN = 3
 FETCHED, WARM, SHARED = 0.9, 0.8, 0.6
 """Of what a pool where all fits finds; of the prompts of a second engine, behind a disk and behind a store: this one
@@ -195,7 +197,7 @@ def disk(bench: Bench) -> Row:
     from the disk that the first one has left."""
     path, extra = DISK.resolve(), {"host_bytes": None, "num_host_blocks": NUM_HOST_BLOCKS, "max_fetch_share": 0.5}
     shutil.rmtree(path, ignore_errors=True)
-    transfer = ours_with(**extra, disk={"path": str(path), "size": "64MiB"})
+    transfer = ours_with(**extra, **FETCHES_ALL, disk={"path": str(path), "size": "64MiB"})
     with bench.engine(SMALL_POOL, transfer) as engine:
         served = bench.talk(engine)
         fetched = engine.connector.ledger.statistics().disk.num_cached
@@ -228,7 +230,7 @@ def remote(bench: Bench) -> Row:
     except NoServerError as error:
         return Row(name, found=str(error), was_run=False)
     with server:
-        extra = {"namespace": "seeded", "max_fetch_share": 1.0, "fetch_timeout_s": 20}
+        extra = {"namespace": "seeded", "max_fetch_share": 1.0, **FETCHES_ALL}
         store = {"url": f"redis://127.0.0.1:{server.port}", "cell_bytes": CELL_BYTES, "ask_timeout_s": 1}
         transfer = ours_with(**extra, remote=store)
         with bench.engine(SMALL_POOL, transfer) as engine:
