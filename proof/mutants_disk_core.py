@@ -120,6 +120,22 @@ _FETCHES = (
         "all fetches together take a share of the host",
     ),
     _met_by(
+        OF_FETCHES + "what_was_fetched_stays_while_its_request_waits_for_room",
+        "disk: read in vain for who waits for room",
+        LEDGER_DISK,
+        '            self._need_fetches("match_fetched").keep(holding)\n',
+        "",
+        "what was fetched is there once there is room",
+    ),
+    _met_by(
+        OF_FETCHES + "requests_in_line_keep_no_more_than_the_share_of_all_fetches",
+        "disk: a share for each request in line",
+        f"{CORE}.request_leases",
+        "        if self.num_fetched + num_blocks <= most:\n",
+        "        if num_blocks <= most:\n",
+        "what requests in line keep has a share of the host",
+    ),
+    _met_by(
         OF_FETCHES + "a_fetch_with_windows_has_all_that_a_hit_needs",
         "disk: a fetch without its window",
         FETCHES,

@@ -127,6 +127,7 @@ class Admission:
         unread = [holding for holding in holdings if holding.may_match_again]
         for holding in unread:
             self._forget_match(holding)
+            self.request_leases.end_fetched(holding)
         for holding in unread:
             waiter = holding.waiter
             if waiter is None and holding.state is _S.PINNED:

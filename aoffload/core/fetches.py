@@ -74,6 +74,11 @@ class Fetches:
         self.transfers.begin(transfer)
         return transfer
 
+    def keep(self, holding: Holding) -> None:
+        """Keep in the host what was fetched for `holding` until it has room, within the share of all fetches."""
+        host = self.cache.tiers[Tier.HOST]
+        self.request_leases.keep_fetched(holding, int(host.pool.num_blocks * self.max_share))
+
     def num_blocks(self, sequence: TokenSequence) -> int:
         """Blocks that a fetch of `sequence` would copy from the disk: none that others bring already."""
         path, stop = self._on_disk(sequence, self._limit(sequence), self._room())

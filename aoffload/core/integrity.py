@@ -166,6 +166,7 @@ def _check_outside(tier: TierBlocks, written: list[int], jobs: JobBook) -> None:
 
 
 def _check_tables(holding: Holding) -> None:
+    _demand(holding.fetched is None or holding.may_match_again, "what was fetched is kept under block tables", holding)
     if holding.epoch is NoEpoch.INVALIDATED:
         return  # its tables may name withdrawn blocks, which a running forward only reads
     if holding.epoch is NoEpoch.ORPHANED:
@@ -210,6 +211,6 @@ def _check_table(holding: Holding, band: int, table: BlockTable) -> None:
 
 def _check_line(line: Line) -> None:
     for waiter in line.allocating[1:]:
-        _demand(not waiter.holding.all_leases(), "somebody behind the head keeps pins", waiter)
+        _demand(not waiter.holding.match_leases, "somebody behind the head keeps pins", waiter)
     for waiter in (*line.extending, *line.allocating):
         _demand(waiter.holding.waiter is waiter and not waiter.is_over, "a waiter out of place", waiter)

@@ -38,6 +38,14 @@ class Extension:
     """Positions that became null because they left the window of their group."""
 
 
+@dataclass(slots=True, eq=False)
+class Fetched:
+    """What a fetch has brought for a request, pinned in the host until the request has blocks to load it into."""
+
+    lease: Lease
+    num_host_blocks: int
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Holding(Claimant):
     request_id: str
@@ -74,6 +82,8 @@ class Holding(Claimant):
     """Device: the cached path that it reads. Host: the path that it is to load."""
     reserve: Lease | None = None
     """With windows: a second device lease, for blocks behind the device hit that the load will find there."""
+    fetched: Fetched | None = None
+    """Beside the match, which a request in the line for room gives up."""
     published: int = 0
     """Leading units that are findable, or were when the request got them."""
     nulled: list[tuple[int, int, int]] = field(default_factory=list)
@@ -136,8 +146,12 @@ class Holding(Claimant):
         granted = self.waiter is not None and bool(self.waiter.granted)
         return self.num_units > 0 or granted or Tier.DEVICE in self.leases or self.reserve is not None
 
-    def all_leases(self) -> list[Lease]:
+    @property
+    def match_leases(self) -> list[Lease]:
         return [*self.leases.values()] if self.reserve is None else [self.reserve, *self.leases.values()]
+
+    def all_leases(self) -> list[Lease]:
+        return self.match_leases if self.fetched is None else [self.fetched.lease, *self.match_leases]
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -167,9 +181,17 @@ class Holding(Claimant):
 
     def forgot_match(self) -> list[Lease]:
         """Returns its leases, which the caller releases."""
-        leases, self.leases, self.reserve = self.all_leases(), {}, None
+        leases, self.leases, self.reserve = self.match_leases, {}, None
         self.published = self.ready_stop = self.hit_stop = 0
         return leases
+
+    def keeps_fetched(self, fetched: Fetched) -> None:
+        self.fetched = fetched
+
+    def take_fetched(self) -> Fetched | None:
+        """Return and clear `fetched`."""
+        fetched, self.fetched = self.fetched, None
+        return fetched
 
     def given_tables(self, tables: tuple[BlockTable, ...], num_units: int) -> None:
         self.tables, self.num_units = tables, num_units

@@ -10,7 +10,7 @@ from .answer import PrefixMatch
 from .cache import PrefixCache
 from .lifecycle import RequestState
 from .matching import Hit, fetchable_path, find_hit
-from .owners import Holding
+from .owners import Fetched, Holding
 from .paths import held_ids
 from .plan import BELOW, Tier
 from .records import Part, Run
@@ -24,6 +24,8 @@ class RequestLeases:
     """Leases of requests: on the device for the device hit, in the host for the units to load."""
 
     cache: PrefixCache
+    num_fetched: int = 0
+    """Host blocks that requests without block tables keep since they were fetched for them."""
 
     def pin(self, holding: Holding, *, islands: bool = True) -> None:
         """Match and pin, in one step: nothing can be evicted in between. `islands`: see `find_hit`."""
@@ -101,6 +103,25 @@ class RequestLeases:
         for lease in holding.forgot_match():
             self.cache.release(lease)
 
+    def keep_fetched(self, holding: Holding, most: int) -> None:
+        """Keep the host hit until the request has block tables, also while it gives its match up in the line for room:
+        it was just fetched. At most `most` blocks are kept so, of all requests together; else it may be evicted."""
+        self.end_fetched(holding)
+        lease = holding.leases.get(BELOW)
+        if lease is None:
+            return
+        num_blocks = self.num_fresh(holding.published, holding.hit_stop, holding.hit_stop)
+        if self.num_fetched + num_blocks <= most:
+            self.num_fetched += num_blocks
+            holding.keeps_fetched(Fetched(self.cache.lease(BELOW, lease.run), num_blocks))
+
+    def end_fetched(self, holding: Holding) -> None:
+        """Keep no longer what was fetched for the request."""
+        fetched = holding.take_fetched()
+        if fetched is not None:
+            self.num_fetched -= fetched.num_host_blocks
+            self.cache.release(fetched.lease)
+
     def match_again(self, holding: Holding, *, islands: bool = True) -> None:
         """Release the match, then match and pin what is cached by now."""
         assert holding.may_match_again, "matched again under its block tables"
@@ -138,6 +159,8 @@ class RequestLeases:
         """Give back all blocks and leases of the request, in any state. Nothing is left when this call returns."""
         self.give_up_tables(holding)
         self.forget_match(holding)
+        if holding.fetched is not None:
+            self.end_fetched(holding)
 
     def give_up_tables(self, holding: Holding) -> None:
         """Free the private blocks and drop the tables. Leases stay."""
@@ -194,6 +217,8 @@ class RequestLeases:
                 ids = nulls(start * band.width) + held + nulls((fresh - stop) * band.width) + ids
             tables.append(BlockTable(band.width, ids, start))
         holding.given_tables(tuple(tables), num_units)
+        if holding.fetched is not None:
+            self.end_fetched(holding)  # its match pins what it loads
 
     def lengthen_tables(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
         """Append `blocks`, taken for the units up to `num_units`."""

@@ -8,6 +8,7 @@ from driving import BLOCK, prompt
 
 from aoffload import KVCacheGroup, RequestState, SlidingWindow
 from aoffload.core.lifecycle import CacheTransferState
+from aoffload.core.owners import Holding, Waiter
 from aoffload.core.plan import Outcome, Tier
 from aoffload.errors import InvalidArgument, WrongState
 
@@ -227,6 +228,91 @@ def test_a_request_in_line_is_not_matched_by_a_fetch() -> None:
     disk.release(running, "cancelled")
     disk.ledger.accept(waiter)
     assert waits.match.num_host_tokens == 8 * BLOCK
+
+
+def in_line_behind(disk: Disk, head: Holding, tokens: list[int]) -> Waiter:
+    """A request that has fetched, and waits for room behind `head`."""
+    found = disk.admit(tokens)
+    fetch = disk.ledger.fetch(disk.prefix(tokens), lambda: disk.ledger.match_fetched(found), request=found)
+    disk.land(fetch.plans)
+    assert found.match.num_host_tokens == 8 * BLOCK
+    waiter = disk.ledger.queue_allocation(found)
+    assert disk.ledger.admission.line.allocating[0].holding is head and not found.leases
+    disk.ledger.check_integrity()
+    return waiter
+
+
+def line_of(disk: Disk) -> tuple[Holding, Holding]:
+    """A request that has all the room, and the head of the line for it. Neither is cached anywhere."""
+    running = disk.running(prompt(2, 8 * BLOCK), store="none")
+    head = disk.admit(prompt(3, 8 * BLOCK), store="none")
+    disk.ledger.queue_allocation(head)
+    return running, head
+
+
+OTHERS = [[*prompt(name, 8 * BLOCK), 7] for name in (4, 5)]
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_what_was_fetched_stays_while_its_request_waits_for_room(windows: bool) -> None:
+    """Behind the head of the line a request gives its match up, but not what the disk was read for: whatever else comes
+    into the host meanwhile, it is loaded once there is room."""
+    more = [KVCacheGroup("window", attention=SlidingWindow(2 * BLOCK), block_size=BLOCK)] if windows else []
+    groups = [KVCacheGroup("full", block_size=BLOCK), *more]
+    disk = Disk(num_device=19 if windows else 10, num_host=24 if windows else 16, groups=groups)
+    for tokens in (TOKENS, *OTHERS):
+        disk.on_disk_only(tokens)
+    running, head = line_of(disk)
+    waiter = in_line_behind(disk, head, TOKENS)
+    for other in OTHERS:
+        disk.fetched(other)
+    disk.release(head, "cancelled")
+    disk.release(running, "cancelled")
+    disk.ledger.accept(waiter)
+    assert waiter.holding.match.num_host_tokens == 8 * BLOCK and waiter.holding.fetched is None
+    disk.land(disk.ledger.plan_load(waiter.holding))
+    assert waiter.holding.num_computed_tokens == 8 * BLOCK
+    disk.release(waiter.holding, "cancelled")
+    assert disk.ledger.statistics().host.num_pinned == 0
+
+
+def test_requests_in_line_keep_no_more_than_the_share_of_all_fetches() -> None:
+    """The first keeps what it has fetched; what is beyond the share may be evicted, as all that is cached."""
+    disk = Disk(num_device=10, max_fetch_share=0.5)
+    for tokens in (TOKENS, *OTHERS):
+        disk.on_disk_only(tokens)
+    running, head = line_of(disk)
+    waiters = [in_line_behind(disk, head, each) for each in (TOKENS, OTHERS[0])]
+    assert disk.ledger.statistics().host.num_pinned == 8
+    disk.fetched(OTHERS[1])
+    for holding in (head, running):
+        disk.release(holding, "cancelled")
+    disk.ledger.accept(waiters[0])
+    assert waiters[0].holding.match.num_host_tokens == 8 * BLOCK
+    disk.release(waiters[0].holding, "cancelled")
+    disk.ledger.accept(waiters[1])
+    assert waiters[1].holding.match.num_host_tokens < 8 * BLOCK
+
+
+@pytest.mark.parametrize("how", ["release", "reset", "host", "invalidate"])
+def test_what_was_fetched_is_let_go_with_its_request_or_its_cache(how: str) -> None:
+    """Whoever leaves the line leaves nothing pinned, and what is forgotten is kept for nobody."""
+    disk = Disk(num_device=10)
+    disk.on_disk_only(TOKENS)
+    running, head = line_of(disk)
+    waiter = in_line_behind(disk, head, TOKENS)
+    if how == "release":
+        disk.release(waiter.holding, "cancelled")
+    elif how == "invalidate":
+        disk.ledger.invalidate(running, 0)
+        disk.release(waiter.holding, "cancelled")
+    else:
+        disk.ledger.reset(Tier.HOST if how == "host" else None)
+        assert disk.ledger.statistics().host.num_cached == 0
+        disk.ledger.check_integrity()
+        disk.release(waiter.holding, "cancelled")
+    found = disk.ledger.statistics().host
+    assert (found.num_pinned, disk.ledger._request_leases.num_fetched) == (0, 0)
 
 
 def test_a_ledger_without_a_disk_refuses_to_fetch() -> None:
