@@ -99,7 +99,7 @@ def test_a_full_file_system_keeps_what_is_there(path: Path, monkeypatch: pytest.
 
 
 def test_a_fork_does_not_keep_the_directory(path: Path) -> None:
-    """It has inherited the lock with its descriptor: closing in the process that opened it lets go of it all the same."""
+    """It has inherited the lock with its descriptor: who opened it and closes it lets go of it all the same."""
     directory = PosixDirectory(path)
     inherited = os.dup(directory._lock)
     directory.close()
