@@ -162,14 +162,6 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
         f"{SHORT}::test_an_opening_that_is_short_of_a_thread_leaves_nothing",
     ),
     _mutant(
-        "an opening that fails at last stays half open",
-        "aoffload.runtime_life",
-        "            await self._close()\n            raise\n",
-        "            raise\n",
-        "who fails to open leaves nothing open",
-        f"{SHORT}::test_an_opening_that_is_short_of_a_thread_leaves_nothing",
-    ),
-    _mutant(
         "used after a reset without a thread",
         WORK,
         "            settle(str(error))\n",

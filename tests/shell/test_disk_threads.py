@@ -18,6 +18,7 @@ from disk_serving import Hanging, assert_quiet, on_the_disk_only, simulated, sto
 
 from aoffload import OffloadRuntime
 from aoffload.disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
+from aoffload.disk_work import DiskState
 from aoffload.env import Env
 from aoffload.testing.simulated_disk import IOCall
 from aoffload.transport import TransferRefused
@@ -93,6 +94,8 @@ async def test_a_reset_without_a_thread_ends_the_use_of_the_disk() -> None:
         with pytest.raises(TransferRefused, match=r"a restart may find what was there: .* cannot be started"):
             await engine.runtime.reset()
         num_calls = disk.num_calls
+        found = engine.runtime._session.disk
+        assert found is not None and found.state is DiskState.OFF
         assert [await engine.serve(A) for _ in range(2)] == [0, 16]
         for seed in range(10, 20):
             await engine.serve(prompt(seed, 17))
