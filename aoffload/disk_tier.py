@@ -40,7 +40,8 @@ def num_slots_in(size_bytes: int, block_bytes: int, unit_tokens: int) -> int:
 def _path(value: Any) -> str:
     try:
         found = os.fspath(value)
-    except TypeError:
+        os.fsencode(found)
+    except (TypeError, UnicodeEncodeError):  # a lone surrogate, which names no file
         found = None
     if not isinstance(found, str) or not found or "\0" in found:
         raise ConfigError("path", f"must be the path of a directory, got {shown(value)}")

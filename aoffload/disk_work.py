@@ -1,7 +1,6 @@
 """What a runtime does with its disk: reads back what an earlier process left, writes behind, resets, and ends.
 
 READING    slices of what was left enter the ledger, at most a millisecond of a turn of the loop; nothing is stored
-DROPPING   the same after a reset: the slices are of before it
 READY      stores what host memory is about to evict, within the day's budget
 FLUSHING   the runtime closes: stores what is left, for a while
 OFF        closed, or the disk must not be used any more; nothing is stored or fetched
@@ -70,6 +69,8 @@ class DiskWork:
     _is_turn_due: bool = attrs.field(default=False, init=False)
     """A turn was asked for, and has not begun: several in one round of the event loop would be one long one."""
     _began_s: float = attrs.field(default=0.0, init=False)
+    _num_resets: int = attrs.field(default=0, init=False)
+    """How many of the ledger's resets have reached the disk."""
 
     def __attrs_post_init__(self) -> None:
         self.budget = DailyBudget(self.disk.tier.daily_bytes)
@@ -77,16 +78,14 @@ class DiskWork:
     # -- a restart ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin to read, in a thread. Called in the event loop, once the transport is open."""
+        """Begin to read, in a thread. Called in the event loop, once the transport is open. `TransferRefused` where
+        there is no thread for it: then the disk stays off."""
         self.is_restored = anyio.Event()
         self._turn = self.env.loop_waker(self._take_in)
         self._began_s = self.env.now()
+        self.disk.read_back(self._hear, self._over)
+        self.state = DiskState.READING  # in time for what was read: a turn of the loop takes it in
         self.telemetry.disk_opened(self.disk.tier.path, self.disk.num_slots)
-        self.state = DiskState.READING
-        try:
-            self.disk.read_back(self._hear, self._over)
-        except TransferRefused as error:
-            self._fail(str(error))
 
     def _hear(self, found: Sequence[RestoredRun]) -> None:
         """Called in the reading thread."""
@@ -168,8 +167,9 @@ class DiskWork:
         return not any(self.worker.copies.num_under_way(*hop) for hop in hops)
 
     def _num_storable(self) -> int:
-        """Blocks that may be stored now: none on a disk that fails, more only when what is queued gets done."""
-        if self.disk.refuses(Direction.STORE):
+        """Blocks that may be stored now: none on a disk that fails or has not heard of the last reset, more only when
+        what is queued gets done."""
+        if self.disk.refuses(Direction.STORE) or self._num_resets < self.ledger.num_disk_resets:
             return 0
         room = self.worker.copies.room_bytes(Tier.HOST, Tier.DISK)
         return min(MAX_BLOCKS, min(room, self.budget.left(self.env.now())) // self.block_bytes)
@@ -198,21 +198,34 @@ class DiskWork:
     # -- reset ----------------------------------------------------------------------------------------------------
 
     async def reset(self, timeout_s: float) -> None:
-        """Wait until no restart finds what the ledger has just forgotten. `TransferRefused` if that cannot be had
-        within `timeout_s` seconds: the disk is not used any more then."""
-        ended, problems = anyio.Event(), list[str]()
+        """Wait until no restart finds what the ledger has just forgotten. `TransferRefused` if that is not so within
+        `timeout_s` seconds. Where the disk does not take it, it is not used any more; until it has, nothing is stored.
+        """
+        ended, problems, number = anyio.Event(), list[str](), self.ledger.num_disk_resets
 
         def over(problem: str) -> None:
-            problems.append(problem)
-            self.worker.call_soon(ended.set)
+            self.worker.call_soon(partial(settle, problem))
 
-        self.disk.reset(self.ledger.num_disk_resets, over)
+        def settle(problem: str) -> None:
+            self._reset_over(number, problem)
+            problems.append(problem)
+            ended.set()
+
+        try:
+            self.disk.reset(number, over)
+        except TransferRefused as error:
+            settle(str(error))
         with anyio.move_on_after(timeout_s):
             await ended.wait()
         problem = problems[0] if problems else f"not over within {timeout_s:g} s"
         if problem:
-            self._fail(f"a reset did not reach the disk: {problem}")
             raise TransferRefused(f"a reset did not reach the disk, and a restart may find what was there: {problem}")
+
+    def _reset_over(self, num_resets: int, problem: str) -> None:
+        if problem:
+            self._fail(f"a reset did not reach the disk: {problem}")
+        else:
+            self._num_resets = max(self._num_resets, num_resets)  # of two, the earlier may be over behind the later
 
     # -- the end --------------------------------------------------------------------------------------------------
 

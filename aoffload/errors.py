@@ -118,7 +118,8 @@ class WrongProcess(AoffloadError):  # noqa: N818
 
 
 class TransferRefused(AoffloadError):  # noqa: N818
-    """A transport could not start a transfer or record a fence. Nothing was started, so no completion follows."""
+    """A transport could not start a transfer or a thread, or record a fence. Nothing was started, so no completion
+    follows."""
 
 
 class DeviceGone(TransferRefused):

@@ -9,6 +9,7 @@ import anyio
 import attrs
 
 from .core.plan import Tier
+from .errors import TransferRefused
 from .session import Session
 from .transfer.layout import described
 from .transfer.transport import HasDisk, HasRemote, PinProgress, ReportsPinning, SlowToOpen
@@ -55,6 +56,14 @@ class Opening:
         except Exception as error:  # noqa: BLE001 - a driver error; what is in flight is quarantined
             self.session.telemetry.transport_failed(error)
 
+    async def close_in_thread(self, timeout_s: float) -> None:
+        """Close in a thread, so that the event loop goes on; where there is none, in this one."""
+        close = partial(self.close, timeout_s)
+        try:
+            await self.session.env.run_in_thread(close)
+        except RuntimeError:
+            close()
+
     def _open(self) -> None:
         session = self.session
         deliver = session.observers.hearing(session.worker.deliver)
@@ -64,9 +73,11 @@ class Opening:
         """Open in a thread, so that the event loop goes on. A native cancellation leaves the thread running; the task
         or the thread, whichever ends last, then closes the transport."""
         is_over = threading.Lock()  # taken by the thread when it has opened, or by the task when it has given up
+        has_begun = threading.Event()
         timeout_s = self.session.config.close_timeout_s
 
         def open_or_close() -> None:
+            has_begun.set()
             if is_over.locked():
                 return  # the task gave up before the thread began
             self._open()
@@ -75,9 +86,11 @@ class Opening:
 
         try:
             await self.session.env.run_in_thread(open_or_close, anyio.CapacityLimiter(1))
-        except BaseException:
+        except BaseException as error:
             if not is_over.acquire(blocking=False):
                 self.close(timeout_s)
+            if isinstance(error, RuntimeError) and not has_begun.is_set():
+                raise TransferRefused(f"there is no thread to open the transport in: {error}") from error
             raise
 
     def _hear_pinning(self, progress: PinProgress) -> None:

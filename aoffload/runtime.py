@@ -241,8 +241,9 @@ class OffloadRuntime(RuntimeLife):
         (None: no limit); empty if all are.
 
         Running requests keep their blocks. They publish and store nothing any more, unless `tier` is a lower one. What
-        was on a disk is found by no restart, or `TransferRefused` is raised, and the disk is used no more. What is in a
-        remote store stays there, for whoever uses its namespace: this runtime uses it no more.
+        was on a disk is found by no restart, or `TransferRefused` is raised: a disk that fails is used no more, one
+        that is late only once it has taken it. What is in a remote store stays there, for whoever uses its namespace:
+        this runtime uses it no more.
         """
         self._session.check_usable()
         seconds = math.inf if timeout_s is None else _seconds("timeout_s", timeout_s)

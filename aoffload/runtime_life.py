@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -109,12 +108,21 @@ class RuntimeLife(Explained):
             self._opening.close(self.config.close_timeout_s)  # nothing was launched: its threads end at once
             raise
         self._session.life = SessionLife.OPEN
+        try:
+            self._begin()
+        except BaseException:  # no thread for a lower tier, say
+            self._session.life = SessionLife.CLOSED
+            await self._close()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        """Say that it is open, and begin with the lower tiers."""
         self._opening.tell()
         if self._session.disk is not None:
             self._session.disk.begin()
         if self._session.remote is not None:
             self._session.remote.begin(self._session.hashing)
-        return self
 
     async def _start_worker(self) -> TaskGroup:
         """Start the worker's task and wait until it runs: cancelled before its first step, it would cancel the caller,
@@ -150,7 +158,7 @@ class RuntimeLife(Explained):
             # A launched copy can't be recalled, and its memory must outlive it: the one wait that is shielded.
             with anyio.CancelScope(shield=True, deadline=deadline):
                 await self.worker.wait_idle()
-                await self.env.run_in_thread(partial(self._opening.close, max(0.0, deadline - anyio.current_time())))
+                await self._opening.close_in_thread(max(0.0, deadline - anyio.current_time()))
         finally:
             self._opening.close(0.0)
             self.worker.drain()

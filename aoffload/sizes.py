@@ -24,6 +24,6 @@ def parse_bytes(argument: str, value: int | str) -> int:
         size = float(found[1]) * _UNITS[found[2].upper()]
     else:
         raise ConfigError(argument, f"must be an int or a string such as '8GiB', got {shown(value)}")
-    if not 0 < size < 2**60:
-        raise ConfigError(argument, f"must be positive and below 1 EiB, got {shown(value)}")
+    if not 1 <= size < 2**60:
+        raise ConfigError(argument, f"must be at least 1 byte and below 1 EiB, got {shown(value)}")
     return int(size)

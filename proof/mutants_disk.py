@@ -73,7 +73,7 @@ DISK_MUTANTS: tuple[Mutant, ...] = (
         "attrs.evolve(fresh, generation=_next(known.generation))",
         "attrs.evolve(fresh, generation=known.generation)",
         "another model finds nothing",
-        Patch(SLOTS, "            table.drop()\n", ""),
+        Patch(SLOTS, "        table.drop()\n", ""),
     ),
     _mutant(
         "disk: short write taken for whole",
@@ -159,6 +159,13 @@ DISK_MUTANTS: tuple[Mutant, ...] = (
         "run.bands & (held[run.parent] | ~leading if run.parent >= 0 else run.bands)",
         "run.bands",
         "a unit counts only behind those before it",
+    ),
+    _mutant(
+        "disk: emptied before the new size is had",
+        SLOTS,
+        "    if more > 0:\n",
+        "    if False:\n",
+        "a size without room changes nothing",
     ),
     _mutant(
         "disk: directory stays locked",

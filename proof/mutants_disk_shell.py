@@ -9,6 +9,7 @@ __all__ = ["DISK_SHELL_MUTANTS"]
 LANES, WORK = "aoffload.transfer.disk.lanes", "aoffload.disk_work"
 COPIES, LOCAL, FETCHING = "aoffload.transfer.copy_queue", "aoffload.transfer.local", "aoffload.fetching"
 TRANSPORT, RUNTIME = "tests/transfer/test_disk_transport.py", "tests/shell/test_disk_runtime.py"
+SHORT, ROOM = "tests/shell/test_disk_threads.py", "tests/transfer/test_disk_room.py"
 
 
 def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str) -> Mutant:
@@ -151,6 +152,54 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
         "        pass\n",
         "what was fetched is hit",
         f"{RUNTIME}::test_a_prompt_that_only_the_disk_has_is_hit",
+    ),
+    _mutant(
+        "an opening without a thread keeps the directory",
+        LANES,
+        "            self._close_behind_the_last()  # perhaps none could be started\n",
+        "",
+        "who fails to open leaves nothing open",
+        f"{SHORT}::test_an_opening_that_is_short_of_a_thread_leaves_nothing",
+    ),
+    _mutant(
+        "used after a reset without a thread",
+        WORK,
+        "            settle(str(error))\n",
+        "            problems.append(str(error))\n            ended.set()\n",
+        "nothing is added to what was to be forgotten",
+        f"{SHORT}::test_a_reset_without_a_thread_ends_the_use_of_the_disk",
+    ),
+    _mutant(
+        "stored before the disk knows of a reset",
+        WORK,
+        " or self._num_resets < self.ledger.num_disk_resets:\n",
+        ":\n",
+        "a reset that is late is not passed by what comes after it",
+        f"{SHORT}::test_a_reset_that_waits_no_longer_than_it_may_does_not_cost_the_disk",
+    ),
+    _mutant(
+        "a fork keeps the directory",
+        "aoffload.transfer.disk.posix",
+        "                fcntl.flock(self._lock, fcntl.LOCK_UN)\n",
+        "                pass\n",
+        "who has closed leaves the directory to the next one, whatever was forked",
+        f"{ROOM}::test_a_fork_does_not_keep_the_directory",
+    ),
+    _mutant(
+        "a fork gives the directory away",
+        "aoffload.transfer.disk.posix",
+        "        if os.getpid() == self._process_id:",
+        "        if True:",
+        "one process has a directory",
+        f"{ROOM}::test_a_fork_does_not_give_the_directory_away",
+    ),
+    _mutant(
+        "a failed start keeps its room",
+        "aoffload.transfer.disk.slots",
+        "                give_back()\n",
+        "                pass\n",
+        "who fails to open leaves nothing",
+        f"{ROOM}::test_a_start_that_fails_later_keeps_no_room",
     ),
     _mutant(
         "a hop that stalls is fetched from",

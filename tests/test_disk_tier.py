@@ -9,13 +9,13 @@ import pytest
 
 from aoffload import ConfigError, DiskTier, KVCacheGroup, OffloadConfig
 
-SIZES = [0, -1, "", "8 gigs", 1.5, True, None, 2**70]
+SIZES = [0, -1, "", "8 gigs", "0.5", "0.0001KB", 1.5, True, None, 2**70]
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("path", value) for value in ["", b"x", None, 7, "a\0b"]),
+        *(("path", value) for value in ["", b"x", None, 7, "a\0b", "a\ud800"]),
         *(("size", value) for value in SIZES),
         *(("daily_writes", value) for value in SIZES if value is not None),
         *(

@@ -14,6 +14,7 @@ from .policy import AlsoCounts
 from .presence import covered_stop
 from .records import Job, Part, Run
 from .stores import left_of
+from .table import NO_LIMIT
 from .tiers import TierBlocks
 from .tokens import TokenSequence
 from .watermark import EvictionWatermark
@@ -77,11 +78,30 @@ class DiskStores:
         return (host.num_evicted - host.pool.num_free) // self.watermark.step, self._disk.num_resets
 
     def plan_flush(self, most: int) -> list[Job]:
-        """Store at most `most` blocks of all that the disk lacks, what was used last first, as far as the disk could
-        hold it all."""
+        """Store at most `most` blocks of all that the disk lacks, what was used last first, as far as the disk can hold
+        it all: call after call, no block of that is evicted for another one."""
         parts = list(self._host.order)[::-1]
-        runs = self.watermark.lacking(parts, self._disk.capacity, self._whole_stop)
-        return self.watermark.store(runs, self._whole_stop, most)
+        stops = self._stops_that_fit(parts)
+
+        def wanted(run: Run) -> int:
+            return min(self._whole_stop(run), stops.get(run, run.start))
+
+        return self.watermark.store(self.watermark.lacking(parts, NO_LIMIT, wanted), wanted, most)
+
+    def _stops_that_fit(self, parts: list[Part]) -> dict[Run, int]:
+        """The unit up to which the disk can hold each run of `parts`, behind what is on its way there, which is pinned
+        and in no order."""
+        jobs = [job for job in self.watermark.jobs.unsettled.values() if job.plan.destination is self._disk.tier]
+        runs = [run for job in jobs for run in job.run.path()] + [part.run for part in parts]
+        stops, left = dict[Run, int](), self._disk.capacity
+        for run in dict.fromkeys(runs):
+            num_blocks = sum(len(part.blocks) for part in run.parts_in(self._host.tier))
+            if num_blocks > left:
+                stops[run] = run.start + left // self.watermark.cache.layout.width  # its tail is what goes first
+                break
+            stops[run] = run.stop
+            left -= num_blocks
+        return stops
 
     def _whole_stop(self, run: Run) -> int:
         """The unit up to which host and disk together hold the path of `run` without a gap. What is behind a block that

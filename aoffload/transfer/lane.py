@@ -18,6 +18,7 @@ from .backends.base import CopyBackend, CopyStopped, LostDevice
 from .checksums import BlockChecksums
 from .fence import Fence
 from .loss import DeviceLoss
+from .starting import started_thread
 from .turns import wait_precisely
 
 __all__ = ["CopyLane", "LaneCounts"]
@@ -84,7 +85,7 @@ class CopyLane:
         self._refusal = ""
         self._abandoned = False
         # The thread's frame refers to this lane, so a copy that hangs keeps the memory of both sides alive.
-        self._thread = env.start_thread(self._work, f"aoffload-{direction.value}")
+        self._thread = started_thread(env, self._work, f"aoffload-{direction.value}")
 
     def launch(self, plan: TransferPlan, before: tuple[Fence, ...]) -> None:
         with self._gate:
@@ -212,7 +213,7 @@ class CopyLane:
         self._last_end_s = now_s
         self.counts.num_jobs += 1
         self.counts.num_blocks += num_copied
-        return now_s - began_s
+        return max(0.0, now_s - began_s)  # a clock that goes back costs a duration, not the thread
 
     def _verify(self, plan: TransferPlan, num_copied: int) -> tuple[int, ...]:
         """For a load: indices of blocks that differ from what was stored. For a store: records the checksums.

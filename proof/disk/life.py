@@ -5,7 +5,8 @@ corrupt    is said only of a block whose bytes on the disk are others
 record     names only data that is there when it is written
 survivors  prove themselves, come once, behind what they follow, in slots that exist; a process that is killed
            leaves all that it was told it stored
-room       the files never take more than their size; who fails to open leaves nothing open
+room       the files never take more than their size; who fails to open leaves nothing open, and with a size that the
+           disk has no room for changes nothing
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from aoffload.core.plan import Outcome
 from aoffload.testing.simulated_disk import SimulatedDisk
@@ -25,7 +27,7 @@ from aoffload.transfer.disk.sums import data_sum
 from .strands import Strand
 from .world import Key, Path, World
 
-__all__ = ["Broken", "Life", "ResetFailed", "hold"]
+__all__ = ["Broken", "Life", "ResetFailed", "hold", "open_slots"]
 
 
 class Broken(AssertionError):  # noqa: N818 - named for what is the matter
@@ -56,12 +58,22 @@ class Job:
     is_given_up: bool = False
 
 
+def open_slots(
+    world: World, disk: SimulatedDisk, host: NDArray[np.uint8], rng: random.Random, size_bytes: int
+) -> DiskSlots:
+    fingerprint, draw = b"%d" % world.fingerprint, lambda: rng.getrandbits(63)
+    return DiskSlots.open(
+        disk.directory(), world.layout, host, size_bytes=size_bytes, fingerprint=fingerprint, draw_generation=draw,
+        num_sum_threads=0,
+    )  # fmt: skip
+
+
 class Life:
     """Opens the slots of `world` on `disk`, and does one random thing after another with them."""
 
     def __init__(self, world: World, disk: SimulatedDisk, rng: random.Random, hangs: float) -> None:
         self.world, self.disk, self.rng, self._hangs = world, disk, rng, hangs
-        self.host = np.zeros((world.num_host, world.layout.block_bytes), dtype=np.uint8)
+        self.host = world.memory()
         self.held: dict[Key, int] = {}
         self.unlabelled: set[Key] = set()
         self.free: list[int] = []
@@ -78,11 +90,7 @@ class Life:
         self.num_loaded = self.num_survivors = 0
         disk.wrote = self._check_record
         disk.hang = lambda call: self.strand.park() if self.strand else None
-        fingerprint, draw = b"%d" % world.fingerprint, lambda: rng.getrandbits(63)
-        self.slots = DiskSlots.open(
-            disk.directory(), world.layout, self.host, size_bytes=world.size_bytes, fingerprint=fingerprint,
-            draw_generation=draw, num_sum_threads=0,
-        )  # fmt: skip
+        self.slots = open_slots(world, disk, self.host, rng, world.size_bytes)
 
     # -- what is found at the start -----------------------------------------------------------------------------------
 

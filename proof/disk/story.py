@@ -12,7 +12,7 @@ import attrs
 from aoffload.errors import ConfigError
 from aoffload.testing.simulated_disk import Crash, DiskFault, IOCall, SimulatedDisk
 
-from .life import Broken, Life, ResetFailed, hold
+from .life import Broken, Life, ResetFailed, hold, open_slots
 from .world import World
 
 __all__ = ["Story", "every_call", "told"]
@@ -44,11 +44,13 @@ class Story:
     _damaged: set[int] = attrs.field(init=False, factory=set)
     _expected: set[object] = attrs.field(init=False, factory=set)
     """What the next life has to find."""
+    _sizes: random.Random = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._rng, self._faults = random.Random(self.seed), random.Random(self.seed + 1)
         self.world = World(self._rng)
         self.disk = SimulatedDisk(random.Random(self.seed + 2), 2 * self.world.size_bytes)
+        self._sizes = random.Random(self.seed + 3)
         self.disk.fault = self._fault
 
     def run(self) -> None:
@@ -73,6 +75,8 @@ class Story:
         self._has_faults = False
 
     def _live(self) -> None:
+        if self._sizes.random() < 0.2:
+            self._ask_for_too_much()
         life = self._opened()
         life.find()
         hold("survivors", self._has_faults or self._expected <= life.held.keys(), "a kill has lost what was stored")
@@ -83,6 +87,24 @@ class Story:
             if self._rng.random() < 0.02:
                 self._rot(life)
         self._end(life)
+
+    def _ask_for_too_much(self) -> None:
+        """A start with a size that the disk has no room for. It changes nothing."""
+        self._life, before = None, self._contents()
+        self.disk.hang = lambda call: None  # the last life waits there for a thread of its own
+        size_bytes = self._sizes.randrange(self.disk.num_bytes + 100_000, 10 * self.disk.num_bytes + 100_000)
+        try:
+            open_slots(self.world, self.disk, self.world.memory(), self._sizes, size_bytes).close()
+        except ConfigError as error:
+            hold("outcome", error.argument == "size" or self._has_faults, error)
+            hold("leak", not self.disk.num_open and not self.disk.is_locked, "something is open")
+            hold("room", self._has_faults or self._contents() == before, "a start in vain has changed something")
+            self.counts["too large"] += 1
+        else:
+            hold("room", False, "more than the disk has")
+
+    def _contents(self) -> dict[str, bytes]:
+        return {name: bytes(content.now) for name, content in self.disk.files.items() if content.now}
 
     def _opened(self) -> Life:
         """Try until it opens. Who fails to open leaves nothing open."""

@@ -8,6 +8,8 @@ from array import array
 from functools import cache
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from aoffload.disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES
 from aoffload.transfer.disk.records import BlockLabel, RecordFormat, SlotLayout
@@ -52,6 +54,10 @@ class World:
     @property
     def slot_bytes(self) -> int:
         return self.layout.block_bytes + self.form.num_bytes
+
+    def memory(self) -> NDArray[np.uint8]:
+        """Host memory of a process."""
+        return np.zeros((self.num_host, self.layout.block_bytes), dtype=np.uint8)
 
     def _prompt(self, rng: random.Random) -> Path:
         """Units of few kinds, so that prompts have beginnings in common."""

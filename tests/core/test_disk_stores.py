@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import random
 
 import pytest
 from disk_driving import HUGE, Disk
 from driving import BLOCK, ROOT, Driven, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
-from aoffload.core.plan import Outcome, Tier
+from aoffload.core.plan import Outcome, Tier, TransferPlan
 from aoffload.errors import InvalidArgument
 from aoffload.prefix import KeySpan, encode_tokens
 
@@ -129,6 +130,35 @@ def test_a_flush_keeps_what_was_used_last() -> None:
         disk.land(disk.ledger.plan_disk_flush(3))
     disk.forget_host()
     assert [disk.on_disk([*prompt(name, 4 * BLOCK), 1]) // BLOCK for name in (1, 2, 3, 4)] == [0, 0, 4, 4]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_flush_writes_each_block_once(seed: int) -> None:
+    """A host that holds more than the disk, whatever both have at first, however many blocks a call may store and in
+    whatever order the stores end: no more is written than the disk holds, which then has what was used last."""
+    rng = random.Random(seed)
+    disk = Disk(num_host=48, num_slots=rng.choice([9, 10, 11, 13]))
+    for name in range(1, 4):
+        disk.on_host_only(prompt(name, rng.randrange(1, 8) * BLOCK))
+        disk.land(disk.write_behind(rng.randrange(8), is_idle=True))
+    for name in range(4, 9):
+        tokens = prompt(rng.choice([name, 4]), 2 * BLOCK) + prompt(name, rng.randrange(1, 5) * BLOCK)
+        disk.on_host_only(tokens)
+    num_written, in_flight = 0, list[TransferPlan]()
+    capacity = disk.ledger.cache.tiers[Tier.DISK].capacity
+    while (plans := disk.launch(disk.ledger.plan_disk_flush(rng.randrange(1, 6)))) or in_flight:
+        disk.ledger.check_integrity()
+        num_written += sum(plan.num_blocks for plan in plans)
+        assert num_written <= capacity
+        in_flight += plans
+        if in_flight and (not plans or rng.random() < 0.4):
+            disk.end(in_flight.pop(rng.randrange(len(in_flight))))
+    left, newest = capacity, [part.run for part in reversed(list(disk.ledger.cache.tiers[Tier.HOST].order))]
+    for run in newest:
+        here, there = run.parts[Tier.HOST], run.parts[Tier.DISK]
+        assert len(there.blocks) >= min(left, len(here.blocks)), run
+        if (left := left - len(here.blocks)) <= 0:
+            break
 
 
 def test_what_was_asked_for_twice_goes_down_while_the_disk_is_idle() -> None:

@@ -15,6 +15,7 @@ import attrs
 from serving import GUARD_S, Engine, TensorBlocks, assert_at_rest, config
 
 from aoffload import DiskTier, OffloadRuntime, Tier
+from aoffload.env import Env
 from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
 from aoffload.transfer.local import LocalTransport
 
@@ -34,6 +35,7 @@ async def with_disk(
     num_host_blocks: int = 16,
     tier: dict[str, Any] | None = None,
     logger: Any = None,
+    env: Env | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
     """`num_blocks` usable device blocks, and a host that holds little more: what it evicts goes to the disk at
@@ -44,7 +46,7 @@ async def with_disk(
     options = {"prefill_tokens_per_s": 1.0, **options}  # whatever it takes: a fetch is sooner
     namespace = options.pop("namespace", "test")
     made = attrs.evolve(config(num_host_blocks, disk=disk, **{"max_fetch_share": 0.5, **options}), namespace=namespace)
-    runtime = OffloadRuntime(made, blocks.tensors, logger=logger)
+    runtime = OffloadRuntime(made, blocks.tensors, logger=logger, env=env)
     if isinstance(place, SimulatedDisk):
         transport = runtime.transport
         assert isinstance(transport, LocalTransport) and transport._disk is not None

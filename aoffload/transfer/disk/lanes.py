@@ -22,6 +22,7 @@ from ...env import Env
 from ...errors import TransferRefused
 from ..breaker import Breaker
 from ..checksums import BlockChecksums
+from ..starting import started_thread
 from ..turns import wait_precisely
 from .recovery import Survivors
 from .slots import DiskOutcome, DiskSlots
@@ -83,6 +84,9 @@ class DiskLanes:
         self._is_abandoned = False
         self._is_closing = False
         self._threads: dict[threading.Thread, None] = {}
+
+    def start(self) -> None:
+        """Start the threads. If it raises `TransferRefused`, closing ends those that run, and closes the files."""
         for number in range(NUM_THREADS):
             self._start(self._work, f"aoffload-disk-{number}")
 
@@ -172,7 +176,7 @@ class DiskLanes:
             found = self._stored(plan) if plan.direction is Direction.STORE else self._loaded(plan)
         except Exception as error:  # noqa: BLE001 - becomes the outcome of this job, which is over: the next may succeed
             found = DiskOutcome(Outcome.FAILED, 0, error=repr(error))
-        duration_s = self._env.now() - began_s
+        duration_s = max(0.0, self._env.now() - began_s)  # a clock that goes back costs a duration, not the thread
         self._count(plan, found, duration_s)
         num_bytes = found.num_landed * self.slots.layout.block_bytes
         return Completion(
@@ -273,6 +277,7 @@ class DiskLanes:
             self._refusal = self._refusal or "the transport is closed"
             self._is_closing = True
             self._turn.notify_all()
+            self._close_behind_the_last()  # perhaps none could be started
 
     def join(self, timeout_s: float) -> bool:
         """Whether all threads ended within `timeout_s` seconds; then the files are closed. If not, no job is begun any
@@ -296,15 +301,19 @@ class DiskLanes:
         with self._turn:  # held until the thread is noted: it may end at once
             if self._is_closing:
                 raise TransferRefused(self._refusal)
-            self._threads[self._env.start_thread(run, name)] = None
+            self._threads[started_thread(self._env, run, name)] = None
 
     def _ended(self) -> None:
-        """The calling thread ends. The last one closes the files: a hung call may still have used them."""
+        """The calling thread ends."""
         with self._turn:  # held while they are closed: who has joined all threads finds them closed
             self._threads.pop(threading.current_thread(), None)
-            if self._is_closing and not self._threads:
-                with suppress(OSError):
-                    self.slots.close()
+            self._close_behind_the_last()
+
+    def _close_behind_the_last(self) -> None:
+        """The last thread closes the files: a hung call may still have used them."""
+        if self._is_closing and not self._threads:
+            with suppress(OSError):
+                self.slots.close()
 
 
 def _restored(found: Survivors) -> RestoredRun:

@@ -53,11 +53,13 @@ class LocalDisk:
     def open(
         self, host: NDArray[np.uint8], checksums: BlockChecksums | None, deliver: Callable[[Completion], None], env: Env
     ) -> None:
-        """Open or make the files within `open_timeout_s`, and start the threads. `ConfigError` names what cannot be."""
+        """Open or make the files within `open_timeout_s`, and start the threads. `ConfigError` names what cannot be,
+        `TransferRefused` a thread that cannot be started: `stop_launching` and `join` close what is open then."""
         if self._layout is None:
             raise WrongState("the disk does not know its layout: a runtime says it before it opens the transport")
         slots = opened_within(self.tier.open_timeout_s, partial(self._slots, self._layout, host, env), env)
-        self._lanes = DiskLanes(slots, host, checksums, deliver, env)
+        self._lanes = DiskLanes(slots, host, checksums, deliver, env)  # known before it starts: whoever closes finds it
+        self._lanes.start()
 
     def _slots(self, layout: SlotLayout, host: NDArray[np.uint8], env: Env) -> DiskSlots:
         return DiskSlots.open(

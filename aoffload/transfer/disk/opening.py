@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ...env import Env
 from ...errors import ConfigError
+from ..starting import started_thread
 from .slots import DiskSlots
 
 __all__ = ["opened_within"]
@@ -31,7 +32,7 @@ def opened_within(timeout_s: float, open_slots: Callable[[], DiskSlots], env: En
             errors.append(error)
         has_ended.set()
 
-    env.start_thread(work, "aoffload-disk-opener")
+    started_thread(env, work, "aoffload-disk-opener")
     if not has_ended.wait(timeout_s) and is_over.acquire(blocking=False):
         raise ConfigError("path", f"does not answer: it was not open within {timeout_s:g} s")
     has_ended.wait()

@@ -36,6 +36,7 @@ class PosixDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._process_id = os.getpid()
         try:
             self._make()
             self._lock = os.open(self.path / LOCK, _FILE | os.O_CREAT, 0o600)
@@ -71,6 +72,9 @@ class PosixDirectory:
         return file
 
     def close(self) -> None:
+        if os.getpid() == self._process_id:  # a fork has inherited the lock: it neither keeps it nor gives it away
+            with suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
 
     def __repr__(self) -> str:

@@ -86,7 +86,7 @@ class DiskSlots:
         empty. `num_sum_threads` in each direction take sums beside the calls of the disk; with 0 they are
         taken in between.
         `draw_generation` gives a random number in `[0, 2**63)`. `ConfigError` names what cannot be: "size" where
-        the disk has no room. If it raises, it leaves nothing open, `directory` included.
+        the disk has no room, which changes nothing there. If it raises, it leaves nothing open, `directory` included.
         """
         with ExitStack() as held:
             held.callback(directory.close)
@@ -121,9 +121,7 @@ class DiskSlots:
             found = known
         else:
             found = attrs.evolve(fresh, generation=_next(known.generation)) if known is not None else fresh
-            table.drop()
-            slab.allocate(slab_bytes)
-            table.start_empty(found)
+            _start_empty(slab, slab_bytes, table, found)
         direct = directory.make_direct(slab, layout.block_bytes, host.ctypes.data)
         sums = SlotSums(num_slots)
         identity = (layout, num_slots, found.generation, fresh.fingerprint)
@@ -313,6 +311,22 @@ def _opened(held: ExitStack, directory: DiskDirectory, name: str) -> DiskFile:
     file = directory.open(name)
     held.callback(file.close)
     return file
+
+
+def _start_empty(slab: DiskFile, slab_bytes: int, table: SlotTable, superblock: Superblock) -> None:
+    """Drop everything, and allocate anew. `OSError`: what has no room changes nothing, any other failure keeps none."""
+    more = slab_bytes - slab.num_bytes + table.num_more(superblock.num_slots)
+    if more > 0:
+        slab.allocate(slab.num_bytes + more)  # all that both will take: nothing is dropped before that is had
+    try:
+        table.drop()
+        slab.allocate(slab_bytes)
+        table.start_empty(superblock)
+    except OSError:
+        for give_back in (table.drop, partial(slab.allocate, 0)):
+            with suppress(OSError):
+                give_back()
+        raise
 
 
 def _plain(ids: Ids) -> list[int]:

@@ -27,7 +27,11 @@ class SlotTable:
 
     def holds(self, num_slots: int) -> bool:
         """Whether the file has the length for that many."""
-        return self._file.num_bytes == self.num_bytes(num_slots)
+        return not self.num_more(num_slots)
+
+    def num_more(self, num_slots: int) -> int:
+        """By how many bytes the file has to grow to hold that many; negative where it has to shrink."""
+        return self.num_bytes(num_slots) - self._file.num_bytes
 
     def superblock(self) -> Superblock | None:
         """What the file begins with; None if that is no superblock."""
