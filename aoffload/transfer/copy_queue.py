@@ -326,6 +326,11 @@ class CopyQueue:
         hop = self._hop(source, destination)
         return hop.num_bytes + sum(plan.num_blocks for plan, _ in hop.queue) * self.block_bytes
 
+    def bytes_begun(self, source: Tier, destination: Tier) -> int:
+        """Bytes of this hop in all: what was moved, and what is queued or in flight. Less again where a job has moved
+        less."""
+        return self._hop(source, destination).bytes_over + self.bytes_under_way(source, destination)
+
     def bytes_per_s(self, source: Tier, destination: Tier) -> float | None:
         """How fast this hop has been of late; None where it is not known. Measured from and to tiers below the host."""
         return self._hop(source, destination).bytes_per_s(self.clock())
