@@ -117,8 +117,15 @@ class StoreCalls:
         return self.call(Use.LOAD, node, lambda: _object(self.store.get(name, timeout_s), num_bytes))
 
     def has(self, node: str, name: bytes, timeout_s: float) -> Steps[bool]:
-        """Asked before it is stored. `StoreError`."""
-        return self.call(Use.STORE, node, lambda: _answers(self.store.exist([name], timeout_s), 1)[0])
+        """Asked before it is stored. `StoreError`. A no is no success: a store that is full says so, and fails then."""
+        try:
+            found: bool = yield lambda: _answers(self.store.exist([name], timeout_s), 1)[0]
+        except StoreError:
+            self.note_failure(Use.STORE, node)
+            raise
+        if found:
+            self.nodes[Use.STORE].succeeded(node)
+        return found
 
     def call(self, use: Use, node: str, function: Callable[[], Found]) -> Steps[Found]:
         """`StoreError` for whatever it raises: what looks at the answer belongs into `function`."""
