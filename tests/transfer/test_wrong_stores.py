@@ -4,6 +4,7 @@ started. Each job has its end, no thread is lost, and a store that is well again
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
-
+from copies import GUARD_S
 from remotes import BLOCK, CELL, RemoteCopies, Waiting, cell
 
 from aoffload.core.plan import Direction, Outcome
@@ -299,13 +300,13 @@ def test_questions_that_hang_are_failures(open_remote: Open) -> None:
     for number in range(4):
         store.objects[copies.name(cell(number))] = b""
     waiting = Waiting(store, lambda call: call.kind == "exist")
-    late: list[int] = []
+    late: queue.SimpleQueue[int] = queue.SimpleQueue()
     try:
-        copies.remote.ask([cell(0)], late.append)
+        copies.remote.ask([cell(0)], late.put)
         waiting.wait_for(1)
         copies.clock.seconds = 1.0  # type: ignore[attr-defined]
         assert copies.ask([cell(0)]) == 0, "the same question, which is late"
-        copies.remote.ask([cell(1)], late.append)
+        copies.remote.ask([cell(1)], late.put)
         waiting.wait_for(1)
         assert copies.remote.statistics().num_failures == 1
         copies.clock.seconds = 2.0  # type: ignore[attr-defined]
@@ -313,11 +314,11 @@ def test_questions_that_hang_are_failures(open_remote: Open) -> None:
         for number in range(4):
             assert copies.ask([cell(number)]) == 0
         assert (store.num_calls, copies.remote.statistics().num_failures) == (num_calls, 2)
-        assert not late
+        assert late.empty()
     finally:
         waiting.let_go()
-    while len(late) < 2:
-        threading.Event().wait(0.001)
+    for _ in range(2):
+        late.get(timeout=GUARD_S)
     copies.forget_memories()
     assert copies.ask([cell(2)]) == 0, "it is left alone"
     copies.clock.seconds = 3.0  # type: ignore[attr-defined]
