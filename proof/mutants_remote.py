@@ -204,14 +204,6 @@ _STORES = (
         "what has failed is not planned again before anything changes",
     ),
     _met_by(
-        OF_STORES + "what_has_failed_has_no_second_turn[1000000]",
-        "many prompts are looked at for ever",
-        STORES,
-        "                self._num_seen += 1\n",
-        "                self._num_seen += len(recent) <= MAX_LOOKED_AT\n",
-        "what has failed is not planned again before anything changes",
-    ),
-    _met_by(
         OF_STORES + "whoever_is_asked_may_raise",
         "jobs that nobody launches",
         STORES,
