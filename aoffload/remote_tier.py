@@ -28,7 +28,8 @@ class ObjectStore(Protocol):
     """A store of immutable objects under keys of 32 bytes, which others share.
 
     Calls come from several threads at a time and may block, each for about `timeout_s` seconds at most. They raise
-    `StoreError` if they fail. An object may vanish at any time: the store evicts what it likes.
+    `StoreError` if they fail; another exception, or an answer of another type, counts as a failure, too. An object may
+    vanish at any time: the store evicts what it likes.
     """
 
     def exist(self, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
@@ -36,7 +37,8 @@ class ObjectStore(Protocol):
         ...
 
     def get(self, key: bytes, timeout_s: float) -> bytes | memoryview | None:
-        """The object; None if there is none."""
+        """The object; None if there is none. A view is copied before it is proved: it may be of a buffer that is used
+        again. `bytes` are not copied."""
         ...
 
     def put(self, key: bytes, value: memoryview, timeout_s: float) -> None:
@@ -49,7 +51,8 @@ class ObjectStore(Protocol):
         ...
 
     def node_of(self, key: bytes) -> str:
-        """Which part of the store has this key: what fails together is left alone together. Does not block."""
+        """Which part of the store has this key: what fails together is left alone together. Does not block. Also called
+        in the event loop's thread, where a `KeyboardInterrupt` or `SystemExit` is passed on."""
         ...
 
     def close(self) -> None:

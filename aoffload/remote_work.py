@@ -130,12 +130,12 @@ class RemoteWork:
         if not self.remote.refuses(Direction.STORE) and (most := self._num_storable()):
             plans = self.worker.copies.tell(self.ledger.plan_remote_stores, most, self.remote.is_wanted) or ()
             self.worker.submit(plans)
-            self._rate.spend(sum(plan.num_blocks for plan in plans) * self.block_bytes, self.now())
 
     def _num_storable(self) -> int:
         """Blocks that may be stored now: whole cells."""
-        cell_bytes = self.cell_blocks * self.block_bytes
-        left = min(self._rate.left(self.now()), MAX_BYTES, self.worker.copies.room_bytes(Tier.HOST, Tier.REMOTE))
+        cell_bytes, copies, now = self.cell_blocks * self.block_bytes, self.worker.copies, self.now()
+        self._rate.spend_up_to(copies.bytes_begun(Tier.HOST, Tier.REMOTE), now)
+        left = min(self._rate.left(now), MAX_BYTES, copies.room_bytes(Tier.HOST, Tier.REMOTE))
         num_cells = max(1, left // cell_bytes) if left > 0 else 0
         return num_cells * self.cell_blocks
 

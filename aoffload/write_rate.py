@@ -17,6 +17,7 @@ class WriteRate:
     """Of the smallest thing that is written: it goes into debt."""
     _left: float = attrs.field(init=False)
     _seen_s: float | None = attrs.field(default=None, init=False)
+    _spent: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._left = self._most
@@ -32,7 +33,8 @@ class WriteRate:
         self._seen_s = now
         return max(0, int(self._left))
 
-    def spend(self, num_bytes: int, now: float) -> None:
-        """So many bytes are going to be written."""
+    def spend_up_to(self, num_bytes: int, now: float) -> None:
+        """So many bytes in all were written or are going to be: fewer than before where some were not written."""
         self.left(now)
-        self._left -= num_bytes
+        self._left -= num_bytes - self._spent
+        self._spent = num_bytes

@@ -122,7 +122,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "writes without a rate",
         WORK,
-        "            self._rate.spend(sum(plan.num_blocks for plan in plans) * self.block_bytes, self.now())\n",
+        "        self._rate.spend_up_to(copies.bytes_begun(Tier.HOST, Tier.REMOTE), now)\n",
         "",
         "no more than `max_write_rate` is written a second",
         f"{TESTS}::test_no_more_is_written_a_second_than_said",
@@ -130,10 +130,18 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "debts are forgiven",
         RATE,
-        "        self._left -= num_bytes\n",
-        "        self._left = max(0.0, self._left - num_bytes)\n",
+        "        self._left -= num_bytes - self._spent\n",
+        "        self._left = max(0.0, self._left - (num_bytes - self._spent))\n",
         "no more than `max_write_rate` is written a second",
         "tests/test_write_rate.py::test_the_smallest_thing_may_be_larger_than_a_second",
+    ),
+    _mutant(
+        "what was not written is charged",
+        "aoffload.transfer.hops",
+        "        self.bytes_over += completion.num_bytes\n",
+        "        self.bytes_over += self.in_flight[completion.job_id].num_bytes\n",
+        "what was not written is not charged",
+        "tests/shell/test_remote_wrong.py::test_what_was_not_written_is_not_charged",
     ),
     _mutant(
         "a store outlives a reset",

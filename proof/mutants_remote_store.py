@@ -10,6 +10,7 @@ REMOTE, STORES = "aoffload.transfer.remote", "aoffload.object_stores"
 CELLS, JOBS, LANES, NODES = f"{REMOTE}.cells", f"{REMOTE}.jobs", f"{REMOTE}.lanes", f"{REMOTE}.nodes"
 QUESTIONS, REMOVALS, MEMORY = f"{REMOTE}.questions", f"{REMOTE}.removals", f"{REMOTE}.memory"
 TRANSPORT = "tests/transfer/test_remote_transport.py"
+WRONG = "tests/transfer/test_wrong_stores.py"
 REDIS, OBSTORE = "tests/transfer/test_redis_stores.py", "tests/transfer/test_obstore_store.py"
 
 
@@ -85,8 +86,8 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "what is there is written again",
         LANES,
-        "        elif known is Known.PRESENT or (\n",
-        "        elif known is Known.PRESENT and (\n",
+        "        elif known is Known.PRESENT or (yield",
+        "        elif known is Known.PRESENT and (yield",
         "what the store has is not written again",
         f"{TRANSPORT}::test_what_the_store_has_is_not_written_again",
     ),
@@ -113,6 +114,78 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
         "",
         "a node that fails is left alone",
         f"{TRANSPORT}::test_a_node_that_fails_is_left_alone",
+    ),
+    _mutant(
+        "a panic of a store",
+        f"{REMOTE}.steps",
+        "            except BaseException as error:  # noqa: BLE001 - somebody's store, and",
+        "            except Exception as error:  # noqa: BLE001 - somebody's store, and",
+        "whatever a store raises, its thread goes on",
+        f"{WRONG}::test_whatever_get_does_is_a_miss[Panic]",
+    ),
+    _mutant(
+        "an answer that is none",
+        f"{REMOTE}.calls",
+        "lambda: _object(self.store.get(name, timeout_s), num_bytes))",
+        "lambda: self.store.get(name, timeout_s))  # type: ignore[arg-type, return-value]",
+        "whatever a store answers, its node is judged by it",
+        f"{WRONG}::test_whatever_get_does_is_a_miss[int]",
+    ),
+    _mutant(
+        "a view of a store's is read twice",
+        f"{REMOTE}.calls",
+        '    return view.tobytes() if view.nbytes == num_bytes else b""\n',
+        "    return view  # type: ignore[return-value]\n",
+        "what is loaded is what was proved",
+        f"{WRONG}::test_memory_that_a_store_uses_again_is_never_loaded",
+    ),
+    _mutant(
+        "a node without a name",
+        f"{REMOTE}.calls",
+        '        return found if isinstance(found, str) else ""\n',
+        "        return found\n",
+        "no answer of a store ends a thread",
+        f"{WRONG}::test_a_node_that_has_no_name_is_one_of_all[list]",
+    ),
+    _mutant(
+        "a question that hangs is no failure",
+        QUESTIONS,
+        "not self._calls.all_are_late()",
+        "True",
+        "two questions that hang, and the store is left alone",
+        f"{WRONG}::test_questions_that_hang_are_failures",
+    ),
+    _mutant(
+        "a late answer is a success",
+        f"{REMOTE}.calls",
+        "if answers is not None and self._env.now() <= asked.late_s:",
+        "if answers is not None:",
+        "a store that takes its time is left alone",
+        f"{WRONG}::test_answers_that_come_late_are_failures",
+    ),
+    _mutant(
+        "a full store that answers",
+        f"{REMOTE}.calls",
+        "        if found:\n            self.nodes[Use.STORE]",
+        "        if True:\n            self.nodes[Use.STORE]",
+        "two writes that fail, and the node is left alone",
+        f"{WRONG}::test_a_store_says_what_it_may_have_written",
+    ),
+    _mutant(
+        "what would fail is wanted",
+        LANES,
+        "        return not self._refuses_store(label)  # it would fail at once\n",
+        "        return True\n",
+        "what is left alone is not planned",
+        f"{WRONG}::test_what_would_fail_at_once_is_not_wanted",
+    ),
+    _mutant(
+        "threads that are left",
+        LANES,
+        "            unless_all_run.callback(self._stores.end)\n",
+        "",
+        "where one thread cannot be started, none is left",
+        f"{WRONG}::test_a_thread_that_cannot_be_started_leaves_none[aoffload-remote-ask-1]",
     ),
     _mutant(
         "a store before the removal",

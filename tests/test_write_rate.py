@@ -14,7 +14,7 @@ def test_a_second_may_be_spent_at_once() -> None:
     """And then nothing, until time has passed."""
     rate = WriteRate(100, 10)
     assert rate.left(0.0) == 100
-    rate.spend(100, 0.0)
+    rate.spend_up_to(100, 0.0)
     assert rate.left(0.0) == 0
     assert rate.left(0.5) == 50
     assert rate.left(100.0) == 100
@@ -24,8 +24,8 @@ def test_the_smallest_thing_may_be_larger_than_a_second() -> None:
     """It goes into debt, which is paid before the next one."""
     rate = WriteRate(10, 25)
     assert rate.left(0.0) == 25
-    rate.spend(25, 0.0)
-    rate.spend(25, 0.0)
+    rate.spend_up_to(25, 0.0)
+    rate.spend_up_to(50, 0.0)
     assert rate.left(2.5) == 0
     assert rate.left(3.0) == 5
 
@@ -37,6 +37,6 @@ def test_no_more_than_the_rate_in_the_long_run(seed: int) -> None:
     rate, now, spent = WriteRate(1000, 1), 0.0, 0
     for _ in range(50):
         now += rng.random() * 3
-        spent += (left := rate.left(now))
-        rate.spend(left, now)
+        spent += rate.left(now)
+        rate.spend_up_to(spent, now)
         assert spent <= 1000 * (now + 1)

@@ -49,8 +49,12 @@ class RemoteStores:
     """By digest, those that were looked at last at the end: what was to be stored, and the cells before it."""
     _stores: dict[bytes, Job] = attrs.field(factory=dict)
     """By digest: stores under way, and some that are over."""
-    _looked_at: tuple[object, ...] = ()
-    """What there was when it was looked at last; empty: look again."""
+    _situation: tuple[int, ...] = ()
+    """What there was when it was looked at last. While that stays, no prompt and no cell has a second turn."""
+    _num_seen: int = 0
+    """Prompts that had their turn in this situation and are kept: the first ones of the recent prompts."""
+    _tried: set[bytes] = attrs.field(factory=set)
+    """Digests of the cells that were planned in this situation: what failed would fail again."""
 
     @property
     def _cell_blocks(self) -> int:
@@ -68,12 +72,13 @@ class RemoteStores:
         self._remember_since(oldest)
         recent, left = self.counts.recent, most // self._cell_blocks
         now = (self.cache.tiers[Tier.HOST].num_changes, recent.num_added, len(self.forgotten))
-        if not left or now == self._looked_at:
+        if now != self._situation:
+            self._situation, self._num_seen, self._tried = now, 0, set()
+        if not left or self._num_seen >= len(recent):
             return []
-        self._looked_at = ()
         chosen: dict[CellLabel, Run] = {}  # planned at the end: whoever is asked may raise
         seen = set[tuple[Run, int]]()
-        for _ in range(min(len(recent), MAX_LOOKED_AT)):
+        for _ in range(min(len(recent) - self._num_seen, MAX_LOOKED_AT)):
             sequence = recent.take()
             asked = self.counts.asked_stop(sequence, sequence.num_tokens // self.cache.layout.unit_tokens)
             path, there = self._in_host(sequence, asked - asked % self.cell_units)
@@ -85,8 +90,8 @@ class RemoteStores:
                 break
             if there + self.cell_units <= asked:
                 recent.give_back(sequence, as_last=True)  # the host lacks the rest, or does not have it yet
-        else:
-            self._looked_at = () if len(recent) > MAX_LOOKED_AT else now
+                self._num_seen += 1
+        self._tried.update([cell.digest for cell in chosen])
         return [self._store(run, cell) for cell, run in chosen.items()]
 
     def _in_host(self, sequence: TokenSequence, stop: int) -> tuple[list[Run], int]:
@@ -114,7 +119,8 @@ class RemoteStores:
             self._known[cell.digest] = _Known(cell, before, ticket)
             before = cell.digest
             under_way = self._stores.get(cell.digest)
-            if (under_way is None or under_way.is_settled) and is_wanted(cell):
+            is_free = cell.digest not in self._tried and (under_way is None or under_way.is_settled)
+            if is_free and is_wanted(cell):
                 while run.stop < cell.stop:
                     run = next(runs)
                 chosen[cell] = run

@@ -290,8 +290,7 @@ class CopyQueue:
         self.ended()
 
     def _discard_queued(self, hop: Hop) -> None:
-        for plan in hop.take_queued():
-            self._discard(plan)
+        self.refuse(hop.take_queued())
 
     def stop(self, error: str) -> None:
         """Launch nothing any more; what is still in flight is quarantined."""
@@ -313,8 +312,7 @@ class CopyQueue:
 
     def num_under_way(self, source: Tier, destination: Tier) -> int:
         """Jobs of this hop that are queued or in flight."""
-        hop = self._hop(source, destination)
-        return len(hop.queue) + len(hop.in_flight)
+        return len((hop := self._hop(source, destination)).queue) + len(hop.in_flight)
 
     def room_bytes(self, source: Tier, destination: Tier) -> int:
         """Bytes of this hop that can be under way at once, besides what is queued or in flight; 0 where it stalls."""
@@ -325,6 +323,10 @@ class CopyQueue:
     def bytes_under_way(self, source: Tier, destination: Tier) -> int:
         hop = self._hop(source, destination)
         return hop.num_bytes + sum(plan.num_blocks for plan, _ in hop.queue) * self.block_bytes
+
+    def bytes_begun(self, source: Tier, destination: Tier) -> int:
+        """Bytes of this hop that were moved since the beginning, or are queued or in flight."""
+        return self._hop(source, destination).bytes_over + self.bytes_under_way(source, destination)
 
     def bytes_per_s(self, source: Tier, destination: Tier) -> float | None:
         """How fast this hop has been of late; None where it is not known. Measured from and to tiers below the host."""

@@ -45,6 +45,8 @@ class Hop:
     in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     """Launched jobs in launch order, which is the order of their deadlines."""
     num_bytes: int = 0
+    bytes_over: int = 0
+    """What jobs that are over have moved, as they say; of those that were given up, all that they may move."""
     overdue: set[int] = attrs.field(factory=set)
     """Launched jobs that were given up and have not reported since."""
 
@@ -59,6 +61,7 @@ class Hop:
 
     def end(self, completion: Completion, now: float) -> None:
         """A job in flight has ended."""
+        self.bytes_over += completion.num_bytes
         if self.rate is not None:
             is_whole = completion.outcome in (Outcome.LANDED, Outcome.CORRUPT)  # what is corrupt was read, too
             num_bytes = self.in_flight[completion.job_id].num_bytes if is_whole else completion.num_bytes
@@ -89,6 +92,8 @@ class Hop:
     def give_up(self, job_ids: Iterable[int]) -> None:
         """Nobody waits for these jobs any more."""
         for job_id in job_ids:
+            if job_id in self.in_flight:
+                self.bytes_over += self.in_flight[job_id].num_bytes
             self.forget(job_id)
             if self.late_outcome is Outcome.UNPROVEN:
                 self.overdue.add(job_id)

@@ -188,6 +188,33 @@ def test_many_prompts_are_looked_at_a_few_at_a_time(monkeypatch: pytest.MonkeyPa
     assert numbers == [2, 2, 1, 0]
 
 
+@pytest.mark.parametrize("most", [CELL_UNITS, HUGE])
+def test_what_has_failed_has_no_second_turn(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """More prompts than a call looks at, of which the host lacks the end, and whose stores all fail: each cell is tried
+    once, then nobody is asked any more. After the next request each has one more turn."""
+    monkeypatch.setattr(remote_stores, "MAX_LOOKED_AT", 2)
+    remote = Remote(num_host=128)
+    prompts = [[*prompt(name, 3 * CELL), 7] for name in range(1, 6)]
+    for tokens in prompts:
+        remote.ask_for(tokens[: 2 * CELL])
+        ask_once_more(remote, tokens)
+        ask_once_more(remote, tokens)
+    wanted = {cell for tokens in prompts for cell in remote.cells(tokens)[:2]}
+    for _ in range(2):
+        tried: list[CellLabel | None] = []
+        for _ in range(30):
+            for plan in remote.launch(remote.write_behind(most)):
+                tried.append(plan.cell)
+                remote.end(plan, Outcome.FAILED)
+        assert len(tried) == len(wanted) and set(tried) == wanted
+        assert remote.write_behind(most, is_wanted=_nobody_asks) == []
+        ask_once_more(remote, prompts[0])
+
+
+def _nobody_asks(cell: CellLabel) -> bool:
+    raise AssertionError(cell)
+
+
 def test_what_is_remembered_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts that were asked for first are dropped: by their number, and by their tokens."""
     for name, most in (("MAX_RECENT", 2), ("MAX_RECENT_TOKENS", 2 * (CELL + 1))):

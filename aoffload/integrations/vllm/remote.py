@@ -114,14 +114,15 @@ class RemoteSide:
         if self.is_on and not self._refusing.stores and (most := self._num_storable()):
             plans = self.ledger.plan_remote_stores(most, self._is_wanted)
             self.queue.submit(plans)
-            self._rate.spend(sum(plan.num_blocks for plan in plans) * self.block_bytes, self.clock())
 
     def _is_wanted(self, label: CellLabel) -> bool:
         return self._known.of(label, self.clock()) is not Known.PRESENT
 
     def _num_storable(self) -> int:
         """Blocks that may be stored now: whole cells."""
-        left = min(self._rate.left(self.clock()), MAX_BYTES, self.queue.room_bytes(*STORES))
+        now = self.clock()
+        self._rate.spend_up_to(self.queue.bytes_begun(*STORES), now)
+        left = min(self._rate.left(now), MAX_BYTES, self.queue.room_bytes(*STORES))
         num_cells = max(1, left // self._cell_bytes) if left > 0 else 0
         return num_cells * self._cell_bytes // self.block_bytes
 

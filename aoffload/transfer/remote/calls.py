@@ -1,10 +1,14 @@
-"""Calls of a store: whatever one raises is a failure of its node, and a node that fails is left alone."""
+"""Calls of a store: whatever one raises, and an answer that is none, is a failure of its node, and a node that fails is
+left alone."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
+
+import attrs
 
 from ...core.plan import CellLabel
 from ...env import Env
@@ -14,12 +18,26 @@ from .cells import Cells
 from .nodes import Nodes, Use
 from .steps import Steps
 
-__all__ = ["LOAD_THREADS", "STORE_THREADS", "StoreCalls"]
+__all__ = ["ASK_THREADS", "LOAD_THREADS", "STORE_THREADS", "StoreCalls"]
 
+ASK_THREADS = 2
 LOAD_THREADS = 4
 STORE_THREADS = 2
+LATE_S = 0.01
+"""What a question may take beyond its time, as whoever asks waits so much longer."""
 
 Found = TypeVar("Found")
+
+
+@attrs.define(eq=False)
+class Asked:
+    """A question that a node has not answered yet."""
+
+    node: str
+    late_s: float
+    """When it is late."""
+    is_late: bool = False
+    """It was, and is a failure of its node."""
 
 
 class StoreCalls:
@@ -28,19 +46,25 @@ class StoreCalls:
     def __init__(self, store: ObjectStore, cells: Cells, env: Env) -> None:
         self.store = store
         self.cells = cells
-        self.nodes = {Use.ASK: Nodes(2), Use.LOAD: Nodes(LOAD_THREADS), Use.STORE: Nodes(STORE_THREADS)}
+        self.nodes = {Use.ASK: Nodes(ASK_THREADS), Use.LOAD: Nodes(LOAD_THREADS), Use.STORE: Nodes(STORE_THREADS)}
         self.num_failures = 0
         self._env = env
         self._lock = threading.Lock()
+        self._asked: dict[Asked, None] = {}
+        """At most one in each thread."""
 
     def name(self, label: CellLabel) -> bytes:
         return self.cells.name(label)
 
     def node_of(self, name: bytes) -> str:
+        """One for all of what the store cannot tell apart. In any thread, also with a lock held."""
         try:
-            return self.store.node_of(name)
-        except Exception:  # noqa: BLE001 - somebody's store; the call that follows tells what is wrong
+            found = self.store.node_of(name)
+        except BaseException as error:  # somebody's store; the call that follows tells what is wrong
+            if _is_interrupt(error):
+                raise
             return ""
+        return found if isinstance(found, str) else ""
 
     def refuses(self, use: Use, node: str) -> bool:
         return self.nodes[use].refuses(node, self._env.now())
@@ -49,33 +73,94 @@ class StoreCalls:
         """None: it is not known."""
         if self.refuses(Use.ASK, node):
             return None
-        nodes = self.nodes[Use.ASK]
-        nodes.begin(node)
+        answers: list[bool] | None = None
+        asked = self._begin_to_ask(node, timeout_s)
         try:
-            asked = self.call(Use.ASK, node, lambda: _answers(self.store.exist(names, timeout_s), len(names)))
-            return (yield from asked)
+            answers = yield lambda: _answers(self.store.exist(names, timeout_s), len(names))
         except StoreError:
-            return None
+            answers = None
         finally:
-            nodes.end(node)
+            self._end_to_ask(asked)
+        if answers is not None and self._env.now() <= asked.late_s:
+            self.nodes[Use.ASK].succeeded(node)
+        elif not asked.is_late:
+            self.note_failure(Use.ASK, node)
+        return answers
+
+    def _begin_to_ask(self, node: str, timeout_s: float) -> Asked:
+        asked = Asked(node, self._env.now() + timeout_s + LATE_S)
+        self.nodes[Use.ASK].begin(node)
+        with self._lock:
+            self._asked[asked] = None
+        return asked
+
+    def _end_to_ask(self, asked: Asked) -> None:
+        with self._lock:
+            del self._asked[asked]
+        self.nodes[Use.ASK].end(asked.node)
+
+    def all_are_late(self) -> bool:
+        """Whether every thread that asks waits for an answer that is late. Each is a failure of its node, once."""
+        now = self._env.now()
+        with self._lock:
+            found = [asked for asked in self._asked if not asked.is_late and asked.late_s < now]
+            for asked in found:
+                asked.is_late = True
+            num_late = sum(asked.is_late for asked in self._asked)
+        for asked in found:
+            self.note_failure(Use.ASK, asked.node)
+        return num_late >= ASK_THREADS
+
+    def get(self, node: str, name: bytes, timeout_s: float) -> Steps[bytes | None]:
+        """An object that nobody changes any more; empty if it is none of ours. `StoreError`."""
+        num_bytes = self.cells.object_bytes
+        return self.call(Use.LOAD, node, lambda: _object(self.store.get(name, timeout_s), num_bytes))
+
+    def has(self, node: str, name: bytes, timeout_s: float) -> Steps[bool]:
+        """Asked before it is stored. `StoreError`. A no is no success: a store that is full says so, and fails then."""
+        try:
+            found: bool = yield lambda: _answers(self.store.exist([name], timeout_s), 1)[0]
+        except StoreError:
+            self.note_failure(Use.STORE, node)
+            raise
+        if found:
+            self.nodes[Use.STORE].succeeded(node)
+        return found
 
     def call(self, use: Use, node: str, function: Callable[[], Found]) -> Steps[Found]:
-        """`StoreError` for whatever it raises."""
-        nodes = self.nodes[use]
+        """`StoreError` for whatever it raises: what looks at the answer belongs into `function`."""
         try:
             found: Found = yield function
-        except Exception as error:
+        except StoreError:
             self.note_failure(use, node)
-            if isinstance(error, StoreError):
-                raise
-            raise StoreError(repr(error)) from error
-        nodes.succeeded(node)
+            raise
+        self.nodes[use].succeeded(node)
         return found
 
     def note_failure(self, use: Use, node: str) -> None:
         with self._lock:
             self.num_failures += 1
         self.nodes[use].failed(node, self._env.now())
+
+    def close(self) -> None:
+        """Have the store let go of its connections."""
+        with suppress(Exception):
+            self.store.close()
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether it is the process's and none of the store's: those reach its main thread, and no other."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and isinstance(error, KeyboardInterrupt | SystemExit)
+
+
+def _object(found: object, num_bytes: int) -> bytes | None:
+    """The object of `num_bytes` that a store gives. Its memory may be a buffer that the store uses again: it is copied
+    before it is proved. `bytes` stay what they are, and cost nothing."""
+    if found is None or type(found) is bytes:
+        return found
+    view = memoryview(found)  # type: ignore[arg-type]  # a TypeError for what has no bytes
+    return view.tobytes() if view.nbytes == num_bytes else b""
 
 
 def _answers(found: Sequence[bool], num_wanted: int) -> list[bool]:

@@ -175,12 +175,10 @@ class Cells:
         made[: HEADER.size] = self._header(label, self.name(label), self.sealing.nonce())
         self.sealing.close(label, made)
 
-    def open(
-        self, label: CellLabel, found: bytes | memoryview, room: Callable[[], memoryview]
-    ) -> NDArray[np.uint8] | None:
+    def open(self, label: CellLabel, found: bytes, room: Callable[[], memoryview]) -> NDArray[np.uint8] | None:
         """The blocks of an object, in itself or in `room()`, which is as long as all blocks; None unless it is this
-        cell, every bit of it."""
-        view = memoryview(found).cast("B")
+        cell, every bit of it. Not for memory that others write to: it is read more than once."""
+        view = memoryview(found)
         if len(view) != self.object_bytes:
             return None
         header = bytes(view[: HEADER.size])

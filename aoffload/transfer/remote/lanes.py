@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,7 @@ class Ended:
     num_landed: int = 0
     error: str = ""
     num_written: int = 0
-    """Blocks that went over the network to or from the store."""
+    """Blocks that went over the network to or from the store, or may have."""
 
 
 def failed(error: str) -> Ended:
@@ -61,7 +62,8 @@ def failed(error: str) -> Ended:
 
 
 class RemoteLanes:
-    """Runs jobs on the store of `tier`, in `threads`. Every launched job gets one completion."""
+    """Runs jobs on the store of `tier`, in `threads`. Every launched job gets one completion. `TransferRefused`: one of
+    the threads cannot be started, and none is left."""
 
     def __init__(
         self, tier: RemoteTier, cells: Cells, host: HostCells, deliver: Callable[[Completion], None], env: Env,
@@ -79,11 +81,15 @@ class RemoteLanes:
         self._jobs: dict[int, CellJob] = {}
         self._num_ended = 0
         over = self._ended
-        self._loads: Threads[CellJob] = threads("load", LOAD_THREADS, self._next_load, self._run, over, env)
-        self._stores: Threads[CellJob | CellLabel] = threads(
-            "store", STORE_THREADS, self._next_store, self._run_or_remove, over, env
-        )
-        self.questions = Questions(self.calls, self.memory, self.removals, tier.ask_timeout_s, over, env, threads)
+        with ExitStack() as unless_all_run:
+            self._loads: Threads[CellJob] = threads("load", LOAD_THREADS, self._next_load, self._run, over, env)
+            unless_all_run.callback(self._loads.end)
+            self._stores: Threads[CellJob | CellLabel] = threads(
+                "store", STORE_THREADS, self._next_store, self._run_or_remove, over, env
+            )
+            unless_all_run.callback(self._stores.end)
+            self.questions = Questions(self.calls, self.memory, self.removals, tier.ask_timeout_s, over, env, threads)
+            unless_all_run.pop_all()
 
     # -- in the event loop's thread -------------------------------------------------------------------------------
 
@@ -123,7 +129,9 @@ class RemoteLanes:
     def is_wanted(self, label: CellLabel) -> bool:
         if self.removals.holds(label):
             return False  # it is stored again when it has been removed
-        return self.memory.of(label, self._env.now()) is not Known.PRESENT
+        if self.memory.of(label, self._env.now()) is Known.PRESENT:
+            return False
+        return not self._refuses_store(label)  # it would fail at once
 
     def forget(self, labels: Sequence[CellLabel]) -> None:
         self.removals.add(labels)
@@ -159,8 +167,7 @@ class RemoteLanes:
         now = self._env.now()
         if self.removals.holds(job.label) or self.memory.of(job.label, now) is Known.CORRUPT:
             return failed("the cell in the store is not right")
-        timeout_s = self._tier.load_timeout_s
-        found = yield from self.calls.call(Use.LOAD, job.node, lambda: self.calls.store.get(job.name, timeout_s))
+        found = yield from self.calls.get(job.node, job.name, self._tier.load_timeout_s)
         if found is None:
             self.memory.note(job.label, Known.ABSENT, self._env.now())
             with self._lock:
@@ -223,16 +230,17 @@ class RemoteLanes:
         known = self.memory.of(job.label, self._env.now())
         if known is Known.CORRUPT:  # a store may keep what it has, and say nothing
             yield from calls.call(Use.STORE, job.node, lambda: store.remove(job.name, timeout_s))
-        elif known is Known.PRESENT or (
-            yield from calls.call(Use.STORE, job.node, lambda: bool(store.exist([job.name], timeout_s)[0]))
-        ):
+        elif known is Known.PRESENT or (yield from calls.has(job.node, job.name, timeout_s)):
             self.memory.note(job.label, Known.PRESENT, self._env.now())
             return Ended(Outcome.LANDED, job.plan.num_blocks)
         made = self._host.room("made", self.cells.object_bytes)
         if not job.unless_given_up(lambda: self._host.copy_out(job.plan, self.cells.blocks_in(made))):
             return failed("given up, or its blocks are not what was stored there")
         self.cells.seal(job.label, made)
-        yield from calls.call(Use.STORE, job.node, lambda: store.put(job.name, made, timeout_s))
+        try:
+            yield from calls.call(Use.STORE, job.node, lambda: store.put(job.name, made, timeout_s))
+        except StoreError as error:
+            return Ended(Outcome.FAILED, error=str(error), num_written=job.plan.num_blocks)
         self.memory.note(job.label, Known.PRESENT, self._env.now())
         return Ended(Outcome.LANDED, job.plan.num_blocks, num_written=job.plan.num_blocks)
 
@@ -241,13 +249,15 @@ class RemoteLanes:
     def _run(self, job: CellJob) -> Steps[None]:
         direction, began_s = job.plan.direction, self._env.now()
         ended = yield from self._outcome(job)
-        duration_s, num_bytes = self._env.now() - began_s, ended.num_written * self.cells.shape.block_bytes
+        duration_s = max(0.0, self._env.now() - began_s)  # a clock that goes back costs a duration, not the thread
+        num_bytes = ended.num_written * self.cells.shape.block_bytes
         with self._lock:
             self._jobs.pop(job.plan.job_id, None)
             counts = self.counts[direction]
             counts.num_jobs += 1
-            counts.num_blocks += ended.num_written
-            counts.num_bytes += num_bytes
+            if ended.outcome is Outcome.LANDED:
+                counts.num_blocks += ended.num_written
+                counts.num_bytes += num_bytes
             counts.seconds += duration_s
         self._deliver(
             Completion(job.plan.job_id, ended.outcome, ended.num_landed, (), ended.error, num_bytes, duration_s)
@@ -261,7 +271,7 @@ class RemoteLanes:
             return (yield from (self._stored(job) if use is Use.STORE else self._loaded(job)))
         except StoreError as error:
             return failed(str(error))
-        except MemoryError as error:
+        except Exception as error:  # noqa: BLE001 - becomes the outcome of this job, which is over: the next may succeed
             return failed(repr(error))
         finally:
             self.calls.nodes[use].end(job.node)
@@ -289,7 +299,7 @@ class RemoteLanes:
             self._num_ended += 1
             is_last = self._num_ended == len(Use)
         if is_last:
-            self.calls.store.close()
+            self.calls.close()
 
 
 def _take(waiting: deque[Any], may_take: Callable[[CellJob], bool]) -> CellJob | None:

@@ -15,7 +15,7 @@ import attrs
 from ...core.plan import CellLabel
 from ...env import Env
 from ...errors import TransferRefused
-from .calls import StoreCalls
+from .calls import ASK_THREADS, StoreCalls
 from .memory import CellMemory, Known
 from .removals import Removals
 from .steps import Steps
@@ -23,7 +23,6 @@ from .threads import MakesThreads, Threads
 
 __all__ = ["Questions", "positions"]
 
-NUM_THREADS = 2
 MAX_WAITING = 64
 """Questions; more are answered with 0 at once."""
 ROUND_CELLS = 64
@@ -61,25 +60,27 @@ class Questions:
         self._calls, self._memory, self._removals = calls, memory, removals
         self._timeout_s, self._env = timeout_s, env
         self._open: dict[tuple[bytes, bytes], Question] = {}
-        self._threads: Threads[Question] = threads("ask", NUM_THREADS, _first, self._answer, over, env)
+        self._threads: Threads[Question] = threads("ask", ASK_THREADS, _first, self._answer, over, env)
         self.stop, self.join = self._threads.stop, self._threads.join
 
     def ask(self, labels: Sequence[CellLabel], hear: Hear) -> None:
+        """`hear` is called once; at once with 0 where the answer could only be late."""
         now = self._env.now()
         worth = self._worth_asking(labels, now)
         if not worth:
             hear(0)
             return
-        key = worth[0].digest, worth[-1].digest
+        key, is_answered = (worth[0].digest, worth[-1].digest), not self._calls.all_are_late()
         with self._threads.lock:
             asked = self._open.get(key)
-            is_new = asked is None and len(self._open) < MAX_WAITING
-            if asked is not None:
-                asked.hears.append(hear)
-            elif is_new:
+            is_new = asked is None and is_answered and len(self._open) < MAX_WAITING
+            if is_new:
                 asked = self._open[key] = Question(worth, now + self._timeout_s, [hear])
                 self.num_questions += 1
+            elif asked is not None and is_answered and now <= asked.deadline:
+                asked.hears.append(hear)
             else:
+                asked = None
                 self.num_unknown += 1
         if asked is None:
             hear(0)
@@ -101,6 +102,9 @@ class Questions:
         found = 0
         try:
             found = yield from self._num_present(question)
+        except Exception:  # noqa: BLE001 - such as too little memory: it is not known, and the next question may be
+            with self._threads.lock:
+                self.num_unknown += 1
         finally:
             with self._threads.lock:
                 self.seconds += self._env.now() - began_s

@@ -10,11 +10,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ...env import Env
 from ...errors import TransferRefused
+from ..starting import started_thread
 from .steps import Steps, run_steps
 
 __all__ = ["MakesThreads", "Threads"]
 
 Work = TypeVar("Work")
+IDLE_S = 10.0
+"""How long idle threads may take to end."""
 
 
 class MakesThreads(Protocol):
@@ -29,7 +32,7 @@ class MakesThreads(Protocol):
 class Threads(Generic[Work]):
     """`take` removes from the queue what a thread is to do next, or returns None; `do` is its work, done without the
     lock. Both are called in the threads, which are daemons: what hangs keeps its thread and never the process. `over`
-    is called when the last thread has ended."""
+    is called when the last thread has ended. `TransferRefused`: one cannot be started, and none is left."""
 
     def __init__(
         self, name: str, num_threads: int, take: Callable[[deque[Work]], Work | None],
@@ -40,12 +43,16 @@ class Threads(Generic[Work]):
         self._waiting: deque[Work] = deque()
         self._refusal = ""
         self._threads: dict[threading.Thread, None] = {}
-        self._start(name, num_threads, env)
+        try:
+            self._start(name, num_threads, env)
+        except BaseException:
+            self.end()
+            raise
 
     def _start(self, name: str, num_threads: int, env: Env) -> None:
         with self.lock:  # held until the threads are noted: they may end at once
             for number in range(num_threads):
-                self._threads[env.start_thread(self._run, f"aoffload-remote-{name}-{number}")] = None
+                self._threads[started_thread(env, self._run, f"aoffload-remote-{name}-{number}")] = None
 
     def submit(self, work: Work) -> None:
         """`TransferRefused` after `stop`."""
@@ -78,6 +85,11 @@ class Threads(Generic[Work]):
             thread.join(max(0.0, deadline_s - time.monotonic()))
         with self.lock:
             return not self._threads
+
+    def end(self) -> None:
+        """End threads that have had no work yet."""
+        self.stop()
+        self.join(time.monotonic() + IDLE_S)
 
     def _run(self) -> None:
         try:
