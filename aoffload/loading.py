@@ -46,9 +46,11 @@ class AwaitedLoad:
         """Block tables, where an engine owns the device blocks."""
 
     def _start(self, holding: Holding) -> None:
-        session = self._request._session
+        session, max_tokens = self._request._session, self._max_tokens
+        if session.costs is not None:
+            max_tokens = session.costs.limit(holding, max_tokens, self._request._left_s())
         plans = session.ledger.plan_load(
-            holding, self._max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes, into=self._into
+            holding, max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes, into=self._into
         )
         self._watch(holding)
         session.worker.submit(plans)

@@ -15,7 +15,6 @@ from .core.cells import cells_of
 from .core.ledger import Ledger
 from .core.plan import CellLabel, Direction, Tier
 from .env import Env
-from .fetch_gate import transfer_s
 from .prefix import Prefix
 from .telemetry import Telemetry
 from .transfer.transport import TransportRemote
@@ -97,7 +96,7 @@ class RemoteWork:
         """Seconds until so many tokens of `prefix` would be in host memory; 0 if nothing is known of the store yet."""
         copies, hop = self.worker.copies, (Tier.REMOTE, Tier.HOST)
         num_blocks = copies.tell(self.ledger.num_remote_fetch_blocks, prefix, num_remote_tokens) or 0
-        return transfer_s(num_blocks * self.block_bytes + copies.bytes_under_way(*hop), copies.bytes_per_s(*hop))
+        return copies.offer(*hop, 0, num_blocks).arrives_s
 
     async def labels(self, prefix: Prefix, behind: int) -> Sequence[CellLabel]:
         """The whole cells of `prefix` that end behind its token `behind`."""

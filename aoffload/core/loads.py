@@ -10,6 +10,7 @@ from ..errors import WrongState
 from .admission import Admission
 from .arguments import check_int
 from .cache import PrefixCache
+from .choice import Loadable
 from .groups import Band
 from .intervals import outside
 from .jobs import JobBook
@@ -78,6 +79,18 @@ class Loads:
         if not holding.load.jobs:
             self.conclude_all([holding])
         return tuple([job.plan for job in jobs])
+
+    def loadable(self, holding: Holding, max_tokens: int | None) -> Loadable | None:
+        """What `plan` would load. None: nothing, or it was planned before."""
+        if holding.state is not _S.ALLOCATED or holding.epoch != self.cache.epoch or BELOW not in holding.leases:
+            return None
+        layout, start = self.cache.layout, holding.published
+        limit = NO_LIMIT if max_tokens is None else check_int("max_tokens", max_tokens, 0) // layout.unit_tokens
+        stop = min(holding.hit_stop, holding.num_units, limit)
+        if stop <= start:
+            return None
+        _, on_its_way = self.on_its_way(holding.leases[BELOW].run.whole_path(), start, stop)
+        return Loadable(start, stop, layout.num_blocks(min(on_its_way, stop), start, stop))
 
     def start(
         self, holding: Holding, stop: int, wake: Callable[[], object], units_per_job: Sequence[int] = ()

@@ -20,6 +20,7 @@ import attrs
 from ..arguments import check_callable, check_has, check_int, check_type
 from ..config import OffloadConfig
 from ..core.arguments import check_completion
+from ..core.choice import TierOffer
 from ..core.ledger import Ledger
 from ..core.lifecycle import JobState
 from ..core.owners import nobody
@@ -108,6 +109,7 @@ class CopyQueue:
                 self.refuse([plan])
                 continue
             hop.queue.append((plan, after))
+            hop.queued_bytes += len(plan.source_ids) * self.block_bytes
         self._dispatch()
 
     def _hop(self, source: Tier, destination: Tier) -> Hop:
@@ -136,6 +138,7 @@ class CopyQueue:
                 if not self._may_launch(hop, num_bytes):
                     break
                 hop.queue.popleft()
+                hop.queued_bytes -= num_bytes
                 if self.tell(self.ledger.launch, plan.job_id):
                     self._launch(hop, plan, after, num_bytes)
                 else:
@@ -324,11 +327,11 @@ class CopyQueue:
 
     def bytes_under_way(self, source: Tier, destination: Tier) -> int:
         hop = self._hop(source, destination)
-        return hop.num_bytes + sum(plan.num_blocks for plan, _ in hop.queue) * self.block_bytes
+        return hop.num_bytes + hop.queued_bytes
 
-    def bytes_per_s(self, source: Tier, destination: Tier) -> float | None:
-        """How fast this hop has been of late; None where it is not known. Measured from and to tiers below the host."""
-        return self._hop(source, destination).bytes_per_s(self.clock())
+    def offer(self, source: Tier, destination: Tier, num_units: int, num_blocks: int) -> TierOffer:
+        """What a copy of so much would find on this hop now, behind what is queued there and in flight."""
+        return self._hop(source, destination).offer(num_units, num_blocks * self.block_bytes, self.clock())
 
     def is_stalled(self, source: Tier, destination: Tier) -> bool:
         """Whether jobs of this hop are refused, because some were given up and are not over."""
