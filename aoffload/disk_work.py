@@ -192,7 +192,7 @@ class DiskWork:
         """Seconds until a fetch of `prefix` that begins now would be over; 0 if nothing is known of the disk yet."""
         copies, hop = self.worker.copies, (Tier.DISK, Tier.HOST)
         num_blocks = self.worker.copies.tell(self.ledger.num_fetch_blocks, prefix) or 0
-        return copies.offer(*hop, 0, num_blocks).arrives_s
+        return copies.seconds(*hop, num_blocks)
 
     # -- reset ----------------------------------------------------------------------------------------------------
 

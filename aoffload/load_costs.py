@@ -14,7 +14,7 @@ from collections.abc import Callable
 import attrs
 
 from .arguments import check_int, check_type, number_of, shown
-from .core.choice import Loadable, LoadChoice, LoadOffer, chosen_stop, load_choice_of
+from .core.choice import LoadChoice, LoadOffer, chosen_stop, load_choice_of
 from .core.ledger import Ledger
 from .core.lifecycle import RequestState
 from .core.owners import Holding
@@ -22,6 +22,7 @@ from .core.plan import BELOW, Tier
 from .errors import InvalidArgument
 from .fetch_gate import LEAST_TOKENS, PrefillSpeed
 from .transfer.copy_queue import CopyQueue
+from .transfer.hops import Hop
 
 __all__ = ["LoadCosts", "check_report"]
 
@@ -52,6 +53,8 @@ class LoadCosts:
     """Times that a part of a hit was computed instead."""
     _choice: LoadChoice | None = attrs.field(init=False)
     """None: whatever can be loaded is."""
+    _hop: Hop = attrs.field(init=False)
+    _unit_tokens: int = attrs.field(init=False)
     _queued: dict[str, int] = attrs.field(init=False, factory=dict)
     """Tokens that requests have to compute, by id."""
     _sum_queued: int = attrs.field(init=False, default=0)
@@ -67,17 +70,33 @@ class LoadCosts:
         check_type("ledger", self.ledger, Ledger)
         check_type("copies", self.copies, CopyQueue)
         self._choice = load_choice_of(self.ledger.config.load_choice)
+        self._hop = self.copies.hop(BELOW, Tier.DEVICE)
+        self._unit_tokens = self.ledger.layout.unit_tokens
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
     def limit(self, holding: Holding, max_tokens: int | None = None, left_s: float | None = None) -> int | None:
         """The `max_tokens` for the load of `holding`; `left_s`: seconds until its deadline."""
-        if self._choice is None or holding.state not in _BEFORE_LOAD:
+        choice = self._choice
+        if choice is None:
             return max_tokens
-        found, unit = self.ledger.loadable(holding, max_tokens), self.ledger.layout.unit_tokens
-        stop = holding.published if found is None else self._stop(self._choice, holding, found, left_s)
-        self._asks(holding.request_id, holding.sequence.num_tokens - stop * unit)
-        return stop * unit if found is not None and stop < found.stop else max_tokens
+        found, unit = self.ledger.loadable(holding, max_tokens), self._unit_tokens
+        if found is None:
+            if holding.state in _BEFORE_LOAD:
+                self._asks(holding.request_id, holding.sequence.num_tokens - holding.published * unit)
+            return max_tokens
+        request_id, num_units, copies = holding.request_id, found.stop - found.start, self.copies
+        tier = self._hop.offer(num_units, found.num_blocks * copies.block_bytes, copies.clock())
+        rest = holding.sequence.num_tokens - found.stop * unit
+        queued = self._reported + self._sum_queued - self._queued.get(request_id, 0)
+        offer = LoadOffer(unit, (tier,), rest, self.speed.tokens_per_s, queued, left_s)
+        num_declined = num_units - chosen_stop(choice, offer, num_units)
+        self._asks(request_id, rest + num_declined * unit)
+        if not num_declined:
+            return max_tokens
+        self.num_declined += 1
+        self.declined(request_id, num_declined * unit, offer.first_token_s(1), offer.first_token_s(0))
+        return (found.stop - num_declined) * unit
 
     def bound(self, holding: Holding, left_s: float | None = None) -> None:
         """Match `holding` again with what it is to load, where an engine owns the device blocks."""
@@ -85,21 +104,6 @@ class LoadCosts:
             from_token = self.limit(holding, None, left_s)
             if from_token is not None:
                 self.ledger.decline(holding, from_token)
-
-    def _stop(self, choice: LoadChoice, holding: Holding, found: Loadable, left_s: float | None) -> int:
-        """The unit up to which `holding` loads."""
-        num_units = found.stop - found.start
-        unit, request_id = self.ledger.layout.unit_tokens, holding.request_id
-        tier = self.copies.offer(BELOW, Tier.DEVICE, num_units, found.num_blocks)
-        queued = self._reported + self._sum_queued - self._queued.get(request_id, 0)
-        rest = holding.sequence.num_tokens - found.stop * unit
-        offer = LoadOffer(unit, (tier,), rest, self.speed.tokens_per_s, queued, left_s)
-        num_loaded = chosen_stop(choice, offer)
-        if num_loaded < num_units:
-            self.num_declined += 1
-            num_tokens = (num_units - num_loaded) * unit
-            self.declined(request_id, num_tokens, offer.first_token_s(1), offer.first_token_s(0))
-        return found.start + num_loaded
 
     # -- what is to be computed -----------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class RemoteWork:
         """Seconds until so many tokens of `prefix` would be in host memory; 0 if nothing is known of the store yet."""
         copies, hop = self.worker.copies, (Tier.REMOTE, Tier.HOST)
         num_blocks = copies.tell(self.ledger.num_remote_fetch_blocks, prefix, num_remote_tokens) or 0
-        return copies.offer(*hop, 0, num_blocks).arrives_s
+        return copies.seconds(*hop, num_blocks)
 
     async def labels(self, prefix: Prefix, behind: int) -> Sequence[CellLabel]:
         """The whole cells of `prefix` that end behind its token `behind`."""

@@ -27,15 +27,15 @@ import numpy as np
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, Tier
 from aoffload.core.choice import CostChoice
-from aoffload.ledger import Completion, CopyQueue, Holding, LoadCosts, LoadOffer, Outcome, Prefix, Root, TransferPlan
+from aoffload.ledger import Completion, CopyQueue, Holding, LoadCosts, LoadOffer, Outcome, Prefix, TransferPlan
 
+from .cycle import ROOT
 from .harness import SAMPLE_S, Row, interleave, timed
 from .peer import Peer
 from .pools import serve
 
 __all__ = ["run"]
 
-ROOT = Root("trace")
 BLOCK_TOKENS, TOKEN_BYTES = 512, 128 * 2**10
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 TOKENS_PER_S = 25_000.0
@@ -270,7 +270,7 @@ def _choosing() -> Row:
     costs, prompt = LoadCosts(ledger, queue), np.arange(257, dtype=np.int32)
     serve(ledger, prompt)
     ledger.reset(Tier.DEVICE)
-    hop = queue._hop(Tier.HOST, Tier.DEVICE)
+    hop = queue.hop(Tier.HOST, Tier.DEVICE)
     hop.begin(1, BLOCK_BYTES, time.monotonic() - 0.001)
     hop.end(Completion(1, Outcome.LANDED), time.monotonic())
     costs.report_compute(2500, 0.1)

@@ -10,7 +10,6 @@ takes, C the speed of computing, and busy(t) = t / (t + 0.2 s): where nothing is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,7 +53,9 @@ class TierOffer:
     def seconds_per_byte(self) -> float:
         """0 as long as nothing was measured: the first load is the measurement."""
         found = 1.0 / self.bytes_per_s if self.bytes_per_s else 0.0
-        return max(found, self.service_s / self.service_bytes) if self.service_bytes else found
+        if self.service_bytes and (at_least := self.service_s / self.service_bytes) > found:
+            return at_least
+        return found
 
     @property
     def arrives_s(self) -> float:
@@ -110,31 +111,30 @@ class CostChoice:
         if not speed:
             return offer.num_units  # nothing to compare with
         unit_s, start_s = offer.unit_tokens / speed, offer.queued_tokens / speed
-        saved_s = unit_s * (1.0 + NUM_BEHIND * _busy(start_s))  # per unit loaded, of everybody's time
-        compute_s = offer.rest_tokens / speed + offer.num_units * unit_s
-        num_units, cost_s = 0, start_s
-        left_s = math.inf if offer.left_s is None else offer.left_s
-        least, best = (start_s + compute_s > left_s, cost_s), 0
+        saved_s = unit_s * (1.0 + NUM_BEHIND * start_s / (start_s + IDLE_S))  # of everybody's time, by a loaded unit
+        left_s, cost_s, num_units, best = offer.left_s, start_s, 0, 0
+        least_s = cost_s
+        if left_s is not None:  # from now on, what is left when all is computed behind what is loaded
+            left_s -= offer.rest_tokens / speed + offer.num_units * unit_s
+        is_late = left_s is not None and start_s > left_s
         for tier in offer.tiers:
-            byte_s, num_units = tier.seconds_per_byte, num_units + tier.num_units
+            byte_s, tier_units = tier.seconds_per_byte, tier.num_units
             wait_s, load_s = tier.queued_bytes * byte_s, tier.num_bytes * byte_s
             arrived_s = tier.latency_s + wait_s + load_s
             if arrived_s > start_s:
                 cost_s, start_s = cost_s + arrived_s - start_s, arrived_s
-            compute_s -= tier.num_units * unit_s
-            cost_s += NUM_BEHIND * _busy(wait_s) * load_s - tier.num_units * saved_s
-            if (cost := (start_s + compute_s > left_s, cost_s)) <= least:
-                least, best = cost, num_units
+            cost_s += NUM_BEHIND * wait_s / (wait_s + IDLE_S) * load_s - tier_units * saved_s
+            num_units += tier_units
+            would_be_late = left_s is not None and start_s - num_units * unit_s > left_s
+            if would_be_late < is_late or (would_be_late == is_late and cost_s <= least_s):
+                best, least_s, is_late = num_units, cost_s, would_be_late
         return best
 
 
-def _busy(queued_s: float) -> float:
-    return queued_s / (queued_s + IDLE_S)
-
-
-def chosen_stop(choice: LoadChoice, offer: LoadOffer) -> int:
-    """What `choice` says, which may be a program's own. `InvalidArgument` for what is no number of units."""
-    return check_int("load_choice", choice.stop(offer), 0, offer.num_units)
+def chosen_stop(choice: LoadChoice, offer: LoadOffer, most: int) -> int:
+    """What `choice` says, which may be a program's own. `InvalidArgument` for what is no number of units, or more."""
+    stop = choice.stop(offer)
+    return stop if type(stop) is int and 0 <= stop <= most else check_int("load_choice", stop, 0, most)
 
 
 def load_choice_of(value: Any) -> LoadChoice | None:

@@ -75,9 +75,9 @@ class WorkingRequests(LedgerRooms):
     def loadable(self, holding: Holding, max_tokens: int | None = None) -> Loadable | None:
         """What `plan_load` would load now; with `engine_blocks`, all that the match has said. None: nothing, or it was
         planned before."""
-        if self._engine is not None:
-            return self._engine.matches.loadable(self._own(holding))
-        return self._loads.loadable(self._own(holding), max_tokens)
+        if self._engine is None:
+            return self._loads.loadable(self._own(holding), max_tokens)
+        return self._engine.matches.loadable(self._own(holding))
 
     def decline(self, holding: Holding, from_token: int) -> PrefixMatch:
         """With `engine_blocks`: match again, before the load, up to `from_token`, rounded down to a block. What the

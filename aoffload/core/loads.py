@@ -82,15 +82,18 @@ class Loads:
 
     def loadable(self, holding: Holding, max_tokens: int | None) -> Loadable | None:
         """What `plan` would load. None: nothing, or it was planned before."""
-        if holding.state is not _S.ALLOCATED or holding.epoch != self.cache.epoch or BELOW not in holding.leases:
+        layout, start, stop = self.cache.layout, holding.published, holding.hit_stop
+        if max_tokens is not None or stop > holding.num_units:
+            limit = NO_LIMIT if max_tokens is None else check_int("max_tokens", max_tokens, 0) // layout.unit_tokens
+            stop = min(stop, holding.num_units, limit)
+        lease = holding.leases.get(BELOW)
+        if stop <= start or lease is None or holding.state is not _S.ALLOCATED or holding.epoch != self.cache.epoch:
             return None
-        layout, start = self.cache.layout, holding.published
-        limit = NO_LIMIT if max_tokens is None else check_int("max_tokens", max_tokens, 0) // layout.unit_tokens
-        stop = min(holding.hit_stop, holding.num_units, limit)
-        if stop <= start:
-            return None
-        _, on_its_way = self.on_its_way(holding.leases[BELOW].run.whole_path(), start, stop)
-        return Loadable(start, stop, layout.num_blocks(min(on_its_way, stop), start, stop))
+        run, there = lease.run, start
+        part = run.parts[Tier.DEVICE]
+        if part.incoming is not None or part.stop > start or run.start > start:  # else the device has nothing of it
+            _, there = self.on_its_way(run.whole_path(), start, stop)
+        return Loadable(start, stop, layout.num_blocks(min(there, stop), start, stop))
 
     def start(
         self, holding: Holding, stop: int, wake: Callable[[], object], units_per_job: Sequence[int] = ()

@@ -20,7 +20,6 @@ import attrs
 from ..arguments import check_callable, check_has, check_int, check_type
 from ..config import OffloadConfig
 from ..core.arguments import check_completion
-from ..core.choice import TierOffer
 from ..core.ledger import Ledger
 from ..core.lifecycle import JobState
 from ..core.owners import nobody
@@ -104,7 +103,7 @@ class CopyQueue:
         if not plans:
             return  # the usual case; queued jobs are launched when a completion makes room
         for plan in plans:
-            hop = self._hop(plan.source, plan.destination)
+            hop = self.hop(plan.source, plan.destination)
             if not self.is_accepting or hop.overdue:
                 self.refuse([plan])
                 continue
@@ -112,7 +111,8 @@ class CopyQueue:
             hop.queued_bytes += len(plan.source_ids) * self.block_bytes
         self._dispatch()
 
-    def _hop(self, source: Tier, destination: Tier) -> Hop:
+    def hop(self, source: Tier, destination: Tier) -> Hop:
+        """Its copies from one tier to another: the same object for as long as it lives."""
         found = self._hops.get((source, destination))
         if found is None:
             found = hop_of(source, destination, self.config)
@@ -316,26 +316,27 @@ class CopyQueue:
 
     def num_under_way(self, source: Tier, destination: Tier) -> int:
         """Jobs of this hop that are queued or in flight."""
-        hop = self._hop(source, destination)
+        hop = self.hop(source, destination)
         return len(hop.queue) + len(hop.in_flight)
 
     def room_bytes(self, source: Tier, destination: Tier) -> int:
         """Bytes of this hop that can be under way at once, besides what is queued or in flight; 0 where it stalls."""
-        hop = self._hop(source, destination)
+        hop = self.hop(source, destination)
         is_stalled = hop.overdue or not self.is_accepting
         return 0 if is_stalled else max(0, hop.max_bytes - self.bytes_under_way(source, destination))
 
     def bytes_under_way(self, source: Tier, destination: Tier) -> int:
-        hop = self._hop(source, destination)
+        hop = self.hop(source, destination)
         return hop.num_bytes + hop.queued_bytes
 
-    def offer(self, source: Tier, destination: Tier, num_units: int, num_blocks: int) -> TierOffer:
-        """What a copy of so much would find on this hop now, behind what is queued there and in flight."""
-        return self._hop(source, destination).offer(num_units, num_blocks * self.block_bytes, self.clock())
+    def seconds(self, source: Tier, destination: Tier, num_blocks: int) -> float:
+        """How long a copy of so much would take that is submitted now. 0 where nothing was measured: the first copy is
+        the measurement."""
+        return self.hop(source, destination).offer(0, num_blocks * self.block_bytes, self.clock()).arrives_s
 
     def is_stalled(self, source: Tier, destination: Tier) -> bool:
         """Whether jobs of this hop are refused, because some were given up and are not over."""
-        return bool(self._hop(source, destination).overdue)
+        return bool(self.hop(source, destination).overdue)
 
     @property
     def overdue(self) -> frozenset[int]:

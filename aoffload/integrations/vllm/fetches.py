@@ -156,7 +156,7 @@ class Fetches:
         return Offer(stop, remote_stop, seconds)
 
     def _seconds(self, hop: tuple[Tier, Tier], num_blocks: int) -> float:
-        return self.queue.offer(*hop, 0, num_blocks).arrives_s
+        return self.queue.seconds(*hop, num_blocks)
 
     def _bound_s(self, match: PrefixMatch, offer: Offer) -> float:
         """How long the request may wait for `offer`; 0: it computes."""
