@@ -46,9 +46,8 @@ class AwaitedLoad:
         """Block tables, where an engine owns the device blocks."""
 
     def _start(self, holding: Holding) -> None:
-        session, max_tokens = self._request._session, self._max_tokens
-        if session.costs is not None:
-            max_tokens = session.costs.limit(holding, max_tokens, self._request._left_s())
+        session = self._request._session
+        max_tokens = session.load_limit(holding, self._max_tokens, self._request._left_s())
         plans = session.ledger.plan_load(
             holding, max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes, into=self._into
         )

@@ -218,6 +218,12 @@ class Session:
         if self.costs is not None and self.ledger.is_engine_owned:
             self.costs.bound(holding, left_s)
 
+    def load_limit(self, holding: Holding, max_tokens: int | None, left_s: float | None) -> int | None:
+        """The `max_tokens` for a load that was asked for with `max_tokens`. An engine was told before."""
+        if self.costs is None or self.ledger.is_engine_owned:
+            return max_tokens
+        return self.costs.limit(holding, max_tokens, left_s)
+
     def release(self, holding: Holding, reason: str) -> None:
         """End a request; its stores wait for the fence of its last commit."""
         self._entered.pop(holding.request_id, None)

@@ -89,6 +89,8 @@ class Loads:
         lease = holding.leases.get(BELOW)
         if stop <= start or lease is None or holding.state is not _S.ALLOCATED or holding.epoch != self.cache.epoch:
             return None
+        if holding.num_steps or holding.waiter is not None:
+            return None  # `plan` refuses it
         run, there = lease.run, start
         part = run.parts[Tier.DEVICE]
         if part.incoming is not None or part.stop > start or run.start > start:  # else the device has nothing of it
