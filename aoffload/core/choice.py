@@ -118,6 +118,8 @@ class CostChoice:
             left_s -= offer.rest_tokens / speed + offer.num_units * unit_s
         is_late = left_s is not None and start_s > left_s
         for tier in offer.tiers:
+            if tier.bytes_per_s is None and tier.queued_bytes:
+                break  # somebody else's load is the measurement
             byte_s, tier_units = tier.seconds_per_byte, tier.num_units
             wait_s, load_s = tier.queued_bytes * byte_s, tier.num_bytes * byte_s
             arrived_s = tier.latency_s + wait_s + load_s
