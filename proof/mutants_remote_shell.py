@@ -57,9 +57,9 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a hang is not slow",
-        RATES,
-        "        return at_most if measured is None else min(measured, at_most)\n",
-        "        return measured\n",
+        "aoffload.core.choice",
+        "            return at_least\n",
+        "            return found\n",
         "while one request waits for a tier that hangs, others do not begin to",
         f"{GATING}::test_what_hangs_keeps_the_next_request_no_time",
     ),

@@ -77,6 +77,8 @@ class WorkingRequests(LedgerRooms):
         planned before."""
         if self._engine is None:
             return self._loads.loadable(self._own(holding), max_tokens)
+        if max_tokens is not None:
+            raise InvalidArgument("max_tokens", "is for a ledger that has device blocks itself: decline the rest")
         return self._engine.matches.loadable(self._own(holding))
 
     def decline(self, holding: Holding, from_token: int) -> PrefixMatch:
