@@ -86,6 +86,12 @@ def _name_or_object(*names: str) -> Any:
     return check
 
 
+def _load_choice(_: object, attribute: Any, value: object) -> None:
+    _name_or_object("always", "cost")(_, attribute, value)
+    if not isinstance(value, str):
+        check_has("load_choice", value, "name, or a LoadChoice", "stop", ConfigError)
+
+
 def _disk(_: object, attribute: Any, value: object) -> None:
     if value is not None and not isinstance(value, DiskTier):
         raise ConfigError(attribute.name, f"must be a DiskTier or None, got {shown(value)}")
@@ -117,6 +123,8 @@ class OffloadConfig:
     """Identifies model, revision and dtype: a prompt never hits blocks of another namespace."""
     store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "lazy", "selective", "off"))
     eviction: Any = attrs.field(default="lru", validator=_name_or_object("lru"))
+    load_choice: Any = attrs.field(default="always", validator=_load_choice)
+    """What of a host hit is loaded: "always" all of it, "cost" what costs less than computing it, or a `LoadChoice`."""
     verify: bool = attrs.field(default=False, validator=_bool)
     """A checksum per block at store, compared at load; a mismatch is a miss."""
     max_jobs_in_flight: int = attrs.field(default=4, validator=_count(1, 1024))

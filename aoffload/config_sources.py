@@ -31,7 +31,7 @@ HOST_POOL = {"num_host_blocks", "host_bytes"}
 GROUP_KEYS = ("name", "block_size", "window", "chunk")
 TABLES = {"disk": disk_from_table, "remote": remote_from_table}
 """Settings that are tiers, each a table."""
-NAMES = ("store_policy", "eviction")
+NAMES = ("store_policy", "eviction", "load_choice")
 """Settings that also take objects, which only a program can give."""
 
 Config = TypeVar("Config")

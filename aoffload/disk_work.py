@@ -23,7 +23,6 @@ from .core.records import Job
 from .core.restored import RestoredRun
 from .env import Env
 from .errors import TransferRefused
-from .fetch_gate import transfer_s
 from .prefix import Prefix
 from .telemetry import Telemetry
 from .transfer.disk.budget import DailyBudget
@@ -193,7 +192,7 @@ class DiskWork:
         """Seconds until a fetch of `prefix` that begins now would be over; 0 if nothing is known of the disk yet."""
         copies, hop = self.worker.copies, (Tier.DISK, Tier.HOST)
         num_blocks = self.worker.copies.tell(self.ledger.num_fetch_blocks, prefix) or 0
-        return transfer_s(num_blocks * self.block_bytes + copies.bytes_under_way(*hop), copies.bytes_per_s(*hop))
+        return copies.seconds(*hop, num_blocks)
 
     # -- reset ----------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,9 @@ class EngineCalls(RequestBlock):
         holding = self._live()
         # Not `self._wake`: the ledger would keep an abandoned request alive for as long as it is PENDING.
         wake = holding.when_idle
-        return self._session.ledger.match_again(holding, num_device_tokens=num_device_tokens, wake=wake)
+        self._session.ledger.match_again(holding, num_device_tokens=num_device_tokens, wake=wake)
+        self._session.bound(holding, self._left_s())
+        return holding.match
 
     async def match_again(self, *, num_device_tokens: int) -> PrefixMatch:
         """As `match_again_nowait`. If the answer is PENDING, waits until asking again may give another one, and at most

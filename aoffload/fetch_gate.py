@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import attrs
 
-__all__ = ["PrefillSpeed", "fetch_bound_s", "transfer_s"]
+__all__ = ["PrefillSpeed", "fetch_bound_s"]
 
 WORTH = 0.8
 """A fetch is worth it if it takes at most this share of the time to compute its tokens."""
@@ -17,12 +17,6 @@ KEEP = 0.8
 """Of what was measured before, at each step."""
 LEAST_TOKENS = 16
 """A request that computes fewer in a step, as when it decodes, says nothing about prompts."""
-
-
-def transfer_s(num_bytes: int, bytes_per_s: float | None) -> float:
-    """Seconds that `num_bytes` take, those ahead of them included; 0 as long as nothing was measured: the first fetch
-    is the measurement."""
-    return 0.0 if bytes_per_s is None else num_bytes / bytes_per_s
 
 
 def fetch_bound_s(num_tokens: int, tokens_per_s: float | None, fetch_s: float, most_s: float) -> float:
@@ -75,8 +69,13 @@ class PrefillSpeed:
             self._num_tokens += num_tokens
         elif now > step.begun_s:
             step.is_counted = True
+            self.report(num_tokens, now - step.begun_s)
+
+    def report(self, num_tokens: int, seconds: float) -> None:
+        """Computing so many tokens took so long, as who computes says."""
+        if seconds > 0 and num_tokens >= LEAST_TOKENS:
             self._num_tokens = KEEP * self._num_tokens + num_tokens
-            self._seconds = KEEP * self._seconds + now - step.begun_s
+            self._seconds = KEEP * self._seconds + seconds
 
     def forget(self, request_id: str) -> None:
         """The request is over."""

@@ -163,3 +163,4 @@ def _may_match_again(holding: Holding) -> bool:
 def _match_again(request: Entered, holding: Holding) -> None:
     if _may_match_again(holding):
         request._session.ledger.match_fetched(holding)
+        request._session.bound(holding, request._left_s())

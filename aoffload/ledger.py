@@ -7,6 +7,7 @@ bookkeeping. Nothing here needs torch.
 from .core.answer import Answer
 from .core.blocks import DevicePool
 from .core.cells import cells_of
+from .core.choice import CostChoice, Loadable, LoadChoice, LoadOffer, TierOffer
 from .core.engine_blocks import EngineBlocks
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
@@ -22,6 +23,7 @@ from .core.status import Holder, RequestStatus, WaitsFor
 from .core.tiers import BlockWatcher, TierStatistics
 from .errors import IllegalTransition, LeaseError
 from .kinds import AttentionKind
+from .load_costs import LoadCosts
 from .observers import Observers
 from .prefix import Prefix, Root
 from .telemetry import LedgerLog
@@ -39,6 +41,7 @@ __all__ = [
     "Completion",
     "CopyObserver",
     "CopyQueue",
+    "CostChoice",
     "Demotion",
     "DevicePool",
     "Direction",
@@ -54,7 +57,11 @@ __all__ = [
     "LeaseError",
     "LedgerLog",
     "LedgerStatistics",
+    "LoadChoice",
+    "LoadCosts",
+    "LoadOffer",
     "LoadOverlap",
+    "Loadable",
     "Observer",
     "Observers",
     "Outcome",
@@ -70,6 +77,7 @@ __all__ = [
     "Step",
     "StorePolicy",
     "StoreScope",
+    "TierOffer",
     "TierStatistics",
     "TransferPlan",
     "Waiter",

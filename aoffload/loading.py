@@ -47,8 +47,9 @@ class AwaitedLoad:
 
     def _start(self, holding: Holding) -> None:
         session = self._request._session
+        max_tokens = session.load_limit(holding, self._max_tokens, self._request._left_s())
         plans = session.ledger.plan_load(
-            holding, self._max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes, into=self._into
+            holding, max_tokens, self._request._wake, max_job_bytes=self._max_job_bytes, into=self._into
         )
         self._watch(holding)
         session.worker.submit(plans)

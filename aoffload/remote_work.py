@@ -15,7 +15,6 @@ from .core.cells import cells_of
 from .core.ledger import Ledger
 from .core.plan import CellLabel, Direction, Tier
 from .env import Env
-from .fetch_gate import transfer_s
 from .prefix import Prefix
 from .telemetry import Telemetry
 from .transfer.transport import TransportRemote
@@ -97,7 +96,7 @@ class RemoteWork:
         """Seconds until so many tokens of `prefix` would be in host memory; 0 if nothing is known of the store yet."""
         copies, hop = self.worker.copies, (Tier.REMOTE, Tier.HOST)
         num_blocks = copies.tell(self.ledger.num_remote_fetch_blocks, prefix, num_remote_tokens) or 0
-        return transfer_s(num_blocks * self.block_bytes + copies.bytes_under_way(*hop), copies.bytes_per_s(*hop))
+        return copies.seconds(*hop, num_blocks)
 
     async def labels(self, prefix: Prefix, behind: int) -> Sequence[CellLabel]:
         """The whole cells of `prefix` that end behind its token `behind`."""
@@ -134,7 +133,7 @@ class RemoteWork:
     def _num_storable(self) -> int:
         """Blocks that may be stored now: whole cells."""
         cell_bytes, copies, now = self.cell_blocks * self.block_bytes, self.worker.copies, self.now()
-        self._rate.spend_up_to(copies.bytes_begun(Tier.HOST, Tier.REMOTE), now)
+        self._rate.spend_up_to(copies.hop(Tier.HOST, Tier.REMOTE).bytes_begun, now)
         left = min(self._rate.left(now), MAX_BYTES, copies.room_bytes(Tier.HOST, Tier.REMOTE))
         num_cells = max(1, left // cell_bytes) if left > 0 else 0
         return num_cells * self.cell_blocks

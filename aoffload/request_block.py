@@ -35,6 +35,7 @@ class RequestBlock:
         self._prefix: Prefix
         """The prompt, once it is entered."""
         self._holding: Holding | None = None
+        self._deadline = math.inf
         self._scope: anyio.CancelScope | None = None
         """Around the entered block; None in an async generator."""
         self._cancel_reason = ""
@@ -60,6 +61,7 @@ class RequestBlock:
         self._holding = self._session.admit(self, prefix, self._options)
         self._task_id = id(self._session.running_task())
         if deadline is not None and deadline < math.inf:
+            self._deadline = deadline
             self._start_timer(deadline)
         if is_scoped:
             self._enter_scope(deadline)
@@ -113,6 +115,9 @@ class RequestBlock:
         if is_cancellation(error):
             return "cancelled"
         return "abandoned" if isinstance(error, GeneratorExit) else f"error: {type(error).__name__}"
+
+    def _left_s(self) -> float | None:
+        return None if self._deadline == math.inf else max(0.0, self._deadline - self._session.now())
 
     def _close(self, reason: str) -> None:
         if self._holding is not None and not self._holding.is_over:

@@ -10,12 +10,13 @@ from typing import Any, TypeVar, Unpack
 import anyio
 import attrs
 
-from .arguments import check_callable, check_text, number_of, shown
+from .arguments import check_callable, check_int, check_text, number_of, shown
 from .core.answer import PrefixMatch
 from .core.ledger import LedgerStatistics
 from .core.plan import Tier
 from .core.policy import StoreScope
 from .errors import InvalidArgument, RequestAborted
+from .load_costs import check_report
 from .loading import PendingLoad
 from .pins import Identity, PendingDemotion, PendingFetch, PendingPrefetch, PinScope, time_to_live
 from .prefix import KeySpan, Prefix, TokenIds, prompt_of
@@ -42,6 +43,8 @@ class RuntimeStatistics(LedgerStatistics):
     """None without a remote tier."""
     num_fetches_declined: int = 0
     """Times that a request computed what a tier below the host had: that was sooner."""
+    num_loads_declined: int = 0
+    """Times that a request computed what the host had, or a part of it: that was sooner, or better for those behind."""
     off_reason: str = ""
     """Why the cache has turned itself off: nothing is loaded or stored any more. Empty while it is on."""
 
@@ -210,6 +213,22 @@ class OffloadRuntime(RuntimeLife):
         """
         return await run_step(self._session, requests, function)
 
+    def report_queue(self, num_tokens: int) -> None:
+        """The engine will compute so many tokens of prompts before those of the next request. Call it at each step, or
+        never: the runtime counts what requests have to compute from their load on."""
+        self._session.check_usable()
+        check_int("num_tokens", num_tokens, 0)
+        if self._session.costs is not None:
+            self._session.costs.report_queue(num_tokens)
+
+    def report_compute(self, num_tokens: int, seconds: float) -> None:
+        """Computing `num_tokens` tokens of prompts took so long. For engines whose steps the runtime does not see: with
+        `engine_blocks`, or where a commit comes before its forward is over."""
+        self._session.check_usable()
+        check_report(num_tokens, seconds)
+        if self._session.speed is not None:
+            self._session.speed.report(num_tokens, float(seconds))
+
     def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> tuple[Request, ...]:
         """Commit several requests of one forward behind one fence, all or nothing.
 
@@ -270,6 +289,7 @@ class OffloadRuntime(RuntimeLife):
             disk_transfers=None if disk is None else disk.disk.statistics(),
             remote_transfers=None if remote is None else remote.remote.statistics(),
             num_fetches_declined=self._session.num_fetches_declined,
+            num_loads_declined=0 if self._session.costs is None else self._session.costs.num_declined,
             off_reason=self.worker.off_reason,
         )
 

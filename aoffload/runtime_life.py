@@ -20,6 +20,7 @@ from .env import Env
 from .errors import ConfigError, InvalidArgument, RuntimeClosed
 from .explained import Explained
 from .fetch_gate import PrefillSpeed
+from .load_costs import LoadCosts
 from .observers import Observers, RuntimeObserver
 from .opening import Opening
 from .prefix import Roots
@@ -86,8 +87,12 @@ class RuntimeLife(Explained):
             self._session.disk = work
         if remote is not None:
             self._session.remote = RemoteWork(self.ledger, self.worker, remote, block_bytes, self.env, self.telemetry)
+        chooses = config.load_choice != "always"
+        if disk is not None or remote is not None or chooses:
+            self._session.speed = speed = PrefillSpeed(config.prefill_tokens_per_s)
+            if chooses:
+                self._session.costs = LoadCosts(self.ledger, self.worker.copies, speed, self.telemetry.load_declined)
         if disk is not None or remote is not None:
-            self._session.speed = PrefillSpeed(config.prefill_tokens_per_s)
             self.worker.after_settled = self._session.look_below
         self._opening = Opening(self._session, config.resolve_host_blocks(block_bytes))
         self._roots = Roots(config.root_namespace)

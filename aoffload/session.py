@@ -29,6 +29,7 @@ from .disk_work import DiskWork
 from .env import Env
 from .errors import AoffloadError, DeviceGone, RuntimeClosed, TransferRefused, WrongProcess, WrongThread
 from .fetch_gate import PrefillSpeed
+from .load_costs import LoadCosts
 from .observers import Observers
 from .prefix import Prefix, TokenIds
 from .remote_work import RemoteWork
@@ -63,6 +64,10 @@ class Entered(Protocol):
 
     @property
     def state(self) -> RequestState: ...
+
+    def _left_s(self) -> float | None:
+        """Seconds until its deadline; None: it has none."""
+        ...
 
     def _live(self) -> Holding:
         """Its holding. Raises if the request is over or the runtime is closed."""
@@ -119,6 +124,8 @@ class Session:
         """Set where the transport has a remote tier."""
         self.speed: PrefillSpeed | None = None
         """Set where a tier below the host is: fetches compete with computing."""
+        self.costs: LoadCosts | None = None
+        """Set where not all that could be loaded is."""
         self.num_fetches_declined = 0
         """Times that computing was sooner than a fetch would have been."""
         self.life = SessionLife.NEW
@@ -201,15 +208,29 @@ class Session:
             max_store_tokens=options.max_store_tokens,
             num_device_tokens=options.num_device_tokens,
         )
+        self.bound(holding, options.deadline_s)
         self._entered[holding.request_id] = reference = ref(request)
         holding.when_idle = partial(_wake, reference)
         return holding
+
+    def bound(self, holding: Holding, left_s: float | None) -> None:
+        """Called where `holding` was matched. An engine that owns the device blocks is told what is to be loaded."""
+        if self.costs is not None and self.ledger.is_engine_owned:
+            self.costs.bound(holding, left_s)
+
+    def load_limit(self, holding: Holding, max_tokens: int | None, left_s: float | None) -> int | None:
+        """The `max_tokens` for a load that was asked for with `max_tokens`. An engine was told before."""
+        if self.costs is None or self.ledger.is_engine_owned:
+            return max_tokens
+        return self.costs.limit(holding, max_tokens, left_s)
 
     def release(self, holding: Holding, reason: str) -> None:
         """End a request; its stores wait for the fence of its last commit."""
         self._entered.pop(holding.request_id, None)
         if self.speed is not None:
             self.speed.forget(holding.request_id)
+        if self.costs is not None:
+            self.costs.forget(holding.request_id)
         fence = self._fences.pop(holding.request_id, None)
         self.worker.submit(self.ledger.release(holding, reason), fence)
         if self.is_open:  # no write-back into a cache that closes
@@ -280,6 +301,8 @@ class Session:
         plans = self.ledger.commit(holding, num_computed_tokens, new_token_ids)
         if self.speed is not None and fence is not None and _has_passed(fence):
             self.speed.computed(holding.request_id, holding.num_computed_tokens - before, self.now())
+        if self.costs is not None:
+            self.costs.computed(holding.request_id, holding.num_computed_tokens - before)
         self._fences[holding.request_id] = fence
         if plans:
             self._store_behind(fence, plans)
@@ -309,7 +332,10 @@ class Session:
         is_last: bool,
     ) -> None:
         """Store from an engine's blocks once `fence` has passed, or not at all without a fence."""
+        before = holding.num_computed_tokens
         plans = self.ledger.offer(holding, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        if self.costs is not None:
+            self.costs.computed(holding.request_id, holding.num_computed_tokens - before)
         self._store_behind(fence, plans)
 
     def _store_behind(self, fence: Fence | None, plans: Sequence[TransferPlan]) -> None:

@@ -324,6 +324,11 @@ class Telemetry(LedgerLog):
         self.logger.debug("fetch_declined", request_id=request_id, num_tokens=num_tokens, fetch_s=round(fetch_s, 6))
 
     @_harmless
+    def load_declined(self, request_id: str, num_tokens: int, load_s: float, compute_s: float) -> None:
+        seconds = {"load_s": round(load_s, 6), "compute_s": round(compute_s, 6)}
+        self.logger.debug("load_declined", request_id=request_id, num_tokens=num_tokens, **seconds)
+
+    @_harmless
     def remote_opened(self, store: str, is_encrypted: bool, cell_tokens: int) -> None:
         self.logger.info("remote_opened", store=store, is_encrypted=is_encrypted, cell_tokens=cell_tokens)
 

@@ -22,6 +22,8 @@ def _of(*names: str) -> frozenset[str]:
 
 POLICIES = _of("eager", "lazy", "selective", "off")
 ONE_POLICY = Forbidden(POLICIES, POLICIES, "there is one store policy")
+CHOICES = _of("load by cost", "load by whim")
+ONE_CHOICE = Forbidden(CHOICES, CHOICES, "there is one choice of loads")
 NO_COPIES = "without host blocks nothing is copied"
 OF_A_DISK = _of(
     "disk", "write behind", "disk flush", "fetch", "fetch shared", "match fetched", "restart", "restored", "reset disk",
@@ -77,27 +79,29 @@ FORBIDDEN = {
             _of("no host", "off"),
             _of(
                 "load", "load landed", "load failed", "load corrupt", "load unproven", "load lost", "host hit", "pin",
-                "pending", "store", "store landed", "store failed", "store unproven", "late proof", "bands",
+                "pending", "declined", "store", "store landed", "store failed", "store unproven", "late proof", "bands",
             ),
             "what is never stored is neither copied nor hit",
         ),
     ),
     "runtime": (
         ONE_POLICY,
+        ONE_CHOICE,
         NO_DISK,
         Forbidden(
             _of("no host"),
-            ANY_COPY | _of("load", "early start", "demote"),
+            ANY_COPY | _of("load", "early start", "demote", "declined"),
             NO_COPIES,
         ),
     ),
     "runtime of an engine": (
         ONE_POLICY,
+        ONE_CHOICE,
         NO_DISK,
         Forbidden(_of("off"), _of("restored"), "what is never stored is not on the disk"),
         Forbidden(
             _of("no host", "off"),
-            ANY_COPY | _of("load", "load lost", "host hit", "pending", "pin", "refused: OutOfBlocks"),
+            ANY_COPY | _of("load", "load lost", "host hit", "pending", "pin", "declined", "refused: OutOfBlocks"),
             "what is never stored is neither copied nor hit",
         ),
     ),

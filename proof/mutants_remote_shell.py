@@ -57,9 +57,9 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a hang is not slow",
-        RATES,
-        "        return at_most if measured is None else min(measured, at_most)\n",
-        "        return measured\n",
+        "aoffload.core.choice",
+        "            return at_least\n",
+        "            return found\n",
         "while one request waits for a tier that hangs, others do not begin to",
         f"{GATING}::test_what_hangs_keeps_the_next_request_no_time",
     ),
@@ -122,7 +122,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "writes without a rate",
         WORK,
-        "        self._rate.spend_up_to(copies.bytes_begun(Tier.HOST, Tier.REMOTE), now)\n",
+        "        self._rate.spend_up_to(copies.hop(Tier.HOST, Tier.REMOTE).bytes_begun, now)\n",
         "",
         "no more than `max_write_rate` is written a second",
         f"{TESTS}::test_no_more_is_written_a_second_than_said",

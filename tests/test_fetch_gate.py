@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 
+import attrs
 import pytest
 
-from aoffload.fetch_gate import PrefillSpeed, fetch_bound_s, transfer_s
+from aoffload.core.choice import TierOffer
+from aoffload.core.plan import Completion, Outcome, Tier
+from aoffload.fetch_gate import PrefillSpeed, fetch_bound_s
+from aoffload.transfer.hops import Hop
 from aoffload.transfer.rates import FRESH_S, TransferRate
 
 # -- the choice -------------------------------------------------------------------------------------------------------
@@ -31,64 +35,100 @@ def test_what_is_computed_sooner_is_not_fetched(tokens_per_s: float | None, fetc
 
 
 def test_the_time_of_a_fetch() -> None:
-    """Nothing before the first measurement."""
-    assert transfer_s(1000, None) == 0.0
-    assert transfer_s(1000, 500.0) == 2.0
-    assert transfer_s(0, 500.0) == 0.0
+    """Nothing before the first measurement; what is ahead of it counts."""
+    assert TierOffer(1, 1000, 500).arrives_s == 0.0
+    assert TierOffer(1, 1000, 500, 0.25, 500.0).arrives_s == 3.25
 
 
 # -- the tier ---------------------------------------------------------------------------------------------------------
 
 
+@attrs.define(eq=False)
+class Measuring:
+    """A hop, whose jobs begin and end as told."""
+
+    hop: Hop = attrs.field(factory=lambda: Hop(Tier.DISK, Tier.HOST, 1e9, 10**9, rate=TransferRate()))
+    num_jobs: int = 0
+
+    def begins(self, num_bytes: int, now: float) -> int:
+        self.num_jobs += 1
+        self.hop.begin(self.num_jobs, num_bytes, now)
+        return self.num_jobs
+
+    def ends(self, job_id: int, now: float, outcome: Outcome = Outcome.LANDED) -> None:
+        self.hop.end(Completion(job_id, outcome), now)
+
+    def job(self, num_bytes: int, began_s: float, ended_s: float) -> None:
+        self.ends(self.begins(num_bytes, began_s), ended_s)
+
+    def bytes_per_s(self, now: float) -> float | None:
+        found = self.hop.offer(1, 1, now).seconds_per_byte
+        return 1 / found if found else None
+
+
 def test_a_rate_counts_the_time_in_which_anything_was_in_flight() -> None:
     """Two jobs at a time are twice as fast as one, and nothing in flight is no time."""
-    rate = TransferRate()
-    assert rate.bytes_per_s(0, 0.0) is None
+    hop = Measuring()
+    assert hop.bytes_per_s(0.0) is None
     for begin_s in range(10):
-        rate.begins(3.0 * begin_s)
-        rate.ended(100, 3.0 * begin_s + 1)
-        rate.ended(100, 3.0 * begin_s + 1)
-    assert rate.bytes_per_s(0, 29.0) == pytest.approx(200.0, rel=0.15)
+        jobs = [hop.begins(100, 3.0 * begin_s) for _ in range(2)]
+        for job_id in jobs:
+            hop.ends(job_id, 3.0 * begin_s + 1)
+    assert hop.bytes_per_s(29.0) == pytest.approx(200.0, rel=0.15)
     for begin_s in range(10, 20):
-        rate.begins(3.0 * begin_s)
-        rate.ended(100, 3.0 * begin_s + 1)
-    assert rate.bytes_per_s(0, 59.0) == pytest.approx(100.0, rel=0.15)
+        hop.job(100, 3.0 * begin_s, 3.0 * begin_s + 1)
+    assert hop.bytes_per_s(59.0) == pytest.approx(100.0, rel=0.15)
 
 
 def test_what_does_not_end_makes_a_rate_small() -> None:
     """Before the first measurement, too: else each request would be the one that measures."""
-    rate = TransferRate()
-    rate.begins(0.0)
-    assert rate.bytes_per_s(100, 0.0) is None
-    assert rate.bytes_per_s(100, 50.0) == 2.0
-    rate.ended(100, 100.0)
-    rate.begins(100.0)
-    assert rate.bytes_per_s(100, 100.0) == 1.0
-    assert rate.bytes_per_s(100, 100.0 + FRESH_S / 2) == 1.0
-    assert rate.bytes_per_s(1, 100.0 + FRESH_S / 2) == pytest.approx(1 / (FRESH_S / 2))
+    hop = Measuring()
+    job_id = hop.begins(100, 0.0)
+    assert hop.bytes_per_s(0.0) is None
+    assert hop.bytes_per_s(50.0) == 2.0
+    hop.ends(job_id, 100.0)
+    hop.begins(1, 100.0)
+    assert hop.bytes_per_s(100.0) == 1.0
+    assert hop.bytes_per_s(100.0 + FRESH_S / 2) == pytest.approx(1 / (FRESH_S / 2))
 
 
 def test_a_rate_gets_old() -> None:
-    """What was slow is tried again after a while, and counts no more then."""
-    rate = TransferRate()
-    rate.begins(0.0)
-    rate.ended(1, 1.0)
-    assert rate.bytes_per_s(0, 1.0 + FRESH_S / 2) == 1.0
-    assert rate.bytes_per_s(0, 1.0 + FRESH_S) is None
-    rate.begins(1.0 + FRESH_S)
-    rate.ended(1000, 2.0 + FRESH_S)
-    assert rate.bytes_per_s(0, 2.0 + FRESH_S) == 1000.0
+    """What was slow is tried again after a while, by one job, and counts no more then."""
+    hop = Measuring()
+    hop.job(1, 0.0, 1.0)
+    assert hop.bytes_per_s(1.0 + FRESH_S / 2) == 1.0
+    assert hop.bytes_per_s(1.0 + FRESH_S) is None
+    job_id = hop.begins(1000, 1.0 + FRESH_S)
+    assert hop.bytes_per_s(1.0 + FRESH_S) == 1.0
+    hop.ends(job_id, 2.0 + FRESH_S)
+    assert hop.bytes_per_s(2.0 + FRESH_S) == 1000.0
 
 
 def test_failures_measure_nothing() -> None:
     """A tier that said no is not a slow one; what it had moved before counts on."""
-    rate = TransferRate()
-    rate.begins(0.0)
-    rate.ended(0, 1.0)
-    assert rate.bytes_per_s(0, 1.0) is None
-    rate.ended(100, 2.0)
-    rate.ended(0, 3.0)
-    assert 0 < (rate.bytes_per_s(0, 3.0) or 0) < 100
+    hop = Measuring()
+    hop.ends(hop.begins(100, 0.0), 1.0, Outcome.FAILED)
+    assert hop.bytes_per_s(1.0) is None
+    hop.job(100, 1.0, 2.0)
+    hop.ends(hop.begins(100, 2.0), 3.0, Outcome.FAILED)
+    assert 0 < (hop.bytes_per_s(3.0) or 0) < 100
+
+
+def test_latency_is_told_from_bandwidth() -> None:
+    """A second of latency and 100 bytes a second: both are found from jobs of several sizes, and neither a spell of
+    equal ones nor a hop that has become slow makes a latency of what is bandwidth."""
+    hop, now = Measuring(), 0.0
+    for num_bytes in (100, 1000, 300, 2000, 500, 100, 1000):
+        hop.job(num_bytes, now, now + 1.0 + num_bytes / 100)
+        now += 100.0 / 10
+        now += 1.0 + num_bytes / 100 - FRESH_S / 2
+    offer = hop.hop.offer(1, 1000, now)
+    assert offer.latency_s == pytest.approx(1.0, rel=0.1) and offer.arrives_s == pytest.approx(11.0, rel=0.05)
+    slow = Measuring()
+    for number in range(30):
+        slow.job(1000, 20.0 * number, 20.0 * number + (10.0 if number < 20 else 19.0))
+    assert slow.hop.offer(1, 1000, 600.0).latency_s == 0.0
+    assert slow.bytes_per_s(600.0) == pytest.approx(1000 / 19, rel=0.1)
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------

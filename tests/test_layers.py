@@ -17,7 +17,7 @@ ROOMS = {
     "transfer": 2,
     "worker": 3, "telemetry": 3, "observers": 3,
     "slow": 3, "explained": 3, "disk_work": 3, "remote_work": 3, "write_rate": 3,
-    "fetch_gate": 3, "scopes": 3, "session": 4,
+    "fetch_gate": 3, "load_costs": 3, "scopes": 3, "session": 4,
     "request": 5, "request_block": 5, "engine_calls": 5, "loading": 5, "pins": 5, "opening": 5, "steps": 5,
     "fetching": 5, "runtime_life": 6, "runtime": 6,
     "ledger": 7, "transport": 7, "ranks": 7, "cuda": 7, "stores": 7,
@@ -27,7 +27,7 @@ ROOMS = {
 FACES = ("ledger", "transport", "ranks", "cuda", "stores")
 """Where public names are imported from that are defined further down."""
 FLOORS = (
-    "answer blocks intervals lifecycle plan restored tokens tombstones",
+    "answer blocks choice intervals lifecycle plan restored tokens tombstones",
     "arguments groups records status table",
     "cells engine_ids eviction index owners paths",
     "engine_arrivals hit_counts kept labels presence tiers waiting",

@@ -8,6 +8,7 @@ import attrs
 
 from .answer import PrefixMatch
 from .cache import PrefixCache
+from .choice import Loadable
 from .engine_arrivals import Arrivals
 from .engine_blocks import EngineTier
 from .lifecycle import RequestState
@@ -97,6 +98,19 @@ class EngineMatches:
 
     def match_fetched(self, holding: Holding) -> None:
         """Match a PINNED request again, behind the same tokens: the host may hold more by now."""
+        self.request_leases.end_host_lease(holding)
+        self._pin(holding, self._hit(holding))
+
+    def loadable(self, holding: Holding) -> Loadable | None:
+        """What a load of the whole hit would bring. None: nothing, or it was planned before."""
+        start = holding.engine_tokens // self.cache.layout.unit_tokens
+        if holding.state is not _S.PINNED or holding.hit_stop <= start:
+            return None
+        return Loadable(start, holding.hit_stop, self.cache.layout.num_blocks(start, start, holding.hit_stop))
+
+    def decline(self, holding: Holding, stop: int) -> None:
+        """Match a PINNED request again, up to unit `stop`: the rest of its hit is computed."""
+        holding.narrow_hit(stop)
         self.request_leases.end_host_lease(holding)
         self._pin(holding, self._hit(holding))
 

@@ -117,6 +117,14 @@ class Layout:
             return ()
         return [band.first_unit(stop) for band in self.windows]
 
+    def num_blocks(self, full_start: int, start: int, stop: int) -> int:
+        """Blocks that a load behind unit `start` brings, so that a request can go on at unit `stop`; of full attention,
+        those from unit `full_start` on."""
+        found = (stop - full_start) * self.full.width
+        for band in self.windows:
+            found += (stop - max(start, band.first_unit(stop))) * band.width
+        return found
+
     def num_units(self, num_tokens: int) -> int:
         """Units that hold `num_tokens`, rounded up."""
         return -(-num_tokens // self.unit_tokens)

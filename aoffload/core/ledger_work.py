@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from ..arguments import as_tuple, check_callable
 from ..errors import InvalidArgument, WrongState
 from ..prefix import TokenIds
+from .answer import PrefixMatch
 from .arguments import check_bool, check_completion, check_int, check_text
+from .choice import Loadable
 from .kept import Step
 from .ledger_rooms import LedgerRooms
 from .lifecycle import RequestState, require
@@ -64,6 +66,28 @@ class WorkingRequests(LedgerRooms):
         plans = self._loads.plan(self._own(holding), max_tokens, wake, units_per_job)
         self.admission.serve_line()
         return plans
+
+    @property
+    def is_engine_owned(self) -> bool:
+        """Whether an engine owns the device blocks."""
+        return self._engine is not None
+
+    def loadable(self, holding: Holding, max_tokens: int | None = None) -> Loadable | None:
+        """What `plan_load` would load now; with `engine_blocks`, all that the match has said. None: nothing, or it was
+        planned before."""
+        if self._engine is None:
+            return self._loads.loadable(self._own(holding), max_tokens)
+        if max_tokens is not None:
+            raise InvalidArgument("max_tokens", "is for a ledger that has device blocks itself: decline the rest")
+        return self._engine.matches.loadable(self._own(holding))
+
+    def decline(self, holding: Holding, from_token: int) -> PrefixMatch:
+        """With `engine_blocks`: match again, before the load, up to `from_token`, rounded down to a block. What the
+        host has behind it is computed, and no later match of this request has it."""
+        engine = self._engine_of(holding, "decline")
+        require(holding, "decline", _S.PINNED)
+        engine.matches.decline(holding, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
+        return holding.match
 
     def abandon_load(self, holding: Holding) -> None:
         """Stop waiting for a load: landed blocks count, the rest is computed. Launched copies go on.

@@ -10,6 +10,7 @@ from ..errors import WrongState
 from .admission import Admission
 from .arguments import check_int
 from .cache import PrefixCache
+from .choice import Loadable
 from .groups import Band
 from .intervals import outside
 from .jobs import JobBook
@@ -78,6 +79,23 @@ class Loads:
         if not holding.load.jobs:
             self.conclude_all([holding])
         return tuple([job.plan for job in jobs])
+
+    def loadable(self, holding: Holding, max_tokens: int | None) -> Loadable | None:
+        """What `plan` would load. None: nothing, or it was planned before."""
+        layout, start, stop = self.cache.layout, holding.published, holding.hit_stop
+        if max_tokens is not None or stop > holding.num_units:
+            limit = NO_LIMIT if max_tokens is None else check_int("max_tokens", max_tokens, 0) // layout.unit_tokens
+            stop = min(stop, holding.num_units, limit)
+        lease = holding.leases.get(BELOW)
+        if stop <= start or lease is None or holding.state is not _S.ALLOCATED or holding.epoch != self.cache.epoch:
+            return None
+        if holding.num_steps or holding.waiter is not None:
+            return None  # `plan` refuses it
+        run, there = lease.run, start
+        part = run.parts[Tier.DEVICE]
+        if part.incoming is not None or part.stop > start or run.start > start:  # else the device has nothing of it
+            _, there = self.on_its_way(run.whole_path(), start, stop)
+        return Loadable(start, stop, layout.num_blocks(min(there, stop), start, stop))
 
     def start(
         self, holding: Holding, stop: int, wake: Callable[[], object], units_per_job: Sequence[int] = ()

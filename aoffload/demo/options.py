@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,10 @@ __all__ = ["STORE_POLICIES", "Corrupt", "DemoOptions", "make_parser", "parse_opt
 MAX_BLOCKS = 1_000_000
 STORE_POLICIES = ("eager", "lazy", "selective", "off")
 """Choices for `OffloadConfig.store_policy`, which checks whether there is such a policy."""
+
+
+LOAD_CHOICES = ("always", "cost")
+"""Choices for `OffloadConfig.load_choice`."""
 
 
 class Corrupt(enum.Enum):
@@ -40,6 +45,9 @@ class DemoOptions:
     cancel_rate: float = 0.0
     model: str = "tiny"
     store: str = "eager"
+    load: str = "always"
+    host_gbs: float | None = None
+    """How fast loads from host memory are; None: as fast as they can be."""
     seed: int = 0
     log: Path | None = None
     record: Path | None = None
@@ -76,6 +84,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")), help="(default: %(default)s)")
     add("--store", choices=STORE_POLICIES, default=default.store,
         help="what is copied to host memory, in the run with offload (default: %(default)s)")  # fmt: skip
+    add("--load", choices=LOAD_CHOICES, default=default.load,
+        help="what of host memory's hits is loaded, in the run with offload: all, or what costs less than computing it "
+        "(default: %(default)s)")  # fmt: skip
+    add("--host-gbs", type=_gigabytes, metavar="GB/S",
+        help="loads from host memory are that slow, in the run with offload")  # fmt: skip
     add("--seed", type=count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights and workload")
     add("--log", type=Path, metavar="FILE", help="one JSON line per event")
     add("--record", type=Path, metavar="FILE",
@@ -96,7 +109,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse_options(arguments: Sequence[str] | None = None) -> DemoOptions:
     """The options, or a message and exit status 2."""
-    return DemoOptions(**vars(make_parser().parse_args(arguments)))
+    parser = make_parser()
+    options = DemoOptions(**vars(parser.parse_args(arguments)))
+    if options.host_gbs is not None and options.corrupt is not None:
+        parser.error("argument --host-gbs: not with --corrupt, which has a copy backend of its own")
+    return options
 
 
 def _rate(text: str) -> float:
@@ -106,6 +123,16 @@ def _rate(text: str) -> float:
         value = -1.0
     if not 0.0 <= value <= 1.0:  # also refuses nan
         raise argparse.ArgumentTypeError(f"must be a number in [0, 1], got {text!r}")
+    return value
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < math.inf:  # also refuses nan
+        raise argparse.ArgumentTypeError(f"must be a positive number of gigabytes a second, got {text!r}")
     return value
 
 

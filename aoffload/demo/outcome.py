@@ -31,6 +31,7 @@ class RunKind:
     prefill_start: PrefillStart = PrefillStart.LOADED
     disk: DiskTier | None = None
     remote: RemoteTier | None = None
+    load: str = "always"
 
     @property
     def has_offload(self) -> bool:
@@ -56,6 +57,8 @@ class RunOutcome:
     """Counts of the disk; empty without one."""
     remote_transfers: Mapping[str, Any] = attrs.field(factory=dict)
     """Counts of the remote store; empty without one."""
+    num_declined: int = 0
+    """Loads that were not worth their time."""
     num_restored: int = 0
     """Blocks that were on the disk at the start."""
     engine: EngineStatistics | None = None

@@ -31,6 +31,8 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
         "device": options.device,
         "seed": options.seed,
         "store": options.store,
+        "load": options.load,
+        "host_gbs": options.host_gbs,
         "device_blocks": outcome.pools.num_device_blocks if outcome.pools else None,
         "host_blocks": outcome.pools.num_host_blocks if outcome.pools else None,
         "cancel_rate": options.cancel_rate,
@@ -46,6 +48,7 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
         "computed_tokens_without_offload": without.sum_of("num_computed_tokens"),
         "outputs_identical": outcome.outputs_identical,
         "outputs_compared": len(run.generations),
+        "loads_declined": run.num_declined,
         "blocks_loaded": run.transfers.get("blocks_loaded", 0),
         "blocks_stored": run.transfers.get("blocks_stored", 0),
         "blocks_verified": run.transfers.get("blocks_verified", 0),
@@ -161,6 +164,8 @@ def _transfers(outcome: DemoOutcome) -> Iterator[str]:
         f"stored {counts.get('blocks_stored', 0):,}{_speed(run.rate('store'))}; "
         f"verified {counts.get('blocks_verified', 0):,}, corrupt {counts.get('blocks_corrupt', 0):,}"
     )
+    if run.kind.load != "always":
+        yield f"  computed a host hit, or a part of it, instead of loading it: {run.num_declined:,} times"
     if run.bytes_of("peak_null_blocks"):
         saved, of, used = map(run.bytes_of, ("peak_null_blocks", "num_blocks_at_peak", "peak_pinned_blocks"))
         yield (

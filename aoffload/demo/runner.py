@@ -26,6 +26,7 @@ from .options import DemoOptions
 from .outcome import DemoOutcome, RunKind, RunOutcome
 from .pools import ENGINE, Pools
 from .progress import Progress
+from .throttling import Throttle
 from .workload import Conversation, Workload
 
 __all__ = ["Runner", "run_kinds"]
@@ -50,6 +51,7 @@ def run_kinds(pools: Pools, options: DemoOptions) -> tuple[RunKind, ...]:
         options.store,
         disk=disk,
         remote=_remote_of(options),
+        load=options.load,
     )
     kinds = (
         RunKind("reference", pools.num_reference_blocks, 0, "off"),
@@ -106,10 +108,14 @@ class Runner:
 
     def _transport(self, kind: RunKind, kv_cache: Any) -> LocalTransport:
         tampering = self.outcome.tampering if kind.has_offload else None
+        slow = self.outcome.options.host_gbs if kind.has_offload else None
+        backend = tampering.make_backend if tampering is not None else None
+        if slow is not None:
+            backend = Throttle(slow * 1e9).make_backend
         regions = layer_regions(kv_cache) if kind.prefill_start is PrefillStart.BY_LAYER else kv_cache
         return LocalTransport(
             regions,
-            backend=tampering.make_backend if tampering is not None else None,
+            backend=backend,
             disk=kind.disk,
             remote=kind.remote,
         )
@@ -123,6 +129,7 @@ class Runner:
             disk=kind.disk,
             remote=kind.remote,
             store_policy=kind.store,
+            load_choice=kind.load,
             verify=kind.has_offload,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
@@ -190,6 +197,7 @@ def _take_stock(runtime: OffloadRuntime, transport: LocalTransport, result: RunO
     statistics = runtime.statistics()
     result.num_pinned = statistics.device.num_pinned + statistics.host.num_pinned
     result.num_quarantined = statistics.device.num_quarantined + statistics.host.num_quarantined
+    result.num_declined = statistics.num_loads_declined
     result.transfers = attrs.asdict(transport.statistics())
     if statistics.disk_transfers is not None:
         result.disk_transfers = attrs.asdict(statistics.disk_transfers)

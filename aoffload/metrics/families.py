@@ -64,6 +64,7 @@ FAMILIES = (
         "aoffload_fence_latency_seconds", _HISTOGRAM, _HOP,
         "Time from the report of the copy thread to the settlement in the event loop.",
     ),
+    Family("aoffload_loads_declined_total", _COUNTER, (), "Host hits that were computed, or a part: that cost less."),
     Family("aoffload_fetches_total", _COUNTER, ("outcome",), "Fetches from below host memory that are over.", True),
     Family("aoffload_fetches_declined_total", _COUNTER, (), "Fetches given up: computing was sooner.", True),
     Family("aoffload_fetching_requests", _GAUGE, (), "Requests that wait for a fetch.", True),

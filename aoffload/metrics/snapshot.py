@@ -54,6 +54,7 @@ def snapshot_of_runtime(runtime: OffloadRuntime, metrics: Metrics) -> Snapshot:
         [
             ("aoffload_block_bytes", _one(runtime.transport.block_bytes)),
             ("aoffload_cache_off", _one(bool(found.off_reason))),
+            ("aoffload_loads_declined_total", _one(found.num_loads_declined)),
             ("aoffload_room_wait_seconds", [Sample((), metrics.room_wait.copy())]),
             ("aoffload_verified_blocks_total", _each("aoffload_verified_blocks_total", "result", verified)),
         ],

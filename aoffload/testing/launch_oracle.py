@@ -51,7 +51,7 @@ class LaunchOracle:
     def _has_room(self, plan: TransferPlan) -> bool:
         """Whether it could be launched. A copy that has ended fills its bound until it is settled."""
         copies = self.runtime.worker.copies
-        return copies._may_launch(copies._hop(plan.source, plan.destination), plan.num_blocks * copies.block_bytes)
+        return copies._may_launch(copies.hop(plan.source, plan.destination), plan.num_blocks * copies.block_bytes)
 
     def _check_order(self, plan: TransferPlan) -> None:
         unsettled = self.runtime.ledger.jobs.unsettled

@@ -87,7 +87,8 @@ def _meanings() -> dict[str, Meaning]:
         "disk_opened": Meaning(Kind.TIER, "opened"),
         "disk_restored": Meaning(Kind.TIER, "restored"),
         "remote_opened": Meaning(Kind.TIER, "remote"),
-        "fetch_declined": Meaning(Kind.DECLINED, "declined"),
+        "fetch_declined": Meaning(Kind.DECLINED, "fetch"),
+        "load_declined": Meaning(Kind.DECLINED, "load"),
     }  # fmt: skip
 
 

@@ -54,8 +54,8 @@ class Figures(Listener):
     steps: Durations = attrs.field(factory=Durations)
     num_refused: int = 0
     """Extensions that found no room."""
-    num_declined: int = 0
-    """Fetches that were not worth their time."""
+    declines: Tally = attrs.field(factory=Tally)
+    """Loads and fetches that were not worth their time."""
     num_open: int = 0
     """Requests and steps that are not over."""
     num_pending: int = 0
@@ -106,7 +106,8 @@ class Figures(Listener):
 
     def declined(self, event: Event, runtime: RuntimeLife) -> None:
         event.count("num_tokens")
-        self.num_declined += self.is_wanted(runtime)
+        if self.is_wanted(runtime):
+            self.declines.add(event.meaning.state)
 
     def store_skipped(self, event: Event, runtime: RuntimeLife) -> None:
         reason, num_blocks = event.text("reason"), event.count("num_blocks")

@@ -25,7 +25,7 @@ class Listener:
     def refused(self, event: Event, runtime: RuntimeLife) -> None: ...
 
     def declined(self, event: Event, runtime: RuntimeLife) -> None:
-        """A request does without a fetch."""
+        """A request computes what it could load or fetch."""
 
     def store_skipped(self, event: Event, runtime: RuntimeLife) -> None: ...
 

@@ -124,6 +124,12 @@ def _declined(event: Event) -> str:
     return f"computes {tokens} rather than wait about {seconds} for their fetch"
 
 
+def _declined_load(event: Event) -> str:
+    load, compute = (duration(event.seconds(name)) for name in ("load_s", "compute_s"))
+    tokens = counted(event.count("num_tokens"), "token")
+    return f"computes {tokens} that the host has: its first token in about {compute}, with the load in {load}"
+
+
 def _demotion(event: Event) -> str:
     words = {"moving": "begins to send blocks away;", "done": "is over;", "cancelled": "was given up;"}
     return f"{words[event.meaning.state]} {counted(event.count('num_blocks'), 'device block')} given back"
@@ -195,6 +201,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "fetch_done": _fetch,
     "fetch_cancelled": _fetch,
     "fetch_declined": _declined,
+    "load_declined": _declined_load,
     "demotion_moving": _demotion,
     "demotion_done": _demotion,
     "demotion_cancelled": _demotion,

@@ -82,8 +82,9 @@ def _requests(figures: Figures) -> list[str]:
         )
     if figures.num_refused:
         lines.append(f"  {counted(figures.num_refused, 'extension')} refused: no room")
-    if figures.num_declined:
-        lines.append(f"  {counted(figures.num_declined, 'fetch', 'fetches')} declined: computing was sooner")
+    for what, several in (("load", "loads"), ("fetch", "fetches")):
+        if number := figures.declines.count(what):
+            lines.append(f"  {counted(number, what, several)} declined: computing was sooner")
     return lines
 
 

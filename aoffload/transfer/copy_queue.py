@@ -103,14 +103,16 @@ class CopyQueue:
         if not plans:
             return  # the usual case; queued jobs are launched when a completion makes room
         for plan in plans:
-            hop = self._hop(plan.source, plan.destination)
+            hop = self.hop(plan.source, plan.destination)
             if not self.is_accepting or hop.overdue:
                 self.refuse([plan])
                 continue
             hop.queue.append((plan, after))
+            hop.queued_bytes += len(plan.source_ids) * self.block_bytes
         self._dispatch()
 
-    def _hop(self, source: Tier, destination: Tier) -> Hop:
+    def hop(self, source: Tier, destination: Tier) -> Hop:
+        """Its copies from one tier to another: the same object for as long as it lives."""
         found = self._hops.get((source, destination))
         if found is None:
             found = hop_of(source, destination, self.config)
@@ -136,6 +138,7 @@ class CopyQueue:
                 if not self._may_launch(hop, num_bytes):
                     break
                 hop.queue.popleft()
+                hop.queued_bytes -= num_bytes
                 if self.tell(self.ledger.launch, plan.job_id):
                     self._launch(hop, plan, after, num_bytes)
                 else:
@@ -312,29 +315,27 @@ class CopyQueue:
 
     def num_under_way(self, source: Tier, destination: Tier) -> int:
         """Jobs of this hop that are queued or in flight."""
-        return len((hop := self._hop(source, destination)).queue) + len(hop.in_flight)
+        hop = self.hop(source, destination)
+        return len(hop.queue) + len(hop.in_flight)
 
     def room_bytes(self, source: Tier, destination: Tier) -> int:
         """Bytes of this hop that can be under way at once, besides what is queued or in flight; 0 where it stalls."""
-        hop = self._hop(source, destination)
+        hop = self.hop(source, destination)
         is_stalled = hop.overdue or not self.is_accepting
         return 0 if is_stalled else max(0, hop.max_bytes - self.bytes_under_way(source, destination))
 
     def bytes_under_way(self, source: Tier, destination: Tier) -> int:
-        hop = self._hop(source, destination)
-        return hop.num_bytes + sum(plan.num_blocks for plan, _ in hop.queue) * self.block_bytes
+        hop = self.hop(source, destination)
+        return hop.num_bytes + hop.queued_bytes
 
-    def bytes_begun(self, source: Tier, destination: Tier) -> int:
-        """Bytes of this hop that were moved since the beginning, or are queued or in flight."""
-        return self._hop(source, destination).bytes_over + self.bytes_under_way(source, destination)
-
-    def bytes_per_s(self, source: Tier, destination: Tier) -> float | None:
-        """How fast this hop has been of late; None where it is not known. Measured from and to tiers below the host."""
-        return self._hop(source, destination).bytes_per_s(self.clock())
+    def seconds(self, source: Tier, destination: Tier, num_blocks: int) -> float:
+        """How long a copy of so much would take that is submitted now. 0 where nothing was measured: the first copy is
+        the measurement."""
+        return self.hop(source, destination).offer(0, num_blocks * self.block_bytes, self.clock()).arrives_s
 
     def is_stalled(self, source: Tier, destination: Tier) -> bool:
         """Whether jobs of this hop are refused, because some were given up and are not over."""
-        return bool(self._hop(source, destination).overdue)
+        return bool(self.hop(source, destination).overdue)
 
     @property
     def overdue(self) -> frozenset[int]:

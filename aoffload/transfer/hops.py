@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import attrs
 
 from ..config import OffloadConfig
+from ..core.choice import TierOffer
 from ..core.plan import Completion, Outcome, Tier, TransferPlan
 from .fence import Fence
 from .rates import TransferRate
@@ -42,9 +43,12 @@ class Hop:
     max_bytes: int
     queue: deque[tuple[TransferPlan, Fence | None]] = attrs.field(factory=deque)
     """Jobs to launch, each with the fence that it waits for."""
+    queued_bytes: int = 0
+    """Of these jobs."""
     in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     """Launched jobs in launch order, which is the order of their deadlines."""
     num_bytes: int = 0
+    """In flight."""
     bytes_over: int = 0
     """What jobs that are over have moved, as they say; of those that were given up, all that they may move."""
     overdue: set[int] = attrs.field(factory=set)
@@ -73,14 +77,25 @@ class Hop:
         if found is not None:
             self.num_bytes -= found.num_bytes
 
-    def bytes_per_s(self, now: float) -> float | None:
-        """None: not measured."""
-        return None if self.rate is None else self.rate.bytes_per_s(self.num_bytes, now)
+    def offer(self, num_units: int, num_bytes: int, now: float) -> TierOffer:
+        """`num_units` with `num_bytes` behind what is queued here and in flight."""
+        in_flight, rate = self.num_bytes, self.rate
+        queued = self.queued_bytes + in_flight
+        if rate is None:
+            return TierOffer(num_units, num_bytes, queued)
+        speed, in_service_s = rate.bytes_per_s(not in_flight, now), now - rate.since_s
+        return TierOffer(num_units, num_bytes, queued, rate.latency_s, speed, in_flight, in_service_s)
+
+    @property
+    def bytes_begun(self) -> int:
+        """What was moved since the beginning, or is queued or in flight."""
+        return self.bytes_over + self.queued_bytes + self.num_bytes
 
     def take_queued(self) -> list[TransferPlan]:
         """The jobs that were not launched, which leave the queue."""
         queued = [plan for plan, _ in self.queue]
         self.queue.clear()
+        self.queued_bytes = 0
         return queued
 
     @property
@@ -113,8 +128,8 @@ class Hop:
 
 
 def hop_of(source: Tier, destination: Tier, config: OffloadConfig) -> Hop:
-    """A hop with the bounds that `config` sets for it. Only tiers below the host are measured: a fetch is worth its
-    time or not, and what is in the host is always loaded."""
+    """A hop with the bounds that `config` sets for it. It is measured where loading competes with computing: from tiers
+    below the host, and from the host if it is not always loaded from."""
     is_load, max_bytes, remote = destination < source, config.bytes_in_flight, config.remote
     if Tier.REMOTE in (source, destination) and remote is not None:
         call_s = remote.load_timeout_s if is_load else remote.store_timeout_s
@@ -123,4 +138,5 @@ def hop_of(source: Tier, destination: Tier, config: OffloadConfig) -> Hop:
     timeout_s = config.transfer_timeout_s if is_load else config.store_bound_s
     if Tier.DISK in (source, destination):
         return Hop(source, destination, timeout_s, min(max_bytes, DISK_BYTES), rate=TransferRate())
-    return Hop(source, destination, timeout_s, max_bytes)
+    is_choice = is_load and config.load_choice != "always"
+    return Hop(source, destination, timeout_s, max_bytes, rate=TransferRate() if is_choice else None)

@@ -10,41 +10,70 @@ __all__ = ["TransferRate"]
 
 KEEP = 0.8
 """Of what was measured before, at each end of a job."""
+QUICKEST_FADES = 1.02
+"""How much longer the quickest job seems to have taken, at each end of a job."""
 FRESH_S = 10.0
 """What nothing has confirmed for so long is unknown again, so that a tier that was slow is tried once more."""
 
 
 @attrs.define(eq=False)
 class TransferRate:
-    """Bytes a second of one hop, all its jobs together. Times are seconds on one clock."""
+    """Latency and bytes a second of one hop, all its jobs together. Times are seconds on one clock.
 
+    Both are those of the line through the quickest job of late and the average one: a small job takes little but its
+    latency, and where all jobs are equal, latency is part of their rate.
+    """
+
+    latency_s: float = 0.0
+    """Of a job, besides what its bytes take."""
+    since_s: float = 0.0
+    """When a job has ended last, or the first one in flight has begun."""
+    _bytes_per_s: float | None = None
+    _num_jobs: float = 0.0
     _num_bytes: float = 0.0
     _seconds: float = 0.0
-    _since_s: float = 0.0
-    """When a job has ended last, or the first one in flight has begun."""
+    """These three fade alike."""
+    _quickest_bytes: int = 0
+    _quickest_s: float = math.inf
     _ended_s: float = -math.inf
+    _is_tried_again: bool = False
+    """What was measured has become old, and the job that measures anew is in flight."""
 
     def begins(self, now: float) -> None:
         """A job begins, and nothing else is in flight."""
-        self._since_s = now
-        if not self._is_fresh(now):
-            self._num_bytes = self._seconds = 0.0
+        self.since_s = now
+        self._is_tried_again = not self._is_fresh(now)
 
     def ended(self, num_bytes: int, now: float) -> None:
         """A job has ended that has moved so much."""
+        if self._is_tried_again:
+            self._is_tried_again = False
+            self._num_jobs = self._num_bytes = self._seconds = 0.0
+            self._quickest_s = math.inf
+        took_s = now - self.since_s
+        self.since_s = self._ended_s = now
+        self._num_jobs = KEEP * self._num_jobs + 1.0
         self._num_bytes = KEEP * self._num_bytes + num_bytes
-        self._seconds = KEEP * self._seconds + now - self._since_s
-        self._since_s = self._ended_s = now
+        self._seconds = KEEP * self._seconds + took_s
+        self._quickest_s *= QUICKEST_FADES
+        if num_bytes and took_s <= self._quickest_s:
+            self._quickest_bytes, self._quickest_s = num_bytes, took_s
+        self._measure()
 
-    def bytes_per_s(self, in_flight_bytes: int, now: float) -> float | None:
-        """None: not known. What is in flight and does not end makes it ever smaller."""
-        is_known = self._num_bytes > 0 < self._seconds and self._is_fresh(now)  # failures alone measure nothing
-        measured = self._num_bytes / self._seconds if is_known else None
-        waited_s = now - self._since_s
-        if not in_flight_bytes or waited_s <= 0:
-            return measured
-        at_most = in_flight_bytes / waited_s
-        return at_most if measured is None else min(measured, at_most)
+    def _measure(self) -> None:
+        if not self._num_bytes > 0 < self._seconds:
+            self.latency_s, self._bytes_per_s = 0.0, None  # failures alone measure nothing
+            return
+        mean_bytes, mean_s = self._num_bytes / self._num_jobs, self._seconds / self._num_jobs
+        more_bytes, latency_s = mean_bytes - self._quickest_bytes, 0.0
+        if more_bytes > 0 and mean_s > self._quickest_s:
+            latency_s = max(0.0, self._quickest_s - self._quickest_bytes * (mean_s - self._quickest_s) / more_bytes)
+        self.latency_s, self._bytes_per_s = latency_s, mean_bytes / (mean_s - latency_s)
+
+    def bytes_per_s(self, is_idle: bool, now: float) -> float | None:
+        """None: not known. What has become old counts until the job is over that measures anew: others do not try,
+        too."""
+        return None if is_idle and not self._is_fresh(now) else self._bytes_per_s
 
     def _is_fresh(self, now: float) -> bool:
         return now - self._ended_s < FRESH_S

@@ -56,7 +56,7 @@ OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, Holding], object]]] = {
 """Calls about device blocks of our own: what each is called when it is refused, and how it is made."""
 EVERYWHERE = {
     "lookup", "admit", "plan_load", "launch", "settle", "discard", "invalidate", "release", "pin", "unpin", "lapse",
-    "drop_pins", "reset", "statistics", "check_integrity", "watch", "abandon_load",
+    "drop_pins", "reset", "statistics", "check_integrity", "watch", "abandon_load", "loadable",
     "requests", "holders", "explain", "fetch", "match_fetched", "plan_disk_stores", "plan_disk_flush",
     "take_forgotten_slots", "restore", "num_fetch_blocks", "num_remote_fetch_blocks", "plan_remote_stores",
     "take_forgotten_cells",
@@ -136,6 +136,7 @@ def test_an_engines_calls_are_refused_where_the_blocks_are_ours() -> None:
     ("call", "legal"),
     [
         ("match_again", "PINNED MATCHED"),
+        ("decline", "PINNED"),
         ("load", "PINNED"),
         ("abandon_load", "LOADING"),
         ("offer", "PINNED RUNNING"),
@@ -147,6 +148,7 @@ def test_each_call_has_its_time(call: str, legal: str) -> None:
     """At any other `WrongState` says which call and which request, and changes nothing."""
     calls: dict[str, Callable[[EngineDriven, Holding], object]] = {
         "match_again": lambda driven, holding: driven.ask(holding, 4),
+        "decline": lambda driven, holding: driven.ledger.decline(holding, 4),
         "load": lambda driven, holding: driven.load(holding, [range(80, 90)]),
         "abandon_load": lambda driven, holding: driven.ledger.abandon_load(holding),
         "offer": lambda driven, holding: driven.offer(holding, 16, [range(80, 90)]),
@@ -223,6 +225,9 @@ def test_wrong_numbers_are_refused_by_name() -> None:
             driven.ledger.admit(Prefix.of(ROOT, A), num_device_tokens=wrong)
         with refused(driven.ledger, holding, error=InvalidArgument, says=("num_device_tokens: ",)):
             driven.ledger.match_again(holding, num_device_tokens=wrong)
+    for wrong in NO_COUNT:
+        with refused(driven.ledger, holding, error=InvalidArgument, says=("from_token: ",)):
+            driven.ledger.decline(holding, wrong)
     for wrong in (*NO_COUNT[:-1], -1):
         with refused(driven.ledger, holding, error=InvalidArgument, says=("max_tokens: ",)):
             driven.ledger.plan_load(holding, wrong, into=[range(5)])

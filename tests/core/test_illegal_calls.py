@@ -44,6 +44,7 @@ CALLS: dict[str, tuple[str, Call]] = {
     "block_ids": ("block_ids", lambda ledger, holding: ledger.block_ids(holding)),
     "can_start_early": ("block_ids", lambda ledger, holding: ledger.can_start_early(holding)),
     "num_expected_tokens": ("block_ids", lambda ledger, holding: ledger.num_expected_tokens(holding)),
+    "loadable": ("loadable", lambda ledger, holding: ledger.loadable(holding)),
     "expected_block_ids": ("block_ids", lambda ledger, holding: ledger.expected_block_ids(holding)),
     "first_invalid_token": ("block_ids", lambda ledger, holding: ledger.first_invalid_token(holding)),
     "begin_again": ("begin_again", lambda ledger, holding: ledger.begin_again(holding)),
@@ -51,7 +52,7 @@ CALLS: dict[str, tuple[str, Call]] = {
     "fork": ("fork", lambda ledger, holding: ledger.fork(holding)),
 }
 """Every call about a request: what it calls itself when it is refused, and how it is made."""
-ENGINE_CALLS = {"match_again", "offer", "pending_until"}
+ENGINE_CALLS = {"match_again", "offer", "pending_until", "decline"}
 """Calls that a ledger with blocks of its own never takes: see test_engine_owned.py."""
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
@@ -61,7 +62,7 @@ OTHER_CALLS = {
     "restore", "take_forgotten_slots", "num_fetch_blocks", "num_remote_fetch_blocks",
 }  # fmt: skip
 
-LOOKING = "block_ids can_start_early num_expected_tokens first_invalid_token expected_block_ids"
+LOOKING = "block_ids can_start_early num_expected_tokens first_invalid_token loadable expected_block_ids"
 ALWAYS = f"release {LOOKING}"
 COMPUTED = f"{ALWAYS} plan_load commit check_commit invalidate step num_shared_tokens begin_again"
 LEGAL: dict[tuple[str, str], str] = {
@@ -332,6 +333,7 @@ BAD: dict[tuple[str, str], tuple[str, tuple[object, ...]]] = {
     ("extend_nowait", "num_tokens"): ("running", (*NO_COUNT, 0, None, HUGE, 33)),
     ("queue_extension", "num_tokens"): ("running", (*NO_COUNT, 0, None, HUGE, 33)),
     ("plan_load", "max_tokens"): ("allocated", NO_COUNT),
+    ("loadable", "max_tokens"): ("allocated", NO_COUNT),
     ("plan_load", "max_job_bytes"): ("allocated", (*NO_COUNT, 0)),
     ("commit", "num_computed_tokens"): ("running", (*NO_COUNT, None, HUGE, 8, 11, 13)),
     ("check_commit", "num_computed_tokens"): ("running", (*NO_COUNT, None, HUGE, 8, 11, 13)),

@@ -29,7 +29,7 @@ NOT_BASE_UNITS = (
     "bits", "ms", "us", "ns", "kb", "mb", "gb",
 )  # fmt: skip
 COUNTED = ("requests", "blocks", "pins", "jobs", "tokens", "completions", "events", "failures", "preempted",
-    "fetches", "cells",
+    "fetches", "loads", "cells",
 )  # fmt: skip
 """What has no unit, but is counted."""
 SWITCHES = ("off", "paused")

@@ -16,7 +16,7 @@ import attrs
 
 from aoffload import Ledger, PrefixMatch, RequestState, Tier
 
-from ...fetch_gate import LEAST_TOKENS, PrefillSpeed, fetch_bound_s, transfer_s
+from ...fetch_gate import LEAST_TOKENS, PrefillSpeed, fetch_bound_s
 from ...ledger import CopyQueue, Fetch, Prefix, TransferPlan
 from ...prefix import TOKEN_BYTES
 from .counts import Counts
@@ -156,8 +156,7 @@ class Fetches:
         return Offer(stop, remote_stop, seconds)
 
     def _seconds(self, hop: tuple[Tier, Tier], num_blocks: int) -> float:
-        queue = self.queue
-        return transfer_s(num_blocks * self.block_bytes + queue.bytes_under_way(*hop), queue.bytes_per_s(*hop))
+        return self.queue.seconds(*hop, num_blocks)
 
     def _bound_s(self, match: PrefixMatch, offer: Offer) -> float:
         """How long the request may wait for `offer`; 0: it computes."""

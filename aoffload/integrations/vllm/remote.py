@@ -121,7 +121,7 @@ class RemoteSide:
     def _num_storable(self) -> int:
         """Blocks that may be stored now: whole cells."""
         now = self.clock()
-        self._rate.spend_up_to(self.queue.bytes_begun(*STORES), now)
+        self._rate.spend_up_to(self.queue.hop(*STORES).bytes_begun, now)
         left = min(self._rate.left(now), MAX_BYTES, self.queue.room_bytes(*STORES))
         num_cells = max(1, left // self._cell_bytes) if left > 0 else 0
         return num_cells * self._cell_bytes // self.block_bytes

@@ -22,6 +22,7 @@ WEIGHTS = {
     "admit": 5, "go_on": 14, "transfer": 8, "land": 2, "serve": 4, "evict": 1.5, "any_request": 1.5, "ask": 1,
     "invalidate": 0.9, "release": 1.2, "pin": 0.6, "unpin": 0.4, "lapse": 0.2, "reset": 0.25, "late": 0.6,
     "stray": 0.4, "again": 0.2, "lookup": 0.2, "tick": 0.4, "wrong": 0.4, "twins": 0.8,
+    "decline": 0.5,
 }  # fmt: skip
 CORE = ("admit", "go_on", "transfer", "land", "serve", "evict")
 NOT_HERE = ("allocate_nowait", "queue_allocation", "preempt_nowait", "resume", "fork", "abandon_load", "block_ids")
@@ -146,6 +147,12 @@ class EngineDraw(RemoteDraw, JobDraw):
             args["stop"] = self.rng.randint(0, self.prompts.most_tokens)
         return Call(name, args)
 
+    def _decline(self) -> Call | None:
+        client = self._one(_S.PINNED)
+        if client is None:
+            return None
+        return Call("decline", {"who": client.name, "from_token": self.rng.randint(0, client.holding.match.num_tokens)})
+
     def _ask(self) -> Call | None:
         client = self._one(_S.MATCHED, _S.PINNED)
         return None if client is None else Call("ask", {"who": client.name, "fewer": self.rng.choice((0, 0, 1, 2))})
@@ -213,5 +220,6 @@ class EngineDraw(RemoteDraw, JobDraw):
             ("plan_load", "max_tokens", WRONG), ("plan_load", "into", ([], [[-1] * 50], "x", 3)),
             ("offer", "num_computed_tokens", WRONG), ("offer", "block_ids", ([], [[9**9] * 50], "x", 3)),
             ("invalidate", "from_token", WRONG), ("match_again", "num_device_tokens", WRONG),
+            ("decline", "from_token", WRONG),
         ))  # fmt: skip
         return Call("wrong", {"method": method, "who": client.name, argument: self.rng.choice(values)})

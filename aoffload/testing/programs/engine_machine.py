@@ -90,6 +90,19 @@ class EngineMachine(EngineState, Machine):
         self._matched(client)
         return f"{client.holding.match}"
 
+    def do_decline(self, who: str, from_token: int) -> str:
+        """Compute what the host has behind `from_token`."""
+        client = self.clients.get(who)
+        if client is None or client.holding.state is not _S.PINNED or client.marks:
+            return "skipped"
+        before = client.holding.match.num_tokens
+        match = self.ledger.decline(client.holding, from_token)
+        most = max(match.num_device_tokens, from_token)
+        self._require(match.num_tokens <= min(before, most), "what is declined is no hit", match)
+        self._note("declined", match.num_tokens < before)
+        self._matched(client)
+        return f"{match}"
+
     def do_load(self, who: str, max_tokens: int | None = None, sparse: bool = False) -> str:
         """Take blocks for the prompt and load into them; `sparse`: null blocks where a window is past after that."""
         client = self.clients.get(who)

@@ -98,7 +98,10 @@ class RequestCalls(StepCalls):
     def do_load(self, who: str, max_tokens: int | None = None, max_job_bytes: int | None = None) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
+        found = self.ledger.loadable(client.holding, max_tokens)
         plans = self.ledger.plan_load(client.holding, max_tokens, max_job_bytes=max_job_bytes)
+        most = 0 if found is None else found.num_blocks
+        self._require(sum(plan.num_blocks for plan in plans) <= most, "a load copies what it has said", client.holding)
         self.take(plans)
         self._note("load", plans)
         self._note("load shared", client.holding.load is not None and not plans)

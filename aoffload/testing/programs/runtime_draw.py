@@ -14,6 +14,7 @@ from .program import Call, World, draw_world, with_a_disk
 from .runtime_director import Director
 from .runtime_disk_draw import DiskDrawing
 from .runtime_odds import RUNTIME_ODDS, Odds
+from .whims import WHIM
 
 __all__ = ["Drawing", "draw_opening", "draw_runtime_world"]
 
@@ -52,7 +53,15 @@ def draw_opening(rng: random.Random, world: World) -> list[Call]:
         kinds = rng.sample(DISK_FAULTS, rng.choice((1, 1, 2)))
         faults += [Call("fault", {"kind": kind, "at": rng.choice((0, 0, 1, 2, 3, 8, 20))}) for kind in kinds]
     needs_verify = any(FAULTS[fault.args["kind"]].needs_verify for fault in faults)
-    return _configure(rng, verify=needs_verify or rng.random() < 0.25) + faults
+    return _configure(rng, verify=needs_verify or rng.random() < 0.25) + _chosen(world) + faults
+
+
+def _chosen(world: World) -> list[Call]:
+    """In half of the worlds, not all that could be loaded is. Which follows from the world itself."""
+    chance = random.Random(f"{world!r} choice")
+    choice = chance.choice((None, None, "cost", WHIM))
+    speed = {"prefill_tokens_per_s": chance.choice((30.0, 1e3, 3e4))} if chance.random() < 0.7 else {}
+    return [Call("configure", {"load_choice": choice, **speed})] if choice else []
 
 
 def _configure(rng: random.Random, *, verify: bool) -> list[Call]:
@@ -259,6 +268,12 @@ class Drawing(DiskDrawing):
 
     def _load_nowait(self) -> dict[str, Any]:
         return {"max_tokens": self.rng.randint(0, 12)} if self.rng.random() < 0.15 else {}
+
+    def _report_queue(self) -> dict[str, Any]:
+        return {"num_tokens": self.rng.choice((0, 3, 50, 10**6))}
+
+    def _report_compute(self) -> dict[str, Any]:
+        return {"num_tokens": self.rng.choice((1, 20, 500)), "seconds": self.rng.choice((0.0, 0.01, 0.3))}
 
     def _wait(self) -> dict[str, Any]:
         return self._patience()

@@ -104,4 +104,5 @@ def _features_of(program: Program) -> set[str]:
         found.add("disk")
     if any(call.args.get("verify") for call in program.calls if call.name == "configure"):
         found.add("verify")
+    found |= {f"load by {choice}" for call in program.calls if (choice := call.args.get("load_choice"))}
     return found

@@ -56,7 +56,7 @@ KEEPING = (
 )  # fmt: skip
 WHOLE = (
     ("flush", 18), ("reset_device", 30), ("away", 24), ("reset", 8), ("reset_host", 8), ("lookup", 8),
-    ("statistics", 4), ("integrity", 6), ("pause", 20),
+    ("statistics", 4), ("report_queue", 4), ("report_compute", 4), ("integrity", 6), ("pause", 20),
 )  # fmt: skip
 ANY = (
     "allocate", "allocate_nowait", "extend", "extend_nowait", "load", "load_nowait", "wait", "step", "end_step",
@@ -80,6 +80,9 @@ WRONG_ANYWHERE: tuple[dict[str, Any], ...] = (
     {"call": "reset", "tier": "DISK"},
     {"call": "reset", "timeout_s": -1.0},
     {"call": "lookup", "tokens": ()},
+    {"call": "report_queue", "num_tokens": -1},
+    {"call": "report_compute", "num_tokens": 1.5, "seconds": 1.0},
+    {"call": "report_compute", "num_tokens": 1, "seconds": -1.0},
 )
 WRONG = (
     *WRONG_ANYWHERE,
@@ -121,7 +124,7 @@ ENGINE_ODDS = Odds(
     (("pin", 30), ("unpin", 14)),
     (
         ("evict", 36), ("away", 16), ("flush", 16), ("reset", 6), ("reset_host", 8), ("reset_device", 2), ("lookup", 8),
-        ("statistics", 4), ("integrity", 6), ("pause", 20),
+        ("statistics", 4), ("report_queue", 4), ("report_compute", 4), ("integrity", 6), ("pause", 20),
     ),
     (
         "match_again", "match_again_nowait", "load", "load_nowait", "wait", "step", "end_step", "offer", "invalidate",

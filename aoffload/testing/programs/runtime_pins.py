@@ -132,6 +132,13 @@ class ClientCalls(RequestCalls):
     async def _do_statistics(self, args: Any) -> None:
         self.stage.attempt("statistics", self.stage.runtime.statistics)
 
+    async def _do_report_queue(self, args: Any) -> None:
+        self.stage.make("report_queue", lambda: self.stage.runtime.report_queue(args["num_tokens"]))
+
+    async def _do_report_compute(self, args: Any) -> None:
+        what = args["num_tokens"], args["seconds"]
+        self.stage.make("report_compute", lambda: self.stage.runtime.report_compute(*what))
+
     async def _do_integrity(self, args: Any) -> None:
         self.stage.make("check_integrity", self.stage.runtime.check_integrity)
 

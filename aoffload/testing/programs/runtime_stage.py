@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
@@ -24,6 +25,7 @@ from .program import Program
 from .runtime_bytes import ProgramEngine
 from .runtime_requests import Served
 from .runtime_state import Told, picture
+from .whims import WHIM, Whim
 
 __all__ = ["Role", "Stage"]
 
@@ -266,6 +268,8 @@ class Stage:
         """The laws at rest."""
         self.engine.check_findable()
         self.told.check(self.runtime)
+        if self.runtime.statistics().num_loads_declined:
+            self.met("declined")
         if self.told.states:
             raise Violation("told otherwise", f"not told to be over: {list(self.told.states)}")
         if left := [served.name for served in self.live]:
@@ -274,7 +278,10 @@ class Stage:
 
 def _options_of(program: Program) -> dict[str, Any]:
     """The options that the program's `configure` calls set."""
-    return {name: value for call in program.calls if call.name == "configure" for name, value in call.args.items()}
+    found = {name: value for call in program.calls if call.name == "configure" for name, value in call.args.items()}
+    if found.get("load_choice") == WHIM:
+        found["load_choice"] = Whim(random.Random(f"whims {program.seed}"))
+    return found
 
 
 def _seen(found: object) -> str:

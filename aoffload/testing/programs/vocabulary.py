@@ -79,8 +79,8 @@ AS_ON_A_LEDGER = (
 ENGINE_CALLS = {name: LEDGER_CALLS[name] for name in AS_ON_A_LEDGER} | _table({
     "admit": f"who! {KEY} spans fewer max_hit_tokens hit_alignment reads_cache store max_store_tokens",
     "ask": "who! fewer", "load": "who! max_tokens sparse", "compute": "who! stop! new offers is_last",
-    "offer": "who! is_last", "invalidate": "who! from_token!", "release": "who! reason", "evict": "",
-    "tick": "seconds!",
+    "decline": "who! from_token!", "offer": "who! is_last", "invalidate": "who! from_token!",
+    "release": "who! reason", "evict": "", "tick": "seconds!",
     "wrong": "method! who! num_computed_tokens from_token max_tokens into block_ids num_device_tokens",
 })  # fmt: skip
 
@@ -105,6 +105,7 @@ RUNTIME_CALLS = _table({
     "prefetch_nowait": f"{CLIENT} {IDENTITY}", "demote": f"{CLIENT} {IDENTITY}",
     "demote_nowait": f"{CLIENT} {IDENTITY}", "transfer_wait": CLIENT, "transfer_cancel": CLIENT,
     "flush": CLIENT, "reset": f"{CLIENT} tier timeout_s", "lookup": f"{CLIENT} {IDENTITY}", "statistics": CLIENT,
+    "report_queue": f"{CLIENT} num_tokens!", "report_compute": f"{CLIENT} num_tokens! seconds!",
     "integrity": CLIENT, "pause": f"{CLIENT} s!",
     "fetch": f"{CLIENT} {IDENTITY}", "fetch_nowait": f"{CLIENT} {IDENTITY}", "request_fetch": CLIENT,
     "restored": CLIENT, "restart": "how",
@@ -113,7 +114,7 @@ RUNTIME_CALLS = _table({
 AS_ON_A_RUNTIME = (
     "configure", "fault", "cancel", "close", "leave", "wait", "step", "end_step", "invalidate", "abort", "pin", "unpin",
     "flush", "reset", "lookup", "statistics", "integrity", "pause", "fetch", "fetch_nowait", "request_fetch",
-    "restored", "restart", "transfer_wait", "transfer_cancel",
+    "report_queue", "report_compute", "restored", "restart", "transfer_wait", "transfer_cancel",
 )  # fmt: skip
 NOT_HERE = (
     "allocate", "allocate_nowait", "extend", "extend_nowait", "preempt", "preempt_nowait", "resume", "commit",

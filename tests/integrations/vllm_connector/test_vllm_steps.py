@@ -150,7 +150,7 @@ def test_an_aborted_load_that_has_not_started_is_over(warm: Callable[..., SmallE
     engine = warm(num_blocks=40, num_host_blocks=40)
     engine.run(Request("other", range(100, 130)))
     engine.manager.evict_all()
-    engine.half._queue._hop(Tier.HOST, Tier.DEVICE).max_bytes = 1
+    engine.half._queue.hop(Tier.HOST, Tier.DEVICE).max_bytes = 1
     plans = instead(engine, lambda plan: None)
     first, second = Request("again", TEXT), Request("another", range(100, 130))
     engine.submit(first, second)

@@ -1,0 +1,146 @@
+"""Loading or computing, by what both cost now: what the copy queue knows of the hops, and the engine of computing.
+
+limit(holding)           how much of its hit a request loads: `plan_load(max_tokens=)`
+bound(holding)           the same where an engine owns the device blocks, which is told by the match
+computed, forget         tokens that are queued no longer
+report_queue, report_compute   what an engine knows better
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import attrs
+
+from .arguments import check_int, check_type, number_of, shown
+from .core.choice import LoadChoice, LoadOffer, chosen_stop, load_choice_of
+from .core.ledger import Ledger
+from .core.lifecycle import RequestState
+from .core.owners import Holding
+from .core.plan import BELOW, Tier
+from .errors import InvalidArgument
+from .fetch_gate import LEAST_TOKENS, PrefillSpeed
+from .transfer.copy_queue import CopyQueue
+from .transfer.hops import Hop
+
+__all__ = ["LoadCosts", "check_report"]
+
+_BEFORE_LOAD = (RequestState.ALLOCATED, RequestState.PINNED)
+
+Declined = Callable[[str, int, float, float], object]
+"""Told of a request's id, the tokens that it computes, and the seconds to its first token with and without them."""
+
+
+def _nobody(request_id: str, num_tokens: int, load_s: float, compute_s: float) -> None:
+    """Default `declined`: does nothing."""
+
+
+@attrs.define(eq=False)
+class LoadCosts:
+    """Decides what of a hit the requests of `ledger` load, as `load_choice` of its configuration says.
+
+    A request counts as queued from `limit` or `bound` on, with the tokens that it has to compute, until `computed` or
+    `forget`. The speed of computing is that of steps, of `report_compute`, or `prefill_tokens_per_s`; as long as it is
+    not known, everything is loaded.
+    """
+
+    ledger: Ledger
+    copies: CopyQueue
+    speed: PrefillSpeed = attrs.field()
+    declined: Declined = _nobody
+    num_declined: int = attrs.field(default=0, init=False)
+    """Times that a part of a hit was computed instead."""
+    _choice: LoadChoice | None = attrs.field(init=False)
+    """None: whatever can be loaded is."""
+    _hop: Hop = attrs.field(init=False)
+    _unit_tokens: int = attrs.field(init=False)
+    _queued: dict[str, int] = attrs.field(init=False, factory=dict)
+    """Tokens that requests have to compute, by id."""
+    _sum_queued: int = attrs.field(init=False, default=0)
+    """Of these."""
+    _reported: int = attrs.field(init=False, default=0)
+    """Queued before these, as `report_queue` said."""
+
+    @speed.default
+    def _speed(self) -> PrefillSpeed:
+        return PrefillSpeed(self.ledger.config.prefill_tokens_per_s)
+
+    def __attrs_post_init__(self) -> None:
+        check_type("ledger", self.ledger, Ledger)
+        check_type("copies", self.copies, CopyQueue)
+        self._choice = load_choice_of(self.ledger.config.load_choice)
+        self._hop = self.copies.hop(BELOW, Tier.DEVICE)
+        self._unit_tokens = self.ledger.layout.unit_tokens
+
+    # -- the choice -----------------------------------------------------------------------------------------------
+
+    def limit(self, holding: Holding, max_tokens: int | None = None, left_s: float | None = None) -> int | None:
+        """The `max_tokens` for the load of `holding`; `left_s`: seconds until its deadline."""
+        choice = self._choice
+        if choice is None:
+            return max_tokens
+        found, unit = self.ledger.loadable(holding, max_tokens), self._unit_tokens
+        if found is None:
+            if holding.state in _BEFORE_LOAD:
+                self._asks(holding.request_id, holding.sequence.num_tokens - holding.published * unit)
+            return max_tokens
+        request_id, num_units, copies = holding.request_id, found.stop - found.start, self.copies
+        tier = self._hop.offer(num_units, found.num_blocks * copies.block_bytes, copies.clock())
+        rest = holding.sequence.num_tokens - found.stop * unit
+        queued = self._reported + self._sum_queued - self._queued.get(request_id, 0)
+        offer = LoadOffer(unit, (tier,), rest, self.speed.tokens_per_s, queued, left_s)
+        num_declined = num_units - chosen_stop(choice, offer, num_units)
+        self._asks(request_id, rest + num_declined * unit)
+        if not num_declined:
+            return max_tokens
+        self.num_declined += 1
+        self.declined(request_id, num_declined * unit, offer.first_token_s(1), offer.first_token_s(0))
+        return (found.stop - num_declined) * unit
+
+    def bound(self, holding: Holding, left_s: float | None = None) -> None:
+        """Match `holding` again with what it is to load, where an engine owns the device blocks."""
+        if holding.state is RequestState.PINNED:
+            from_token = self.limit(holding, None, left_s)
+            if from_token is not None:
+                self.ledger.decline(holding, from_token)
+
+    # -- what is to be computed -----------------------------------------------------------------------------------
+
+    def _asks(self, request_id: str, num_tokens: int) -> None:
+        self._sum_queued += num_tokens - self._queued.get(request_id, 0)
+        self._queued[request_id] = num_tokens
+
+    def computed(self, request_id: str, num_tokens: int) -> None:
+        """`num_tokens` more of a request are computed."""
+        left = self._queued.get(request_id)
+        if left is None:  # a request of before the report; or it generates, which is no prompt
+            if num_tokens >= LEAST_TOKENS:
+                self._reported = max(0, self._reported - num_tokens)
+        elif num_tokens < left:
+            self._sum_queued -= num_tokens
+            self._queued[request_id] = left - num_tokens
+        else:
+            self.forget(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Nothing more of the request is computed, or only tokens that it generates."""
+        self._sum_queued -= self._queued.pop(request_id, 0)
+
+    def report_queue(self, num_tokens: int) -> None:
+        """So many tokens of prompts will be computed before those of the next request."""
+        self._reported, self._sum_queued = check_int("num_tokens", num_tokens, 0), 0
+        self._queued.clear()
+
+    def report_compute(self, num_tokens: int, seconds: float) -> None:
+        """Computing `num_tokens` of prompts has taken so long."""
+        check_report(num_tokens, seconds)
+        self.speed.report(num_tokens, float(seconds))
+
+
+def check_report(num_tokens: object, seconds: object) -> None:
+    """Check what `report_compute` is given."""
+    check_int("num_tokens", num_tokens, 0)
+    found = number_of(seconds)
+    if found is None or not 0 <= found < math.inf:
+        raise InvalidArgument("seconds", f"must be a number of seconds, got {shown(seconds)}")

@@ -1,0 +1,285 @@
+"""Load or compute: times to first token of a trace over links that are fast, slow, or stall, and what a choice costs.
+
+A simulated clock drives the real ledger, copy queue, estimates and rule: a link copies one job after the other, each up
+to a fifth faster or slower than the link, and an engine computes one prompt after the other. The trace's arrivals, of
+which there are many at a time, are spread over its ticks, and slowed down until an engine without cache is busy most of
+the time. Stores have a link of their own. `TRACE=FILE` names the trace; without one, only what a choice costs is
+measured.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, Tier
+from aoffload.core.choice import CostChoice
+from aoffload.ledger import Completion, CopyQueue, Holding, LoadCosts, LoadOffer, Outcome, Prefix, TransferPlan
+
+from .cycle import ROOT
+from .harness import SAMPLE_S, Row, interleave, timed
+from .peer import Peer
+from .pools import serve
+
+__all__ = ["run"]
+
+BLOCK_TOKENS, TOKEN_BYTES = 512, 128 * 2**10
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+TOKENS_PER_S = 25_000.0
+NUM_DEVICE, NUM_HOST = 1000, 20_000
+TICK_S, SLOWED_DOWN = 3.0, 2.7
+JITTER = 0.2
+STORES_GBS = 25.0
+MOST_US, MOST_ERROR = 3.0, 0.25
+
+
+@attrs.frozen
+class Link:
+    name: str
+    gbs: float
+    stalls: bool = False
+    """For the last 20 of 120 seconds it has 1 % of that."""
+
+    def took_s(self, num_bytes: float, begun_s: float) -> float:
+        """How long a copy takes."""
+        now, left = begun_s, num_bytes
+        while True:
+            at, rate = now % 120.0, self.gbs * 1e9
+            if self.stalls and at >= 100.0:
+                rate *= 0.01
+            ends_s = now + (120.0 - at if at >= 100.0 else 100.0 - at)
+            if not self.stalls or left <= rate * (ends_s - now):
+                return now + left / rate - begun_s
+            left, now = left - rate * (ends_s - now), ends_s + 1e-9
+
+
+LINKS = (Link("50 GB/s", 50), Link("25 GB/s", 25), Link("25 GB/s, 20 of 120 s at 1 %", 25, True), Link("1.5 GB/s", 1.5))
+
+
+class Never:
+    """A choice that computes everything."""
+
+    def stop(self, offer: LoadOffer) -> int:
+        return 0
+
+
+@attrs.define(eq=False)
+class Noting:
+    """The choice by cost, and what it went by."""
+
+    choice: CostChoice = attrs.field(factory=CostChoice)
+    offer: LoadOffer | None = None
+    """The last one."""
+
+    def stop(self, offer: LoadOffer) -> int:
+        self.offer = offer
+        return self.choice.stop(offer)
+
+
+@attrs.define(eq=False)
+class Served:
+    """A request on its way."""
+
+    holding: Holding
+    num_tokens: int
+    arrived_s: float
+    expected_s: float | None = None
+    """When its load is to be over, by the estimate."""
+    loading_s: float = 0.0
+
+
+@attrs.define(eq=False, slots=False)
+class Simulation:
+    link: Link
+    choice: Any
+    now: float = 0.0
+    first_token_s: list[float] = attrs.field(factory=list)
+    errors: list[float] = attrs.field(factory=list)
+    """Of the estimates of loads, as shares of what they took."""
+    _events: list[tuple[float, int, Callable[[], None]]] = attrs.field(factory=list)
+    _numbers: count[int] = attrs.field(factory=count)
+    _free_s: dict[bool, float] = attrs.field(factory=lambda: {True: 0.0, False: 0.0})
+    _ready: deque[Served] = attrs.field(factory=deque)
+    _is_computing: bool = False
+    _draw: random.Random = attrs.field(factory=lambda: random.Random(0))
+
+    def __attrs_post_init__(self) -> None:
+        groups = [KVCacheGroup("full", block_size=BLOCK_TOKENS)]
+        config = OffloadConfig(groups=groups, num_host_blocks=NUM_HOST, load_choice=self.choice)
+        self.ledger = Ledger(config, NUM_DEVICE + 1, block_bytes=BLOCK_BYTES)
+        self.queue = CopyQueue(self.ledger, self, config, clock=lambda: self.now, block_bytes=BLOCK_BYTES)
+        self.costs = LoadCosts(self.ledger, self.queue)
+
+    def _at(self, at_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at_s, next(self._numbers), act))
+
+    def serve(self, requests: Sequence[tuple[float, Prefix]]) -> None:
+        for arrives_s, prefix in requests:
+            self._at(arrives_s, lambda prefix=prefix: self._arrives(prefix))  # type: ignore[misc]
+        while self._events:
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+        self.ledger.check_integrity()
+        assert len(self.first_token_s) == len(requests)
+
+    # -- the link -------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: TransferPlan, after: object) -> None:
+        is_load = plan.destination is Tier.DEVICE
+        begun = max(self.now, self._free_s[is_load])
+        num_bytes = plan.num_blocks * BLOCK_BYTES * self._draw.uniform(1 - JITTER, 1 + JITTER)
+        took = self.link.took_s(num_bytes, begun) if is_load else num_bytes / STORES_GBS / 1e9
+        self._free_s[is_load] = begun + took
+        self._at(begun + took, lambda: self._landed(plan))
+
+    def _landed(self, plan: TransferPlan) -> None:
+        self.queue.deliver(Completion(plan.job_id, Outcome.LANDED))
+        self.queue.advance()
+
+    # -- the engine -----------------------------------------------------------------------------------------------
+
+    def _arrives(self, prefix: Prefix) -> None:
+        served = Served(self.ledger.admit(prefix), prefix.num_tokens, self.now)
+        waiter = self.ledger.queue_allocation(served.holding, None, lambda: self._at(self.now, lambda: granted()))
+
+        def granted() -> None:
+            if waiter.granted is not None:
+                self.ledger.accept(waiter)
+                self._load(served)
+
+    def _load(self, served: Served) -> None:
+        holding, found = served.holding, self.ledger.loadable(served.holding)
+        max_tokens = self.costs.limit(holding)
+        if isinstance(self.choice, Noting) and found is not None and max_tokens is None:
+            assert self.choice.offer is not None
+            served.expected_s = self.choice.offer.tiers[0].arrives_s or None
+        served.loading_s = self.now
+        plans = self.ledger.plan_load(holding, max_tokens, lambda: self._loaded(served))
+        if holding.is_loading:
+            self.queue.submit(plans)
+        else:
+            self._loaded(served)
+
+    def _loaded(self, served: Served) -> None:
+        took_s = self.now - served.loading_s
+        if served.expected_s is not None and took_s:
+            self.errors.append(abs(served.expected_s / took_s - 1))
+        self._ready.append(served)
+        self._at(self.now, self._compute)
+
+    def _compute(self) -> None:
+        if self._is_computing or not self._ready:
+            return
+        served, self._is_computing = self._ready.popleft(), True
+        num_tokens = served.num_tokens - served.holding.num_computed_tokens
+        self._at(self.now + num_tokens / TOKENS_PER_S, lambda: self._computed(served, num_tokens))
+
+    def _computed(self, served: Served, num_tokens: int) -> None:
+        holding = served.holding
+        self.first_token_s.append(self.now - served.arrived_s)
+        self.costs.report_compute(num_tokens, num_tokens / TOKENS_PER_S)
+        self.costs.computed(holding.request_id, num_tokens)
+        self.queue.submit(self.ledger.commit(holding, served.num_tokens))
+        self.queue.submit(self.ledger.release(holding))
+        self.costs.forget(holding.request_id)
+        self._is_computing = False
+        self._compute()
+
+
+def run(vllm: Peer | None = None) -> list[Row]:
+    return [*_on_trace(), _choosing()]
+
+
+def _requests(path: Path) -> list[tuple[float, Prefix]]:
+    draw, found = random.Random(1), list[tuple[float, Prefix]]()
+    for line in path.read_text().splitlines():
+        one = json.loads(line)
+        ids = np.repeat(np.array(one["hash_ids"], np.int32), BLOCK_TOKENS)[: one["input_length"]]
+        found.append(((one["timestamp"] / 1e3 + draw.random() * TICK_S) * SLOWED_DOWN, Prefix.of(ROOT, ids)))
+    return sorted(found, key=lambda each: each[0])
+
+
+def _on_trace() -> Iterator[Row]:
+    named = os.environ.get("TRACE")
+    if named is None:
+        print("load_choice: TRACE=FILE names the trace to serve", file=sys.stderr)
+        return
+    requests, errors = _requests(Path(named)), list[float]()
+    for link in LINKS:
+        times = {}
+        for name, choice in (("never", Never()), ("always", "always"), ("cost", Noting())):
+            simulation = Simulation(link, choice)
+            simulation.serve(requests)
+            errors += simulation.errors
+            times[name] = np.mean(simulation.first_token_s), np.percentile(simulation.first_token_s, 99)
+            about = f"mean {times[name][0]:.2f} s, p99 {times[name][1]:.1f} s"
+            about += f", {simulation.costs.num_declined} declined"
+            print(f"load_choice: {link.name}, {name}: {about}", file=sys.stderr)
+        yield from _rows(link, times)
+    error = statistics.median(errors)
+    yield Row(
+        name="estimates of loads, median error", value=100 * error, unit="% off", against="what they took", limit=0.0,
+        ratio=error, wanted=MOST_ERROR, is_at_most=True,
+    )  # fmt: skip
+
+
+def _rows(link: Link, times: dict[str, tuple[Any, Any]]) -> Iterator[Row]:
+    def row(figure: int, other: str, wanted: float) -> Row:
+        name, (value, limit) = ("mean", "p99")[figure], (times[one][figure] for one in ("cost", other))
+        return Row(
+            name=f"first token over {link.name}, {name}", value=value, unit="s", against=other, limit=limit,
+            ratio=value / limit, wanted=wanted, is_at_most=True,
+        )  # fmt: skip
+
+    if link.stalls:
+        yield row(1, "always", 0.85)
+    elif link.gbs >= 25:
+        yield from (row(figure, "always", 1.01) for figure in (0, 1))
+    else:
+        yield row(0, min(("never", "always"), key=lambda name: times[name][0]), 0.93)
+
+
+# -- what a choice costs -----------------------------------------------------------------------------------------------
+
+
+class _Landing:
+    """Nothing is launched."""
+
+    def launch(self, plan: TransferPlan, after: object) -> None:
+        raise AssertionError(plan)
+
+
+def _choosing() -> Row:
+    """CPU time of one choice, with the look at what there is and how the hop is doing, for 16 blocks in the host."""
+    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=16)], num_host_blocks=64, load_choice="cost")
+    ledger = Ledger(config, 65, block_bytes=BLOCK_BYTES)
+    queue = CopyQueue(ledger, _Landing(), config, clock=time.monotonic, block_bytes=BLOCK_BYTES)
+    costs, prompt = LoadCosts(ledger, queue), np.arange(257, dtype=np.int32)
+    serve(ledger, prompt)
+    ledger.reset(Tier.DEVICE)
+    hop = queue.hop(Tier.HOST, Tier.DEVICE)
+    hop.begin(1, BLOCK_BYTES, time.monotonic() - 0.001)
+    hop.end(Completion(1, Outcome.LANDED), time.monotonic())
+    costs.report_compute(2500, 0.1)
+    costs.report_queue(1000)
+    holding = ledger.admit(Prefix.of(ROOT, prompt))
+    ledger.allocate_nowait(holding)
+    assert costs.limit(holding) is None and ledger.loadable(holding) is not None
+    took = interleave({"choice": lambda: timed(lambda: costs.limit(holding), SAMPLE_S)}, seconds=2.0)["choice"]
+    return Row(
+        name="a choice for 16 blocks, CPU", value=took.cpu_s * 1e6, unit="us", against="its aim", limit=MOST_US,
+        ratio=took.cpu_s * 1e6 / MOST_US, wanted=1.0, is_at_most=True, spread=took.spread,
+    )  # fmt: skip

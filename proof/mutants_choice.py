@@ -1,0 +1,82 @@
+"""Planted defects of the choice between loading and computing."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["CHOICE_MUTANTS"]
+
+RULE, COSTS, RATES = "aoffload.core.choice", "aoffload.load_costs", "aoffload.transfer.rates"
+TESTS, SHELL = "tests/core/test_choice.py", "tests/shell/test_load_costs.py"
+
+
+def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str) -> Mutant:
+    return Mutant(f"load or compute: {name}", module, old, new, promise, test=test)
+
+
+CHOICE_MUTANTS: tuple[Mutant, ...] = (
+    _mutant(
+        "what computes delays nobody",
+        RULE,
+        "unit_s * (1.0 + NUM_BEHIND * start_s / (start_s + IDLE_S))",
+        "unit_s",
+        "computing takes time from those behind",
+        f"{TESTS}::test_what_is_queued_to_be_computed_makes_computing_dear",
+    ),
+    _mutant(
+        "what loads delays nobody",
+        RULE,
+        "NUM_BEHIND * wait_s / (wait_s + IDLE_S) * load_s - tier_units * saved_s",
+        "-tier_units * saved_s",
+        "a slow link does not fill up with loads that each seem worth it",
+        f"{TESTS}::test_what_is_queued_to_be_copied_makes_loading_dear",
+    ),
+    _mutant(
+        "everybody measures",
+        RULE,
+        "            if tier.bytes_per_s is None and tier.queued_bytes:\n",
+        "            if False:\n",
+        "an unknown link is measured by one load",
+        f"{TESTS}::test_what_is_not_known",
+    ),
+    _mutant(
+        "a deadline is none",
+        RULE,
+        "            if would_be_late < is_late or (would_be_late == is_late and cost_s <= least_s):\n",
+        "            if cost_s <= least_s:\n",
+        "what meets a deadline goes before what costs less",
+        f"{TESTS}::test_a_deadline_goes_before_the_cost",
+    ),
+    _mutant(
+        "what is declined is in the match",
+        "aoffload.core.engine_matches",
+        "        holding.narrow_hit(stop)\n        self.request_leases.end_host_lease(holding)\n",
+        "        self.request_leases.end_host_lease(holding)\n",
+        "an engine is told what it is to load",
+        f"{TESTS}::test_what_is_declined_is_computed",
+    ),
+    _mutant(
+        "what others bring is counted again",
+        "aoffload.core.loads",
+        "layout.num_blocks(min(there, stop), start, stop)",
+        "layout.num_blocks(start, start, stop)",
+        "a load of which another one brings the blocks costs nothing more",
+        f"{TESTS}::test_what_a_load_would_bring",
+    ),
+    _mutant(
+        "what is computed stays queued",
+        COSTS,
+        "            self._sum_queued -= num_tokens\n",
+        "            pass\n",
+        "what is computed is queued no longer",
+        f"{SHELL}::test_what_is_queued_is_counted",
+    ),
+    _mutant(
+        "latency is bandwidth",
+        RATES,
+        "self.latency_s, self._bytes_per_s = latency_s, mean_bytes / (mean_s - latency_s)",
+        "self.latency_s, self._bytes_per_s = 0.0, mean_bytes / mean_s",
+        "what a job takes besides its bytes is known",
+        "tests/test_fetch_gate.py::test_latency_is_told_from_bandwidth",
+    ),
+)
