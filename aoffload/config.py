@@ -182,6 +182,8 @@ class OffloadConfig:
             raise ConfigError("namespace", "is empty: with a disk, it has to name weights, revision and dtype")
         if self.remote is not None and not self.namespace:
             raise ConfigError("namespace", "is empty: with a remote store, it has to name weights, revision and dtype")
+        if self.num_host_blocks == 0 and (self.disk is not None or self.remote is not None):
+            raise ConfigError("num_host_blocks", "is 0: what a disk or a remote store has passes host memory")
         for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
             if getattr(self, name) is not None or name != "host_bytes":
                 parse_bytes(name, getattr(self, name))

@@ -125,13 +125,16 @@ class _Offer:
             answers.append(num_cells)
             wake()
 
+        session = self.request._session
         question = remote.ask(labels, answered)
+        session.ledger.situation.asking[self.holding] = session.now()
         try:
             while not answers:
                 await wait_until_woken(self.request, None)
                 self.request._live()
         finally:
             question.cancel()
+            session.ledger.situation.asking.pop(self.holding, None)
         if not remote.is_on:
             return 0  # a reset has come in between: what the store has is of before
         num_cells = min(answers[0], len(labels))

@@ -66,7 +66,7 @@ def _store(_: object, attribute: Any, value: Any) -> None:
 
 def _secret(_: object, attribute: Any, value: Any) -> None:
     if type(value) is not bytes or len(value) < MIN_SECRET_BYTES:  # never shown: it may be nearly right
-        raise ConfigError(attribute.name, f"must be at least {MIN_SECRET_BYTES} bytes, or None")
+        raise ConfigError(attribute.name, f"must be `bytes`, at least {MIN_SECRET_BYTES} of them, or None")
 
 
 def _seconds(_: object, attribute: Any, value: object) -> None:

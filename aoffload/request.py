@@ -42,10 +42,10 @@ class Request(EngineCalls):
         self._session.ledger.allocate_nowait(self._live(), num_tokens)
 
     async def fetch(self) -> int:
-        """Bring what the disk has behind the hit into host memory, and match again, while the request has no blocks.
-        Returns the hit in tokens. `allocate` does it, too; with `engine_blocks`, call it before `load`.
+        """Bring what disk and remote store have behind the hit into host memory, and match again, while the request has
+        no blocks. Returns the whole hit in tokens. `allocate` does it; with `engine_blocks`, call it before `load`.
 
-        It takes at most `fetch_timeout_s`, and never raises for a disk that fails: what is not there is computed.
+        It takes at most `fetch_timeout_s`, and never raises for a tier that fails: what is not there is computed.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         await fetch(self, self._live(), self._prefix)

@@ -135,6 +135,7 @@ class Engine:
             table[: len(found)], unneeded = found, table[: len(found)]
             self.pool.give(unneeded)
             await request.match_again(num_device_tokens=len(found) * BLOCK)
+        await request.fetch()  # with a disk or a remote store: what only they have; the hit may have grown
         num_computed = await request.load(into=[table])  # never raises for a failed copy
         self.counts["loaded"] += num_computed - request.match.num_device_tokens
         if num_computed < request.match.num_tokens:  # a copy may still write to the other blocks: replace them
@@ -160,11 +161,12 @@ class Engine:
         return await asyncio.shield(computing)
 
 
-async def main(**options) -> Engine:
+async def main(**tiers) -> Engine:
     kv, pool = torch.zeros(NUM_ROWS, BLOCK, dtype=torch.int64), Pool()
-    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=400)
+    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=400, **tiers)
     turns, done, outcomes = [Turn(f"r{n}", [n % 3] * 9 + [n]) for n in range(11)], [], []
-    async with OffloadRuntime(config, kv, engine_blocks=pool, **options) as runtime:
+    async with OffloadRuntime(config, kv, engine_blocks=pool) as runtime:
+        await runtime.wait_restored()  # what an earlier process has left on the disk, if there is one
         engine = Engine(runtime, kv, pool)
         for question in ([7] * 5, [8] * 6):
             turns = [Turn(t.name, t.tokens + question, 5 if n in (4, 8) else 99) for n, t in enumerate(turns)]

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from aoffload import DiskTier, RemoteTier
 from aoffload.config import OffloadConfig, parse_bytes
 from aoffload.core.groups import FullAttention, KVCacheGroup, Layout
 from aoffload.core.ledger import Ledger
 from aoffload.core.policy import LazyStore
 from aoffload.errors import ConfigError, InvalidArgument
+from aoffload.testing import SimulatedStore
 
 GROUP = KVCacheGroup("full", block_size=16)
 
@@ -73,6 +75,14 @@ def test_the_host_pool_is_given_once() -> None:
 def test_sizes_are_read_as_people_write_them(text: int | str, size: int) -> None:
     """Powers of two with an i, powers of ten without."""
     assert parse_bytes("host_bytes", text) == size
+
+
+@pytest.mark.parametrize("tier", [{"disk": DiskTier("x", "1MiB")}, {"remote": RemoteTier(SimulatedStore())}])
+def test_tiers_below_no_host_are_refused(tier: dict[str, Any]) -> None:
+    """All that goes down or comes up passes host memory: without it they would silently do nothing."""
+    with pytest.raises(ConfigError) as refusal:
+        config(num_host_blocks=0, namespace="m", **tier)
+    assert refusal.value.argument == "num_host_blocks"
 
 
 def test_bytes_become_blocks() -> None:

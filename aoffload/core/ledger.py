@@ -193,17 +193,17 @@ class Ledger(BeginningRequests, WorkingRequests, DiskOfLedger, RemoteOfLedger):
     def explain(self) -> str:
         """`requests()` and `holders()` as a table to print."""
         found = self.statistics()
-        device, names = found.device, ("free", "cached", "pinned", "quarantined")
+        device, lower = found.device, [("host", found.host), ("disk", found.disk)]
         live = f"{found.num_requests} request{'' if found.num_requests == 1 else 's'}"
         if found.remote is not None and (moving := found.remote.num_loads + found.remote.num_stores):
             live += f", {moving} cell{'' if moving == 1 else 's'} on the way"
         if self._engine is None:
-            counts = ", ".join(f"{getattr(device, f'num_{name}')} {name}" for name in names)
-            about = f"{device.num_blocks} device blocks: {counts}; {live}, {found.num_waiting} in line"
+            about = f"{_counted('device', device)}; {live}, {found.num_waiting} in line"
         else:  # what it has free and cached only the engine knows, and who waits for room
             held = f"{device.num_blocks} ({device.num_quarantined} quarantined)"
             about = f"{self._engine.num_rows - 1} device blocks, which the engine hands out: copies hold {held}; {live}"
-        return explained(about, self.requests(), self.holders())
+        below = [_counted(name, tier) for name, tier in lower if tier is not None and tier.num_blocks]
+        return explained("\n".join((about, *below)), self.requests(), self.holders())
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""
@@ -221,3 +221,8 @@ class Ledger(BeginningRequests, WorkingRequests, DiskOfLedger, RemoteOfLedger):
         """The block table, one list per group."""
         tables = self._on_own_device(holding, "block_ids").tables
         return self.layout.by_group([table.ids for table in tables]) if tables else self._no_tables()
+
+
+def _counted(name: str, tier: TierStatistics) -> str:
+    counts = (f"{getattr(tier, f'num_{state}')} {state}" for state in ("free", "cached", "pinned", "quarantined"))
+    return f"{tier.num_blocks} {name} blocks: {', '.join(counts)}"

@@ -156,8 +156,17 @@ class LedgerRooms:
             raise ConfigError("remote", "keeps full attention only: these groups have windows")
         self.jobs.tiers[Tier.REMOTE] = RemoteBlocks(Tier.REMOTE, ExtentPool(0), LeastRecentlyUsed())
         units = cell_units(self._block_bytes * self.layout.width, max_cell_bytes)
+        self._check_cell(units * self.layout.width)
         self._remote_stores = RemoteStores(self.cache, self.jobs, counts, units)
         return Stores(self.cache, self.jobs, self._moves, Tier.REMOTE, Tier.HOST)
+
+    def _check_cell(self, num_blocks: int) -> None:
+        """A cell that is larger than what fetches may take would be stored and asked for, and never loaded. A share of
+        0 says that nothing is to be fetched."""
+        most = int(self.cache.tiers[Tier.HOST].pool.num_blocks * self.config.max_fetch_share)
+        if self.config.max_fetch_share and num_blocks > most:
+            room = f"max_fetch_share of host memory is {most} blocks of {self._block_bytes} bytes"
+            raise ConfigError("cell_bytes", f"makes cells of {num_blocks} blocks, which could never be loaded: {room}")
 
     def _wire_disk(self, counts: AlsoCounts) -> Stores:
         cache, jobs, moves = self.cache, self.jobs, self._moves

@@ -39,6 +39,8 @@ class Situation:
     admission: Admission
     arrivals: Arrivals | None
     moves: Moves
+    asking: dict[Holding, float] = attrs.field(factory=dict)
+    """Requests for which whoever has the remote store asks it, and since when."""
 
     # -- who holds ------------------------------------------------------------------------------------------------
 
@@ -78,6 +80,10 @@ class Situation:
         is_held = job.plan.destination is Tier.DEVICE or (job.plan.source is Tier.DEVICE and not is_in_doubt)
         num_blocks, began = job.plan.num_blocks if is_held else 0, (job.request_id,) if job.request_id else ()
         return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), num_blocks, began)
+
+    def _job_of_fetch(self, job: Job) -> Holder:
+        """With its host blocks: it has none of the device."""
+        return attrs.evolve(self._job(job), num_blocks=job.plan.num_blocks)
 
     # -- who waits ------------------------------------------------------------------------------------------------
 
@@ -148,12 +154,14 @@ class Situation:
         if fetch is not None and place is None:
             return self._fetching_status(holding, fetch)
         waits_for, held_by = self._reason(holding, steps)
+        asked_s = self.asking.get(holding)
         status = RequestStatus(
             holding.request_id,
             holding.state,
             self._age(holding.since_s),
             num_held(holding),
             waits_for,
+            waited_s=None if asked_s is None else self._age(asked_s),
             held_by=held_by,
             cancelled=holding.reason,
         )
@@ -175,7 +183,7 @@ class Situation:
             self._age(holding.since_s),
             num_held(holding),
             WaitsFor.FETCH,
-            held_by=tuple(map(self._job, self._jobs_of(fetch))),
+            held_by=tuple(map(self._job_of_fetch, self._jobs_of(fetch))),
             fetching=self._brought(fetch),
             cancelled=holding.reason,
         )
@@ -189,7 +197,7 @@ class Situation:
             return WaitsFor.REQUEST, (self._request(bringer),)
         if steps:
             return WaitsFor.STEP, tuple(map(self.step, steps))
-        return WaitsFor.PROGRAM, ()
+        return WaitsFor.ANSWER if holding in self.asking else WaitsFor.PROGRAM, ()
 
     def wait_for_room(self, waiter: Waiter, biggest: list[Holder]) -> RequestStatus:
         """What one waiter waits for. `biggest` is known to the caller, who may ask for many waiters at once."""

@@ -28,6 +28,8 @@ class WaitsFor(enum.Enum):
     """A forward that touches its blocks."""
     FETCH = "a fetch"
     """What only tiers below host memory have of it is on its way into host memory."""
+    ANSWER = "an answer"
+    """Of the remote store, about what it has."""
     REQUEST = "another request"
     """With `engine_blocks`: that one's load brings the next block."""
 
@@ -100,7 +102,7 @@ class RequestStatus:
     place: int | None = None
     """Its place in line for room, from 1. Extensions come first."""
     waited_s: float | None = None
-    """Seconds in line."""
+    """Seconds in line, or since the remote store was asked."""
     num_missing: int = 0
     """Blocks that it waits for in line."""
     held_by: tuple[Holder, ...] = ()
@@ -127,6 +129,8 @@ class RequestStatus:
         held = "; ".join(map(str, self.held_by)) or "nobody"
         if self.waits_for is WaitsFor.FETCH:
             return f"fetching {' and '.join(map(str, self.fetching)) or 'what another fetch brings'}: {held}"
+        if self.waits_for is WaitsFor.ANSWER:
+            return f"asking the remote store{_for(self.waited_s)}"
         if self.waits_for is WaitsFor.ROOM:
             line = f"room for {self.num_missing} blocks{_for(self.waited_s)}, place {self.place} in line"
             return f"{line}; held by {held}"

@@ -247,9 +247,16 @@ def test_fetches_take_no_more_than_their_share() -> None:
     assert remote.fetched(other) == CELL, "the share is free again"
 
 
-def test_a_cell_larger_than_the_share_is_not_loaded() -> None:
-    """No half cell is: its other half would have to be loaded again."""
-    remote = Remote(num_host=32, max_fetch_share=3 / 32)
+@pytest.mark.parametrize(("num_host", "share"), [(32, 3 / 32), (3, 1.0), (15, 0.25)])
+def test_a_cell_larger_than_the_share_is_refused(num_host: int, share: float) -> None:
+    """It could be stored and asked for, and never be loaded."""
+    with pytest.raises(ConfigError, match="cell_bytes: makes cells of 4 blocks, which could never be loaded"):
+        Remote(num_host=num_host, max_fetch_share=share)
+
+
+def test_a_share_of_nothing_fetches_nothing() -> None:
+    """A process that only stores for others may be meant."""
+    remote = Remote(num_host=32, max_fetch_share=0.0)
     remote.in_store_only(TOKENS)
     assert remote.fetch(TOKENS).plans == ()
 

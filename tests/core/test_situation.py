@@ -247,4 +247,4 @@ def test_a_request_id_commands_no_terminal_and_breaks_no_table() -> None:
     with driven.ledger.step([driven.running(prompt(1, 8), request_id=name)]):
         text = driven.ledger.explain() + str(driven.status(name))
     assert "\x1b" not in text and "\\x1b[2J\\nxxx" in text
-    assert len(driven.ledger.explain().splitlines()) == 5 and max(map(len, text.splitlines())) < 400
+    assert len(driven.ledger.explain().splitlines()) == 6 and max(map(len, text.splitlines())) < 400

@@ -12,6 +12,7 @@ import pytest
 import torch
 from clocks import LeapingLoop
 
+from aoffload import DiskTier
 from aoffload.ledger import Direction, TransferPlan
 from aoffload.testing import FaultyTransport, JobFault
 from aoffload.transport import Fence, LocalTransport
@@ -39,8 +40,10 @@ class LoadsFail(FaultyTransport):
         loop.leapt_s += LOAD_TIMEOUT_S + 1  # outside of any task, where `clocks.leap` knows no loop
 
 
-def run(fault: JobFault | None, monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> tuple[Any, LoadsFail | None]:
-    """The engine of the example, and the transport that it ran on."""
+def run(
+    fault: JobFault | None, monkeypatch: pytest.MonkeyPatch, tiers: dict[str, Any] | None = None, **replaced: Any
+) -> tuple[Any, LoadsFail | None]:
+    """The engine of the example, above these `tiers`, and the transport that it ran on."""
     made: list[LoadsFail] = []
 
     def make(kv: torch.Tensor, **_: None) -> LoadsFail:
@@ -56,7 +59,7 @@ def run(fault: JobFault | None, monkeypatch: pytest.MonkeyPatch, **replaced: Any
     for name, method in replaced.items():
         monkeypatch.setattr(example["Request"], name, method(getattr(example["Request"], name)))
     with asyncio.Runner(loop_factory=LeapingLoop) as runner:
-        return runner.run(example["main"]()), made[0] if made else None
+        return runner.run(example["main"](**tiers or {})), made[0] if made else None
 
 
 @pytest.mark.parametrize("fault", [None, *JobFault])
@@ -71,6 +74,19 @@ def test_its_outputs_are_right_whatever_becomes_of_loads(
     assert engine.counts["preempted"] and engine.counts["loaded"]
     assert transport is None or transport.num_faults.total() >= 2
     assert not any(engine.pool.num_holders) and len(engine.pool.free) == len(engine.kv) - 1
+
+
+def test_it_loads_what_an_earlier_process_left_on_the_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its requests fetch: without that nothing below the host is ever read."""
+    pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
+    tiers = {"namespace": "test", "disk": DiskTier(tmp_path / "disk", size=1 << 20)}
+    for is_first in (True, False):
+        engine, _ = run(None, monkeypatch, tiers)
+        fetched = engine.runtime.statistics().disk_transfers.num_loads
+        assert bool(fetched) is not is_first
+        assert "like those of a run without blocks: 22 of 22\n" in capsys.readouterr().out
 
 
 def test_it_notices_bytes_that_never_came(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from remote_serving import (
 )
 
 from aoffload import ConfigError, DiskTier, OffloadRuntime, RemoteTier
+from aoffload.ledger import WaitsFor
 from aoffload.testing import SimulatedStore, StoreFault
 from aoffload.transfer.backends.scripted import ScriptedTransport
 from aoffload.transfer.local import LocalTransport
@@ -275,8 +276,15 @@ async def test_a_question_that_hangs_is_waited_for_no_longer_than_said() -> None
     async with with_remote(store, tier={"ask_timeout_s": 100.0}) as engine:
         await only_in_the_store(engine, A)
         async with serving_until(HangingStore(store, "exist"), engine, A) as found:
-            await goes_on_after(100.0, found)
-        assert found == [0]
+            leap(10.0)
+            (status,) = engine.runtime.requests()
+            assert status.waits_for is WaitsFor.ANSWER
+            assert "asking the remote store for 10.0 s" in engine.runtime.explain(), "and not for its program"
+            leap(80.0)
+            await turns(20)
+            assert not found
+            await goes_on_after(10.0, found)
+        assert found == [0] and not engine.runtime.ledger.situation.asking
         await assert_quiet(engine.runtime)
 
 
@@ -299,6 +307,7 @@ async def test_who_is_cancelled_while_it_asks_leaves_nothing(num_waits: int) -> 
         finally:
             hanging.let_go()
         await assert_quiet(engine.runtime)
+        assert not engine.runtime.ledger.situation.asking
         assert await engine.serve(A) > 0
         await assert_quiet(engine.runtime)
 

@@ -273,6 +273,14 @@ def test_files_are_for_this_user_only(slots: DiskSlots, path: Path) -> None:
     assert {each.stat().st_mode & 0o777 for each in path.iterdir()} == {0o600}
 
 
+def test_a_file_is_no_directory(path: Path) -> None:
+    """What is wrong is said: its rights are not."""
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="is no directory"):
+        PosixDirectory(path)
+    assert path.read_text() == "mine"
+
+
 def test_a_directory_that_others_may_enter_is_refused(path: Path) -> None:
     """It stays as it is: a mistaken path changes nothing."""
     path.mkdir(mode=0o755)

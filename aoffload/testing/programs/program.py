@@ -209,8 +209,12 @@ def with_a_store(world: World) -> World:
     chance = random.Random(f"{world!r} store")
     if not world.num_host_blocks or any(shape.kind != "full" for shape in world.groups) or chance.random() < 0.5:
         return world
-    share = chance.choice((1.0, 1.0, 0.5))
-    return attrs.evolve(world, cell_units=chance.choice((1, 1, 2, 2, 4)), max_fetch_share=share)
+    share, cell_units = chance.choice((1.0, 1.0, 0.5)), chance.choice((1, 1, 2, 2, 4))
+    unit = _unit(world.groups)
+    num_fit = int(world.num_host_blocks * share) // sum(unit // shape.block_size for shape in world.groups)
+    while cell_units > num_fit:  # a store whose cells can never be loaded is refused
+        cell_units //= 2
+    return attrs.evolve(world, cell_units=cell_units, max_fetch_share=share) if cell_units else world
 
 
 def without_laziness(world: World) -> World:

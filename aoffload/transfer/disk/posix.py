@@ -54,6 +54,8 @@ class PosixDirectory:
         with suppress(FileExistsError):
             self.path.mkdir(mode=0o700, parents=True)
         found = self.path.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise ConfigError("path", f"{self.path} is no directory")
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OTHERS:
             raise ConfigError("path", f"{self.path} must be this user's alone: chown it, and chmod it to 0700")
 
