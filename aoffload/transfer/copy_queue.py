@@ -322,11 +322,7 @@ class CopyQueue:
         """Bytes of this hop that can be under way at once, besides what is queued or in flight; 0 where it stalls."""
         hop = self.hop(source, destination)
         is_stalled = hop.overdue or not self.is_accepting
-        return 0 if is_stalled else max(0, hop.max_bytes - self.bytes_under_way(source, destination))
-
-    def bytes_under_way(self, source: Tier, destination: Tier) -> int:
-        hop = self.hop(source, destination)
-        return hop.num_bytes + hop.queued_bytes
+        return 0 if is_stalled else max(0, hop.max_bytes - hop.num_bytes - hop.queued_bytes)
 
     def seconds(self, source: Tier, destination: Tier, num_blocks: int) -> float:
         """How long a copy of so much would take that is submitted now. 0 where nothing was measured: the first copy is
