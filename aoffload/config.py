@@ -116,7 +116,7 @@ class OffloadConfig:
     namespace: str = attrs.field(default="", validator=_text)
     """Identifies model, revision and dtype: a prompt never hits blocks of another namespace."""
     store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "lazy", "selective", "off"))
-    eviction: Any = attrs.field(default="lru", validator=_name_or_object("lru"))
+    eviction: Any = attrs.field(default="lru", validator=_name_or_object("lru", "learned"))
     verify: bool = attrs.field(default=False, validator=_bool)
     """A checksum per block at store, compared at load; a mismatch is a miss."""
     max_jobs_in_flight: int = attrs.field(default=4, validator=_count(1, 1024))
