@@ -95,7 +95,11 @@ class Commits:
         lease = holding.leases.get(Tier.DEVICE)
         if lease is None or not holding.store_limit:
             return ()
-        if self.learning is not None and (first == holding.ready_stop or first < holding.sequence.num_prompt_units):
+        if (
+            self.learning is not None
+            and not is_last
+            and (first == holding.ready_stop or first < holding.sequence.num_prompt_units)
+        ):
             self.learning.mark(self.cache, holding, lease.run, 0 if first == holding.ready_stop else first)
         if is_last:
             self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)

@@ -79,16 +79,23 @@ class HitCounts:
     def path(self, sequence: TokenSequence, first: int, stop: int) -> Sequence[CountedRun]:
         """The counts of units `[first, stop)` of `sequence`, in runs of their own, which become the latest."""
         path: list[CountedRun] = []
-        for found, agreed in self._index.walk(sequence, stop):
-            run = found if found.stop == agreed else self._cut(found, agreed)
-            if run.start < first < run.stop:
-                path.append(self._counts[self._cut(run, first)])
-            path.append(self._counts[run])
-        for border in (first, stop):  # units before `first` are in runs of their own
-            if not path or path[-1].run.stop < border:
-                path += self._insert(sequence, path[-1].run if path else None, border)
+        counts, position, run = self._counts, 0, None
+        while position < stop:
+            key = sequence.key_at(sequence.root.hasher if run is None else run.hash_after, position)
+            found = self._index.runs.get(key)
+            agreed = position if found is None else sequence.common_stop(found, stop)
+            if found is None or agreed == position:
+                upto = sequence.run_stop(position, first if position < first else stop)
+                path.append(self._insert(sequence, run, position, upto, key))
+            else:
+                run = self._cut(found, agreed)
+                if position < first < agreed:
+                    path.append(counts[self._cut(run, first)])
+                path.append(counts[run])
+            run = path[-1].run
+            position = run.stop
         for counted in reversed(path):
-            self._counts.move_to_end(counted.run)
+            counts.move_to_end(counted.run)
         return [counted for counted in path if counted.run.start >= first] if first else path
 
     def trim(self) -> None:
@@ -117,16 +124,12 @@ class HitCounts:
             self._watcher.was_split(counted, before)
         return head
 
-    def _insert(self, sequence: TokenSequence, before: Run | None, stop: int) -> list[CountedRun]:
-        added: list[CountedRun] = []
-        position = 0 if before is None else before.stop
-        while position < stop:
-            before = self._index.insert(sequence, before, position, sequence.run_stop(position, stop))
-            self._counts[before] = counted = CountedRun(before, salt=before.key[0])
-            added.append(counted)
-            self.num_tokens += self._cost(before)
-            position = before.stop
-        return added
+    def _insert(self, sequence: TokenSequence, before: Run | None, start: int, stop: int, key: bytes) -> CountedRun:
+        """Runs with the units before `first` are apart from those behind it: only these are counted."""
+        run = self._index.insert(sequence, before, start, stop, key)
+        self._counts[run] = counted = CountedRun(run, salt=key[0])
+        self.num_tokens += self._cost(run)
+        return counted
 
     def _forget(self, run: Run) -> None:
         del self._index.runs[run.key]

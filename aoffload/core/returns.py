@@ -25,7 +25,7 @@ GROWTH = 1.5
 FIRST_BIN = 32
 """The first bin is one of so many parts of the capacity."""
 MERGED = 8
-"""Requests that came within one of so many parts of a bin are counted together once they have reached it."""
+"""Requests that came within one of so many parts of a bin are counted together there."""
 PRIOR_REQUESTS = 4.0
 """A class behaves like all of them together, until it has been seen this often in a bin."""
 EVERY = 64
@@ -62,17 +62,22 @@ class ReturnTimes:
         self._ends = [first * GROWTH**number for number in range(NUM_BINS)]
         self._reached = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]
         self._returned = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]
+        self._tick = first / MERGED
+        """What is asked for within it counts as asked for at once."""
+        self._latest = _Asked(self.clock, [0] * NUM_CLASSES)
         self._by_bin: list[list[_Asked]] = [[] for _ in range(NUM_BINS)]
         """In each bin, the oldest first."""
-        self._due = 0.0
-        """When the next of them leaves its bin."""
+        self._by_bin[0].append(self._latest)
         self._worth = [[1.0 / (1 + number) for number in range(NUM_BINS)] for _ in range(NUM_CLASSES)]
         """Until there is something to learn from, the order is that of the last use."""
         self.num_requests = 0
 
     def worth(self, of_class: int, age: int) -> float:
-        number = bisect_right(self._ends, age)
-        return self._worth[of_class][number if number < NUM_BINS else -1]
+        number, worth = bisect_right(self._ends, age), self._worth[of_class]
+        if number + 1 >= NUM_BINS:
+            return worth[-1]
+        start, end = self._ends[number - 1] if number else 0.0, self._ends[number]
+        return worth[number] + (worth[number + 1] - worth[number]) * (age - start) / (end - start)
 
     # -- what is counted ------------------------------------------------------------------------------------------
 
@@ -95,13 +100,17 @@ class ReturnTimes:
 
     def asked(self, by_class: list[int]) -> None:
         """A request asks for so many units, which are in these classes now. It is over with this call."""
-        for of_class, num_units in enumerate(by_class):
-            self._reached[of_class][0] += num_units
-        self._by_bin[0].append(_Asked(self.clock, by_class))
-        self.clock += sum(by_class)
-        self.num_requests += 1
-        if self.clock >= self._due:
+        latest = self._latest
+        if self.clock - latest.since >= self._tick:
+            latest = self._latest = _Asked(self.clock, [0] * NUM_CLASSES)
+            self._by_bin[0].append(latest)
             self._age()
+        for of_class, num_units in enumerate(by_class):
+            if num_units:
+                latest.left[of_class] += num_units
+                self._reached[of_class][0] += num_units
+                self.clock += num_units
+        self.num_requests += 1
         if not self.num_requests % EVERY:
             self._compute()
         if not self.num_requests % HALVED_EVERY:
@@ -110,25 +119,19 @@ class ReturnTimes:
 
     def _age(self) -> None:
         """Move on what has reached the end of its bin."""
-        due = self.clock + self._ends[0]
+        clock = self.clock
         for number, end in enumerate(self._ends):
-            asked, gone = self._by_bin[number], 0
-            while gone < len(asked) and self.clock - asked[gone].since >= end:
+            asked = self._by_bin[number]
+            while asked and clock - asked[0].since >= end:
+                first = asked.pop(0)
                 if number + 1 < NUM_BINS:
-                    self._enter(number + 1, asked[gone])
-                gone += 1
-            if gone:
-                del asked[:gone]
-            if asked:
-                due = min(due, asked[0].since + end)
-        self._due = due
+                    self._enter(number + 1, first)
 
     def _enter(self, number: int, asked: _Asked) -> None:
-        reached, there = self._reached, self._by_bin[number]
         for of_class, num_units in enumerate(asked.left):
-            reached[of_class][number] += num_units
-        span = (self._ends[number] - self._ends[number - 1]) / MERGED
-        if there and asked.since - there[-1].since < span:
+            self._reached[of_class][number] += num_units
+        there = self._by_bin[number]
+        if there and (asked.since - there[-1].since) * MERGED < self._ends[number] - self._ends[number - 1]:
             there[-1].left = [one + other for one, other in zip(there[-1].left, asked.left, strict=True)]
         else:
             there.append(asked)
@@ -147,17 +150,28 @@ class ReturnTimes:
             floor = self._worth[of_class] = self._worth_by_bin(own, floor)
 
     def _worth_by_bin(self, rates: list[float], floor: list[float]) -> list[float]:
-        """`rates`: which part of the units that reach a bin return within it. At least `floor`, and falling."""
+        """`rates`: which part of the units that reach a bin return within it. At least `floor`, and falling.
+
+        From the last bin back, each stretch is joined with the one behind it while that one is worth more: it is the
+        best end to keep a block for."""
+        spans: list[tuple[float, float]] = []
+        kept, before = 1.0, 0.0
+        for rate, end in zip(rates, self._ends, strict=True):
+            spans.append((kept * rate, (end - before) * kept * (1 - rate / 2)))
+            kept, before = kept * (1 - rate), end
         found: list[float] = []
-        for start in range(NUM_BINS):
-            here, best, kept, returns = self._ends[start - 1] if start else 0.0, 0.0, 1.0, 0.0
-            held = 0.0
-            for at in range(start, NUM_BINS):
-                back, end = kept * rates[at], self._ends[at]
-                held += (end - here) * (kept - back / 2)
-                returns, kept, here = returns + back, kept - back, end
-                best = max(best, returns / held)
-            found.append(max(floor[start], min(best, found[-1]) if found else best))
+        stretches: list[tuple[float, float]] = []
+        for returns, held in reversed(spans):
+            while stretches and stretches[-1][0] * held > returns * stretches[-1][1]:
+                more, longer = stretches.pop()
+                returns, held = returns + more, held + longer
+            stretches.append((returns, held))
+            found.append(returns / held)
+        found.reverse()
+        least = found[0]
+        for at, worth in enumerate(found):
+            least = min(least, worth)
+            found[at] = max(floor[at], least)
         return found
 
 

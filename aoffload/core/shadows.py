@@ -40,14 +40,12 @@ class Shadow:
     """Those with blocks, all of them in the order."""
     num_held: int = 0
 
-    def ask(self, path: Sequence[CountedRun]) -> int:
-        """Hold all of `path`, evicting others. Returns the blocks that it held, as far as no gap is before them."""
+    def ask(self, path: Sequence[tuple[CountedRun, int]]) -> int:
+        """Hold so many blocks of each run of `path`, evicting others. Returns the blocks that it held, as far as no
+        gap is before them."""
         num_hits, left, is_whole = 0, self.capacity, True
         wanted: list[tuple[CountedRun, Part, int]] = []
-        for counted in path:
-            size = num_sampled(counted)
-            if not size:
-                continue
+        for counted, size in path:
             part = self.parts.get(counted.run)
             held = 0
             if part is None:
@@ -124,12 +122,15 @@ class Guard:
         self._learned = Shadow(LearnedOrder(times, _Learned()), size)
         self._last_used = Shadow(LeastRecentlyUsed(), size)
         self._learned_hits = self._last_used_hits = 0.0
-        self.is_learned = False
+        self.is_learned = True
 
     def asked(self, path: Sequence[CountedRun]) -> None:
-        keep = 0.5 ** (1 / HALF_LIFE)
-        self._learned_hits = self._learned_hits * keep + self._learned.ask(path)
-        self._last_used_hits = self._last_used_hits * keep + self._last_used.ask(path)
+        sample = [(counted, size) for counted in path if (size := num_sampled(counted))]
+        if not sample:
+            return
+        keep = 0.5 ** (len(sample) / HALF_LIFE)
+        self._learned_hits = self._learned_hits * keep + self._learned.ask(sample)
+        self._last_used_hits = self._last_used_hits * keep + self._last_used.ask(sample)
         if self.is_learned:
             self.is_learned = self._learned_hits >= self._last_used_hits * (1 - LEAD)
         else:
