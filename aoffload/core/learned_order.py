@@ -37,22 +37,29 @@ class LearnedOrder:
         self._ruling = ruling
         self._rings = [LeastRecentlyUsed() for _ in range(NUM_CLASSES)]
         self._last_use = 0
+        self._clock = 0
+        """The worths of `_heads` are those at this time. None: not known."""
+        self._heads: list[Part | None] = [None] * NUM_CLASSES
+        self._worths = [0.0] * NUM_CLASSES
 
     def asked(self, part: Part, num_uses: int) -> None:
         """The units of `part` were asked for, for the `num_uses`-th time. A class never falls: what is behind the part
         may be in it, too."""
         number = class_of(num_uses)
-        if part.blocks and not part.num_references:
+        if number <= part.ring:
+            return
+        is_linked = part.last_use and part.blocks and not part.num_references
+        if is_linked:
             self._rings[part.ring].remove(part)
-            part.ring = max(part.ring, number)
-            self.add(part)
-        else:
-            part.ring = max(part.ring, number)
+        part.ring = number
+        if is_linked:
+            self._rings[number].add_back(part)
 
     def add(self, part: Part) -> None:
         """Uses are numbered by the clock, as ages are; each has a number of its own."""
-        self._last_use = max(self._last_use + 1, self._times.clock)
-        self._rings[part.ring].add_used(part, self._last_use)
+        clock = self._times.clock
+        self._last_use = last_use = clock if clock > self._last_use else self._last_use + 1
+        self._rings[part.ring].add_used(part, last_use)
 
     def add_newer(self, part: Part, than: Part) -> None:
         if part.ring == than.ring:
@@ -67,7 +74,24 @@ class LearnedOrder:
         self._rings[part.ring].remove(part)
 
     def oldest(self) -> Part | None:
-        return self._next([ring.oldest() for ring in self._rings])
+        """What is worth least; of equal parts the one that was used first."""
+        if not self._ruling.is_learned:
+            return self._used_first([ring.oldest() for ring in self._rings])
+        clock = self._times.clock
+        if clock != self._clock:
+            self._clock, self._heads = clock, [None] * NUM_CLASSES
+        found, least, first = None, 0.0, 0
+        for number, ring in enumerate(self._rings):
+            part = ring.oldest()
+            if part is None:
+                continue
+            if part is not self._heads[number]:
+                self._heads[number] = part
+                self._worths[number] = self._times.worth(number, clock - part.last_use)
+            worth = self._worths[number]
+            if found is None or worth < least or (worth == least and part.last_use < first):
+                found, least, first = part, worth, part.last_use
+        return found
 
     def __iter__(self) -> Iterator[Part]:
         heads = [ring.oldest() for ring in self._rings]
@@ -76,13 +100,18 @@ class LearnedOrder:
             yield part
 
     def _next(self, heads: list[Part | None]) -> Part | None:
-        """The one of `heads` that is worth least; of equal ones the one that was used first, then that of the lower
-        class."""
-        found, least = None, (0.0, 0)
-        is_learned, times = self._ruling.is_learned, self._times
+        if not self._ruling.is_learned:
+            return self._used_first(heads)
+        found = [part for part in heads if part is not None]
+        return min(found, key=self._worth, default=None)
+
+    def _worth(self, part: Part) -> tuple[float, int]:
+        return self._times.worth(part.ring, self._times.clock - part.last_use), part.last_use
+
+    @staticmethod
+    def _used_first(heads: list[Part | None]) -> Part | None:
+        found = None
         for part in heads:
-            if part is not None:
-                worth = times.worth(part.ring, times.clock - part.last_use) if is_learned else 0.0
-                if found is None or (worth, part.last_use) < least:
-                    found, least = part, (worth, part.last_use)
+            if part is not None and (found is None or part.last_use < found.last_use):
+                found = part
         return found

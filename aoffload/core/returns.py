@@ -24,7 +24,7 @@ GROWTH = 1.5
 """The end of a bin, by that of the one before it."""
 FIRST_BIN = 32
 """The first bin is one of so many parts of the capacity."""
-MERGED = 8
+MERGED = 4
 """Requests that came within one of so many parts of a bin are counted together there."""
 PRIOR_REQUESTS = 4.0
 """A class behaves like all of them together, until it has been seen this often in a bin."""

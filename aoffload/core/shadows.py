@@ -64,7 +64,8 @@ class Shadow:
         return num_hits
 
     def _hold(self, counted: CountedRun, part: Part, size: int) -> None:
-        self.order.asked(part, counted.num_uses)
+        if counted.num_uses > 1:
+            self.order.asked(part, counted.num_uses)
         part.append(array("i", bytes(4 * size)), part.first + size)
         self.order.add(part)
         self.parts[part.run] = part
@@ -93,7 +94,7 @@ class Shadow:
         part = self.parts.get(counted.run)
         if part is None:
             return
-        front = part.cut_off(head.run, part.first, part.first + num_sampled(head), 0, None)
+        front = part.cut_off(head.run, part.first, part.first + num_sampled(head, head.run), 0, None)
         if front.blocks:
             self.order.add_newer(front, part)
             self.parts[head.run] = front
@@ -107,11 +108,11 @@ class Shadow:
             self._remove(part)
 
 
-def num_sampled(counted: CountedRun) -> int:
+def num_sampled(counted: CountedRun, run: Run) -> int:
     """Units in the sample: those whose position has the run's own rest, or those at the same position of many prompts
     would be in it together."""
-    rest = counted.salt % SAMPLED
-    return (counted.run.stop - rest + SAMPLED - 1) // SAMPLED - (counted.run.start - rest + SAMPLED - 1) // SAMPLED
+    shift = SAMPLED - 1 - counted.salt % SAMPLED
+    return (run.stop + shift) // SAMPLED - (run.start + shift) // SAMPLED
 
 
 class Guard:
@@ -125,7 +126,7 @@ class Guard:
         self.is_learned = True
 
     def asked(self, path: Sequence[CountedRun]) -> None:
-        sample = [(counted, size) for counted in path if (size := num_sampled(counted))]
+        sample = [(counted, size) for counted in path if (size := num_sampled(counted, counted.run))]
         if not sample:
             return
         keep = 0.5 ** (len(sample) / HALF_LIFE)
