@@ -35,7 +35,7 @@ FLOORS = (
     "engine_blocks splits",
     "cache",
     "jobs learning pins request_leases restores windows",
-    "admission integrity overlap publish stores",
+    "admission hints integrity overlap publish stores",
     "forks watermark loads",
     "cache_transfers commits disk_stores preemption remote_stores",
     "engine_matches engine_offers fetches situation",

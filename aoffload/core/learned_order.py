@@ -6,6 +6,8 @@ for. The next to be evicted is the oldest of that ring whose oldest is worth lea
     3 or 4 times              [c]
     more often                [f]
 
+Below these are the same rings once more, for parts that hints spare: they go last.
+
 A part's head is in the same class or a higher one, is as old or newer, and so is worth as much or more: a prefix loses
 its tail before its head, whichever of both orders rules.
 """
@@ -35,83 +37,79 @@ class LearnedOrder:
     def __init__(self, times: ReturnTimes, ruling: Ruling) -> None:
         self._times = times
         self._ruling = ruling
-        self._rings = [LeastRecentlyUsed() for _ in range(NUM_CLASSES)]
+        self._rings = [LeastRecentlyUsed() for _ in range(2 * NUM_CLASSES)]
         self._last_use = 0
-        self._clock = 0
-        """The worths of `_heads` are those at this time. None: not known."""
-        self._heads: list[Part | None] = [None] * NUM_CLASSES
-        self._worths = [0.0] * NUM_CLASSES
 
     def asked(self, part: Part, num_uses: int) -> None:
         """The units of `part` were asked for, for the `num_uses`-th time. A class never falls: what is behind the part
         may be in it, too."""
-        number = class_of(num_uses)
-        if number <= part.ring:
-            return
-        is_linked = part.last_use and part.blocks and not part.num_references
+        more = class_of(num_uses) - part.ring % NUM_CLASSES
+        if more > 0:
+            self._move(part, part.ring + more)
+
+    def hinted(self, part: Part, change: int) -> None:
+        """One hint more spares `part`, or one less."""
+        self._move(part, max(part.ring % NUM_CLASSES, part.ring + change * NUM_CLASSES))
+
+    def _move(self, part: Part, ring: int) -> None:
+        is_linked = bool(part.blocks) and not part.num_references
         if is_linked:
-            self._rings[part.ring].remove(part)
-        part.ring = number
+            self._ring(part).remove(part)
+        part.ring = ring
         if is_linked:
-            self._rings[number].add_back(part)
+            self._ring(part).add_back(part)
+
+    def _ring(self, part: Part) -> LeastRecentlyUsed:
+        return self._rings[_number(part)]
 
     def add(self, part: Part) -> None:
         """Uses are numbered by the clock, as ages are; each has a number of its own."""
         clock = self._times.clock
         self._last_use = last_use = clock if clock > self._last_use else self._last_use + 1
-        self._rings[part.ring].add_used(part, last_use)
+        self._ring(part).add_used(part, last_use)
 
     def add_newer(self, part: Part, than: Part) -> None:
-        if part.ring == than.ring:
-            self._rings[part.ring].add_newer(part, than)
+        if _number(part) == _number(than):
+            self._ring(part).add_newer(part, than)
         else:
-            self._rings[part.ring].add_as_old(part, than)
+            self._ring(part).add_as_old(part, than)
 
     def add_back(self, part: Part) -> None:
-        self._rings[part.ring].add_back(part)
+        self._ring(part).add_back(part)
 
     def remove(self, part: Part) -> None:
-        self._rings[part.ring].remove(part)
+        self._ring(part).remove(part)
 
     def oldest(self) -> Part | None:
-        """What is worth least; of equal parts the one that was used first."""
-        if not self._ruling.is_learned:
-            return self._used_first([ring.oldest() for ring in self._rings])
-        clock = self._times.clock
-        if clock != self._clock:
-            self._clock, self._heads = clock, [None] * NUM_CLASSES
-        found, least, first = None, 0.0, 0
-        for number, ring in enumerate(self._rings):
+        return self._worst_of(self._rings[:NUM_CLASSES]) or self._worst_of(self._rings[NUM_CLASSES:])
+
+    def _worst_of(self, rings: list[LeastRecentlyUsed]) -> Part | None:
+        """What is worth least of the oldest ones, or what was used first; of equal ones, what was used first."""
+        found, least = None, 0.0
+        is_learned, times = self._ruling.is_learned, self._times
+        for number, ring in enumerate(rings):
             part = ring.oldest()
-            if part is None:
-                continue
-            if part is not self._heads[number]:
-                self._heads[number] = part
-                self._worths[number] = self._times.worth(number, clock - part.last_use)
-            worth = self._worths[number]
-            if found is None or worth < least or (worth == least and part.last_use < first):
-                found, least, first = part, worth, part.last_use
+            if part is not None:
+                worth = times.worth(number, times.clock - part.last_use) if is_learned else 0.0
+                if found is None or worth < least or (worth == least and part.last_use < found.last_use):
+                    found, least = part, worth
         return found
 
     def __iter__(self) -> Iterator[Part]:
-        heads = [ring.oldest() for ring in self._rings]
-        while (part := self._next(heads)) is not None:
-            heads[part.ring] = part.newer
-            yield part
+        for rings in (self._rings[:NUM_CLASSES], self._rings[NUM_CLASSES:]):
+            heads = [ring.oldest() for ring in rings]
+            while left := [part for part in heads if part is not None]:
+                part = min(left, key=self._rank)
+                heads[_number(part) % NUM_CLASSES] = part.newer
+                yield part
 
-    def _next(self, heads: list[Part | None]) -> Part | None:
+    def _rank(self, part: Part) -> tuple[float, int]:
         if not self._ruling.is_learned:
-            return self._used_first(heads)
-        found = [part for part in heads if part is not None]
-        return min(found, key=self._worth, default=None)
+            return 0.0, part.last_use
+        times = self._times
+        return times.worth(part.ring % NUM_CLASSES, times.clock - part.last_use), part.last_use
 
-    def _worth(self, part: Part) -> tuple[float, int]:
-        return self._times.worth(part.ring, self._times.clock - part.last_use), part.last_use
 
-    @staticmethod
-    def _used_first(heads: list[Part | None]) -> Part | None:
-        found = None
-        for part in heads:
-            if part is not None and (found is None or part.last_use < found.last_use):
-                found = part
-        return found
+def _number(part: Part) -> int:
+    """The list of `part`: by its class, then those that hints spare by theirs."""
+    return part.ring if part.ring < 2 * NUM_CLASSES else NUM_CLASSES + part.ring % NUM_CLASSES

@@ -13,12 +13,12 @@ from .hit_counts import CountedRun, HitCounts
 from .learned_order import LearnedOrder
 from .owners import Holding
 from .plan import Tier
-from .policy import StorePolicy
 from .records import Run
 from .returns import NUM_CLASSES, ReturnTimes, class_of
 from .shadows import Guard
+from .tokens import TokenSequence
 
-__all__ = ["AlsoLearns", "LearnedEviction", "Learning"]
+__all__ = ["LearnedEviction", "Learning"]
 
 REMEMBERED = 8
 """How often units were asked for is remembered for this many times the units that the host holds."""
@@ -46,15 +46,17 @@ class Learning:
         guard = self._guards.get(tier)
         return LeastRecentlyUsed() if guard is None else LearnedOrder(self._times, guard)
 
-    def is_learned(self, tier: Tier) -> bool:
-        return self._guards[tier].is_learned
+    @property
+    def ruled(self) -> tuple[Tier, ...]:
+        """The tiers that follow what was learned now."""
+        return tuple(tier for tier, guard in self._guards.items() if guard.is_learned)
 
     # -- what requests ask for ------------------------------------------------------------------------------------
 
-    def seen(self, holding: Holding, first: int, stop: int) -> None:
-        """`holding` asks for units `[first, stop)`."""
+    def seen(self, holding: Holding, first: int, stop: int) -> Sequence[CountedRun]:
+        """`holding` asks for units `[first, stop)`. Returns the runs of the history."""
         if first >= stop:
-            return
+            return ()
         times, by_class = self._times, [0] * NUM_CLASSES
         path = self._counts.path(holding.sequence, first, stop)
         for counted in path:
@@ -69,6 +71,7 @@ class Learning:
         self._counts.trim()
         if not first:
             holding.asked_for(_uses(path))
+        return path
 
     def was_split(self, counted: CountedRun, head: CountedRun) -> None:
         for guard in self._guards.values():
@@ -77,6 +80,10 @@ class Learning:
     def was_forgotten(self, counted: CountedRun) -> None:
         for guard in self._guards.values():
             guard.was_forgotten(counted)
+
+    def end_of(self, sequence: TokenSequence, stop: int) -> Run:
+        """The run of the history that ends at unit `stop` of `sequence`."""
+        return self._counts.path(sequence, 0, stop)[-1].run
 
     # -- what the cache holds of it -------------------------------------------------------------------------------
 
@@ -95,28 +102,6 @@ class Learning:
                     for part in before.parts_in(tier):
                         cache.tiers[tier].order.asked(part, uses[-1][1])
             before = before.before
-
-
-@attrs.frozen
-class AlsoLearns:
-    """The store policy of a ledger whose eviction learns."""
-
-    policy: StorePolicy
-    learning: Learning
-
-    @property
-    def num_watermark_blocks(self) -> int:
-        return self.policy.num_watermark_blocks
-
-    def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
-        return self
-
-    def seen(self, holding: Holding, first: int, stop: int) -> None:
-        self.policy.seen(holding, first, stop)
-        self.learning.seen(holding, first, stop)
-
-    def wanted_stop(self, holding: Holding) -> int:
-        return self.policy.wanted_stop(holding)
 
 
 def _uses(path: Sequence[CountedRun]) -> tuple[tuple[int, int], ...]:

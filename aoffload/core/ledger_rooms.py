@@ -24,9 +24,10 @@ from .eviction import EvictionOrder, LeastRecentlyUsed
 from .fetches import Fetches
 from .forks import Forks
 from .groups import KVCacheGroup, Layout
+from .hints import AlsoLearns, Hints
 from .jobs import JobBook
 from .kept import Step
-from .learning import AlsoLearns, LearnedEviction, Learning
+from .learning import LearnedEviction, Learning
 from .loads import Loads
 from .observer import Moves, Observer
 from .owners import Holding
@@ -104,8 +105,9 @@ class LedgerRooms:
         self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
         self._forks = Forks(cache, leases, self.admission, moves)
         policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
-        if learning is not None:
-            policy = AlsoLearns(policy, learning)
+        self._learning, self._hints = learning, None if learning is None else Hints(cache, learning)
+        if learning is not None and self._hints is not None:
+            policy = AlsoLearns(policy, learning, self._hints)
         if config.disk is not None or config.remote is not None:
             policy = AlsoCounts.of(policy, self.layout, has_remote=config.remote is not None)
         self._policy = policy
@@ -131,7 +133,7 @@ class LedgerRooms:
             if policy.num_watermark_blocks:
                 raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
             most = max(1, config.bytes_in_flight // block_bytes)
-            offers = EngineOffers(cache, self.jobs, stores, moves, policy, device, most)
+            offers = EngineOffers(cache, self.jobs, stores, moves, policy, device, most, learning)
             arrivals = Arrivals(clock, config.pending_timeout_s)
             matches = EngineMatches(cache, leases, moves, arrivals, device)
             self._engine = EngineOwned(

@@ -49,7 +49,7 @@ class Part:
     last_use: int = 0
     """When the last use of the part ended: a number that the eviction order counts up, not a time. 0 while in use."""
     ring: int = 0
-    """The class of the part in an eviction order that has several, one list for each: see `LearnedOrder`."""
+    """In an eviction order that learns: its class, plus the number of classes for each hint that spares it."""
     older: Part | None = None
     newer: Part | None = None
 

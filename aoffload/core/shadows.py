@@ -22,7 +22,9 @@ SAMPLED = 16
 HALF_LIFE = 1000
 """Requests after which a hit of a shadow counts half."""
 LEAD = 0.01
-"""Part of its hits by which an order has to be ahead before it rules."""
+"""By how much what was learned has to hit more before it rules again."""
+BEHIND = 0.0025
+"""By how much it may hit less while it rules."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +135,7 @@ class Guard:
         self._learned_hits = self._learned_hits * keep + self._learned.ask(sample)
         self._last_used_hits = self._last_used_hits * keep + self._last_used.ask(sample)
         if self.is_learned:
-            self.is_learned = self._learned_hits >= self._last_used_hits * (1 - LEAD)
+            self.is_learned = self._learned_hits >= self._last_used_hits * (1 - BEHIND)
         else:
             self.is_learned = self._learned_hits > self._last_used_hits * (1 + LEAD)
 
