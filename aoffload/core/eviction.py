@@ -63,6 +63,17 @@ class LeastRecentlyUsed:
         part.last_use = than.last_use
         self._link(part, than)
 
+    def add_among(self, part: Part) -> None:
+        """Insert `part`, which was in another list, by its `last_use`. Parts that were one have the same: of these, the
+        tail goes before the head, whichever of them comes first."""
+        self.add_back(part)
+        older = part.older
+        while older is not None and older.last_use == part.last_use and older.run.start < part.run.start:
+            older = older.older
+        if older is not part.older:
+            self.remove(part)
+            self._link(part, older)
+
     def add_as_old(self, part: Part, than: Part) -> None:
         """Insert `part` where `than`, which is in another list, would be."""
         part.last_use = than.last_use

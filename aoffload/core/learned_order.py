@@ -57,7 +57,7 @@ class LearnedOrder:
             self._ring(part).remove(part)
         part.ring = ring
         if is_linked:
-            self._ring(part).add_back(part)
+            self._ring(part).add_among(part)
 
     def _ring(self, part: Part) -> LeastRecentlyUsed:
         return self._rings[_number(part)]
