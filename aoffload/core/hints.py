@@ -131,7 +131,7 @@ class Hints:
         """Spare what is cached of the hint's path, or no longer. Returns the units cached in a row."""
         cache, reached = self._cache, 0
         for found, agreed in list(cache.index.walk(hint.sequence, hint.stop)):
-            run = cache.split(found, agreed) if agreed < found.stop else found
+            run = cache.cut(found, agreed)
             for tier in self._learning.tiers:
                 order = cache.tiers[tier].order
                 assert isinstance(order, LearnedOrder)

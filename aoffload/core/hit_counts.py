@@ -69,6 +69,9 @@ class HitCounts:
     def __repr__(self) -> str:
         return f"<HitCounts {len(self._counts)} runs, {self.num_tokens}/{self._max_tokens} tokens>"
 
+    def __len__(self) -> int:
+        return len(self._counts)
+
     def see(self, sequence: TokenSequence, first: int, stop: int, now: int = 0) -> None:
         """Count one more request for units `[first, stop)` of `sequence`. Units before them are kept, not counted."""
         if first < stop:

@@ -81,6 +81,11 @@ class Learning:
         for guard in self._guards.values():
             guard.was_forgotten(counted)
 
+    @property
+    def num_runs(self) -> int:
+        """Runs of the history."""
+        return len(self._counts)
+
     def end_of(self, sequence: TokenSequence, stop: int) -> Run:
         """The run of the history that ends at unit `stop` of `sequence`."""
         return self._counts.path(sequence, 0, stop)[-1].run

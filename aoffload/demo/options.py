@@ -17,6 +17,7 @@ __all__ = ["STORE_POLICIES", "Corrupt", "DemoOptions", "make_parser", "parse_opt
 MAX_BLOCKS = 1_000_000
 STORE_POLICIES = ("eager", "lazy", "selective", "off")
 """Choices for `OffloadConfig.store_policy`, which checks whether there is such a policy."""
+EVICTIONS = ("lru", "learned")
 
 
 class Corrupt(enum.Enum):
@@ -40,6 +41,7 @@ class DemoOptions:
     cancel_rate: float = 0.0
     model: str = "tiny"
     store: str = "eager"
+    eviction: str = "lru"
     seed: int = 0
     log: Path | None = None
     record: Path | None = None
@@ -76,6 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")), help="(default: %(default)s)")
     add("--store", choices=STORE_POLICIES, default=default.store,
         help="what is copied to host memory, in the run with offload (default: %(default)s)")  # fmt: skip
+    add("--eviction", choices=EVICTIONS, default=default.eviction,
+        help="which blocks lose their room first, in the run with offload (default: %(default)s)")  # fmt: skip
     add("--seed", type=count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights and workload")
     add("--log", type=Path, metavar="FILE", help="one JSON line per event")
     add("--record", type=Path, metavar="FILE",

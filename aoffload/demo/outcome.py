@@ -31,6 +31,7 @@ class RunKind:
     prefill_start: PrefillStart = PrefillStart.LOADED
     disk: DiskTier | None = None
     remote: RemoteTier | None = None
+    eviction: str = "lru"
 
     @property
     def has_offload(self) -> bool:

@@ -50,6 +50,7 @@ def run_kinds(pools: Pools, options: DemoOptions) -> tuple[RunKind, ...]:
         options.store,
         disk=disk,
         remote=_remote_of(options),
+        eviction=options.eviction,
     )
     kinds = (
         RunKind("reference", pools.num_reference_blocks, 0, "off"),
@@ -123,6 +124,7 @@ class Runner:
             disk=kind.disk,
             remote=kind.remote,
             store_policy=kind.store,
+            eviction=kind.eviction,
             verify=kind.has_offload,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
