@@ -15,7 +15,6 @@ from warnings import warn as _warn
 from .config import OffloadConfig
 from .core.answer import PrefixMatch
 from .core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
-from .core.learning import LearnedEviction
 from .core.ledger import Ledger
 from .core.lifecycle import RequestState
 from .core.owners import Extension
@@ -120,7 +119,6 @@ __all__ = [
     "KVRegion",
     "KeySpan",
     "LazyStore",
-    "LearnedEviction",
     "Ledger",
     "NoStore",
     "OffloadConfig",

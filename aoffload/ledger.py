@@ -11,6 +11,7 @@ from .core.engine_blocks import EngineBlocks
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
 from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
+from .core.learning import LearnedEviction
 from .core.ledger import LedgerStatistics, RemoteCounts
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
 from .core.observer import Observer
@@ -51,6 +52,7 @@ __all__ = [
     "IllegalTransition",
     "JobState",
     "Launches",
+    "LearnedEviction",
     "LeaseError",
     "LedgerLog",
     "LedgerStatistics",

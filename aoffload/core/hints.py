@@ -41,13 +41,12 @@ KEPT = 0.98
 @dataclass(slots=True, eq=False)
 class _Hint:
     sequence: TokenSequence
-    stop: int
-    """It is about the units before this one."""
     expires_at: float
     category: str
     run: Run
-    """Of the history, which ends at `stop`."""
-    spares: bool = True
+    """Of the history: what it is about ends there."""
+    spared: int = 0
+    """It spares the units before this one, which were cached when it was given."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,13 +83,14 @@ class Hints:
         run = self._learning.end_of(sequence, stop)
         if (before := self._by_run.get(run)) is not None:
             self._end(before)
-        hint = _Hint(sequence, stop, expires_at, category, run, self._record(category).is_good)
+        hint = _Hint(sequence, expires_at, category, run)
         self._by_run[run] = hint
         insort(self._by_expiry, hint, key=_expiry)
-        spared = self._change(hint, 1) if hint.spares else 0
+        if self._record(category).is_good:
+            hint.spared = self._change(sequence, stop, 1)
         if len(self._by_expiry) > MAX_HINTS:
             self._end(self._by_expiry[0])
-        return spared
+        return hint.spared
 
     def _record(self, category: str) -> _Record:
         found = self._records.setdefault(category, _Record())
@@ -124,13 +124,13 @@ class Hints:
     def _end(self, hint: _Hint) -> None:
         del self._by_run[hint.run]
         self._by_expiry.remove(hint)
-        if hint.spares:
-            self._change(hint, -1)
+        self._change(hint.sequence, hint.spared, -1)
 
-    def _change(self, hint: _Hint, change: int) -> int:
-        """Spare what is cached of the hint's path, or no longer. Returns the units cached in a row."""
+    def _change(self, sequence: TokenSequence, stop: int, change: int) -> int:
+        """Let one hint more, or one less, spare what is cached of `sequence` before unit `stop`. Returns the units
+        cached in a row."""
         cache, reached = self._cache, 0
-        for found, agreed in list(cache.index.walk(hint.sequence, hint.stop)):
+        for found, agreed in list(cache.index.walk(sequence, stop)):
             run = cache.cut(found, agreed)
             for tier in self._learning.tiers:
                 order = cache.tiers[tier].order

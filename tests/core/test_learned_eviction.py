@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from driving import BLOCK, Driven, prompt
 
-from aoffload import InvalidArgument, KVCacheGroup, LearnedEviction, SlidingWindow
+from aoffload import InvalidArgument, KVCacheGroup, SlidingWindow
 from aoffload.core.groups import FullAttention, Layout
 from aoffload.core.hit_counts import CountedRun, HitCounts
 from aoffload.core.learned_order import LearnedOrder
@@ -16,6 +16,7 @@ from aoffload.core.plan import Tier
 from aoffload.core.returns import NUM_BINS, NUM_CLASSES, ReturnTimes, class_of
 from aoffload.core.shadows import Guard, num_sampled
 from aoffload.core.tokens import TokenSequence
+from aoffload.ledger import LearnedEviction
 from aoffload.prefix import Prefix, Root
 
 A, B, C, D = (prompt(name, 17) for name in (1, 2, 3, 4))
