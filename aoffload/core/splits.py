@@ -87,7 +87,7 @@ class SplitsAndMerges:
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
             component = self.components[back.band]
-            if front.incoming is not None or back.incoming is not None:
+            if front.incoming is not None or back.incoming is not None or front.ring != back.ring:
                 return False
             if back.blocks and not component.follows(front, back):
                 return False
