@@ -56,7 +56,7 @@ class Holding(Claimant):
     hit_alignment: int
     """The units of a match are a multiple of this."""
     uses: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
-    """How often its prompt was asked for, up to each stop: (stop, number). Only where eviction learns."""
+    """Where eviction learns: how often its prompt was asked for, as (stop, number)."""
     store_limit: int = field(default=NO_LIMIT, kw_only=True)
     """End of the units that may be stored."""
     state: RequestState = RequestState.QUEUED
