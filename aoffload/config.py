@@ -122,7 +122,7 @@ class OffloadConfig:
     namespace: str = attrs.field(default="", validator=_text)
     """Identifies model, revision and dtype: a prompt never hits blocks of another namespace."""
     store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "lazy", "selective", "off"))
-    eviction: Any = attrs.field(default="lru", validator=_name_or_object("lru"))
+    eviction: Any = attrs.field(default="lru", validator=_name_or_object("lru", "learned"))
     load_choice: Any = attrs.field(default="always", validator=_load_choice)
     """What of a host hit is loaded: "always" all of it, "cost" what costs less than computing it, or a `LoadChoice`."""
     verify: bool = attrs.field(default=False, validator=_bool)

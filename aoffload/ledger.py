@@ -12,6 +12,7 @@ from .core.engine_blocks import EngineBlocks
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
 from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
+from .core.learning import LearnedEviction
 from .core.ledger import LedgerStatistics, RemoteCounts
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
 from .core.observer import Observer
@@ -54,6 +55,7 @@ __all__ = [
     "IllegalTransition",
     "JobState",
     "Launches",
+    "LearnedEviction",
     "LeaseError",
     "LedgerLog",
     "LedgerStatistics",

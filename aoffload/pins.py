@@ -37,11 +37,11 @@ class Identity(TypedDict, total=False):
     key_spans: Iterable[KeySpan]
 
 
-def time_to_live(value: object) -> float:
-    """`value` as the time to live of a pin, in seconds."""
+def time_to_live(value: object, name: str = "ttl_s") -> float:
+    """`value` as the time to live of a pin or a hint, in seconds."""
     seconds = number_of(value)
     if seconds is None or not 0 < seconds <= MAX_SECONDS:
-        raise InvalidArgument("ttl_s", f"must be a positive number of seconds up to 1e9, got {shown(value)}")
+        raise InvalidArgument(name, f"must be a positive number of seconds up to 1e9, got {shown(value)}")
     return seconds
 
 

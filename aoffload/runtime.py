@@ -144,6 +144,18 @@ class OffloadRuntime(RuntimeLife):
         self._session.check_usable()
         return PinScope(self._session, self._prefix(token_ids, **identity), time_to_live(ttl_s))
 
+    def hint(self, token_ids: TokenIds, *, expected_s: float, category: str = "", **identity: Unpack[Identity]) -> int:
+        """Say that a prompt will be asked for again within `expected_s` seconds, as after an agent's tool call: what
+        is cached of it is evicted last until then. Pins nothing. Returns the tokens spared, 0 unless eviction learns.
+
+        `category`: hints of one kind, such as the tool's name. While less than a quarter of them comes true, they spare
+        nothing."""
+        self._session.check_usable()
+        expires_at = anyio.current_time() + time_to_live(expected_s, "expected_s")
+        found = self.ledger.hint(self._prefix(token_ids, **identity), expires_at=expires_at, category=category)
+        self._session.worker.watch(expires_at)
+        return found
+
     async def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
         """Load the host hit of a prompt onto the device. Returns how many of its tokens are there then.
 

@@ -21,7 +21,7 @@ BENCHMARKS = (
     "cycle", "eager_store", "tokens_in", "api", "tiers", "replay", "copy", "disk", "disk_start", "disk_hung",
     "disk_replay", "disk_slow", "remote", "against_lmcache", "cuda_copy", "cuda_choice", "cuda_overlap", "cuda_fitting",
     "cuda_latency", "lag", "growth", "memory", "serving", "trace_page", "plan",
-    "load_choice",
+    "load_choice", "eviction",
 )  # fmt: skip
 """Modules of this package. Each has `run(vllm)`, which returns rows."""
 HEADING = ("what", "value", "unit", "10%-90%", "beside it", "value", "ratio", "wanted")

@@ -27,15 +27,15 @@ ROOMS = {
 FACES = ("ledger", "transport", "ranks", "cuda", "stores")
 """Where public names are imported from that are defined further down."""
 FLOORS = (
-    "answer blocks choice intervals lifecycle plan restored tokens tombstones",
+    "answer blocks choice intervals lifecycle plan restored returns tokens tombstones",
     "arguments groups records status table",
     "cells engine_ids eviction index owners paths",
-    "engine_arrivals hit_counts kept labels presence tiers waiting",
-    "components matching observer policy",
+    "engine_arrivals hit_counts kept labels learned_order presence tiers waiting",
+    "components matching observer policy shadows",
     "engine_blocks splits",
     "cache",
-    "jobs pins request_leases restores windows",
-    "admission integrity overlap publish stores",
+    "jobs learning pins request_leases restores windows",
+    "admission hints integrity overlap publish stores",
     "forks watermark loads",
     "cache_transfers commits disk_stores preemption remote_stores",
     "engine_matches engine_offers fetches situation",
@@ -176,6 +176,7 @@ SEVERAL_WRITERS = {
     "wake": {"owners", "records"},  # of a waiter; of a load
     "_hash_after": {"index", "records"},  # computed when it is asked for first
     "last_use": {"components", "eviction", "records"},  # in use; its place in the order; a part that is cut in two
+    "ring": {"learned_order", "records"},  # its class in the order; a part that is cut in two
     "num_after": {"hit_counts", "index"},  # of the cache; of what is counted, which is an index of its own
     "offered_stop": {"watermark", "index"},
 }

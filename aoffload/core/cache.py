@@ -35,7 +35,9 @@ class PrefixCache(SplitsAndMerges):
     """The cached runs, their blocks in every tier, and the leases on them. Never waits, and never raises for lack of
     room: callers check `room` first."""
 
-    def __init__(self, layout: Layout, tiers: tuple[TierBlocks, ...], new_order: Callable[[], EvictionOrder]) -> None:
+    def __init__(
+        self, layout: Layout, tiers: tuple[TierBlocks, ...], new_order: Callable[[Tier], EvictionOrder]
+    ) -> None:
         super().__init__(layout, tiers)
         self._new_order = new_order
         self.epoch = self.index.epoch
@@ -64,7 +66,7 @@ class PrefixCache(SplitsAndMerges):
         for window, start in zip(self.windows, lease.starts, strict=True):
             if start < run.stop:
                 if start != run.start:
-                    self._split_path(run, start)
+                    self.split_path(run, start)
                 window.pin(blocks, run, start, is_use)
         return lease
 
@@ -129,7 +131,7 @@ class PrefixCache(SplitsAndMerges):
                     counts[run.part(lease.tier, number)] += 1
         return [part for part, count in counts.items() if count == part.num_references]
 
-    def _split_path(self, run: Run, at: int) -> None:
+    def split_path(self, run: Run, at: int) -> None:
         """Split a run on the path of `run`, so that one begins at unit `at`, which lies on it."""
         current: Run | None = run
         while current is not None and current.start > at:
@@ -193,7 +195,7 @@ class PrefixCache(SplitsAndMerges):
         for tier in self.tiers:
             for part in list(tier.order):
                 tier.pool.give(part.clear())
-            tier.order = self._new_order()
+            tier.order = self._new_order(tier.tier)
             tier.all_cleared(self.epoch)
         # All tiers but an engine-owned device, which is the first, have the same watcher: it is told once.
         if (watcher := self.tiers[-1].watcher) is not None:

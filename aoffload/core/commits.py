@@ -13,6 +13,7 @@ from .admission import Admission
 from .arguments import check_int
 from .cache import PrefixCache
 from .forks import taken_from
+from .learning import Learning
 from .lifecycle import Computing, RequestState, require
 from .loads import require_no_holes
 from .observer import Moves
@@ -43,6 +44,7 @@ class Commits:
     policy: StorePolicy
     watermark: EvictionWatermark
     pins: Pins
+    learning: Learning | None = None
 
     def commit(
         self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
@@ -93,6 +95,12 @@ class Commits:
         lease = holding.leases.get(Tier.DEVICE)
         if lease is None or not holding.store_limit:
             return ()
+        if (
+            self.learning is not None
+            and not is_last
+            and (first == holding.ready_stop or first < holding.sequence.num_prompt_units)
+        ):
+            self.learning.mark(self.cache, holding, lease.run, 0 if first == holding.ready_stop else first)
         if is_last:
             self.policy.seen(holding, holding.sequence.num_prompt_units, holding.published)
         stop = min(holding.published, holding.store_limit, self.policy.wanted_stop(holding))

@@ -22,6 +22,7 @@ from .engine_ids import EngineIds, has_null, named_rows
 from .groups import Band
 from .intervals import without
 from .jobs import JobBook
+from .learning import Learning
 from .observer import Moves
 from .owners import Holding
 from .paths import stretches
@@ -78,12 +79,15 @@ class EngineOffers:
     policy: StorePolicy
     device: EngineTier
     max_blocks_in_flight: int
+    learning: Learning | None = None
     _ends: dict[Holding, End] = attrs.field(factory=dict)
     """Where the path of a request was left: what it offers next usually begins there."""
 
     def reached(self, holding: Holding, run: Run) -> None:
         """The index has the tokens of `holding` up to the end of `run`."""
         self._ends[holding] = End(run, run.stop)
+        if self.learning is not None:
+            self.learning.mark(self.cache, holding, run, 0)
 
     def forget(self, holding: Holding) -> None:
         """The request is over, or its tokens were taken back."""

@@ -27,6 +27,10 @@ class EvictionOrder(Protocol):
 
     def remove(self, part: Part) -> None: ...
 
+    def asked(self, part: Part, num_uses: int) -> None:
+        """A request asks for the units of `part`, for the `num_uses`-th time. Called where eviction learns."""
+        ...
+
     def oldest(self) -> Part | None: ...
 
     def __iter__(self) -> Iterator[Part]: ...
@@ -50,9 +54,30 @@ class LeastRecentlyUsed:
         else:
             newest.newer = part
 
+    def add_used(self, part: Part, last_use: int) -> None:
+        """The newest, `last_use` being its number."""
+        self._num_uses = last_use - 1
+        self.add(part)
+
     def add_newer(self, part: Part, than: Part) -> None:
         part.last_use = than.last_use
         self._link(part, than)
+
+    def add_among(self, part: Part) -> None:
+        """Insert `part`, which was in another list, by its `last_use`. Parts that were one have the same: of these, the
+        tail goes before the head, whichever of them comes first."""
+        self.add_back(part)
+        older = part.older
+        while older is not None and older.last_use == part.last_use and older.run.start < part.run.start:
+            older = older.older
+        if older is not part.older:
+            self.remove(part)
+            self._link(part, older)
+
+    def add_as_old(self, part: Part, than: Part) -> None:
+        """Insert `part` where `than`, which is in another list, would be."""
+        part.last_use = than.last_use
+        self.add_back(part)
 
     def add_back(self, part: Part) -> None:
         """Searches from both ends: parts about to be evicted are near one, hot parts near the other."""
@@ -90,6 +115,9 @@ class LeastRecentlyUsed:
         else:
             newer.older = older
         part.older = part.newer = None
+
+    def asked(self, part: Part, num_uses: int) -> None:
+        pass
 
     def oldest(self) -> Part | None:
         return self._oldest

@@ -15,7 +15,7 @@ import attrs
 from ..arguments import check_callable, check_has, shown
 from ..errors import InvalidArgument
 from ..prefix import Prefix
-from .arguments import check_prefix, check_tier
+from .arguments import check_prefix, check_text, check_tier
 from .integrity import check_integrity
 from .kept import CacheTransfer, Demotion, Pin, Prefetch
 from .ledger_disk import DiskOfLedger
@@ -24,6 +24,7 @@ from .ledger_requests import BeginningRequests
 from .ledger_work import WorkingRequests
 from .lifecycle import PinState
 from .owners import Holding, nobody
+from .pins import check_time
 from .plan import Tier
 from .status import Holder, RequestStatus, explained
 from .tiers import BlockWatcher, TierStatistics
@@ -59,6 +60,9 @@ class LedgerStatistics:
     """None without a disk."""
     remote: RemoteCounts | None
     """None without a remote store."""
+    learned: tuple[Tier, ...]
+    """The tiers whose eviction follows what was learned now, and not the last use."""
+    num_hints: int
 
 
 class Ledger(BeginningRequests, WorkingRequests, DiskOfLedger, RemoteOfLedger):
@@ -94,13 +98,29 @@ class Ledger(BeginningRequests, WorkingRequests, DiskOfLedger, RemoteOfLedger):
 
     @property
     def next_lapse(self) -> float:
-        """When the first pin lapses; infinity without one."""
+        """When the first pin or hint lapses; infinity without one."""
+        if self._hints is not None:
+            return min(self._pins.next_lapse, self._hints.next_lapse)
         return self._pins.next_lapse
 
     def lapse(self, now: float) -> None:
-        """End the pins that expire at `now` or before."""
+        """End the pins and hints that expire at `now` or before."""
         if self._pins.lapse(now):
             self.admission.serve_line()
+        if self._hints is not None:
+            self._hints.lapse(now)
+
+    def hint(self, prefix: Prefix, *, expires_at: float, category: str = "") -> int:
+        """Spare what is cached of `prefix` until it is asked for, or until `lapse` is called with `expires_at` or a
+        later time: it is evicted last. Pins nothing. Returns the tokens that are spared, 0 unless eviction learns.
+
+        Hints of a `category`, at most 64 of them, spare nothing while less than a quarter of them comes true."""
+        check_prefix(prefix)
+        expires_at, category = check_time("expires_at", expires_at), check_text("category", category)
+        if self._hints is None:
+            return 0
+        unit = self.layout.unit_tokens
+        return self._hints.hint(TokenSequence(prefix, unit), expires_at, category) * unit
 
     def drop_pins(self) -> None:
         """End every pin: DROPPED."""
@@ -148,6 +168,8 @@ class Ledger(BeginningRequests, WorkingRequests, DiskOfLedger, RemoteOfLedger):
             self._pins.end_all(PinState.DROPPED)
         if tier is None:
             self.cache.reset()
+            if self._hints is not None:
+                self._hints.clear()
         else:
             self._reset_tier(tier)
         self.admission.serve_line()
@@ -169,9 +191,11 @@ class Ledger(BeginningRequests, WorkingRequests, DiskOfLedger, RemoteOfLedger):
         num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
         late, paused = self.jobs.num_late, self._engine is not None and self._engine.matches.loads_paused
         disk = rest[0] if rest else None
+        learned = () if self._learning is None else self._learning.ruled
         return LedgerStatistics(
-            device, host, len(self.holdings), waiting, num_jobs, late, num_pins, paused, disk, self._remote_counts()
-        )
+            device, host, len(self.holdings), waiting, num_jobs, late, num_pins, paused, disk, self._remote_counts(),
+            learned, 0 if self._hints is None else len(self._hints),
+        )  # fmt: skip
 
     def _remote_counts(self) -> RemoteCounts | None:
         if self._remote_stores is None:

@@ -24,8 +24,10 @@ from .eviction import EvictionOrder, LeastRecentlyUsed
 from .fetches import Fetches
 from .forks import Forks
 from .groups import KVCacheGroup, Layout
+from .hints import AlsoLearns, Hints
 from .jobs import JobBook
 from .kept import Step
+from .learning import LearnedEviction, Learning
 from .loads import Loads
 from .observer import Moves, Observer
 from .owners import Holding
@@ -49,7 +51,7 @@ OBSERVES = (
     "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved loads_paused loads_resumed "
     "step_begun step_ended extension_refused"
 )
-ORDERS = "add add_newer add_back remove oldest __iter__"
+ORDERS = "add add_newer add_back remove asked oldest __iter__"
 HOST_WATERMARK = 8
 """The part of the host that is stored on the disk before it is evicted."""
 
@@ -81,19 +83,20 @@ class LedgerRooms:
         """Those under way, the oldest first."""
         self._num_steps = 0
         self._num_admitted, self._block_bytes = 0, block_bytes
-        new_order = _eviction_of(config.eviction)
+        num_host_blocks = config.resolve_host_blocks(block_bytes)
+        new_order, learning = self._eviction(config, num_device_blocks - 1, num_host_blocks)
         self._moves = moves = Moves(observer, clock)
         if engine_blocks is None:
-            device = _device_tier(num_device_blocks, device_pool, new_order)
+            device = _device_tier(num_device_blocks, device_pool, new_order(Tier.DEVICE))
         else:
             most = int(config.max_quarantined_share * (num_device_blocks - 1))
-            device = EngineTier.of(engine_blocks, new_order(), moves, most)
-        host = TierBlocks(Tier.HOST, ExtentPool(config.resolve_host_blocks(block_bytes)), new_order())
+            device = EngineTier.of(engine_blocks, new_order(Tier.DEVICE), moves, most)
+        host = TierBlocks(Tier.HOST, ExtentPool(num_host_blocks), new_order(Tier.HOST))
         tiers = [device, host]
         if config.disk is not None:
             num_slots = config.disk.num_slots(block_bytes, self.layout.unit_tokens)
             slots = SlotPool(num_slots)
-            tiers.append(DiskBlocks(Tier.DISK, slots, new_order(), used=slots.used))
+            tiers.append(DiskBlocks(Tier.DISK, slots, new_order(Tier.DISK), used=slots.used))
         self.cache = cache = PrefixCache(self.layout, tuple(tiers), new_order)
         self._request_leases = leases = RequestLeases(cache)
         self.jobs = JobBook(cache, moves, self._units_per_job(config.blocks_per_job(block_bytes)))
@@ -102,6 +105,9 @@ class LedgerRooms:
         self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
         self._forks = Forks(cache, leases, self.admission, moves)
         policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
+        self._learning, self._hints = learning, None if learning is None else Hints(cache, learning)
+        if learning is not None and self._hints is not None:
+            policy = AlsoLearns(policy, learning, self._hints)
         if config.disk is not None or config.remote is not None:
             policy = AlsoCounts.of(policy, self.layout, has_remote=config.remote is not None)
         self._policy = policy
@@ -109,7 +115,7 @@ class LedgerRooms:
         self.writes_back = policy.num_watermark_blocks > 0
         """Whether `plan_write_back` ever plans anything."""
         watermark = EvictionWatermark(cache, self.jobs, stores, policy.num_watermark_blocks)
-        self._commits = Commits(cache, leases, stores, self.admission, moves, policy, watermark, self._pins)
+        self._commits = Commits(cache, leases, stores, self.admission, moves, policy, watermark, self._pins, learning)
         self._preemptions = Preemptions(cache, leases, moves, self.jobs, stores, self.admission, policy)
         share = config.max_prefetch_share
         self._cache_transfers = CacheTransfers(cache, leases, moves, self._loads, stores, self.admission, share)
@@ -127,7 +133,7 @@ class LedgerRooms:
             if policy.num_watermark_blocks:
                 raise ConfigError("store_policy", "must not be lazy: when an engine evicts what, only it knows")
             most = max(1, config.bytes_in_flight // block_bytes)
-            offers = EngineOffers(cache, self.jobs, stores, moves, policy, device, most)
+            offers = EngineOffers(cache, self.jobs, stores, moves, policy, device, most, learning)
             arrivals = Arrivals(clock, config.pending_timeout_s)
             matches = EngineMatches(cache, leases, moves, arrivals, device)
             self._engine = EngineOwned(
@@ -138,6 +144,22 @@ class LedgerRooms:
             self.holdings, self.steps, self._pins, self.jobs, self._cache_transfers, self.admission,
             None if self._engine is None else self._engine.arrivals, moves,
         )  # fmt: skip
+
+    def _eviction(
+        self, config: OffloadConfig, num_device: int, num_host: int
+    ) -> tuple[Callable[[Tier], EvictionOrder], Learning | None]:
+        """What makes the order of a tier, and what it learns from."""
+        choice = LearnedEviction() if config.eviction == "learned" else config.eviction
+        if not isinstance(choice, LearnedEviction):
+            make = _eviction_of(config.eviction)
+            return (lambda _: make()), None
+        sizes = {Tier.HOST: num_host}
+        if config.disk is not None:
+            sizes[Tier.DISK] = config.disk.num_slots(self._block_bytes, self.layout.unit_tokens)
+        if choice.device:
+            sizes[Tier.DEVICE] = num_device
+        learning = Learning(self.layout, sizes)
+        return learning.new_order, learning
 
     def _wire_lower(self, counts: AlsoCounts, config: OffloadConfig) -> None:
         """Wire what is below the host: a disk, a remote store, or both."""
@@ -243,13 +265,11 @@ def _groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
     return groups
 
 
-def _device_tier(
-    num_device_blocks: int, device_pool: DevicePool | None, new_order: Callable[[], EvictionOrder]
-) -> TierBlocks:
+def _device_tier(num_device_blocks: int, device_pool: DevicePool | None, order: EvictionOrder) -> TierBlocks:
     if device_pool is None:
         device_pool = FreeList(num_device_blocks)
     check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
-    return TierBlocks(Tier.DEVICE, device_pool, new_order())
+    return TierBlocks(Tier.DEVICE, device_pool, order)
 
 
 def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> None:
@@ -260,10 +280,10 @@ def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> 
 
 
 def _eviction_of(value: object) -> Callable[[], EvictionOrder]:
-    if isinstance(value, str) and value == "lru":
+    if value == "lru":
         return LeastRecentlyUsed
     if not callable(value):
-        raise ConfigError("eviction", f"must be 'lru' or a factory of eviction orders, got {shown(value)}")
+        raise ConfigError("eviction", f"must be 'lru', 'learned' or a factory of eviction orders, got {shown(value)}")
 
     def make() -> EvictionOrder:
         try:

@@ -63,6 +63,8 @@ class Holding(Claimant):
     """Engine-owned blocks: leading units that were in the host, or on their way there, after its last offer."""
     hit_alignment: int
     """The units of a match are a multiple of this."""
+    uses: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
+    """Where eviction learns: how often its prompt was asked for, as (stop, number)."""
     store_limit: int = field(default=NO_LIMIT, kw_only=True)
     """End of the units that may be stored."""
     state: RequestState = RequestState.QUEUED
@@ -159,6 +161,9 @@ class Holding(Claimant):
         self.published = self.ready_stop = device_stop
         self.hit_stop = hit_stop
         self.match = match
+
+    def asked_for(self, uses: tuple[tuple[int, int], ...]) -> None:
+        self.uses = uses
 
     def stored_up_to(self, stop: int) -> None:
         self.stored_stop = stop

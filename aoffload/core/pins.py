@@ -30,7 +30,7 @@ from .presence import held_stop
 from .records import Lease, Part
 from .tokens import TokenSequence
 
-__all__ = ["Pins", "pinned_parts"]
+__all__ = ["Pins", "check_time", "pinned_parts"]
 
 _S = PinState
 
@@ -58,7 +58,7 @@ class Pins:
 
     def pin(self, sequence: TokenSequence, expires_at: float, ledger: object) -> Pin:
         """Pin what is cached of `sequence`, to its last whole unit; `OutOfBlocks` beyond the share changes nothing."""
-        expires_at = _check_time("expires_at", expires_at)
+        expires_at = check_time("expires_at", expires_at)
         limit = sequence.num_tokens // self.cache.layout.unit_tokens
         hit, wishes = self._wishes(sequence, limit)
         self._check_share(hit, wishes)
@@ -86,7 +86,7 @@ class Pins:
 
     def lapse(self, now: float) -> bool:
         """End every pin whose deadline has come; whether there was one."""
-        now = _check_time("now", now)
+        now = check_time("now", now)
         before = len(self.pins)
         while self.pins and self.pins[0].expires_at <= now:
             self.end(self.pins[0], _S.LAPSED)
@@ -189,7 +189,7 @@ def pinned_parts(lease: Lease) -> Iterator[Part]:
                 yield part
 
 
-def _check_time(name: str, value: object) -> float:
+def check_time(name: str, value: object) -> float:
     seconds = number_of(value)
     if seconds is None:
         raise InvalidArgument(name, f"must be a number of seconds, got {shown(value)}")

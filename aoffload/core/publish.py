@@ -94,7 +94,7 @@ def _may_grow(cache: PrefixCache, run: Run) -> bool:
 def _is_ours_alone(cache: PrefixCache, run: Run) -> bool:
     """Whether the growing request's lease is the only reference, so that no other reader sees the run change."""
     full = run.parts[Tier.DEVICE]
-    if run.num_after or (full.width and full.stop != run.stop):
+    if run.num_after or full.ring or (full.width and full.stop != run.stop):
         return False
     for part in run.parts:
         is_ours = part.tier is Tier.DEVICE

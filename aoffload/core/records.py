@@ -48,6 +48,8 @@ class Part:
     """Unfindable blocks that references still protect; freed with the last reference."""
     last_use: int = 0
     """When the last use of the part ended: a number that the eviction order counts up, not a time. 0 while in use."""
+    ring: int = 0
+    """In an eviction order that learns: its class, plus the number of classes for each hint that spares it."""
     older: Part | None = None
     newer: Part | None = None
 
@@ -83,7 +85,7 @@ class Part:
         """Split at unit `at` and keep the rest. Returns the front as a part of `head`, which begins at unit `start`;
         `num_references` and `incoming` are those of the front."""
         front = Part(self.tier, self.band, self.width, head, start, start, _no_ids(), num_references, incoming)
-        front.last_use = self.last_use
+        front.last_use, front.ring = self.last_use, self.ring
         front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)
         if self.first < at:
             front.first, front.stop = self.first, min(at, self.stop)

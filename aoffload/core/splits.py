@@ -87,7 +87,7 @@ class SplitsAndMerges:
             return False
         for front, back in zip(head.parts, run.parts, strict=True):
             component = self.components[back.band]
-            if front.incoming is not None or back.incoming is not None:
+            if front.incoming is not None or back.incoming is not None or front.ring != back.ring:
                 return False
             if back.blocks and not component.follows(front, back):
                 return False
@@ -143,7 +143,7 @@ class SplitsAndMerges:
             return False
         for front, behind in zip(head.parts, back.parts, strict=True):
             component = self.components[behind.band]
-            if front.num_references or behind.num_references:
+            if front.num_references or behind.num_references or front.ring != behind.ring:
                 return False
             if front.incoming is not None or behind.incoming is not None:
                 return False

@@ -18,6 +18,7 @@ __all__ = ["STORE_POLICIES", "Corrupt", "DemoOptions", "make_parser", "parse_opt
 MAX_BLOCKS = 1_000_000
 STORE_POLICIES = ("eager", "lazy", "selective", "off")
 """Choices for `OffloadConfig.store_policy`, which checks whether there is such a policy."""
+EVICTIONS = ("lru", "learned")
 
 
 LOAD_CHOICES = ("always", "cost")
@@ -48,6 +49,7 @@ class DemoOptions:
     load: str = "always"
     host_gbs: float | None = None
     """How fast loads from host memory are; None: as fast as they can be."""
+    eviction: str = "lru"
     seed: int = 0
     log: Path | None = None
     record: Path | None = None
@@ -89,6 +91,8 @@ def make_parser() -> argparse.ArgumentParser:
         "(default: %(default)s)")  # fmt: skip
     add("--host-gbs", type=_gigabytes, metavar="GB/S",
         help="loads from host memory are that slow, in the run with offload")  # fmt: skip
+    add("--eviction", choices=EVICTIONS, default=default.eviction,
+        help="which blocks lose their room first, in the run with offload (default: %(default)s)")  # fmt: skip
     add("--seed", type=count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights and workload")
     add("--log", type=Path, metavar="FILE", help="one JSON line per event")
     add("--record", type=Path, metavar="FILE",

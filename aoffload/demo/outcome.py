@@ -32,6 +32,7 @@ class RunKind:
     disk: DiskTier | None = None
     remote: RemoteTier | None = None
     load: str = "always"
+    eviction: str = "lru"
 
     @property
     def has_offload(self) -> bool:

@@ -52,6 +52,7 @@ def run_kinds(pools: Pools, options: DemoOptions) -> tuple[RunKind, ...]:
         disk=disk,
         remote=_remote_of(options),
         load=options.load,
+        eviction=options.eviction,
     )
     kinds = (
         RunKind("reference", pools.num_reference_blocks, 0, "off"),
@@ -130,6 +131,7 @@ class Runner:
             remote=kind.remote,
             store_policy=kind.store,
             load_choice=kind.load,
+            eviction=kind.eviction,
             verify=kind.has_offload,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )

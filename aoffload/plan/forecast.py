@@ -18,7 +18,7 @@ from .trace import Trace
 __all__ = ["EVICTIONS", "STORES", "Forecast", "Prices", "Row", "Sizes", "binary_size"]
 
 STORES = ("eager", "lazy")
-EVICTIONS = ("lru",)
+EVICTIONS = ("lru", "learned")
 MAX_OWN_SIZES = 8
 GIB = 2**30
 

@@ -56,7 +56,7 @@ OWN_DEVICE: dict[str, tuple[str, Callable[[Ledger, Holding], object]]] = {
 """Calls about device blocks of our own: what each is called when it is refused, and how it is made."""
 EVERYWHERE = {
     "lookup", "admit", "plan_load", "launch", "settle", "discard", "invalidate", "release", "pin", "unpin", "lapse",
-    "drop_pins", "reset", "statistics", "check_integrity", "watch", "abandon_load", "loadable",
+    "hint", "drop_pins", "reset", "statistics", "check_integrity", "watch", "abandon_load", "loadable",
     "requests", "holders", "explain", "fetch", "match_fetched", "plan_disk_stores", "plan_disk_flush",
     "take_forgotten_slots", "restore", "num_fetch_blocks", "num_remote_fetch_blocks", "plan_remote_stores",
     "take_forgotten_cells",

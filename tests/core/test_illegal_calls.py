@@ -57,7 +57,7 @@ ENGINE_CALLS = {"match_again", "offer", "pending_until", "decline"}
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
     "plan_remote_stores", "take_forgotten_cells",
-    "pin", "unpin", "lapse", "drop_pins", "prefetch", "demote", "cancel", "cancel_cache_transfers",
+    "pin", "unpin", "lapse", "drop_pins", "hint", "prefetch", "demote", "cancel", "cancel_cache_transfers",
     "plan_write_back", "watch", "requests", "holders", "explain", "fetch", "plan_disk_stores", "plan_disk_flush",
     "restore", "take_forgotten_slots", "num_fetch_blocks", "num_remote_fetch_blocks",
 }  # fmt: skip

@@ -60,7 +60,7 @@ class Parts:
         self.layout = Layout.of(LAYOUTS[layout])
         pools = (FreeList(num_device + 1), ExtentPool(num_host), ExtentPool(num_disk))
         blocks = tuple(TierBlocks(tier, pool, LeastRecentlyUsed()) for tier, pool in zip(TIERS, pools, strict=True))
-        self.cache = PrefixCache(self.layout, blocks, LeastRecentlyUsed)
+        self.cache = PrefixCache(self.layout, blocks, lambda _: LeastRecentlyUsed())
         self.moves = Moves(None)
         self.leases = RequestLeases(self.cache)
         self.jobs = JobBook(self.cache, self.moves, [3 for _ in self.layout.bands])

@@ -118,6 +118,8 @@ async def test_bad_token_ids(bad: Any) -> None:
                 call(bad)
         with pytest.raises(InvalidArgument, match="token_ids"):
             engine.runtime.pin(bad, 60)
+        with pytest.raises(InvalidArgument, match="token_ids"):
+            engine.runtime.hint(bad, expected_s=60)
         is_nothing = (
             isinstance(bad, (list, np.ndarray)) and not np.size(np.array(bad, dtype=object)) and np.ndim(bad) == 1
         )
@@ -431,6 +433,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("namespace", {"namespace": "\ud800"}),
     ("store_policy", {"store_policy": "sometimes"}),
     ("eviction", {"eviction": "random"}),
+    ("eviction", {"eviction": "learn"}),
     ("verify", {"verify": "yes"}),
     ("verify", {"verify": 1}),
     ("max_jobs_in_flight", {"max_jobs_in_flight": 0}),
@@ -533,6 +536,7 @@ def everything(runtime: OffloadRuntime, request: Any) -> list[Callable[[], Any]]
         lambda: runtime.request(A),
         lambda: runtime.lookup(A),
         lambda: runtime.pin(A, 60),
+        lambda: runtime.hint(A, expected_s=60),
         lambda: runtime.prefetch_nowait(A),
         lambda: runtime.demote_nowait(A),
         lambda: runtime.cancel("r1"),

@@ -10,7 +10,7 @@ from ...core.lifecycle import RequestState
 from .disk_draw import CORE_OF_DISK, DISK_WEIGHTS
 from .engine_machine import EngineMachine
 from .engine_state import EngineClient
-from .job_draw import JobDraw
+from .job_draw import JobDraw, drawn_hint
 from .ledger_prompts import Prompts
 from .program import Call
 from .remote_draw import CORE_OF_REMOTE, REMOTE_WEIGHTS, RemoteDraw
@@ -37,6 +37,7 @@ class EngineDraw(RemoteDraw, JobDraw):
         factors = (0.0, 0.0, 0.3, 1.0, 3.0)
         table = WEIGHTS | (DISK_WEIGHTS | {"story": 1.0} if machine.world.num_disk_blocks else {})
         table |= REMOTE_WEIGHTS | {"story": 1.0} if machine.world.cell_units else {}
+        table |= {"hint": 0.8} if machine.world.eviction != "lru" else {}
         self.kinds, core = list(table), (*CORE, *CORE_OF_DISK, *CORE_OF_REMOTE)
         self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in table.items()]
         self.capacity = (machine.world.num_device_blocks - 1) // machine.ledger.layout.width * machine.unit
@@ -195,6 +196,9 @@ class EngineDraw(RemoteDraw, JobDraw):
         if self.rng.random() < 0.4:
             args["expires_at"] = float(self.rng.randint(0, 50))
         return Call("pin", args)
+
+    def _hint(self) -> Call:
+        return drawn_hint(self.rng, self.prompts.identity())
 
     def _unpin(self) -> Call | None:
         return Call("unpin", {"name": self.rng.choice(list(self.machine.pins))}) if self.machine.pins else None

@@ -22,7 +22,18 @@ from .ledger_machine import LedgerMachine
 from .ledger_stories import LedgerStories
 from .machine import Machine
 from .outcome import Outcome
-from .program import Call, Face, Program, World, check_face, draw_world, with_a_disk, with_a_store, without_laziness
+from .program import (
+    Call,
+    Face,
+    Program,
+    World,
+    check_face,
+    draw_world,
+    with_a_disk,
+    with_a_store,
+    with_learning,
+    without_laziness,
+)
 from .shortening import shorten
 
 __all__ = [
@@ -55,8 +66,10 @@ class _Kind:
 
 
 LEDGERS: Mapping[str, _Kind] = {
-    "ledger": _Kind(LedgerMachine, LedgerStories, lambda world: with_a_store(with_a_disk(world))),
-    "engine": _Kind(EngineMachine, EngineDraw, lambda world: with_a_store(with_a_disk(without_laziness(world)))),
+    "ledger": _Kind(LedgerMachine, LedgerStories, lambda world: with_learning(with_a_store(with_a_disk(world)))),
+    "engine": _Kind(
+        EngineMachine, EngineDraw, lambda world: with_learning(with_a_store(with_a_disk(without_laziness(world))))
+    ),
 }
 
 
@@ -206,6 +219,8 @@ def _run_on_ledger(
 def _outcome(machine: Machine, violation: Violation | None) -> Outcome:
     features = machine.features | {shape.kind for shape in machine.world.groups}
     features.add(machine.world.store_policy.partition(":")[0])
+    if machine.world.eviction != "lru":
+        features.add("learned")
     if len(machine.world.groups) > 1:
         features.add("groups")
     if not machine.world.num_host_blocks:

@@ -10,7 +10,13 @@ from ...core.lifecycle import JobState
 from .ledger_jobs import JobCalls
 from .program import Call
 
-__all__ = ["JobDraw"]
+__all__ = ["JobDraw", "drawn_hint"]
+
+
+def drawn_hint(rng: random.Random, identity: dict[str, Any]) -> Call:
+    """A hint about a prompt, some of them of a category."""
+    category = {"category": rng.choice(("search", "shell"))} if rng.random() < 0.5 else {}
+    return Call("hint", {**identity, "expires_at": float(rng.randint(0, 50)), **category})
 
 
 class JobDraw:

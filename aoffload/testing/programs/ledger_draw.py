@@ -9,7 +9,7 @@ from typing import Any
 from ...core.lifecycle import RequestState
 from ...core.loads import has_holes
 from .disk_draw import CORE_OF_DISK, DISK_WEIGHTS, RESTART_WEIGHTS
-from .job_draw import JobDraw
+from .job_draw import JobDraw, drawn_hint
 from .ledger_machine import LedgerMachine
 from .ledger_prompts import Prompts
 from .ledger_state import Client
@@ -44,6 +44,7 @@ class LedgerDraw(RemoteDraw, JobDraw):
         core = ("admit", "go_on", "transfer", "land", "serve", "evict", *CORE_OF_DISK, *CORE_OF_REMOTE)
         table = WEIGHTS | (DISK_WEIGHTS | RESTART_WEIGHTS if machine.world.num_disk_blocks else {})
         table |= REMOTE_WEIGHTS | {"restart": 0.3} if machine.world.cell_units else {}
+        table |= {"hint": 0.8} if machine.world.eviction != "lru" else {}
         self.kinds = list(table)
         self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in table.items()]
         if machine.world.store_policy.startswith("lazy"):
@@ -287,6 +288,9 @@ class LedgerDraw(RemoteDraw, JobDraw):
         if self.rng.random() < 0.4:
             call = Call("pin", {**call.args, "expires_at": float(self.rng.randint(0, 50))})
         return call
+
+    def _hint(self) -> Call:
+        return drawn_hint(self.rng, self.prompts.identity())
 
     def _unpin(self) -> Call | None:
         return Call("unpin", {"name": self.rng.choice(list(self.machine.pins))}) if self.machine.pins else None

@@ -111,6 +111,16 @@ class Machine(RemoteCalls):
         self._require(pin.state is not PinState.HELD, "a pin is over when it is given back", pin)
         return "unpinned"
 
+    def do_hint(self, tokens: Sequence[int], expires_at: float, salt: str | None = None, category: str = "") -> str:
+        """It spares no more than is asked for, and pins nothing."""
+        before = [tier.statistics() for tier in self.ledger.cache.tiers]
+        prefix = Prefix.of(Root("programs", salt), tokens)
+        spared = self.ledger.hint(prefix, expires_at=expires_at, category=category)
+        after = [tier.statistics() for tier in self.ledger.cache.tiers]
+        self._require(before == after and 0 <= spared <= len(tokens), "a hint pins nothing", spared)
+        self._note("hint", spared)
+        return f"{spared} spared"
+
     def do_lapse(self, now: float) -> str:
         self.ledger.lapse(now)
         return "lapsed"

@@ -78,10 +78,11 @@ class EngineServed(Served):
         return True
 
     def load_refused(self) -> None:
-        """The load was not planned: its blocks go back."""
+        """The load was not planned: its blocks go back, unless a forward has begun to compute into them meanwhile."""
         if self.loads_from is not None and self.request.state in _ASKING:
             self.loads_from = None
-            self.own.shrink(self, self.num_hit)
+            if not self.has_computed:
+                self.own.shrink(self, self.num_hit)
 
     def look(self) -> None:
         """Go on with what a load has brought, once it is over."""

@@ -11,6 +11,7 @@ import attrs
 from ...arguments import check_int, shown
 from ...config import OffloadConfig
 from ...core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from ...core.learning import LearnedEviction
 from ...core.policy import LazyStore, SelectiveStore
 from ...disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
 from ...errors import InvalidArgument
@@ -28,6 +29,7 @@ __all__ = [
     "draw_world",
     "with_a_disk",
     "with_a_store",
+    "with_learning",
     "without_laziness",
 ]
 
@@ -111,6 +113,8 @@ class World:
     max_fetch_share: float = 1.0
     cell_units: int = 0
     """Units of a cell of a remote store; 0: no such store."""
+    eviction: str = "lru"
+    """"lru", "learned", "learned:device" (there, too)."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.groups, tuple) or not all(isinstance(one, GroupShape) for one in self.groups):
@@ -136,6 +140,7 @@ class World:
             num_host_blocks=self.num_host_blocks,
             max_job_bytes=self.max_job_bytes,
             store_policy=self._policy(),
+            eviction=LearnedEviction(device=True) if self.eviction == "learned:device" else self.eviction,
             max_pinned_share=self.max_pinned_share,
             max_prefetch_share=self.max_prefetch_share,
             max_fetch_share=self.max_fetch_share,
@@ -197,7 +202,7 @@ def draw_world(rng: random.Random) -> World:
 
 def with_a_disk(world: World) -> World:
     """`world`, in half of the cases with a disk. Which, and how large, follows from the world itself."""
-    chance = random.Random(repr(world).replace(", cell_units=0", ""))
+    chance = random.Random(repr(world).replace(", cell_units=0", "").replace(", eviction='lru'", ""))
     if not world.num_host_blocks or chance.random() < 0.5:
         return world
     num_blocks = chance.choice((chance.randint(1, 8), world.num_host_blocks, 4 * world.num_host_blocks, 200))
@@ -206,7 +211,7 @@ def with_a_disk(world: World) -> World:
 
 def with_a_store(world: World) -> World:
     """`world`, in half of the cases that allow it with a remote store. Which follows from the world itself."""
-    chance = random.Random(f"{world!r} store")
+    chance = random.Random(f"{world!r} store".replace(", eviction='lru'", ""))
     if not world.num_host_blocks or any(shape.kind != "full" for shape in world.groups) or chance.random() < 0.5:
         return world
     share, cell_units = chance.choice((1.0, 1.0, 0.5)), chance.choice((1, 1, 2, 2, 4))
@@ -215,6 +220,13 @@ def with_a_store(world: World) -> World:
     while cell_units > num_fit:  # a store whose cells can never be loaded is refused
         cell_units //= 2
     return attrs.evolve(world, cell_units=cell_units, max_fetch_share=share) if cell_units else world
+
+
+def with_learning(world: World) -> World:
+    """`world`, in a third of the cases with eviction that learns. Which follows from the world itself."""
+    chance = random.Random(f"{world!r} learned")
+    kind = chance.choice(("lru", "lru", "lru", "lru", "learned", "learned:device"))
+    return attrs.evolve(world, eviction=kind)
 
 
 def without_laziness(world: World) -> World:

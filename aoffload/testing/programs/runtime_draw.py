@@ -10,7 +10,7 @@ import attrs
 
 from ...core.lifecycle import RequestState
 from ..faults import DISK_FAULTS, FAULTS, REMOTE_FAULTS
-from .program import Call, World, draw_world, with_a_disk
+from .program import Call, World, draw_world, with_a_disk, with_learning
 from .runtime_director import Director
 from .runtime_disk_draw import DiskDrawing
 from .runtime_odds import RUNTIME_ODDS, Odds
@@ -25,6 +25,8 @@ FAULTS_THAT_LAST = ("fail", "refuse", "no_fence", "log")
 NO_FAULTS = ("compute", "device_lost")
 _MANY = {"leap": 250, "block": 250, "worker": 250, "log": 60}
 """Faults with many opportunities in a program."""
+OF_HINTS = 0.06
+"""The share of the calls that are hints, where eviction learns."""
 STORIES = ("away", "twins")
 """What is drawn for one client and is more than a call of its own."""
 STATES = {
@@ -40,10 +42,10 @@ def draw_runtime_world(rng: random.Random) -> World:
     world = draw_world(rng)
     kind = rng.random()
     if kind < 0.3:
-        return with_a_disk(attrs.evolve(world, num_host_blocks=0) if kind < 0.06 else world)
+        return with_learning(with_a_disk(attrs.evolve(world, num_host_blocks=0) if kind < 0.06 else world))
     policy, num_host_blocks = rng.choice(("eager", "eager", world.store_policy)), world.num_host_blocks
     num_host_blocks = max(num_host_blocks, world.num_device_blocks)
-    return with_a_disk(attrs.evolve(world, num_host_blocks=num_host_blocks, store_policy=policy))
+    return with_learning(with_a_disk(attrs.evolve(world, num_host_blocks=num_host_blocks, store_policy=policy)))
 
 
 def draw_opening(rng: random.Random, world: World) -> list[Call]:
@@ -155,6 +157,8 @@ class Drawing(DiskDrawing):
         odds = self.ODDS
         if self._director.program.world.num_disk_blocks and self.rng.random() < self.OF_THE_DISK:
             return self._of_the_disk(name)
+        if self._director.program.world.eviction != "lru" and self.rng.random() < OF_HINTS:
+            return Call("hint", {"who": name, **self._identity(), "expected_s": self.rng.choice((0.001, 0.3, 60.0))})
         drawn = _drawn(self.rng, odds.next[self._state(name)])
         for several, among in (("keep", odds.keeping), ("whole", odds.whole)):
             if drawn == several:

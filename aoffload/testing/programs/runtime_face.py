@@ -95,7 +95,7 @@ def _run(program: Program, calls_for: Callable[[Director], Iterator[Call]]) -> t
 def _features_of(program: Program) -> set[str]:
     """The features of the program's world and configuration."""
     world = program.world
-    found = {shape.kind for shape in world.groups} | {world.store_policy.partition(":")[0]}
+    found = {shape.kind for shape in world.groups} | {world.store_policy.partition(":")[0], world.eviction}
     if len(world.groups) > 1:
         found.add("groups")
     if not world.num_host_blocks:

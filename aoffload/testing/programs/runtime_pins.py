@@ -41,6 +41,18 @@ class ClientCalls(RequestCalls):
             if found.match.num_tokens:
                 self.stage.met("pin")
 
+    async def _do_hint(self, args: Any) -> None:
+        """Never raises for good arguments, and pins nothing, whatever it spares."""
+        keys = ("expected_s", "category")
+        options = {key: args[key] for key in keys if key in args}
+        runtime = self.stage.runtime
+        pinned = runtime.statistics().num_pins
+        found = self.stage.attempt("hint", lambda: runtime.hint(args["tokens"], **options, **self.stage.identity(args)))
+        if found is not None and runtime.statistics().num_pins != pinned:
+            raise Violation("a leak", "a hint has pinned something")
+        if found:
+            self.stage.met("hint")
+
     async def _do_unpin(self, args: Any) -> None:
         if self._pins:
             pin = self._pins.pop(0)

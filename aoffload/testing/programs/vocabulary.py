@@ -63,6 +63,7 @@ LEDGER_CALLS = _table({
     "launch": "job!", "settle": "job! outcome at", "land": "who", "discard": "job!", "late": "job!", "stray": "job!",
     "again": "job!",
     "pin": f"name! {KEY} expires_at", "unpin": "name!", "lapse": "now!", "drop_pins": "",
+    "hint": f"{KEY} expires_at! category",
     "prefetch": f"name! {KEY}", "demote": f"name! {KEY}", "cancel": "name!", "cancel_cache_transfers": "",
     "reset": "tier", "watermark": "", "lookup": KEY, "serve": f"{KEY} new", "evict": "num_tokens! token!",
     "wrong": "method! who! num_tokens num_computed_tokens from_token max_tokens",
@@ -73,8 +74,8 @@ LEDGER_CALLS = _table({
 
 AS_ON_A_LEDGER = (
     "launch", "settle", "land", "discard", "late", "stray", "again", "pin", "unpin", "lapse", "drop_pins", "reset",
-    "lookup", "serve", "write_behind", "disk_flush", "fetch", "match_fetched", "cancel", "cancel_cache_transfers",
-    "remote_stores", "lose_cell", "poison_cell",
+    "hint", "lookup", "serve", "write_behind", "disk_flush", "fetch", "match_fetched", "cancel",
+    "cancel_cache_transfers", "remote_stores", "lose_cell", "poison_cell",
 )  # fmt: skip
 ENGINE_CALLS = {name: LEDGER_CALLS[name] for name in AS_ON_A_LEDGER} | _table({
     "admit": f"who! {KEY} spans fewer max_hit_tokens hit_alignment reads_cache store max_store_tokens",
@@ -90,7 +91,7 @@ ASK = f"{IDENTITY} name max_hit alignment reads_cache store max_store deadline_s
 FORWARD = "num drafts style early"
 WORLD = (
     "groups", "num_host_blocks", "store_policy", "max_job_bytes", "max_pinned_share", "max_prefetch_share", "disk",
-    "max_fetch_share",
+    "max_fetch_share", "eviction",
 )  # fmt: skip
 OPTIONS = [field.name for field in attrs.fields(OffloadConfig) if field.name not in WORLD]
 RUNTIME_CALLS = _table({
@@ -101,6 +102,7 @@ RUNTIME_CALLS = _table({
     "wait": CLIENT, "step": f"{CLIENT} {FORWARD}", "end_step": CLIENT, "commit": f"{CLIENT} num back new",
     "commit_step": f"{CLIENT} of! new", "invalidate": f"{CLIENT} num back", "preempt": CLIENT,
     "preempt_nowait": CLIENT, "resume": f"{CLIENT} num by", "abort": f"{CLIENT} how",
+    "hint": f"{CLIENT} {IDENTITY} expected_s! category",
     "pin": f"{CLIENT} {IDENTITY} ttl_s!", "unpin": CLIENT, "prefetch": f"{CLIENT} {IDENTITY}",
     "prefetch_nowait": f"{CLIENT} {IDENTITY}", "demote": f"{CLIENT} {IDENTITY}",
     "demote_nowait": f"{CLIENT} {IDENTITY}", "transfer_wait": CLIENT, "transfer_cancel": CLIENT,
@@ -113,7 +115,7 @@ RUNTIME_CALLS = _table({
 
 AS_ON_A_RUNTIME = (
     "configure", "fault", "cancel", "close", "leave", "wait", "step", "end_step", "invalidate", "abort", "pin", "unpin",
-    "flush", "reset", "lookup", "statistics", "integrity", "pause", "fetch", "fetch_nowait", "request_fetch",
+    "hint", "flush", "reset", "lookup", "statistics", "integrity", "pause", "fetch", "fetch_nowait", "request_fetch",
     "report_queue", "report_compute", "restored", "restart", "transfer_wait", "transfer_cancel",
 )  # fmt: skip
 NOT_HERE = (

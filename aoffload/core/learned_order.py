@@ -1,0 +1,115 @@
+"""An eviction order that follows what brings the most hits: a ring for each class of parts, how often they were asked
+for. The next to be evicted is the oldest of that ring whose oldest is worth least.
+
+    asked for once     oldest [a][d][g][h] newest
+    twice                     [b][e]                worth(class, age): see `ReturnTimes`
+    3 or 4 times              [c]
+    more often                [f]
+
+Below these are the same rings once more, for parts that hints spare: they go last.
+
+A part's head is in the same class or a higher one, is as old or newer, and so is worth as much or more: a prefix loses
+its tail before its head, whichever of both orders rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from .eviction import LeastRecentlyUsed
+from .records import Part
+from .returns import NUM_CLASSES, ReturnTimes, class_of
+
+__all__ = ["LearnedOrder", "Ruling"]
+
+
+class Ruling(Protocol):
+    """Says which order rules."""
+
+    @property
+    def is_learned(self) -> bool: ...
+
+
+class LearnedOrder:
+    """Ruled by what was learned or, as long as `ruling` says so, by the last use."""
+
+    def __init__(self, times: ReturnTimes, ruling: Ruling) -> None:
+        self._times = times
+        self._ruling = ruling
+        self._rings = [LeastRecentlyUsed() for _ in range(2 * NUM_CLASSES)]
+        self._last_use = 0
+
+    def asked(self, part: Part, num_uses: int) -> None:
+        """The units of `part` were asked for, for the `num_uses`-th time. A class never falls: what is behind the part
+        may be in it, too."""
+        more = class_of(num_uses) - part.ring % NUM_CLASSES
+        if more > 0:
+            self._move(part, part.ring + more)
+
+    def hinted(self, part: Part, change: int) -> None:
+        """One hint more spares `part`, or one less."""
+        self._move(part, max(part.ring % NUM_CLASSES, part.ring + change * NUM_CLASSES))
+
+    def _move(self, part: Part, ring: int) -> None:
+        is_linked = bool(part.blocks) and not part.num_references
+        if is_linked:
+            self._ring(part).remove(part)
+        part.ring = ring
+        if is_linked:
+            self._ring(part).add_among(part)
+
+    def _ring(self, part: Part) -> LeastRecentlyUsed:
+        return self._rings[_number(part)]
+
+    def add(self, part: Part) -> None:
+        """Uses are numbered by the clock, as ages are; each has a number of its own."""
+        clock = self._times.clock
+        self._last_use = last_use = clock if clock > self._last_use else self._last_use + 1
+        self._ring(part).add_used(part, last_use)
+
+    def add_newer(self, part: Part, than: Part) -> None:
+        if _number(part) == _number(than):
+            self._ring(part).add_newer(part, than)
+        else:
+            self._ring(part).add_as_old(part, than)
+
+    def add_back(self, part: Part) -> None:
+        self._ring(part).add_back(part)
+
+    def remove(self, part: Part) -> None:
+        self._ring(part).remove(part)
+
+    def oldest(self) -> Part | None:
+        return self._worst_of(self._rings[:NUM_CLASSES]) or self._worst_of(self._rings[NUM_CLASSES:])
+
+    def _worst_of(self, rings: list[LeastRecentlyUsed]) -> Part | None:
+        """What is worth least of the oldest ones, or what was used first; of equal ones, what was used first."""
+        found, least = None, 0.0
+        is_learned, times = self._ruling.is_learned, self._times
+        for number, ring in enumerate(rings):
+            part = ring.oldest()
+            if part is not None:
+                worth = times.worth(number, times.clock - part.last_use) if is_learned else 0.0
+                if found is None or worth < least or (worth == least and part.last_use < found.last_use):
+                    found, least = part, worth
+        return found
+
+    def __iter__(self) -> Iterator[Part]:
+        for rings in (self._rings[:NUM_CLASSES], self._rings[NUM_CLASSES:]):
+            heads = [ring.oldest() for ring in rings]
+            while left := [part for part in heads if part is not None]:
+                part = min(left, key=self._rank)
+                heads[_number(part) % NUM_CLASSES] = part.newer
+                yield part
+
+    def _rank(self, part: Part) -> tuple[float, int]:
+        if not self._ruling.is_learned:
+            return 0.0, part.last_use
+        times = self._times
+        return times.worth(part.ring % NUM_CLASSES, times.clock - part.last_use), part.last_use
+
+
+def _number(part: Part) -> int:
+    """The list of `part`: by its class, then those that hints spare by theirs."""
+    return part.ring if part.ring < 2 * NUM_CLASSES else NUM_CLASSES + part.ring % NUM_CLASSES

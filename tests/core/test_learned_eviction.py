@@ -1,0 +1,262 @@
+"""What eviction that learns promises: what it learns, that a prefix loses its tail first, the guard, and hints."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from driving import BLOCK, Driven, prompt
+
+from aoffload import InvalidArgument, KVCacheGroup, SlidingWindow
+from aoffload.core.groups import FullAttention, Layout
+from aoffload.core.hit_counts import CountedRun, HitCounts
+from aoffload.core.learned_order import LearnedOrder
+from aoffload.core.plan import Tier
+from aoffload.core.returns import NUM_BINS, NUM_CLASSES, ReturnTimes, class_of
+from aoffload.core.shadows import Guard, num_sampled
+from aoffload.core.tokens import TokenSequence
+from aoffload.ledger import LearnedEviction
+from aoffload.prefix import Prefix, Root
+
+A, B, C, D = (prompt(name, 17) for name in (1, 2, 3, 4))
+"""Four blocks and one more token each."""
+LAYOUT = Layout.of([KVCacheGroup("full", FullAttention(), 1)])
+
+
+def learned(num_device: int = 8, num_host: int = 8, *, device: bool = False, **config: Any) -> Driven:
+    return Driven(num_device, num_host, eviction=LearnedEviction(device=device), **config)
+
+
+def host_order(driven: Driven) -> list[Any]:
+    return list(driven.ledger.cache.tiers[Tier.HOST].order)
+
+
+# -- what is learned ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_worth_falls_with_age_and_rises_with_use(seed: int) -> None:
+    """Whatever was seen: so a prefix is worth at least as much as what is behind it, which is older and less used."""
+    rng = random.Random(seed)
+    times = ReturnTimes(rng.choice((1, 40, 5000)))
+    last = dict[int, tuple[int, int]]()
+    for _ in range(700):
+        name, size = int(80 * rng.random() ** 3), rng.randint(1, 30)
+        since, uses = last.get(name, (0, 0))
+        if uses:
+            times.returned(class_of(uses), since, size)
+        last[name] = (times.clock, uses + 1)
+        by_class = [0] * NUM_CLASSES
+        by_class[class_of(uses + 1)] = size
+        times.asked(by_class)
+    ages = sorted(rng.randrange(10**6) for _ in range(100))
+    for of_class in range(NUM_CLASSES):
+        worths = [times.worth(of_class, age) for age in ages]
+        assert worths == sorted(worths, reverse=True)
+        if of_class:
+            assert all(worth >= times.worth(of_class - 1, age) for age, worth in zip(ages, worths, strict=True))
+
+
+def test_what_returns_soon_is_worth_more() -> None:
+    """Units asked for twice return within moments, others never: the former are worth much more."""
+    times, since = ReturnTimes(1000), 0
+    for number in range(1000):
+        if number % 2:
+            if since:
+                times.returned(1, since, 10)
+            since = times.clock
+            times.asked([0, 10, 0, 0])
+        else:
+            times.asked([10, 0, 0, 0])
+    assert times.worth(1, 5) > 5 * times.worth(0, 5)
+
+
+def test_what_is_counted_stays_small() -> None:
+    """However many requests come, what was asked for about the same time is counted together."""
+    times = ReturnTimes(10_000)
+    for _ in range(20_000):
+        times.asked([30, 0, 0, 0])
+    assert sum(map(len, times._by_bin)) <= 6 * NUM_BINS
+
+
+# -- the order ----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_asked_for_often_outlives_what_was_used_last() -> None:
+    """Once it is known that prompts asked for once do not return, they go first, however late they came."""
+    driven = learned(num_device=8, num_host=24)
+    for number in range(400):
+        driven.serve(A)
+        driven.serve(prompt(100 + 2 * number, 17))
+        driven.serve(prompt(101 + 2 * number, 17))
+    for number in range(6):  # more than the host holds
+        driven.serve(prompt(5000 + number, 17))
+    assert sum(driven.hit(A)) == 16
+
+
+def test_it_remembers_what_was_evicted() -> None:
+    """How often a prompt was asked for counts also after nothing of it is cached any more."""
+    driven = learned(num_device=8, num_host=8)
+    driven.serve(A)
+    driven.serve(B)
+    driven.serve(C)
+    driven.serve(D)
+    assert sum(driven.hit(A)) == 0
+    driven.serve(A)
+    assert {part.ring for part in host_order(driven) if part.run.tokens[0] == A[0] % 256} == {1}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_prefix_loses_its_tail_before_its_head(seed: int, device: bool, groups: int) -> None:
+    """In every tier, whichever order rules, and whatever hints spare."""
+    rng = random.Random(seed)
+    kinds = [KVCacheGroup("full", block_size=BLOCK), KVCacheGroup("window", SlidingWindow(9), BLOCK)][:groups]
+    driven = learned(16 * groups, 24 * groups, device=device, groups=kinds)
+    beginnings = [prompt(name, 12) for name in range(2)]
+    for number in range(250):
+        tokens = [*rng.choice(beginnings), *prompt(10 + rng.randrange(6), rng.randint(1, 30))]
+        if rng.random() < 0.2:
+            driven.ledger.hint(driven.prefix(tokens), expires_at=number + rng.randint(1, 30))
+        driven.ledger.lapse(number)
+        driven.serve(tokens)
+        for tier in driven.ledger.cache.tiers:
+            order = list(tier.order)
+            assert tier.order.oldest() is (order[0] if order else None)
+            places = {part: at for at, part in enumerate(order)}
+            for part, at in places.items():
+                head = part.run.before
+                if not part.band and head is not None and head.parts[part.tier] in places:
+                    assert places[head.parts[part.tier]] > at
+
+
+def test_a_reset_forgets_no_counts_and_keeps_its_kind() -> None:
+    """After a reset the order learns on, from an empty cache."""
+    driven = learned()
+    driven.serve(A)
+    driven.ledger.reset()
+    assert isinstance(driven.ledger.cache.tiers[Tier.HOST].order, LearnedOrder)
+    driven.serve(A)
+    assert {part.ring for part in host_order(driven)} == {1}
+
+
+# -- the guard ----------------------------------------------------------------------------------------------------
+
+
+def test_the_last_use_rules_where_it_hits_more() -> None:
+    """Where counts say the opposite of what is right, the guard sees it within some hundred requests."""
+    rng, times = random.Random(3), ReturnTimes(2000)
+    guard = Guard(times, 2000)
+    assert guard.is_learned
+    counts = HitCounts(LAYOUT, 20_000, 1, guard)
+    for number in range(600):  # those asked for often are over, and what is new returns once
+        name = number // 8 if number % 2 else 10_000 + number // 2 - rng.choice((0, 0, 12))
+        tokens = [name * 1000 + at for at in range(64)]
+        path = counts.path(TokenSequence(Prefix.of(Root(""), tokens), 1), 0, 64)
+        by_class = [0] * NUM_CLASSES
+        for counted in path:
+            counted.used(times.clock)
+            by_class[class_of(counted.num_uses)] += 64
+        guard.asked(path)
+        times.asked(by_class)
+        counts.trim()
+    assert guard._last_used.num_held <= guard._last_used.capacity
+    held = [len(part.blocks) for part in guard._last_used.parts.values()]
+    assert sum(held) == guard._last_used.num_held > 0
+    before = guard.is_learned
+    guard._learned_hits, guard._last_used_hits = 90.0, 100.0
+    guard.asked(path)
+    assert before and not guard.is_learned
+
+
+def test_a_sample_is_a_sixteenth() -> None:
+    """Of any run, however it is cut: its parts have what it had, and no more."""
+    counts = HitCounts(LAYOUT, 10**6)
+    total = 0
+    for name in range(200):
+        sequence = TokenSequence(Prefix.of(Root(""), [name * 1000 + at for at in range(100)]), 1)
+        (whole,) = counts.path(sequence, 0, 100)
+        size = num_sampled(whole, whole.run)
+        parts: list[CountedRun] = [*counts.path(sequence, 0, 37), *counts.path(sequence, 37, 100)]
+        assert sum(num_sampled(part, part.run) for part in parts) == size
+        total += size
+    assert 0.9 < total / (200 * 100 / 16) < 1.1
+
+
+# -- hints --------------------------------------------------------------------------------------------------------
+
+
+def spared(driven: Driven) -> set[int]:
+    return {part.ring // NUM_CLASSES for part in host_order(driven)}
+
+
+def test_a_hint_spares_until_it_expires() -> None:
+    """What it is about is evicted last, and is like all others from then on."""
+    driven = learned(num_device=8, num_host=12)
+    driven.serve(A)
+    assert driven.ledger.hint(driven.prefix(A), expires_at=10.0) == 16
+    assert driven.ledger.next_lapse == 10.0 and driven.ledger.statistics().num_hints == 1
+    for name in range(20, 40):
+        driven.serve(prompt(name, 17))
+    assert sum(driven.hit(A)) == 16
+    assert driven.ledger.hint(driven.prefix(A), expires_at=10.0) == 16
+    driven.ledger.lapse(9.9)
+    assert max(spared(driven)) > 0
+    driven.ledger.lapse(10.0)
+    assert spared(driven) == {0} and driven.ledger.statistics().num_hints == 0
+    for name in range(40, 60):
+        driven.serve(prompt(name, 17))
+    assert sum(driven.hit(A)) == 0
+
+
+def test_a_hint_never_pins() -> None:
+    """Where only spared blocks could make room, they go."""
+    driven = learned(num_device=8, num_host=8, device=True)
+    driven.serve(A)
+    driven.serve(B)
+    for tokens in (A, B):
+        driven.ledger.hint(driven.prefix(tokens), expires_at=100.0)
+    long = prompt(9, 32)
+    driven.serve(long)
+    assert sum(driven.hit(long)) == 28
+
+
+def test_a_hint_ends_when_it_has_come_true() -> None:
+    driven = learned()
+    driven.serve(A)
+    driven.ledger.hint(driven.prefix(A), expires_at=10.0)
+    driven.serve(A)
+    assert spared(driven) == {0} and driven.ledger.statistics().num_hints == 0
+
+
+def test_hints_that_never_come_true_spare_nothing() -> None:
+    """Those of their category; others do."""
+    driven = learned(num_device=8, num_host=12)
+    for number in range(30):
+        tokens = prompt(100 + number, 17)
+        driven.serve(tokens)
+        driven.ledger.hint(driven.prefix(tokens), expires_at=float(number), category="search")
+        driven.ledger.lapse(float(number))
+    driven.serve(A)
+    assert driven.ledger.hint(driven.prefix(A), expires_at=100.0, category="search") == 0
+    assert driven.ledger.hint(driven.prefix(A), expires_at=100.0, category="shell") == 16
+
+
+def test_a_hint_without_learned_eviction_spares_nothing() -> None:
+    driven = Driven(8)
+    driven.serve(A)
+    assert driven.ledger.hint(driven.prefix(A), expires_at=10.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [("expires_at", {"expires_at": "soon"}), ("category", {"expires_at": 1.0, "category": 5})],
+)
+def test_a_bad_hint_is_refused_by_name(argument: str, options: dict[str, Any]) -> None:
+    """Whether eviction learns or not."""
+    for driven in (learned(), Driven(8)):
+        with pytest.raises(InvalidArgument) as refused:
+            driven.ledger.hint(driven.prefix(A), **options)
+        assert refused.value.argument == argument
