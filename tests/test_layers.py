@@ -31,6 +31,7 @@ FLOORS = (
     "arguments groups records status table",
     "cells engine_ids eviction index owners paths",
     "engine_arrivals hit_counts kept labels presence tiers waiting",
+    "observing",
     "components matching observer policy",
     "engine_blocks splits",
     "cache",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-
-import attrs
+from dataclasses import dataclass, field
 
 from ..errors import OutOfBlocks, WrongState
 from .arguments import check_int
@@ -22,7 +21,7 @@ __all__ = ["Admission"]
 _S = RequestState
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Admission:
     """Decides which request gets device blocks, and when. No call waits, and a refused call takes nothing."""
 
@@ -33,7 +32,7 @@ class Admission:
     """Whether a job, a step or a request outside the line holds device blocks, which it will release some day."""
     yield_pin: Callable[[], bool] = lambda: False
     """Ends a pin that keeps device blocks. False: there is none. Called only if no other owner can make room."""
-    line: Line = attrs.field(factory=Line)
+    line: Line = field(default_factory=Line)
     _promised: int = 0
     """An upper bound of `num_least` for all waiters. If the capacity falls below it, some may no longer fit."""
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-
-import attrs
+from dataclasses import dataclass
 
 from ..arguments import shown
 from ..errors import CommitError
@@ -33,7 +32,7 @@ __all__ = ["Commits", "check_count", "is_at_end"]
 _S = RequestState
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Commits:
     cache: PrefixCache
     request_leases: RequestLeases

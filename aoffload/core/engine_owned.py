@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-
-import attrs
+from dataclasses import dataclass, field
 
 from ..errors import CommitError, InvalidArgument, WrongState
 from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
@@ -45,7 +44,7 @@ _NEW = "new_token_ids"
 _NOTHING: Mapping[int, range] = {}
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class EngineOwned:
     cache: PrefixCache
     request_leases: RequestLeases
@@ -56,7 +55,7 @@ class EngineOwned:
     arrivals: Arrivals
     pins: Pins
     num_rows: int
-    _unwritten: dict[Holding, dict[int, range]] = attrs.field(factory=dict)
+    _unwritten: dict[Holding, dict[int, range]] = field(default_factory=dict)
     """Units that the request's load skipped, by band number: they lay before the window at the end of the load. Blocks
     that the engine names there were never written."""
 

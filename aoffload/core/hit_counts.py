@@ -7,8 +7,7 @@ every block at each request; runs are compared as bytes and hashed once, as in t
 from __future__ import annotations
 
 from collections import OrderedDict
-
-import attrs
+from dataclasses import replace
 
 from .groups import Layout
 from .index import RunIndex
@@ -28,7 +27,7 @@ class HitCounts:
     """Hit counts of prefixes. The least recently seen is forgotten first, the end of a prefix before its start."""
 
     def __init__(self, layout: Layout, max_tokens: int) -> None:
-        self._index = RunIndex(attrs.evolve(layout, bands=()), epoch=0, tiers=())
+        self._index = RunIndex(replace(layout, bands=()), epoch=0, tiers=())
         self._unit_tokens = layout.unit_tokens
         self._max_tokens = max_tokens
         self._counts: OrderedDict[Run, int] = OrderedDict()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-
-import attrs
+from dataclasses import dataclass
 
 from ..errors import WrongState
 from .admission import Admission
@@ -32,7 +31,7 @@ __all__ = ["Loads", "has_holes", "require_no_holes"]
 _S = RequestState
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Loads:
     cache: PrefixCache
     request_leases: RequestLeases

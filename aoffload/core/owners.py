@@ -10,8 +10,6 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import attrs
-
 from ..errors import OutOfBlocks
 from .answer import NO_MATCH, PrefixMatch
 from .lifecycle import Computing, NoEpoch, OverlapState, RequestState
@@ -28,7 +26,7 @@ _UNREAD = (
 _UNDER_WAY = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class Extension:
     """What `extend` changed in the block tables, a list per group."""
 

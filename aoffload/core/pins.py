@@ -13,8 +13,7 @@ import itertools
 import math
 from bisect import insort
 from collections.abc import Iterator
-
-import attrs
+from dataclasses import dataclass, field
 
 from ..arguments import number_of, shown
 from ..errors import InvalidArgument, OutOfBlocks
@@ -35,7 +34,7 @@ __all__ = ["Pins", "pinned_parts"]
 _S = PinState
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class _Wish:
     """A lease to take: in `tier`, up to unit `stop`; of window bands from `starts` on."""
 
@@ -44,12 +43,12 @@ class _Wish:
     starts: list[int]
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Pins:
     cache: PrefixCache
     moves: Moves
     max_share: float
-    pins: list[Pin] = attrs.field(factory=list)
+    pins: list[Pin] = field(default_factory=list)
     """The held pins, by deadline, the earliest in front."""
     num_pins: int = 0
     """Pins begun so far."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import attrs
+from dataclasses import dataclass
 
 from ..errors import WrongState
 from .admission import Admission
@@ -23,7 +23,7 @@ __all__ = ["Preemption", "Preemptions"]
 _S = RequestState
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class Preemption:
     """What a preempted request has given up."""
 
@@ -37,7 +37,7 @@ class Preemption:
     """Stores to launch."""
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Preemptions:
     cache: PrefixCache
     request_leases: RequestLeases
