@@ -27,9 +27,10 @@ ROOMS = {
 FACES = ("ledger", "transport", "ranks", "cuda", "stores")
 """Where public names are imported from that are defined further down."""
 FLOORS = (
+    "build pools",
     "answer blocks intervals lifecycle plan restored tokens tombstones",
     "arguments groups records status table",
-    "cells engine_ids eviction index owners paths",
+    "cells engine_ids eviction index owners paths watching",
     "engine_arrivals hit_counts kept labels presence tiers waiting",
     "observing",
     "components matching observer policy",

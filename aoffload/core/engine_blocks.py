@@ -15,41 +15,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..arguments import check_has
 from ..errors import ConfigError
 from .eviction import EvictionOrder
 from .observer import Moves
 from .plan import Tier
+from .pools import EngineBlocks
 from .tiers import TierBlocks
 
-__all__ = ["EngineBlocks", "EngineTier", "FindsBlocks"]
-
-
-class EngineBlocks(Protocol):
-    """What an engine is told of its device blocks.
-
-    Both are called in the middle of ledger calls, also of those about other requests. They must neither raise nor call
-    the ledger: they only count references of each block. A block may be held several times, and is given as often.
-    """
-
-    def hold(self, block_ids: array[int]) -> object:
-        """A copy touches these blocks from now on: keep their contents, and do not reuse them, until `give`. vLLM:
-        `touch`."""
-        ...
-
-    def give(self, block_ids: array[int]) -> object:
-        """The copy does not touch them any more. vLLM: `free_blocks`."""
-        ...
-
-
-class FindsBlocks(EngineBlocks, Protocol):
-    """For an engine that can find, in its prefix cache, blocks that a request's table no longer names."""
-
-    def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
-        """Blocks `[start, stop)` of a request's tokens in group number `group`; 0 where there is none."""
-        ...
+__all__ = ["EngineTier"]
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -26,8 +26,9 @@ from .lifecycle import PinState
 from .owners import Holding, nobody
 from .plan import Tier
 from .status import Holder, RequestStatus, explained
-from .tiers import BlockWatcher, TierStatistics
+from .tiers import TierStatistics
 from .tokens import TokenSequence
+from .watching import BlockWatcher
 
 __all__ = ["Ledger", "LedgerStatistics", "RemoteCounts"]
 

@@ -25,7 +25,7 @@ from .observing import NullObserver, Observer
 from .owners import Holding, LoadOverlap
 from .records import Job
 
-__all__ = ["Moves", "NullObserver", "Observer"]
+__all__ = ["Moves"]
 
 
 @dataclass(slots=True, eq=False)

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from .blocks import DevicePool
 from .eviction import EvictionOrder
 from .plan import Tier
+from .pools import DevicePool
 from .records import Part
+from .watching import BlockWatcher
 
-__all__ = ["BlockWatcher", "DiskBlocks", "RemoteBlocks", "TierBlocks", "TierStatistics"]
-
-
-class BlockWatcher(Protocol):
-    """Receives each change of which blocks are cached, right after it and in the middle of a call: it must neither
-    raise nor call back. Blocks that move from one run to another stay cached and are not reported."""
-
-    def part_changed(self, part: Part, first: int, stop: int) -> None:
-        """`part` held units `[first, stop)` of its run, and holds `[part.first, part.stop)` now."""
-
-    def all_cleared(self, epoch: int) -> None:
-        """Nothing is cached any more. What is cached later belongs to `epoch`."""
+__all__ = ["DiskBlocks", "RemoteBlocks", "TierBlocks", "TierStatistics"]
 
 
 @dataclass(slots=True, frozen=True)

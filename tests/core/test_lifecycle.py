@@ -28,7 +28,8 @@ from aoffload.core.lifecycle import (
     State,
     mermaid,
 )
-from aoffload.core.observer import Moves, NullObserver
+from aoffload.core.observer import Moves
+from aoffload.core.observing import NullObserver
 from aoffload.errors import IllegalTransition, WrongState
 
 PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"

@@ -7,19 +7,23 @@ pools, orders, runs with parts and references, jobs, the line, holdings, counter
 from __future__ import annotations
 
 import enum
+import hashlib
 from array import array
 from collections.abc import Iterator
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-__all__ = ["changes", "fingerprint"]
+__all__ = ["changes", "fingerprint", "state_digest"]
 
 MEMOS = frozenset({"_hash_after", "_firsts"})
 """Fields computed on demand from other fields: reading may fill them in."""
 PLAIN = (int, float, str, bytes, type(None))
+FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType, type)
+LAYOUTS = ("__slots__", "__mypyc_attrs__")
+"""Where a class names its fields: a compiled one has no slots."""
 
 
-def fingerprint(*roots: object) -> dict[str, object]:
+def fingerprint(*roots: object, names_functions: bool = True) -> dict[str, object]:
     """Each object reachable from `roots`, field by field. Objects are named in the order they are met, so two
     fingerprints are equal if and only if both have the same values and the same references between objects."""
     names: dict[int, str] = {}
@@ -30,8 +34,8 @@ def fingerprint(*roots: object) -> dict[str, object]:
             return thing.name
         if isinstance(thing, PLAIN):
             return type(thing).__name__, thing  # True is not 1, and 1.0 is not either
-        if isinstance(thing, (FunctionType, MethodType, type)):
-            return thing.__qualname__, hash(thing)
+        if isinstance(thing, FUNCTIONS):
+            return (thing.__qualname__, hash(thing)) if names_functions else "function"
         if id(thing) not in names:
             names[id(thing)] = f"{type(thing).__name__} {len(names)}"
             waiting.append(thing)
@@ -41,6 +45,13 @@ def fingerprint(*roots: object) -> dict[str, object]:
     for thing in waiting:  # grows while it is read
         found[names[id(thing)]] = [(name, refer(value)) for name, value in _inside(thing)]
     return found
+
+
+def state_digest(*roots: object) -> str:
+    """A hash of the same values and references, equal in every process and in a compiled core: of functions it knows
+    only that they are there, and what they are bound to is reached in another way."""
+    found = fingerprint(*roots, names_functions=False)
+    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
 
 
 def _inside(thing: Any) -> Iterator[tuple[object, object]]:
@@ -61,7 +72,7 @@ def _inside(thing: Any) -> Iterator[tuple[object, object]]:
 
 
 def _fields(thing: object) -> Iterator[tuple[str, object]]:
-    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    slots = [name for kind in type(thing).__mro__ for layout in LAYOUTS for name in getattr(kind, layout, ())]
     for name in sorted({*slots, *getattr(thing, "__dict__", {})} - MEMOS - {"__weakref__", "__dict__"}):
         yield name, getattr(thing, name)
 
