@@ -10,6 +10,7 @@ import enum
 import hashlib
 from array import array
 from collections.abc import Iterator
+from functools import cache
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -72,9 +73,18 @@ def _inside(thing: Any) -> Iterator[tuple[object, object]]:
 
 
 def _fields(thing: object) -> Iterator[tuple[str, object]]:
-    slots = [name for kind in type(thing).__mro__ for layout in LAYOUTS for name in getattr(kind, layout, ())]
-    for name in sorted({*slots, *getattr(thing, "__dict__", {})} - MEMOS - {"__weakref__", "__dict__"}):
+    kind: Any = type(thing)
+    names = _slots_of(kind)
+    if own := getattr(thing, "__dict__", None):
+        names = tuple(sorted({*names, *own} - MEMOS))
+    for name in names:
         yield name, getattr(thing, name)
+
+
+@cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    found = {name for base in kind.__mro__ for layout in LAYOUTS for name in getattr(base, layout, ())}
+    return tuple(sorted(found - MEMOS - {"__weakref__", "__dict__"}))
 
 
 def changes(before: dict[str, object], after: dict[str, object]) -> list[str]:

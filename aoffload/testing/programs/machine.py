@@ -44,7 +44,7 @@ class Machine(RemoteCalls):
         super().__init__(world)
         self.refused: set[int] = set()
         self.num_calls = 0
-        self.steps_taken: list[str] | None = None
+        self.taken: list[str] | None = None
         """With a list: each call, what it said, and a digest of all that the ledger and the plans are after it."""
         self._refused_before = refused_before
         self._digest = hashlib.blake2b()
@@ -71,8 +71,8 @@ class Machine(RemoteCalls):
         except Exception as error:
             raise Violation(f"a crash ({type(error).__name__})", f"{call}: {error!r}") from error
         self._digest.update(f"{call.name} {said}\n".encode())
-        if self.steps_taken is not None:
-            self.steps_taken.append(f"{call.name} {said} {state_digest(self.ledger, self.plans)}")
+        if self.taken is not None:
+            self.taken.append(f"{call} -> {said} {state_digest(self.ledger, self.plans)}")
         self.erase_forgotten()
         self.laws.after(call, number)
 
