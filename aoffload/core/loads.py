@@ -53,8 +53,9 @@ class Loads:
             limit = check_int("max_tokens", max_tokens, 0) // self.cache.layout.unit_tokens
         if holding.state is _S.RUNNING:
             return ()
-        if holding.load is not None:  # called again after a cancelled call
-            holding.load.wake_by(wake)
+        load = holding.load
+        if load is not None:  # called again after a cancelled call
+            load.wake_by(wake)
             return ()
         if holding.waiter is not None:
             if holding.state is not _S.REQUEUED:

@@ -13,8 +13,8 @@ class BlockWatcher(Protocol):
     """Receives each change of which blocks are cached, right after it and in the middle of a call: it must neither
     raise nor call back. Blocks that move from one run to another stay cached and are not reported."""
 
-    def part_changed(self, part: Part, first: int, stop: int) -> None:
+    def part_changed(self, part: Part, first: int, stop: int) -> object:
         """`part` held units `[first, stop)` of its run, and holds `[part.first, part.stop)` now."""
 
-    def all_cleared(self, epoch: int) -> None:
+    def all_cleared(self, epoch: int) -> object:
         """Nothing is cached any more. What is cached later belongs to `epoch`."""
