@@ -42,7 +42,7 @@ class Loads:
     def plan(
         self,
         holding: Holding,
-        max_tokens: int | None = None,
+        max_tokens: object = None,
         wake: Callable[[], object] = nobody,
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:

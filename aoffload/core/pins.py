@@ -55,14 +55,14 @@ class Pins:
 
     # -- beginning and end ----------------------------------------------------------------------------------------
 
-    def pin(self, sequence: TokenSequence, expires_at: float, ledger: object) -> Pin:
+    def pin(self, sequence: TokenSequence, expires_at: object, ledger: object) -> Pin:
         """Pin what is cached of `sequence`, to its last whole unit; `OutOfBlocks` beyond the share changes nothing."""
-        expires_at = _check_time("expires_at", expires_at)
+        expiry = _check_time("expires_at", expires_at)
         limit = sequence.num_tokens // self.cache.layout.unit_tokens
         hit, wishes = self._wishes(sequence, limit)
         self._check_share(hit, wishes)
         self.num_pins += 1
-        pin = Pin(self.num_pins, sequence, expires_at, ledger)
+        pin = Pin(self.num_pins, sequence, expiry, ledger)
         self._take(pin, hit, wishes)
         insort(self.pins, pin, key=lambda held: held.expires_at)
         self.moves.pin(pin, _S.HELD)
@@ -83,11 +83,11 @@ class Pins:
         """When the first pin lapses; infinity without one."""
         return self.pins[0].expires_at if self.pins else math.inf
 
-    def lapse(self, now: float) -> bool:
+    def lapse(self, now: object) -> bool:
         """End every pin whose deadline has come; whether there was one."""
-        now = _check_time("now", now)
+        seconds = _check_time("now", now)
         before = len(self.pins)
-        while self.pins and self.pins[0].expires_at <= now:
+        while self.pins and self.pins[0].expires_at <= seconds:
             self.end(self.pins[0], _S.LAPSED)
         return len(self.pins) < before
 

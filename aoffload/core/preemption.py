@@ -79,7 +79,7 @@ class Preemptions:
         num_freed = max(0, self.admission.room - before)  # less than 0 if stores pin the margin before a window
         return Preemption(num_freed, len(set().union(*read.values())), job_ids, plans)
 
-    def resume(self, holding: Holding, num_tokens: int | None) -> None:
+    def resume(self, holding: Holding, num_tokens: object) -> None:
         """Match it again, with what it has computed: PINNED. It asks for room and a load as after the first match."""
         require(holding, "resume", _S.PREEMPTED)
         if num_tokens is not None:

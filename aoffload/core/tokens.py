@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
 from typing import Protocol
 
 import numpy as np
@@ -79,7 +78,8 @@ class TokenSequence:
 
     def copy(self) -> TokenSequence:
         """A copy that can continue with other tokens."""
-        twin = copy(self)
+        twin = TokenSequence(Prefix(self.root, self._prompt, self._spans), self._unit_tokens)
+        twin.num_tokens, twin._hashed = self.num_tokens, self._hashed
         twin._added = self._added[:]
         return twin
 
