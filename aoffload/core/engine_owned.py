@@ -222,7 +222,8 @@ class EngineOwned:
         self, holding: Holding, first_wrong: object, others: Iterable[Holding]
     ) -> tuple[list[Holding], list[Job]]:
         """Take back what was offered from token `first_wrong` on, and all cached behind it. Returns those of `others`
-        that may have read it, in the engine's cache or from the host, and the jobs settled by discarding queued stores."""
+        that may have read it, in the engine's cache or from the host, and the jobs settled by discarding queued
+        stores."""
         require(holding, "invalidate", _S.RUNNING)
         from_token = check_int("from_token", first_wrong, 0, holding.num_computed_tokens)
         self._check_readable(holding, from_token)

@@ -79,8 +79,8 @@ class TokenSequence:
     def copy(self) -> TokenSequence:
         """A copy that can continue with other tokens."""
         twin = TokenSequence(Prefix(self.root, self._prompt, self._spans), self._unit_tokens)
-        twin.num_tokens, twin._hashed = self.num_tokens, self._hashed
-        twin._added = self._added[:]
+        twin._hashed = self._hashed
+        twin.append(bytes(self._added))
         return twin
 
     def agrees(self, other: TokenSequence, num_tokens: int) -> bool:
