@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-__all__ = ["DevicePool", "EngineBlocks", "FindsBlocks"]
+__all__ = ["DevicePool", "EngineBlocks", "FindsBlocks", "TakesIds"]
 
 
 class DevicePool(Protocol):
@@ -28,6 +28,14 @@ class DevicePool(Protocol):
     def give(self, block_ids: array[int]) -> None: ...
 
     def free_ids(self) -> Iterable[int]: ...
+
+
+class TakesIds(DevicePool, Protocol):
+    """A pool of slots on a disk: what a restart has found is taken by its ids."""
+
+    def are_free(self, block_ids: Sequence[int]) -> bool: ...
+
+    def take_ids(self, block_ids: array[int]) -> None: ...
 
 
 class EngineBlocks(Protocol):

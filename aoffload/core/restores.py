@@ -13,9 +13,9 @@ from ..arguments import as_tuple, check_type, shown
 from ..errors import InvalidArgument
 from ..prefix import TOKEN_BYTES, Hasher, Prefix, Root
 from .arguments import check_int
-from .blocks import ExtentPool
 from .cache import PrefixCache
 from .plan import Tier
+from .pools import TakesIds
 from .records import Run
 from .restored import RestoredRun
 from .tokens import TokenSequence, hash_run
@@ -26,7 +26,7 @@ __all__ = ["Restores", "check_restored"]
 @dataclass(slots=True, eq=False)
 class Restores:
     cache: PrefixCache
-    pool: ExtentPool
+    pool: TakesIds
     _ends: dict[bytes, Run] = field(default_factory=dict)
     """By the digest of the prefix up to its end: the run that ended there when it was restored."""
     _bare: dict[bytes, RestoredRun] = field(default_factory=dict)
