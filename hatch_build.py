@@ -11,7 +11,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-REQUIRED = ["attrs>=24.1", "hatch-mypyc==0.16.0", "mypy==2.4.1", "setuptools>=70"]
+REQUIRED = ["attrs>=24.1", "hatch-mypyc==0.16.0", "mypy==2.4.1", "numpy>=2", "setuptools>=70"]
 """Of the build, where it compiles. The generated C follows the version of mypy, so it is one that the proof has run."""
 
 

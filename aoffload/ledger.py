@@ -18,8 +18,7 @@ from .core.plan import BlockLabel, CellLabel, Completion, Direction, Outcome, Tr
 from .core.policy import StorePolicy, StoreScope
 from .core.pools import DevicePool, EngineBlocks
 from .core.restored import RestoredRun
-from .core.status import Holder, RequestStatus, WaitsFor
-from .core.tiers import TierStatistics
+from .core.status import Holder, RequestStatus, TierStatistics, WaitsFor
 from .core.watching import BlockWatcher
 from .errors import IllegalTransition, LeaseError
 from .kinds import AttentionKind

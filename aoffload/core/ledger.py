@@ -25,8 +25,7 @@ from .ledger_work import WorkingRequests
 from .lifecycle import PinState
 from .owners import Holding, nobody
 from .plan import Tier
-from .status import Holder, RequestStatus, explained
-from .tiers import TierStatistics
+from .status import Holder, RequestStatus, TierStatistics, explained
 from .tokens import TokenSequence
 from .watching import BlockWatcher
 

@@ -9,22 +9,10 @@ from .eviction import EvictionOrder
 from .plan import Tier
 from .pools import DevicePool
 from .records import Part
+from .status import TierStatistics
 from .watching import BlockWatcher
 
-__all__ = ["DiskBlocks", "RemoteBlocks", "TierBlocks", "TierStatistics"]
-
-
-@dataclass(slots=True, frozen=True)
-class TierStatistics:
-    """Blocks of one tier by state; the last four add up to the first."""
-
-    num_blocks: int
-    num_free: int
-    num_cached: int
-    """Findable and under no lease: evictable."""
-    num_pinned: int
-    """All others: leased, private to a request, destinations of jobs, or tombstones."""
-    num_quarantined: int
+__all__ = ["DiskBlocks", "RemoteBlocks", "TierBlocks"]
 
 
 @dataclass(slots=True, eq=False, repr=False)
