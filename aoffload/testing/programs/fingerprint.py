@@ -35,8 +35,10 @@ def fingerprint(*roots: object, names_functions: bool = True) -> dict[str, objec
             return thing.name
         if isinstance(thing, PLAIN):
             return type(thing).__name__, thing  # True is not 1, and 1.0 is not either
+        if not names_functions and callable(thing):  # a compiled lambda is an object of its own class
+            return "function"
         if isinstance(thing, FUNCTIONS):
-            return (thing.__qualname__, hash(thing)) if names_functions else "function"
+            return thing.__qualname__, hash(thing)
         if id(thing) not in names:
             names[id(thing)] = f"{type(thing).__name__} {len(names)}"
             waiting.append(thing)
