@@ -37,6 +37,8 @@ def fingerprint(*roots: object, names_functions: bool = True) -> dict[str, objec
             return type(thing).__name__, thing  # True is not 1, and 1.0 is not either
         if not names_functions and callable(thing):  # a compiled lambda is an object of its own class
             return "function"
+        if not names_functions and isinstance(thing, tuple):  # which equal tuples are one object is the build's affair
+            return tuple(map(refer, thing))
         if isinstance(thing, FUNCTIONS):
             return thing.__qualname__, hash(thing)
         if id(thing) not in names:
