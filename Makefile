@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed bench bench-peers clean
+.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed bench bench-peers compiled test-compiled lockstep wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -139,6 +139,43 @@ $(PEERS)/lmcache/.installed: constraints.txt
 	$(PEERS)/lmcache/bin/python -m pip install --quiet --constraint constraints.txt torch $(LMCACHE_IMPORTS)
 	$(PEERS)/lmcache/bin/python -m pip install --quiet --no-deps lmcache==0.5.6
 	touch $@
+
+# The core compiled by mypyc, in an environment of its own that shares the packages of $(VENV). It is built from the source
+# distribution, so that nothing compiled gets into the clone, which stays pure. Needs a C compiler: some minutes.
+COMPILED := build/compiled
+WHEELS := build/wheels
+COMPILED_PYTHON := $(COMPILED)/bin/python
+COMPILED_TESTS ?= tests/core tests/ledger
+PROGRAMS ?= 20000
+
+compiled: $(COMPILED)/.installed
+
+$(COMPILED)/.installed: $(WHEELS)/.compiled proof/beside.py
+	rm -rf $(COMPILED)
+	$(PYTHON) -m venv --without-pip $(COMPILED)
+	$(BIN)/python -m pip --python $(COMPILED_PYTHON) install --quiet --no-deps --no-index $(WHEELS)/compiled/*.whl
+	$(BIN)/python proof/beside.py $(COMPILED)  # afterwards: pip would take the clone's for installed
+	touch $@
+
+CORE := $(wildcard aoffload/*.py aoffload/core/*.py)
+
+$(WHEELS)/.compiled: $(VENV)/.installed hatch_build.py $(CORE)
+	rm -rf $(WHEELS)/compiled
+	AOFFLOAD_COMPILE=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir $(WHEELS)/compiled
+	touch $@
+
+# The tests of the core with the compiled one, but for those that need the pure one, which say why.
+test-compiled: $(COMPILED)/.installed
+	cd $(COMPILED)/tree && ../bin/python -m pytest -p no:cacheprovider -rs $(COMPILED_TESTS)
+
+# Random programs in lockstep, pure beside compiled.
+lockstep: $(COMPILED)/.installed
+	$(BIN)/python -m proof.lockstep --beside $(COMPILED_PYTHON) --programs $(PROGRAMS)
+
+# Both wheels of this interpreter, built and tested: each installed in turn, the same demo with each.
+wheels: $(WHEELS)/.compiled
+	$(BIN)/python -m build --wheel --outdir $(WHEELS)/pure
+	$(BIN)/python -m proof.wheels $(WHEELS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import attrs
 
+from .core.build import is_compiled
 from .errors import MissingExtra
 from .extras import needed
 
@@ -82,7 +83,11 @@ def usage() -> str:
 
 def versions() -> str:
     """The version, and on a second line what a report of a fault has to say about its surroundings."""
-    surroundings = [f"Python {platform.python_version()}", f"{platform.system()} {platform.machine()}"]
+    surroundings = [
+        f"Python {platform.python_version()}",
+        f"{platform.system()} {platform.machine()}",
+        "compiled core" if is_compiled else "pure core",
+    ]
     for name in REPORTED:
         try:
             surroundings.append(f"{name} {version(name)}")

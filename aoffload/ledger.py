@@ -5,23 +5,23 @@ bookkeeping. Nothing here needs torch.
 """
 
 from .core.answer import Answer
-from .core.blocks import DevicePool
+from .core.build import is_compiled
 from .core.cells import cells_of
 from .core.choice import CostChoice, Loadable, LoadChoice, LoadOffer, TierOffer
-from .core.engine_blocks import EngineBlocks
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
 from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
 from .core.learning import LearnedEviction
 from .core.ledger import LedgerStatistics, RemoteCounts
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
-from .core.observer import Observer
+from .core.observing import Observer
 from .core.owners import Holding, LoadOverlap, Waiter
 from .core.plan import BlockLabel, CellLabel, Completion, Direction, Outcome, TransferPlan
 from .core.policy import StorePolicy, StoreScope
+from .core.pools import DevicePool, EngineBlocks
 from .core.restored import RestoredRun
-from .core.status import Holder, RequestStatus, WaitsFor
-from .core.tiers import BlockWatcher, TierStatistics
+from .core.status import Holder, RequestStatus, TierStatistics, WaitsFor
+from .core.watching import BlockWatcher
 from .errors import IllegalTransition, LeaseError
 from .kinds import AttentionKind
 from .load_costs import LoadCosts
@@ -85,4 +85,5 @@ __all__ = [
     "Waiter",
     "WaitsFor",
     "cells_of",
+    "is_compiled",
 ]

@@ -9,7 +9,7 @@ from .arguments import check_has
 from .core.kept import CacheTransfer, Pin, Step
 from .core.ledger_rooms import OBSERVES
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
-from .core.observer import NullObserver, Observer
+from .core.observing import NullObserver, Observer
 from .core.owners import Holding, LoadOverlap
 from .core.plan import Completion, Tier
 from .core.records import Job

@@ -12,9 +12,8 @@ from anyio.abc import TaskGroup
 
 from .arguments import as_tuple, check_has, check_type
 from .config import OffloadConfig
-from .core.blocks import DevicePool
-from .core.engine_blocks import EngineBlocks
 from .core.ledger import Ledger
+from .core.pools import DevicePool, EngineBlocks
 from .disk_work import DiskWork
 from .env import Env
 from .errors import ConfigError, InvalidArgument, RuntimeClosed

@@ -24,8 +24,9 @@ import attrs
 import numpy as np
 import torch
 
-from aoffload.core.blocks import DevicePool, ExtentPool, FreeList
+from aoffload.core.blocks import ExtentPool, FreeList
 from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
+from aoffload.core.pools import DevicePool
 from aoffload.env import Env
 from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.region_fences import RegionFences

@@ -211,8 +211,8 @@ _PUBLISHING = (
     Mutant(
         "partial block published",
         COMMITS,
-        "publish(self.request_leases, holding, num_computed_tokens // self.cache.layout.unit_tokens)",
-        "publish(self.request_leases, holding, self.cache.layout.num_units(num_computed_tokens))",
+        "publish(self.request_leases, holding, num_tokens // self.cache.layout.unit_tokens)",
+        "publish(self.request_leases, holding, self.cache.layout.num_units(num_tokens))",
         "partial blocks are never cached",
     ),
     Mutant(

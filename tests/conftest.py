@@ -10,11 +10,24 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from aoffload.ledger import is_compiled
+
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
 """The same examples each time, however slow or busy the machine is."""
+
+
+def pytest_report_header() -> str:
+    return f"core: {'compiled' if is_compiled else 'pure'}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where the core is compiled, what only the pure one can do is skipped, with the reason that its marker gives."""
+    for item in items:
+        if is_compiled and (marker := item.get_closest_marker("pure")) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"pure core only: {marker.args[0]}"))
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from aoffload import AoffloadError, __version__
 from aoffload.cli import COMMANDS, Command, main
 from aoffload.env import MissingExtra
 from aoffload.extras import MODULES, needed
+from aoffload.ledger import is_compiled
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -48,6 +49,7 @@ def test_the_version_and_its_surroundings(capsys: pytest.CaptureFixture[str]) ->
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"aoffload {__version__}"
     assert second.startswith(f"Python {platform.python_version()}, ") and "torch 2." in second
+    assert f", {'compiled' if is_compiled else 'pure'} core, " in second
 
 
 def test_the_version_is_the_changelog_s() -> None:

@@ -27,10 +27,12 @@ ROOMS = {
 FACES = ("ledger", "transport", "ranks", "cuda", "stores")
 """Where public names are imported from that are defined further down."""
 FLOORS = (
+    "build pools",
     "answer blocks choice intervals lifecycle plan restored returns tokens tombstones",
     "arguments groups records status table",
-    "cells engine_ids eviction index owners paths",
+    "cells engine_ids eviction index owners paths watching",
     "engine_arrivals hit_counts kept labels learned_order presence tiers waiting",
+    "observing",
     "components matching observer policy shadows",
     "engine_blocks splits",
     "cache",

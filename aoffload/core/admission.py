@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-
-import attrs
+from dataclasses import dataclass, field
 
 from ..errors import OutOfBlocks, WrongState
 from .arguments import check_int
@@ -22,7 +21,7 @@ __all__ = ["Admission"]
 _S = RequestState
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Admission:
     """Decides which request gets device blocks, and when. No call waits, and a refused call takes nothing."""
 
@@ -33,20 +32,20 @@ class Admission:
     """Whether a job, a step or a request outside the line holds device blocks, which it will release some day."""
     yield_pin: Callable[[], bool] = lambda: False
     """Ends a pin that keeps device blocks. False: there is none. Called only if no other owner can make room."""
-    line: Line = attrs.field(factory=Line)
+    line: Line = field(default_factory=Line)
     _promised: int = 0
     """An upper bound of `num_least` for all waiters. If the capacity falls below it, some may no longer fit."""
 
     # -- what a request asks for ----------------------------------------------------------------------------------
 
-    def allocate_nowait(self, holding: Holding, num_tokens: int | None = None) -> None:
+    def allocate_nowait(self, holding: Holding, num_tokens: object = None) -> None:
         """Take blocks for `num_tokens` (None: the prompt), all or nothing; `OutOfBlocks` changes nothing."""
         num_units = self._units_to_allocate(holding, num_tokens)
         blocks = self._take_nowait(holding, num_units, behind=bool(self.line.allocating or self.line.extending))
         self._allocated(holding, num_units, blocks)
 
     def queue_allocation(
-        self, holding: Holding, num_tokens: int | None = None, wake: Callable[[], object] = nobody
+        self, holding: Holding, num_tokens: object = None, wake: Callable[[], object] = nobody
     ) -> Waiter:
         """Join the line. `wake` is called once the waiter is granted or failed; then `accept` or `withdraw` it."""
         num_units = self._units_to_allocate(holding, num_tokens)
@@ -55,14 +54,14 @@ class Admission:
         self.wait_for_allocation(waiter)
         return waiter
 
-    def _units_to_allocate(self, holding: Holding, num_tokens: int | None) -> int:
+    def _units_to_allocate(self, holding: Holding, num_tokens: object) -> int:
         require(holding, "allocate", _S.PINNED)
         if holding.waiter is not None:
             raise is_waiting(holding, "allocate")
         wanted = holding.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
         return max(self.cache.layout.num_units(wanted), holding.published)
 
-    def extend_nowait(self, holding: Holding, num_tokens: int) -> Extension:
+    def extend_nowait(self, holding: Holding, num_tokens: object) -> Extension:
         """Extend the block table to `num_tokens` in all; `OutOfBlocks` changes nothing."""
         num_units = self._units_to_extend(holding, num_tokens)
         before = holding.num_units
@@ -74,7 +73,7 @@ class Admission:
         self.request_leases.lengthen_tables(holding, num_units, blocks)
         return self.extension(holding, before)
 
-    def queue_extension(self, holding: Holding, num_tokens: int, wake: Callable[[], object] = nobody) -> Waiter:
+    def queue_extension(self, holding: Holding, num_tokens: object, wake: Callable[[], object] = nobody) -> Waiter:
         """Join the line for more room, ahead of all allocations."""
         num_units = self._units_to_extend(holding, num_tokens)
         self._check_fits(holding, num_units)
@@ -82,7 +81,7 @@ class Admission:
         self._wait_for_extension(waiter)
         return waiter
 
-    def _units_to_extend(self, holding: Holding, num_tokens: int) -> int:
+    def _units_to_extend(self, holding: Holding, num_tokens: object) -> int:
         require(holding, "extend", _S.ALLOCATED, _S.RUNNING)
         if holding.waiter is not None:
             raise is_waiting(holding, "extend")
@@ -176,7 +175,7 @@ class Admission:
         fresh = self.request_leases.num_fresh(holding.published, holding.hit_stop, num_units)
         return fresh + self.request_leases.num_kept(holding)
 
-    def check_could_fit(self, num_tokens: int) -> None:
+    def check_could_fit(self, num_tokens: object) -> None:
         """Raise `OutOfBlocks` if no match could make `num_tokens` fit: their full attention alone is too much."""
         needed = self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1)) * self.cache.layout.full.width
         if needed > self.capacity:

@@ -5,35 +5,14 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 
-__all__ = ["DevicePool", "ExtentPool", "FreeList", "are_neighbours"]
+__all__ = ["ExtentPool", "FreeList", "are_neighbours"]
 
 
 FEW = 100
 """Below this many ids, comparing them is faster than looking for gaps by numpy."""
-
-
-class DevicePool(Protocol):
-    """Hands out block ids and takes them back: a `FreeList`, unless the blocks are engine-owned."""
-
-    @property
-    def num_blocks(self) -> int:
-        """All usable blocks, without the null block."""
-        ...
-
-    @property
-    def num_free(self) -> int: ...
-
-    def take(self, num_blocks: int) -> array[int]:
-        """Take exactly `num_blocks` ids. The caller has checked that there are enough."""
-        ...
-
-    def give(self, block_ids: array[int]) -> None: ...
-
-    def free_ids(self) -> Iterable[int]: ...
 
 
 class FreeList:

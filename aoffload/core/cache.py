@@ -25,8 +25,9 @@ from .index import RunIndex
 from .plan import Tier
 from .records import Lease, Part, Run
 from .splits import SplitsAndMerges
-from .tiers import BlockWatcher, TierBlocks
+from .tiers import TierBlocks
 from .tokens import TokenSequence
+from .watching import BlockWatcher
 
 __all__ = ["PrefixCache"]
 

@@ -7,8 +7,7 @@ and computes nothing. When its jobs are over, it releases everything; what has l
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import attrs
+from dataclasses import dataclass, field
 
 from .admission import Admission
 from .cache import PrefixCache
@@ -31,7 +30,7 @@ __all__ = ["CacheTransfers"]
 _S = CacheTransferState
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class CacheTransfers:
     cache: PrefixCache
     request_leases: RequestLeases
@@ -40,7 +39,7 @@ class CacheTransfers:
     stores: Stores
     admission: Admission
     max_share: float
-    under_way: dict[Holding, CacheTransfer] = attrs.field(factory=dict)
+    under_way: dict[Holding, CacheTransfer] = field(default_factory=dict)
     num_cache_transfers: int = 0
     """Cache transfers begun so far."""
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-
-import attrs
+from dataclasses import dataclass
 
 from ..arguments import shown
 from ..errors import CommitError
@@ -34,7 +33,7 @@ __all__ = ["Commits", "check_count", "is_at_end"]
 _S = RequestState
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Commits:
     cache: PrefixCache
     request_leases: RequestLeases
@@ -47,28 +46,28 @@ class Commits:
     learning: Learning | None = None
 
     def commit(
-        self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds = ()
+        self, holding: Holding, num_computed_tokens: object, new_token_ids: TokenIds = ()
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish the whole units of the first `num_computed_tokens` (a total, not an
         increment). Returns the stores to launch."""
-        added = self.check(holding, num_computed_tokens, new_token_ids)
+        num_tokens, added = self.check(holding, num_computed_tokens, new_token_ids)
         if holding.state is _S.ALLOCATED:
             self.request_leases.end_host_lease(holding)
             self.moves.request(holding, _S.RUNNING)
         if added:
             holding.sequence.append(added)
-        holding.committed(num_computed_tokens)
+        holding.committed(num_tokens)
         plans: tuple[TransferPlan, ...] = ()
         first = holding.published
         if holding.epoch == self.cache.epoch:
-            publish(self.request_leases, holding, num_computed_tokens // self.cache.layout.unit_tokens)
+            publish(self.request_leases, holding, num_tokens // self.cache.layout.unit_tokens)
             plans = self.offer_stores(holding, first)
         if self.cache.layout.windows:
             slide(self.cache, holding)
         return plans
 
-    def check(self, holding: Holding, num_computed_tokens: int, new_token_ids: TokenIds) -> bytes:
-        """Raise if the commit is invalid; returns the new tokens, encoded."""
+    def check(self, holding: Holding, num_computed_tokens: object, new_token_ids: TokenIds) -> tuple[int, bytes]:
+        """Raise if the commit is invalid; returns `num_computed_tokens`, and the new tokens, encoded."""
         if holding.computing is Computing.LOST_BLOCKS:
             problem = f"cannot count: {holding} was preempted since its last step: compute again in a new step"
             raise CommitError("num_computed_tokens", problem)
@@ -77,14 +76,14 @@ class Commits:
             require_no_holes(holding, "commit")
         has_none = type(new_token_ids) is tuple and not new_token_ids  # as most commits of a prefill
         added = b"" if has_none else encode_tokens(new_token_ids, "new_token_ids")
-        check_count(holding, num_computed_tokens, holding.num_computed_tokens, len(added) // TOKEN_BYTES)
+        num_tokens = check_count(holding, num_computed_tokens, holding.num_computed_tokens, len(added) // TOKEN_BYTES)
         if holding.overlap is not None:
-            check_valid(holding, num_computed_tokens)
+            check_valid(holding, num_tokens)
         allocated = holding.num_units * self.cache.layout.unit_tokens
-        if num_computed_tokens > allocated:
-            problem = f"is {num_computed_tokens}, beyond the {allocated} tokens that were allocated"
+        if num_tokens > allocated:
+            problem = f"is {num_tokens}, beyond the {allocated} tokens that were allocated"
             raise CommitError("num_computed_tokens", problem)
-        return added
+        return num_tokens, added
 
     def offer_stores(self, holding: Holding, first: int, *, is_last: bool = False) -> tuple[TransferPlan, ...]:
         """Plan the stores that the policy wants now: of the path of `holding`, the units from `first` on, and those
@@ -128,7 +127,7 @@ class Commits:
         """Plan stores of what is about to be evicted; none unless the policy has a watermark."""
         return tuple([job.plan for job in self.watermark.plan()]) if self.watermark.num_blocks else ()
 
-    def invalidate(self, holding: Holding, from_token: int, readers: Iterable[Holding]) -> tuple[Holding, ...]:
+    def invalidate(self, holding: Holding, first_wrong: object, readers: Iterable[Holding]) -> tuple[Holding, ...]:
         """See `Ledger.invalidate`. Also returns requests that are over.
 
         Requests that have matched the wrong KV but have no block tables yet are matched again. If such a request has a
@@ -136,7 +135,8 @@ class Commits:
         """
         require(holding, "invalidate", _S.RUNNING)
         ready = holding.ready_stop * self.cache.layout.unit_tokens
-        if not ready <= check_int("from_token", from_token, 0) <= holding.num_computed_tokens:
+        from_token = check_int("from_token", first_wrong, 0)
+        if not ready <= from_token <= holding.num_computed_tokens:
             raise CommitError("from_token", f"must lie in [{ready}, {holding.num_computed_tokens}], got {from_token}")
         start = from_token // self.cache.layout.unit_tokens
         others = [other for other in readers if other is not holding]
@@ -221,9 +221,9 @@ def is_at_end(holding: Holding) -> bool:
     return num_prompt <= holding.num_computed_tokens <= holding.sequence.num_tokens <= num_prompt + 1
 
 
-def check_count(holding: Holding, num_computed_tokens: int, before: int, num_added: int) -> None:
-    """Raise `CommitError` unless `num_computed_tokens` is an integer, at least `before`, and at most the tokens
-    that are known, `num_added` new ones included."""
+def check_count(holding: Holding, num_computed_tokens: object, before: int, num_added: int) -> int:
+    """`num_computed_tokens`; `CommitError` unless it is an integer, at least `before`, and at most the tokens that are
+    known, `num_added` new ones included."""
     name = "num_computed_tokens"
     if type(num_computed_tokens) is not int:
         raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
@@ -232,6 +232,7 @@ def check_count(holding: Holding, num_computed_tokens: int, before: int, num_add
     known = holding.sequence.num_tokens + num_added
     if num_computed_tokens > known:
         raise CommitError(name, f"is {num_computed_tokens}, beyond the {known} tokens that are known")
+    return num_computed_tokens
 
 
 def _read(holding: Holding) -> Iterator[Run]:

@@ -6,9 +6,8 @@ A prefix goes whole: the disk holds nothing whose front it lacks. How much may b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
-
-import attrs
 
 from .policy import AlsoCounts
 from .presence import covered_stop
@@ -27,7 +26,7 @@ MAX_LOOKED_AT = 64
 """Prefixes of which one call asks how often they were asked for."""
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class DiskStores:
     watermark: EvictionWatermark
     counts: AlsoCounts

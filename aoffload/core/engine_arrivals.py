@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-import attrs
+from dataclasses import dataclass, field, replace
 
 from .owners import Holding
 from .records import Job
@@ -18,7 +16,7 @@ from .records import Job
 __all__ = ["Arrival", "Arrivals"]
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class Arrival:
     """Units `[start, stop)` on their way into an engine's blocks. Once their request has offered, the engine's own
     prefix cache has them, and other requests hit them there."""
@@ -85,7 +83,7 @@ class Arrivals:
         if stop == arrival.start:
             del self.under_way[holding]
         else:
-            self.under_way[holding] = attrs.evolve(arrival, stop=stop)
+            self.under_way[holding] = replace(arrival, stop=stop)
         return self._waiting_for(holding)
 
     def taken_back(self, holding: Holding, stop: int) -> list[Callable[[], object]]:

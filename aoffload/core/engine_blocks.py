@@ -14,53 +14,30 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Protocol
-
-import attrs
+from dataclasses import dataclass, field
 
 from ..arguments import check_has
 from ..errors import ConfigError
 from .eviction import EvictionOrder
 from .observer import Moves
 from .plan import Tier
+from .pools import EngineBlocks
 from .tiers import TierBlocks
 
-__all__ = ["EngineBlocks", "EngineTier", "FindsBlocks"]
+__all__ = ["EngineTier"]
 
 
-class EngineBlocks(Protocol):
-    """What an engine is told of its device blocks.
-
-    Both are called in the middle of ledger calls, also of those about other requests. They must neither raise nor call
-    the ledger: they only count references of each block. A block may be held several times, and is given as often.
-    """
-
-    def hold(self, block_ids: array[int]) -> object:
-        """A copy touches these blocks from now on: keep their contents, and do not reuse them, until `give`. vLLM:
-        `touch`."""
-        ...
-
-    def give(self, block_ids: array[int]) -> object:
-        """The copy does not touch them any more. vLLM: `free_blocks`."""
-        ...
-
-
-class FindsBlocks(EngineBlocks, Protocol):
-    """For an engine that can find, in its prefix cache, blocks that a request's table no longer names."""
-
-    def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
-        """Blocks `[start, stop)` of a request's tokens in group number `group`; 0 where there is none."""
-        ...
-
-
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class HeldBlocks:
     """A pool without free blocks: it counts what jobs hold, and tells the engine."""
 
     blocks: EngineBlocks
     num_blocks: int = 0
     """Blocks held now, each as often as it is held."""
-    num_free: ClassVar[int] = 0
+
+    @property
+    def num_free(self) -> int:
+        return 0
 
     def __repr__(self) -> str:
         return f"<HeldBlocks {self.num_blocks} held>"
@@ -81,15 +58,15 @@ class HeldBlocks:
         return ()
 
 
-@attrs.define(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class EngineTier(TierBlocks):
     """pinned + quarantined = held by jobs: nothing is free, and nothing is cached."""
 
-    is_outside: ClassVar[bool] = True
-    held: HeldBlocks = attrs.field(kw_only=True)
+    is_outside: bool = field(default=True, init=False)
+    held: HeldBlocks = field(kw_only=True)
     """The pool."""
-    moves: Moves = attrs.field(kw_only=True)
-    max_quarantined: int = attrs.field(kw_only=True)
+    moves: Moves = field(kw_only=True)
+    max_quarantined: int = field(kw_only=True)
     """With more blocks than that in quarantine, nothing is loaded."""
 
     @classmethod
@@ -104,13 +81,13 @@ class EngineTier(TierBlocks):
 
     def quarantine(self, block_ids: array[int]) -> None:
         could_load = self.may_load
-        super().quarantine(block_ids)
+        TierBlocks.quarantine(self, block_ids)
         if could_load and not self.may_load:
             self.moves.told.loads_paused(self.num_quarantined)
 
     def end_quarantine(self, block_ids: array[int]) -> None:
         could_load = self.may_load
-        super().end_quarantine(block_ids)
+        TierBlocks.end_quarantine(self, block_ids)
         if self.may_load and not could_load:
             self.moves.told.loads_resumed(self.num_quarantined)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-
-import attrs
+from dataclasses import dataclass
 
 from .answer import PrefixMatch
 from .cache import PrefixCache
@@ -26,7 +25,7 @@ __all__ = ["EngineMatches"]
 _S = RequestState
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class EngineMatches:
     cache: PrefixCache
     request_leases: RequestLeases

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
-
-import attrs
 
 from ..errors import InvalidArgument
 from .cache import PrefixCache
@@ -70,7 +68,7 @@ class Wanted:
     """Blocks that are not offered, since the host has evicted what comes before them."""
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class EngineOffers:
     cache: PrefixCache
     jobs: JobBook
@@ -80,7 +78,7 @@ class EngineOffers:
     device: EngineTier
     max_blocks_in_flight: int
     learning: Learning | None = None
-    _ends: dict[Holding, End] = attrs.field(factory=dict)
+    _ends: dict[Holding, End] = field(default_factory=dict)
     """Where the path of a request was left: what it offers next usually begins there."""
 
     def reached(self, holding: Holding, run: Run) -> None:

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-
-import attrs
+from dataclasses import dataclass, field
 
 from ..errors import CommitError, InvalidArgument, WrongState
 from ..prefix import TOKEN_BYTES, TokenIds, encode_tokens
@@ -45,7 +44,7 @@ _NEW = "new_token_ids"
 _NOTHING: Mapping[int, range] = {}
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class EngineOwned:
     cache: PrefixCache
     request_leases: RequestLeases
@@ -56,7 +55,7 @@ class EngineOwned:
     arrivals: Arrivals
     pins: Pins
     num_rows: int
-    _unwritten: dict[Holding, dict[int, range]] = attrs.field(factory=dict)
+    _unwritten: dict[Holding, dict[int, range]] = field(default_factory=dict)
     """Units that the request's load skipped, by band number: they lay before the window at the end of the load. Blocks
     that the engine names there were never written."""
 
@@ -74,7 +73,7 @@ class EngineOwned:
         self,
         holding: Holding,
         into: Sequence[Sequence[int]] | None,
-        max_tokens: int | None,
+        max_tokens: object,
         wake: Callable[[], object],
         units_per_job: Sequence[int],
     ) -> list[Job]:
@@ -178,7 +177,7 @@ class EngineOwned:
     def offer(
         self,
         holding: Holding,
-        num_computed_tokens: int,
+        num_computed_tokens: object,
         block_ids: Sequence[Sequence[int]],
         new_token_ids: TokenIds,
         *,
@@ -188,13 +187,13 @@ class EngineOwned:
         require(holding, "offer", _S.PINNED, _S.RUNNING)
         added = b"" if type(new_token_ids) is list and not new_token_ids else encode_tokens(new_token_ids, _NEW)
         before = holding.num_computed_tokens if holding.state is _S.RUNNING else holding.engine_tokens
-        check_count(holding, num_computed_tokens, before, len(added) // TOKEN_BYTES)
-        num_units = num_computed_tokens // self.cache.layout.unit_tokens
+        num_tokens = check_count(holding, num_computed_tokens, before, len(added) // TOKEN_BYTES)
+        num_units = num_tokens // self.cache.layout.unit_tokens
         ids = EngineIds.of(self.cache.layout, self.num_rows, "block_ids", block_ids, num_units)
         known, computed, published = holding.sequence.num_tokens, holding.num_computed_tokens, holding.published
         if added:
             holding.sequence.append(added)
-        holding.computed(num_computed_tokens)
+        holding.computed(num_tokens)
         holding.published_up_to(num_units)
         try:
             wanted = self.offers.wanted(holding, ids, self._unwritten.get(holding, _NOTHING), is_last=is_last)
@@ -210,7 +209,7 @@ class EngineOwned:
             holding.computed(holding.engine_tokens)  # observers find what was ready in it
             self.moves.request(holding, _S.ALLOCATED)
             self.moves.request(holding, _S.RUNNING)
-        holding.committed(num_computed_tokens)
+        holding.committed(num_tokens)
         jobs = self.offers.store(holding, wanted)
         if self.arrivals.under_way:
             for wake in self.arrivals.over(holding):
@@ -220,12 +219,13 @@ class EngineOwned:
     # -- taking back ----------------------------------------------------------------------------------------------
 
     def invalidate(
-        self, holding: Holding, from_token: int, others: Iterable[Holding]
+        self, holding: Holding, first_wrong: object, others: Iterable[Holding]
     ) -> tuple[list[Holding], list[Job]]:
-        """Take back what was offered from `from_token` on, and all cached behind it. Returns those of `others` that may
-        have read it, in the engine's cache or from the host, and the jobs settled by discarding queued stores."""
+        """Take back what was offered from token `first_wrong` on, and all cached behind it. Returns those of `others`
+        that may have read it, in the engine's cache or from the host, and the jobs settled by discarding queued
+        stores."""
         require(holding, "invalidate", _S.RUNNING)
-        check_int("from_token", from_token, 0, holding.num_computed_tokens)
+        from_token = check_int("from_token", first_wrong, 0, holding.num_computed_tokens)
         self._check_readable(holding, from_token)
         start = from_token // self.cache.layout.unit_tokens
         wrong = self._runs_from(holding, from_token)

@@ -10,8 +10,7 @@ share of the host: of what exceeds it, the front is fetched.
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import attrs
+from dataclasses import dataclass
 
 from .cache import PrefixCache
 from .cache_transfers import CacheTransfers
@@ -31,7 +30,7 @@ from .tokens import TokenSequence
 __all__ = ["Fetches"]
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Fetches:
     cache: PrefixCache
     request_leases: RequestLeases

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-
-import attrs
+from dataclasses import dataclass, field
 
 from ..errors import OutOfBlocks, WrongState
 from .admission import Admission
@@ -26,7 +25,7 @@ __all__ = ["Fork", "Forks", "taken_from"]
 _S = RequestState
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class Fork:
     """A forked request, and what the engine has to copy before it or its parent goes on."""
 
@@ -35,16 +34,16 @@ class Fork:
     """(source, destination) device blocks: those that are not full, and others that could not be shared."""
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Forks:
     cache: PrefixCache
     request_leases: RequestLeases
     admission: Admission
     moves: Moves
-    over: dict[Holding, None] = attrs.field(factory=dict)
+    over: dict[Holding, None] = field(default_factory=dict)
     """Forks that are over while a request they were forked from is not. What they published depends on a copied block,
     which no path shows."""
-    _over_of: dict[Holding, list[Holding]] = attrs.field(factory=dict)
+    _over_of: dict[Holding, list[Holding]] = field(default_factory=dict)
     """The same by origin, so that the end of a request looks only at its own forks."""
 
     def leaving(self, holding: Holding) -> None:

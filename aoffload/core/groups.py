@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-
-import attrs
 
 from ..errors import ConfigError
 from ..groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
@@ -22,7 +21,7 @@ MAX_ANSWERS = 1024
 """Positions for which a band keeps its answers."""
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class Band:
     """Groups of one attention kind: at any position, all of them need the same tokens.
 
@@ -34,7 +33,7 @@ class Band:
     block_sizes: tuple[int, ...]
     unit_tokens: int
     width: int
-    _firsts: dict[int, int] = attrs.field(factory=dict, init=False, eq=False, repr=False)
+    _firsts: dict[int, int] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Answers of `first_unit`: a request asks for the same few positions again and again."""
 
     def first_needed(self, num_tokens: int) -> int:
@@ -69,7 +68,7 @@ class Band:
         return at // self.unit_tokens
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class Layout:
     """How the groups share the index.
 

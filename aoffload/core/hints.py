@@ -13,8 +13,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import attrs
-
 from .cache import PrefixCache
 from .groups import Layout
 from .hit_counts import CountedRun
@@ -141,7 +139,7 @@ class Hints:
         return reached
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class AlsoLearns:
     """The store policy of a ledger whose eviction learns."""
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
-
-import attrs
 
 from .groups import Layout
 from .index import RunIndex
@@ -56,7 +54,7 @@ class HitCounts:
     def __init__(
         self, layout: Layout, max_tokens: int, run_tokens: int = RUN_TOKENS, watcher: RunWatcher | None = None
     ) -> None:
-        self._index = RunIndex(attrs.evolve(layout, bands=()), epoch=0, tiers=())
+        self._index = RunIndex(replace(layout, bands=()), epoch=0, tiers=())
         self._unit_tokens = layout.unit_tokens
         self._max_tokens = max_tokens
         self._run_tokens = run_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import attrs
 
@@ -28,7 +29,7 @@ from .tiers import TierBlocks
 __all__ = ["JobBook"]
 
 
-@attrs.define(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class JobBook:
     """The unsettled jobs, and those whose destination is quarantined."""
 
@@ -36,18 +37,17 @@ class JobBook:
     moves: Moves
     units_per_job: Sequence[int]
     """The most units of one job, for each band."""
-    tiers: dict[Tier, TierBlocks] = attrs.field()
+    tiers: dict[Tier, TierBlocks] = field(init=False)
     """Those of the cache, and a remote store."""
-    unsettled: dict[int, Job] = attrs.field(factory=dict)
-    quarantined: dict[int, Job] = attrs.field(factory=dict)
+    unsettled: dict[int, Job] = field(default_factory=dict)
+    quarantined: dict[int, Job] = field(default_factory=dict)
     num_late: int = 0
     """Completions that came a second time, or for a job that was given up."""
     _next_id: int = 1
-    _num_stored: Counter[Tier] = attrs.field(factory=Counter)
+    _num_stored: Counter[Tier] = field(default_factory=Counter)
 
-    @tiers.default
-    def _of_cache(self) -> dict[Tier, TierBlocks]:
-        return {tier.tier: tier for tier in self.cache.tiers}
+    def __post_init__(self) -> None:
+        self.tiers = {tier.tier: tier for tier in self.cache.tiers}
 
     @property
     def last_id(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .answer import NO_MATCH, PrefixMatch
 from .lifecycle import CacheTransferState, PinState
@@ -23,7 +24,7 @@ class Pin:
     sequence: TokenSequence
     expires_at: float
     """By the clock whose time `Ledger.lapse` is given."""
-    ledger: object
+    ledger: Any
     state: PinState = PinState.NEW
     match: PrefixMatch = NO_MATCH
     """What it keeps, or has kept."""

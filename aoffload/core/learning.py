@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import attrs
+from dataclasses import dataclass
 
 from .cache import PrefixCache
 from .eviction import EvictionOrder, LeastRecentlyUsed
@@ -24,7 +23,7 @@ REMEMBERED = 8
 """How often units were asked for is remembered for this many times the units that the host holds."""
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class LearnedEviction:
     """Eviction that learns, in the host and on the disk; `device`: also on the device."""
 

@@ -26,9 +26,9 @@ from .lifecycle import PinState
 from .owners import Holding, nobody
 from .pins import check_time
 from .plan import Tier
-from .status import Holder, RequestStatus, explained
-from .tiers import BlockWatcher, TierStatistics
+from .status import Holder, RequestStatus, TierStatistics, explained
 from .tokens import TokenSequence
+from .watching import BlockWatcher
 
 __all__ = ["Ledger", "LedgerStatistics", "RemoteCounts"]
 

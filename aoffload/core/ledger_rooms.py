@@ -10,13 +10,13 @@ from ..errors import ConfigError, InvalidArgument, WrongState
 from ..remote_tier import cell_units
 from .admission import Admission
 from .arguments import check_int
-from .blocks import DevicePool, ExtentPool, FreeList, SlotPool
+from .blocks import ExtentPool, FreeList, SlotPool
 from .cache import PrefixCache
 from .cache_transfers import CacheTransfers
 from .commits import Commits
 from .disk_stores import STEPS, DiskStores
 from .engine_arrivals import Arrivals
-from .engine_blocks import EngineBlocks, EngineTier
+from .engine_blocks import EngineTier
 from .engine_matches import EngineMatches
 from .engine_offers import EngineOffers
 from .engine_owned import EngineOwned
@@ -29,11 +29,13 @@ from .jobs import JobBook
 from .kept import Step
 from .learning import LearnedEviction, Learning
 from .loads import Loads
-from .observer import Moves, Observer
+from .observer import Moves
+from .observing import Observer
 from .owners import Holding
 from .pins import Pins
 from .plan import BELOW, Outcome, Tier
 from .policy import AlsoCounts, store_policy_of
+from .pools import DevicePool, EngineBlocks
 from .preemption import Preemptions
 from .records import Job
 from .remote_stores import RemoteStores

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-
-import attrs
+from dataclasses import dataclass
 
 from ..errors import WrongState
 from .admission import Admission
@@ -33,7 +32,7 @@ __all__ = ["Loads", "has_holes", "require_no_holes"]
 _S = RequestState
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Loads:
     cache: PrefixCache
     request_leases: RequestLeases
@@ -44,7 +43,7 @@ class Loads:
     def plan(
         self,
         holding: Holding,
-        max_tokens: int | None = None,
+        max_tokens: object = None,
         wake: Callable[[], object] = nobody,
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
@@ -55,8 +54,9 @@ class Loads:
             limit = check_int("max_tokens", max_tokens, 0) // self.cache.layout.unit_tokens
         if holding.state is _S.RUNNING:
             return ()
-        if holding.load is not None:  # called again after a cancelled call
-            holding.load.wake_by(wake)
+        load = holding.load
+        if load is not None:  # called again after a cancelled call
+            load.wake_by(wake)
             return ()
         if holding.waiter is not None:
             if holding.state is not _S.REQUEUED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import attrs
+from dataclasses import dataclass
 
 from .groups import Layout
 from .index import RunIndex
@@ -14,7 +14,7 @@ from .tokens import TokenSequence
 __all__ = ["Hit", "fetchable_path", "find_hit", "find_hit_behind"]
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class Hit:
     """The result of a match, in units."""
 

@@ -1,11 +1,9 @@
-"""The observer of state moves, and `Moves`, the only place that moves states."""
+"""`Moves`, the only place that moves states."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
-
-import attrs
+from dataclasses import dataclass, field
 
 from ..errors import IllegalTransition
 from .kept import CacheTransfer, Pin, Step
@@ -23,64 +21,24 @@ from .lifecycle import (
     State,
     Stateful,
 )
+from .observing import NullObserver, Observer
 from .owners import Holding, LoadOverlap
 from .records import Job
 
-__all__ = ["Moves", "NullObserver", "Observer"]
+__all__ = ["Moves"]
 
 
-class Observer(Protocol):
-    """Is told of every state move, after the change; must not call back. The telemetry is one."""
-
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
-    def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
-    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
-        """`holding` is None for a write-back."""
-
-    def pin_moved(self, pin: Pin, old: PinState) -> None: ...
-    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None: ...
-    def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None: ...
-    def loads_paused(self, num_quarantined: int) -> None:
-        """With `engine_blocks`: so many blocks are in quarantine that nothing is loaded any more."""
-
-    def loads_resumed(self, num_quarantined: int) -> None:
-        """Copies were proven over, and loading goes on."""
-
-    def step_begun(self, step: Step) -> None: ...
-    def step_ended(self, step: Step) -> None:
-        """Blocks that only this step held are free. Of requests that are over, it held the last ones."""
-
-    def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None:
-        """`extend_nowait` has raised `OutOfBlocks`; nothing has changed. `extend` waits in line then."""
-
-
-class NullObserver:
-    """Does nothing: a base for observers of some moves only."""
-
-    def request_moved(self, holding: Holding, old: RequestState, reason: str) -> None: ...
-    def job_moved(self, job: Job, old: JobState, reason: str) -> None: ...
-    def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None: ...
-    def pin_moved(self, pin: Pin, old: PinState) -> None: ...
-    def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None: ...
-    def overlap_moved(self, overlap: LoadOverlap, old: OverlapState) -> None: ...
-    def loads_paused(self, num_quarantined: int) -> None: ...
-    def loads_resumed(self, num_quarantined: int) -> None: ...
-    def step_begun(self, step: Step) -> None: ...
-    def step_ended(self, step: Step) -> None: ...
-    def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None: ...
-
-
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Moves:
     """Moves states as their tables allow, and tells the observer. An illegal move raises and changes nothing."""
 
     observer: Observer | None
     clock: Callable[[], float] | None = None
     """Ages of states count by it; None: nobody asks for them."""
-    told: Observer = attrs.field(init=False)
+    told: Observer = field(init=False)
     """The observer, or one that does nothing: for events that move no state."""
 
-    def __attrs_post_init__(self) -> None:
+    def __post_init__(self) -> None:
         self.told = NullObserver() if self.observer is None else self.observer
 
     def request(self, holding: Holding, state: RequestState) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import attrs
+from typing import Any
 
 from ..errors import OutOfBlocks
 from .answer import NO_MATCH, PrefixMatch
@@ -28,7 +27,7 @@ _UNREAD = (
 _UNDER_WAY = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class Extension:
     """What `extend` changed in the block tables, a list per group."""
 
@@ -55,7 +54,7 @@ class Holding(Claimant):
     """Its place in the line for room, kept when it has to queue again."""
     hit_limit: int
     """Maximum units of a match."""
-    ledger: object = field(kw_only=True)
+    ledger: Any = field(kw_only=True)
     """The ledger that admitted it. Others refuse it."""
     evictions_before: int = field(default=0, kw_only=True)
     """How many blocks the host had evicted when it was admitted."""

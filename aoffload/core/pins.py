@@ -13,8 +13,7 @@ import itertools
 import math
 from bisect import insort
 from collections.abc import Iterator
-
-import attrs
+from dataclasses import dataclass, field
 
 from ..arguments import number_of, shown
 from ..errors import InvalidArgument, OutOfBlocks
@@ -35,7 +34,7 @@ __all__ = ["Pins", "check_time", "pinned_parts"]
 _S = PinState
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class _Wish:
     """A lease to take: in `tier`, up to unit `stop`; of window bands from `starts` on."""
 
@@ -44,26 +43,26 @@ class _Wish:
     starts: list[int]
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Pins:
     cache: PrefixCache
     moves: Moves
     max_share: float
-    pins: list[Pin] = attrs.field(factory=list)
+    pins: list[Pin] = field(default_factory=list)
     """The held pins, by deadline, the earliest in front."""
     num_pins: int = 0
     """Pins begun so far."""
 
     # -- beginning and end ----------------------------------------------------------------------------------------
 
-    def pin(self, sequence: TokenSequence, expires_at: float, ledger: object) -> Pin:
+    def pin(self, sequence: TokenSequence, expires_at: object, ledger: object) -> Pin:
         """Pin what is cached of `sequence`, to its last whole unit; `OutOfBlocks` beyond the share changes nothing."""
-        expires_at = check_time("expires_at", expires_at)
+        expiry = check_time("expires_at", expires_at)
         limit = sequence.num_tokens // self.cache.layout.unit_tokens
         hit, wishes = self._wishes(sequence, limit)
         self._check_share(hit, wishes)
         self.num_pins += 1
-        pin = Pin(self.num_pins, sequence, expires_at, ledger)
+        pin = Pin(self.num_pins, sequence, expiry, ledger)
         self._take(pin, hit, wishes)
         insort(self.pins, pin, key=lambda held: held.expires_at)
         self.moves.pin(pin, _S.HELD)
@@ -84,11 +83,11 @@ class Pins:
         """When the first pin lapses; infinity without one."""
         return self.pins[0].expires_at if self.pins else math.inf
 
-    def lapse(self, now: float) -> bool:
+    def lapse(self, now: object) -> bool:
         """End every pin whose deadline has come; whether there was one."""
-        now = check_time("now", now)
+        seconds = check_time("now", now)
         before = len(self.pins)
-        while self.pins and self.pins[0].expires_at <= now:
+        while self.pins and self.pins[0].expires_at <= seconds:
             self.end(self.pins[0], _S.LAPSED)
         return len(self.pins) < before
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import attrs
+from dataclasses import dataclass
 
 from ..errors import WrongState
 from .admission import Admission
@@ -23,7 +23,7 @@ __all__ = ["Preemption", "Preemptions"]
 _S = RequestState
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class Preemption:
     """What a preempted request has given up."""
 
@@ -37,7 +37,7 @@ class Preemption:
     """Stores to launch."""
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Preemptions:
     cache: PrefixCache
     request_leases: RequestLeases
@@ -79,7 +79,7 @@ class Preemptions:
         num_freed = max(0, self.admission.room - before)  # less than 0 if stores pin the margin before a window
         return Preemption(num_freed, len(set().union(*read.values())), job_ids, plans)
 
-    def resume(self, holding: Holding, num_tokens: int | None) -> None:
+    def resume(self, holding: Holding, num_tokens: object) -> None:
         """Match it again, with what it has computed: PINNED. It asks for room and a load as after the first match."""
         require(holding, "resume", _S.PREEMPTED)
         if num_tokens is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-
-import attrs
+from dataclasses import dataclass
 
 from .groups import Band, Layout
 from .paths import Stretch
@@ -68,7 +67,7 @@ def accepted(
         stop = lower
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class _Held:
     """The window blocks that `tiers` hold on a path."""
 

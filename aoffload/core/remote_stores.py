@@ -7,8 +7,7 @@ long as a live request may take back the KV in them: then they have to be remove
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-import attrs
+from dataclasses import dataclass, field
 
 from .cache import PrefixCache
 from .cells import cells_before, places_in_cells
@@ -28,7 +27,7 @@ MAX_KNOWN = 2**16
 """Cells that are remembered, or to be removed; beyond them, nothing is stored."""
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class _Known:
     label: CellLabel
     before: bytes
@@ -37,23 +36,23 @@ class _Known:
     """Requests with this ticket or a later one were admitted after the cell was read."""
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class RemoteStores:
     cache: PrefixCache
     jobs: JobBook
     counts: AlsoCounts
     cell_units: int
-    forgotten: dict[bytes, CellLabel] = attrs.field(factory=dict)
+    forgotten: dict[bytes, CellLabel] = field(default_factory=dict)
     """By digest: cells whose KV was taken back, until somebody removes them from the store."""
-    _known: dict[bytes, _Known] = attrs.field(factory=dict)
+    _known: dict[bytes, _Known] = field(default_factory=dict)
     """By digest, those that were looked at last at the end: what was to be stored, and the cells before it."""
-    _stores: dict[bytes, Job] = attrs.field(factory=dict)
+    _stores: dict[bytes, Job] = field(default_factory=dict)
     """By digest: stores under way, and some that are over."""
     _situation: tuple[int, ...] = ()
     """What there was when it was looked at last. While that stays, no prompt and no cell has a second turn."""
     _num_seen: int = 0
     """Prompts that had their turn in this situation and are kept: the first ones of the recent prompts."""
-    _tried: set[bytes] = attrs.field(factory=set)
+    _tried: set[bytes] = field(default_factory=set)
     """Digests of the cells that were planned in this situation: what failed would fail again."""
 
     @property

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-
-import attrs
+from dataclasses import dataclass, replace
 
 from .answer import PrefixMatch
 from .cache import PrefixCache
@@ -19,7 +18,7 @@ from .table import BlockTable, nulls
 __all__ = ["RequestLeases"]
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class RequestLeases:
     """Leases of requests: on the device for the device hit, in the host for the units to load."""
 
@@ -57,7 +56,7 @@ class RequestLeases:
         if holding.state is RequestState.REQUEUED:
             # A requeued request does not load again. Otherwise two requests whose loads keep failing could take turns
             # forever: each gives up its blocks, which lets the other one try again.
-            hit = attrs.evolve(hit, stop=hit.device_stop)
+            hit = replace(hit, stop=hit.device_stop)
         return hit
 
     def _take_leases(self, holding: Holding, hit: Hit, *, islands: bool) -> None:

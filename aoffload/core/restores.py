@@ -7,16 +7,15 @@ them, so each is the next that the disk evicts, before those that came earlier: 
 from __future__ import annotations
 
 from array import array
-
-import attrs
+from dataclasses import dataclass, field
 
 from ..arguments import as_tuple, check_type, shown
 from ..errors import InvalidArgument
 from ..prefix import TOKEN_BYTES, Hasher, Prefix, Root
 from .arguments import check_int
-from .blocks import ExtentPool
 from .cache import PrefixCache
 from .plan import Tier
+from .pools import TakesIds
 from .records import Run
 from .restored import RestoredRun
 from .tokens import TokenSequence, hash_run
@@ -24,13 +23,13 @@ from .tokens import TokenSequence, hash_run
 __all__ = ["Restores", "check_restored"]
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Restores:
     cache: PrefixCache
-    pool: ExtentPool
-    _ends: dict[bytes, Run] = attrs.field(factory=dict)
+    pool: TakesIds
+    _ends: dict[bytes, Run] = field(default_factory=dict)
     """By the digest of the prefix up to its end: the run that ended there when it was restored."""
-    _bare: dict[bytes, RestoredRun] = attrs.field(factory=dict)
+    _bare: dict[bytes, RestoredRun] = field(default_factory=dict)
     """Without slots, by the same digest: they enter the index with the first run behind them."""
 
     def restore(self, found: RestoredRun) -> int:

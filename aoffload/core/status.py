@@ -10,7 +10,7 @@ import attrs
 from .lifecycle import RequestState
 from .plan import Tier
 
-__all__ = ["Fetching", "Holder", "RequestStatus", "WaitsFor", "explained", "seconds"]
+__all__ = ["Fetching", "Holder", "RequestStatus", "TierStatistics", "WaitsFor", "explained", "seconds"]
 
 NUM_NAMED = 4
 """Requests of a step that a line names; of the others it has the number."""
@@ -49,6 +49,19 @@ def plain(name: str) -> str:
 
 def _for(age_s: float | None) -> str:
     return "" if age_s is None else f" for {seconds(age_s)}"
+
+
+@attrs.frozen
+class TierStatistics:
+    """Blocks of one tier by state; the last four add up to the first."""
+
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    """Findable and under no lease: evictable."""
+    num_pinned: int
+    """All others: leased, private to a request, destinations of jobs, or tombstones."""
+    num_quarantined: int
 
 
 @attrs.frozen

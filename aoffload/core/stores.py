@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-
-import attrs
+from dataclasses import dataclass
 
 from .cache import PrefixCache
 from .groups import Band
@@ -20,7 +19,7 @@ from .table import NO_LIMIT
 __all__ = ["Stores", "first_stored", "left_of"]
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Stores:
     """Best effort: never waits for room. Blocks that find none are offered again later."""
 

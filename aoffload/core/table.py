@@ -15,8 +15,8 @@ Without a load in flight the private part begins at `published`.
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 
-import attrs
 import numpy as np
 
 from .intervals import within
@@ -37,14 +37,14 @@ def _no_ids() -> array[int]:
     return array("i")
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class BlockTable:
     width: int
     """Block ids per unit."""
-    ids: array[int] = attrs.field(factory=_no_ids)
+    ids: array[int] = field(default_factory=_no_ids)
     start: int = 0
     """Units before this one are null. It never decreases."""
-    duplicates: list[range] = attrs.field(factory=list)
+    duplicates: list[range] = field(default_factory=list)
     """Published units whose blocks here are private or null: another request has cached its copy first."""
 
     def at(self, start: int, stop: int) -> array[int]:

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field
 
-import attrs
-
-from .blocks import DevicePool
 from .eviction import EvictionOrder
 from .plan import Tier
+from .pools import DevicePool
 from .records import Part
+from .status import TierStatistics
+from .watching import BlockWatcher
 
-__all__ = ["BlockWatcher", "DiskBlocks", "RemoteBlocks", "TierBlocks", "TierStatistics"]
-
-
-class BlockWatcher(Protocol):
-    """Receives each change of which blocks are cached, right after it and in the middle of a call: it must neither
-    raise nor call back. Blocks that move from one run to another stay cached and are not reported."""
-
-    def part_changed(self, part: Part, first: int, stop: int) -> None:
-        """`part` held units `[first, stop)` of its run, and holds `[part.first, part.stop)` now."""
-
-    def all_cleared(self, epoch: int) -> None:
-        """Nothing is cached any more. What is cached later belongs to `epoch`."""
+__all__ = ["DiskBlocks", "RemoteBlocks", "TierBlocks"]
 
 
-@attrs.frozen
-class TierStatistics:
-    """Blocks of one tier by state; the last four add up to the first."""
-
-    num_blocks: int
-    num_free: int
-    num_cached: int
-    """Findable and under no lease: evictable."""
-    num_pinned: int
-    """All others: leased, private to a request, destinations of jobs, or tombstones."""
-    num_quarantined: int
-
-
-@attrs.define(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class TierBlocks:
     """free + cached + pinned + quarantined = num_blocks."""
-
-    is_outside: ClassVar[bool] = False
-    """Whether the blocks are somebody else's: copies read and write them, the index knows none of them."""
 
     tier: Tier
     pool: DevicePool
@@ -61,6 +34,8 @@ class TierBlocks:
     """The epoch of the index. Runs of another epoch are not findable."""
     num_resets: int = 0
     """How often all that the tier held was made unfindable."""
+    is_outside: bool = field(default=False, init=False)
+    """Whether the blocks are somebody else's: copies read and write them, the index knows none of them."""
 
     def __repr__(self) -> str:
         return f"<TierBlocks {self.tier.name} {self.statistics()}>"
@@ -165,13 +140,13 @@ class TierBlocks:
         self.pool.give(block_ids)
 
 
-@attrs.define(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class DiskBlocks(TierBlocks):
     """The blocks of a tier that outlives the process."""
 
-    used: set[int] = attrs.field(factory=set, kw_only=True)
+    used: set[int] = field(default_factory=set, kw_only=True)
     """The free blocks that were in use since the last reset: a restart may find what they held."""
-    forgotten: array[int] = attrs.field(factory=lambda: array("i"), init=False)
+    forgotten: array[int] = field(default_factory=lambda: array("i"), init=False)
     """Blocks whose contents were taken back, until somebody erases what a restart would know of them."""
 
     def taken_back(self, block_ids: array[int]) -> None:
@@ -184,15 +159,15 @@ class DiskBlocks(TierBlocks):
 
     def end_quarantine(self, block_ids: array[int]) -> None:
         """What a copy has left there that was given up may have been taken back meanwhile."""
-        super().end_quarantine(block_ids)
+        TierBlocks.end_quarantine(self, block_ids)
         self.forgotten.extend(block_ids)
 
     def all_cleared(self, epoch: int) -> None:
-        super().all_cleared(epoch)
+        TierBlocks.all_cleared(self, epoch)
         self.used.clear()  # no restart finds anything of before
 
     def count_reset(self) -> None:
-        super().count_reset()
+        TierBlocks.count_reset(self)
         self.used.clear()
 
     def take_forgotten(self) -> array[int]:
@@ -201,8 +176,8 @@ class DiskBlocks(TierBlocks):
         return forgotten
 
 
-@attrs.define(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class RemoteBlocks(TierBlocks):
     """A remote store, as an end of copies: it has no blocks here, and nothing in it can be held or quarantined."""
 
-    is_outside: ClassVar[bool] = True
+    is_outside: bool = field(default=True, init=False)

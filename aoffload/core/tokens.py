@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
 from typing import Protocol
 
 import numpy as np
@@ -79,8 +78,9 @@ class TokenSequence:
 
     def copy(self) -> TokenSequence:
         """A copy that can continue with other tokens."""
-        twin = copy(self)
-        twin._added = self._added[:]
+        twin = TokenSequence(Prefix(self.root, self._prompt, self._spans), self._unit_tokens)
+        twin._hashed = self._hashed
+        twin.append(bytes(self._added))
         return twin
 
     def agrees(self, other: TokenSequence, num_tokens: int) -> bool:

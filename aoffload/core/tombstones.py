@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from array import array
-
-import attrs
+from dataclasses import dataclass
 
 __all__ = ["Tombstone", "divided"]
 
 
-@attrs.frozen
+@dataclass(slots=True, frozen=True)
 class Tombstone:
     """Unfindable blocks that a part held from unit `start` on."""
 

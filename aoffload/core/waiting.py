@@ -7,8 +7,7 @@ grant is in the waiter before any `wake` is called.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-
-import attrs
+from dataclasses import dataclass, field
 
 from ..errors import WrongState
 from .owners import Holding, Waiter
@@ -16,12 +15,12 @@ from .owners import Holding, Waiter
 __all__ = ["Line", "is_waiting"]
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class Line:
     """The waiters: extensions in order of arrival, allocations by ticket."""
 
-    extending: list[Waiter] = attrs.field(factory=list)
-    allocating: list[Waiter] = attrs.field(factory=list)
+    extending: list[Waiter] = field(default_factory=list)
+    allocating: list[Waiter] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

@@ -10,8 +10,7 @@ meanwhile, and are lost then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-
-import attrs
+from dataclasses import dataclass
 
 from .cache import PrefixCache
 from .jobs import JobBook
@@ -23,7 +22,7 @@ from .table import NO_LIMIT
 __all__ = ["EvictionWatermark"]
 
 
-@attrs.define(eq=False)
+@dataclass(slots=True, eq=False)
 class EvictionWatermark:
     cache: PrefixCache
     jobs: JobBook

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from ..core.blocks import DevicePool, ExtentPool
+from ..core.blocks import ExtentPool
 from ..core.plan import Tier
+from ..core.pools import DevicePool
 from .violations import Violation
 
 __all__ = ["POISON", "TORN", "Memory", "OwnedPool", "OwnedSlots", "Tags"]

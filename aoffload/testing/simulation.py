@@ -17,10 +17,10 @@ import anyio
 import attrs
 
 from ..config import OffloadConfig
-from ..core.engine_blocks import EngineBlocks
 from ..core.groups import FullAttention, KVCacheGroup
 from ..core.lifecycle import NoEpoch
 from ..core.plan import Tier
+from ..core.pools import EngineBlocks
 from ..kinds import AttentionKind
 from ..observers import RuntimeObserver
 from ..runtime import OffloadRuntime

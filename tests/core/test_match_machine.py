@@ -19,7 +19,7 @@ from aoffload.core.answer import PrefixMatch
 from aoffload.core.groups import KVCacheGroup
 from aoffload.core.ledger import Ledger
 from aoffload.core.lifecycle import JobState, RequestState
-from aoffload.core.observer import NullObserver
+from aoffload.core.observing import NullObserver
 from aoffload.core.owners import Holding
 from aoffload.core.plan import Completion, Direction, Outcome, TransferPlan
 from aoffload.errors import OutOfBlocks

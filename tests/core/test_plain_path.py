@@ -6,12 +6,16 @@ import gc
 import sys
 from types import FrameType
 
+import pytest
 from driving import Driven, prompt
 
 from aoffload.core.plan import Completion, Outcome
 
 MOST_CALLS = 180
 """Calls of Python functions of this package that a request may make which loads 64 blocks and computes one token."""
+
+
+COUNTS = "counts calls of Python functions"
 
 
 class CallCounter:
@@ -36,6 +40,7 @@ class CallCounter:
         self.num_calls += event == "call" and is_ours and self._name in ("", code.co_name)
 
 
+@pytest.mark.pure(COUNTS)
 def test_a_host_hit_makes_few_calls() -> None:
     """No corner that is off is asked for on the way of a plain request: so many calls, and not one more."""
     driven = Driven(65, 256)
@@ -54,6 +59,7 @@ def test_a_host_hit_makes_few_calls() -> None:
     assert counter.num_calls <= MOST_CALLS
 
 
+@pytest.mark.pure(COUNTS)
 def test_the_head_of_the_line_is_matched_again_only_if_it_could_matter() -> None:
     """Who is first in line is not looked up again while nothing has come to the device and there is no more room."""
     driven = Driven(6, 12)

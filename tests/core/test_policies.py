@@ -23,7 +23,7 @@ from aoffload import (
 from aoffload.core.eviction import LeastRecentlyUsed
 from aoffload.core.groups import FullAttention, Layout
 from aoffload.core.hit_counts import RUN_TOKENS, HitCounts
-from aoffload.core.observer import NullObserver
+from aoffload.core.observing import NullObserver
 from aoffload.core.owners import Holding
 from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.core.records import Part
@@ -220,6 +220,9 @@ def test_what_goes_back_gets_its_place(seed: int) -> None:
     """However many come and go, a part that nobody used is put back between those that were used before and after."""
     rng, order, places = random.Random(seed), LeastRecentlyUsed(), Places()
     away: list[Part] = []
+    driven = Driven(8, 8)
+    driven.serve(A)
+    run = next(iter(driven.ledger.cache.index.runs.values()))
     for _ in range(200):
         if away and rng.random() < 0.4:
             part = away.pop(rng.randrange(len(away)))
@@ -234,7 +237,7 @@ def test_what_goes_back_gets_its_place(seed: int) -> None:
             order.remove(part)
             away.append(part)
         else:
-            part = Part(Tier.HOST, 0, 1, None, 0, 0)  # type: ignore[arg-type]
+            part = Part(Tier.HOST, 0, 1, run, 0, 0)
             order.add(part)
             places.put(part)
         assert [id(part) for part in order] == [id(part) for part in places.parts]

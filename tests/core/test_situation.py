@@ -12,7 +12,7 @@ from aoffload.config import OffloadConfig
 from aoffload.core.groups import KVCacheGroup
 from aoffload.core.ledger import Ledger
 from aoffload.core.lifecycle import RequestState
-from aoffload.core.observer import NullObserver
+from aoffload.core.observing import NullObserver
 from aoffload.core.owners import Holding
 from aoffload.core.plan import Outcome, Tier
 from aoffload.core.status import Holder, RequestStatus, WaitsFor

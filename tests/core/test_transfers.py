@@ -8,7 +8,7 @@ from driving import BLOCK, Direction, Driven, Tier, prompt
 from aoffload import Ledger, OffloadConfig
 from aoffload.core.groups import KVCacheGroup, Layout
 from aoffload.core.lifecycle import JobState, RequestState
-from aoffload.core.observer import NullObserver
+from aoffload.core.observing import NullObserver
 from aoffload.core.owners import Holding
 from aoffload.core.plan import Completion, Outcome, TransferPlan
 from aoffload.core.policy import EagerStore

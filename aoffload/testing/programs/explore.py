@@ -45,6 +45,7 @@ __all__ = [
     "program_of",
     "replay_program",
     "run_program",
+    "steps_of",
 ]
 
 NUM_CALLS = 60
@@ -184,11 +185,26 @@ def check_program(program: Program) -> None:
 # -- the ledger -----------------------------------------------------------------------------------------------------
 
 
-def _draw_ledger_program(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcome, frozenset[int]]:
+def steps_of(face: Face, seed: int, num_calls: int = NUM_CALLS) -> list[str]:
+    """What the program that a seed stands for shows: each call with what it said and a digest of all that ledger and
+    plans are after it, then its outcome. Of a program of a runtime, only its outcome. Equal in every process and with
+    every build of the core."""
+    taken: list[str] = []
+    if face in LEDGERS:
+        outcome = _draw_ledger_program(face, seed, num_calls, taken)[1]
+    else:
+        outcome = program_of(face, seed, num_calls)[1]
+    return [*taken, f"{outcome.num_calls} calls, {outcome.violation}, {outcome.digest}"]
+
+
+def _draw_ledger_program(
+    face: Face, seed: int, num_calls: int, taken: list[str] | None = None
+) -> tuple[Program, Outcome, frozenset[int]]:
     kind = LEDGERS[face]
     rng = random.Random(f"program {seed}" if face == "ledger" else f"program {face} {seed}")
     world = kind.world(draw_world(rng))
     machine = kind.machine(world, watches=seed % LOOKS_AT_REFUSALS == 1, whole_every=WHOLE_EVERY)
+    machine.taken = taken
     draw, calls = kind.draw(rng, machine), list[Call]()
     violation: Violation | None = None
     try:

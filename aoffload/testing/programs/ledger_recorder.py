@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.observer import NullObserver
+from ...core.observing import NullObserver
 from ..violations import Violation
 
 __all__ = ["Recorder"]

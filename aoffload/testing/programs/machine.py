@@ -16,7 +16,7 @@ from ...core.plan import Tier
 from ...errors import AoffloadError
 from ...prefix import Prefix, Root
 from ..violations import Violation
-from .fingerprint import changes, fingerprint
+from .fingerprint import changes, fingerprint, state_digest
 from .ledger_laws import Laws
 from .ledger_remote import RemoteCalls
 from .ledger_steps import BROKEN
@@ -44,6 +44,8 @@ class Machine(RemoteCalls):
         super().__init__(world)
         self.refused: set[int] = set()
         self.num_calls = 0
+        self.taken: list[str] | None = None
+        """With a list: each call, what it said, and a digest of all that the ledger and the plans are after it."""
         self._refused_before = refused_before
         self._digest = hashlib.blake2b()
         self._judge = partial(self.LAWS, watches=watches, whole_every=whole_every)
@@ -69,6 +71,8 @@ class Machine(RemoteCalls):
         except Exception as error:
             raise Violation(f"a crash ({type(error).__name__})", f"{call}: {error!r}") from error
         self._digest.update(f"{call.name} {said}\n".encode())
+        if self.taken is not None:
+            self.taken.append(f"{call} -> {said} {state_digest(self.ledger, self.plans)}")
         self.erase_forgotten()
         self.laws.after(call, number)
 

@@ -1,0 +1,98 @@
+"""Two builds of the core in lockstep: `python -m proof.lockstep --beside build/compiled/bin/python`.
+
+Both run the same programs from the same seeds, side by side in processes of their own. After each call, what it said
+and everything that the ledger and its plans are is the same, or the first call after which it is not is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .programs import PIECE, ProgramPiece, pieces
+
+ROOT = Path(__file__).parent.parent
+WALK = ROOT / "proof" / "walk.py"
+
+
+class Build:
+    """A build of the core: the pure one of this clone, or the one that is installed beside another interpreter."""
+
+    def __init__(self, python: Path | None = None) -> None:
+        self.is_compiled = python is not None
+        self.command = [str(python or sys.executable), "-P", "-W", "ignore", str(WALK)]
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self.environment = kept if python is not None else {**kept, "PYTHONPATH": str(ROOT)}
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([*self.command, *words], stdout=subprocess.PIPE, text=True, env=self.environment)
+
+    def read(self, process: subprocess.Popen[str]) -> Iterator[Any]:
+        """What it prints. `SystemExit` if it is not the build that it should be, or fails."""
+        assert process.stdout is not None
+        lines = map(json.loads, process.stdout)
+        about = next(lines, None)
+        if about != {"is_compiled": self.is_compiled}:
+            raise SystemExit(f"{self.command[0]} has another core than it should: {about}")
+        yield from lines
+        if process.wait():
+            raise SystemExit(f"{process.args!r} ended with status {process.returncode}")
+
+
+def compare(one: Build, other: Build, piece: ProgramPiece) -> tuple[int, list[int]]:
+    """The calls of a piece, and the seeds whose programs differ."""
+    words = piece.face, str(piece.first_seed), str(piece.num_programs)
+    builds = [(build, build.start(*words)) for build in (one, other)]
+    num_calls, differing = 0, list[int]()
+    for mine, theirs in zip(*(build.read(process) for build, process in builds), strict=True):
+        num_calls += mine[1]
+        if mine != theirs:
+            differing.append(mine[0])
+    return num_calls, differing
+
+
+def first_difference(one: Build, other: Build, face: str, seed: int) -> str:
+    """The first call of a program after which the builds differ."""
+    steps = [build.read(build.start(face, str(seed), "1", "--each")) for build in (one, other)]
+    for number, (mine, theirs) in enumerate(itertools.zip_longest(*steps)):
+        if mine != theirs:
+            return f"{face} seed={seed}, call {number}:\n  {mine}\n  {theirs}"
+    return f"{face} seed={seed}: alike when it is run alone"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m proof.lockstep", description=__doc__)
+    parser.add_argument("--beside", type=Path, required=True, metavar="PYTHON", help="that has the compiled core")
+    parser.add_argument("--programs", type=int, default=20_000, help="at least so many")
+    parser.add_argument("--first-seed", type=int, default=0)
+    given = parser.parse_args()
+    pure, compiled = Build(), Build(given.beside.absolute())
+    began_s, num_programs, num_calls, broken = time.monotonic(), 0, 0, list[tuple[str, int]]()
+    for piece in _pieces(given.programs, given.first_seed):
+        calls, differing = compare(pure, compiled, piece)
+        num_programs, num_calls = num_programs + piece.num_programs, num_calls + calls
+        broken += [(piece.face, seed) for seed in differing]
+        about = f"{num_programs:,} programs, {num_calls:,} calls compared, {len(broken)} programs differ"
+        print(f"{time.monotonic() - began_s:5.0f} s  {about}; last {piece}", flush=True)
+    for face, seed in broken[:3]:
+        print(first_difference(pure, compiled, face, seed))
+    return bool(broken)
+
+
+def _pieces(num_programs: int, first_seed: int) -> list[ProgramPiece]:
+    """Faces in their shares. A few programs are less than a piece of each face."""
+    found = pieces(num_programs, first_seed)
+    size = min(PIECE, -(-num_programs // len(found)))
+    return [ProgramPiece(piece.face, piece.first_seed, size) for piece in found]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,36 @@
+"""The core stays compilable: the forms that mypyc translates, read from the source, with or without a compiler."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CORE = ROOT / "aoffload" / "core"
+HOOK = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
+LEFT_OUT = set(HOOK["custom"]["exclude"])
+COMPILED = sorted(path for path in CORE.glob("*.py") if path.name not in LEFT_OUT)
+
+
+def test_what_is_left_out_is_there() -> None:
+    """The list names files of the core, and most of the core is compiled."""
+    assert {path.name for path in CORE.glob("*.py")} >= LEFT_OUT
+    assert len(COMPILED) > 2 * len(LEFT_OUT)
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: str(path.stem))
+def test_a_compiled_file_has_forms_that_compile(path: Path) -> None:
+    """No class of attrs, no class variable, no field of a plain `object`, and no `super()` in a slotted dataclass."""
+    tree = ast.parse(path.read_text())
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        decorators = [ast.unparse(decorator) for decorator in kind.decorator_list]
+        assert not [name for name in decorators if name.startswith("attrs.")], f"{path.name}: {kind.name}"
+        for line in kind.body:
+            if isinstance(line, ast.AnnAssign):
+                annotation = ast.unparse(line.annotation)
+                assert annotation != "object" and "ClassVar" not in annotation, f"{path.name}:{line.lineno}"
+        if any("slots=True" in name for name in decorators):
+            assert "super()" not in ast.unparse(kind), f"{path.name}: {kind.name}"
