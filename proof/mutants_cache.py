@@ -131,7 +131,8 @@ _RUNS = (
     Mutant(
         "runs merged with a job in flight",
         "aoffload.core.splits",
-        "            if front.num_references or behind.num_references:\n                return False\n"
+        "            if front.num_references or behind.num_references or front.ring != behind.ring:\n"
+        "                return False\n"
         "            if front.incoming is not None or behind.incoming is not None:\n                return False\n",
         "",
         "the ids of an unfinished transfer belong to the job's own runs",

@@ -92,8 +92,8 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "the files stay open behind a hang",
         LANES,
-        "            if self._is_closing and not self._threads:\n",
-        "            if self._is_closing and not self._threads and not self._is_abandoned:\n",
+        "        if self._is_closing and not self._threads:\n",
+        "        if self._is_closing and not self._threads and not self._is_abandoned:\n",
         "another process may have the directory once the last thread has ended",
         f"{TRANSPORT}::test_closing_waits_no_longer_than_it_is_told_to",
     ),

@@ -74,8 +74,8 @@ POLICY_MUTANTS = (
     Mutant(
         "a count that never grows",
         HIT_COUNTS,
-        "self._counts[run] += 1",
-        "self._counts[run] = 1",
+        "        self.num_uses += 1\n",
+        "        self.num_uses = 1\n",
         "what was asked for often enough is stored",
     ),
     Mutant(

@@ -95,7 +95,7 @@ _FETCHES = (
         "two fetches share their loads",
     ),
     _met_by(
-        OF_FETCHES + "a_cell_larger_than_the_share_is_not_loaded",
+        OF_FETCHES + "fetches_take_no_more_than_their_share",
         "loads of half a cell",
         FETCHES,
         "start + left // layout.width)",
