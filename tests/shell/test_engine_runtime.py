@@ -592,7 +592,7 @@ OVERLAP_CALLS: dict[str, Callable[[PendingLoad], Any]] = {
 EVERYWHERE = {
     "load", "load_nowait", "match_again", "match_again_nowait", "offer", "invalidate", "cancel",
     "fetch", "fetch_nowait", "wait_restored", "request", "run", "lookup", "pin", "flush", "statistics",
-    "check_integrity", "requests", "holders", "explain",
+    "check_integrity", "requests", "holders", "explain", "hint", "report_queue", "report_compute",
 }  # fmt: skip
 ENGINE_CALLS: dict[str, Callable[[Request], Any]] = {
     "match_again": lambda request: request.match_again(num_device_tokens=0),

@@ -115,7 +115,7 @@ async def test_a_runtime_without_its_threads_leaves_none(name: str) -> None:
             started.append(super().start_thread(target, name_of_it))
             return started[-1]
 
-    made = config(remote=RemoteTier(SimulatedStore(), b"sixteen or more bytes"))
+    made = config(remote=RemoteTier(SimulatedStore(), b"sixteen or more bytes", cell_bytes=256))
     with pytest.raises(TransferRefused, match=name):
         async with OffloadRuntime(made, TensorBlocks(9).tensors, env=Few()):
             raise AssertionError("it has opened")
