@@ -9,7 +9,6 @@ import attrs
 import numpy as np
 
 from ..errors import ConfigError
-from ..trace.wording import counted, duration
 from .distances import Counts, StackDistances, knee
 from .replay import replay
 from .timing import FirstToken, Speeds, first_token
@@ -232,35 +231,3 @@ class Forecast:
 
     def _price(self, host: int, disk: int) -> float | None:
         return None if self.prices is None else (host * self.prices.host + disk * self.prices.disk) / GIB
-
-    # -- what to be careful about ---------------------------------------------------------------------------------
-
-    def warnings(self) -> Iterator[str]:
-        """One line each."""
-        trace = self.trace
-        if trace.num_dropped:
-            yield f"the recorder could not keep up with {trace.num_dropped:,} requests: they are missing"
-        too_short = sum(request.num_tokens <= trace.block_tokens for request in trace.requests)
-        if 2 * too_short > len(trace.requests):
-            yield (
-                f"{too_short:,} of {counted(len(trace.requests), 'prompt')} are no longer than a block of the trace, "
-                f"{trace.block_tokens} tokens, and never hit: record with a smaller `block_tokens`"
-            )
-        too_long = sum(len(request.blocks) >= self.num_device for request in trace.requests)
-        if too_long:
-            yield f"{counted(too_long, 'request')} {'does' if too_long == 1 else 'do'} not fit the device"
-        yield from dict.fromkeys(filter(None, map(self._too_short, self.rows[2:-1])))
-        for row in self.rows[1:]:
-            if row.first_token is not None and row.first_token.busy >= 1:
-                about = f"{row.name}, {binary_size(row.host_bytes)}" if row.host_bytes else row.name
-                busy = f"computing takes {row.first_token.busy:.0%} of the trace's time"
-                yield f"{about}: {busy}, so that times to first token grow as long as it lasts"
-
-    def _too_short(self, row: Row) -> str:
-        """What to say where the trace tells little of a size; empty where it tells enough."""
-        lasts = self.trace.duration_s
-        if row.has_evicted and (row.age_s is None or row.age_s <= lasts / 2):
-            return ""
-        age = "it is never full" if row.age_s is None else f"it keeps blocks for {duration(row.age_s)}"
-        size = binary_size(max(row.host_bytes, row.disk_bytes))
-        return f"the trace, of {duration(lasts)}, is too short for {size}: {age}, and a longer one would hit more"

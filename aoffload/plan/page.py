@@ -14,6 +14,7 @@ import numpy as np
 
 from ..trace.output import whole_file
 from ..trace.wording import duration, share, size
+from .cautions import cautions
 from .chart import Chart
 from .forecast import Forecast, Row, binary_size
 from .report import cells, heading, summary
@@ -40,7 +41,7 @@ def make_page(forecast: Forecast) -> str:
         "POLICY": f"default-src 'none'; style-src {_hash(style)}",
         "STYLE": style,
         "SUMMARY": "".join(f"<p>{html.escape(line)}</p>" for line in others),
-        "WARNINGS": "".join(f'<p class="warning">{html.escape(line)}</p>' for line in forecast.warnings()),
+        "WARNINGS": "".join(f'<p class="warning">{html.escape(line)}</p>' for line in cautions(forecast)),
         "LEGEND": _legend(forecast),
         "HITS": _hits(forecast),
         "TIMES": _times(forecast),

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..trace.table import text_table
 from ..trace.wording import counted, duration, plain, share
+from .cautions import cautions
 from .forecast import Forecast, Row, binary_size
 
 __all__ = ["as_json", "as_text", "cells", "heading", "summary"]
@@ -19,7 +20,7 @@ def as_text(forecast: Forecast) -> Iterator[str]:
     yield from summary(forecast)
     yield ""
     yield from text_table([heading(forecast), *(cells(forecast, row) for row in forecast.rows)], first_left=3)
-    warnings = list(forecast.warnings())
+    warnings = list(cautions(forecast))
     if warnings:
         yield ""
         yield from (f"warning: {warning}" for warning in warnings)
@@ -94,7 +95,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "knee_bytes": forecast.knee_bytes,
         "num_endless_hit_blocks": forecast.num_endless,
         "rows": [_row(row) for row in forecast.rows],
-        "warnings": list(forecast.warnings()),
+        "warnings": list(cautions(forecast)),
     }
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from made_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversations, made, trace_of, write_trace
 
 from aoffload import ConfigError, LazyStore
+from aoffload.plan.cautions import cautions
 from aoffload.plan.forecast import Forecast, Prices, Row, Sizes
 from aoffload.plan.replay import replay
 from aoffload.plan.timing import Speeds, first_token
@@ -83,7 +84,7 @@ def test_a_replay_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     found = replay(trace, 20, 40)
     assert found.device.tolist() == [0, 0, 3]
     small = Forecast(trace, Sizes(KV_BYTES, 20 * BLOCK_BYTES, (40 * BLOCK_BYTES,)))
-    assert "1 request does not fit the device" in small.warnings()
+    assert "1 request does not fit the device" in cautions(small)
 
 
 @pytest.mark.parametrize(("num_short", "is_said"), [(0, False), (2, False), (3, True), (4, True)])
@@ -92,7 +93,7 @@ def test_prompts_that_are_shorter_than_a_block_are_said(num_short: int, is_said:
     short, long = (TracedRequest(0.0, tokens, 1, np.arange(tokens // 8, dtype=np.int32), 0) for tokens in (8, 24))
     trace = Trace("made", (short,) * num_short + (long,) * (4 - num_short), 8, 3)
     said = [
-        one for one in Forecast(trace, Sizes(KV_BYTES, 20 * BLOCK_BYTES)).warnings() if "no longer than a block" in one
+        one for one in cautions(Forecast(trace, Sizes(KV_BYTES, 20 * BLOCK_BYTES))) if "no longer than a block" in one
     ]
     told = f"{num_short} of 4 prompts are no longer than a block of the trace, 8 tokens, and never hit: record with"
     assert bool(said) == is_said and all(one.startswith(told) for one in said)
@@ -139,10 +140,10 @@ def test_a_trace_too_short_for_a_size_is_said(tmp_path: Path) -> None:
     """A size that is never full, or full only towards the end; not those that evict early."""
     trace = made(tmp_path, 8, 400)
     sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (200 * BLOCK_BYTES, 2**30))
-    (said,) = Forecast(trace, sizes).warnings()
+    (said,) = cautions(Forecast(trace, sizes))
     assert "is too short for 1 GiB: it is never full" in said
     nearly = (trace.num_blocks - 30) * BLOCK_BYTES
-    (said,) = Forecast(trace, Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (nearly,))).warnings()
+    (said,) = cautions(Forecast(trace, Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (nearly,))))
     assert "too short" in said and "it keeps blocks for" in said
 
 
@@ -150,7 +151,7 @@ def test_lost_requests_are_said(tmp_path: Path) -> None:
     """What the recorder dropped, from its last line."""
     path = write_trace(tmp_path / "a.jsonl", conversations(9, 400))
     path.write_text(path.read_text() + '{"num_dropped": 7}\n')
-    said = next(Forecast(read_trace(path, BLOCK_TOKENS), Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES)).warnings())
+    said = next(cautions(Forecast(read_trace(path, BLOCK_TOKENS), Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES))))
     assert "7 requests" in said
 
 
@@ -211,5 +212,24 @@ def test_more_prompts_than_can_be_computed_are_said(tmp_path: Path) -> None:
     """Times to first token would say how long the trace is."""
     trace = made(tmp_path, 11, 400)
     speeds = Speeds(prefill_tokens_per_s=10.0, host_gbs=10.0, disk_gbs=1.0)
-    said = list(forecast_of(trace, speeds=speeds).warnings())
+    said = list(cautions(forecast_of(trace, speeds=speeds)))
     assert any("device alone: computing takes" in line for line in said)
+
+
+@pytest.mark.parametrize(("disk_gbs", "is_left_alone"), [(3.5, True), (8.0, False)])
+def test_a_disk_that_a_runtime_would_leave_alone_is_said(tmp_path: Path, disk_gbs: float, is_left_alone: bool) -> None:
+    """Where a fetch takes longer than the gate of fetches allows, hits of the disk are none in truth."""
+    trace = made(tmp_path, 12, 400)
+    sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (200 * BLOCK_BYTES,), (400 * BLOCK_BYTES,))
+    speeds = Speeds(prefill_tokens_per_s=0.9 * 3.5e9 / KV_BYTES, host_gbs=50.0, disk_gbs=disk_gbs)
+    said = [line for line in cautions(Forecast(trace, sizes, speeds)) if "leave the disk alone" in line]
+    assert len(said) == is_left_alone and all("takes 90% of the time" in line for line in said)
+
+
+def test_more_writes_than_a_disk_takes_in_a_day_are_said(tmp_path: Path) -> None:
+    """The budget of writes is the disk's size a day, and a trace of minutes writes that in no time."""
+    trace = made(tmp_path, 13, 400)
+    sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (40 * BLOCK_BYTES,), (100 * BLOCK_BYTES,))
+    assert any("`daily_writes`" in line for line in cautions(Forecast(trace, sizes)))
+    endless = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (trace.num_blocks * BLOCK_BYTES,), (2**40,))
+    assert not any("`daily_writes`" in line for line in cautions(Forecast(trace, endless)))
