@@ -15,6 +15,7 @@ from .mutants_disk_shell import DISK_SHELL_MUTANTS
 from .mutants_early import EARLY_MUTANTS
 from .mutants_engine import ENGINE_MUTANTS
 from .mutants_keeping import KEEPING_MUTANTS
+from .mutants_learned import LEARNED_MUTANTS
 from .mutants_line import LINE_MUTANTS
 from .mutants_loss import LOSS_MUTANTS
 from .mutants_policies import POLICY_MUTANTS
@@ -36,5 +37,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS + CALL_MUTANTS + ENGINE_MUTANTS + STUCK_MUTANTS
     + VLLM_MUTANTS + DISK_MUTANTS + DISK_CORE_MUTANTS + DISK_SHELL_MUTANTS + DISK_PROOF_MUTANTS
     + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + SEEN_MUTANTS
-    + CHOICE_MUTANTS
+    + CHOICE_MUTANTS + LEARNED_MUTANTS
 )  # fmt: skip

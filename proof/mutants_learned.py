@@ -1,0 +1,83 @@
+"""Planted defects of eviction that learns, and of hints."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["LEARNED_MUTANTS"]
+
+CORE = "aoffload.core"
+ORDER, HINTS, SHADOWS = f"{CORE}.learned_order", f"{CORE}.hints", f"{CORE}.shadows"
+TESTS = "tests/core/test_learned_eviction.py::test_"
+
+
+def _met_by(test: str, name: str, module: str, old: str, new: str, promise: str) -> Mutant:
+    return Mutant(f"learned: {name}", module, old, new, promise, test=TESTS + test)
+
+
+LEARNED_MUTANTS: tuple[Mutant, ...] = (
+    _met_by(
+        "worth_falls_with_age_and_rises_with_use",
+        "a class that is worth less than the one below it",
+        f"{CORE}.returns",
+        "found[at] = max(floor[at], least)",
+        "found[at] = least",
+        "a prefix is worth at least as much as what is behind it",
+    ),
+    _met_by(
+        "a_prefix_loses_its_tail_before_its_head",
+        "a head in another class than its tail",
+        f"{CORE}.records",
+        "front.last_use, front.ring = self.last_use, self.ring",
+        "front.last_use = self.last_use",
+        "a prefix loses its tail before its head",
+    ),
+    _met_by(
+        "it_remembers_what_was_evicted",
+        "counts that go with the blocks",
+        f"{CORE}.learning",
+        "most = REMEMBERED * max(units.values()) * unit_tokens",
+        "most = unit_tokens",
+        "counts outlive eviction",
+    ),
+    _met_by(
+        "the_last_use_rules_where_it_hits_more",
+        "a guard that never gives way",
+        SHADOWS,
+        "            self.is_learned = self._learned_hits >= self._last_used_hits * (1 - BEHIND)\n",
+        "            pass\n",
+        "what was learned is never much worse than the last use",
+    ),
+    _met_by(
+        "a_hint_spares_until_it_expires",
+        "a hint that spares for ever",
+        HINTS,
+        "        self._change(hint.sequence, hint.spared, -1)\n",
+        "",
+        "what a hint spares is like all else once it has expired",
+    ),
+    _met_by(
+        "a_hint_never_pins",
+        "hints that pin",
+        ORDER,
+        " or self._worst_of(self._rings[NUM_CLASSES:])",
+        "",
+        "where only spared blocks could make room, they go",
+    ),
+    _met_by(
+        "a_hint_ends_when_it_has_come_true",
+        "a hint that goes on when it has come true",
+        HINTS,
+        "                self._record(hint.category).ended(is_true=True)\n                self._end(hint)\n",
+        "                self._record(hint.category).ended(is_true=True)\n",
+        "a hint is about the next time",
+    ),
+    _met_by(
+        "hints_that_never_come_true_spare_nothing",
+        "hints that are believed for ever",
+        HINTS,
+        "        if self._record(category).is_good:\n",
+        "        if self._record(category):\n",
+        "what seldom comes true spares nothing",
+    ),
+)
