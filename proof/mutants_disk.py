@@ -113,26 +113,6 @@ DISK_MUTANTS: tuple[Mutant, ...] = (
         Patch(SLOTS, "        if done and is_given_up():  # meanwhile", "        if False:  # meanwhile"),
     ),
     _mutant(
-        "disk: given up, stored all the same",
-        SLOTS,
-        "        self._sums.forget(to)\n        if is_given_up():\n",
-        "        self._sums.forget(to)\n        if False:\n",
-        "a store that was given up does not label what was written over its source",
-        Patch(SLOTS, "while done < len(to) and not is_given_up():", "while done < len(to):"),
-        Patch(
-            SLOTS,
-            "        sums, encoded = records()\n        if is_given_up():\n",
-            "        sums, encoded = records()\n        if False:\n",
-        ),
-    ),
-    _mutant(
-        "disk: late load forgets another's slot",
-        SLOTS,
-        "for at in corrupt if self._sums.is_still(source[at], expected[at])])",
-        "for at in corrupt])",
-        "a load that was given up harms nobody",
-    ),
-    _mutant(
         "disk: larger than its size",
         "aoffload.disk_tier",
         "(size_bytes - SUPERBLOCK_BYTES - ROUNDING_BYTES) // (block_bytes + record_bytes(unit_tokens))",

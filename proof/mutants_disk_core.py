@@ -139,8 +139,8 @@ _FETCHES = (
         OF_FETCHES + "what_was_fetched_stays_while_its_request_waits_for_room",
         "disk: read in vain for who waits for room",
         LEDGER_DISK,
-        '            self._need_fetches("match_fetched").keep(holding)\n',
-        "",
+        "                self._fetches.keep(holding)\n",
+        "                pass\n",
         "what was fetched is there once there is room",
     ),
     _met_by(

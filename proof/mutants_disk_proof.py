@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .planting import Mutant
+from .planting import Mutant, Patch
 
 __all__ = ["DISK_PROOF_MUTANTS"]
 
@@ -17,6 +17,30 @@ def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str 
 
 
 DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
+    _mutant(
+        "given up, stored all the same",
+        SLOTS,
+        "        self._sums.forget(to)\n        if is_given_up():\n",
+        "        self._sums.forget(to)\n        if False:\n",
+        "a store that was given up does not label what was written over its source",
+        "tests/transfer/test_disk_slots.py::test_a_store_that_is_given_up_meanwhile_records_nothing",
+        also=(
+            Patch(SLOTS, "while done < len(to) and not is_given_up():", "while done < len(to):"),
+            Patch(
+                SLOTS,
+                "        sums, encoded = records()\n        if is_given_up():\n",
+                "        sums, encoded = records()\n        if False:\n",
+            ),
+        ),
+    ),
+    _mutant(
+        "a late load forgets another's slot",
+        SLOTS,
+        "for at in corrupt if self._sums.is_still(source[at], expected[at])])",
+        "for at in corrupt])",
+        "a load that was given up harms nobody",
+        "tests/transfer/test_disk_slots.py::test_a_load_that_is_late_forgets_nothing_of_others",
+    ),
     _mutant(
         "slots that were freed keep what was wrong",
         TIERS,

@@ -140,14 +140,6 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
         f"{WRONG}::test_memory_that_a_store_uses_again_is_never_loaded",
     ),
     _mutant(
-        "a node without a name",
-        f"{REMOTE}.calls",
-        '        return found if isinstance(found, str) else ""\n',
-        "        return found\n",
-        "no answer of a store ends a thread",
-        f"{WRONG}::test_a_node_that_has_no_name_is_one_of_all[list]",
-    ),
-    _mutant(
         "a question that hangs is no failure",
         QUESTIONS,
         "not self._calls.all_are_late()",

@@ -77,7 +77,8 @@ class DiskOfLedger(LedgerRooms):
             self._engine.matches.match_fetched(holding)
         else:
             self._request_leases.match_again(holding)
-            self._need_fetches("match_fetched").keep(holding)
+            if self._fetches is not None:
+                self._fetches.keep(holding)
         self.admission.serve_line()
         return holding.match
 

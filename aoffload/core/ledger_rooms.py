@@ -53,7 +53,8 @@ OBSERVES = (
     "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved loads_paused loads_resumed "
     "step_begun step_ended extension_refused"
 )
-ORDERS = "add add_newer add_back remove asked oldest __iter__"
+ORDERS = "add add_newer add_back remove oldest __iter__"
+"""What orders that programs pass must have: they are not told what is `asked`, since nothing is counted for them."""
 HOST_WATERMARK = 8
 """The part of the host that is stored on the disk before it is evicted."""
 
@@ -151,7 +152,8 @@ class LedgerRooms:
         self, config: OffloadConfig, num_device: int, num_host: int
     ) -> tuple[Callable[[Tier], EvictionOrder], Learning | None]:
         """What makes the order of a tier, and what it learns from."""
-        choice = LearnedEviction() if config.eviction == "learned" else config.eviction
+        is_named = type(config.eviction) is str and config.eviction == "learned"
+        choice = LearnedEviction() if is_named else config.eviction
         if not isinstance(choice, LearnedEviction):
             make = _eviction_of(config.eviction)
             return (lambda _: make()), None
@@ -282,7 +284,7 @@ def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> 
 
 
 def _eviction_of(value: object) -> Callable[[], EvictionOrder]:
-    if value == "lru":
+    if type(value) is str and value == "lru":
         return LeastRecentlyUsed
     if not callable(value):
         raise ConfigError("eviction", f"must be 'lru', 'learned' or a factory of eviction orders, got {shown(value)}")

@@ -18,7 +18,7 @@ from aoffload.ledger import Completion, Direction, JobState, LedgerLog, Observer
 from aoffload.metrics import LedgerCollector, Metrics
 from aoffload.metrics.families import FAMILIES
 
-NOT_OVER_A_LEDGER = {"aoffload_room_wait_seconds", "aoffload_verified_blocks_total"}
+NOT_OVER_A_LEDGER = {"aoffload_room_wait_seconds", "aoffload_verified_blocks_total", "aoffload_loads_declined_total"}
 AGES = {"aoffload_oldest_request_seconds", "aoffload_oldest_wait_seconds", "aoffload_oldest_step_seconds"}
 """What is shown where the ledger has a clock, which an engine with blocks of its own gives it in any case."""
 

@@ -89,7 +89,7 @@ def test_cells_of_other_tokens_are_noticed(face: Face, monkeypatch: pytest.Monke
         return right(path, tier, start, path[-1].stop)
 
     monkeypatch.setattr(remote_stores, "present_stop", too_far)
-    assert violations(face)
+    assert violations(face, 400)
 
 
 @each_face

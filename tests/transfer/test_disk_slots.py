@@ -21,8 +21,9 @@ from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.transfer.backends.base import anonymous_memory
 from aoffload.transfer.disk.posix import PosixDirectory, PosixFile
 from aoffload.transfer.disk.records import SlotLayout
-from aoffload.transfer.disk.slab import WRITE_BYTES
+from aoffload.transfer.disk.slab import WRITE_BYTES, Slab
 from aoffload.transfer.disk.slots import DiskOutcome, DiskSlots
+from aoffload.transfer.disk.table import SlotTable
 
 BLOCK = 4096
 SIZE = 1 << 20
@@ -239,6 +240,31 @@ def test_a_store_that_was_given_up_writes_nothing(slots: DiskSlots) -> None:
     found = slots.store([3], [0], LABELS[:1], slots.generation, lambda: next(answers))
     assert (found.outcome, found.num_landed) == (Outcome.FAILED, 0)
     assert [each for part in slots.survivors() for each in part] == []
+
+
+def test_a_store_that_is_given_up_meanwhile_records_nothing(slots: DiskSlots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a moment: a crash in it would leave records of what was written over its source."""
+    written: list[Any] = []
+    monkeypatch.setattr(SlotTable, "write", lambda *given: written.append(given))
+    answers = itertools.chain([False], itertools.repeat(True))
+    found = slots.store([3, 4], [0, 1], LABELS[:2], slots.generation, lambda: next(answers))
+    assert (found.outcome, found.num_landed, written) == (Outcome.FAILED, 0, [])
+
+
+def test_a_load_that_is_late_forgets_nothing_of_others(slots: DiskSlots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given up, and its slot is another's by the time that it reads."""
+    stored(slots)
+    read = Slab.read
+
+    def late(slab: Slab, stretch: Any) -> int:
+        monkeypatch.undo()
+        assert slots.store([3], [6], labels(prompt(9)), slots.generation).outcome is Outcome.LANDED
+        return read(slab, stretch)
+
+    monkeypatch.setattr(Slab, "read", late)
+    assert slots.load([3], [8]).outcome is Outcome.CORRUPT
+    assert slots.load([3], [9]).outcome is Outcome.LANDED
+    assert (host_of(slots)[9] == host_of(slots)[6]).all()
 
 
 @pytest.mark.parametrize(

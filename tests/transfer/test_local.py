@@ -185,7 +185,7 @@ def test_what_cannot_be_opened_leaves_nothing_open() -> None:
 
     threads: list[threading.Thread] = []
     transport = LocalTransport(torch.zeros(4, 8), Remembers)
-    with pytest.raises(RuntimeError, match="can't start"):
+    with pytest.raises(TransferRefused, match="can't start"):
         transport.open(4, verify=False, deliver=lambda completion: None, env=OneThread())
     assert not threads[0].is_alive()
     assert isinstance(transport.backend, Remembers) and transport.backend.is_closed

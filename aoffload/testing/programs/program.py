@@ -210,9 +210,9 @@ def with_a_disk(world: World) -> World:
 
 
 def with_a_store(world: World) -> World:
-    """`world`, in half of the cases that allow it with a remote store. Which follows from the world itself."""
+    """`world`, in most of the cases that allow it with a remote store. Which follows from the world itself."""
     chance = random.Random(f"{world!r} store".replace(", eviction='lru'", ""))
-    if not world.num_host_blocks or any(shape.kind != "full" for shape in world.groups) or chance.random() < 0.5:
+    if not world.num_host_blocks or any(shape.kind != "full" for shape in world.groups) or chance.random() < 0.4:
         return world
     share, cell_units = chance.choice((1.0, 1.0, 0.5)), chance.choice((1, 1, 2, 2, 4))
     unit = _unit(world.groups)

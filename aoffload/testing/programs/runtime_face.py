@@ -59,8 +59,8 @@ def draw_and_run(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcom
 def _undisturbed(program: Program, calls_for: Callable[[Director], Iterator[Call]]) -> tuple[Program, Outcome]:
     with undisturbed():
         found = _run(program, calls_for)
-        if found[1].violation is not None:
-            gc.collect()  # what a broken-off run leaves behind
+        if found[1].violation is not None or "worker" in found[1].features:
+            gc.collect()  # what a broken-off run leaves behind, or a task that was cancelled before it began
     return found
 
 
