@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ def job_rows(
             vllm.ask("fs_close", root=str((path / "files").resolve()))
     size = f"{block_bytes // MIB} MiB" if block_bytes >= MIB else f"{block_bytes // KIB} KiB"
     about = f"blocks of {size}, {num_jobs} at a time"
-    pairs = [("store", "plain write", WANTED), ("load", "plain read", WANTED)]
+    pairs: list[tuple[str, str, float | None]] = [("store", "plain write", WANTED), ("load", "plain read", WANTED)]
     if vllm is not None:
         pairs += [("store", "vLLM's fs tier, store", WANTED_OF_FILES), ("load", "vLLM's fs tier, load", None)]
     return [_row(f"disk: {ours}, {about}", rounds, ours, other, wanted, moved_bytes) for ours, other, wanted in pairs]
@@ -159,9 +159,9 @@ class Sides:
         for rows in self._rows:
             slots, host = array("i", range(slot + at, slot + at + len(rows))), array("i", rows.tolist())
             is_store = destination is Tier.DISK
-            ids = (host, slots) if is_store else (slots, host)
+            source_ids, destination_ids = (host, slots) if is_store else (slots, host)
             given = tuple(self._labels[at : at + len(rows)]) if is_store else ()
-            plan = TransferPlan(next(self._numbers), source, destination, *ids, given, 0)
+            plan = TransferPlan(next(self._numbers), source, destination, source_ids, destination_ids, given, 0)
             self._transport.launch(plan, None)
             at += len(rows)
         for _ in self._rows:
@@ -174,9 +174,7 @@ class Sides:
     def plain_read(self) -> None:
         self._plain_move("read", os.preadv, self._reads)
 
-    def _plain_move(
-        self, name: str, move: Callable[[int, list[NDArray[np.uint8]], int], int], calls: list[Calls]
-    ) -> None:
+    def _plain_move(self, name: str, move: Callable[[int, Any, int], int], calls: list[Calls]) -> None:
         first = next(self._places[name]) * self._moved_bytes
         share = self._moved_bytes // self._num_jobs
 

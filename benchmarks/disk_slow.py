@@ -138,4 +138,5 @@ async def _first_token(runtime: OffloadRuntime, prompt: Tokens) -> float:
         with runtime.step([request]):
             await anyio.to_thread.run_sync(time.sleep, (len(prompt) - num_ready) / TOKENS_PER_S)
         request.commit(len(prompt))
-        return time.perf_counter() - began
+        computed = time.perf_counter()
+    return computed - began

@@ -30,6 +30,7 @@ from aoffload.errors import MissingExtra
 from aoffload.remote_tier import MAX_CELL_BYTES, ObjectStore
 from aoffload.stores import RedisClusterStore, RedisStore
 from aoffload.transfer.remote.cells import CellShape, cells_of_tier
+from aoffload.transfer.remote.jobs import HostRows
 from aoffload.transfer.remote.lanes import RemoteLanes
 
 from .harness import Row, Subject, interleave, timed
@@ -70,7 +71,7 @@ class Jobs:
         self.host = np.random.default_rng(0).integers(0, 256, (AT_ONCE * BLOCKS, shape.block_bytes), dtype=np.uint8)
         self.done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         cells = cells_of_tier(shape, secret)
-        self.lanes = RemoteLanes(RemoteTier(store, secret), cells, self.host, None, self.done.put, Env())
+        self.lanes = RemoteLanes(RemoteTier(store, secret), cells, HostRows(self.host, None), self.done.put, Env())
         self._job_ids = itertools.count(1)
 
     def launch(self, label: CellLabel, *, is_load: bool, place: int = 0) -> int:

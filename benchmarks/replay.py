@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -42,7 +43,7 @@ def run(vllm: Peer | None) -> list[Row]:
     prompts = read_trace(Path(named), NUM_REQUESTS)
     subjects: dict[str, Callable[[], Sample]] = {"Ledger": lambda: _through_ledger(prompts)}
     for number in AT_A_TIME:
-        subjects[f"runtime, {number:,} at a time"] = lambda number=number: anyio.run(_through_runtime, prompts, number)
+        subjects[f"runtime, {number:,} at a time"] = partial(anyio.run, _through_runtime, prompts, number)
     against = "Ledger"
     if vllm is not None:
         against = "vLLM with its hashing"

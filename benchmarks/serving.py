@@ -268,11 +268,8 @@ def as_table(served: dict[str, Served]) -> str:
     for turn in range(NUM_TURNS):
         cells = [_p50_p99(each.first_s(turn)) for each in served.values()]
         lines.append(f"{f'time to first token, turn {turn + 1}':34}" + "".join(f"{cell:>20}" for cell in cells))
-    for name, cell_of in (
-        ("event loop lag", lambda each: _p50_p99(each.lags_s)),
-        ("wall time, s", lambda each: f"{each.wall_s:.1f}"),
-    ):
-        lines.append(f"{name:34}" + "".join(f"{cell_of(each):>20}" for each in served.values()))
+    lines.append(f"{'event loop lag':34}" + "".join(f"{_p50_p99(each.lags_s):>20}" for each in served.values()))
+    lines.append(f"{'wall time, s':34}" + "".join(f"{each.wall_s:>20.1f}" for each in served.values()))
     return "\n".join([f"{'p50 / p99, ms':34}", *lines])
 
 
