@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed bench bench-peers compiled test-compiled lockstep wheels clean
+.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -115,6 +115,15 @@ vllm-installed: $(PEERS)/vllm/.proof
 $(PEERS)/vllm/.proof: $(PEERS)/vllm/.installed pyproject.toml
 	$(PEERS)/vllm/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[disk,remote,trio]' pytest setuptools-rust \
 		setuptools-scm
+	touch $@
+
+# A server that speaks the protocol of S3, which tests of object storage start where it is there: 320 MB, in an
+# environment of its own.
+s3-server: $(PEERS)/s3/.installed
+
+$(PEERS)/s3/.installed: constraints-dev.txt
+	$(PYTHON) -m venv $(PEERS)/s3
+	$(PEERS)/s3/bin/python -m pip install --quiet --constraint constraints-dev.txt 'moto[server,s3]'
 	touch $@
 
 # Everything beside its limit or its peer, as one table; BENCH_ARGS="cycle" for one of them.
