@@ -23,6 +23,7 @@ from .errors import InvalidArgument
 from .fetch_gate import LEAST_TOKENS, PrefillSpeed
 from .transfer.copy_queue import CopyQueue
 from .transfer.hops import Hop
+from .transfer.rates import TransferRate
 
 __all__ = ["LoadCosts", "check_report"]
 
@@ -54,6 +55,9 @@ class LoadCosts:
     _choice: LoadChoice | None = attrs.field(init=False)
     """None: whatever can be loaded is."""
     _hop: Hop = attrs.field(init=False)
+    _rate: TransferRate = attrs.field(init=False)
+    _clock: Callable[[], float] = attrs.field(init=False)
+    _block_bytes: int = attrs.field(init=False)
     _unit_tokens: int = attrs.field(init=False)
     _queued: dict[str, int] = attrs.field(init=False, factory=dict)
     """Tokens that requests have to compute, by id."""
@@ -71,31 +75,38 @@ class LoadCosts:
         check_type("copies", self.copies, CopyQueue)
         self._choice = load_choice_of(self.ledger.config.load_choice)
         self._hop = self.copies.hop(BELOW, Tier.DEVICE)
+        self._rate = self._hop.rate or TransferRate()
+        self._clock, self._block_bytes = self.copies.clock, self.copies.block_bytes
         self._unit_tokens = self.ledger.layout.unit_tokens
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
     def limit(self, holding: Holding, max_tokens: int | None = None, left_s: float | None = None) -> int | None:
         """The `max_tokens` for the load of `holding`; `left_s`: seconds until its deadline."""
-        choice = self._choice
+        choice, unit, request_id = self._choice, self._unit_tokens, holding.request_id
         if choice is None:
             return max_tokens
-        found, unit = self.ledger.loadable(holding, max_tokens), self._unit_tokens
+        found = self.ledger.loadable(holding, max_tokens)
         if found is None:
             if holding.state in _BEFORE_LOAD:
-                self._asks(holding.request_id, holding.sequence.num_tokens - holding.published * unit)
+                self._asks(request_id, holding.sequence.num_tokens - holding.published * unit)
             return max_tokens
-        request_id, num_units, copies = holding.request_id, found.stop - found.start, self.copies
-        tier = self._hop.offer(num_units, found.num_blocks * copies.block_bytes, copies.clock())
-        rest = holding.sequence.num_tokens - found.stop * unit
-        queued = self._reported + self._sum_queued - self._queued.get(request_id, 0)
-        offer = LoadOffer(unit, (tier,), rest, self.speed.tokens_per_s, queued, left_s)
+        hop, rate, num_units = self._hop, self._rate, found.stop - found.start
+        rest_tokens = holding.sequence.num_tokens - found.stop * unit
+        others = self._sum_queued - self._queued.get(request_id, 0)
+        bytes_per_s = rate.bytes_per_s(hop.num_bytes, self._clock())
+        offer = LoadOffer(
+            num_units, found.num_blocks * self._block_bytes, unit, rest_tokens,
+            self.speed.tokens_per_s, self._reported + others,
+            bytes_per_s, hop.queued_bytes + hop.num_bytes, rate.latency_s, left_s,
+        )  # fmt: skip
         num_declined = num_units - chosen_stop(choice, offer, num_units)
-        self._asks(request_id, rest + num_declined * unit)
+        self._queued[request_id] = num_asked = rest_tokens + num_declined * unit
+        self._sum_queued = others + num_asked
         if not num_declined:
             return max_tokens
         self.num_declined += 1
-        self.declined(request_id, num_declined * unit, offer.first_token_s(1), offer.first_token_s(0))
+        self.declined(request_id, num_declined * unit, offer.first_token_s(num_units), offer.first_token_s(0))
         return (found.stop - num_declined) * unit
 
     def bound(self, holding: Holding, left_s: float | None = None) -> None:

@@ -165,7 +165,7 @@ class Simulation:
         max_tokens = self.costs.limit(holding)
         if isinstance(self.choice, Noting) and found is not None and max_tokens is None:
             assert self.choice.offer is not None
-            served.expected_s = self.choice.offer.tiers[0].arrives_s or None
+            served.expected_s = self.choice.offer.arrives_s or None
         served.loading_s = self.now
         plans = self.ledger.plan_load(holding, max_tokens, lambda: self._loaded(served))
         if holding.is_loading:

@@ -70,10 +70,15 @@ class TransferRate:
             latency_s = max(0.0, self._quickest_s - self._quickest_bytes * (mean_s - self._quickest_s) / more_bytes)
         self.latency_s, self._bytes_per_s = latency_s, mean_bytes / (mean_s - latency_s)
 
-    def bytes_per_s(self, is_idle: bool, now: float) -> float | None:
-        """None: not known. What has become old counts until the job is over that measures anew: others do not try,
-        too."""
-        return None if is_idle and not self._is_fresh(now) else self._bytes_per_s
+    def bytes_per_s(self, in_flight: int, now: float) -> float | None:
+        """None: not known. So many bytes are in flight, and show that it is not faster than that. What has become old
+        counts until the job is over that measures anew: others do not try, too."""
+        known = self._bytes_per_s
+        if not in_flight:
+            return known if now - self._ended_s < FRESH_S else None
+        if known is None or known * (now - self.since_s) <= in_flight:
+            return known
+        return in_flight / (now - self.since_s)
 
     def _is_fresh(self, now: float) -> bool:
         return now - self._ended_s < FRESH_S
