@@ -19,6 +19,7 @@ from .core.ledger import Ledger
 from .core.lifecycle import RequestState
 from .core.owners import Holding
 from .core.plan import BELOW, Tier
+from .core.status import Declined
 from .errors import InvalidArgument
 from .fetch_gate import LEAST_TOKENS, PrefillSpeed
 from .transfer.copy_queue import CopyQueue
@@ -29,7 +30,7 @@ __all__ = ["LoadCosts", "check_report"]
 
 _BEFORE_LOAD = (RequestState.ALLOCATED, RequestState.PINNED)
 
-Declined = Callable[[str, int, float, float], object]
+TellsDeclined = Callable[[str, int, float, float], object]
 """Told of a request's id, the tokens that it computes, and the seconds to its first token with and without them."""
 
 
@@ -49,7 +50,7 @@ class LoadCosts:
     ledger: Ledger
     copies: CopyQueue
     speed: PrefillSpeed = attrs.field()
-    declined: Declined = _nobody
+    declined: TellsDeclined = _nobody
     num_declined: int = attrs.field(default=0, init=False)
     """Times that a part of a hit was computed instead."""
     _choice: LoadChoice | None = attrs.field(init=False)
@@ -61,6 +62,8 @@ class LoadCosts:
     _unit_tokens: int = attrs.field(init=False)
     _queued: dict[str, int] = attrs.field(init=False, factory=dict)
     """Tokens that requests have to compute, by id."""
+    _told: dict[str, Declined] = attrs.field(init=False)
+    """What was declined, as the ledger explains it."""
     _sum_queued: int = attrs.field(init=False, default=0)
     """Of these."""
     _reported: int = attrs.field(init=False, default=0)
@@ -77,7 +80,7 @@ class LoadCosts:
         self._hop = self.copies.hop(BELOW, Tier.DEVICE)
         self._rate = self._hop.rate or TransferRate()
         self._clock, self._block_bytes = self.copies.clock, self.copies.block_bytes
-        self._unit_tokens = self.ledger.layout.unit_tokens
+        self._unit_tokens, self._told = self.ledger.layout.unit_tokens, self.ledger.situation.declined
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
@@ -89,7 +92,8 @@ class LoadCosts:
         found = self.ledger.loadable(holding, max_tokens)
         if found is None:
             if holding.state in _BEFORE_LOAD:
-                self._asks(request_id, holding.sequence.num_tokens - holding.published * unit)
+                num_ready = max(holding.published * unit, holding.engine_tokens)
+                self._asks(request_id, holding.sequence.num_tokens - num_ready)
             return max_tokens
         hop, rate, num_units = self._hop, self._rate, found.stop - found.start
         rest_tokens = holding.sequence.num_tokens - found.stop * unit
@@ -104,9 +108,13 @@ class LoadCosts:
         self._queued[request_id] = num_asked = rest_tokens + num_declined * unit
         self._sum_queued = others + num_asked
         if not num_declined:
+            if self._told:
+                self._told.pop(request_id, None)
             return max_tokens
         self.num_declined += 1
-        self.declined(request_id, num_declined * unit, offer.first_token_s(num_units), offer.first_token_s(0))
+        told = Declined(num_declined * unit, offer.first_token_s(num_units), offer.first_token_s(0))
+        self._told[request_id] = told
+        self.declined(request_id, told.num_tokens, told.load_s, told.compute_s)
         return (found.stop - num_declined) * unit
 
     def bound(self, holding: Holding, left_s: float | None = None) -> None:
@@ -132,11 +140,12 @@ class LoadCosts:
             self._sum_queued -= num_tokens
             self._queued[request_id] = left - num_tokens
         else:
-            self.forget(request_id)
+            self._sum_queued -= self._queued.pop(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Nothing more of the request is computed, or only tokens that it generates."""
+        """The request is over."""
         self._sum_queued -= self._queued.pop(request_id, 0)
+        self._told.pop(request_id, None)
 
     def report_queue(self, num_tokens: int) -> None:
         """So many tokens of prompts will be computed before those of the next request."""

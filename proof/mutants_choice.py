@@ -8,6 +8,7 @@ __all__ = ["CHOICE_MUTANTS"]
 
 RULE, COSTS, RATES = "aoffload.core.choice", "aoffload.load_costs", "aoffload.transfer.rates"
 TESTS, SHELL = "tests/core/test_choice.py", "tests/shell/test_load_costs.py"
+VLLM, IN_VLLM = "aoffload.integrations.vllm.computing", "tests/integrations/vllm_connector/test_vllm_choice.py"
 
 
 def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str) -> Mutant:
@@ -86,5 +87,29 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
         "self.latency_s, self._bytes_per_s = 0.0, mean_bytes / mean_s",
         "what a job takes besides its bytes is known",
         "tests/test_fetch_gate.py::test_latency_is_told_from_bandwidth",
+    ),
+    _mutant(
+        "vLLM is told of what is declined",
+        VLLM,
+        "        found.chosen = found.holding.match\n",
+        "        found.chosen = match\n",
+        "what is computed is no hit for vLLM",
+        f"{IN_VLLM}::test_what_is_computed_sooner_is_not_loaded",
+    ),
+    _mutant(
+        "what vLLM computes stays queued",
+        VLLM,
+        "                self.costs.computed(request_id, number)\n",
+        "                pass\n",
+        "what is computed is queued no longer",
+        f"{IN_VLLM}::test_what_is_queued_to_be_computed_counts",
+    ),
+    _mutant(
+        "who has gone stays queued in vLLM",
+        VLLM,
+        "            self.costs.forget(request_id)\n",
+        "            pass\n",
+        "a request that is over is queued no longer",
+        f"{IN_VLLM}::test_what_is_queued_to_be_computed_counts",
     ),
 )
