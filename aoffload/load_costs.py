@@ -98,11 +98,12 @@ class LoadCosts:
         hop, rate, num_units = self._hop, self._rate, found.stop - found.start
         rest_tokens = holding.sequence.num_tokens - found.stop * unit
         others = self._sum_queued - self._queued.get(request_id, 0)
-        bytes_per_s = rate.bytes_per_s(hop.num_bytes, self._clock())
+        now = self._clock()
         offer = LoadOffer(
             num_units, found.num_blocks * self._block_bytes, unit, rest_tokens,
             self.speed.tokens_per_s, self._reported + others,
-            bytes_per_s, hop.queued_bytes + hop.num_bytes, rate.latency_s, left_s,
+            rate.bytes_per_s(hop.num_bytes, now), hop.queued_bytes + hop.num_bytes, rate.latency_s,
+            now - rate.ended_s, left_s,
         )  # fmt: skip
         num_declined = num_units - chosen_stop(choice, offer, num_units)
         self._queued[request_id] = num_asked = rest_tokens + num_declined * unit

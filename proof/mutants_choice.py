@@ -73,6 +73,22 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
         f"{SHELL}::test_what_is_queued_is_counted",
     ),
     _mutant(
+        "a slow link is tried with all there is",
+        RULE,
+        "int(num_units * min(1.0, TRIAL * offer.age_s / (offer.latency_s + load_s)))",
+        "num_units if TRIAL * offer.age_s else 0",
+        "to measure a slow link again costs little",
+        f"{TESTS}::test_what_was_slow_is_tried_again",
+    ),
+    _mutant(
+        "a small job says all",
+        RATES,
+        "            self._has_become(num_bytes, took_s)\n",
+        "            self._num_jobs = self._num_bytes = self._seconds = 0.0\n",
+        "the share of latency is kept by what measures again",
+        "tests/test_fetch_gate.py::test_a_small_job_shows_how_fast_large_ones_have_become",
+    ),
+    _mutant(
         "what hangs is as fast as ever",
         RATES,
         "        if known is None or known * (now - self.since_s) <= in_flight:\n",

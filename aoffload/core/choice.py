@@ -23,6 +23,8 @@ IDLE_S = 0.2
 """So much queued makes a queue half as busy as an endless one."""
 NUM_BEHIND = 2.0
 """Requests that what one takes of an endless queue's time is expected to delay."""
+TRIAL = 0.01
+"""Of the time since a hop was measured last, what a load may take that only measures it again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,11 +53,13 @@ class LoadOffer:
     queued_tokens: int = 0
     """To be computed before this request."""
     bytes_per_s: float | None = None
-    """Of the hop of late, and no more than what is in flight shows; None: not known."""
+    """Of the hop when it was measured last, and no more than what is in flight shows; None: not known."""
     queued_bytes: int = 0
     """To be copied before these."""
     latency_s: float = 0.0
     """Of a copy, besides what its bytes take."""
+    age_s: float = 0.0
+    """Since the hop was measured last."""
     left_s: float | None = None
     """Until the request's deadline; None: it has none."""
 
@@ -86,7 +90,7 @@ class LoadChoice(Protocol):
 
 class CostChoice:
     """Loads the hit if that costs no more than computing it. With a deadline: what meets it, if only one of the two
-    does."""
+    does. What was slow is tried again now and then, by a load that is small."""
 
     def stop(self, offer: LoadOffer) -> int:
         num_units, tokens_per_s, bytes_per_s = offer.num_units, offer.tokens_per_s, offer.bytes_per_s
@@ -105,7 +109,11 @@ class CostChoice:
                 return num_units if hit_s > left_s else 0
         loading = late_s + NUM_BEHIND * wait_s / (wait_s + IDLE_S) * load_s
         computing = hit_s + NUM_BEHIND * queue_s / (queue_s + IDLE_S) * hit_s
-        return num_units if loading <= computing else 0
+        if loading <= computing:
+            return num_units
+        if offer.queued_bytes:
+            return 0
+        return int(num_units * min(1.0, TRIAL * offer.age_s / (offer.latency_s + load_s)))
 
 
 def chosen_stop(choice: LoadChoice, offer: LoadOffer, most: int) -> int:

@@ -77,12 +77,12 @@ class Hop:
             self.num_bytes -= found.num_bytes
 
     def arrives_s(self, num_bytes: int, now: float) -> float:
-        """How long a copy takes that begins now, behind what is queued and in flight. 0 where nothing was measured: the
-        first copy is the measurement, and shows more the longer it takes."""
+        """How long a copy takes that begins now, behind what is queued and in flight. 0 where nothing was measured, or
+        long ago: the next copy is the measurement, and shows more the longer it takes."""
         in_flight, rate = self.num_bytes, self.rate
-        all_bytes = self.queued_bytes + in_flight + num_bytes
-        if rate is None:
+        if rate is None or (not in_flight and rate.is_old(now)):
             return 0.0
+        all_bytes = self.queued_bytes + in_flight + num_bytes
         speed = rate.bytes_per_s(in_flight, now)
         if speed:
             return rate.latency_s + all_bytes / speed

@@ -59,6 +59,13 @@ def test_what_is_not_known() -> None:
     assert stop(1.0, bytes_per_s=None, queued_bytes=1) == 0
 
 
+def test_what_was_slow_is_tried_again() -> None:
+    """By a part of the hit that takes a hundredth of the time since then, if nothing else is copied."""
+    assert [stop(10.0, age_s=age_s) for age_s in (0.0, 99.0, 100.0, 250.0, 1e9)] == [0, 0, 1, 2, NUM_UNITS]
+    assert stop(5.0, latency_s=5.0, age_s=250.0) == 2 and stop(10.0, age_s=250.0, wait_s=0.1) == 0
+    assert stop(10.0, age_s=250.0, queued_bytes=1) == 0
+
+
 def test_a_deadline_goes_before_the_cost() -> None:
     """What meets it, if only one of the two does; if both do or neither does, what costs less."""
     assert stop(4.0, queued=3000) == NUM_UNITS and stop(4.0, queued=3000, left_s=4.15) == NUM_UNITS
