@@ -14,7 +14,7 @@ from collections.abc import Callable
 import attrs
 
 from .arguments import check_int, check_type, number_of, shown
-from .core.choice import LoadChoice, LoadOffer, chosen_stop, load_choice_of
+from .core.choice import CostChoice, LoadChoice, LoadOffer, chosen_stop, load_choice_of
 from .core.ledger import Ledger
 from .core.lifecycle import RequestState
 from .core.owners import Holding
@@ -87,8 +87,8 @@ class LoadCosts:
     def limit(self, holding: Holding, max_tokens: int | None = None, left_s: float | None = None) -> int | None:
         """The `max_tokens` for the load of `holding`; `left_s`: seconds until its deadline."""
         choice, unit, request_id = self._choice, self._unit_tokens, holding.request_id
-        if choice is None:
-            return max_tokens
+        if choice is None or (self.speed.tokens_per_s is None and type(choice) is CostChoice):
+            return max_tokens  # it would load all, having nothing to compare with
         found = self.ledger.loadable(holding, max_tokens)
         if found is None:
             if holding.state in _BEFORE_LOAD:

@@ -91,7 +91,7 @@ CHOICE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "what hangs is as fast as ever",
         RATES,
-        "        if known is None or known * (now - self.since_s) <= in_flight:\n",
+        "        if known is None or not in_flight or known * (now - self.since_s) <= in_flight:\n",
         "        if True:\n",
         "what is in flight and does not end makes a link slow",
         "tests/test_fetch_gate.py::test_what_does_not_end_makes_a_rate_small",

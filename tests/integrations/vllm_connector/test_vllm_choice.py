@@ -73,9 +73,13 @@ def test_what_is_queued_to_be_computed_counts(measured: Callable[..., SmallEngin
     engine.half.forget("idle")
     assert ask(engine, Request("fourth", TEXT)) == (0, False)
     engine.half.forget("fourth")
-    engine.run(Request("long again", range(100, 180)))
+    generating = Request("generating", range(100, 180), num_new=9)
+    engine.submit(generating)
+    engine.step()
+    assert generating in engine.running
     assert ask(engine, Request("fifth", TEXT)) == (0, False)
     engine.half.forget("fifth")
+    engine.run()
 
 
 def test_the_speed_of_computing_is_that_of_steps(engines: Callable[..., SmallEngine]) -> None:
