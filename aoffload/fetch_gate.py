@@ -42,17 +42,15 @@ class PrefillSpeed:
     """
 
     given: float | None = None
+    tokens_per_s: float | None = attrs.field(init=False)
+    """None: not known yet."""
     _num_tokens: float = 0.0
     _seconds: float = 0.0
     _steps: dict[str, _Step] = attrs.field(factory=dict)
     """By request: its step that has not been committed."""
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """None: not known yet."""
-        if self.given is not None:
-            return self.given
-        return self._num_tokens / self._seconds if self._seconds > 0 else None
+    def __attrs_post_init__(self) -> None:
+        self.tokens_per_s = self.given
 
     def begins(self, request_ids: Iterable[str], now: float) -> None:
         """A step with these requests begins."""
@@ -66,7 +64,7 @@ class PrefillSpeed:
         if step is None or num_tokens < LEAST_TOKENS:
             return
         if step.is_counted:
-            self._num_tokens += num_tokens
+            self._counted(self._num_tokens + num_tokens, self._seconds)
         elif now > step.begun_s:
             step.is_counted = True
             self.report(num_tokens, now - step.begun_s)
@@ -74,8 +72,12 @@ class PrefillSpeed:
     def report(self, num_tokens: int, seconds: float) -> None:
         """Computing so many tokens took so long, as who computes says."""
         if seconds > 0 and num_tokens >= LEAST_TOKENS:
-            self._num_tokens = KEEP * self._num_tokens + num_tokens
-            self._seconds = KEEP * self._seconds + seconds
+            self._counted(KEEP * self._num_tokens + num_tokens, KEEP * self._seconds + seconds)
+
+    def _counted(self, num_tokens: float, seconds: float) -> None:
+        self._num_tokens, self._seconds = num_tokens, seconds
+        if self.given is None:
+            self.tokens_per_s = num_tokens / seconds
 
     def forget(self, request_id: str) -> None:
         """The request is over."""

@@ -7,7 +7,7 @@ bookkeeping. Nothing here needs torch.
 from .core.answer import Answer
 from .core.build import is_compiled
 from .core.cells import cells_of
-from .core.choice import CostChoice, Loadable, LoadChoice, LoadOffer, TierOffer
+from .core.choice import CostChoice, Loadable, LoadChoice, LoadOffer
 from .core.eviction import EvictionOrder
 from .core.forks import Fork
 from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
@@ -79,7 +79,6 @@ __all__ = [
     "Step",
     "StorePolicy",
     "StoreScope",
-    "TierOffer",
     "TierStatistics",
     "TransferPlan",
     "Waiter",

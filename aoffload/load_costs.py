@@ -14,21 +14,23 @@ from collections.abc import Callable
 import attrs
 
 from .arguments import check_int, check_type, number_of, shown
-from .core.choice import LoadChoice, LoadOffer, chosen_stop, load_choice_of
+from .core.choice import CostChoice, LoadChoice, LoadOffer, chosen_stop, load_choice_of
 from .core.ledger import Ledger
 from .core.lifecycle import RequestState
 from .core.owners import Holding
 from .core.plan import BELOW, Tier
+from .core.status import Declined
 from .errors import InvalidArgument
 from .fetch_gate import LEAST_TOKENS, PrefillSpeed
 from .transfer.copy_queue import CopyQueue
 from .transfer.hops import Hop
+from .transfer.rates import TransferRate
 
 __all__ = ["LoadCosts", "check_report"]
 
 _BEFORE_LOAD = (RequestState.ALLOCATED, RequestState.PINNED)
 
-Declined = Callable[[str, int, float, float], object]
+TellsDeclined = Callable[[str, int, float, float], object]
 """Told of a request's id, the tokens that it computes, and the seconds to its first token with and without them."""
 
 
@@ -48,15 +50,20 @@ class LoadCosts:
     ledger: Ledger
     copies: CopyQueue
     speed: PrefillSpeed = attrs.field()
-    declined: Declined = _nobody
+    declined: TellsDeclined = _nobody
     num_declined: int = attrs.field(default=0, init=False)
     """Times that a part of a hit was computed instead."""
     _choice: LoadChoice | None = attrs.field(init=False)
     """None: whatever can be loaded is."""
     _hop: Hop = attrs.field(init=False)
+    _rate: TransferRate = attrs.field(init=False)
+    _clock: Callable[[], float] = attrs.field(init=False)
+    _block_bytes: int = attrs.field(init=False)
     _unit_tokens: int = attrs.field(init=False)
     _queued: dict[str, int] = attrs.field(init=False, factory=dict)
     """Tokens that requests have to compute, by id."""
+    _told: dict[str, Declined] = attrs.field(init=False)
+    """What was declined, as the ledger explains it."""
     _sum_queued: int = attrs.field(init=False, default=0)
     """Of these."""
     _reported: int = attrs.field(init=False, default=0)
@@ -71,31 +78,44 @@ class LoadCosts:
         check_type("copies", self.copies, CopyQueue)
         self._choice = load_choice_of(self.ledger.config.load_choice)
         self._hop = self.copies.hop(BELOW, Tier.DEVICE)
-        self._unit_tokens = self.ledger.layout.unit_tokens
+        self._rate = self._hop.rate or TransferRate()
+        self._clock, self._block_bytes = self.copies.clock, self.copies.block_bytes
+        self._unit_tokens, self._told = self.ledger.layout.unit_tokens, self.ledger.situation.declined
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
     def limit(self, holding: Holding, max_tokens: int | None = None, left_s: float | None = None) -> int | None:
         """The `max_tokens` for the load of `holding`; `left_s`: seconds until its deadline."""
-        choice = self._choice
-        if choice is None:
-            return max_tokens
-        found, unit = self.ledger.loadable(holding, max_tokens), self._unit_tokens
+        choice, unit, request_id = self._choice, self._unit_tokens, holding.request_id
+        if choice is None or (self.speed.tokens_per_s is None and type(choice) is CostChoice):
+            return max_tokens  # it would load all, having nothing to compare with
+        found = self.ledger.loadable(holding, max_tokens)
         if found is None:
             if holding.state in _BEFORE_LOAD:
-                self._asks(holding.request_id, holding.sequence.num_tokens - holding.published * unit)
+                num_ready = max(holding.published * unit, holding.engine_tokens)
+                self._asks(request_id, holding.sequence.num_tokens - num_ready)
             return max_tokens
-        request_id, num_units, copies = holding.request_id, found.stop - found.start, self.copies
-        tier = self._hop.offer(num_units, found.num_blocks * copies.block_bytes, copies.clock())
-        rest = holding.sequence.num_tokens - found.stop * unit
-        queued = self._reported + self._sum_queued - self._queued.get(request_id, 0)
-        offer = LoadOffer(unit, (tier,), rest, self.speed.tokens_per_s, queued, left_s)
+        hop, rate, num_units = self._hop, self._rate, found.stop - found.start
+        rest_tokens = holding.sequence.num_tokens - found.stop * unit
+        others = self._sum_queued - self._queued.get(request_id, 0)
+        now = self._clock()
+        offer = LoadOffer(
+            num_units, found.num_blocks * self._block_bytes, unit, rest_tokens,
+            self.speed.tokens_per_s, self._reported + others,
+            rate.bytes_per_s(hop.num_bytes, now), hop.queued_bytes + hop.num_bytes, rate.latency_s,
+            now - rate.ended_s, left_s,
+        )  # fmt: skip
         num_declined = num_units - chosen_stop(choice, offer, num_units)
-        self._asks(request_id, rest + num_declined * unit)
+        self._queued[request_id] = num_asked = rest_tokens + num_declined * unit
+        self._sum_queued = others + num_asked
         if not num_declined:
+            if self._told:
+                self._told.pop(request_id, None)
             return max_tokens
         self.num_declined += 1
-        self.declined(request_id, num_declined * unit, offer.first_token_s(1), offer.first_token_s(0))
+        told = Declined(num_declined * unit, offer.first_token_s(num_units), offer.first_token_s(0))
+        self._told[request_id] = told
+        self.declined(request_id, told.num_tokens, told.load_s, told.compute_s)
         return (found.stop - num_declined) * unit
 
     def bound(self, holding: Holding, left_s: float | None = None) -> None:
@@ -121,11 +141,12 @@ class LoadCosts:
             self._sum_queued -= num_tokens
             self._queued[request_id] = left - num_tokens
         else:
-            self.forget(request_id)
+            self._sum_queued -= self._queued.pop(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Nothing more of the request is computed, or only tokens that it generates."""
+        """The request is over."""
         self._sum_queued -= self._queued.pop(request_id, 0)
+        self._told.pop(request_id, None)
 
     def report_queue(self, num_tokens: int) -> None:
         """So many tokens of prompts will be computed before those of the next request."""

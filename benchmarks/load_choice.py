@@ -66,7 +66,12 @@ class Link:
             left, now = left - rate * (ends_s - now), ends_s + 1e-9
 
 
-LINKS = (Link("50 GB/s", 50), Link("25 GB/s", 25), Link("25 GB/s, 20 of 120 s at 1 %", 25, True), Link("1.5 GB/s", 1.5))
+LINKS = (
+    Link("50 GB/s", 50), Link("25 GB/s", 25), Link("25 GB/s, 20 of 120 s at 1 %", 25, True), Link("1.5 GB/s", 1.5),
+    Link("0.3 GB/s", 0.3), Link("0.1 GB/s", 0.1),
+)  # fmt: skip
+USELESS_GBS = 0.5
+"""Computing is sooner than a load over a link that is slower."""
 
 
 class Never:
@@ -165,7 +170,7 @@ class Simulation:
         max_tokens = self.costs.limit(holding)
         if isinstance(self.choice, Noting) and found is not None and max_tokens is None:
             assert self.choice.offer is not None
-            served.expected_s = self.choice.offer.tiers[0].arrives_s or None
+            served.expected_s = self.choice.offer.arrives_s or None
         served.loading_s = self.now
         plans = self.ledger.plan_load(holding, max_tokens, lambda: self._loaded(served))
         if holding.is_loading:
@@ -224,8 +229,8 @@ def _on_trace() -> Iterator[Row]:
             simulation = Simulation(link, choice)
             simulation.serve(requests)
             errors += simulation.errors
-            times[name] = np.mean(simulation.first_token_s), np.percentile(simulation.first_token_s, 99)
-            about = f"mean {times[name][0]:.2f} s, p99 {times[name][1]:.1f} s"
+            times[name] = np.mean(simulation.first_token_s), *np.percentile(simulation.first_token_s, (99, 50))
+            about = f"mean {times[name][0]:.2f} s, p50 {times[name][2]:.2f} s, p99 {times[name][1]:.1f} s"
             about += f", {simulation.costs.num_declined} declined"
             print(f"load_choice: {link.name}, {name}: {about}", file=sys.stderr)
         yield from _rows(link, times)
@@ -236,9 +241,9 @@ def _on_trace() -> Iterator[Row]:
     )  # fmt: skip
 
 
-def _rows(link: Link, times: dict[str, tuple[Any, Any]]) -> Iterator[Row]:
+def _rows(link: Link, times: dict[str, tuple[Any, ...]]) -> Iterator[Row]:
     def row(figure: int, other: str, wanted: float) -> Row:
-        name, (value, limit) = ("mean", "p99")[figure], (times[one][figure] for one in ("cost", other))
+        name, (value, limit) = ("mean", "p99", "p50")[figure], (times[one][figure] for one in ("cost", other))
         return Row(
             name=f"first token over {link.name}, {name}", value=value, unit="s", against=other, limit=limit,
             ratio=value / limit, wanted=wanted, is_at_most=True,
@@ -248,6 +253,8 @@ def _rows(link: Link, times: dict[str, tuple[Any, Any]]) -> Iterator[Row]:
         yield row(1, "always", 0.85)
     elif link.gbs >= 25:
         yield from (row(figure, "always", 1.01) for figure in (0, 1))
+    elif link.gbs < USELESS_GBS:
+        yield from (row(figure, "never", 1.02) for figure in (0, 2))
     else:
         yield row(0, min(("never", "always"), key=lambda name: times[name][0]), 0.93)
 

@@ -139,7 +139,7 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "vLLM: a step counts from its begin, though another one ran",
-        FETCHES,
+        "aoffload.integrations.vllm.computing",
         '        self.speed.begins([""], max(begun, self._last_end))\n',
         '        self.speed.begins([""], begun)\n',
         "steps that overlap count once",

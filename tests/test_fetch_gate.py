@@ -7,7 +7,6 @@ import math
 import attrs
 import pytest
 
-from aoffload.core.choice import TierOffer
 from aoffload.core.plan import Completion, Outcome, Tier
 from aoffload.fetch_gate import PrefillSpeed, fetch_bound_s
 from aoffload.transfer.hops import Hop
@@ -36,8 +35,12 @@ def test_what_is_computed_sooner_is_not_fetched(tokens_per_s: float | None, fetc
 
 def test_the_time_of_a_fetch() -> None:
     """Nothing before the first measurement; what is ahead of it counts."""
-    assert TierOffer(1, 1000, 500).arrives_s == 0.0
-    assert TierOffer(1, 1000, 500, 0.25, 500.0).arrives_s == 3.25
+    hop = Measuring()
+    assert hop.hop.arrives_s(1000, 0.0) == 0.0
+    hop.job(500, 0.0, 1.0)
+    assert hop.hop.arrives_s(1000, 1.0) == 2.0
+    hop.begins(500, 1.0)
+    assert hop.hop.arrives_s(1000, 1.0) == 3.0
 
 
 # -- the tier ---------------------------------------------------------------------------------------------------------
@@ -62,8 +65,8 @@ class Measuring:
         self.ends(self.begins(num_bytes, began_s), ended_s)
 
     def bytes_per_s(self, now: float) -> float | None:
-        found = self.hop.offer(1, 1, now).seconds_per_byte
-        return 1 / found if found else None
+        found = self.hop.arrives_s(1000, now) - self.hop.arrives_s(0, now)
+        return 1000 / found if found else None
 
 
 def test_a_rate_counts_the_time_in_which_anything_was_in_flight() -> None:
@@ -93,7 +96,7 @@ def test_what_does_not_end_makes_a_rate_small() -> None:
 
 
 def test_a_rate_gets_old() -> None:
-    """What was slow is tried again after a while, by one job, and counts no more then."""
+    """What was slow is tried again after a while, by one job, and then counts as what that has shown."""
     hop = Measuring()
     hop.job(1, 0.0, 1.0)
     assert hop.bytes_per_s(1.0 + FRESH_S / 2) == 1.0
@@ -101,7 +104,7 @@ def test_a_rate_gets_old() -> None:
     job_id = hop.begins(1000, 1.0 + FRESH_S)
     assert hop.bytes_per_s(1.0 + FRESH_S) == 1.0
     hop.ends(job_id, 2.0 + FRESH_S)
-    assert hop.bytes_per_s(2.0 + FRESH_S) == 1000.0
+    assert hop.bytes_per_s(2.0 + FRESH_S) == pytest.approx(1000.0, rel=0.001)
 
 
 def test_failures_measure_nothing() -> None:
@@ -122,13 +125,24 @@ def test_latency_is_told_from_bandwidth() -> None:
         hop.job(num_bytes, now, now + 1.0 + num_bytes / 100)
         now += 100.0 / 10
         now += 1.0 + num_bytes / 100 - FRESH_S / 2
-    offer = hop.hop.offer(1, 1000, now)
-    assert offer.latency_s == pytest.approx(1.0, rel=0.1) and offer.arrives_s == pytest.approx(11.0, rel=0.05)
+    assert hop.hop.arrives_s(0, now) == pytest.approx(1.0, rel=0.1)
+    assert hop.hop.arrives_s(1000, now) == pytest.approx(11.0, rel=0.05)
     slow = Measuring()
     for number in range(30):
         slow.job(1000, 20.0 * number, 20.0 * number + (10.0 if number < 20 else 19.0))
-    assert slow.hop.offer(1, 1000, 600.0).latency_s == 0.0
+    assert slow.hop.arrives_s(0, 600.0) == 0.0
     assert slow.bytes_per_s(600.0) == pytest.approx(1000 / 19, rel=0.1)
+
+
+def test_a_small_job_shows_how_fast_large_ones_have_become() -> None:
+    """What is old keeps its share of latency, or a hop would seem to be all latency, or none."""
+    hop, now = Measuring(), 0.0
+    for num_bytes in (100, 1000, 300, 2000, 500, 100, 1000):
+        hop.job(num_bytes, now, now + 1.0 + num_bytes / 100)
+        now += 1.0 + num_bytes / 100
+    now += 2 * FRESH_S
+    hop.job(100, now, now + 0.02)
+    assert hop.hop.arrives_s(1000, now + 0.02) == pytest.approx(0.11, rel=0.05)
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------

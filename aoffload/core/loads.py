@@ -94,8 +94,8 @@ class Loads:
         run, there = lease.run, start
         part = run.parts[Tier.DEVICE]
         if part.incoming is not None or part.stop > start or run.start > start:  # else the device has nothing of it
-            _, there = self.on_its_way(run.whole_path(), start, stop)
-        return Loadable(start, stop, layout.num_blocks(min(there, stop), start, stop))
+            there = min(self.on_its_way(run.whole_path(), start, stop)[1], stop)
+        return Loadable(start, stop, layout.num_blocks(there, start, stop))
 
     def start(
         self, holding: Holding, stop: int, wake: Callable[[], object], units_per_job: Sequence[int] = ()

@@ -18,7 +18,7 @@ from .owners import Holding, Waiter
 from .pins import Pins, pinned_parts
 from .plan import Tier
 from .records import Job, Lease
-from .status import Fetching, Holder, RequestStatus, WaitsFor
+from .status import Declined, Fetching, Holder, RequestStatus, WaitsFor
 
 __all__ = ["Situation"]
 
@@ -41,6 +41,8 @@ class Situation:
     moves: Moves
     asking: dict[Holding, float] = attrs.field(factory=dict)
     """Requests for which whoever has the remote store asks it, and since when."""
+    declined: dict[str, Declined] = attrs.field(factory=dict)
+    """By request id: what whoever chooses between loading and computing has decided against."""
 
     # -- who holds ------------------------------------------------------------------------------------------------
 
@@ -163,6 +165,7 @@ class Situation:
             waits_for,
             waited_s=None if asked_s is None else self._age(asked_s),
             held_by=held_by,
+            declined=self.declined.get(holding.request_id),
             cancelled=holding.reason,
         )
         if waiter is None or place is None:

@@ -10,7 +10,7 @@ import attrs
 from .lifecycle import RequestState
 from .plan import Tier
 
-__all__ = ["Fetching", "Holder", "RequestStatus", "TierStatistics", "WaitsFor", "explained", "seconds"]
+__all__ = ["Declined", "Fetching", "Holder", "RequestStatus", "TierStatistics", "WaitsFor", "explained", "seconds"]
 
 NUM_NAMED = 4
 """Requests of a step that a line names; of the others it has the number."""
@@ -102,6 +102,21 @@ class Fetching:
 
 
 @attrs.frozen
+class Declined:
+    """A part of a hit that is not loaded, since computing it costs less, and what went for that: the estimates of the
+    time from then to the first token."""
+
+    num_tokens: int
+    load_s: float
+    """If they were loaded."""
+    compute_s: float
+
+    def __str__(self) -> str:
+        computes = f"computes {self.num_tokens} tokens that the host has"
+        return f"{computes}: first token in {self.compute_s:.3g} s, with the load in {self.load_s:.3g} s"
+
+
+@attrs.frozen
 class RequestStatus:
     """A live request, and what it waits for."""
 
@@ -123,6 +138,8 @@ class RequestStatus:
     other request."""
     fetching: tuple[Fetching, ...] = ()
     """What a fetch still brings for it, by the tier that it comes from."""
+    declined: Declined | None = None
+    """What of its hit it computes instead of loading it; until it is over, or matched again."""
     cancelled: str = ""
     """Why it is cancelled; its task has not left its block yet. Empty: it is not."""
 
@@ -131,10 +148,11 @@ class RequestStatus:
         return f"{state}; waits for {self.what()}"
 
     def what(self) -> str:
-        """What it waits for, and who holds that, in words."""
+        """What it waits for, who holds that, and why it does not load its hit, in words."""
+        found = self._what() if self.declined is None else f"{self._what()}; {self.declined}"
         if self.cancelled:
-            return f"its task to leave its block, cancelled ({plain(self.cancelled)}); {self._what()}"
-        return self._what()
+            return f"its task to leave its block, cancelled ({plain(self.cancelled)}); {found}"
+        return found
 
     def _what(self) -> str:
         if self.waits_for is WaitsFor.PROGRAM:

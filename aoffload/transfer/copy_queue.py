@@ -327,7 +327,7 @@ class CopyQueue:
     def seconds(self, source: Tier, destination: Tier, num_blocks: int) -> float:
         """How long a copy of so much would take that is submitted now. 0 where nothing was measured: the first copy is
         the measurement."""
-        return self.hop(source, destination).offer(0, num_blocks * self.block_bytes, self.clock()).arrives_s
+        return self.hop(source, destination).arrives_s(num_blocks * self.block_bytes, self.clock())
 
     def is_stalled(self, source: Tier, destination: Tier) -> bool:
         """Whether jobs of this hop are refused, because some were given up and are not over."""

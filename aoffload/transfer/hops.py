@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import attrs
 
 from ..config import OffloadConfig
-from ..core.choice import TierOffer
 from ..core.plan import Completion, Outcome, Tier, TransferPlan
 from .fence import Fence
 from .rates import TransferRate
@@ -77,14 +76,17 @@ class Hop:
         if found is not None:
             self.num_bytes -= found.num_bytes
 
-    def offer(self, num_units: int, num_bytes: int, now: float) -> TierOffer:
-        """`num_units` with `num_bytes` behind what is queued here and in flight."""
+    def arrives_s(self, num_bytes: int, now: float) -> float:
+        """How long a copy takes that begins now, behind what is queued and in flight. 0 where nothing was measured, or
+        long ago: the next copy is the measurement, and shows more the longer it takes."""
         in_flight, rate = self.num_bytes, self.rate
-        queued = self.queued_bytes + in_flight
-        if rate is None:
-            return TierOffer(num_units, num_bytes, queued)
-        speed, in_service_s = rate.bytes_per_s(not in_flight, now), now - rate.since_s
-        return TierOffer(num_units, num_bytes, queued, rate.latency_s, speed, in_flight, in_service_s)
+        if rate is None or (not in_flight and rate.is_old(now)):
+            return 0.0
+        all_bytes = self.queued_bytes + in_flight + num_bytes
+        speed = rate.bytes_per_s(in_flight, now)
+        if speed:
+            return rate.latency_s + all_bytes / speed
+        return (now - rate.since_s) * all_bytes / in_flight if in_flight else 0.0
 
     @property
     def bytes_begun(self) -> int:

@@ -13,7 +13,7 @@ KEEP = 0.8
 QUICKEST_FADES = 1.02
 """How much longer the quickest job seems to have taken, at each end of a job."""
 FRESH_S = 10.0
-"""What nothing has confirmed for so long is unknown again, so that a tier that was slow is tried once more."""
+"""What nothing has confirmed for so long is old: the next job says how fast the hop has become."""
 
 
 @attrs.define(eq=False)
@@ -28,6 +28,8 @@ class TransferRate:
     """Of a job, besides what its bytes take."""
     since_s: float = 0.0
     """When a job has ended last, or the first one in flight has begun."""
+    ended_s: float = -math.inf
+    """When a job has ended last."""
     _bytes_per_s: float | None = None
     _num_jobs: float = 0.0
     _num_bytes: float = 0.0
@@ -35,23 +37,21 @@ class TransferRate:
     """These three fade alike."""
     _quickest_bytes: int = 0
     _quickest_s: float = math.inf
-    _ended_s: float = -math.inf
     _is_tried_again: bool = False
     """What was measured has become old, and the job that measures anew is in flight."""
 
     def begins(self, now: float) -> None:
         """A job begins, and nothing else is in flight."""
         self.since_s = now
-        self._is_tried_again = not self._is_fresh(now)
+        self._is_tried_again = self.is_old(now)
 
     def ended(self, num_bytes: int, now: float) -> None:
         """A job has ended that has moved so much."""
+        took_s = now - self.since_s
         if self._is_tried_again:
             self._is_tried_again = False
-            self._num_jobs = self._num_bytes = self._seconds = 0.0
-            self._quickest_s = math.inf
-        took_s = now - self.since_s
-        self.since_s = self._ended_s = now
+            self._has_become(num_bytes, took_s)
+        self.since_s = self.ended_s = now
         self._num_jobs = KEEP * self._num_jobs + 1.0
         self._num_bytes = KEEP * self._num_bytes + num_bytes
         self._seconds = KEEP * self._seconds + took_s
@@ -70,10 +70,19 @@ class TransferRate:
             latency_s = max(0.0, self._quickest_s - self._quickest_bytes * (mean_s - self._quickest_s) / more_bytes)
         self.latency_s, self._bytes_per_s = latency_s, mean_bytes / (mean_s - latency_s)
 
-    def bytes_per_s(self, is_idle: bool, now: float) -> float | None:
-        """None: not known. What has become old counts until the job is over that measures anew: others do not try,
-        too."""
-        return None if is_idle and not self._is_fresh(now) else self._bytes_per_s
+    def _has_become(self, num_bytes: int, took_s: float) -> None:
+        """All that was measured is old, and took as much longer or shorter as this job does: a small one shows that of
+        large ones, too."""
+        if num_bytes and self._bytes_per_s:
+            share = took_s / (self.latency_s + num_bytes / self._bytes_per_s)
+            self._seconds, self._quickest_s = self._seconds * share, self._quickest_s * share
 
-    def _is_fresh(self, now: float) -> bool:
-        return now - self._ended_s < FRESH_S
+    def bytes_per_s(self, in_flight: int, now: float) -> float | None:
+        """None: not known. So many bytes are in flight, and show that it is not faster than that."""
+        known = self._bytes_per_s
+        if known is None or not in_flight or known * (now - self.since_s) <= in_flight:
+            return known
+        return in_flight / (now - self.since_s)
+
+    def is_old(self, now: float) -> bool:
+        return now - self.ended_s >= FRESH_S

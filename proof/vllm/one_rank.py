@@ -250,6 +250,16 @@ def remote(bench: Bench) -> Row:
     )  # fmt: skip
 
 
+def chosen(bench: Bench) -> Row:
+    """By a speed of computing that makes every load too dear once one was measured: vLLM is told of no more hits than
+    are loaded."""
+    with bench.engine(SMALL_POOL, ours_with(load_choice="cost", prefill_tokens_per_s=1e9)) as engine:
+        served = bench.talk(engine)
+        costs = engine.connector._deciding.half.steps.costs
+    row = bench.judge("a small pool, loads by cost", served, f"{costs.num_declined} hits were computed")
+    return row.missed("" if costs.num_declined else "everything was loaded")
+
+
 SCENARIOS = (
     Scenario("without offload", without),
     Scenario("peer", peer),
@@ -265,6 +275,7 @@ SCENARIOS = (
     Scenario("burst", bursts, is_short=True),
     Scenario("disk", disk, is_short=True),
     Scenario("remote", remote, is_short=True),
+    Scenario("chosen", chosen, is_short=True),
 )
 
 if __name__ == "__main__":

@@ -9,81 +9,75 @@ from driving import Driven, prompt
 from engine_driving import EngineDriven
 
 from aoffload import InvalidArgument
-from aoffload.core.choice import CostChoice, LoadOffer, TierOffer, chosen_stop, load_choice_of
+from aoffload.core.choice import CostChoice, LoadOffer, chosen_stop, load_choice_of
 from aoffload.core.plan import Tier
 
 NUM_UNITS, UNIT, SPEED = 10, 100, 1000.0
 """Computing the hit takes a second."""
 
 
-def tier(seconds: float, wait_s: float = 0.0, num_units: int = NUM_UNITS, **about: Any) -> TierOffer:
-    """A tier that brings its units in `seconds`, behind what takes `wait_s`."""
-    return TierOffer(num_units, 1000, int(1000 * wait_s / seconds), bytes_per_s=1000 / seconds, **about)
+def offer(
+    load_s: float, *, wait_s: float = 0.0, queued: int = 0, rest: int = UNIT, speed: float | None = SPEED, **about: Any
+) -> LoadOffer:
+    """A hit that is copied in `load_s`, behind what takes `wait_s`; `queued` tokens are computed before the request."""
+    link = {"bytes_per_s": 1000 / load_s, "queued_bytes": int(1000 * wait_s / load_s)}
+    return LoadOffer(NUM_UNITS, 1000, UNIT, rest, speed, queued, **link | about)  # type: ignore[arg-type]
 
 
-def stop(*tiers: TierOffer, queued: int = 0, rest: int = UNIT, speed: float | None = SPEED, **about: Any) -> int:
-    return CostChoice().stop(LoadOffer(UNIT, tiers, rest, speed, queued, **about))
+def stop(load_s: float, **about: Any) -> int:
+    return CostChoice().stop(offer(load_s, **about))
 
 
 @pytest.mark.parametrize(("load_s", "loaded"), [(0.99, NUM_UNITS), (1.0, NUM_UNITS), (1.01, 0)])
 def test_an_idle_engine_computes_what_arrives_later(load_s: float, loaded: int) -> None:
     """Nobody waits behind the request: its own time decides."""
-    assert stop(tier(load_s)) == loaded
-    assert stop(tier(load_s / 2, latency_s=load_s / 2)) == loaded
+    assert stop(load_s) == loaded
+    assert stop(load_s / 2, latency_s=load_s / 2) == loaded
 
 
 def test_what_is_queued_to_be_computed_makes_computing_dear() -> None:
     """A load that ends before the request's turn costs nothing; one that ends later is weighed against what computing
     takes from everybody behind."""
-    assert stop(tier(5.0), queued=5000) == NUM_UNITS
-    assert stop(tier(6.0), queued=5000) == NUM_UNITS
-    assert stop(tier(9.0), queued=5000) == 0
-    assert stop(tier(1.5), queued=100) == NUM_UNITS and stop(tier(2.0), queued=100) == 0
+    assert stop(5.0, queued=5000) == NUM_UNITS
+    assert stop(6.0, queued=5000) == NUM_UNITS
+    assert stop(9.0, queued=5000) == 0
+    assert stop(1.5, queued=100) == NUM_UNITS and stop(2.0, queued=100) == 0
 
 
 def test_what_is_queued_to_be_copied_makes_loading_dear() -> None:
     """What waits for the hop is before these bytes, and those behind wait for them."""
-    assert stop(tier(0.6, wait_s=0.3)) == 0
-    assert stop(tier(0.4, wait_s=0.1)) == NUM_UNITS
-    assert stop(tier(1.5, wait_s=3.0), queued=5000) == NUM_UNITS
-    assert stop(tier(3.0, wait_s=3.0), queued=5000) == 0
-
-
-def test_what_does_not_end_makes_a_hop_slow() -> None:
-    """What was measured before no longer counts once a copy takes longer than that."""
-    assert stop(tier(0.5, service_bytes=100, service_s=0.05)) == NUM_UNITS
-    assert stop(tier(0.5, service_bytes=100, service_s=0.2)) == 0
-    assert TierOffer(1, 100, service_bytes=100, service_s=0.2).arrives_s == 0.2
+    assert stop(0.6, wait_s=0.3) == 0
+    assert stop(0.4, wait_s=0.1) == NUM_UNITS
+    assert stop(1.5, wait_s=3.0, queued=5000) == NUM_UNITS
+    assert stop(3.0, wait_s=3.0, queued=5000) == 0
 
 
 def test_what_is_not_known() -> None:
     """Without a speed of computing everything is loaded. A hop that nothing has measured is measured by one load."""
-    assert stop(tier(1e9), speed=None) == NUM_UNITS
-    assert stop(TierOffer(NUM_UNITS, 1000)) == NUM_UNITS
-    assert stop(TierOffer(NUM_UNITS, 1000, queued_bytes=1)) == 0
+    assert stop(1e9, speed=None) == NUM_UNITS
+    assert stop(1.0, bytes_per_s=None) == NUM_UNITS
+    assert stop(1.0, bytes_per_s=None, queued_bytes=1) == 0
+
+
+def test_what_was_slow_is_tried_again() -> None:
+    """By a part of the hit that takes a hundredth of the time since then, if nothing else is copied."""
+    assert [stop(10.0, age_s=age_s) for age_s in (0.0, 99.0, 100.0, 250.0, 1e9)] == [0, 0, 1, 2, NUM_UNITS]
+    assert stop(5.0, latency_s=5.0, age_s=250.0) == 2 and stop(10.0, age_s=250.0, wait_s=0.1) == 0
+    assert stop(10.0, age_s=250.0, queued_bytes=1) == 0
 
 
 def test_a_deadline_goes_before_the_cost() -> None:
     """What meets it, if only one of the two does; if both do or neither does, what costs less."""
-    dear, cheap = tier(4.0), tier(1.0)
-    assert stop(dear, queued=3000) == NUM_UNITS and stop(dear, queued=3000, left_s=4.15) == NUM_UNITS
-    assert stop(tier(5.5), queued=3000) == NUM_UNITS and stop(tier(5.5), queued=3000, left_s=5.0) == 0
-    assert stop(cheap, left_s=0.5) == stop(cheap) == NUM_UNITS
-    assert stop(tier(1.05), left_s=1.12) == 0 and stop(tier(1.05), left_s=9.0) == 0
-
-
-def test_tiers_are_taken_from_the_first_one_on() -> None:
-    """A slow tier behind a fast one leaves the fast one's units to be loaded."""
-    fast, slow = tier(0.1, num_units=4), tier(30.0, num_units=6)
-    assert stop(fast, tier(0.1, num_units=6)) == 10
-    assert stop(fast, slow) == 4
-    assert stop(slow, fast) == 0
+    assert stop(4.0, queued=3000) == NUM_UNITS and stop(4.0, queued=3000, left_s=4.15) == NUM_UNITS
+    assert stop(5.5, queued=3000) == NUM_UNITS and stop(5.5, queued=3000, left_s=5.0) == 0
+    assert stop(1.0, left_s=0.5) == stop(1.0) == NUM_UNITS
+    assert stop(1.05, left_s=1.12) == 0 and stop(1.05, left_s=9.0) == 0
 
 
 def test_both_estimates_are_told() -> None:
-    """The time to the first token, by how many tiers are loaded from."""
-    offer = LoadOffer(UNIT, (tier(0.5),), UNIT, SPEED, 200)
-    assert (offer.first_token_s(0), offer.first_token_s(1)) == (pytest.approx(1.3), pytest.approx(0.6))
+    """The time to the first token, with and without the load."""
+    found = offer(0.5, queued=200)
+    assert (found.first_token_s(0), found.first_token_s(NUM_UNITS)) == (pytest.approx(1.3), pytest.approx(0.6))
 
 
 @pytest.mark.parametrize("said", [-1, 11, 2**70, 1.0, None, True, "4"])
@@ -91,12 +85,11 @@ def test_a_choice_says_a_number_of_units(said: Any) -> None:
     """Whatever else a program's own says is refused, by name."""
 
     class Says:
-        def stop(self, offer: LoadOffer) -> int:
+        def stop(self, _: LoadOffer) -> int:
             return said  # type: ignore[no-any-return]
 
-    offer = LoadOffer(UNIT, (tier(1.0),), UNIT, SPEED)
     with pytest.raises(InvalidArgument, match=r"^load_choice: "):
-        chosen_stop(Says(), offer, 10)
+        chosen_stop(Says(), offer(1.0), 10)
 
 
 def test_names() -> None:

@@ -68,6 +68,27 @@ async def test_a_slow_link_is_not_loaded_from() -> None:
     assert event["load_s"] == pytest.approx(4.01, rel=0.1) and event["compute_s"] == pytest.approx(0.17)
 
 
+async def test_what_was_declined_is_explained() -> None:
+    """Both estimates, and how much is computed; until the request is over, or a match of its own is loaded again."""
+    async with scripted(load_choice="cost", prefill_tokens_per_s=100.0) as (engine, transport):
+        await on_the_host_only(engine, A, B)
+        await a_copy_takes(engine, transport, 4.0)
+        async with engine.runtime.request(A) as request:
+            await request.allocate()
+            assert await request.load() == 0
+            (status,) = engine.runtime.requests()
+            assert status.declined is not None and status.declined.num_tokens == 16
+            said = "; computes 16 tokens that the host has: first token in 0.17 s, with the load in 4.0"
+            assert said in engine.runtime.explain()
+            await request.preempt()
+            leap(1000.0)  # what was measured is old
+            await request.resume()
+            assert await request.load() == 16
+            assert engine.runtime.requests()[0].declined is None
+        assert not engine.runtime.ledger.situation.declined
+        await assert_at_rest(engine.runtime)
+
+
 async def test_a_fast_link_is_loaded_from() -> None:
     """As without a choice."""
     async with scripted(load_choice="cost", prefill_tokens_per_s=100.0) as (engine, transport):
@@ -95,11 +116,16 @@ async def test_a_link_that_hangs_is_left_to_who_waits_for_it() -> None:
 
 
 async def test_a_slow_link_is_tried_again() -> None:
-    """What nothing has confirmed for a while is not known any more."""
+    """By a load that takes a hundredth of the time since it was measured. It shows how fast larger ones are by now."""
     async with scripted(load_choice="cost", prefill_tokens_per_s=100.0) as (engine, transport):
         await on_the_host_only(engine, A, B)
         await a_copy_takes(engine, transport, 4.0)
-        leap(11.0)
+        leap(90.0)
+        assert await engine.serve(A) == 0
+        await on_the_host_only(engine, A)
+        leap(20.0)
+        assert await engine.serve(A) == 4
+        await on_the_host_only(engine, A)
         assert await engine.serve(A) == 16
         await assert_at_rest(engine.runtime)
 

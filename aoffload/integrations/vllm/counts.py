@@ -77,6 +77,9 @@ class Counts(RuntimeObserver):
     def cache_turned_off(self, reason: str) -> None:
         """Nothing: the guard tells it, with the error."""
 
+    def load_declined(self, request_id: str, num_tokens: int, load_s: float, compute_s: float) -> None:
+        self.counted["declined_loads"] += 1
+
     def lost(self, num_tokens: int) -> None:
         """A load has brought `num_tokens` fewer than vLLM was promised."""
         self.counted["lost_tokens"] += num_tokens

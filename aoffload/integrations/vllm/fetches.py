@@ -9,14 +9,13 @@ Until that is over vLLM is told to ask again; it schedules others meanwhile.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 import attrs
 
 from aoffload import Ledger, PrefixMatch, RequestState, Tier
 
-from ...fetch_gate import LEAST_TOKENS, PrefillSpeed, fetch_bound_s
+from ...fetch_gate import PrefillSpeed, fetch_bound_s
 from ...ledger import CopyQueue, Fetch, Prefix, TransferPlan
 from ...prefix import TOKEN_BYTES
 from .counts import Counts
@@ -24,36 +23,10 @@ from .disk import DiskSide
 from .remote import RemoteSide
 from .requests import EngineRequest, Fetching
 
-__all__ = ["Fetches", "StepSpeed"]
+__all__ = ["Fetches"]
 
 PENDING = PrefixMatch(0, 0, is_pending=True)
 FROM_DISK, FROM_REMOTE = (Tier.DISK, Tier.HOST), (Tier.REMOTE, Tier.HOST)
-MAX_STEPS = 64
-"""Begun and not over: vLLM has few at a time."""
-
-
-@attrs.define(eq=False)
-class StepSpeed:
-    """Tokens of prompts computed a second. vLLM may begin a step before the one before it is over."""
-
-    speed: PrefillSpeed
-    clock: Callable[[], float]
-    _begun: deque[tuple[float, int]] = attrs.field(factory=lambda: deque(maxlen=MAX_STEPS), init=False)
-    """When, and how many tokens of prompts it computes; the oldest first."""
-    _last_end: float = attrs.field(default=0.0, init=False)
-
-    def begins(self, num_scheduled_tokens: dict[str, int]) -> None:
-        num_tokens = sum(number for number in num_scheduled_tokens.values() if number >= LEAST_TOKENS)
-        self._begun.append((self.clock(), num_tokens))
-
-    def ends(self) -> None:
-        """The oldest step is over."""
-        if not self._begun:
-            return
-        (begun, num_tokens), now = self._begun.popleft(), self.clock()
-        self.speed.begins([""], max(begun, self._last_end))
-        self.speed.computed("", num_tokens, now)
-        self._last_end = now
 
 
 @attrs.frozen

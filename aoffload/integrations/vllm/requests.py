@@ -63,6 +63,9 @@ class EngineRequest:
     num_failed: int = 0
     """`Counts.num_failed` when it was answered."""
 
+    chosen: PrefixMatch | None = None
+    """The match of which was decided last what is loaded: what is left of it."""
+
     fetching: Fetching = Fetching.OPEN
     fetch: Fetch | None = None
     """What is under way, or has ended since it was asked last."""

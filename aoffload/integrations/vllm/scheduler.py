@@ -24,11 +24,11 @@ from aoffload import Ledger, OffloadConfig
 
 from ...errors import DeviceGone
 from ...fetch_gate import PrefillSpeed
-from ...ledger import Completion, CopyQueue, JobState, TransferPlan
+from ...ledger import Completion, CopyQueue, JobState, LoadCosts, TransferPlan
 from ...prefix import Roots
 from .blocks import BlockTable, EnginePool
+from .computing import Computing
 from .counts import Counts
-from .fetches import StepSpeed
 from .groups import CachedGroups
 from .keys import prefix_of
 from .lower import Lower
@@ -57,10 +57,12 @@ class SchedulerSide:
         self.counts = Counts(clock)
         self._roots = Roots(config.root_namespace)
         has_lower = config.disk is not None or config.remote is not None
+        self._competes = has_lower or config.load_choice != "always"
+        """Whether computing competes with copies."""
         self._outbox = TieredOutbox(num_ranks) if has_lower else Outbox(num_ranks)
         self.lower: Lower | None = None
         """None without tiers below host memory, and before `bind`."""
-        self.steps = StepSpeed(PrefillSpeed(config.prefill_tokens_per_s), clock)
+        self.steps = Computing(PrefillSpeed(config.prefill_tokens_per_s), clock)
         self.requests: dict[str, EngineRequest] = {}
         """Those that vLLM has, as far as it has asked about them."""
         self._loads: list[TransferPlan] = []
@@ -96,6 +98,8 @@ class SchedulerSide:
             block_bytes=self._block_bytes,
             observer=self.counts,
         )
+        if self._config.load_choice != "always":
+            self.steps.costs = LoadCosts(self.ledger, self._queue, self.steps.speed, self.counts.load_declined)
         if isinstance(self._outbox, TieredOutbox):
             self.lower = Lower.of(
                 self._config, self.ledger, self._queue, self._outbox, self.counts, self._block_bytes, self.steps.speed,
@@ -120,6 +124,7 @@ class SchedulerSide:
             match = self.lower.fetched(found, match)
         if match.is_pending:
             return None
+        match = self.steps.chosen(found, match)
         return max(0, match.num_tokens - num_local) if self._queue.is_accepting else 0
 
     def _new(self, request: Any) -> EngineRequest | None:
@@ -156,8 +161,9 @@ class SchedulerSide:
         plans += self._plan_stores(output.num_scheduled_tokens)
         if plans:
             self._queue.submit(plans)
-        if self.lower is not None:
+        if self._competes:
             self.steps.begins(output.num_scheduled_tokens)
+        if self.lower is not None:
             self.lower.look()
         if self.ledger.jobs.unsettled:
             self._queue.give_up_late()
@@ -339,5 +345,6 @@ class SchedulerSide:
     def forget(self, request_id: str) -> None:
         """The request is over. If vLLM waits for its load, it keeps the blocks until it hears of that."""
         found = self.requests.pop(request_id, None)
+        self.steps.forget(request_id)
         if found is not None and found.wait is Wait.LOAD:
             self._reports.append(LoadReport(request_id))

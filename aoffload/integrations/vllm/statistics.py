@@ -25,6 +25,7 @@ FAMILIES = {
     "overdue_jobs": Family(("direction", "tier"), "Copies that took longer than transfer_timeout_s."),
     "skipped_store_blocks": Family(("reason",), "Blocks that were not stored."),
     "lost_tokens": Family((), "Tokens that a load has not brought: they are computed."),
+    "declined_loads": Family((), "Hits that were not loaded, since computing costs less."),
     "fetches": Family((), "Fetches that requests have waited for."),
     "late_fetches": Family((), "Fetches that took longer than they may: computing was sooner."),
     "declined_fetches": Family((), "Fetches that were not begun, since computing is sooner."),

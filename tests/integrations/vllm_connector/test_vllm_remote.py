@@ -17,7 +17,7 @@ from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 from aoffload import ConfigError, Tier
 from aoffload.config_tables import STORES
 from aoffload.fetch_gate import PrefillSpeed
-from aoffload.integrations.vllm.fetches import StepSpeed
+from aoffload.integrations.vllm.computing import Computing
 from aoffload.integrations.vllm.messages import Commands
 from aoffload.integrations.vllm.remote import RemoteSide
 from aoffload.ledger import Direction, TransferPlan
@@ -284,7 +284,7 @@ def test_what_is_computed_sooner_is_not_fetched(filled: Callable[..., SmallEngin
 def test_the_speed_is_that_of_steps_that_overlap() -> None:
     """vLLM begins a step while the one before it runs: each counts from where the one before it has ended."""
     seconds = 0.0
-    steps = StepSpeed(PrefillSpeed(), lambda: seconds)
+    steps = Computing(PrefillSpeed(), lambda: seconds)
     steps.begins({"a": 1_000, "decoding": 1})
     steps.begins({"b": 1_000})
     seconds = 1.0

@@ -45,7 +45,10 @@ def test_other_keys_are_passed_on() -> None:
     """With their checks: an invalid value is an error that names the key."""
     config = made(num_host_blocks=9, store_policy="selective", verify=True, max_bytes_in_flight="1MiB", eviction="lru")
     assert (config.store_policy, config.verify, config.bytes_in_flight) == ("selective", True, 2**20)
+    assert made(num_host_blocks=9, load_choice="cost").load_choice == "cost"
     assert made(num_host_blocks=9, transfer_timeout_s=3).transfer_timeout_s == 3
-    for key, value in (("verify", "yes"), ("transfer_timeout_s", 0), ("host_bytes", "much"), ("eviction", "arc")):
+    wrong = [("verify", "yes"), ("transfer_timeout_s", 0), ("host_bytes", "much"), ("eviction", "arc")]
+    wrong += [("load_choice", value) for value in ("never", "", None, 3, True, ["cost"], {"stop": 1})]
+    for key, value in wrong:
         with pytest.raises(ConfigError, match=key):
             made(**({"num_host_blocks": 9} if key != "host_bytes" else {}), **{key: value})
