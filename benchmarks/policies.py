@@ -71,10 +71,12 @@ def _tokens(hash_ids: Sequence[int]) -> Tokens:
     return np.append(np.repeat(np.array(hash_ids, np.int32), BLOCK_TOKENS), np.int32(0))
 
 
-def replay(name: str, policy: Any, prompts: Iterable[Tokens], num_device: int, num_host: int) -> Replay:
+def replay(
+    name: str, policy: Any, prompts: Iterable[Tokens], num_device: int, num_host: int, eviction: Any = "lru"
+) -> Replay:
     """Serve `prompts` one after the other."""
     groups = [KVCacheGroup("full", block_size=BLOCK_TOKENS)]
-    config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=policy)
+    config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=policy, eviction=eviction)
     ledger, found = Ledger(config, num_device + 1), Replay(name)
     begun = time.perf_counter()
     for prompt in prompts:

@@ -20,6 +20,9 @@ __all__ = ["CountedRun", "HitCounts", "RecentPrompts", "RunWatcher"]
 
 RUN_TOKENS = 256
 """Overhead of one run (about 1 KB), in tokens of 4 bytes."""
+NEXT_SALT = 0x9E3779B1
+"""From one run's salt to that of the next, by the golden ratio: those of every second run, or every third, are as far
+apart."""
 MAX_RECENT = 256
 """Prompts that `RecentPrompts` keeps."""
 MAX_RECENT_TOKENS = 2**22
@@ -32,7 +35,8 @@ class CountedRun:
     last_asked: int = 0
     """By a clock of whoever counts times, too."""
     salt: int = 0
-    """What tells runs apart, and not the parts of one that was split."""
+    """A byte that tells runs apart, and not the parts of one that was split. It follows from how many runs came before,
+    not from what they hold: so a planner, who knows no tokens, draws the same."""
 
     def used(self, now: int) -> None:
         self.num_uses += 1
@@ -63,6 +67,7 @@ class HitCounts:
         """Oldest first. A run is never older than the runs behind it."""
         self.num_tokens = 0
         """Tokens kept, plus `run_tokens` for each run."""
+        self._salt = 0
 
     def __repr__(self) -> str:
         return f"<HitCounts {len(self._counts)} runs, {self.num_tokens}/{self._max_tokens} tokens>"
@@ -128,7 +133,8 @@ class HitCounts:
     def _insert(self, sequence: TokenSequence, before: Run | None, start: int, stop: int, key: bytes) -> CountedRun:
         """Runs with the units before `first` are apart from those behind it: only these are counted."""
         run = self._index.insert(sequence, before, start, stop, key)
-        self._counts[run] = counted = CountedRun(run, salt=key[0])
+        self._salt = (self._salt + NEXT_SALT) % 2**32
+        self._counts[run] = counted = CountedRun(run, salt=self._salt >> 24)
         self.num_tokens += self._cost(run)
         return counted
 

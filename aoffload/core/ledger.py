@@ -32,6 +32,9 @@ from .watching import BlockWatcher
 
 __all__ = ["Ledger", "LedgerStatistics", "RemoteCounts"]
 
+MAX_CATEGORY = 256
+"""Characters of the category of a hint, which is kept."""
+
 
 @attrs.frozen
 class RemoteCounts:
@@ -117,6 +120,8 @@ class Ledger(BeginningRequests, WorkingRequests, DiskOfLedger, RemoteOfLedger):
         Hints of a `category`, at most 64 of them, spare nothing while less than a quarter of them comes true."""
         check_prefix(prefix)
         expires_at, category = check_time("expires_at", expires_at), check_text("category", category)
+        if len(category) > MAX_CATEGORY:
+            raise InvalidArgument("category", f"must have at most {MAX_CATEGORY} characters, got {len(category):,}")
         if self._hints is None:
             return 0
         unit = self.layout.unit_tokens

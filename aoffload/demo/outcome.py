@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from .. import DiskTier, RemoteTier
+from .. import DiskTier, RemoteTier, Tier
 from ..integrations.batching import PrefillStart
 from ..integrations.sequence import Generation
 from ..integrations.statistics import EngineStatistics
@@ -60,6 +60,11 @@ class RunOutcome:
     """Counts of the remote store; empty without one."""
     num_declined: int = 0
     """Loads that were not worth their time."""
+    num_fetches_declined: int = 0
+    """The same of fetches from the disk and the remote store."""
+    num_host_free: int = 0
+    learned: tuple[Tier, ...] = ()
+    """Tiers that evicted by what was learned at the end."""
     num_restored: int = 0
     """Blocks that were on the disk at the start."""
     engine: EngineStatistics | None = None

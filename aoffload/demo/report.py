@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
+from .. import Tier, __version__
 from .outcome import DemoOutcome, RunOutcome
 from .pools import ENGINE
 
@@ -32,6 +32,7 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
         "seed": options.seed,
         "store": options.store,
         "load": options.load,
+        "eviction": options.eviction,
         "host_gbs": options.host_gbs,
         "device_blocks": outcome.pools.num_device_blocks if outcome.pools else None,
         "host_blocks": outcome.pools.num_host_blocks if outcome.pools else None,
@@ -49,6 +50,9 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
         "outputs_identical": outcome.outputs_identical,
         "outputs_compared": len(run.generations),
         "loads_declined": run.num_declined,
+        "fetches_declined": run.num_fetches_declined,
+        "learned_tiers": [tier.name.lower() for tier in run.learned],
+        "host_blocks_free": run.num_host_free,
         "blocks_loaded": run.transfers.get("blocks_loaded", 0),
         "blocks_stored": run.transfers.get("blocks_stored", 0),
         "blocks_verified": run.transfers.get("blocks_verified", 0),
@@ -166,12 +170,28 @@ def _transfers(outcome: DemoOutcome) -> Iterator[str]:
     )
     if run.kind.load != "always":
         yield f"  computed a host hit, or a part of it, instead of loading it: {run.num_declined:,} times"
+    if run.num_fetches_declined:
+        yield f"  computed what is below host memory instead of fetching it: {run.num_fetches_declined:,} times"
+    if run.kind.eviction == "learned" and run.is_over:
+        yield f"  {_evicted(run)}"
     if run.bytes_of("peak_null_blocks"):
         saved, of, used = map(run.bytes_of, ("peak_null_blocks", "num_blocks_at_peak", "peak_pinned_blocks"))
         yield (
             f"  device memory saved by freeing out-of-window blocks: {_mebibytes(saved)} of {_mebibytes(of)}; "
             f"at most {_mebibytes(used)} in use"
         )
+
+
+def _evicted(run: RunOutcome) -> str:
+    """Which order ruled at the end, or that there was hardly anything to rule."""
+    free, size = run.num_host_free, run.kind.num_host_blocks
+    if free:
+        return f"learned eviction had little to do, {free:,} of {size:,} host blocks are free: try fewer --host-blocks"
+    tiers = (Tier.HOST,) if run.kind.disk is None else (Tier.HOST, Tier.DISK)
+    rules = (
+        f"{tier.name.lower()} by {'what was learned' if tier in run.learned else 'the last use'}" for tier in tiers
+    )
+    return f"evicted at the end: {', '.join(rules)}"
 
 
 def _verdict(outcome: DemoOutcome) -> Iterator[str]:

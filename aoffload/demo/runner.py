@@ -200,6 +200,8 @@ def _take_stock(runtime: OffloadRuntime, transport: LocalTransport, result: RunO
     result.num_pinned = statistics.device.num_pinned + statistics.host.num_pinned
     result.num_quarantined = statistics.device.num_quarantined + statistics.host.num_quarantined
     result.num_declined = statistics.num_loads_declined
+    result.num_fetches_declined = statistics.num_fetches_declined
+    result.num_host_free, result.learned = statistics.host.num_free, statistics.learned
     result.transfers = attrs.asdict(transport.statistics())
     if statistics.disk_transfers is not None:
         result.disk_transfers = attrs.asdict(statistics.disk_transfers)

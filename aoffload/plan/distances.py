@@ -138,12 +138,14 @@ class _Stack:
         found, size = list[Stretch](), len(blocks)
         if not size:
             return found
-        before = self._last[blocks]
-        starts = [0, *((before[1:] != before[:-1]).nonzero()[0] + 1).tolist()]
-        for start, last, stop in zip(starts, before[starts].tolist(), [*starts[1:], size], strict=True):
+        before, start = self._last[blocks], 0
+        stops = (before[1:] != before[:-1]).nonzero()[0].tolist()
+        stops.append(size - 1)
+        for end, last in zip(stops, before[stops].tolist(), strict=True):
             if last < 0:
                 break  # nothing behind a new block is there
-            found.append((number, last, self._counts.behind(last), start, stop - start))
+            found.append((number, last, self._counts.behind(last), start, end + 1 - start))
+            start = end + 1
         return found
 
     def touch(self, number: int, blocks: Blocks, found: Iterable[Stretch]) -> None:
@@ -159,12 +161,13 @@ class _Counts:
 
     def __init__(self, size: int) -> None:
         self._sums = [0] * (size + 1)
+        self._size = size
         self._total = 0
 
     def add(self, position: int, count: int) -> None:
         self._total += count
-        sums, at = self._sums, position + 1
-        while at < len(sums):
+        sums, size, at = self._sums, self._size, position + 1
+        while at <= size:
             sums[at] += count
             at += at & -at
 

@@ -1,6 +1,7 @@
 """What no distance says, because the order of eviction depends on more than the last use: a replay through a `Ledger`.
 
-One request after the other, each block of the trace as a block of one token; every copy lands at once.
+One request after the other, each block of the trace as a block of two tokens, so that there is something less than a
+block: what a prompt has behind its last whole one. Every copy lands at once.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from ..config import OffloadConfig
 from ..core.ledger import Ledger
 from ..core.owners import Holding
 from ..core.plan import Completion, Outcome, TransferPlan
-from ..errors import OutOfBlocks
 from ..groups import KVCacheGroup
 from ..prefix import Prefix, Root
 from .distances import Counts
-from .trace import Trace, TracedRequest
+from .trace import Blocks, Trace, TracedRequest
 
 __all__ = ["Replay", "land", "replay"]
 
-ROOT = Root("plan")
+ROOT, BLOCK_SIZE = Root("plan"), 2
 
 
 @attrs.define(eq=False)
@@ -40,35 +40,41 @@ def replay(trace: Trace, num_device: int, num_host: int, *, store: Any = "eager"
     """Serve the whole trace. A request that does not fit the device is left out, and hits nothing."""
     most = 2 * (trace.num_blocks + trace.most_blocks + 1)  # with more, nothing is evicted, nor about to be
     num_device, num_host = min(num_device, most), min(num_host, most)
-    config = OffloadConfig(
-        groups=[KVCacheGroup("trace", block_size=1)], num_host_blocks=num_host, store_policy=store, eviction=eviction
-    )
+    groups = [KVCacheGroup("trace", block_size=BLOCK_SIZE)]
+    config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=store, eviction=eviction)
     ledger, size = Ledger(config, num_device + 1), len(trace.requests)
     found = Replay(np.zeros(size, np.int64), np.zeros(size, np.int64))
     for number, request in enumerate(trace.requests):
-        holding = ledger.admit(_prefix(trace, request), max_hit_tokens=request.num_prompt_blocks)
-        try:
-            ledger.allocate_nowait(holding)
-        except OutOfBlocks:
-            ledger.release(holding)
+        if len(request.blocks) >= num_device:
             continue
-        found.device[number] = holding.match.num_device_tokens
-        found.host[number] = holding.match.num_host_tokens
-        found.num_stored += _serve(ledger, holding, len(request.blocks))
+        tokens = _tokens(trace, request)
+        num_prompt_tokens = request.num_prompt_blocks * BLOCK_SIZE + 1
+        holding = ledger.admit(Prefix.of(ROOT, tokens[:num_prompt_tokens]))
+        ledger.allocate_nowait(holding)
+        found.device[number] = holding.match.num_device_tokens // BLOCK_SIZE
+        found.host[number] = holding.match.num_host_tokens // BLOCK_SIZE
+        found.num_stored += _serve(ledger, holding, tokens)
     return found
 
 
-def _prefix(trace: Trace, request: TracedRequest) -> Prefix:
+def _tokens(trace: Trace, request: TracedRequest) -> Blocks:
     """Its blocks, and one token more, as a request computes at least one: its block stays private, like one that is not
     full."""
-    return Prefix.of(ROOT, np.append(request.blocks, np.int32(trace.num_blocks)))
+    return np.append(np.repeat(request.blocks, BLOCK_SIZE), np.int32(trace.num_blocks))
 
 
-def _serve(ledger: Ledger, holding: Holding, num_blocks: int) -> int:
-    """Load, compute and release it. Returns the blocks stored."""
+def _serve(ledger: Ledger, holding: Holding, tokens: Blocks) -> int:
+    """Load and compute it, the prompt at once and its answer block by block, and release it. Returns the blocks
+    stored."""
     land(ledger, ledger.plan_load(holding))
-    stored = land(ledger, chain(ledger.commit(holding, num_blocks), ledger.plan_write_back()))
-    return stored + land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
+    computed = holding.sequence.num_tokens
+    num_stored = land(ledger, chain(ledger.commit(holding, computed), ledger.plan_write_back()))
+    while computed < len(tokens):
+        before, computed = computed, computed + BLOCK_SIZE
+        ledger.extend_nowait(holding, computed)
+        plans = ledger.commit(holding, computed, tokens[before:computed])
+        num_stored += land(ledger, chain(plans, ledger.plan_write_back()))
+    return num_stored + land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
 
 
 def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> int:

@@ -438,6 +438,30 @@ def test_a_live_request_keeps_its_name() -> None:
     assert driven.admit(A, request_id="r").request_id == "r"
 
 
+BAD_HINTS: dict[str, tuple[object, ...]] = {
+    "prefix": (A, None, "a prompt", b"", 5),
+    "expires_at": (float("nan"), "soon", b"1", None, True, False, 4j, [9.0], HUGE**20),
+    "category": (5, None, True, b"search", ["search"], {}, ("search",), float("nan"), "x" * 257),
+}
+
+
+@pytest.mark.parametrize("eviction", ["lru", "learned"])
+@pytest.mark.parametrize("name", BAD_HINTS)
+def test_a_bad_hint_is_refused_by_name(name: str, eviction: str) -> None:
+    """Whether eviction learns or not: nothing is spared, and no hint is kept. The longest category, and none, are fine,
+    and so is a time that is over already or never comes."""
+    driven = Driven(8, eviction=eviction)
+    driven.on_host_only(A)
+    good: dict[str, Any] = {"prefix": Prefix.of(Root("test"), A), "expires_at": 9.0, "category": "search"}
+    for value in BAD_HINTS[name]:
+        with refused(driven.ledger, error=InvalidArgument, says=(f"{name}: ",)):
+            driven.ledger.hint(**{**good, name: value})
+    assert driven.ledger.statistics().num_hints == 0
+    for more in ({"category": ""}, {"category": "x" * 256}, {"expires_at": -1.0}, {"expires_at": float("inf")}):
+        assert driven.ledger.hint(**{**good, **more}) == (8 if eviction == "learned" else 0)
+    driven.ledger.check_integrity()
+
+
 # -- waiters and jobs ---------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from made_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversations, made, trace_of, write_trace
 
-from aoffload import ConfigError, LazyStore
+from aoffload import ConfigError, KVCacheGroup, LazyStore, Ledger, OffloadConfig
+from aoffload.ledger import Prefix, Root
+from aoffload.plan import Recorder
 from aoffload.plan.cautions import cautions
 from aoffload.plan.forecast import Forecast, Prices, Row, Sizes
-from aoffload.plan.replay import replay
+from aoffload.plan.replay import land, replay
 from aoffload.plan.timing import Speeds, first_token
 from aoffload.plan.trace import Trace, TracedRequest, read_trace
 from benchmarks import policies
@@ -31,23 +35,27 @@ def forecast_of(trace: Trace, **options: Any) -> Forecast:
     return Forecast(trace, sizes, **options)
 
 
-def replayed(seed: int, num_requests: int, policy: Any, num_host: int) -> policies.Replay:
+def replayed(seed: int, num_requests: int, policy: Any, num_host: int, eviction: str = "lru") -> policies.Replay:
     """Through a ledger with blocks of 16 tokens, by the benchmark of store policies."""
     prompts = [policies._tokens(ids) for ids in conversations(seed, num_requests)]
-    return policies.replay("made", policy, prompts, NUM_DEVICE, num_host)
+    return policies.replay("made", policy, prompts, NUM_DEVICE, num_host, eviction)
 
 
-def rows_of(forecast: Forecast, store: str) -> list[Row]:
-    return [row for row in forecast.rows if row.name == "host" and row.store == store]
+def rows_of(forecast: Forecast, store: str, eviction: str = "lru") -> list[Row]:
+    return [row for row in forecast.rows if row.name == "host" and (row.store, row.eviction) == (store, eviction)]
 
 
 @pytest.mark.parametrize("seed", [2, 3])
 def test_six_sizes_hit_what_the_ledger_hits(tmp_path: Path, seed: int) -> None:
-    """Eager stores by distances, within 0.1 %, tier by tier; lazy ones by a replay, within 1 %."""
-    forecast = forecast_of(made(tmp_path, seed, 600), stores=("eager", "lazy"))
-    for store, most, policy in (("eager", 0.001, "eager"), ("lazy", 0.01, LazyStore())):
-        for size, row in zip(SIZES, rows_of(forecast, store), strict=True):
-            found = replayed(seed, 600, policy, size)
+    """Eager stores by distances, within 0.1 %, tier by tier; lazy ones, and eviction that learns, by a replay, within
+    1 %."""
+    forecast = forecast_of(made(tmp_path, seed, 600), stores=("eager", "lazy"), evictions=("lru", "learned"))
+    for store, eviction, policy, most in (
+        ("eager", "lru", "eager", 0.001), ("lazy", "lru", LazyStore(), 0.01),
+        ("eager", "learned", "eager", 0.01), ("lazy", "learned", LazyStore(), 0.01),
+    ):  # fmt: skip
+        for size, row in zip(SIZES, rows_of(forecast, store, eviction), strict=True):
+            found = replayed(seed, 600, policy, size, eviction)
             assert found.num_hits > 4000 and found.num_device_hits > 100
             assert row.num_hit_blocks == pytest.approx(found.num_hits, rel=most)
             assert row.blocks[0] == pytest.approx(found.num_device_hits, rel=most)
@@ -68,6 +76,50 @@ def test_distances_say_what_the_ledger_hits_and_stores(asked: list[Request], num
     upper = np.maximum(forecast.on_device, forecast.below(num_host).hits(num_host))
     assert (found.device + found.host).tolist() == upper.tolist()
     assert found.num_stored == forecast.below(num_host).num_missing(num_host)
+
+
+@pytest.mark.parametrize("store", ["eager", LazyStore()], ids=["eager", "lazy"])
+@pytest.mark.parametrize(("seed", "num_host"), [(1, 60), (2, 80), (3, 160)])
+def test_what_is_recorded_of_a_ledger_that_learns_is_replayed_alike(
+    tmp_path: Path, store: Any, seed: int, num_host: int
+) -> None:
+    """Request by request and tier by tier, answers that come token by token included: the plan counts what was asked
+    for as the ledger does, so both evict the same."""
+    path, num_device, draw = tmp_path / "asked.jsonl", 30, random.Random(seed)
+    befores = [int(number * (1 - draw.random() ** 3)) for number in range(600)]
+    talks = [(before, draw.randint(1, 20), draw.randint(1, 25)) for before in befores]
+    with Recorder(path, block_tokens=BLOCK_TOKENS) as recorder:
+        found = spoken(talks, store, num_device, num_host, recorder)
+    planned = replay(read_trace(path), num_device, num_host, store=store, eviction="learned")
+    assert list(zip(planned.device.tolist(), planned.host.tolist(), strict=True)) == found
+    assert sum(host for _, host in found) > 200
+
+
+def spoken(
+    talks: list[tuple[int, int, int]], store: Any, num_device: int, num_host: int, recorder: Recorder
+) -> list[tuple[int, int]]:
+    """Blocks that each request hits, on the device and in the host, of a ledger that serves one after the other.
+    `talks`: which earlier one it continues, tokens that it asks, tokens that it is answered."""
+    groups = [KVCacheGroup("full", block_size=BLOCK_TOKENS)]
+    config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=store, eviction="learned")
+    ledger, heard, hits = Ledger(config, num_device + 1, observer=recorder), list[list[int]](), list[tuple[int, int]]()
+    for number, (before, num_asked, num_answered) in enumerate(talks):
+        said = list(heard[before]) if before < number and len(heard[before]) < 80 else []
+        said += [1000 * number + at for at in range(num_asked)]
+        said += [999_999] * (not len(said) % BLOCK_TOKENS)  # else a block less could be hit than the prompt has
+        num_answered += not (len(said) + num_answered - 1) % BLOCK_TOKENS  # its last block is never full
+        answer = [1000 * number + 500 + at for at in range(num_answered)]
+        holding = ledger.admit(Prefix.of(Root("model"), said))
+        ledger.allocate_nowait(holding)
+        hits.append((holding.match.num_device_tokens // BLOCK_TOKENS, holding.match.num_host_tokens // BLOCK_TOKENS))
+        land(ledger, ledger.plan_load(holding))
+        land(ledger, chain(ledger.commit(holding, len(said), answer[:1]), ledger.plan_write_back()))
+        for at, token in enumerate(answer[1:], len(said) + 1):
+            ledger.extend_nowait(holding, at)
+            land(ledger, chain(ledger.commit(holding, at, (token,)), ledger.plan_write_back()))
+        land(ledger, chain(ledger.release(holding), ledger.plan_write_back()))
+        heard.append(said + answer)
+    return hits
 
 
 def test_an_answer_is_no_hit() -> None:

@@ -528,6 +528,32 @@ async def test_host_memory_that_cannot_be_had() -> None:
     assert threading.active_count() == before
 
 
+BAD_HINTS: dict[str, tuple[Any, ...]] = {
+    "expected_s": (0, -1, -0.0, math.nan, math.inf, -math.inf, 2e9, 10**400, "60", b"60", None, True, False, 1j, [60]),
+    "category": (5, None, True, b"search", ["search"], {}, math.nan, "x" * 257),
+    "cache_salt": (7, ["a"], "\ud800"),
+}
+
+
+@pytest.mark.parametrize("eviction", ["lru", "learned"])
+@pytest.mark.parametrize("argument", BAD_HINTS)
+async def test_bad_hints(argument: str, eviction: str) -> None:
+    """A time that is none, a category that is no text, or one too long to be kept: refused by name, whether eviction
+    learns or not, and no hint is given."""
+    async with scripted(eviction=eviction) as (engine, _):
+        await engine.serve(A)
+        runtime = engine.runtime
+        good: dict[str, Any] = {"expected_s": 60}
+        for bad in BAD_HINTS[argument]:
+            with pytest.raises(InvalidArgument, match=argument) as refused:
+                runtime.hint(A, **{**good, argument: bad})
+            assert refused.value.argument == argument
+            assert runtime.statistics().num_hints == 0
+        for category in ("", "x" * 256, "\ud800"):
+            assert runtime.hint(A, expected_s=0.5, category=category) == (8 if eviction == "learned" else 0)
+        await goes_on_serving(engine)
+
+
 # -- when and where -----------------------------------------------------------------------------------------------
 
 
