@@ -20,10 +20,11 @@ from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
 from .core.ledger import Ledger
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.owners import Holding, LoadOverlap
-from .core.plan import Tier
+from .core.plan import Outcome, Tier
 from .core.records import Job
-from .core.status import Holder, RequestStatus
+from .core.status import HintEnd, Holder, RequestStatus, TierEviction
 from .errors import InvalidArgument
+from .transfer.breaker import Closed, StorageMove
 from .transfer.transport import PinProgress
 
 __all__ = ["LedgerLog", "Telemetry", "default_logger"]
@@ -172,7 +173,10 @@ class LedgerLog:
             about |= {"outcome": completion.outcome.value, "num_bytes": completion.num_bytes}
             about["duration_s"] = round(completion.duration_s, 6)
         if job.state is JobState.FAILED:
-            self.logger.warning(event, error=completion.error if completion is not None else "", **about)
+            # What is refused is no news: `storage_left_alone` has said why, and there may be one for each cell.
+            is_refused = completion is not None and completion.outcome is Outcome.REFUSED
+            log = self.logger.debug if is_refused else self.logger.warning
+            log(event, error=completion.error if completion is not None else "", **about)
         else:
             self.logger.debug(event, **about)
 
@@ -232,6 +236,27 @@ class LedgerLog:
     def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None:
         room = {"num_needed": num_needed, "num_available": num_available}
         self.logger.debug("extension_refused", request_id=holding.request_id, **room)
+
+    @_harmless
+    def eviction_switched(self, tier: TierEviction) -> None:
+        self.logger.info(
+            "eviction_switched",
+            tier=tier.tier.name.lower(),
+            order=tier.rule.value,
+            learned_hits=round(tier.learned_hits, 1),
+            lru_hits=round(tier.lru_hits, 1),
+            num_switches=tier.num_switches,
+            num_evicted_learned=tier.num_evicted_learned,
+            num_evicted_lru=tier.num_evicted_lru,
+        )
+
+    @_harmless
+    def hint_given(self, category: str, num_tokens: int) -> None:
+        self.logger.debug("hint_given", category=category, num_tokens=num_tokens)
+
+    @_harmless
+    def hint_ended(self, category: str, end: HintEnd) -> None:
+        self.logger.debug("hint_ended", category=category, outcome=end.value)
 
     @_harmless
     def slow_wait(self, status: RequestStatus) -> None:
@@ -322,6 +347,22 @@ class Telemetry(LedgerLog):
     @_harmless
     def fetch_declined(self, request_id: str, num_tokens: int, fetch_s: float) -> None:
         self.logger.debug("fetch_declined", request_id=request_id, num_tokens=num_tokens, fetch_s=round(fetch_s, 6))
+
+    @_harmless
+    def fetch_skipped(self, request_id: str, tier: Tier) -> None:
+        self.logger.debug("fetch_skipped", request_id=request_id, tier=tier.name.lower())
+
+    @_harmless
+    def storage_moved(self, moved: StorageMove) -> None:
+        about: dict[str, Any] = {"tier": moved.tier.name.lower(), "use": moved.use.value, "node": moved.node}
+        move = moved.move
+        if isinstance(move, Closed):
+            about |= {"after_s": round(move.after_s, 3), "num_refused": move.num_refused}
+            self.logger.warning("storage_back", **about)
+            return
+        about |= {"for_s": move.for_s, "num_failures": move.num_failures, "num_refused": move.num_refused}
+        log = self.logger.warning if move.is_first else self.logger.info
+        log("storage_left_alone", **about, error=move.error)
 
     @_harmless
     def load_declined(self, request_id: str, num_tokens: int, load_s: float, compute_s: float) -> None:

@@ -37,6 +37,7 @@ FLOORS = (
     "engine_blocks splits",
     "cache",
     "jobs learning pins request_leases restores windows",
+    "rulings",
     "admission hints integrity overlap publish stores",
     "forks watermark loads",
     "cache_transfers commits disk_stores preemption remote_stores",
