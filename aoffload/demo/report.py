@@ -133,9 +133,9 @@ def _rows(outcome: DemoOutcome) -> Iterator[str]:
     yield row("  from admission", times("admitted_s"))
     if outcome.options.disk is not None:
         yield row("blocks on the disk at the start", lambda run: f"{run.num_restored:,}" if run.kind.disk else "-")
-        yield row("  fetched / stored there", lambda run: _moved(run.disk_transfers))
+        yield row("  read from it / written to it", lambda run: _moved(run.disk_transfers))
     if outcome.options.remote is not None:
-        yield row("from / to the remote store, blocks", lambda run: _moved(run.remote_transfers))
+        yield row("remote store, blocks read/written", lambda run: _moved(run.remote_transfers))
     if outcome.by_layer is not None:
         yield row("prompts begun while loading", lambda run: f"{run.engine.num_head_starts if run.engine else 0}")
     yield row("wall time, s", lambda run: f"{run.wall_s:.1f}")
@@ -223,16 +223,17 @@ def _of_disk(run: RunOutcome) -> Iterator[str]:
     if failures := run.disk_transfers.get("num_failures", 0):
         yield f"  it failed {failures:,} times: requests computed instead"
     if stored:
-        yield f"  {stored:,} blocks were written to it, the rest is at the end: the next run with this --disk begins with them"
+        yield f"  {stored:,} blocks were written to it, closing has written the rest: run this command once more"
 
 
 def _of_remote(run: RunOutcome) -> Iterator[str]:
     loaded, stored = run.remote_transfers["blocks_loaded"], run.remote_transfers["blocks_stored"]
-    yield f"remote store: {_came(run, loaded)}" + ("" if loaded else ", as in a first run")
-    if failures := run.remote_transfers.get("num_failures", 0):
+    failures = run.remote_transfers.get("num_failures", 0)
+    yield f"remote store: {_came(run, loaded)}" + ("" if loaded or failures else ", as in a first run")
+    if failures:
         yield f"  {failures:,} of its calls failed: requests computed instead. Does it run at that address?"
     if stored:
-        yield f"  {stored:,} blocks were written to it: any process that uses this store begins with them"
+        yield f"  {stored:,} blocks were written to it: run this command once more, here or on another machine"
 
 
 def _came(run: RunOutcome, num_blocks: int) -> str:
@@ -240,7 +241,7 @@ def _came(run: RunOutcome, num_blocks: int) -> str:
         return "nothing came from it"
     moved = _mebibytes(num_blocks * run.block_bytes)
     share = num_blocks * ENGINE.block_size / max(1, run.sum_of("num_prompt_tokens"))
-    return f"{num_blocks:,} blocks ({moved}) came from it instead of being computed, up to {share:.0%} of all prompt tokens"
+    return f"{num_blocks:,} blocks ({moved}) came from it and were not computed, for {share:.0%} of all prompt tokens"
 
 
 def _tampering(outcome: DemoOutcome) -> Iterator[str]:
