@@ -123,6 +123,18 @@ class TimelineBook:
         if timeline is not None:
             timeline.cancelled = reason
 
+    def declined(self, event: Event, runtime: RuntimeLife) -> None:
+        """A request computes what it could load or fetch."""
+        self._note_fact(event, runtime, "num_declined_tokens", event.count("num_tokens"))
+
+    def fetch_skipped(self, event: Event, runtime: RuntimeLife) -> None:
+        self._note_fact(event, runtime, "num_skipped_fetches", 1)
+
+    def _note_fact(self, event: Event, runtime: RuntimeLife, fact: str, value: int) -> None:
+        timeline = self._timelines.get((runtime.number, Kind.REQUEST, event.text("request_id")))
+        if timeline is not None:
+            timeline.facts[fact] = value
+
     def step_moved(self, event: Event, runtime: RuntimeLife) -> None:
         key = (runtime.number, Kind.STEP, str(event.count("step_id")))
         if event.meaning.state == _BEGUN:

@@ -109,6 +109,21 @@ async def test_a_store_that_fails_is_one_line_in_the_log_and_so_is_its_end(
     assert "is left alone for now" not in told, "a refused job is no failure of its own"
 
 
+async def test_a_store_that_answers_no_question_is_not_asked() -> None:
+    """After two failures, requests compute at once, and are counted as skipped."""
+    store, log = SimulatedStore(), Log()
+    async with with_remote(store, num_blocks=16, logger=make_logger(log)) as engine:
+        await in_the_store(engine, A)
+        store.fault = failing("exist")
+        for _ in range(3):
+            await forget_locally(engine)
+            await engine.serve(A, store="none")
+        assert [event["tier"] for event in log.events("fetch_skipped")] == ["remote"]
+        (left,) = engine.runtime.statistics().remote_transfers.left_alone  # type: ignore[union-attr]
+        assert left.use.value == "ask" and str(left).startswith("no questions")
+        await assert_quiet(engine.runtime)
+
+
 async def test_a_disk_that_fails_is_one_line_in_the_log_and_so_is_its_end() -> None:
     """Each time that it is tried in vain is another one, that no operator is woken by."""
     disk, env, log = simulated(), Later(), Log()

@@ -11,6 +11,8 @@ const FACT_NAMES = {
   num_computed_tokens: "tokens committed",
   num_pending: "times told to ask again",
   num_kept_blocks: "blocks that a step still held at its end",
+  num_declined_tokens: "tokens computed rather than loaded or fetched: that was sooner",
+  num_skipped_fetches: "fetches skipped: the tier fails, and is left alone",
 };
 const MOST_JOBS = 200;
 

@@ -189,7 +189,8 @@ function fillLegends(trace) {
   const shown = Object.entries(states).filter(([name]) => used.has(name));
   const ends = [["aborted", "bad", "aborted"], ["unfinished", "open", "not over"]].filter(([name]) => used.has(name));
   fillLegend("states", [...shown, ...ends.map(([, name, text]) => [name, text])]);
-  fillLegend("directions", [["loading", "load"], ["pool", "store"], ["bad", "failed"]]);
+  const refused = trace.words.includes("refused") ? [["soft", "refused (its storage is left alone)"]] : [];
+  fillLegend("directions", [["loading", "load"], ["pool", "store"], ["bad", "failed"], ...refused]);
   fillLegend("measures", Object.values(MEASURES));
 }
 

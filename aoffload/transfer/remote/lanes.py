@@ -145,7 +145,9 @@ class RemoteLanes:
     def refuses(self, direction: Direction) -> bool:
         if direction is Direction.STORE:
             self._stores.look_again()  # what waits to be removed may be tried again by now
-        return self.removals.has_lost_count or self.calls.nodes[USES[direction]].refuse_all(self._env.now())
+        now = self._env.now()
+        uses = (Use.ASK, Use.LOAD) if direction is Direction.LOAD else (Use.STORE,)  # nothing is loaded unasked
+        return self.removals.has_lost_count or any(self.calls.nodes[use].refuse_all(now) for use in uses)
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
