@@ -188,7 +188,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "a refused job is a warning",
-        "aoffload.telemetry",
+        "aoffload.ledger_log",
         "completion.outcome is Outcome.REFUSED",
         "False",
         "a log is not flooded while a store is left alone",

@@ -8,8 +8,7 @@ import attrs
 
 from aoffload import Tier
 from aoffload.core.plan import CACHE_TIERS, TIERS
-from aoffload.core.status import EvictionRule, HintEnd
-from aoffload.ledger import Direction, Outcome
+from aoffload.ledger import Direction, EvictionRule, HintEnd, Outcome
 from aoffload.transfer.breaker import Use
 
 __all__ = ["FAMILIES", "LABEL_VALUES", "LOWER", "REASONS", "Family", "Kind", "ShownWith", "reason_of"]

@@ -7,9 +7,8 @@ from collections import Counter, deque
 from aoffload import RequestState, RuntimeObserver, Tier
 from aoffload.core.plan import TIERS
 from aoffload.core.records import Job
-from aoffload.core.status import HintEnd
 from aoffload.env import Env
-from aoffload.ledger import CacheTransfer, CacheTransferState, Completion, Fetch, Holding, JobState, Outcome
+from aoffload.ledger import CacheTransfer, CacheTransferState, Completion, Fetch, HintEnd, Holding, JobState, Outcome
 
 from .families import LABEL_VALUES, reason_of
 from .histogram import SECONDS, THROUGHPUT, Histogram

@@ -11,9 +11,8 @@ import attrs
 
 from aoffload import Ledger, Tier
 from aoffload.core.eviction import LeastRecentlyUsed
-from aoffload.core.status import EvictionRule, EvictionStatistics
 from aoffload.core.tiers import TierBlocks
-from aoffload.ledger import LedgerLog, LedgerStatistics, Observers, TierStatistics
+from aoffload.ledger import EvictionRule, EvictionStatistics, LedgerLog, LedgerStatistics, Observers, TierStatistics
 from aoffload.observers import each_observer
 from aoffload.transfer.breaker import LeftAlone, Use
 
