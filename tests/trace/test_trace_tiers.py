@@ -163,15 +163,8 @@ def test_a_hop_that_is_none_is_left_out(wrong: dict[str, Any], tmp_path: Path) -
     assert "1 line left out: one of our events with a field" in out.getvalue() and "store to" not in out.getvalue()
 
 
-LEFT = {
-    "tier": "remote",
-    "use": "load",
-    "node": "a:1",
-    "num_failures": 2,
-    "num_refused": 0,
-    "for_s": 0.5,
-    "error": "no",
-}
+NODE = {"tier": "remote", "use": "load", "node": "a:1"}
+LEFT = {**NODE, "num_failures": 2, "num_refused": 0, "for_s": 0.5, "error": "no"}
 SWITCH = {"tier": "host", "order": "lru", "learned_hits": 90.0, "lru_hits": 100.0, "num_switches": 1}
 
 
