@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import anyio
@@ -57,6 +57,8 @@ class DiskWork:
     state: DiskState = attrs.field(default=DiskState.OFF, init=False)
     num_restored: int = attrs.field(default=0, init=False)
     """Blocks of an earlier process that were found."""
+    num_fetches_skipped: int = attrs.field(default=0, init=False)
+    """Not begun, since loads are left alone."""
     budget: DailyBudget = attrs.field(init=False)
     is_restored: anyio.Event = attrs.field(init=False)
     """Set when the reading is over, however it ended. Made by `begin`: there may be no event loop before."""
@@ -135,6 +137,8 @@ class DiskWork:
     def look(self) -> None:
         """Store what host memory is about to evict; while the disk has nothing to do, also what was asked for twice.
         Called after whatever may have changed that."""
+        for move in self.disk.take_moves():
+            self.telemetry.storage_moved(move)
         self._forget()
         if self.state is not DiskState.READY or not self.ledger.disk_stores_are_due:
             return
@@ -187,6 +191,17 @@ class DiskWork:
         """Whether a fetch is worth its time: not on a disk that has failed lately, or hangs."""
         is_off = self.state is DiskState.OFF or self.disk.refuses(Direction.LOAD)
         return not is_off and not self.worker.copies.is_stalled(Tier.DISK, Tier.HOST)
+
+    def skip_fetch(self, request_id: str) -> None:
+        """A request computes what the disk has, since loads are left alone."""
+        if self.state is not DiskState.OFF and self.disk.refuses(Direction.LOAD):
+            self.num_fetches_skipped += 1
+            self.telemetry.fetch_skipped(request_id, Tier.DISK)
+
+    def remarks(self) -> Iterator[str]:
+        """What `explain` says of it."""
+        for alone in self.disk.statistics().left_alone:
+            yield f"the disk is left alone, {alone}; {self.num_fetches_skipped} fetches skipped"
 
     def fetch_s(self, prefix: Prefix) -> float:
         """Seconds until a fetch of `prefix` that begins now would be over; 0 if nothing is known of the disk yet."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .core.ledger import Ledger
 from .core.status import Holder, RequestStatus
 
@@ -25,4 +27,8 @@ class Explained:
 
     def explain(self) -> str:
         """`requests()` and `holders()` as a table to print."""
-        return self.ledger.explain()
+        return "\n".join((self.ledger.explain(), *self._remarks()))
+
+    def _remarks(self) -> Iterable[str]:
+        """What the ledger does not know, in lines."""
+        return ()

@@ -102,7 +102,10 @@ class _Offer:
     def _of_disk(self) -> tuple[int, float]:
         """The token up to which the disk could bring the hit, and the seconds that it would take."""
         disk, match = self.request._session.disk, self.holding.match
-        if disk is None or not match.num_disk_tokens or not disk.may_fetch:
+        if disk is None or not match.num_disk_tokens:
+            return 0, 0.0
+        if not disk.may_fetch:
+            disk.skip_fetch(self.holding.request_id)
             return 0, 0.0
         stop = match.num_tokens + match.num_disk_tokens
         return stop, disk.fetch_s(self._first(stop))
@@ -111,7 +114,10 @@ class _Offer:
         """The token up to which the store has cells, if that is behind token `behind`; else 0. It is not asked if even
         all of the prompt would not be worth it."""
         stop = remote.cells_stop(prefix.num_tokens)
-        if stop <= behind or not remote.may_fetch:
+        if stop <= behind:
+            return 0
+        if not remote.may_fetch:
+            remote.skip_fetch(self.holding.request_id)
             return 0
         fetch_s = remote.fetch_s(prefix, stop)
         if not self._bound_s(stop, fetch_s):

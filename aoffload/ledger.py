@@ -20,14 +20,23 @@ from .core.plan import BlockLabel, CellLabel, Completion, Direction, Outcome, Tr
 from .core.policy import StorePolicy, StoreScope
 from .core.pools import DevicePool, EngineBlocks
 from .core.restored import RestoredRun
-from .core.status import Holder, RequestStatus, TierStatistics, WaitsFor
+from .core.status import (
+    EvictionRule,
+    EvictionStatistics,
+    HintEnd,
+    Holder,
+    RequestStatus,
+    TierEviction,
+    TierStatistics,
+    WaitsFor,
+)
 from .core.watching import BlockWatcher
 from .errors import IllegalTransition, LeaseError
 from .kinds import AttentionKind
+from .ledger_log import LedgerLog
 from .load_costs import LoadCosts
 from .observers import Observers
 from .prefix import Prefix, Root
-from .telemetry import LedgerLog
 from .transfer.copy_observer import CopyObserver
 from .transfer.copy_queue import CopyQueue, Launches
 
@@ -48,8 +57,11 @@ __all__ = [
     "Direction",
     "EngineBlocks",
     "EvictionOrder",
+    "EvictionRule",
+    "EvictionStatistics",
     "Fetch",
     "Fork",
+    "HintEnd",
     "Holder",
     "Holding",
     "IllegalTransition",
@@ -79,6 +91,7 @@ __all__ = [
     "Step",
     "StorePolicy",
     "StoreScope",
+    "TierEviction",
     "TierStatistics",
     "TransferPlan",
     "Waiter",

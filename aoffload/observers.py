@@ -13,7 +13,7 @@ from .core.observing import NullObserver, Observer
 from .core.owners import Holding, LoadOverlap
 from .core.plan import Completion, Tier
 from .core.records import Job
-from .core.status import Holder, RequestStatus
+from .core.status import HintEnd, Holder, RequestStatus, TierEviction
 from .transfer.copy_observer import OBSERVES as COPIES_TELL
 
 __all__ = ["Observers", "RuntimeObserver", "each_observer"]
@@ -112,6 +112,15 @@ class Observers:
 
     def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None:
         self._tell("extension_refused", holding, num_needed, num_available)
+
+    def eviction_switched(self, tier: TierEviction) -> None:
+        self._tell("eviction_switched", tier)
+
+    def hint_given(self, category: str, num_tokens: int) -> None:
+        self._tell("hint_given", category, num_tokens)
+
+    def hint_ended(self, category: str, end: HintEnd) -> None:
+        self._tell("hint_ended", category, end)
 
     # -- told by what waits and what copies -----------------------------------------------------------------------
 

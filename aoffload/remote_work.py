@@ -5,7 +5,7 @@ A question, a load and a store never make anybody wait longer than they may, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import anyio
@@ -46,6 +46,8 @@ class RemoteWork:
     hashing: anyio.CapacityLimiter | None = attrs.field(init=False, default=None)
     is_on: bool = attrs.field(init=False, default=False)
     """Between `begin` and `end`."""
+    num_fetches_skipped: int = attrs.field(default=0, init=False)
+    """Not begun, since all nodes are left alone."""
     _rate: WriteRate = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -88,6 +90,17 @@ class RemoteWork:
         is_off = not self.is_on or not self.worker.is_accepting or self.remote.refuses(Direction.LOAD)
         return not is_off and not self.worker.copies.is_stalled(Tier.REMOTE, Tier.HOST)
 
+    def skip_fetch(self, request_id: str) -> None:
+        """A request computes what the store may have, since all of its nodes are left alone."""
+        if self.is_on and self.remote.refuses(Direction.LOAD):
+            self.num_fetches_skipped += 1
+            self.telemetry.fetch_skipped(request_id, Tier.REMOTE)
+
+    def remarks(self) -> Iterator[str]:
+        """What `explain` says of it."""
+        for alone in self.remote.statistics().left_alone:
+            yield f"the remote store is left alone, {alone}; {self.num_fetches_skipped} fetches skipped"
+
     def cells_stop(self, num_tokens: int) -> int:
         """The token at which the last whole cell ends that a prompt of so many tokens may hit."""
         return (num_tokens - 1) // self.cell_tokens * self.cell_tokens
@@ -123,6 +136,8 @@ class RemoteWork:
     def look(self) -> None:
         """Have what is wrong removed; store what was asked for twice and the store lacks. Called after whatever may
         have changed that."""
+        for move in self.remote.take_moves():
+            self.telemetry.storage_moved(move)
         self._forget()  # also when it is off: others use the store
         if not self.is_on:
             return

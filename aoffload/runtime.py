@@ -43,6 +43,8 @@ class RuntimeStatistics(LedgerStatistics):
     """None without a remote tier."""
     num_fetches_declined: int = 0
     """Times that a request computed what a tier below the host had: that was sooner."""
+    num_fetches_skipped: int = 0
+    """Times that a request computed what a tier below the host may have: that has failed, and is left alone."""
     num_loads_declined: int = 0
     """Times that a request computed what the host had, or a part of it: that was sooner, or better for those behind."""
     off_reason: str = ""
@@ -301,6 +303,7 @@ class OffloadRuntime(RuntimeLife):
             disk_transfers=None if disk is None else disk.disk.statistics(),
             remote_transfers=None if remote is None else remote.remote.statistics(),
             num_fetches_declined=self._session.num_fetches_declined,
+            num_fetches_skipped=sum(one.num_fetches_skipped for one in (disk, remote) if one is not None),
             num_loads_declined=0 if self._session.costs is None else self._session.costs.num_declined,
             off_reason=self.worker.off_reason,
         )

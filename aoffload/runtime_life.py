@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -99,6 +99,11 @@ class RuntimeLife(Explained):
 
     def __repr__(self) -> str:
         return f"<OffloadRuntime {'open' if self._session.is_open else 'closed'} {self.ledger!r}>"
+
+    def _remarks(self) -> Iterator[str]:
+        for below in (self._session.disk, self._session.remote):
+            if below is not None:
+                yield from below.remarks()
 
     # -- life cycle -----------------------------------------------------------------------------------------------
 

@@ -239,6 +239,8 @@ class CopyWorker:
 
     def _check_deadlines(self) -> None:
         self.copies.give_up_late()
+        if self.after_settled is not None:
+            self.after_settled()
         if self.slow is not None:
             self.slow.look_at_steps()
         self._ring(self._clock())

@@ -84,7 +84,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a disk that fails is asked again at once",
         LANES,
-        "                self._breakers[plan.direction].failed(self._env.now())\n",
+        "                move = breaker.failed(now, found.error)\n",
         "                pass\n",
         "a disk that fails is left alone for a while",
         f"{TRANSPORT}::test_a_disk_that_fails_is_left_alone_for_a_while",

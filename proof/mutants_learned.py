@@ -9,6 +9,7 @@ __all__ = ["LEARNED_MUTANTS"]
 CORE = "aoffload.core"
 ORDER, HINTS, SHADOWS = f"{CORE}.learned_order", f"{CORE}.hints", f"{CORE}.shadows"
 TESTS = "tests/core/test_learned_eviction.py::test_"
+SWITCH = "a_switch_of_the_ruling_order_is_told_once_and_evictions_are_counted_by_it"
 
 
 def _met_by(test: str, name: str, module: str, old: str, new: str, promise: str) -> Mutant:
@@ -68,8 +69,8 @@ LEARNED_MUTANTS: tuple[Mutant, ...] = (
         "a_hint_ends_when_it_has_come_true",
         "a hint that goes on when it has come true",
         HINTS,
-        "                self._record(hint.category).ended(is_true=True)\n                self._end(hint)\n",
-        "                self._record(hint.category).ended(is_true=True)\n",
+        "                self._end(hint, HintEnd.TRUE)\n",
+        "",
         "a hint is about the next time",
     ),
     _met_by(
@@ -79,5 +80,29 @@ LEARNED_MUTANTS: tuple[Mutant, ...] = (
         "        if self._record(category).is_good:\n",
         "        if self._record(category):\n",
         "what seldom comes true spares nothing",
+    ),
+    _met_by(
+        SWITCH,
+        "a switch that is told with each request",
+        f"{CORE}.rulings",
+        "            self._learned = learned\n",
+        "",
+        "a switch of the ruling order is told once",
+    ),
+    _met_by(
+        SWITCH,
+        "evictions that count for the wrong order",
+        f"{CORE}.rulings",
+        "        ruled.num_before = num_evicted\n",
+        "",
+        "evictions are counted by the order that chose them",
+    ),
+    _met_by(
+        "what_becomes_of_hints_is_told",
+        "hints that a reset ends without a word",
+        HINTS,
+        "            self._moves.told.hint_ended(hint.category, HintEnd.DROPPED)\n",
+        "            pass\n",
+        "each hint has an end",
     ),
 )

@@ -18,6 +18,9 @@ GATE_TESTS, GATING, TESTS = (
 SOURCES = "tests/test_config_sources.py"
 
 
+ALONE = "tests/shell/test_left_alone.py::test_a_store_that_fails_is_one_line_in_the_log_and_so_is_its_end"
+
+
 def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str) -> Mutant:
     return Mutant(f"remote runtime: {name}", module, old, new, promise, test=test)
 
@@ -182,5 +185,29 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
         "            return file.read()\n",
         "who writes the secret with another editor shares the store",
         f"{SOURCES}::test_a_remote_store_is_a_table",
+    ),
+    _mutant(
+        "a refused job is a warning",
+        "aoffload.ledger_log",
+        "completion.outcome is Outcome.REFUSED",
+        "False",
+        "a log is not flooded while a store is left alone",
+        ALONE,
+    ),
+    _mutant(
+        "nobody tells that a store is left alone",
+        WORK,
+        "            self.telemetry.storage_moved(move)\n",
+        "            pass\n",
+        "one line when it is left alone, one when it is back",
+        ALONE,
+    ),
+    _mutant(
+        "a question that cannot be asked is begun",
+        "aoffload.transfer.remote.lanes",
+        "(Use.ASK, Use.LOAD) if direction",
+        "(Use.LOAD,) if direction",
+        "a fetch from a store that is left alone is skipped, and counted",
+        "tests/shell/test_left_alone.py::test_a_store_that_answers_no_question_is_not_asked",
     ),
 )

@@ -110,8 +110,8 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a failure is not counted",
         f"{REMOTE}.calls",
-        "        self.nodes[use].failed(node, self._env.now())\n",
-        "",
+        "self.nodes[use].failed(node, self._env.now(), error)",
+        "None",
         "a node that fails is left alone",
         f"{TRANSPORT}::test_a_node_that_fails_is_left_alone",
     ),
@@ -158,8 +158,8 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a full store that answers",
         f"{REMOTE}.calls",
-        "        if found:\n            self.nodes[Use.STORE]",
-        "        if True:\n            self.nodes[Use.STORE]",
+        "        if found:\n            self._note_success",
+        "        if True:\n            self._note_success",
         "two writes that fail, and the node is left alone",
         f"{WRONG}::test_a_store_says_what_it_may_have_written",
     ),

@@ -28,8 +28,8 @@ SEEN_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "vLLM disk: a failing disk is asked again and again",
         DISK,
-        "            breaker.failed(self.clock())\n",
-        "            breaker.succeeded()\n",
+        "            move = breaker.failed(self.clock(), completion.error)\n",
+        "            move = breaker.succeeded(self.clock())\n",
         "a disk that fails is left alone for a while",
         test=f"{TESTS}test_a_disk_that_fails_is_left_alone",
     ),

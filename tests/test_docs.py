@@ -21,7 +21,7 @@ from public import MODULES
 
 import aoffload
 import aoffload.testing
-from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Request, telemetry
+from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, Request, ledger_log, telemetry
 from aoffload.core.lifecycle import CACHE_TRANSFER_MOVES, JOB_MOVES, OVERLAP_MOVES, PIN_MOVES, REQUEST_MOVES
 
 ROOT = Path(__file__).parent.parent
@@ -245,7 +245,8 @@ def test_every_event_has_a_row() -> None:
     written |= {f"{kind}_{state}" for kind in ("prefetch", "demotion", "fetch") for state in transfers}
     early = {state.value for targets in OVERLAP_MOVES.values() for state in targets}  # type: ignore[union-attr]
     written |= {f"load_overlap_{state}" for state in early}
-    for call in ast.walk(ast.parse(inspect.getsource(telemetry))):
+    sources = (ast.parse(inspect.getsource(module)) for module in (ledger_log, telemetry))
+    for call in (node for source in sources for node in ast.walk(source)):
         if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
             name = call.args[0].value
             if isinstance(name, str) and re.fullmatch(r"[a-z]+(_[a-z]+)+", name):

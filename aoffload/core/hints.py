@@ -18,9 +18,12 @@ from .groups import Layout
 from .hit_counts import CountedRun
 from .learned_order import LearnedOrder
 from .learning import Learning
+from .observer import Moves
 from .owners import Holding
 from .policy import StorePolicy
 from .records import Run
+from .rulings import Rulings
+from .status import HintEnd
 from .tokens import TokenSequence
 
 __all__ = ["AlsoLearns", "Hints"]
@@ -62,9 +65,10 @@ class _Record:
 
 
 class Hints:
-    def __init__(self, cache: PrefixCache, learning: Learning) -> None:
+    def __init__(self, cache: PrefixCache, learning: Learning, moves: Moves) -> None:
         self._cache = cache
         self._learning = learning
+        self._moves = moves
         self._by_run: dict[Run, _Hint] = {}
         self._by_expiry: list[_Hint] = []
         """The first to expire in front."""
@@ -80,14 +84,15 @@ class Hints:
             return 0
         run = self._learning.end_of(sequence, stop)
         if (before := self._by_run.get(run)) is not None:
-            self._end(before)
+            self._end(before, HintEnd.DROPPED)
         hint = _Hint(sequence, expires_at, category, run)
         self._by_run[run] = hint
         insort(self._by_expiry, hint, key=_expiry)
         if self._record(category).is_good:
             hint.spared = self._change(sequence, stop, 1)
+        self._moves.told.hint_given(category, hint.spared * self._cache.layout.unit_tokens)
         if len(self._by_expiry) > MAX_HINTS:
-            self._end(self._by_expiry[0])
+            self._end(self._by_expiry[0], HintEnd.DROPPED)
         return hint.spared
 
     def _record(self, category: str) -> _Record:
@@ -105,24 +110,27 @@ class Hints:
         while self._by_expiry and self._by_expiry[0].expires_at <= now:
             hint = self._by_expiry[0]
             self._record(hint.category).ended(is_true=False)
-            self._end(hint)
+            self._end(hint, HintEnd.LAPSED)
 
     def asked(self, path: Sequence[CountedRun]) -> None:
         """A request asks for `path`: hints about its beginnings have come true."""
         for counted in path if self._by_run else ():
             if (hint := self._by_run.get(counted.run)) is not None:
                 self._record(hint.category).ended(is_true=True)
-                self._end(hint)
+                self._end(hint, HintEnd.TRUE)
 
     def clear(self) -> None:
         """Nothing is cached any more."""
-        self._by_run.clear()
-        self._by_expiry.clear()
+        dropped = self._by_expiry
+        self._by_run, self._by_expiry = {}, []
+        for hint in dropped:
+            self._moves.told.hint_ended(hint.category, HintEnd.DROPPED)
 
-    def _end(self, hint: _Hint) -> None:
+    def _end(self, hint: _Hint, end: HintEnd) -> None:
         del self._by_run[hint.run]
         self._by_expiry.remove(hint)
         self._change(hint.sequence, hint.spared, -1)
+        self._moves.told.hint_ended(hint.category, end)
 
     def _change(self, sequence: TokenSequence, stop: int, change: int) -> int:
         """Let one hint more, or one less, spare what is cached of `sequence` before unit `stop`. Returns the units
@@ -146,6 +154,7 @@ class AlsoLearns:
     policy: StorePolicy
     learning: Learning
     hints: Hints
+    rulings: Rulings
 
     @property
     def num_watermark_blocks(self) -> int:
@@ -157,6 +166,7 @@ class AlsoLearns:
     def seen(self, holding: Holding, first: int, stop: int) -> None:
         self.policy.seen(holding, first, stop)
         self.hints.asked(self.learning.seen(holding, first, stop))
+        self.rulings.look()
 
     def wanted_stop(self, holding: Holding) -> int:
         return self.policy.wanted_stop(holding)

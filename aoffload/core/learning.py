@@ -36,7 +36,7 @@ class Learning:
         units = {tier: max(1, num_blocks // layout.width) for tier, num_blocks in capacities.items()}
         self._times = ReturnTimes(units[Tier.HOST])
         self._guards = {tier: Guard(self._times, size) for tier, size in units.items()}
-        unit_tokens = layout.unit_tokens
+        self._unit_tokens = unit_tokens = layout.unit_tokens
         most = REMEMBERED * max(units.values()) * unit_tokens
         self._counts = HitCounts(layout, most, unit_tokens, self)
         self.tiers = tuple(units)
@@ -84,6 +84,15 @@ class Learning:
     def num_runs(self) -> int:
         """Runs of the history."""
         return len(self._counts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the history."""
+        return self._counts.num_tokens - self.num_runs * self._unit_tokens
+
+    def shadow_hits(self, tier: Tier) -> tuple[float, float]:
+        """Of the guard's two small caches: that which follows what was learned, and that which follows the last use."""
+        return self._guards[tier].hits
 
     def end_of(self, sequence: TokenSequence, stop: int) -> Run:
         """The run of the history that ends at unit `stop` of `sequence`."""

@@ -26,7 +26,7 @@ from .lifecycle import PinState
 from .owners import Holding, nobody
 from .pins import check_time
 from .plan import Tier
-from .status import Holder, RequestStatus, TierStatistics, explained
+from .status import EvictionStatistics, Holder, RequestStatus, TierStatistics, explained
 from .tokens import TokenSequence
 from .watching import BlockWatcher
 
@@ -66,6 +66,9 @@ class LedgerStatistics:
     learned: tuple[Tier, ...]
     """The tiers whose eviction follows what was learned now, and not the last use."""
     num_hints: int
+    """In force."""
+    eviction: EvictionStatistics | None
+    """None unless eviction learns."""
 
 
 class Ledger(BeginningRequests, WorkingRequests, DiskOfLedger, RemoteOfLedger):
@@ -196,10 +199,11 @@ class Ledger(BeginningRequests, WorkingRequests, DiskOfLedger, RemoteOfLedger):
         num_jobs, num_pins = len(self.jobs.unsettled), len(self._pins.pins)
         late, paused = self.jobs.num_late, self._engine is not None and self._engine.matches.loads_paused
         disk = rest[0] if rest else None
-        learned = () if self._learning is None else self._learning.ruled
+        eviction = None if self._rulings is None else self._rulings.statistics()
+        learned = () if eviction is None else eviction.learned
         return LedgerStatistics(
             device, host, len(self.holdings), waiting, num_jobs, late, num_pins, paused, disk, self._remote_counts(),
-            learned, 0 if self._hints is None else len(self._hints),
+            learned, 0 if self._hints is None else len(self._hints), eviction,
         )  # fmt: skip
 
     def _remote_counts(self) -> RemoteCounts | None:

@@ -41,6 +41,7 @@ from .records import Job
 from .remote_stores import RemoteStores
 from .request_leases import RequestLeases
 from .restores import Restores
+from .rulings import Rulings
 from .situation import Situation
 from .stores import Stores
 from .tiers import DiskBlocks, RemoteBlocks, TierBlocks
@@ -51,7 +52,7 @@ __all__ = ["LedgerRooms"]
 
 OBSERVES = (
     "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved loads_paused loads_resumed "
-    "step_begun step_ended extension_refused"
+    "step_begun step_ended extension_refused eviction_switched hint_given hint_ended"
 )
 ORDERS = "add add_newer add_back remove oldest __iter__"
 """What orders that programs pass must have: they are not told what is `asked`, since nothing is counted for them."""
@@ -108,9 +109,11 @@ class LedgerRooms:
         self._loads = Loads(cache, leases, moves, self.jobs, self.admission)
         self._forks = Forks(cache, leases, self.admission, moves)
         policy = store_policy_of(config.store_policy).for_ledger(self.layout, num_device_blocks - 1)
-        self._learning, self._hints = learning, None if learning is None else Hints(cache, learning)
-        if learning is not None and self._hints is not None:
-            policy = AlsoLearns(policy, learning, self._hints)
+        self._hints: Hints | None = None
+        self._rulings: Rulings | None = None
+        if learning is not None:
+            self._hints, self._rulings = Hints(cache, learning, moves), Rulings(cache, learning, moves)
+            policy = AlsoLearns(policy, learning, self._hints, self._rulings)
         if config.disk is not None or config.remote is not None:
             policy = AlsoCounts.of(policy, self.layout, has_remote=config.remote is not None)
         self._policy = policy

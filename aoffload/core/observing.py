@@ -9,6 +9,7 @@ from .kept import CacheTransfer, Pin, Step
 from .lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .owners import Holding, LoadOverlap
 from .records import Job
+from .status import HintEnd, TierEviction
 
 __all__ = ["NullObserver", "Observer"]
 
@@ -37,6 +38,14 @@ class Observer(Protocol):
     def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> object:
         """`extend_nowait` has raised `OutOfBlocks`; nothing has changed. `extend` waits in line then."""
 
+    def eviction_switched(self, tier: TierEviction) -> object:
+        """Where eviction learns: from what was learned to the last use, or back. `tier.rule` rules from now on."""
+
+    def hint_given(self, category: str, num_tokens: int) -> object:
+        """It spares so many tokens; 0 also where too few hints of its category come true."""
+
+    def hint_ended(self, category: str, end: HintEnd) -> object: ...
+
 
 class NullObserver:
     """Does nothing: a base for observers of some moves only."""
@@ -52,3 +61,6 @@ class NullObserver:
     def step_begun(self, step: Step) -> None: ...
     def step_ended(self, step: Step) -> None: ...
     def extension_refused(self, holding: Holding, num_needed: int, num_available: int) -> None: ...
+    def eviction_switched(self, tier: TierEviction) -> None: ...
+    def hint_given(self, category: str, num_tokens: int) -> None: ...
+    def hint_ended(self, category: str, end: HintEnd) -> None: ...

@@ -68,6 +68,8 @@ class Outcome(enum.Enum):
     """Over for certain. The blocks at `corrupt` differ from what was stored; the first `num_landed` are proven."""
     UNPROVEN = "unproven"
     """The copy may still be writing: its destination is quarantined."""
+    REFUSED = "refused"
+    """Nothing was copied: what failed lately is left alone for a while. Else it counts as FAILED."""
 
 
 @attrs.frozen(slots=True)

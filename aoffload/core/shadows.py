@@ -127,6 +127,11 @@ class Guard:
         self._learned_hits = self._last_used_hits = 0.0
         self.is_learned = True
 
+    @property
+    def hits(self) -> tuple[float, float]:
+        """Those of both lately: by what was learned, by the last use."""
+        return self._learned_hits, self._last_used_hits
+
     def asked(self, path: Sequence[CountedRun]) -> None:
         sample = [(counted, size) for counted in path if (size := num_sampled(counted, counted.run))]
         if not sample:

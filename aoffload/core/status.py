@@ -10,7 +10,10 @@ import attrs
 from .lifecycle import RequestState
 from .plan import Tier
 
-__all__ = ["Declined", "Fetching", "Holder", "RequestStatus", "TierStatistics", "WaitsFor", "explained", "seconds"]
+__all__ = [
+    "Declined", "EvictionRule", "EvictionStatistics", "Fetching", "HintEnd", "Holder", "RequestStatus", "TierEviction",
+    "TierStatistics", "WaitsFor", "explained", "seconds",
+]  # fmt: skip
 
 NUM_NAMED = 4
 """Requests of a step that a line names; of the others it has the number."""
@@ -62,6 +65,60 @@ class TierStatistics:
     num_pinned: int
     """All others: leased, private to a request, destinations of jobs, or tombstones."""
     num_quarantined: int
+
+
+class EvictionRule(enum.Enum):
+    """Which order a tier evicts by."""
+
+    LRU = "lru"
+    """The last use: what was used the longest ago goes first."""
+    LEARNED = "learned"
+    OWN = "own"
+    """An order of the program's own."""
+
+
+@attrs.frozen
+class TierEviction:
+    """A tier whose eviction learns, and why the present order rules: the guard's two small caches tell which of both
+    orders hits more. Their hits are of a sixteenth of the traffic, and what is old counts less."""
+
+    tier: Tier
+    rule: EvictionRule
+    """LEARNED, or LRU."""
+    learned_hits: float
+    lru_hits: float
+    num_switches: int
+    """From one order to the other; the first is LEARNED."""
+    num_evicted_learned: int
+    """Blocks that were evicted while what was learned ruled."""
+    num_evicted_lru: int
+
+
+@attrs.frozen
+class EvictionStatistics:
+    """What eviction that learns does, and what it remembers."""
+
+    tiers: tuple[TierEviction, ...]
+    num_remembered_runs: int
+    """Stretches of prompts whose requests are counted."""
+    num_remembered_bytes: int
+    """About so much memory of this process."""
+
+    @property
+    def learned(self) -> tuple[Tier, ...]:
+        """The tiers in which what was learned rules."""
+        return tuple(each.tier for each in self.tiers if each.rule is EvictionRule.LEARNED)
+
+
+class HintEnd(enum.Enum):
+    """Why a hint is over."""
+
+    TRUE = "true"
+    """The prompt was asked for."""
+    LAPSED = "lapsed"
+    """It was not, within the time."""
+    DROPPED = "dropped"
+    """Another hint about the same prompt has come, too many others have, or a reset."""
 
 
 @attrs.frozen

@@ -137,9 +137,9 @@ def _rows(outcome: DemoOutcome) -> Iterator[str]:
     yield row("  from admission", times("admitted_s"))
     if outcome.options.disk is not None:
         yield row("blocks on the disk at the start", lambda run: f"{run.num_restored:,}" if run.kind.disk else "-")
-        yield row("  fetched / stored there", lambda run: _moved(run.disk_transfers))
+        yield row("  read from it / written to it", lambda run: _moved(run.disk_transfers))
     if outcome.options.remote is not None:
-        yield row("from / to the remote store, blocks", lambda run: _moved(run.remote_transfers))
+        yield row("remote store, blocks read/written", lambda run: _moved(run.remote_transfers))
     if outcome.by_layer is not None:
         yield row("prompts begun while loading", lambda run: f"{run.engine.num_head_starts if run.engine else 0}")
     yield row("wall time, s", lambda run: f"{run.wall_s:.1f}")
@@ -201,6 +201,7 @@ def _verdict(outcome: DemoOutcome) -> Iterator[str]:
         yield f"outputs {run.kind.name}: {_compared(outcome, run)}"
     if outcome.tampering is not None:
         yield from _tampering(outcome)
+    yield from _below_host(outcome)
     for run in outcome.runs:
         if run.integrity_error:
             yield f"INTEGRITY {run.kind.name}: {run.integrity_error}"
@@ -220,6 +221,47 @@ def _compared(outcome: DemoOutcome, run: RunOutcome) -> str:
     tokens = sum(difference.num_tokens > 0 for difference in differences)
     among = f"{len(differences)} of {len(run.generations)} requests ({worst}{', …' if differences[4:] else ''})"
     return f"DIFFERENT in {among}: logits in {len(differences)}, tokens in {tokens}{note}"
+
+
+def _below_host(outcome: DemoOutcome) -> Iterator[str]:
+    """What the disk and the remote store were good for."""
+    run, options = outcome.with_offload, outcome.options
+    if run is None or not run.is_over:
+        return
+    if options.disk is not None and run.disk_transfers:
+        yield from _of_disk(run)
+    if options.remote is not None and run.remote_transfers:
+        yield from _of_remote(run)
+
+
+def _of_disk(run: RunOutcome) -> Iterator[str]:
+    loaded, stored = run.disk_transfers["blocks_loaded"], run.disk_transfers["blocks_stored"]
+    if run.num_restored:
+        yield f"disk: {run.num_restored:,} blocks of earlier runs were found there; {_came(run, loaded)}"
+    else:
+        yield f"disk: empty at the start, as in a first run; {_came(run, loaded)}"
+    if failures := run.disk_transfers.get("num_failures", 0):
+        yield f"  it failed {failures:,} times: requests computed instead"
+    if stored:
+        yield f"  {stored:,} blocks were written to it, closing has written the rest: run this command once more"
+
+
+def _of_remote(run: RunOutcome) -> Iterator[str]:
+    loaded, stored = run.remote_transfers["blocks_loaded"], run.remote_transfers["blocks_stored"]
+    failures = run.remote_transfers.get("num_failures", 0)
+    yield f"remote store: {_came(run, loaded)}" + ("" if loaded or failures else ", as in a first run")
+    if failures:
+        yield f"  {failures:,} of its calls failed: requests computed instead. Does it run at that address?"
+    if stored:
+        yield f"  {stored:,} blocks were written to it: run this command once more, here or on another machine"
+
+
+def _came(run: RunOutcome, num_blocks: int) -> str:
+    if not num_blocks:
+        return "nothing came from it"
+    moved = _mebibytes(num_blocks * run.block_bytes)
+    share = num_blocks * ENGINE.block_size / max(1, run.sum_of("num_prompt_tokens"))
+    return f"{num_blocks:,} blocks ({moved}) came from it and were not computed, for {share:.0%} of all prompt tokens"
 
 
 def _tampering(outcome: DemoOutcome) -> Iterator[str]:

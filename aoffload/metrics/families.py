@@ -8,15 +8,24 @@ import attrs
 
 from aoffload import Tier
 from aoffload.core.plan import CACHE_TIERS, TIERS
-from aoffload.ledger import Direction, Outcome
+from aoffload.ledger import Direction, EvictionRule, HintEnd, Outcome
+from aoffload.transfer.breaker import Use
 
-__all__ = ["FAMILIES", "LABEL_VALUES", "LOWER", "REASONS", "Family", "Kind", "reason_of"]
+__all__ = ["FAMILIES", "LABEL_VALUES", "LOWER", "REASONS", "Family", "Kind", "ShownWith", "reason_of"]
 
 
 class Kind(enum.Enum):
     GAUGE = "gauge"
     COUNTER = "counter"
     HISTOGRAM = "histogram"
+
+
+class ShownWith(enum.Enum):
+    """What has to be configured for a metric to be there."""
+
+    ANYTHING = "anything"
+    LOWER_TIERS = "a disk or a remote store"
+    LEARNED_EVICTION = "eviction that learns"
 
 
 @attrs.frozen
@@ -26,12 +35,12 @@ class Family:
     kind: Kind
     labels: tuple[str, ...]
     help: str
-    needs_lower: bool = False
-    """Whether it is there only with a disk or a remote store."""
+    shown_with: ShownWith = ShownWith.ANYTHING
 
 
 _HOP = ("direction", "tier")
 _GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
+_LOWER, _LEARNED = ShownWith.LOWER_TIERS, ShownWith.LEARNED_EVICTION
 
 FAMILIES = (
     Family("aoffload_requests", _GAUGE, ("state",), "Live requests by state."),
@@ -46,7 +55,17 @@ FAMILIES = (
     Family("aoffload_blocks", _GAUGE, ("tier", "state"), "Blocks of each tier by what they are. They add up to all."),
     Family("aoffload_pool_blocks", _GAUGE, ("tier",), "All blocks of each tier."),
     Family("aoffload_block_bytes", _GAUGE, (), "Bytes of one block over all tensors."),
-    Family("aoffload_evicted_blocks_total", _COUNTER, ("tier",), "Cached blocks whose room was needed."),
+    Family("aoffload_evicted_blocks_total", _COUNTER, ("tier", "order"), "Cached blocks whose room was needed."),
+    Family("aoffload_eviction_learned", _GAUGE, ("tier",), "1: what was learned rules; 0: the last use.", _LEARNED),
+    Family("aoffload_eviction_switches_total", _COUNTER, ("tier",), "Times that the ruling order changed.", _LEARNED),
+    Family(
+        "aoffload_shadow_hit_blocks", _GAUGE, ("tier", "order"),
+        "Hits of the guard's two small caches lately: the order with more of them rules.", _LEARNED,
+    ),
+    Family("aoffload_remembered_runs", _GAUGE, (), "Stretches of prompts whose requests are counted.", _LEARNED),
+    Family("aoffload_remembered_bytes", _GAUGE, (), "About the memory that they take in this process.", _LEARNED),
+    Family("aoffload_hints", _GAUGE, (), "Prompts that a hint spares, or would.", _LEARNED),
+    Family("aoffload_hints_ended_total", _COUNTER, ("outcome",), "Hints that are over.", _LEARNED),
     Family("aoffload_pins", _GAUGE, (), "Prompts that somebody keeps cached by a pin."),
     Family("aoffload_jobs", _GAUGE, ("state",), "Transfers that are not over, and those in quarantine."),
     Family("aoffload_jobs_finished_total", _COUNTER, (*_HOP, "outcome"), "Transfers that are over."),
@@ -65,14 +84,22 @@ FAMILIES = (
         "Time from the report of the copy thread to the settlement in the event loop.",
     ),
     Family("aoffload_loads_declined_total", _COUNTER, (), "Host hits that were computed, or a part: that cost less."),
-    Family("aoffload_fetches_total", _COUNTER, ("outcome",), "Fetches from below host memory that are over.", True),
-    Family("aoffload_fetches_declined_total", _COUNTER, (), "Fetches given up: computing was sooner.", True),
-    Family("aoffload_fetching_requests", _GAUGE, (), "Requests that wait for a fetch.", True),
-    Family("aoffload_fetching_tokens", _GAUGE, ("tier",), "Tokens that requests wait for, by where they are.", True),
-    Family("aoffload_restored_blocks", _GAUGE, (), "Blocks of an earlier process that were found on the disk.", True),
-    Family("aoffload_write_budget_bytes", _GAUGE, (), "Bytes that may still be written to the disk today.", True),
-    Family("aoffload_rejected_cells_total", _COUNTER, (), "Cells of a remote store that did not verify.", True),
-    Family("aoffload_storage_off", _GAUGE, ("tier",), "1 since a tier below host memory is not used any more.", True),
+    Family("aoffload_fetches_total", _COUNTER, ("outcome",), "Fetches from below host memory that are over.", _LOWER),
+    Family("aoffload_fetches_declined_total", _COUNTER, (), "Fetches given up: computing was sooner.", _LOWER),
+    Family(
+        "aoffload_fetches_skipped_total", _COUNTER, ("tier",), "Fetches not begun: the tier fails, and is left alone.",
+        _LOWER,
+    ),
+    Family("aoffload_fetching_requests", _GAUGE, (), "Requests that wait for a fetch.", _LOWER),
+    Family("aoffload_fetching_tokens", _GAUGE, ("tier",), "Tokens that requests wait for, by where they are.", _LOWER),
+    Family("aoffload_restored_blocks", _GAUGE, (), "Blocks of an earlier process that were found on the disk.", _LOWER),
+    Family("aoffload_write_budget_bytes", _GAUGE, (), "Bytes that may still be written to the disk today.", _LOWER),
+    Family("aoffload_rejected_cells_total", _COUNTER, (), "Cells of a remote store that did not verify.", _LOWER),
+    Family("aoffload_storage_off", _GAUGE, ("tier",), "1 since a tier below host memory is not used any more.", _LOWER),
+    Family(
+        "aoffload_storage_left_alone", _GAUGE, ("tier", "use"),
+        "Disks and nodes of a store that have failed, and have not succeeded since.", _LOWER,
+    ),
     Family("aoffload_cache_off", _GAUGE, (), "1 since nothing is loaded or stored any more, for good."),
     Family("aoffload_loads_paused", _GAUGE, (), "1 while too much is in quarantine to load (engine-owned blocks)."),
     Family("aoffload_lost_log_events_total", _COUNTER, (), "Log events that the logger raised at."),
@@ -113,6 +140,12 @@ LABEL_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("aoffload_blocks", "state"): ("free", "cached", "pinned", "quarantined"),
     ("aoffload_pool_blocks", "tier"): _TIERS,
     ("aoffload_evicted_blocks_total", "tier"): _TIERS,
+    ("aoffload_evicted_blocks_total", "order"): tuple(rule.value for rule in EvictionRule),
+    ("aoffload_eviction_learned", "tier"): _TIERS,
+    ("aoffload_eviction_switches_total", "tier"): _TIERS,
+    ("aoffload_shadow_hit_blocks", "tier"): _TIERS,
+    ("aoffload_shadow_hit_blocks", "order"): (EvictionRule.LEARNED.value, EvictionRule.LRU.value),
+    ("aoffload_hints_ended_total", "outcome"): tuple(end.value for end in HintEnd),
     ("aoffload_jobs", "state"): ("queued", "launched", "quarantined"),
     ("aoffload_jobs_finished_total", "direction"): _DIRECTIONS,
     ("aoffload_jobs_finished_total", "tier"): _HOPS,
@@ -122,7 +155,10 @@ LABEL_VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     ("aoffload_copied_bytes_total", "outcome"): _OUTCOMES,
     ("aoffload_fetches_total", "outcome"): ("done", "cancelled"),
     ("aoffload_fetching_tokens", "tier"): LOWER,
+    ("aoffload_fetches_skipped_total", "tier"): LOWER,
     ("aoffload_storage_off", "tier"): LOWER,
+    ("aoffload_storage_left_alone", "tier"): LOWER,
+    ("aoffload_storage_left_alone", "use"): tuple(use.value for use in Use),
     ("aoffload_verified_blocks_total", "result"): ("right", "corrupt"),
     ("aoffload_skipped_store_blocks_total", "reason"): ("host_full", "disk_full", "in_flight", "evicted", "other"),
     ("aoffload_request_seconds", "state"): _STAYS,

@@ -8,7 +8,7 @@ from aoffload import RequestState, RuntimeObserver, Tier
 from aoffload.core.plan import TIERS
 from aoffload.core.records import Job
 from aoffload.env import Env
-from aoffload.ledger import CacheTransfer, CacheTransferState, Completion, Fetch, Holding, JobState, Outcome
+from aoffload.ledger import CacheTransfer, CacheTransferState, Completion, Fetch, HintEnd, Holding, JobState, Outcome
 
 from .families import LABEL_VALUES, reason_of
 from .histogram import SECONDS, THROUGHPUT, Histogram
@@ -41,6 +41,8 @@ class Metrics(RuntimeObserver):
         self.fetches: Counter[str] = Counter()
         self.skipped_blocks: Counter[str] = Counter()
         stays = LABEL_VALUES["aoffload_request_seconds", "state"]
+        self.hints: Counter[str] = Counter()
+        """Those that are over, by outcome."""
         self.state_seconds = {state: Histogram(SECONDS) for state in stays}
         self.room_wait = Histogram(SECONDS)
         hops = [hop for row in TIERS if row.above is not None for hop in (("load", row.tier), ("store", row.tier))]
@@ -131,6 +133,9 @@ class Metrics(RuntimeObserver):
     def cache_transfer_moved(self, transfer: CacheTransfer, old: CacheTransferState) -> None:
         if isinstance(transfer, Fetch) and transfer.is_over:
             self.fetches[transfer.state.value] += 1
+
+    def hint_ended(self, category: str, end: HintEnd) -> None:
+        self.hints[end.value] += 1
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:
         self.skipped_blocks[reason if reason in _SKIPPED else "other"] += num_blocks

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import attrs
 
 from aoffload import Ledger, Tier
+from aoffload.core.eviction import LeastRecentlyUsed
 from aoffload.core.tiers import TierBlocks
-from aoffload.ledger import LedgerLog, LedgerStatistics, Observers, TierStatistics
+from aoffload.ledger import EvictionRule, EvictionStatistics, LedgerLog, LedgerStatistics, Observers, TierStatistics
 from aoffload.observers import each_observer
+from aoffload.transfer.breaker import LeftAlone, Use
 
 from .families import LABEL_VALUES, LOWER
 from .histogram import Histogram
@@ -89,6 +91,8 @@ def _counted(metrics: Metrics, ledger: Ledger) -> Iterator[tuple[str, Iterable[S
     tiers = _tiers_of(ledger)
     if tiers & set(LOWER):
         yield "aoffload_fetches_total", _each("aoffload_fetches_total", "outcome", metrics.fetches)
+    if ledger._hints is not None:
+        yield "aoffload_hints_ended_total", _each("aoffload_hints_ended_total", "outcome", metrics.hints)
     yield "aoffload_requests_admitted_total", _one(metrics.num_admitted)
     yield "aoffload_requests_preempted_total", _one(metrics.num_preempted)
     yield "aoffload_requests_finished_total", _finished(metrics)
@@ -112,7 +116,10 @@ def _standing(ledger: Ledger, found: LedgerStatistics) -> Iterator[tuple[str, It
     ours = [tier for tier in ledger.cache.tiers if not tier.is_outside]  # of an engine's pool we know nothing
     pools = [Sample((tier.tier.name.lower(),), tier.pool.num_blocks) for tier in ours]
     yield "aoffload_pool_blocks", pools
-    yield "aoffload_evicted_blocks_total", [Sample((tier.tier.name.lower(),), tier.num_evicted) for tier in ours]
+    yield "aoffload_evicted_blocks_total", _evicted(ours, found.eviction)
+    if found.eviction is not None:
+        yield from _learned(found.eviction)
+        yield "aoffload_hints", _one(found.num_hints)
     yield "aoffload_pins", _one(found.num_pins)
     jobs = Counter(job.state.value for job in ledger.jobs.unsettled.values())
     jobs["quarantined"] = len(ledger.jobs.quarantined)
@@ -129,6 +136,32 @@ def _standing(ledger: Ledger, found: LedgerStatistics) -> Iterator[tuple[str, It
     yield "aoffload_lost_log_events_total", _one(num_lost)
     num_failures = sum(one.num_failures for one in told if isinstance(one, Observers))
     yield "aoffload_observer_failures_total", _one(num_failures)
+
+
+def _evicted(tiers: Iterable[TierBlocks], found: EvictionStatistics | None) -> Iterator[Sample]:
+    learns = {} if found is None else {each.tier: each for each in found.tiers}
+    for tier in tiers:
+        by_rule = dict.fromkeys(EvictionRule, 0)
+        each = learns.get(tier.tier)
+        if each is not None:
+            by_rule |= {EvictionRule.LEARNED: each.num_evicted_learned, EvictionRule.LRU: each.num_evicted_lru}
+        else:
+            is_lru = type(tier.order) is LeastRecentlyUsed
+            by_rule[EvictionRule.LRU if is_lru else EvictionRule.OWN] = tier.num_evicted
+        for rule, number in by_rule.items():
+            yield Sample((tier.tier.name.lower(), rule.value), number)
+
+
+def _learned(found: EvictionStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:
+    """What eviction that learns does, and what it remembers."""
+    named = [(each.tier.name.lower(), each) for each in found.tiers]
+    learned = [Sample((name,), each.rule is EvictionRule.LEARNED) for name, each in named]
+    yield "aoffload_eviction_learned", learned
+    yield "aoffload_eviction_switches_total", [Sample((name,), each.num_switches) for name, each in named]
+    hits = [(name, (("learned", each.learned_hits), ("lru", each.lru_hits))) for name, each in named]
+    yield "aoffload_shadow_hit_blocks", [Sample((name, order), value) for name, both in hits for order, value in both]
+    yield "aoffload_remembered_runs", _one(found.num_remembered_runs)
+    yield "aoffload_remembered_bytes", _one(found.num_remembered_bytes)
 
 
 def _ages(ledger: Ledger) -> Iterator[tuple[str, Iterable[Sample]]]:
@@ -155,14 +188,22 @@ def _lower(runtime: OffloadRuntime, found: RuntimeStatistics) -> Iterator[tuple[
         return
     yield "aoffload_fetches_declined_total", _one(found.num_fetches_declined)
     off: dict[str, bool] = {}
+    alone: dict[str, tuple[LeftAlone, ...]] = {}
+    skipped = {name: one.num_fetches_skipped for name, one in (("disk", disk), ("remote", remote)) if one is not None}
+    yield "aoffload_fetches_skipped_total", [Sample((tier,), number) for tier, number in skipped.items()]
     if disk is not None:
+        alone["disk"] = disk.disk.statistics().left_alone
         off["disk"] = disk.state.value == "off"
         yield "aoffload_restored_blocks", _one(disk.num_restored)
         yield "aoffload_write_budget_bytes", _one(disk.budget.left(runtime.env.now()))
     if remote is not None:
-        off["remote"] = not remote.is_on
-        yield "aoffload_rejected_cells_total", _one(remote.remote.statistics().cells_corrupt)
+        statistics = remote.remote.statistics()
+        off["remote"], alone["remote"] = not remote.is_on, statistics.left_alone
+        yield "aoffload_rejected_cells_total", _one(statistics.cells_corrupt)
     yield "aoffload_storage_off", [Sample((tier,), is_off) for tier, is_off in off.items()]
+    uses = {tier: Counter(one.use for one in found) for tier, found in alone.items()}
+    left = [Sample((tier, use.value), count[use]) for tier, count in uses.items() for use in Use]
+    yield "aoffload_storage_left_alone", left
 
 
 def _tiers_of(ledger: Ledger) -> set[str]:

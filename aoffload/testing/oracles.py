@@ -195,7 +195,7 @@ class Oracles:
         result = call(completion)
         if job is not None and parked is not None and job.parked is not parked:
             raise Violation("settled twice", f"{completion} took the place of {parked}")
-        is_transient = completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN)
+        is_transient = completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN, Outcome.REFUSED)
         is_load = job is not None and job.plan.destination is Tier.DEVICE and job.epoch == ledger.cache.epoch
         is_load = is_load and not self.engine.num_resets_of_tiers  # reset blocks are freed with their last reader
         is_load = is_load and not (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -12,7 +13,7 @@ from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from ..core.restored import RestoredRun
 from ..disk_tier import DiskTier
 from ..errors import TransferRefused
-from ..transfer.breaker import Breaker
+from ..transfer.breaker import Breaker, LeftAlone, StorageMove, Use, taken
 from ..transfer.transport import DiskStatistics
 from .faults import Faults
 from .memory import TORN, Memory
@@ -57,6 +58,7 @@ class TagDisk:
     _first_generation: int = attrs.field(default=0, init=False)
     _num_resets: int = attrs.field(default=0, init=False)
     _breakers: dict[Direction, Breaker] = attrs.field(init=False)
+    _moves: deque[StorageMove] = attrs.field(factory=deque, init=False)
     _refusal: str = attrs.field(default="", init=False)
     _is_closed: bool = attrs.field(default=False, init=False)
     _counts: dict[str, int] = attrs.field(init=False)
@@ -124,8 +126,12 @@ class TagDisk:
     def refuses(self, direction: Direction) -> bool:
         return bool(self._refusal) or self._breakers[direction].is_open(self.scheduler.now)
 
+    def take_moves(self) -> Sequence[StorageMove]:
+        return taken(self._moves)
+
     def statistics(self) -> DiskStatistics:
-        return DiskStatistics(**self._counts)
+        alone = [(Use(each.value), breaker) for each, breaker in self._breakers.items() if breaker.is_on_trial]
+        return DiskStatistics(**self._counts, left_alone=tuple(LeftAlone(use, "", one.error) for use, one in alone))
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -263,9 +269,12 @@ class TagDisk:
         del self.under_way[plan.job_id]
         self._counts[f"num_{plan.direction.value}s"] += 1
         self._counts["blocks_loaded" if plan.direction is Direction.LOAD else "blocks_stored"] += completion.num_landed
+        breaker, now, move = self._breakers[plan.direction], self.scheduler.now, None
         if completion.outcome is not Outcome.FAILED:
-            self._breakers[plan.direction].succeeded()
+            move = breaker.succeeded(now)
         elif not copy.is_given_up:
             self._counts["num_failures"] += 1
-            self._breakers[plan.direction].failed(self.scheduler.now)
+            move = breaker.failed(now, completion.error)
+        if move is not None:
+            self._moves.append(StorageMove(Tier.DISK, Use(plan.direction.value), "", move))
         self.deliver(completion)

@@ -11,6 +11,7 @@ __all__ = ["Look", "lines"]
 
 STATES = ("running", "loading", "pinned", "allocated", "matched", "draining", "requeued", "stranded", "preempted")
 TIERS = ("device", "host", "disk", "remote")
+USES = {"ask": "questions", "load": "loads", "store": "stores"}
 OLD_SNAPSHOT_S = 5.0
 """The event loop is asked at each scrape: what is older says that it stands still."""
 
@@ -54,6 +55,7 @@ def lines(look: Look, before: Look | None) -> Iterator[str]:
     yield from _fetches(look)
     for tier in _tiers(look):
         yield _blocks(look, tier)
+    yield from _eviction(look)
     yield from _copies(look, before)
     if before is not None:
         yield _rates(look, before)
@@ -107,6 +109,15 @@ def _blocks(look: Look, tier: str) -> str:
     return f"{tier:<10} {each}; {look.get('aoffload_pool_blocks', tier=tier):,.0f} blocks"
 
 
+def _eviction(look: Look) -> Iterator[str]:
+    """Where it learns: which order rules in each tier, and hints."""
+    ruled = _by_tier(look, "aoffload_eviction_learned")
+    if ruled:
+        orders = ", ".join(f"{tier} by {'what was learned' if on else 'the last use'}" for tier, on in ruled.items())
+        hints = look.get("aoffload_hints")
+        yield f"eviction   {orders}" + (f"; {hints:,.0f} hints" if hints else "")
+
+
 def _copies(look: Look, before: Look | None) -> Iterator[str]:
     jobs = ", ".join(
         f"{look.get('aoffload_jobs', state=state):,.0f} {state}" for state in ("queued", "launched", "quarantined")
@@ -141,6 +152,10 @@ def _warnings(look: Look) -> Iterator[str]:
     for tier, is_off in _by_tier(look, "aoffload_storage_off").items():
         if is_off:
             yield f"WARNING    {tier} is off: nothing is fetched from it or stored there any more"
+    for tier in _by_tier(look, "aoffload_storage_left_alone"):
+        uses = [name for use, name in USES.items() if look.get("aoffload_storage_left_alone", tier=tier, use=use)]
+        if uses:
+            yield f"WARNING    {tier} fails and is left alone for a while: {', '.join(uses)}"
     if look.get("aoffload_loads_paused"):
         yield "WARNING    loads are paused: too many of the engine's blocks are in quarantine"
     age_s = look.get("aoffload_snapshot_age_seconds")

@@ -10,7 +10,7 @@ import attrs
 
 from ..core.answer import Answer
 from ..core.lifecycle import REQUEST_MOVES, CacheTransferState, JobState, PinState, RequestState
-from ..core.plan import Tier
+from ..core.plan import Outcome, Tier
 from .events import Event, Kind
 from .hops import HOPS, HopRow, hop_of
 from .lanes import Lanes
@@ -36,6 +36,7 @@ _MATCHED_AGAIN = {state.value for state, targets in REQUEST_MOVES.items() if Req
 _MATCHED_AGAIN.add(FETCHING)
 _PENDING = Answer.PENDING.value
 _LAUNCHED, _DISCARDED = JobState.LAUNCHED.value, JobState.DISCARDED.value
+_REFUSED = Outcome.REFUSED.value
 _STEP, _BEGUN, _ENDED = "step", "begun", "ended"
 _FIRST_STATES = {_MATCHED, CacheTransferState.MOVING.value, PinState.HELD.value, _BEGUN}
 _OWNERS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH)
@@ -122,6 +123,18 @@ class TimelineBook:
         if timeline is not None:
             timeline.cancelled = reason
 
+    def declined(self, event: Event, runtime: RuntimeLife) -> None:
+        """A request computes what it could load or fetch."""
+        self._note_fact(event, runtime, "num_declined_tokens", event.count("num_tokens"))
+
+    def fetch_skipped(self, event: Event, runtime: RuntimeLife) -> None:
+        self._note_fact(event, runtime, "num_skipped_fetches", 1)
+
+    def _note_fact(self, event: Event, runtime: RuntimeLife, fact: str, value: int) -> None:
+        timeline = self._timelines.get((runtime.number, Kind.REQUEST, event.text("request_id")))
+        if timeline is not None:
+            timeline.facts[fact] = value
+
     def step_moved(self, event: Event, runtime: RuntimeLife) -> None:
         key = (runtime.number, Kind.STEP, str(event.count("step_id")))
         if event.meaning.state == _BEGUN:
@@ -171,6 +184,8 @@ class TimelineBook:
             num_bytes = event.count("num_bytes") if "num_bytes" in event.fields else 0
             copy_s = event.seconds("duration_s") if "duration_s" in event.fields else 0.0
         error = event.fields.get("error", "")
+        if event.fields.get("outcome") == _REFUSED:
+            state = _REFUSED  # no failure of its own: what fails is left alone
         if key not in self._jobs:
             self._launch(key, event, runtime)
         job = self._jobs[key]

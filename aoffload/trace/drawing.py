@@ -9,11 +9,12 @@ import attrs
 from ..core.lifecycle import RequestState
 from ..core.plan import TIERS, Tier
 from .columns import NumberColumn, TextColumn, Vocabulary
-from .events import Kind
+from .events import Event, Kind
 from .hops import HOPS, HopRow, name_of, pool_field
 from .listener import Listener
 from .occupancy import MEASURES, TABLES, Usage, filled, filling
 from .runtimes import RuntimeLife
+from .sentences import note_of
 from .series import Series
 from .timelines import FACTS, JobTimeline, Timeline
 from .wording import plain
@@ -24,6 +25,8 @@ MAX_DRAWN = 500_000
 """The most timelines, and the most jobs, on a page; browsers cannot take many more. The others are only counted."""
 KINDS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH, Kind.PIN, Kind.STEP)
 MAX_NAMED = 4
+MAX_NOTES = 500
+"""Alarms, switches of the eviction and the like: the first ones. The others are only counted."""
 _NOT_KNOWN = 0xFFFF_FFFF
 """The value of a fact that no event had."""
 
@@ -53,6 +56,8 @@ class Drawing(Listener):
             num_bytes="d", launched_s="d", ended_s="d", copy_s="d",
         )
     )  # fmt: skip
+    num_notes_left_out: int = 0
+    _notes: list[dict[str, Any]] = attrs.field(factory=list)
     _usages: dict[int, dict[str, Series]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -102,6 +107,19 @@ class Drawing(Listener):
         for name, value in values.items():
             columns[name].append(value)
 
+    def alarm(self, event: Event, runtime: RuntimeLife) -> None:
+        self._note(event, runtime)
+
+    def eviction_switched(self, event: Event, runtime: RuntimeLife) -> None:
+        self._note(event, runtime)
+
+    def _note(self, event: Event, runtime: RuntimeLife) -> None:
+        text = note_of(event)
+        if len(self._notes) < MAX_NOTES:
+            self._notes.append({"at_s": event.at_s, "runtime": runtime.number, "text": text})
+        else:
+            self.num_notes_left_out += 1
+
     def usage_changed(self, runtime: RuntimeLife, at_s: float, usage: Usage) -> None:
         series = self._usages.get(runtime.number)
         if series is None:
@@ -119,6 +137,8 @@ class Drawing(Listener):
             "moves": _finish(self._moves),
             "jobs": {"owner": self._owners.finish(), **_finish(self._jobs)},
             "words": self._words.texts,
+            "notes": self._notes,
+            "num_notes_left_out": self.num_notes_left_out,
             "usages": {str(number): _usage(series) for number, series in self._usages.items()},
         }
 

@@ -29,6 +29,11 @@ class Kind(enum.Enum):
     FETCH = "fetch"
     DECLINED = "declined"
     """A fetch that a request does without, since computing is sooner."""
+    SKIPPED_FETCH = "skipped fetch"
+    """A fetch that a request does without, since the tier fails and is left alone."""
+    EVICTION = "eviction"
+    """Another order rules in a tier whose eviction learns."""
+    HINT = "hint"
     TIER = "tier"
     """A tier below host memory: opened, or read back."""
     PIN = "pin"
@@ -76,6 +81,7 @@ def _meanings() -> dict[str, Meaning]:
     alarms = (
         "transport_stalled", "transport_recovered", "transport_failed", "worker_failed", "cache_turned_off",
         "loads_paused", "loads_resumed", "slow_wait", "slow_step", "disk_turned_off", "remote_turned_off",
+        "storage_left_alone", "storage_back",
     )  # fmt: skip
     return found | {name: Meaning(Kind.ALARM, name) for name in alarms} | {
         "store_skipped": Meaning(Kind.SKIPPED_STORE, "skipped"),
@@ -87,6 +93,10 @@ def _meanings() -> dict[str, Meaning]:
         "disk_opened": Meaning(Kind.TIER, "opened"),
         "disk_restored": Meaning(Kind.TIER, "restored"),
         "remote_opened": Meaning(Kind.TIER, "remote"),
+        "fetch_skipped": Meaning(Kind.SKIPPED_FETCH, "skipped"),
+        "eviction_switched": Meaning(Kind.EVICTION, "switched"),
+        "hint_given": Meaning(Kind.HINT, "given"),
+        "hint_ended": Meaning(Kind.HINT, "ended"),
         "fetch_declined": Meaning(Kind.DECLINED, "fetch"),
         "load_declined": Meaning(Kind.DECLINED, "load"),
     }  # fmt: skip

@@ -11,6 +11,7 @@ from .events import Event, Kind
 from .hops import HOPS, HopRow
 from .listener import Listener
 from .runtimes import RuntimeLife
+from .sentences import ruling, storage
 from .tally import Tally
 from .timelines import UNFINISHED, JobTimeline, Timeline
 
@@ -66,6 +67,11 @@ class Figures(Listener):
     tokens: Tally = attrs.field(factory=Tally)
     """Sums of the facts of requests that were given blocks."""
     aborts: Tally = attrs.field(factory=Tally)
+    skipped_fetches: Tally = attrs.field(factory=Tally)
+    """By the tier that is left alone."""
+    switches: Tally = attrs.field(factory=Tally)
+    """By tier and the order that rules from then on."""
+    hints: Tally = attrs.field(factory=Tally)
     skipped_stores: Tally = attrs.field(factory=Tally)
     skipped_blocks: Tally = attrs.field(factory=Tally)
     alarms: Tally = attrs.field(factory=Tally)
@@ -109,6 +115,21 @@ class Figures(Listener):
         if self.is_wanted(runtime):
             self.declines.add(event.meaning.state)
 
+    def fetch_skipped(self, event: Event, runtime: RuntimeLife) -> None:
+        tier = event.text("tier")
+        if self.is_wanted(runtime):
+            self.skipped_fetches.add(tier)
+
+    def eviction_switched(self, event: Event, runtime: RuntimeLife) -> None:
+        words = ruling(event)
+        if self.is_wanted(runtime):
+            self.switches.add(words)
+
+    def hint(self, event: Event, runtime: RuntimeLife) -> None:
+        what = "given" if event.meaning.state == "given" else event.text("outcome")
+        if self.is_wanted(runtime):
+            self.hints.add(what)
+
     def store_skipped(self, event: Event, runtime: RuntimeLife) -> None:
         reason, num_blocks = event.text("reason"), event.count("num_blocks")
         if not self.is_wanted(runtime):
@@ -124,6 +145,8 @@ class Figures(Listener):
             error = f"{event.text('holder')} holds most"
         elif event.name == "slow_step":
             error = f"step {event.count('step_id')} holds {event.count('num_blocks')} blocks"
+        elif event.meaning.state.startswith("storage_"):
+            error = storage(event) + (f": {error}" if error else "")
         self.alarms.add(f"{event.name}: {error}" if error else event.name)
 
     def is_wanted(self, runtime: RuntimeLife) -> bool:

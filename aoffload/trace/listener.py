@@ -27,6 +27,14 @@ class Listener:
     def declined(self, event: Event, runtime: RuntimeLife) -> None:
         """A request computes what it could load or fetch."""
 
+    def fetch_skipped(self, event: Event, runtime: RuntimeLife) -> None:
+        """A request computes what a tier may have that is left alone."""
+
+    def eviction_switched(self, event: Event, runtime: RuntimeLife) -> None: ...
+
+    def hint(self, event: Event, runtime: RuntimeLife) -> None:
+        """One was given, or is over."""
+
     def store_skipped(self, event: Event, runtime: RuntimeLife) -> None: ...
 
     def alarm(self, event: Event, runtime: RuntimeLife) -> None:

@@ -121,7 +121,15 @@ class Scan:
         if kind is Kind.TIER:
             self.book.tier_changed(event, runtime)
         elif kind is Kind.DECLINED:
+            self.book.declined(event, runtime)
             self.listener.declined(event, runtime)
+        elif kind is Kind.SKIPPED_FETCH:
+            self.book.fetch_skipped(event, runtime)
+            self.listener.fetch_skipped(event, runtime)
+        elif kind is Kind.EVICTION:
+            self.listener.eviction_switched(event, runtime)
+        elif kind is Kind.HINT:
+            self.listener.hint(event, runtime)
         elif kind is Kind.JOB:
             self.book.job_moved(event, runtime)
         elif kind is Kind.STEP:

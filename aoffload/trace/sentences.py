@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..core.answer import Answer
+from ..core.plan import Outcome
 from .events import Event
 from .hops import hop_of
 from .wording import counted, duration, plain, size
 
-__all__ = ["sentence"]
+__all__ = ["note_of", "ruling", "sentence", "storage"]
 
 _UNSAID = {"event", "level", "timestamp", "request_id"}
 REASONS = {
@@ -24,8 +25,15 @@ REASONS = {
 SKIPPED = {
     "host_full": "host memory was full",
     "in_flight": "too much was under way",
+    "disk_full": "the disk was full",
     "evicted": "the host evicts what live requests store",
 }
+
+_STORAGE = {"disk": "the disk", "remote": "the remote store"}
+_USES = {"ask": "questions", "load": "loads", "store": "stores"}
+_TELLING = ("source", "destination", "num_jobs", "num_quarantined", "num_quarantined_jobs", "reason", "error")
+"""Fields of alarms that have no words of their own."""
+_ORDERS = {"lru": "the last use", "learned": "what was learned"}
 
 
 def sentence(event: Event, *, is_engine_owned: bool = False) -> str:
@@ -34,6 +42,21 @@ def sentence(event: Event, *, is_engine_owned: bool = False) -> str:
         return "pinned what was found; its program loads next"
     tell = _SENTENCES.get(event.name)
     return tell(event) if tell is not None else _note(event)
+
+
+def note_of(event: Event) -> str:
+    """The words for an event that is about no request alone."""
+    tell = _SENTENCES.get(event.name)
+    if tell is not None:
+        name = event.fields.get("request_id")
+        return f"{plain(name)} {tell(event)}" if type(name) is str and name else tell(event)
+    return plain(f"{event.name.replace('_', ' ')}{_about(event)}")
+
+
+def _about(event: Event) -> str:
+    """Its few fields of its own: nothing that is bound to its logger."""
+    named = [(name, event.fields[name]) for name in _TELLING if name in event.fields]
+    return f": {', '.join(f'{name} {value}' for name, value in named)}" if named else ""
 
 
 def _matched(event: Event) -> str:
@@ -95,6 +118,8 @@ def _completed(event: Event) -> str:
 
 
 def _failed(event: Event) -> str:
+    if event.fields.get("outcome") == Outcome.REFUSED.value:
+        return f"{_job(event)}: not begun, {plain(str(event.fields.get('error') or 'it is left alone'))}"
     return f"{_job(event)}: FAILED, {plain(str(event.fields.get('error') or 'no error given'))}"
 
 
@@ -128,6 +153,41 @@ def _declined_load(event: Event) -> str:
     load, compute = (duration(event.seconds(name)) for name in ("load_s", "compute_s"))
     tokens = counted(event.count("num_tokens"), "token")
     return f"computes {tokens} that the host has: its first token in about {compute}, with the load in {load}"
+
+
+def _skipped_fetch(event: Event) -> str:
+    return f"does without what {_STORAGE.get(event.text('tier'), 'a tier')} may have: it fails, and is left alone"
+
+
+def storage(event: Event) -> str:
+    """What is left alone, or not any more."""
+    uses, node = _USES.get(event.text("use"), "calls"), event.text("node")
+    return plain(f"{uses} of {_STORAGE.get(event.text('tier'), 'a tier')}{f' at {node}' if node else ''}")
+
+
+def _left_alone(event: Event) -> str:
+    times, for_s = counted(event.count("num_failures"), "time"), duration(event.seconds("for_s"))
+    refused = event.count("num_refused")
+    since = f", {counted(refused, 'job')} refused so far" if refused else ""
+    failed = f"failed {times} in a row, left alone for {for_s}{since}: {event.fields.get('error') or 'no error given'}"
+    return plain(f"{storage(event)}: {failed}")
+
+
+def _back(event: Event) -> str:
+    refused = counted(event.count("num_refused"), "job")
+    return f"{storage(event)}: succeed again after {duration(event.seconds('after_s'))}, {refused} refused meanwhile"
+
+
+def ruling(event: Event) -> str:
+    """Which order rules in which tier."""
+    order, tier = event.text("order"), event.text("tier")
+    return plain(f"{tier} evicts by {_ORDERS.get(order, order)}")
+
+
+def _switched(event: Event) -> str:
+    learned, lru = event.seconds("learned_hits"), event.seconds("lru_hits")
+    hits = f"{learned:,.0f} by what was learned, {lru:,.0f} by the last use"
+    return f"{ruling(event)} from now on: hits of the guard's caches lately {hits}"
 
 
 def _demotion(event: Event) -> str:
@@ -202,6 +262,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "fetch_cancelled": _fetch,
     "fetch_declined": _declined,
     "load_declined": _declined_load,
+    "fetch_skipped": _skipped_fetch,
+    "storage_left_alone": _left_alone,
+    "storage_back": _back,
+    "eviction_switched": _switched,
     "demotion_moving": _demotion,
     "demotion_done": _demotion,
     "demotion_cancelled": _demotion,

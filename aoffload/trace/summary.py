@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..core.lifecycle import RequestState
+from ..core.plan import Outcome
 from .durations import Durations
 from .events import Kind
 from .figures import Figures
@@ -50,6 +51,7 @@ def summary(scan: Scan, figures: Figures) -> Iterator[str]:
         _states(scan, figures),
         _jobs(figures),
         _others(figures),
+        _eviction(figures),
         _slowest(figures),
         _reasons("why requests were aborted", figures.aborts),
         _skipped(figures),
@@ -85,6 +87,8 @@ def _requests(figures: Figures) -> list[str]:
     for what, several in (("load", "loads"), ("fetch", "fetches")):
         if number := figures.declines.count(what):
             lines.append(f"  {counted(number, what, several)} declined: computing was sooner")
+    for tier, number in figures.skipped_fetches.highest_first():
+        lines.append(f"  {counted(number, 'fetch', 'fetches')} skipped: {plain(tier)} failed, and was left alone")
     return lines
 
 
@@ -155,7 +159,8 @@ def _jobs(figures: Figures) -> list[str]:
     for hop, found in figures.jobs.items():
         if not found.outcomes.total:
             continue
-        outcomes = [f"{found.outcomes.count(name):,}" for name in ("completed", "failed", "discarded")]
+        num_dropped = sum(found.outcomes.count(name) for name in ("discarded", Outcome.REFUSED.value))
+        outcomes = [*(f"{found.outcomes.count(name):,}" for name in ("completed", "failed")), f"{num_dropped:,}"]
         seconds = found.copies.total_s
         rate = f"{size(found.num_bytes / seconds)}/s" if seconds else "-"
         times = [duration(times.percentile(at)) for times in (found.copies, found.spans) for at in (50, 99)]
@@ -169,6 +174,17 @@ def _others(figures: Figures) -> list[str]:
         for kind in (Kind.PREFETCH, Kind.FETCH, Kind.DEMOTION, Kind.PIN)
         if (tally := figures.outcomes.get(kind)) is not None
     ]
+
+
+def _eviction(figures: Figures) -> list[str]:
+    """Which order rules where eviction learns, and hints."""
+    switches = [f"  {words}: began {counted(count, 'time')}" for words, count in figures.switches.highest_first()]
+    found = ["eviction that learns", *switches] if switches else []
+    if figures.hints.total:
+        counts = [(name, count) for name, count in figures.hints.highest_first() if name != "given"]
+        ends = ", ".join(f"{count:,} {plain(name)}" for name, count in counts)
+        found.append(f"{counted(figures.hints.count('given'), 'hint')} given: {ends or 'none over'}")
+    return found
 
 
 def _outcomes(tally: Tally) -> str:

@@ -27,10 +27,13 @@ FACTS = (
     "num_computed_tokens",
     "num_pending",
     "num_kept_blocks",
+    "num_declined_tokens",
+    "num_skipped_fetches",
 )
 """Counts that events carry. The last event that has one counts: a request is matched again when its turn comes. Except
-for `num_pending`: how many matches were answered with pending, and `num_kept_blocks`: blocks that a step still held
-when the request was over."""
+for `num_pending`: how many matches were answered with pending, `num_kept_blocks`: blocks that a step still held when
+the request was over, `num_declined_tokens`: those of the last load or fetch that was not worth its time, and
+`num_skipped_fetches`: those of tiers that were left alone."""
 
 
 @attrs.frozen

@@ -2,13 +2,98 @@
 
 from __future__ import annotations
 
+import enum
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import attrs
 
-__all__ = ["Breaker"]
+from ..core.plan import Tier
+
+__all__ = [
+    "MAX_MOVES", "Breaker", "BreakerMove", "Closed", "LeftAlone", "Opened", "StorageMove", "Use", "in_words", "taken",
+]  # fmt: skip
 
 FIRST_S, LONGEST_S = 0.5, 30.0
 PATIENCE = 2
 """Failures in a row that open it."""
+MAX_MOVES = 1024
+"""Kept until somebody takes them."""
+_USES = {"ask": "questions", "load": "loads", "store": "stores"}
+
+
+class Use(enum.Enum):
+    """What is asked of a disk or a store. Each has breakers of its own: a store that is full still answers."""
+
+    ASK = "ask"
+    LOAD = "load"
+    STORE = "store"
+
+
+@attrs.frozen
+class Opened:
+    """It has opened, perhaps once more: what was tried has failed again."""
+
+    for_s: float
+    num_failures: int
+    """In a row."""
+    num_refused: int
+    """Jobs refused since it has opened first."""
+    error: str
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it was closed before."""
+        return self.num_failures == PATIENCE
+
+
+@attrs.frozen
+class Closed:
+    after_s: float
+    """Since it has opened first."""
+    num_refused: int
+
+
+BreakerMove: TypeAlias = Opened | Closed
+
+
+@attrs.frozen
+class LeftAlone:
+    """What has failed, and has not succeeded since: it is asked for nothing, or for one thing at a time."""
+
+    use: Use
+    node: str
+    """Of a store; empty where it has one, and for a disk."""
+    error: str
+    """The last one."""
+
+    def __str__(self) -> str:
+        return f"no {_USES[self.use.value]}{f' at {self.node}' if self.node else ''} for now: {self.error}"
+
+
+@attrs.frozen
+class StorageMove:
+    """Something is left alone from now on, or still, or not any more."""
+
+    tier: Tier
+    use: Use
+    node: str
+    move: BreakerMove
+
+
+def in_words(move: StorageMove) -> str:
+    """`move`, for a log of lines."""
+    what = f"{_USES[move.use.value]} of the {move.tier.name.lower()} tier{f' at {move.node}' if move.node else ''}"
+    if isinstance(move.move, Closed):
+        return f"{what} succeed again, after {move.move.after_s:.1f} s; {move.move.num_refused} were refused"
+    times, for_s = move.move.num_failures, move.move.for_s
+    return f"{what} have failed {times} times in a row, and are left alone for {for_s:g} s: {move.move.error}"
+
+
+def taken(moves: deque[StorageMove]) -> Sequence[StorageMove]:
+    """Return and remove what threads have appended."""
+    return [moves.popleft() for _ in range(len(moves))] if moves else ()
 
 
 @attrs.define(eq=False)
@@ -16,6 +101,10 @@ class Breaker:
     """Opens after two failures in a row, for half a second and then twice as long each time; a success closes it."""
 
     _num_failures: int = 0
+    error: str = ""
+    """The last one."""
+    _num_refused: int = 0
+    _opened_s: float = 0.0
     _until_s: float = 0.0
 
     def is_open(self, now: float) -> bool:
@@ -27,14 +116,26 @@ class Breaker:
         """Whether it has opened and nothing has succeeded since: one attempt at a time is enough to find out."""
         return self._num_failures >= PATIENCE
 
-    def succeeded(self) -> None:
-        self._num_failures = 0
+    def refused(self) -> None:
+        """Something that was asked for nevertheless is refused."""
+        self._num_refused += 1
 
-    def failed(self, now: float) -> None:
+    def succeeded(self, now: float) -> BreakerMove | None:
+        """What changes with it, if anything."""
+        was_on_trial, self._num_failures = self.is_on_trial, 0
+        return Closed(max(0.0, now - self._opened_s), self._num_refused) if was_on_trial else None
+
+    def failed(self, now: float, error: str) -> BreakerMove | None:
         """One more failure. Those that end while it is open began before: they do not count."""
         if self.is_open(now):
-            return
+            return None
         self._num_failures += 1
+        self.error = error
         num_times = self._num_failures - PATIENCE
-        if num_times >= 0:
-            self._until_s = now + min(LONGEST_S, FIRST_S * 2.0 ** min(num_times, 16))
+        if num_times < 0:
+            return None
+        if not num_times:
+            self._opened_s, self._num_refused = now, 0
+        for_s = min(LONGEST_S, FIRST_S * 2.0 ** min(num_times, 16))
+        self._until_s = now + for_s
+        return Opened(for_s, self._num_failures, self._num_refused, error)

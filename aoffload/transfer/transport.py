@@ -13,6 +13,7 @@ from ..core.restored import RestoredRun
 from ..disk_tier import DiskTier
 from ..env import Env
 from ..remote_tier import RemoteTier
+from .breaker import LeftAlone, StorageMove
 from .fence import Fence
 
 __all__ = [
@@ -60,6 +61,8 @@ class DiskStatistics:
     store_seconds: float = 0.0
     num_failures: int = 0
     """Jobs that ended in an error of the disk."""
+    left_alone: tuple[LeftAlone, ...] = ()
+    """What has failed lately, and is not asked of the disk for a while."""
 
 
 @attrs.frozen
@@ -87,6 +90,8 @@ class RemoteStatistics:
     question_seconds: float = 0.0
     num_unknown: int = 0
     """Questions that the store did not answer in time, or not at all."""
+    left_alone: tuple[LeftAlone, ...] = ()
+    """What has failed lately, and is not asked of a node for a while."""
 
 
 @attrs.frozen
@@ -163,6 +168,10 @@ class TransportDisk(Protocol):
         """Whether the disk has failed lately, and is better left alone in this direction for now."""
         ...
 
+    def take_moves(self) -> Sequence[StorageMove]:
+        """What was left alone since the last call, and what not any more. Known before the job reports that tells."""
+        ...
+
     def statistics(self) -> DiskStatistics: ...
 
 
@@ -204,6 +213,10 @@ class TransportRemote(Protocol):
 
     def refuses(self, direction: Direction) -> bool:
         """Whether the store has failed lately, and is better left alone in this direction for now."""
+        ...
+
+    def take_moves(self) -> Sequence[StorageMove]:
+        """As `TransportDisk.take_moves`; also of questions."""
         ...
 
     def statistics(self) -> RemoteStatistics: ...

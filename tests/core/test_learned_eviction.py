@@ -12,9 +12,11 @@ from aoffload import InvalidArgument, KVCacheGroup, SlidingWindow
 from aoffload.core.groups import FullAttention, Layout
 from aoffload.core.hit_counts import CountedRun, HitCounts
 from aoffload.core.learned_order import LearnedOrder
+from aoffload.core.observing import NullObserver, Observer
 from aoffload.core.plan import Tier
 from aoffload.core.returns import NUM_BINS, NUM_CLASSES, ReturnTimes, class_of
 from aoffload.core.shadows import Guard, num_sampled
+from aoffload.core.status import EvictionRule, HintEnd, TierEviction
 from aoffload.core.tokens import TokenSequence
 from aoffload.ledger import LearnedEviction
 from aoffload.prefix import Prefix, Root
@@ -24,8 +26,10 @@ A, B, C, D = (prompt(name, 17) for name in (1, 2, 3, 4))
 LAYOUT = Layout.of([KVCacheGroup("full", FullAttention(), 1)])
 
 
-def learned(num_device: int = 8, num_host: int = 8, *, device: bool = False, **config: Any) -> Driven:
-    return Driven(num_device, num_host, eviction=LearnedEviction(device=device), **config)
+def learned(
+    num_device: int = 8, num_host: int = 8, *, device: bool = False, observer: Observer | None = None, **config: Any
+) -> Driven:
+    return Driven(num_device, num_host, observer=observer, eviction=LearnedEviction(device=device), **config)
 
 
 def host_order(driven: Driven) -> list[Any]:
@@ -171,6 +175,57 @@ def test_the_last_use_rules_where_it_hits_more() -> None:
     assert before and not guard.is_learned
 
 
+class Heard(NullObserver):
+    def __init__(self) -> None:
+        self.switches: list[TierEviction] = []
+        self.hints: list[tuple[str, int | HintEnd]] = []
+
+    def eviction_switched(self, tier: TierEviction) -> None:
+        self.switches.append(tier)
+
+    def hint_given(self, category: str, num_tokens: int) -> None:
+        self.hints.append((category, num_tokens))
+
+    def hint_ended(self, category: str, end: HintEnd) -> None:
+        self.hints.append((category, end))
+
+
+def hit_lately(driven: Driven, learned: float, last_use: float) -> None:
+    """So often, in the small caches of the host's guard."""
+    guard = driven.ledger._policy.learning._guards[Tier.HOST]  # type: ignore[attr-defined]
+    guard._learned_hits, guard._last_used_hits = learned, last_use
+
+
+def test_a_switch_of_the_ruling_order_is_told_once_and_evictions_are_counted_by_it() -> None:
+    """To the observer, with the hits that speak for it; `statistics()` has the same."""
+    heard = Heard()
+    driven = learned(num_device=24, num_host=20, observer=heard)
+    found = driven.ledger.statistics().eviction
+    assert found is not None and found.tiers[0].rule is EvictionRule.LEARNED and not found.num_remembered_runs
+    for name in range(1, 5):
+        driven.serve(prompt(name, 65))  # long enough for the sample
+    before = driven.ledger.cache.tiers[Tier.HOST].num_evicted
+    assert before and not heard.switches
+    hit_lately(driven, 90.0, 100.0)
+    driven.serve(prompt(5, 65))
+    (switch,) = heard.switches
+    assert (switch.tier, switch.rule, switch.num_switches) == (Tier.HOST, EvictionRule.LRU, 1)
+    assert 85 < switch.learned_hits < switch.lru_hits and switch.num_evicted_learned == before
+    driven.serve(prompt(6, 65))
+    hit_lately(driven, 102.0, 100.0)
+    driven.serve(prompt(7, 65))
+    assert [each.rule for each in heard.switches] == [EvictionRule.LRU, EvictionRule.LEARNED]
+    statistics = driven.ledger.statistics()
+    assert statistics.eviction is not None
+    (host,) = statistics.eviction.tiers
+    assert statistics.learned == (Tier.HOST,) and host.num_switches == 2 and host.num_evicted_lru > 0
+    evicted = driven.ledger.cache.tiers[Tier.HOST].num_evicted
+    assert host.num_evicted_learned + host.num_evicted_lru == evicted
+    assert statistics.eviction.num_remembered_runs == 7
+    assert statistics.eviction.num_remembered_bytes >= 7 * 64 * 4
+    assert Driven(8).ledger.statistics().eviction is None
+
+
 def test_a_sample_is_a_sixteenth() -> None:
     """Of any run, however it is cut: its parts have what it had, and no more."""
     counts = HitCounts(LAYOUT, 10**6)
@@ -248,6 +303,24 @@ def test_a_hint_without_learned_eviction_spares_nothing() -> None:
     driven = Driven(8)
     driven.serve(A)
     assert driven.ledger.hint(driven.prefix(A), expires_at=10.0) == 0
+
+
+def test_what_becomes_of_hints_is_told() -> None:
+    """Whether they spare anything, and how each ends, once."""
+    heard = Heard()
+    driven = learned(observer=heard)
+    driven.serve(A)
+    given: list[tuple[str, int | HintEnd]] = [("tool", 16)]
+    for tokens, expires_at in ((A, 10.0), (A, 20.0), (B, 5.0)):
+        driven.ledger.hint(driven.prefix(tokens), expires_at=expires_at, category="tool")
+    assert heard.hints == [*given, ("tool", HintEnd.DROPPED), *given, ("tool", 0)]
+    heard.hints.clear()
+    driven.serve(A)
+    driven.ledger.lapse(10.0)
+    driven.ledger.hint(driven.prefix(A), expires_at=30.0, category="tool")
+    driven.ledger.reset()
+    assert heard.hints == [("tool", HintEnd.TRUE), ("tool", HintEnd.LAPSED), *given, ("tool", HintEnd.DROPPED)]
+    assert driven.ledger.statistics().num_hints == 0
 
 
 @pytest.mark.parametrize(

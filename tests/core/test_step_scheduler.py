@@ -170,7 +170,9 @@ class Hostile(Checked):
             self.counts[f"{plan.direction.value} hung"] += 1
             return None
         rotten = np.flatnonzero((source[plan.source_ids] == ROTTEN).any(axis=1)).tolist()
-        outcome = rng.choices(list(Outcome), [80, 8, 8 * (plan.direction is Direction.LOAD), 3])[0]
+        outcome = rng.choices(list(Outcome), [80, 8, 8 * (plan.direction is Direction.LOAD), 3, 2])[0]
+        if outcome is Outcome.REFUSED:
+            return Completion(plan.job_id, outcome)
         num_landed = rng.randrange(min([*rotten, plan.num_blocks - 1]) + 1)
         if outcome is Outcome.LANDED:
             if not rotten:

@@ -82,7 +82,7 @@ class Walk:
     }  # fmt: skip
 
     RESETS: ClassVar = [None, None, *HIT_TIERS]
-    OUTCOMES: ClassVar = {Direction.LOAD: [75, 10, 10, 2], Direction.STORE: [75, 10, 0, 2]}
+    OUTCOMES: ClassVar = {Direction.LOAD: [75, 10, 10, 2, 3], Direction.STORE: [75, 10, 0, 2, 3]}
 
     def __init__(self, seed: int, *, with_windows: bool = False, is_plain: bool = False) -> None:
         """`is_plain`: everything is stored at once, and every request reads what there is."""
@@ -457,6 +457,8 @@ class Walk:
         num_landed, corrupt = plan.num_blocks, ()
         if outcome is Outcome.FAILED:
             num_landed = rng.randrange(plan.num_blocks)
+        elif outcome is Outcome.REFUSED:
+            return Completion(plan.job_id, outcome)
         elif outcome is Outcome.CORRUPT:
             corrupt = tuple(sorted(rng.sample(range(plan.num_blocks), rng.randint(1, min(2, plan.num_blocks)))))
         for index, (source_id, block_id) in enumerate(zip(plan.source_ids, plan.destination_ids, strict=True)):

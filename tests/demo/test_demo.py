@@ -298,6 +298,8 @@ def test_a_second_demo_with_a_disk_starts_warm(
     assert second["disk_blocks_loaded"] > 0 == second["disk_blocks_corrupt"]
     assert second["computed_tokens"] < first["computed_tokens"] / 2
     assert "blocks on the disk at the start" in demo.table
+    assert f"disk: {second['disk_blocks_at_start']:,} blocks of earlier runs were found there; " in demo.table
+    assert "came from it and were not computed, for " in demo.table
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(SystemExit):
         demo.run("--disk", str(tmp_path / "open"))

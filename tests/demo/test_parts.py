@@ -15,6 +15,7 @@ from aoffload.demo.logs import make_logger
 from aoffload.demo.options import DemoOptions
 from aoffload.demo.outcome import DemoOutcome, RunKind, RunOutcome
 from aoffload.demo.progress import Progress
+from aoffload.demo.report import as_table
 from aoffload.integrations.sequence import Generation
 
 pytestmark = pytest.mark.anyio
@@ -54,6 +55,25 @@ def test_the_layered_run_counts_as_the_others_do() -> None:
     assert outcome(*right, (1, 9)).exit_status == 1
     assert outcome(*right).exit_status == 1
     assert outcome(*right, layered=False).exit_status == 0
+
+
+@pytest.mark.parametrize(
+    ("loaded", "stored", "failures", "words"),
+    [
+        (0, 7, 0, ("nothing came from it, as in a first run", "7 blocks were written to it: run this")),
+        (3, 0, 0, ("3 blocks (3.0 MiB) came from it and were not computed",)),
+        (0, 0, 2, ("nothing came from it\n", "2 of its calls failed", "Does it run")),
+    ],
+)
+def test_what_a_remote_store_was_good_for_is_said_in_words(
+    loaded: int, stored: int, failures: int, words: tuple[str, ...]
+) -> None:
+    """Nothing at first, then what it saved; and one that is not there is not taken for an empty one."""
+    run = RunOutcome(RunKind("with offload", 1, 1, "eager"), {"t": GENERATION}, is_over=True, block_bytes=1 << 20)
+    run.remote_transfers = {"blocks_loaded": loaded, "blocks_stored": stored, "num_failures": failures}
+    outcome = DemoOutcome(DemoOptions(remote="redis://there"), runs=[run, run, run])
+    table = as_table(outcome)
+    assert all(word in table for word in words)
 
 
 def test_equal_runs_do_not_differ() -> None:

@@ -79,7 +79,8 @@ class OwnSteps:
     def end_copies(self) -> None:
         for job_id, plan in tuple(self.launched.items()):
             if self.random.random() < 0.5:
-                outcome = self.random.choices(list(Outcome), [85, 8, 4 * (plan.direction is Direction.LOAD), 3])[0]
+                odds = [85, 8, 4 * (plan.direction is Direction.LOAD), 3, 2]
+                outcome = self.random.choices(list(Outcome), odds)[0]
                 corrupt = (0,) if outcome is Outcome.CORRUPT else ()
                 num_landed = plan.num_blocks if outcome is Outcome.LANDED else 0
                 self.ledger.settle(Completion(job_id, outcome, num_landed, corrupt))

@@ -97,7 +97,8 @@ def test_the_trace_tool_reads_every_line_and_finds_every_request_and_job(program
             found = figures.jobs[hop].outcomes
             for state in (JobState.COMPLETED, JobState.FAILED, JobState.DISCARDED):
                 counted = seen.jobs.get((hop.direction, state), 0) if hop.tier is Tier.HOST else 0
-                assert found.count(state.value) == counted
+                also = found.count(Outcome.REFUSED.value) if state is JobState.FAILED else 0  # a word of its own there
+                assert found.count(state.value) + also == counted
         skipped = figures.skipped_blocks
         assert sum(count for _, count in skipped.highest_first()) == seen.num_skipped_blocks
         assert timelines.usages[-1] == dict.fromkeys(MEASURES, 0)

@@ -16,7 +16,7 @@ from stepping import PROGRAMS, EngineSteps, Program, Seen
 from aoffload import InvalidArgument, RequestState, Tier
 from aoffload.ledger import Completion, Direction, JobState, LedgerLog, Observers, Outcome
 from aoffload.metrics import LedgerCollector, Metrics
-from aoffload.metrics.families import FAMILIES
+from aoffload.metrics.families import FAMILIES, ShownWith
 
 NOT_OVER_A_LEDGER = {"aoffload_room_wait_seconds", "aoffload_verified_blocks_total", "aoffload_loads_declined_total"}
 AGES = {"aoffload_oldest_request_seconds", "aoffload_oldest_wait_seconds", "aoffload_oldest_step_seconds"}
@@ -108,10 +108,10 @@ def test_what_a_ledger_cannot_know_is_not_shown() -> None:
         hidden = NOT_OVER_A_LEDGER if program is EngineSteps else NOT_OVER_A_LEDGER | AGES
         assert (
             bare & {family.name for family in FAMILIES}
-            == {family.name for family in FAMILIES if not family.needs_lower} - hidden
+            == {family.name for family in FAMILIES if family.shown_with is ShownWith.ANYTHING} - hidden
         )
         device = {tuple(sorted(labels)) for name, labels in scrape.scrapes[0].values if ("tier", "device") in labels}
-        assert len(device) == (2 if program is EngineSteps else 5)
+        assert len(device) == (2 if program is EngineSteps else 8)
 
 
 def test_tokens_are_counted_by_where_they_came_from() -> None:

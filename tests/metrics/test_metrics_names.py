@@ -18,7 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from scraping import BACKENDS, GUARD_S, measured, prompt, serve
 
 from aoffload import KVCacheGroup, OffloadConfig, RequestState
-from aoffload.metrics.families import FAMILIES, LABEL_VALUES, LOWER, REASONS, Family, Kind, reason_of
+from aoffload.metrics.families import FAMILIES, LABEL_VALUES, LOWER, REASONS, Family, Kind, ShownWith, reason_of
 from aoffload.metrics.histogram import SECONDS, THROUGHPUT, Histogram
 
 ROOT = Path(__file__).parents[2]
@@ -29,10 +29,10 @@ NOT_BASE_UNITS = (
     "bits", "ms", "us", "ns", "kb", "mb", "gb",
 )  # fmt: skip
 COUNTED = ("requests", "blocks", "pins", "jobs", "tokens", "completions", "events", "failures", "preempted",
-    "fetches", "loads", "cells",
+    "fetches", "loads", "cells", "switches", "runs", "hints",
 )  # fmt: skip
 """What has no unit, but is counted."""
-SWITCHES = ("off", "paused")
+SWITCHES = ("off", "paused", "learned", "alone")
 """What is 0 or 1."""
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -94,7 +94,7 @@ async def test_what_is_shown_is_what_the_table_says() -> None:
             await serve(found.runtime, prompt(1, 8), request_id=name, cache_salt=name)
         shown = list(parse_openmetrics(generate_openmetrics(found.registry).decode()))
         text = generate_latest(found.registry).decode()
-    families = [family for family in FAMILIES if not family.needs_lower]
+    families = [family for family in FAMILIES if family.shown_with is ShownWith.ANYTHING]
     assert [family.name for family in shown] == [family.name.removesuffix("_total") for family in families]
     for metric, family in zip(shown, families, strict=True):
         assert metric.type == family.kind.value

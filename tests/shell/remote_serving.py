@@ -13,6 +13,7 @@ import attrs
 from serving import GUARD_S, Engine, TensorBlocks, assert_at_rest, config
 
 from aoffload import DiskTier, OffloadRuntime, RemoteTier, Tier
+from aoffload.env import Env
 from aoffload.remote_tier import ObjectStore
 from aoffload.testing import SimulatedStore, StoreCall, StoreFault
 
@@ -34,6 +35,7 @@ async def with_remote(
     tier: dict[str, Any] | None = None,
     disk: DiskTier | None = None,
     logger: Any = None,
+    env: Env | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
     """`num_blocks` usable device blocks, and a host with room for what is fetched."""
@@ -42,7 +44,7 @@ async def with_remote(
     namespace = options.pop("namespace", "test")
     options = {"prefill_tokens_per_s": 1e-3, "max_fetch_share": 0.5, **options}  # whatever it takes: a fetch is sooner
     made = attrs.evolve(config(num_host_blocks, disk=disk, remote=remote, **options), namespace=namespace)
-    async with OffloadRuntime(made, blocks.tensors, logger=logger) as runtime:
+    async with OffloadRuntime(made, blocks.tensors, logger=logger, env=env) as runtime:
         yield Engine(runtime, blocks, made.groups[0].block_size)
 
 

@@ -16,7 +16,7 @@ from remote_serving import HangingStore, only_in_the_store, with_remote
 
 from aoffload import DiskTier, OffloadRuntime
 from aoffload.demo.logs import make_logger
-from aoffload.ledger import Observers, RequestStatus, WaitsFor
+from aoffload.ledger import LearnedEviction, Observers, RequestStatus, WaitsFor
 from aoffload.metrics import Metrics, MetricsCollector
 from aoffload.metrics.families import FAMILIES, LABEL_VALUES
 from aoffload.testing import SimulatedStore
@@ -102,7 +102,8 @@ async def test_a_request_that_waits_for_a_remote_store_says_so() -> None:
 async def test_every_label_of_every_tier_is_there(tmp_path: Path) -> None:
     """From the first scrape on, where the tiers are configured: a rate needs a point to begin at."""
     disk = DiskTier(tmp_path / "disk", 1 << 18)
-    async with with_remote(SimulatedStore(), secret=None, disk=disk) as engine:
+    learned = LearnedEviction(device=True)
+    async with with_remote(SimulatedStore(), secret=None, disk=disk, eviction=learned) as engine:
         await engine.runtime.wait_restored()
         text = generate_latest(registry_of(engine.runtime)).decode()
     shown: dict[tuple[str, str], set[str]] = {}

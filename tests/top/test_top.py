@@ -70,6 +70,25 @@ def test_what_holds_everybody_up_is_seen_in_one_look() -> None:
         assert expected in text
 
 
+def test_eviction_that_learns_and_what_is_left_alone_have_lines() -> None:
+    """Which order rules where, and what of which tier is not asked for."""
+    text = (
+        BUSY
+        + """
+aoffload_eviction_learned{tier="host"} 1
+aoffload_eviction_learned{tier="disk"} 0
+aoffload_hints 3
+aoffload_storage_left_alone{tier="remote",use="ask"} 2
+aoffload_storage_left_alone{tier="remote",use="load"} 1
+aoffload_storage_left_alone{tier="disk",use="load"} 0
+"""
+    )
+    shown = list(lines(Look.of(text, 0.0), None))
+    assert "eviction   host by what was learned, disk by the last use; 3 hints" in shown
+    assert "WARNING    remote fails and is left alone for a while: questions, loads" in shown
+    assert not any(line.startswith(("eviction", "WARNING    disk")) for line in lines(Look.of(BUSY, 0.0), None))
+
+
 def test_of_an_engines_blocks_only_those_of_copies_are_known() -> None:
     """A scrape has no size of its pool: it is not shown as an empty one."""
     own = "".join(f"{line}\n" for line in BUSY.splitlines() if 'state="free"' not in line and "pool" not in line)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aoffload import telemetry
+from aoffload import ledger_log, telemetry
 from aoffload.trace.events import MEANINGS
 from aoffload.trace.figures import Figures
 from aoffload.trace.lines import MAX_LINE_BYTES
@@ -39,15 +39,14 @@ def good(at_s: float = 1_000.0) -> bytes:
 
 def test_every_event_of_the_telemetry_has_a_meaning() -> None:
     """A new event is not taken for another logger's."""
-    source = inspect.getsource(telemetry)
-    direct = set(
-        re.findall(r'"((?:transport|worker|store|runtime|ledger|cache|host|disk|remote|fetch)_[a-z_]+)"', source)
-    )
+    source = inspect.getsource(telemetry) + inspect.getsource(ledger_log)
+    heads = "transport|worker|store|runtime|ledger|cache|host|disk|remote|fetch|storage|eviction|hint"
+    direct = set(re.findall(rf'"((?:{heads})_[a-z_]+)"', source))
     assert direct and direct <= set(MEANINGS)
-    tables = [name for name in vars(telemetry) if re.fullmatch(r"_[A-Z]+_EVENTS", name)]
+    tables = [name for name in vars(ledger_log) if re.fullmatch(r"_[A-Z]+_EVENTS", name)]
     assert len(tables) == 7
     for name in tables:
-        assert set(vars(telemetry)[name].values()) <= set(MEANINGS)
+        assert set(vars(ledger_log)[name].values()) <= set(MEANINGS)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,60 @@ def test_a_hop_that_is_none_is_left_out(wrong: dict[str, Any], tmp_path: Path) -
         patch.setattr("sys.stdout", out)
         assert main([str(written)]) == 0
     assert "1 line left out: one of our events with a field" in out.getvalue() and "store to" not in out.getvalue()
+
+
+NODE = {"tier": "remote", "use": "load", "node": "a:1"}
+LEFT = {**NODE, "num_failures": 2, "num_refused": 0, "for_s": 0.5, "error": "no"}
+SWITCH = {"tier": "host", "order": "lru", "learned_hits": 90.0, "lru_hits": 100.0, "num_switches": 1}
+
+
+def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the summary, and on the page in a line each. What is refused meanwhile is no failure."""
+    page, matched = tmp_path / "page.html", {**MATCH, "request_id": "a", "answer": "hit"}
+    refused = {"outcome": "refused", "error": "a:1 is left alone for now"}
+    written = log(
+        tmp_path / "log",
+        line(1001, "request_matched", **matched), line(1001, "request_pinned", request_id="a"),
+        line(1002, "storage_left_alone", **LEFT),
+        line(1003, "fetch_skipped", request_id="a", tier="remote"),
+        line(1003, "load_declined", request_id="a", num_tokens=16, load_s=2.0, compute_s=1.0),
+        job(1004, "launched", 1, 5, "remote>host"), job(1005, "failed", 1, 5, "remote>host", **refused),
+        line(1006, "storage_back", **NODE, after_s=4.0, num_refused=1),
+        line(1007, "eviction_switched", **SWITCH),
+        line(1008, "hint_given", category="tool", num_tokens=16),
+        line(1009, "hint_ended", category="tool", outcome="lapsed"),
+    )  # fmt: skip
+    told = said(capsys, written)
+    for expected in (
+        "1  storage_left_alone: loads of the remote store at a:1: no",
+        "1  storage_back: loads of the remote store at a:1",
+        "1 fetch skipped: remote failed", "host evicts by the last use: began 1 time", "1 hint given: 1 lapsed",
+    ):  # fmt: skip
+        assert expected in told
+    assert "failed: a:1 is left alone" not in told
+    assert re.search(r"load from remote +0 +0 +1 ", told), "dropped"
+    said(capsys, written, "html", page)
+    data = page_data(page)
+    assert [note["at_s"] for note in data["notes"]] == [1002, 1006, 1007]
+    assert (
+        data["notes"][0]["text"]
+        == "loads of the remote store at a:1: failed 2 times in a row, left alone for 500 ms: no"
+    )
+    assert "hits of the guard's caches lately 90 by what was learned, 100 by the last use" in data["notes"][2]["text"]
+    found = columns(data["timelines"])
+    assert (found["num_declined_tokens"], found["num_skipped_fetches"]) == ([16], [1])
+    assert [data["words"][word] for word in columns(data["jobs"])["outcome"]] == ["refused"]
+
+
+def test_a_request_that_does_without_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a job that was refused is not one that has failed."""
+    written = log(
+        tmp_path / "log",
+        line(1001, "request_matched", **MATCH, request_id="a", answer="hit"),
+        line(1002, "fetch_skipped", request_id="a", tier="disk"),
+        job(1003, "launched", 1, 5, "disk>host", request_id="a"),
+        job(1004, "failed", 1, 5, "disk>host", request_id="a", outcome="refused", error="left alone"),
+    )
+    told = said(capsys, written, "request", "a")
+    assert "does without what the disk may have: it fails, and is left alone" in told
+    assert "not begun, left alone" in told and "FAILED" not in told

@@ -20,6 +20,7 @@ from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.errors import TransferRefused, WrongState
 from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
 from aoffload.transfer.backends.base import RegionBackend
+from aoffload.transfer.breaker import Closed, Opened, Use
 from aoffload.transfer.local import LocalTransport
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -233,6 +234,13 @@ def test_a_disk_that_fails_is_left_alone_for_a_while(open_disk: Callable[..., Di
     copies.move(HOST, DISK, [0], [0])
     assert not refuses(Direction.STORE)
     assert copies.disk.statistics().num_failures == 4
+    first, again, back = copies.disk.take_moves()
+    assert all((moved.tier, moved.use, moved.node) == (DISK, Use.STORE, "") for moved in (first, again, back))
+    assert isinstance(first.move, Opened) and isinstance(again.move, Opened) and first.move.error
+    assert [(move.for_s, move.num_failures, move.is_first) for move in (first.move, again.move)] == [
+        (0.5, 2, True), (1.0, 3, False),
+    ]  # fmt: skip
+    assert back.move == Closed(1.5, 0) and not copies.disk.take_moves()
 
 
 def test_a_host_block_that_has_changed_is_not_stored(open_disk: Callable[..., DiskCopies]) -> None:

@@ -19,6 +19,7 @@ from aoffload import ConfigError, InvalidArgument, KVCacheGroup, OffloadConfig, 
 from aoffload.core.plan import CellLabel, Direction, Outcome, Tier, TransferPlan
 from aoffload.errors import StoreError, TransferRefused, WrongState
 from aoffload.testing import SimulatedStore, StoreFault
+from aoffload.transfer.breaker import Closed, Opened, Use
 from aoffload.transfer.hops import hop_of
 from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.remote.cells import HEADER, OVERHEAD_BYTES
@@ -329,15 +330,23 @@ def test_a_node_that_fails_is_left_alone(open_remote: Open) -> None:
     for _ in range(2):
         assert copies.load(bad[0]).outcome is Outcome.FAILED
     before = store.num_calls
-    assert "left alone" in copies.load(bad[0]).error and store.num_calls == before
+    refused = copies.load(bad[0])
+    assert refused.outcome is Outcome.REFUSED and "left alone" in refused.error and store.num_calls == before
+    (left,) = copies.remote.statistics().left_alone
+    assert (left.use, left.node) == (Use.LOAD, "node-0") and left.error
     assert copies.load(good[0]).outcome is Outcome.LANDED is copies.store(bad[1]).outcome
     assert not copies.remote.refuses(Direction.LOAD) and not copies.remote.refuses(Direction.STORE)
     faults(store)
     copies.clock.seconds = 0.4
-    assert copies.load(bad[0]).outcome is Outcome.FAILED
+    assert copies.load(bad[0]).outcome is Outcome.REFUSED
     copies.clock.seconds = 0.6
     assert copies.load(bad[0]).outcome is Outcome.LANDED
     assert copies.load(bad[1]).outcome is Outcome.LANDED
+    opened, closed = copies.remote.take_moves()
+    about = [(moved.tier, moved.use, moved.node) for moved in (opened, closed)]
+    assert about == [(Tier.REMOTE, Use.LOAD, "node-0")] * 2
+    assert opened.move == Opened(0.5, 2, 0, left.error) and closed.move == Closed(0.6, 2)
+    assert not copies.remote.take_moves() and not copies.remote.statistics().left_alone
 
 
 def test_a_node_on_trial_has_one_call_at_a_time(open_remote: Open) -> None:

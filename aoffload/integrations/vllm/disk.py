@@ -17,7 +17,7 @@ import attrs
 from aoffload import DiskTier, Ledger, Tier
 
 from ...ledger import Completion, CopyQueue, Outcome, RestoredRun, TransferPlan
-from ...transfer.breaker import Breaker
+from ...transfer.breaker import Breaker, BreakerMove, StorageMove, Use, in_words
 from ...transfer.disk.budget import DailyBudget
 from .counts import Counts
 from .messages import ReadingOver, ResetOver, Said
@@ -31,6 +31,7 @@ TURN_S = 0.001
 MAX_BLOCKS = 256
 """Stored at once: a label for each of them is made in the scheduler's loop."""
 LOADS, STORES = (Tier.DISK, Tier.HOST), (Tier.HOST, Tier.DISK)
+USES = {LOADS: Use.LOAD, STORES: Use.STORE}
 
 
 class DiskState(enum.Enum):
@@ -71,8 +72,10 @@ class DiskSide:
         return self.state is DiskState.READING or self._num_resets > self._num_resets_over
 
     def gauges(self) -> dict[str, float]:
-        """What may still be written today, and whether the disk is off."""
-        return {"disk_budget_bytes": self.budget.left(self.clock()), "disk_off": float(self.state is DiskState.OFF)}
+        """What may still be written today, whether the disk is off, and what of it is left alone."""
+        alone = {f"left_alone|disk|{USES[hop].value}": float(one.is_on_trial) for hop, one in self._breakers.items()}
+        is_off = self.state is DiskState.OFF
+        return {"disk_budget_bytes": self.budget.left(self.clock()), "disk_off": float(is_off), **alone}
 
     # -- what the worker reports ----------------------------------------------------------------------------------
 
@@ -92,10 +95,13 @@ class DiskSide:
         breaker = self._breakers.get(plan.hop)
         if breaker is None:
             return
+        move: BreakerMove | None = None
         if completion.outcome is Outcome.FAILED:
-            breaker.failed(self.clock())
+            move = breaker.failed(self.clock(), completion.error)
         elif completion.outcome is not Outcome.UNPROVEN:
-            breaker.succeeded()
+            move = breaker.succeeded(self.clock())
+        if move is not None:
+            _log.warning("aoffload: %s", in_words(StorageMove(Tier.DISK, USES[plan.hop], "", move)))
 
     def _take_in(self) -> None:
         """What was read back, for a part of a step."""

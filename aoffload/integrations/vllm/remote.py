@@ -79,7 +79,9 @@ class RemoteSide:
         return self.ledger.cell_units * self.ledger.layout.unit_tokens
 
     def gauges(self) -> dict[str, float]:
-        return {"remote_off": float(not self.is_on)}
+        """Whether the store is off, and whether all of its nodes are left alone."""
+        alone = {"load": self._refusing.loads, "store": self._refusing.stores}
+        return {"remote_off": float(not self.is_on)} | {f"left_alone|remote|{use}": float(alone[use]) for use in alone}
 
     # -- what the worker reports ----------------------------------------------------------------------------------
 

@@ -35,6 +35,9 @@ FAMILIES = {
     "disk_budget_bytes": Family((), "Bytes that may still be written to the disk today.", is_gauge=True),
     "disk_off": Family((), "1 since the disk is not used any more.", is_gauge=True),
     "remote_off": Family((), "1 since the remote store is not used any more.", is_gauge=True),
+    "left_alone": Family(
+        ("tier", "use"), "1 while it has failed and nothing has succeeded since (remote: every node).", is_gauge=True
+    ),
     "off": Family((), "1 since nothing is loaded or stored any more.", is_gauge=True),
 }
 """`vllm:aoffload_NAME`, counters with `_total` at the end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -9,11 +10,14 @@ from functools import partial
 from ...config import OffloadConfig
 from ...errors import ConfigError
 from ...ledger import Direction
+from ...transfer.breaker import in_words
 from ...transfer.transport import HasRemote, TransportRemote
 from ...transport import Transport
 from .messages import CellsFound, Question, Refusing, Said
 
 __all__ = ["WorkerRemote", "remote_of"]
+
+_log = logging.getLogger("vllm.aoffload")
 
 LATE_S = 0.01
 """For an answer that is given just in time, to arrive."""
@@ -50,6 +54,8 @@ class WorkerRemote:
         for number in [number for number, until in self._asked.items() if until <= now]:
             del self._asked[number]
             said.append(CellsFound(number, 0))
+        for move in self._remote.take_moves():
+            _log.warning("aoffload: %s", in_words(move))
         refusing = Refusing(self._remote.refuses(Direction.LOAD), self._remote.refuses(Direction.STORE))
         if refusing != self._refusing:
             self._refusing = refusing

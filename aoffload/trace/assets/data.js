@@ -3,7 +3,7 @@
 const ARRAYS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f8: Float64Array };
 const NOT_KNOWN = 0xffffffff;
 const FACTS = ["num_tokens", "num_device_tokens", "num_host_tokens", "num_disk_tokens", "num_blocks", "num_ready_tokens", "num_lost_tokens",
-  "num_computed_tokens", "num_pending", "num_kept_blocks"];
+  "num_computed_tokens", "num_pending", "num_kept_blocks", "num_declined_tokens", "num_skipped_fetches"];
 
 async function readColumn(column) {
   const bytes = Uint8Array.from(atob(column.data), (letter) => letter.charCodeAt(0));

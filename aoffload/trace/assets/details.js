@@ -11,6 +11,8 @@ const FACT_NAMES = {
   num_computed_tokens: "tokens committed",
   num_pending: "times told to ask again",
   num_kept_blocks: "blocks that a step still held at its end",
+  num_declined_tokens: "tokens computed rather than loaded or fetched: that was sooner",
+  num_skipped_fetches: "fetches skipped: the tier fails, and is left alone",
 };
 const MOST_JOBS = 200;
 
@@ -61,6 +63,13 @@ function openText(trace, timeline) {
   return now ? `${title}: ${now.state} for ${durationText(now.stopS - now.startS)}` : title;
 }
 
+// Why blocks are stored that no request waits for, by the tier that they go to.
+const WHY_STORED = {
+  host: "about to be evicted from the device",
+  disk: "about to be evicted from host memory, or asked for twice",
+  remote: "asked for twice",
+};
+
 function jobTip(trace, job) {
   const { jobs } = trace;
   const owner = ownerOf(trace, job);
@@ -68,7 +77,7 @@ function jobTip(trace, job) {
   lines.push(`${trace.words[jobs.outcome[job]]} after ${durationText(jobs.ended_s[job] - jobs.launched_s[job])}`);
   if (jobs.num_bytes[job]) lines.push(copyText(jobs, job));
   if (trace.words[jobs.error[job]]) lines.push(trace.words[jobs.error[job]]);
-  lines.push(owner ? `for ${owner}` : "for no request: about to be evicted");
+  lines.push(owner ? `for ${owner}` : `for no request: ${WHY_STORED[trace.hops[jobs.hop[job]].tier] || "it is stored in time"}`);
   return lines.join("\n");
 }
 

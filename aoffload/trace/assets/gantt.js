@@ -166,8 +166,7 @@ class TimelinePainter {
 class JobPainter extends TimelinePainter {
   refreshColours() {
     this.colours = this.trace.hops.map(({ direction }) => colour(direction === "load" ? "loading" : "pool"));
-    this.failed = this.trace.words.indexOf("failed");
-    this.bad = colour("bad");
+    this.ends = new Map([["failed", "bad"], ["refused", "soft"]].map(([word, name]) => [this.trace.words.indexOf(word), colour(name)]));
     this.mark = colour("mark");
   }
 
@@ -181,7 +180,7 @@ class JobPainter extends TimelinePainter {
 
   paint(box, job, left, right) {
     const { jobs, timelines } = this.trace;
-    const style = jobs.outcome[job] === this.failed ? this.bad : this.colours[jobs.hop[job]];
+    const style = this.ends.get(jobs.outcome[job]) || this.colours[jobs.hop[job]];
     this.fill(box, style, left, Math.max(1, right - left));
     const selected = this.view.selected;
     if (selected >= 0 && jobs.timeline[job] && jobs.timeline[job] === timelines.number[selected]) this.outline(box, left, right);

@@ -2,6 +2,7 @@
 
 const MOST_MATCHES = 20;
 const MOST_OPEN = 10;
+const NOTE_S = 0.5; // what is shown on either side of a note
 const WHEEL_STEP = 0.0015;
 const $ = (id) => document.getElementById(id);
 
@@ -138,6 +139,23 @@ function fillOpen(page) {
   $("open").querySelector("ol").replaceChildren(...lines);
 }
 
+// Alarms, storage that is left alone, orders of eviction that begin to rule: one line each, that leads to its time.
+function fillNotes(page) {
+  const { notes, num_notes_left_out: rest, runtimes } = page.trace;
+  $("notes").hidden = !notes.length;
+  $("notes").querySelector("small").textContent = rest ? `the first ${notes.length} of ${(notes.length + rest).toLocaleString("en")}` : "";
+  const lines = notes.map(({ at_s: atS, runtime, text }) => {
+    const whose = runtimes.length > 1 ? `${runtimes[runtime - 1].name}: ` : "";
+    const line = element("li");
+    const button = element("button", `${timeText(atS)}  ${whose}${text}`);
+    button.type = "button";
+    button.addEventListener("click", () => page.view.showTimeline(atS - NOTE_S, atS + NOTE_S));
+    line.append(button);
+    return line;
+  });
+  $("notes").querySelector("ol").replaceChildren(...lines);
+}
+
 // Counts of requests; prefetches, demotions and pins are drawn among them, but not counted.
 function outcomeCounts(trace) {
   const { kind, outcome } = trace.timelines;
@@ -171,7 +189,8 @@ function fillLegends(trace) {
   const shown = Object.entries(states).filter(([name]) => used.has(name));
   const ends = [["aborted", "bad", "aborted"], ["unfinished", "open", "not over"]].filter(([name]) => used.has(name));
   fillLegend("states", [...shown, ...ends.map(([, name, text]) => [name, text])]);
-  fillLegend("directions", [["loading", "load"], ["pool", "store"], ["bad", "failed"]]);
+  const refused = trace.words.includes("refused") ? [["soft", "refused (its storage is left alone)"]] : [];
+  fillLegend("directions", [["loading", "load"], ["pool", "store"], ["bad", "failed"], ...refused]);
   fillLegend("measures", Object.values(MEASURES));
 }
 
@@ -326,6 +345,7 @@ async function start() {
   fillHeader(trace);
   fillLegends(trace);
   fillOpen(page);
+  fillNotes(page);
   for (const listen of [listenToPanels, listenToSearch, listenToKeys, listenToRest]) listen(page);
   page.draw();
   document.body.dataset.readyMs = String(Math.round(performance.now()));

@@ -16,11 +16,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.plan import Completion, Direction, Outcome, TransferPlan
+from ...core.plan import Completion, Direction, Outcome, Tier, TransferPlan
 from ...core.restored import RestoredRun
 from ...env import Env
 from ...errors import TransferRefused
-from ..breaker import Breaker
+from ..breaker import MAX_MOVES, Breaker, LeftAlone, StorageMove, Use
 from ..checksums import BlockChecksums
 from ..starting import started_thread
 from ..turns import wait_precisely
@@ -33,6 +33,7 @@ NUM_THREADS = 4
 MOST_RUNNING = {Direction.LOAD: 3, Direction.STORE: 2}
 """Jobs at a time, in the order in which they are begun. Neither direction has all threads: one that hangs would keep
 the other from its disk."""
+USES = {Direction.LOAD: Use.LOAD, Direction.STORE: Use.STORE}
 GENERATIONS = 2**64
 
 
@@ -62,6 +63,8 @@ class DiskLanes:
     ) -> None:  # fmt: skip
         self.slots = slots
         self.counts = {direction: DiskCounts() for direction in MOST_RUNNING}
+        self.moves: deque[StorageMove] = deque(maxlen=MAX_MOVES)
+        """What is left alone from now on, or not any more, until somebody takes it. Threads append."""
         self._host = host
         self._checksums = checksums
         self._deliver = deliver
@@ -121,6 +124,11 @@ class DiskLanes:
         """Whether jobs of this direction are better not asked for now: the disk has failed, and is left alone."""
         with self._turn:
             return bool(self._refusal) or self._breakers[direction].is_open(self._env.now())
+
+    def left_alone(self) -> tuple[LeftAlone, ...]:
+        with self._turn:
+            found = [(USES[direction], breaker) for direction, breaker in self._breakers.items()]
+            return tuple(LeftAlone(use, "", breaker.error) for use, breaker in found if breaker.is_on_trial)
 
     def turn_off(self, reason: str) -> None:
         """Launch nothing any more; jobs that were launched still run."""
@@ -215,11 +223,14 @@ class DiskLanes:
             counts.num_blocks += found.num_landed
             counts.num_corrupt += len(found.corrupt)
             counts.seconds += duration_s
+            breaker, now, move = self._breakers[plan.direction], self._env.now(), None
             if found.outcome is not Outcome.FAILED:
-                self._breakers[plan.direction].succeeded()
+                move = breaker.succeeded(now)
             elif not self._is_given_up(plan.job_id):
                 counts.num_failed += 1
-                self._breakers[plan.direction].failed(self._env.now())
+                move = breaker.failed(now, found.error)
+        if move is not None:
+            self.moves.append(StorageMove(Tier.DISK, USES[plan.direction], "", move))
 
     # -- a restart, and resets ------------------------------------------------------------------------------------
 

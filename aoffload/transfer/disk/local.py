@@ -16,6 +16,7 @@ from ...core.restored import RestoredRun
 from ...disk_tier import DiskTier
 from ...env import Env
 from ...errors import TransferRefused, WrongState
+from ..breaker import StorageMove, taken
 from ..checksums import BlockChecksums
 from ..identity import identity_of
 from ..region import KVRegion
@@ -88,6 +89,9 @@ class LocalDisk:
     def refuses(self, direction: Direction) -> bool:
         return self._lanes is None or self._lanes.refuses(direction)
 
+    def take_moves(self) -> Sequence[StorageMove]:
+        return () if self._lanes is None else taken(self._lanes.moves)
+
     def read_back(self, hear: Callable[[Sequence[RestoredRun]], None], over: Callable[[str], None]) -> None:
         self._open_lanes().read_back(hear, over)
 
@@ -110,6 +114,7 @@ class LocalDisk:
             load_seconds=loads.seconds,
             store_seconds=stores.seconds,
             num_failures=loads.num_failed + stores.num_failed,
+            left_alone=() if self._lanes is None else self._lanes.left_alone(),
         )
 
     def stop_launching(self) -> None:

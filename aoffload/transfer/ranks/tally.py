@@ -10,7 +10,7 @@ from ...core.plan import Completion, Outcome
 
 __all__ = ["JobTally", "merged"]
 
-_WORST_FIRST = (Outcome.UNPROVEN, Outcome.CORRUPT, Outcome.FAILED, Outcome.LANDED)
+_WORST_FIRST = (Outcome.UNPROVEN, Outcome.CORRUPT, Outcome.FAILED, Outcome.REFUSED, Outcome.LANDED)
 
 
 def merged(reports: Sequence[Completion], num_blocks: int) -> Completion:

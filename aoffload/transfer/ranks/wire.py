@@ -61,7 +61,7 @@ _TWO_NUMBERS = struct.Struct("<QQ")
 _PLAN = struct.Struct("<QQBBII")
 _COMPLETION = struct.Struct("<QBIQd")
 _STATISTICS = struct.Struct("<8Q2d")
-_OUTCOMES = (Outcome.LANDED, Outcome.FAILED, Outcome.CORRUPT, Outcome.UNPROVEN)
+_OUTCOMES = (Outcome.LANDED, Outcome.FAILED, Outcome.CORRUPT, Outcome.UNPROVEN, Outcome.REFUSED)
 
 
 class _Reader:

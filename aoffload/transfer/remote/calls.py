@@ -4,18 +4,20 @@ left alone."""
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 import attrs
 
-from ...core.plan import CellLabel
+from ...core.plan import CellLabel, Tier
 from ...env import Env
 from ...errors import StoreError
 from ...remote_tier import ObjectStore
+from ..breaker import MAX_MOVES, BreakerMove, LeftAlone, StorageMove, Use
 from .cells import Cells
-from .nodes import Nodes, Use
+from .nodes import Nodes
 from .steps import Steps
 
 __all__ = ["ASK_THREADS", "LOAD_THREADS", "STORE_THREADS", "StoreCalls"]
@@ -48,6 +50,8 @@ class StoreCalls:
         self.cells = cells
         self.nodes = {Use.ASK: Nodes(ASK_THREADS), Use.LOAD: Nodes(LOAD_THREADS), Use.STORE: Nodes(STORE_THREADS)}
         self.num_failures = 0
+        self.moves: deque[StorageMove] = deque(maxlen=MAX_MOVES)
+        """What is left alone from now on, or not any more, until somebody takes it. Threads append."""
         self._env = env
         self._lock = threading.Lock()
         self._asked: dict[Asked, None] = {}
@@ -74,17 +78,18 @@ class StoreCalls:
         if self.refuses(Use.ASK, node):
             return None
         answers: list[bool] | None = None
+        problem = "no answer in time"
         asked = self._begin_to_ask(node, timeout_s)
         try:
             answers = yield lambda: _answers(self.store.exist(names, timeout_s), len(names))
-        except StoreError:
-            answers = None
+        except StoreError as error:
+            problem = str(error)
         finally:
             self._end_to_ask(asked)
         if answers is not None and self._env.now() <= asked.late_s:
-            self.nodes[Use.ASK].succeeded(node)
+            self._note_success(Use.ASK, node)
         elif not asked.is_late:
-            self.note_failure(Use.ASK, node)
+            self.note_failure(Use.ASK, node, problem)
         return answers
 
     def _begin_to_ask(self, node: str, timeout_s: float) -> Asked:
@@ -108,7 +113,7 @@ class StoreCalls:
                 asked.is_late = True
             num_late = sum(asked.is_late for asked in self._asked)
         for asked in found:
-            self.note_failure(Use.ASK, asked.node)
+            self.note_failure(Use.ASK, asked.node, "no answer in time")
         return num_late >= ASK_THREADS
 
     def get(self, node: str, name: bytes, timeout_s: float) -> Steps[bytes | None]:
@@ -120,27 +125,38 @@ class StoreCalls:
         """Asked before it is stored. `StoreError`. A no is no success: a store that is full says so, and fails then."""
         try:
             found: bool = yield lambda: _answers(self.store.exist([name], timeout_s), 1)[0]
-        except StoreError:
-            self.note_failure(Use.STORE, node)
+        except StoreError as error:
+            self.note_failure(Use.STORE, node, str(error))
             raise
         if found:
-            self.nodes[Use.STORE].succeeded(node)
+            self._note_success(Use.STORE, node)
         return found
 
     def call(self, use: Use, node: str, function: Callable[[], Found]) -> Steps[Found]:
         """`StoreError` for whatever it raises: what looks at the answer belongs into `function`."""
         try:
             found: Found = yield function
-        except StoreError:
-            self.note_failure(use, node)
+        except StoreError as error:
+            self.note_failure(use, node, str(error))
             raise
-        self.nodes[use].succeeded(node)
+        self._note_success(use, node)
         return found
 
-    def note_failure(self, use: Use, node: str) -> None:
+    def note_failure(self, use: Use, node: str, error: str) -> None:
         with self._lock:
             self.num_failures += 1
-        self.nodes[use].failed(node, self._env.now())
+        self._moved(use, node, self.nodes[use].failed(node, self._env.now(), error))
+
+    def _note_success(self, use: Use, node: str) -> None:
+        self._moved(use, node, self.nodes[use].succeeded(node, self._env.now()))
+
+    def _moved(self, use: Use, node: str, move: BreakerMove | None) -> None:
+        if move is not None:
+            self.moves.append(StorageMove(Tier.REMOTE, use, node, move))
+
+    def left_alone(self) -> tuple[LeftAlone, ...]:
+        found = [(use, nodes.left_alone()) for use, nodes in self.nodes.items()]
+        return tuple(LeftAlone(use, name, error) for use, errors in found for name, error in errors.items())
 
     def close(self) -> None:
         """Have the store let go of its connections."""

@@ -23,11 +23,11 @@ from ...core.plan import CellLabel, Completion, Direction, Outcome, TransferPlan
 from ...env import Env
 from ...errors import StoreError, TransferRefused
 from ...remote_tier import RemoteTier
+from ..breaker import Use
 from .calls import LOAD_THREADS, STORE_THREADS, StoreCalls
 from .cells import Cells
 from .jobs import CellJob, HostCells
 from .memory import CellMemory, Known
-from .nodes import Use
 from .questions import Questions
 from .removals import Removals
 from .steps import Steps
@@ -121,7 +121,7 @@ class RemoteLanes:
         with self._lock:
             job = self._jobs.get(job_id)
         if job is not None and job.give_up() and job.is_begun:
-            self.calls.note_failure(USES[job.plan.direction], job.node)
+            self.calls.note_failure(USES[job.plan.direction], job.node, "it took too long")
 
     def ask(self, labels: Sequence[CellLabel], hear: Callable[[int], None]) -> None:
         self.questions.ask(labels, hear)
@@ -145,7 +145,9 @@ class RemoteLanes:
     def refuses(self, direction: Direction) -> bool:
         if direction is Direction.STORE:
             self._stores.look_again()  # what waits to be removed may be tried again by now
-        return self.removals.has_lost_count or self.calls.nodes[USES[direction]].refuse_all(self._env.now())
+        now = self._env.now()
+        uses = (Use.ASK, Use.LOAD) if direction is Direction.LOAD else (Use.STORE,)  # nothing is loaded unasked
+        return self.removals.has_lost_count or any(self.calls.nodes[use].refuse_all(now) for use in uses)
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
@@ -264,9 +266,12 @@ class RemoteLanes:
         )
 
     def _outcome(self, job: CellJob) -> Steps[Ended]:
-        if not job.is_begun:
-            return failed("given up before it was begun" if job.is_given_up else f"{job.node} is left alone for now")
         use = USES[job.plan.direction]
+        if not job.is_begun and job.is_given_up:
+            return failed("given up before it was begun")
+        if not job.is_begun:
+            self.calls.nodes[use].refused(job.node)
+            return Ended(Outcome.REFUSED, error=f"{job.node or 'the store'} is left alone for now")
         try:
             return (yield from (self._stored(job) if use is Use.STORE else self._loaded(job)))
         except StoreError as error:

@@ -13,6 +13,7 @@ from ...core.plan import CellLabel, Completion, Direction, TransferPlan
 from ...env import Env
 from ...errors import TransferRefused, WrongState
 from ...remote_tier import RemoteTier
+from ..breaker import StorageMove, taken
 from ..checksums import BlockChecksums
 from ..identity import identity_of
 from ..region import KVRegion
@@ -67,6 +68,9 @@ class LaneRemote:
     def refuses(self, direction: Direction) -> bool:
         return self._lanes is None or self._lanes.refuses(direction)
 
+    def take_moves(self) -> Sequence[StorageMove]:
+        return () if self._lanes is None else taken(self._lanes.calls.moves)
+
     def statistics(self) -> RemoteStatistics:
         lanes = self._lanes
         if lanes is None:
@@ -88,6 +92,7 @@ class LaneRemote:
             num_questions=lanes.questions.num_questions,
             question_seconds=lanes.questions.seconds,
             num_unknown=lanes.questions.num_unknown,
+            left_alone=lanes.calls.left_alone(),
         )
 
     def stop_launching(self) -> None:

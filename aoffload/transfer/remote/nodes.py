@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 
 import attrs
 
-from ..breaker import Breaker
+from ..breaker import Breaker, BreakerMove
 
-__all__ = ["Nodes", "Use"]
+__all__ = ["Nodes"]
 
 MAX_NODES = 4096
-
-
-class Use(enum.Enum):
-    """What is asked of a node. Each has breakers of its own: a store that is full still answers."""
-
-    ASK = "ask"
-    LOAD = "load"
-    STORE = "store"
 
 
 @attrs.define(eq=False)
@@ -60,13 +51,23 @@ class Nodes:
         with self._lock:
             self._node(name).num_running -= 1
 
-    def succeeded(self, name: str) -> None:
+    def refused(self, name: str) -> None:
+        """A job of this node is refused."""
         with self._lock:
-            self._node(name).breaker.succeeded()
+            self._node(name).breaker.refused()
 
-    def failed(self, name: str, now: float) -> None:
+    def succeeded(self, name: str, now: float) -> BreakerMove | None:
         with self._lock:
-            self._node(name).breaker.failed(now)
+            return self._node(name).breaker.succeeded(now)
+
+    def failed(self, name: str, now: float, error: str) -> BreakerMove | None:
+        with self._lock:
+            return self._node(name).breaker.failed(now, error)
+
+    def left_alone(self) -> dict[str, str]:
+        """The last error of each node that is left alone."""
+        with self._lock:
+            return {name: node.breaker.error for name, node in self._nodes.items() if node.breaker.is_on_trial}
 
     def _refuses(self, node: Node | None, now: float) -> bool:
         if node is None or not node.breaker.is_on_trial:

@@ -254,7 +254,7 @@ def test_a_reset_ends_the_use_of_the_store(filled: Callable[..., SmallEngine], s
     for name in ("once", "twice"):
         run(engine, Request(name, TEXT))
     assert store.num_calls == before and loaded(engine, "remote") == 0
-    assert counted(engine, "turned_off|remote") == 1 and side(engine).gauges() == {"remote_off": 1.0}
+    assert counted(engine, "turned_off|remote") == 1 and side(engine).gauges()["remote_off"] == 1.0
 
 
 def test_what_is_computed_sooner_is_not_fetched(filled: Callable[..., SmallEngine]) -> None:
