@@ -41,7 +41,7 @@ class _Hint:
     sequence: TokenSequence
     expires_at: float
     category: str
-    run: Run
+    run: CountedRun
     """Of the history: what it is about ends there."""
     spared: int = 0
     """It spares the units before this one, which were cached when it was given."""
@@ -65,7 +65,7 @@ class Hints:
     def __init__(self, cache: PrefixCache, learning: Learning) -> None:
         self._cache = cache
         self._learning = learning
-        self._by_run: dict[Run, _Hint] = {}
+        self._by_run: dict[CountedRun, _Hint] = {}
         self._by_expiry: list[_Hint] = []
         """The first to expire in front."""
         self._records: OrderedDict[str, _Record] = OrderedDict()
@@ -110,7 +110,7 @@ class Hints:
     def asked(self, path: Sequence[CountedRun]) -> None:
         """A request asks for `path`: hints about its beginnings have come true."""
         for counted in path if self._by_run else ():
-            if (hint := self._by_run.get(counted.run)) is not None:
+            if (hint := self._by_run.get(counted)) is not None:
                 self._record(hint.category).ended(is_true=True)
                 self._end(hint)
 
