@@ -122,7 +122,8 @@ class HitCounts:
 
     def stop_of(self, sequence: TokenSequence, limit: int, num_times: int) -> int:
         """The unit, at most `limit`, up to which `sequence` was seen at least `num_times`."""
-        stop, behind = 0, sequence.root.digest
+        stop = 0
+        behind: int | bytes = sequence.root.digest
         while stop < limit:
             run = self._runs.get(_key(behind, sequence.unit_record(stop)))
             if run is None or run.num_uses < num_times:

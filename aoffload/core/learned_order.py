@@ -88,18 +88,22 @@ class LearnedOrder:
         return self._worst_of(self._plain) or self._worst_of(self._spared)
 
     def _worst_of(self, rings: list[LeastRecentlyUsed]) -> Part | None:
-        """What is worth least of the oldest ones, or what was used first; of equal ones, what was used first. What is
-        newer than one of a lower class is worth at least as much."""
-        found = None
-        for ring in rings:
-            part = ring.oldest()
-            if part is not None and (found is None or (part.last_use < found.last_use and self._goes_first(part, found))):
+        return self._first_of([ring.oldest() for ring in rings])
+
+    def _first_of(self, parts: list[Part | None]) -> Part | None:
+        """Of the oldest ones by class: what is worth least or, of equal worth, the lower class. What is newer than one
+        of a lower class, as a head is, is worth at least as much."""
+        found: Part | None = None
+        for part in parts:
+            if part is None:
+                continue
+            if found is None or (part.last_use < found.last_use and self._goes_before(part, found)):
                 found = part
         return found
 
-    def _goes_first(self, part: Part, than: Part) -> bool:
-        """Whether `part`, which is older, is worth no more."""
-        return not self._ruling.is_learned or self._worth(part) <= self._worth(than)
+    def _goes_before(self, part: Part, other: Part) -> bool:
+        """`part` is older, and of a higher class."""
+        return not self._ruling.is_learned or self._worth(part) < self._worth(other)
 
     def _worth(self, part: Part) -> float:
         times = self._times
@@ -107,11 +111,7 @@ class LearnedOrder:
 
     def __iter__(self) -> Iterator[Part]:
         for rings in (self._plain, self._spared):
-            heads = [ring.oldest() for ring in rings]
-            while left := [part for part in heads if part is not None]:
-                part = min(left, key=self._rank)
-                heads[part.ring % NUM_CLASSES] = part.newer
+            parts = [ring.oldest() for ring in rings]
+            while (part := self._first_of(parts)) is not None:
+                parts[part.ring % NUM_CLASSES] = part.newer
                 yield part
-
-    def _rank(self, part: Part) -> tuple[float, int]:
-        return self._worth(part) if self._ruling.is_learned else 0.0, part.last_use

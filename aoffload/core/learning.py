@@ -57,13 +57,13 @@ class Learning:
         if first >= stop:
             return ()
         times, by_class = self._times, [0] * NUM_CLASSES
-        path = self._counts.path(holding.sequence, first, stop)
+        now, path = times.clock, self._counts.path(holding.sequence, first, stop)
         for counted in path:
-            num_units = counted.stop - counted.start
-            if counted.num_uses:
-                times.returned(class_of(counted.num_uses), counted.last_asked, num_units)
-            counted.used(times.clock)
-            by_class[class_of(counted.num_uses)] += num_units
+            num_uses, num_units = counted.num_uses, counted.stop - counted.start
+            if num_uses:
+                times.returned(class_of(num_uses), counted.last_asked, num_units)
+            counted.used(now)
+            by_class[class_of(num_uses + 1)] += num_units
         for guard in self._guards.values():
             guard.asked(path)
         times.asked(by_class)
@@ -94,11 +94,13 @@ class Learning:
     def mark(self, cache: PrefixCache, holding: Holding, run: Run, start: int) -> None:
         """Tell the orders how often the units from `start` on were asked for, on the path of `run`."""
         uses = holding.uses
+        if not uses:
+            return
         for stop, _ in uses:
             if start < stop < run.stop:
                 cache.split_path(run, stop)
         at, orders = len(uses) - 1, [cache.tiers[tier].order for tier in self.tiers]
-        current: Run | None = run if uses else None
+        current: Run | None = run
         while current is not None and current.stop > start:
             while at and uses[at - 1][0] >= current.stop:
                 at -= 1

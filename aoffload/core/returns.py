@@ -27,7 +27,7 @@ MERGED = 8
 """Times of which something is known are apart by about one of so many parts of their age."""
 PRIOR_REQUESTS = 4.0
 """A class behaves like all of them together, until it has been seen this often in a bin."""
-EVERY = 64
+EVERY = 128
 """Requests between two computations of the index."""
 KEPT = 0.5 ** (EVERY / 4000)
 """What counts weigh after so many requests: half of it after 4000."""
@@ -35,9 +35,12 @@ MOST = 0.999
 """Nothing is certain to return."""
 
 
+_CLASS_OF = (0, 0, 1, 2, 2)
+
+
 def class_of(num_uses: int) -> int:
     """Asked for once, twice, 3 or 4 times, more often."""
-    return num_uses - 1 if num_uses < 3 else 2 if num_uses < 5 else 3
+    return _CLASS_OF[num_uses] if num_uses < 5 else 3
 
 
 class ReturnTimes:

@@ -16,8 +16,8 @@ __all__ = ["Guard"]
 SAMPLED_RUNS, SAMPLED_UNITS = 4, 4
 """One run in so many is in the sample; of these, one unit in so many."""
 SAMPLED = SAMPLED_RUNS * SAMPLED_UNITS
-HALF_LIFE = 1000
-"""Requests after which a hit of a shadow counts half."""
+HALF_LIFE = 500
+"""Runs of the sample asked for after which a hit of a shadow counts half."""
 LEAD = 0.01
 """By how much what was learned has to hit more before it rules again."""
 BEHIND = 0.0025
@@ -25,7 +25,7 @@ BEHIND = 0.0025
 
 
 class Shadow:
-    """A cache whose blocks are only counted. Evicts by what was learned if it is given `times`, else by the last use."""
+    """A cache whose blocks are only counted. Given `times`, it evicts by what was learned, else by the last use."""
 
     def __init__(self, capacity: int, times: ReturnTimes | None = None) -> None:
         self.capacity = capacity
@@ -124,6 +124,9 @@ class Guard:
         keep = 0.5 ** (len(sample) / HALF_LIFE)
         self._learned_hits = self._learned_hits * keep + self._learned.ask(sample)
         self._last_used_hits = self._last_used_hits * keep + self._last_used.ask(sample)
+        self.judge()
+
+    def judge(self) -> None:
         if self.is_learned:
             self.is_learned = self._learned_hits >= self._last_used_hits * (1 - BEHIND)
         else:
