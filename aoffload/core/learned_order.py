@@ -40,6 +40,8 @@ class LearnedOrder:
         self._plain = [LeastRecentlyUsed() for _ in range(NUM_CLASSES)]
         self._spared = [LeastRecentlyUsed() for _ in range(NUM_CLASSES)]
         self._last_use = 0
+        self._known = [(0, 0, 0.0) for _ in range(NUM_CLASSES)]
+        """By class: of which use, at which time of the clock, the worth was computed last, and what it was."""
 
     def asked(self, part: Part, num_uses: int) -> None:
         """The units of `part` were asked for, for the `num_uses`-th time. A class never falls: what is behind the part
@@ -106,8 +108,12 @@ class LearnedOrder:
         return not self._ruling.is_learned or self._worth(part) < self._worth(other)
 
     def _worth(self, part: Part) -> float:
-        times = self._times
-        return times.worth(part.ring % NUM_CLASSES, times.clock - part.last_use)
+        of_class, times = part.ring % NUM_CLASSES, self._times
+        last_use, clock, worth = self._known[of_class]
+        if last_use != part.last_use or clock != times.clock:
+            worth = times.worth(of_class, times.clock - part.last_use)
+            self._known[of_class] = (part.last_use, times.clock, worth)
+        return worth
 
     def __iter__(self) -> Iterator[Part]:
         for rings in (self._plain, self._spared):
