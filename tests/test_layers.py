@@ -180,7 +180,6 @@ SEVERAL_WRITERS = {
     "_hash_after": {"index", "records"},  # computed when it is asked for first
     "last_use": {"components", "eviction", "records"},  # in use; its place in the order; a part that is cut in two
     "ring": {"learned_order", "records"},  # its class in the order; a part that is cut in two
-    "num_after": {"hit_counts", "index"},  # of the cache; of what is counted, which is an index of its own
     "offered_stop": {"watermark", "index"},
 }
 """Names of fields that more than one file of the core writes. All others are written by one."""

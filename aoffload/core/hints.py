@@ -41,13 +41,12 @@ KEPT = 0.98
 
 @dataclass(slots=True, eq=False)
 class _Hint:
-    sequence: TokenSequence
     expires_at: float
     category: str
-    run: Run
+    about: CountedRun
     """Of the history: what it is about ends there."""
-    spared: int = 0
-    """It spares the units before this one, which were cached when it was given."""
+    last: Run | None = None
+    """Of the cache: it spares this run and all before it, which were cached when it was given."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +68,7 @@ class Hints:
         self._cache = cache
         self._learning = learning
         self._moves = moves
-        self._by_run: dict[Run, _Hint] = {}
+        self._by_run: dict[CountedRun, _Hint] = {}
         self._by_expiry: list[_Hint] = []
         """The first to expire in front."""
         self._records: OrderedDict[str, _Record] = OrderedDict()
@@ -82,18 +81,19 @@ class Hints:
         stop = sequence.num_tokens // self._cache.layout.unit_tokens
         if not stop:
             return 0
-        run = self._learning.end_of(sequence, stop)
-        if (before := self._by_run.get(run)) is not None:
+        about = self._learning.end_of(sequence, stop)
+        if (before := self._by_run.get(about)) is not None:
             self._end(before, HintEnd.DROPPED)
-        hint = _Hint(sequence, expires_at, category, run)
-        self._by_run[run] = hint
+        hint = self._by_run[about] = _Hint(expires_at, category, about)
         insort(self._by_expiry, hint, key=_expiry)
         if self._record(category).is_good:
-            hint.spared = self._change(sequence, stop, 1)
-        self._moves.told.hint_given(category, hint.spared * self._cache.layout.unit_tokens)
+            hint.last = self._last_cached(sequence, stop)
+        spared = 0 if hint.last is None else hint.last.stop
+        self._change(hint.last, 1)
+        self._moves.told.hint_given(category, spared * self._cache.layout.unit_tokens)
         if len(self._by_expiry) > MAX_HINTS:
             self._end(self._by_expiry[0], HintEnd.DROPPED)
-        return hint.spared
+        return spared
 
     def _record(self, category: str) -> _Record:
         found = self._records.setdefault(category, _Record())
@@ -115,7 +115,7 @@ class Hints:
     def asked(self, path: Sequence[CountedRun]) -> None:
         """A request asks for `path`: hints about its beginnings have come true."""
         for counted in path if self._by_run else ():
-            if (hint := self._by_run.get(counted.run)) is not None:
+            if (hint := self._by_run.get(counted)) is not None:
                 self._record(hint.category).ended(is_true=True)
                 self._end(hint, HintEnd.TRUE)
 
@@ -127,24 +127,32 @@ class Hints:
             self._moves.told.hint_ended(hint.category, HintEnd.DROPPED)
 
     def _end(self, hint: _Hint, end: HintEnd) -> None:
-        del self._by_run[hint.run]
+        del self._by_run[hint.about]
         self._by_expiry.remove(hint)
-        self._change(hint.sequence, hint.spared, -1)
+        self._change(hint.last, -1)
         self._moves.told.hint_ended(hint.category, end)
 
-    def _change(self, sequence: TokenSequence, stop: int, change: int) -> int:
-        """Let one hint more, or one less, spare what is cached of `sequence` before unit `stop`. Returns the units
-        cached in a row."""
-        cache, reached = self._cache, 0
-        for found, agreed in list(cache.index.walk(sequence, stop)):
-            run = cache.cut(found, agreed)
-            for tier in self._learning.tiers:
-                order = cache.tiers[tier].order
+    def _last_cached(self, sequence: TokenSequence, stop: int) -> Run | None:
+        """The run in which what is cached of `sequence`, at most up to unit `stop`, ends."""
+        last = None
+        for found, agreed in list(self._cache.index.walk(sequence, stop)):
+            last = self._cache.cut(found, agreed)
+        return last
+
+    def _change(self, last: Run | None, change: int) -> None:
+        """Let one hint more, or one less, spare `last` and all runs before it.
+
+        While a hint spares them, `before` leads to the same runs again, or to what became of them: to both parts of one
+        that was split, to what two have become that all hints spare alike, and past one that was evicted, of which
+        nothing is left. So none keeps a hint that has ended, nor loses one that it has: no tail has more than its head.
+        """
+        orders = [(tier, self._cache.tiers[tier].order) for tier in self._learning.tiers]
+        while last is not None:
+            for tier, order in orders:
                 assert isinstance(order, LearnedOrder)
-                for part in run.parts_in(tier):
+                for part in last.parts_in(tier):
                     order.hinted(part, change)
-            reached = agreed
-        return reached
+            last = last.before
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,19 +1,19 @@
-"""How often prefixes were requested: an index of runs without blocks, bounded by the tokens that it keeps.
+"""How often prefixes were requested: runs without blocks, bounded by the tokens that they keep.
 
-Counts outlive the cached blocks, so they cannot be on the runs of the cache. A digest per block would cost a hash of
-every block at each request; runs are compared as bytes and hashed once, as in the cache.
+Counts outlive the cached blocks, so they cannot be on the runs of the cache. What a run is found by is the run that it
+follows, and its own first unit; the rest is compared. So, unlike the cache, nothing is hashed but first units.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from hashlib import sha256
 from typing import Protocol
 
+from ..prefix import TOKEN_BYTES, KeySpan
 from .groups import Layout
-from .index import RunIndex
-from .records import Run
 from .tokens import TokenSequence
 
 __all__ = ["CountedRun", "HitCounts", "RecentPrompts", "RunWatcher"]
@@ -28,19 +28,33 @@ MAX_RECENT = 256
 MAX_RECENT_TOKENS = 2**22
 
 
+KEY_BYTES = 16
+
+
 @dataclass(slots=True, eq=False)
 class CountedRun:
-    run: Run
+    """Tokens that were always requested together, and how often."""
+
+    key: bytes
+    number: int
+    """No other run has it: what follows is found by it."""
+    start: int
+    stop: int
+    tokens: bytes | memoryview
+    spans: tuple[KeySpan, ...]
+    salt: int
+    """A byte that tells runs apart, and not the parts of one that was split. It follows from how many runs came before,
+    not from what they hold: so a planner, who knows no tokens, draws the same."""
     num_uses: int = 0
     last_asked: int = 0
     """By a clock of whoever counts times, too."""
-    salt: int = 0
-    """A byte that tells runs apart, and not the parts of one that was split. It follows from how many runs came before,
-    not from what they hold: so a planner, who knows no tokens, draws the same."""
 
     def used(self, now: int) -> None:
         self.num_uses += 1
         self.last_asked = now
+
+    def begin_at(self, start: int, tokens: bytes, key: bytes) -> None:
+        self.start, self.tokens, self.key = start, tokens, key
 
 
 class RunWatcher(Protocol):
@@ -58,22 +72,22 @@ class HitCounts:
     def __init__(
         self, layout: Layout, max_tokens: int, run_tokens: int = RUN_TOKENS, watcher: RunWatcher | None = None
     ) -> None:
-        self._index = RunIndex(replace(layout, bands=()), epoch=0, tiers=())
+        self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
         self._unit_tokens = layout.unit_tokens
         self._max_tokens = max_tokens
         self._run_tokens = run_tokens
         self._watcher = watcher
-        self._counts: OrderedDict[Run, CountedRun] = OrderedDict()
+        self._runs: OrderedDict[bytes, CountedRun] = OrderedDict()
         """Oldest first. A run is never older than the runs behind it."""
+        self._num_numbers = 0
         self.num_tokens = 0
         """Tokens kept, plus `run_tokens` for each run."""
-        self._salt = 0
 
     def __repr__(self) -> str:
-        return f"<HitCounts {len(self._counts)} runs, {self.num_tokens}/{self._max_tokens} tokens>"
+        return f"<HitCounts {len(self._runs)} runs, {self.num_tokens}/{self._max_tokens} tokens>"
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._runs)
 
     def see(self, sequence: TokenSequence, first: int, stop: int, now: int = 0) -> None:
         """Count one more request for units `[first, stop)` of `sequence`. Units before them are kept, not counted."""
@@ -85,70 +99,86 @@ class HitCounts:
     def path(self, sequence: TokenSequence, first: int, stop: int) -> Sequence[CountedRun]:
         """The counts of units `[first, stop)` of `sequence`, in runs of their own, which become the latest."""
         path: list[CountedRun] = []
-        counts, position, run = self._counts, 0, None
+        runs, position, run = self._runs, 0, None
         while position < stop:
-            key = sequence.key_at(sequence.root.hasher if run is None else run.hash_after, position)
-            found = self._index.runs.get(key)
-            agreed = position if found is None else sequence.common_stop(found, stop)
-            if found is None or agreed == position:
-                upto = sequence.run_stop(position, first if position < first else stop)
-                path.append(self._insert(sequence, run, position, upto, key))
+            key = _key(sequence.root.digest if run is None else run.number, sequence.unit_record(position))
+            run = runs.get(key)
+            agreed = position if run is None else sequence.common_stop(run, stop)
+            if run is None or agreed == position:
+                run = self._insert(sequence, position, first if position < first else stop, key)
             else:
-                run = self._cut(found, agreed)
+                run = self._cut(run, agreed)
                 if position < first < agreed:
-                    path.append(counts[self._cut(run, first)])
-                path.append(counts[run])
-            run = path[-1].run
+                    path.append(self._cut(run, first))
+            path.append(run)
             position = run.stop
         for counted in reversed(path):
-            counts.move_to_end(counted.run)
-        return [counted for counted in path if counted.run.start >= first] if first else path
+            runs.move_to_end(counted.key)
+        return [counted for counted in path if counted.start >= first] if first else path
 
     def trim(self) -> None:
         """Forget what is too much."""
         while self.num_tokens > self._max_tokens:
-            self._forget(next(iter(self._counts)))
+            _, counted = self._runs.popitem(last=False)
+            self.num_tokens -= self._cost(counted)
+            if self._watcher is not None:
+                self._watcher.was_forgotten(counted)
 
     def stop_of(self, sequence: TokenSequence, limit: int, num_times: int) -> int:
         """The unit, at most `limit`, up to which `sequence` was seen at least `num_times`."""
         stop = 0
-        for run, agreed in self._index.walk(sequence, limit):
-            if self._counts[run].num_uses < num_times:
+        behind: int | bytes = sequence.root.digest
+        while stop < limit:
+            run = self._runs.get(_key(behind, sequence.unit_record(stop)))
+            if run is None or run.num_uses < num_times:
                 break
-            stop = agreed
+            stop = sequence.common_stop(run, limit)
+            if stop < run.stop:
+                break
+            behind = run.number
         return stop
 
-    def _cut(self, run: Run, at: int) -> Run:
-        """The run that ends at unit `at` of `run`, which is split there if it goes on."""
+    def _cut(self, run: CountedRun, at: int) -> CountedRun:
+        """The run that ends at unit `at` of `run`, which is split there if it goes on. What is left of it counts as
+        seen now."""
         if run.stop == at:
             return run
-        counted = self._counts[run]
-        head = self._index.split_head(run, at)
-        self._counts[head] = before = CountedRun(head, counted.num_uses, counted.last_asked, counted.salt)
+        cut, tokens = (at - run.start) * self._unit_bytes, run.tokens
+        head = CountedRun(
+            run.key, self._new_number(), run.start, at, bytes(tokens[:cut]), run.spans, run.salt, run.num_uses,
+            run.last_asked,
+        )  # fmt: skip
+        self._runs[head.key] = head
+        record = bytes(tokens[cut : cut + self._unit_bytes]) + b"".join([span.record() for span in run.spans])
+        run.begin_at(at, bytes(tokens[cut:]), _key(head.number, record))
+        self._runs[run.key] = run
         self.num_tokens += self._run_tokens
         if self._watcher is not None:
-            self._watcher.was_split(counted, before)
+            self._watcher.was_split(run, head)
         return head
 
-    def _insert(self, sequence: TokenSequence, before: Run | None, start: int, stop: int, key: bytes) -> CountedRun:
+    def _insert(self, sequence: TokenSequence, start: int, limit: int, key: bytes) -> CountedRun:
         """Runs with the units before `first` are apart from those behind it: only these are counted."""
-        run = self._index.insert(sequence, before, start, stop, key)
-        self._salt = (self._salt + NEXT_SALT) % 2**32
-        self._counts[run] = counted = CountedRun(run, salt=self._salt >> 24)
-        self.num_tokens += self._cost(run)
+        stop = sequence.run_stop(start, limit)
+        tokens, spans = sequence.shared_stretch(start, stop), sequence.spans_at(start)
+        number = self._new_number()
+        salt = number * NEXT_SALT % 2**32 >> 24
+        self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, salt)
+        self.num_tokens += self._cost(counted)
         return counted
 
-    def _forget(self, run: Run) -> None:
-        del self._index.runs[run.key]
-        if run.before is not None:
-            run.before.num_after -= 1
-        counted = self._counts.pop(run)
-        self.num_tokens -= self._cost(run)
-        if self._watcher is not None:
-            self._watcher.was_forgotten(counted)
+    def _new_number(self) -> int:
+        self._num_numbers += 1
+        return self._num_numbers
 
-    def _cost(self, run: Run) -> int:
+    def _cost(self, run: CountedRun) -> int:
         return (run.stop - run.start) * self._unit_tokens + self._run_tokens
+
+
+def _key(behind: int | bytes, unit: bytes) -> bytes:
+    """What the run is found by that follows the run with that number, or the root with that digest."""
+    before = behind.to_bytes(8, "little") if isinstance(behind, int) else behind
+    return sha256(before + unit).digest()[:KEY_BYTES]
 
 
 class RecentPrompts:

@@ -37,8 +37,11 @@ class LearnedOrder:
     def __init__(self, times: ReturnTimes, ruling: Ruling) -> None:
         self._times = times
         self._ruling = ruling
-        self._rings = [LeastRecentlyUsed() for _ in range(2 * NUM_CLASSES)]
+        self._plain = [LeastRecentlyUsed() for _ in range(NUM_CLASSES)]
+        self._spared = [LeastRecentlyUsed() for _ in range(NUM_CLASSES)]
         self._last_use = 0
+        self._known = [(0, 0, 0.0) for _ in range(NUM_CLASSES)]
+        """By class: of which use, at which time of the clock, the worth was computed last, and what it was."""
 
     def asked(self, part: Part, num_uses: int) -> None:
         """The units of `part` were asked for, for the `num_uses`-th time. A class never falls: what is behind the part
@@ -60,7 +63,9 @@ class LearnedOrder:
             self._ring(part).add_among(part)
 
     def _ring(self, part: Part) -> LeastRecentlyUsed:
-        return self._rings[_number(part)]
+        """By its class. Those that hints spare are apart."""
+        ring = part.ring
+        return self._plain[ring] if ring < NUM_CLASSES else self._spared[ring % NUM_CLASSES]
 
     def add(self, part: Part) -> None:
         """Uses are numbered by the clock, as ages are; each has a number of its own."""
@@ -69,10 +74,11 @@ class LearnedOrder:
         self._ring(part).add_used(part, last_use)
 
     def add_newer(self, part: Part, than: Part) -> None:
-        if _number(part) == _number(than):
-            self._ring(part).add_newer(part, than)
+        ring = self._ring(part)
+        if ring is self._ring(than):
+            ring.add_newer(part, than)
         else:
-            self._ring(part).add_as_old(part, than)
+            ring.add_as_old(part, than)
 
     def add_back(self, part: Part) -> None:
         self._ring(part).add_back(part)
@@ -81,35 +87,37 @@ class LearnedOrder:
         self._ring(part).remove(part)
 
     def oldest(self) -> Part | None:
-        return self._worst_of(self._rings[:NUM_CLASSES]) or self._worst_of(self._rings[NUM_CLASSES:])
+        return self._worst_of(self._plain) or self._worst_of(self._spared)
 
     def _worst_of(self, rings: list[LeastRecentlyUsed]) -> Part | None:
-        """What is worth least of the oldest ones, or what was used first; of equal ones, what was used first."""
-        found, least = None, 0.0
-        is_learned, times = self._ruling.is_learned, self._times
-        for number, ring in enumerate(rings):
-            part = ring.oldest()
-            if part is not None:
-                worth = times.worth(number, times.clock - part.last_use) if is_learned else 0.0
-                if found is None or worth < least or (worth == least and part.last_use < found.last_use):
-                    found, least = part, worth
+        return self._first_of([ring.oldest() for ring in rings])
+
+    def _first_of(self, parts: list[Part | None]) -> Part | None:
+        """Of the oldest ones by class: what is worth least or, of equal worth, the lower class. What is newer than one
+        of a lower class, as a head is, is worth at least as much."""
+        found: Part | None = None
+        for part in parts:
+            if part is None:
+                continue
+            if found is None or (part.last_use < found.last_use and self._goes_before(part, found)):
+                found = part
         return found
 
+    def _goes_before(self, part: Part, other: Part) -> bool:
+        """`part` is older, and of a higher class."""
+        return not self._ruling.is_learned or self._worth(part) < self._worth(other)
+
+    def _worth(self, part: Part) -> float:
+        of_class, times = part.ring % NUM_CLASSES, self._times
+        last_use, clock, worth = self._known[of_class]
+        if last_use != part.last_use or clock != times.clock:
+            worth = times.worth(of_class, times.clock - part.last_use)
+            self._known[of_class] = (part.last_use, times.clock, worth)
+        return worth
+
     def __iter__(self) -> Iterator[Part]:
-        for rings in (self._rings[:NUM_CLASSES], self._rings[NUM_CLASSES:]):
-            heads = [ring.oldest() for ring in rings]
-            while left := [part for part in heads if part is not None]:
-                part = min(left, key=self._rank)
-                heads[_number(part) % NUM_CLASSES] = part.newer
+        for rings in (self._plain, self._spared):
+            parts = [ring.oldest() for ring in rings]
+            while (part := self._first_of(parts)) is not None:
+                parts[part.ring % NUM_CLASSES] = part.newer
                 yield part
-
-    def _rank(self, part: Part) -> tuple[float, int]:
-        if not self._ruling.is_learned:
-            return 0.0, part.last_use
-        times = self._times
-        return times.worth(part.ring % NUM_CLASSES, times.clock - part.last_use), part.last_use
-
-
-def _number(part: Part) -> int:
-    """The list of `part`: by its class, then those that hints spare by theirs."""
-    return part.ring if part.ring < 2 * NUM_CLASSES else NUM_CLASSES + part.ring % NUM_CLASSES

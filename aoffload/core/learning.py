@@ -57,13 +57,13 @@ class Learning:
         if first >= stop:
             return ()
         times, by_class = self._times, [0] * NUM_CLASSES
-        path = self._counts.path(holding.sequence, first, stop)
+        now, path = times.clock, self._counts.path(holding.sequence, first, stop)
         for counted in path:
-            num_units = counted.run.stop - counted.run.start
-            if counted.num_uses:
-                times.returned(class_of(counted.num_uses), counted.last_asked, num_units)
-            counted.used(times.clock)
-            by_class[class_of(counted.num_uses)] += num_units
+            num_uses, num_units = counted.num_uses, counted.stop - counted.start
+            if num_uses:
+                times.returned(class_of(num_uses), counted.last_asked, num_units)
+            counted.used(now)
+            by_class[class_of(num_uses + 1)] += num_units
         for guard in self._guards.values():
             guard.asked(path)
         times.asked(by_class)
@@ -94,34 +94,43 @@ class Learning:
         """Of the guard's two small caches: that which follows what was learned, and that which follows the last use."""
         return self._guards[tier].hits
 
-    def end_of(self, sequence: TokenSequence, stop: int) -> Run:
+    def end_of(self, sequence: TokenSequence, stop: int) -> CountedRun:
         """The run of the history that ends at unit `stop` of `sequence`."""
-        return self._counts.path(sequence, 0, stop)[-1].run
+        return self._counts.path(sequence, 0, stop)[-1]
 
     # -- what the cache holds of it -------------------------------------------------------------------------------
 
     def mark(self, cache: PrefixCache, holding: Holding, run: Run, start: int) -> None:
         """Tell the orders how often the units from `start` on were asked for, on the path of `run`."""
-        for stop, _ in holding.uses:
+        uses = holding.uses
+        if not uses:
+            return
+        for stop, _ in uses:
             if start < stop < run.stop:
                 cache.split_path(run, stop)
-        uses, current = list(holding.uses), run
-        before: Run | None = current
-        while before is not None and before.stop > start:
-            while len(uses) > 1 and uses[-2][0] >= before.stop:
-                uses.pop()
-            if uses and before.stop <= uses[-1][0]:
-                for tier in self.tiers:
-                    for part in before.parts_in(tier):
-                        cache.tiers[tier].order.asked(part, uses[-1][1])
-            before = before.before
+        at, orders = len(uses) - 1, [cache.tiers[tier].order for tier in self.tiers]
+        current: Run | None = run
+        while current is not None and current.stop > start:
+            while at and uses[at - 1][0] >= current.stop:
+                at -= 1
+            stop, num_uses = uses[at]
+            if current.stop <= stop:
+                for tier, order in zip(self.tiers, orders, strict=True):
+                    for part in current.parts_in(tier):
+                        order.asked(part, num_uses)
+            current = current.before
 
 
 def _uses(path: Sequence[CountedRun]) -> tuple[tuple[int, int], ...]:
-    """(stop, number of uses): where the class changes, and at the end."""
+    """(stop, number of uses): where the class changes. Not of what is asked for once, which is behind all else."""
     found: list[tuple[int, int]] = []
+    last = -1
     for counted in path:
-        if found and class_of(found[-1][1]) == class_of(counted.num_uses):
+        of_class = class_of(counted.num_uses)
+        if not of_class:
+            break
+        if of_class == last:
             found.pop()
-        found.append((counted.run.stop, counted.num_uses))
+        found.append((counted.stop, counted.num_uses))
+        last = of_class
     return tuple(found)

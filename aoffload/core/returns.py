@@ -14,7 +14,6 @@ and how long it is kept until then. Its worth is the most returns per unit of ti
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 
 __all__ = ["NUM_CLASSES", "ReturnTimes", "class_of"]
 
@@ -24,30 +23,24 @@ GROWTH = 1.5
 """The end of a bin, by that of the one before it."""
 FIRST_BIN = 32
 """The first bin is one of so many parts of the capacity."""
-MERGED = 4
-"""Requests that came within one of so many parts of a bin are counted together there."""
+MERGED = 8
+"""Times of which something is known are apart by about one of so many parts of their age."""
 PRIOR_REQUESTS = 4.0
 """A class behaves like all of them together, until it has been seen this often in a bin."""
-EVERY = 64
+EVERY = 128
 """Requests between two computations of the index."""
-HALVED_EVERY = 4000
-"""Requests after which all counts are halved: what is old weighs less."""
+KEPT = 0.5 ** (EVERY / 4000)
+"""What counts weigh after so many requests: half of it after 4000."""
 MOST = 0.999
 """Nothing is certain to return."""
 
 
+_CLASS_OF = (0, 0, 1, 2, 2)
+
+
 def class_of(num_uses: int) -> int:
     """Asked for once, twice, 3 or 4 times, more often."""
-    return num_uses - 1 if num_uses < 3 else 2 if num_uses < 5 else 3
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """Units that were last asked for at about the same time, and were not asked for since."""
-
-    since: int
-    left: list[int]
-    """By class."""
+    return _CLASS_OF[num_uses] if num_uses < 5 else 3
 
 
 class ReturnTimes:
@@ -59,18 +52,15 @@ class ReturnTimes:
         first = max(1.0, capacity / FIRST_BIN)
         self.clock = 1
         """Units asked for so far, and one more: 0 is no time."""
+        self.num_requests = 0
         self._ends = [first * GROWTH**number for number in range(NUM_BINS)]
-        self._reached = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]
+        self._starts = [0.0, *self._ends[:-1]]
+        self._asked = [0.0] * NUM_CLASSES
         self._returned = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]
-        self._tick = first / MERGED
-        """What is asked for within it counts as asked for at once."""
-        self._latest = _Asked(self.clock, [0] * NUM_CLASSES)
-        self._by_bin: list[list[_Asked]] = [[] for _ in range(NUM_BINS)]
-        """In each bin, the oldest first."""
-        self._by_bin[0].append(self._latest)
+        self._past: list[tuple[int, list[float]]] = [(0, [0.0] * NUM_CLASSES)]
+        """What `_asked` was at some times, the oldest first: the longer ago, the further apart."""
         self._worth = [[1.0 / (1 + number) for number in range(NUM_BINS)] for _ in range(NUM_CLASSES)]
         """Until there is something to learn from, the order is that of the last use."""
-        self.num_requests = 0
 
     def worth(self, of_class: int, age: int) -> float:
         number, worth = bisect_right(self._ends, age), self._worth[of_class]
@@ -84,70 +74,72 @@ class ReturnTimes:
     def returned(self, of_class: int, since: int, num_units: int) -> None:
         """Units that were last asked for at `since`, and were in `of_class` then, are asked for again."""
         number = bisect_right(self._ends, self.clock - since)
-        for place in range(number, min(number + 2, NUM_BINS)):  # one that was merged may be ahead
-            found = self._find(self._by_bin[place], since)
-            if found is not None and found.left[of_class] >= num_units:
-                found.left[of_class] -= num_units
-                self._returned[of_class][place] += num_units
-                return
-
-    @staticmethod
-    def _find(asked: list[_Asked], since: int) -> _Asked | None:
-        for each in reversed(asked):
-            if each.since <= since:
-                return each
-        return None
+        if number < NUM_BINS:
+            self._returned[of_class][number] += num_units
 
     def asked(self, by_class: list[int]) -> None:
         """A request asks for so many units, which are in these classes now. It is over with this call."""
-        latest = self._latest
-        if self.clock - latest.since >= self._tick:
-            latest = self._latest = _Asked(self.clock, [0] * NUM_CLASSES)
-            self._by_bin[0].append(latest)
-            self._age()
         for of_class, num_units in enumerate(by_class):
             if num_units:
-                latest.left[of_class] += num_units
-                self._reached[of_class][0] += num_units
+                self._asked[of_class] += num_units
                 self.clock += num_units
         self.num_requests += 1
         if not self.num_requests % EVERY:
             self._compute()
-        if not self.num_requests % HALVED_EVERY:
-            for counts in (*self._reached, *self._returned):
-                counts[:] = [count / 2 for count in counts]
-
-    def _age(self) -> None:
-        """Move on what has reached the end of its bin."""
-        clock = self.clock
-        for number, end in enumerate(self._ends):
-            asked = self._by_bin[number]
-            while asked and clock - asked[0].since >= end:
-                first = asked.pop(0)
-                if number + 1 < NUM_BINS:
-                    self._enter(number + 1, first)
-
-    def _enter(self, number: int, asked: _Asked) -> None:
-        for of_class, num_units in enumerate(asked.left):
-            self._reached[of_class][number] += num_units
-        there = self._by_bin[number]
-        if there and (asked.since - there[-1].since) * MERGED < self._ends[number] - self._ends[number - 1]:
-            there[-1].left = [one + other for one, other in zip(there[-1].left, asked.left, strict=True)]
-        else:
-            there.append(asked)
+            for counts in (self._asked, *self._returned):
+                counts[:] = [count * KEPT for count in counts]
 
     # -- what follows ---------------------------------------------------------------------------------------------
 
     def _compute(self) -> None:
+        self._note()
+        reached = self._reached()
         prior = PRIOR_REQUESTS * self.clock / self.num_requests
         all_returned = _smoothed([sum(counts) for counts in zip(*self._returned, strict=True)])
-        all_reached = _smoothed([sum(counts) for counts in zip(*self._reached, strict=True)])
+        all_reached = _smoothed([sum(counts) for counts in zip(*reached, strict=True)])
         rates = [min(MOST, one / (other + 1e-9)) for one, other in zip(all_returned, all_reached, strict=True)]
         floor = [0.0] * NUM_BINS
         for of_class in range(NUM_CLASSES):
-            returned, reached = _smoothed(self._returned[of_class]), _smoothed(self._reached[of_class])
-            own = [min(MOST, (returned[at] + prior * rates[at]) / (reached[at] + prior)) for at in range(NUM_BINS)]
+            returned, at_risk = _smoothed(self._returned[of_class]), _smoothed(reached[of_class])
+            own = [min(MOST, (returned[at] + prior * rates[at]) / (at_risk[at] + prior)) for at in range(NUM_BINS)]
             floor = self._worth[of_class] = self._worth_by_bin(own, floor)
+
+    def _note(self) -> None:
+        """Add to the past what is now, and leave out of it what is close to others for its age."""
+        past, clock = self._past, self.clock
+        kept = past[:1]
+        for at in range(1, len(past)):
+            after = past[at + 1][0] if at + 1 < len(past) else clock
+            if (after - kept[-1][0]) * MERGED >= clock - after:
+                kept.append(past[at])
+        kept.append((clock, self._asked.copy()))
+        self._past = kept
+
+    def _reached(self) -> list[list[float]]:
+        """By class: the units that came into each bin. That were as many as had been asked for by then, less those that
+        returned within the bins before it."""
+        past = [self._asked_before(self.clock - start) for start in self._starts]
+        found: list[list[float]] = []
+        for of_class, returned in enumerate(self._returned):
+            left, reached = 1.0, list[float]()
+            for at in range(NUM_BINS):
+                came = past[at][of_class] * left
+                reached.append(came)
+                if came > 0:
+                    left *= max(0.0, 1 - returned[at] / came)
+            found.append(reached)
+        return found
+
+    def _asked_before(self, time: float) -> list[float]:
+        at = bisect_right(self._past, time, key=_time)
+        if not at:
+            return [0.0] * NUM_CLASSES
+        since, before = self._past[at - 1]
+        if at == len(self._past):
+            return before
+        until, after = self._past[at]
+        part = (time - since) / (until - since)
+        return [one + (other - one) * part for one, other in zip(before, after, strict=True)]
 
     def _worth_by_bin(self, rates: list[float], floor: list[float]) -> list[float]:
         """`rates`: which part of the units that reach a bin return within it. At least `floor`, and falling.
@@ -178,3 +170,7 @@ class ReturnTimes:
 def _smoothed(counts: list[float]) -> list[float]:
     """Of each bin and both beside it."""
     return [sum(counts[max(0, at - 1) : at + 2]) for at in range(NUM_BINS)]
+
+
+def _time(noted: tuple[int, list[float]]) -> int:
+    return noted[0]

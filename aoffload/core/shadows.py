@@ -5,116 +5,107 @@ capacity. One evicts by what was learned, the other one by the last use.
 
 from __future__ import annotations
 
-from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from .eviction import EvictionOrder, LeastRecentlyUsed
 from .hit_counts import CountedRun
-from .learned_order import LearnedOrder
-from .plan import Tier
-from .records import Part, Run
-from .returns import ReturnTimes
+from .returns import NUM_CLASSES, ReturnTimes, class_of
 
 __all__ = ["Guard"]
 
-SAMPLED = 16
-HALF_LIFE = 1000
-"""Requests after which a hit of a shadow counts half."""
+SAMPLED_RUNS, SAMPLED_UNITS = 4, 4
+"""One run in so many is in the sample; of these, one unit in so many."""
+SAMPLED = SAMPLED_RUNS * SAMPLED_UNITS
+HALF_LIFE = 500
+"""Runs of the sample asked for after which a hit of a shadow counts half."""
 LEAD = 0.01
 """By how much what was learned has to hit more before it rules again."""
 BEHIND = 0.0025
 """By how much it may hit less while it rules."""
 
 
-@dataclass(slots=True, eq=False)
-class _Learned:
-    is_learned: bool = True
-
-
-@dataclass(slots=True, eq=False)
 class Shadow:
-    """A cache whose blocks are only counted."""
+    """A cache whose blocks are only counted. Given `times`, it evicts by what was learned, else by the last use."""
 
-    order: EvictionOrder
-    capacity: int
-    parts: dict[Run, Part] = field(default_factory=dict)
-    """Those with blocks, all of them in the order."""
-    num_held: int = 0
+    def __init__(self, capacity: int, times: ReturnTimes | None = None) -> None:
+        self.capacity = capacity
+        self._times = times
+        self.rings = [OrderedDict[CountedRun, int]() for _ in range(1 if times is None else NUM_CLASSES)]
+        """By class, the oldest first: the blocks of each run that it holds."""
+        self.num_held = 0
 
     def ask(self, path: Sequence[tuple[CountedRun, int]]) -> int:
         """Hold so many blocks of each run of `path`, evicting others. Returns the blocks that it held, as far as no
         gap is before them."""
         num_hits, left, is_whole = 0, self.capacity, True
-        wanted: list[tuple[CountedRun, Part, int]] = []
+        wanted: list[tuple[CountedRun, int]] = []
         for counted, size in path:
-            part = self.parts.get(counted.run)
-            held = 0
-            if part is None:
-                part = Part(Tier.HOST, 0, 1, counted.run, 0, 0)
-            else:
-                held = self._remove(part)
+            held = self.forget(counted)
             if is_whole:
                 num_hits += held
                 is_whole = held == size
             if left:
-                wanted.append((counted, part, min(size, left)))
+                wanted.append((counted, min(size, left)))
                 left -= min(size, left)
         self._evict(self.num_held - left)
-        for counted, part, size in reversed(wanted):
-            self._hold(counted, part, size)
+        for counted, size in reversed(wanted):
+            self._hold(counted, size)
         return num_hits
 
-    def _hold(self, counted: CountedRun, part: Part, size: int) -> None:
-        if counted.num_uses > 1:
-            self.order.asked(part, counted.num_uses)
-        part.append(array("i", bytes(4 * size)), part.first + size)
-        self.order.add(part)
-        self.parts[part.run] = part
+    def _hold(self, counted: CountedRun, size: int) -> None:
+        self.rings[0 if self._times is None else class_of(counted.num_uses)][counted] = size
         self.num_held += size
-
-    def _remove(self, part: Part) -> int:
-        """Returns how many blocks it had."""
-        self.order.remove(part)
-        del self.parts[part.run]
-        held = len(part.clear())
-        self.num_held -= held
-        return held
 
     def _evict(self, num_blocks: int) -> None:
         while num_blocks > 0:
-            part = self.order.oldest()
-            assert part is not None, "more is held than the capacity"
-            if len(part.blocks) <= num_blocks:
-                num_blocks -= self._remove(part)
-            else:
-                part.drop_behind(part.stop - num_blocks)
-                self.num_held -= num_blocks
-                num_blocks = 0
+            ring = self._worst()
+            counted, held = ring.popitem(last=False)
+            if held > num_blocks:
+                ring[counted] = held - num_blocks
+                ring.move_to_end(counted, last=False)
+            self.num_held -= min(held, num_blocks)
+            num_blocks -= held
+
+    def _worst(self) -> OrderedDict[CountedRun, int]:
+        """The ring whose oldest run is worth least."""
+        if self._times is None:
+            return self.rings[0]
+        times, found, least = self._times, self.rings[0], float("inf")
+        for of_class, ring in enumerate(self.rings):
+            if ring:
+                worth = times.worth(of_class, times.clock - next(iter(ring)).last_asked)
+                if worth < least:
+                    found, least = ring, worth
+        return found
 
     def split(self, counted: CountedRun, head: CountedRun) -> None:
-        part = self.parts.get(counted.run)
-        if part is None:
-            return
-        front = part.cut_off(head.run, part.first, part.first + num_sampled(head, head.run), 0, None)
-        if front.blocks:
-            self.order.add_newer(front, part)
-            self.parts[head.run] = front
-        if not part.blocks:
-            self.order.remove(part)
-            del self.parts[counted.run]
+        """`head` is the newest: whoever splits a run asks for its head."""
+        for ring in self.rings:
+            if held := ring.get(counted, 0):
+                front = min(held, num_sampled(head))
+                ring[counted] = held - front
+                if front:
+                    ring[head] = front
+                if front == held:
+                    del ring[counted]
+                return
 
-    def forget(self, run: Run) -> None:
-        part = self.parts.get(run)
-        if part is not None:
-            self._remove(part)
+    def forget(self, counted: CountedRun) -> int:
+        """Returns how many blocks it had."""
+        for ring in self.rings:
+            if held := ring.pop(counted, 0):
+                self.num_held -= held
+                return held
+        return 0
 
 
-def num_sampled(counted: CountedRun, run: Run) -> int:
-    """Units in the sample: those whose position has the run's own rest, or those at the same position of many prompts
-    would be in it together."""
-    shift = SAMPLED - 1 - counted.salt % SAMPLED
-    return (run.stop + shift) // SAMPLED - (run.start + shift) // SAMPLED
+def num_sampled(counted: CountedRun) -> int:
+    """Units in the sample. Which ones differs from run to run, or those at the same position of many prompts would be
+    in it together; the parts of a run that is split have those that it had."""
+    if counted.salt % SAMPLED_RUNS:
+        return 0
+    shift = SAMPLED_UNITS - 1 - counted.salt // SAMPLED_RUNS % SAMPLED_UNITS
+    return (counted.stop + shift) // SAMPLED_UNITS - (counted.start + shift) // SAMPLED_UNITS
 
 
 class Guard:
@@ -122,8 +113,7 @@ class Guard:
 
     def __init__(self, times: ReturnTimes, capacity: int) -> None:
         size = max(1, capacity // SAMPLED)
-        self._learned = Shadow(LearnedOrder(times, _Learned()), size)
-        self._last_used = Shadow(LeastRecentlyUsed(), size)
+        self._learned, self._last_used = Shadow(size, times), Shadow(size)
         self._learned_hits = self._last_used_hits = 0.0
         self.is_learned = True
 
@@ -133,21 +123,26 @@ class Guard:
         return self._learned_hits, self._last_used_hits
 
     def asked(self, path: Sequence[CountedRun]) -> None:
-        sample = [(counted, size) for counted in path if (size := num_sampled(counted, counted.run))]
+        sample = [(counted, size) for counted in path if (size := num_sampled(counted))]
         if not sample:
             return
         keep = 0.5 ** (len(sample) / HALF_LIFE)
         self._learned_hits = self._learned_hits * keep + self._learned.ask(sample)
         self._last_used_hits = self._last_used_hits * keep + self._last_used.ask(sample)
+        self.judge()
+
+    def judge(self) -> None:
         if self.is_learned:
             self.is_learned = self._learned_hits >= self._last_used_hits * (1 - BEHIND)
         else:
             self.is_learned = self._learned_hits > self._last_used_hits * (1 + LEAD)
 
     def was_split(self, counted: CountedRun, head: CountedRun) -> None:
-        self._learned.split(counted, head)
-        self._last_used.split(counted, head)
+        if num_sampled(head):
+            self._learned.split(counted, head)
+            self._last_used.split(counted, head)
 
     def was_forgotten(self, counted: CountedRun) -> None:
-        self._learned.forget(counted.run)
-        self._last_used.forget(counted.run)
+        if num_sampled(counted):
+            self._learned.forget(counted)
+            self._last_used.forget(counted)

@@ -173,6 +173,12 @@ class TokenSequence:
                 probe.update(span.record())
         return probe.digest()
 
+    def unit_record(self, position: int) -> bytes:
+        """What tells the unit at `position` from others: its tokens, and a record of each span that touches it."""
+        at = position * self._unit_bytes
+        tokens = self._bytes(at, at + self._unit_bytes)
+        return tokens + b"".join([span.record() for span in self.spans_at(position)]) if self._spans else tokens
+
     def hash_on(self, hasher: Hasher, start: int, stop: int) -> Hasher:
         """The running hash of all units before `stop`; `hasher` covers those before `start`."""
         while start < stop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from typing import Any
 
 import pytest
@@ -77,11 +78,25 @@ def test_what_returns_soon_is_worth_more() -> None:
 
 
 def test_what_is_counted_stays_small() -> None:
-    """However many requests come, what was asked for about the same time is counted together."""
+    """However many requests come: of the past, the less is kept the longer ago it is."""
     times = ReturnTimes(10_000)
-    for _ in range(20_000):
+    for _ in range(60_000):
         times.asked([30, 0, 0, 0])
-    assert sum(map(len, times._by_bin)) <= 6 * NUM_BINS
+    assert len(times._past) <= 16 * NUM_BINS
+
+
+def test_what_has_not_returned_is_at_risk_in_each_bin_that_it_reached() -> None:
+    """Half of the units return after 1,000 others, the rest never: half of them come into all later bins."""
+    times, asked = ReturnTimes(1000), list[int]()
+    for number in range(3000):
+        if number >= 100 and number % 2:
+            times.returned(0, asked[number - 100], 10)
+        asked.append(times.clock)
+        times.asked([10, 0, 0, 0])
+    (reached, *_), (returned, *_) = times._reached(), times._returned
+    at = bisect_right(times._ends, 1000)
+    assert returned[at] == sum(returned) and returned[at] == pytest.approx(reached[at] / 2, rel=0.05)
+    assert reached[at + 1] == pytest.approx(times._asked_before(times.clock - times._ends[at])[0] / 2, rel=0.05)
 
 
 # -- the order ----------------------------------------------------------------------------------------------------
@@ -90,10 +105,9 @@ def test_what_is_counted_stays_small() -> None:
 def test_what_was_asked_for_often_outlives_what_was_used_last() -> None:
     """Once it is known that prompts asked for once do not return, they go first, however late they came."""
     driven = learned(num_device=8, num_host=24)
-    for number in range(400):
-        driven.serve(A)
-        driven.serve(prompt(100 + 2 * number, 17))
-        driven.serve(prompt(101 + 2 * number, 17))
+    for number in range(1600):
+        driven.serve(prompt(100 + number, 17) if number % 4 else A)
+    driven.serve(A)
     for number in range(6):  # more than the host holds
         driven.serve(prompt(5000 + number, 17))
     assert sum(driven.hit(A)) == 16
@@ -134,6 +148,9 @@ def test_a_prefix_loses_its_tail_before_its_head(seed: int, device: bool, groups
                 head = part.run.before
                 if not part.band and head is not None and head.parts[part.tier] in places:
                     assert places[head.parts[part.tier]] > at
+            for run in driven.ledger.cache.index.runs.values():
+                for part, head in zip(run.parts, run.before.parts if run.before is not None else (), strict=False):
+                    assert part.ring // NUM_CLASSES <= head.ring // NUM_CLASSES, "spared longer than its head"
 
 
 def test_a_reset_forgets_no_counts_and_keeps_its_kind() -> None:
@@ -166,13 +183,15 @@ def test_the_last_use_rules_where_it_hits_more() -> None:
         guard.asked(path)
         times.asked(by_class)
         counts.trim()
-    assert guard._last_used.num_held <= guard._last_used.capacity
-    held = [len(part.blocks) for part in guard._last_used.parts.values()]
-    assert sum(held) == guard._last_used.num_held > 0
-    before = guard.is_learned
-    guard._learned_hits, guard._last_used_hits = 90.0, 100.0
-    guard.asked(path)
-    assert before and not guard.is_learned
+    for shadow in (guard._learned, guard._last_used):
+        held = [size for ring in shadow.rings for size in ring.values()]
+        assert sum(held) == shadow.num_held > 0 and shadow.num_held <= shadow.capacity
+        assert min(held) > 0
+    assert not guard.is_learned and guard._learned_hits < guard._last_used_hits
+    for hits, rules in ((99.0, False), (102.0, True), (99.9, True), (99.0, False)):
+        guard._learned_hits, guard._last_used_hits = hits, 100.0
+        guard.judge()
+        assert guard.is_learned is rules
 
 
 class Heard(NullObserver):
@@ -233,9 +252,9 @@ def test_a_sample_is_a_sixteenth() -> None:
     for name in range(200):
         sequence = TokenSequence(Prefix.of(Root(""), [name * 1000 + at for at in range(100)]), 1)
         (whole,) = counts.path(sequence, 0, 100)
-        size = num_sampled(whole, whole.run)
+        size = num_sampled(whole)
         parts: list[CountedRun] = [*counts.path(sequence, 0, 37), *counts.path(sequence, 37, 100)]
-        assert sum(num_sampled(part, part.run) for part in parts) == size
+        assert sum(num_sampled(part) for part in parts) == size
         total += size
     assert 0.9 < total / (200 * 100 / 16) < 1.1
 
@@ -284,6 +303,22 @@ def test_a_hint_ends_when_it_has_come_true() -> None:
     driven.ledger.hint(driven.prefix(A), expires_at=10.0)
     driven.serve(A)
     assert spared(driven) == {0} and driven.ledger.statistics().num_hints == 0
+
+
+def test_a_hint_ends_for_what_it_has_spared() -> None:
+    """And not for what came later in its place, which another hint spares."""
+    driven = learned(num_device=8, num_host=8)
+    driven.serve(A)
+    driven.ledger.hint(driven.prefix(A), expires_at=10.0)
+    driven.serve(prompt(9, 32))
+    assert sum(driven.hit(A)) == 0
+    driven.serve(A[:9])
+    assert driven.ledger.hint(driven.prefix(A[:9]), expires_at=20.0) == 8
+    driven.ledger.lapse(10.0)
+    assert driven.ledger.statistics().num_hints == 1
+    assert {part.ring // NUM_CLASSES for part in host_order(driven) if part.run.tokens[0] == A[0] % 256} == {1}
+    driven.ledger.lapse(20.0)
+    assert spared(driven) == {0}
 
 
 def test_hints_that_never_come_true_spare_nothing() -> None:

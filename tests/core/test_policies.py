@@ -288,8 +288,8 @@ def test_the_counts_are_bounded() -> None:
         driven.serve(prompt(name, 17))
         driven.serve([*prompt(5, 8), *prompt(name + 1000, 8), 3])
         assert counts.num_tokens <= policy.max_counted_tokens
-        assert counts.num_tokens == sum(map(counts._cost, counts._counts))
-        assert set(counts._counts) == set(counts._index.runs.values())
+        assert counts.num_tokens == sum(map(counts._cost, counts._runs.values()))
+        assert all(run.key == key for key, run in counts._runs.items())
     assert counts.stop_of(sequence(prompt(5, 8)), 2, 100) == 2, "what is seen all the time is still known"
     assert counts.stop_of(sequence(prompt(20, 17)), 4, 1) == 0
     assert counts.stop_of(sequence(prompt(299, 17)), 4, 1) == 4
