@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from bisect import bisect_right
 from typing import Any
@@ -221,18 +222,22 @@ def test_a_switch_of_the_ruling_order_is_told_once_and_evictions_are_counted_by_
     driven = learned(num_device=24, num_host=20, observer=heard)
     found = driven.ledger.statistics().eviction
     assert found is not None and found.tiers[0].rule is EvictionRule.LEARNED and not found.num_remembered_runs
-    for name in range(1, 5):
-        driven.serve(prompt(name, 65))  # long enough for the sample
-    before = driven.ledger.cache.tiers[Tier.HOST].num_evicted
-    assert before and not heard.switches
+    names = itertools.count(1)
+
+    def serve_some() -> None:
+        """New prompts: some of them are in the guard's sample."""
+        for name in itertools.islice(names, 16):
+            driven.serve(prompt(name, 65))
+
+    serve_some()
+    assert driven.ledger.cache.tiers[Tier.HOST].num_evicted and not heard.switches
     hit_lately(driven, 90.0, 100.0)
-    driven.serve(prompt(5, 65))
+    serve_some()
     (switch,) = heard.switches
     assert (switch.tier, switch.rule, switch.num_switches) == (Tier.HOST, EvictionRule.LRU, 1)
-    assert 85 < switch.learned_hits < switch.lru_hits and switch.num_evicted_learned == before
-    driven.serve(prompt(6, 65))
+    assert 60 < switch.learned_hits < switch.lru_hits and switch.num_evicted_learned > 0 == switch.num_evicted_lru
     hit_lately(driven, 102.0, 100.0)
-    driven.serve(prompt(7, 65))
+    serve_some()
     assert [each.rule for each in heard.switches] == [EvictionRule.LRU, EvictionRule.LEARNED]
     statistics = driven.ledger.statistics()
     assert statistics.eviction is not None
@@ -240,8 +245,8 @@ def test_a_switch_of_the_ruling_order_is_told_once_and_evictions_are_counted_by_
     assert statistics.learned == (Tier.HOST,) and host.num_switches == 2 and host.num_evicted_lru > 0
     evicted = driven.ledger.cache.tiers[Tier.HOST].num_evicted
     assert host.num_evicted_learned + host.num_evicted_lru == evicted
-    assert statistics.eviction.num_remembered_runs == 7
-    assert statistics.eviction.num_remembered_bytes >= 7 * 64 * 4
+    num_runs = statistics.eviction.num_remembered_runs
+    assert 0 < num_runs <= 48 and statistics.eviction.num_remembered_bytes >= num_runs * 64 * 4
     assert Driven(8).ledger.statistics().eviction is None
 
 
