@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from .groups import Layout
@@ -54,7 +54,8 @@ class HitCounts:
     def __init__(
         self, layout: Layout, max_tokens: int, run_tokens: int = RUN_TOKENS, watcher: RunWatcher | None = None
     ) -> None:
-        self._index = RunIndex(replace(layout, bands=()), epoch=0, tiers=())
+        bare = Layout(layout.groups, layout.unit_tokens, (), layout.places, (), layout.width, layout.full)
+        self._index = RunIndex(bare, epoch=0, tiers=())
         self._unit_tokens = layout.unit_tokens
         self._max_tokens = max_tokens
         self._run_tokens = run_tokens
