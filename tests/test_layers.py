@@ -44,7 +44,10 @@ FLOORS = (
     "engine_matches engine_offers fetches situation",
     "engine_owned",
     "ledger_rooms",
-    "ledger_disk ledger_remote ledger_requests ledger_work",
+    "ledger_requests",
+    "ledger_work",
+    "ledger_disk",
+    "ledger_remote",
     "ledger",
 )
 """Of the core, the lowest one first: a file imports from floors below its own only."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from .owners import Holding
 from .records import Job
@@ -83,7 +83,7 @@ class Arrivals:
         if stop == arrival.start:
             del self.under_way[holding]
         else:
-            self.under_way[holding] = replace(arrival, stop=stop)
+            self.under_way[holding] = Arrival(arrival.start, stop, arrival.jobs)
         return self._waiting_for(holding)
 
     def taken_back(self, holding: Holding, stop: int) -> list[Callable[[], object]]:

@@ -18,10 +18,7 @@ from ..prefix import Prefix
 from .arguments import check_prefix, check_text, check_tier
 from .integrity import check_integrity
 from .kept import CacheTransfer, Demotion, Pin, Prefetch
-from .ledger_disk import DiskOfLedger
 from .ledger_remote import RemoteOfLedger
-from .ledger_requests import BeginningRequests
-from .ledger_work import WorkingRequests
 from .lifecycle import PinState
 from .owners import Holding, nobody
 from .pins import check_time
@@ -71,7 +68,7 @@ class LedgerStatistics:
     """None unless eviction learns."""
 
 
-class Ledger(BeginningRequests, WorkingRequests, DiskOfLedger, RemoteOfLedger):
+class Ledger(RemoteOfLedger):
     """Decides what each block holds, for which owners, and what may happen to it next.
 
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of

@@ -12,7 +12,7 @@ from .answer import PrefixMatch
 from .arguments import check_bool, check_int, check_prefix
 from .fetches import Fetches
 from .kept import Fetch
-from .ledger_rooms import LedgerRooms
+from .ledger_work import WorkingRequests
 from .lifecycle import RequestState, require
 from .owners import Holding, nobody
 from .plan import Tier, TransferPlan
@@ -26,7 +26,7 @@ from .waiting import is_waiting
 __all__ = ["DiskOfLedger"]
 
 
-class DiskOfLedger(LedgerRooms):
+class DiskOfLedger(WorkingRequests):
     """Calls that need `OffloadConfig.disk`. Without one, nothing is ever planned for the disk."""
 
     def fetch(

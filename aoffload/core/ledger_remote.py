@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from ..arguments import check_callable
 from .arguments import check_int
-from .ledger_rooms import LedgerRooms
+from .ledger_disk import DiskOfLedger
 from .plan import CellLabel, TransferPlan
 
 __all__ = ["RemoteOfLedger"]
 
 
-class RemoteOfLedger(LedgerRooms):
+class RemoteOfLedger(DiskOfLedger):
     """Calls that need `OffloadConfig.remote`. Without it, nothing is ever planned for a remote store."""
 
     @property

@@ -22,7 +22,6 @@ from .tokens import TokenSequence
 
 __all__ = ["BeginningRequests"]
 
-
 _S = RequestState
 
 

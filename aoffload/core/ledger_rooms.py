@@ -211,7 +211,7 @@ class LedgerRooms:
 
     # -- how a call begins and ends -------------------------------------------------------------------------------
 
-    def _own(self, holding: Holding) -> Holding:
+    def _own(self, holding: object) -> Holding:
         """Refuse a request of another ledger."""
         if not isinstance(holding, Holding) or holding.ledger is not self:
             raise InvalidArgument("holding", f"was not admitted by this ledger: {shown(holding)}")
@@ -221,14 +221,14 @@ class LedgerRooms:
         if self._engine is not None:
             raise WrongState(f"{call}: an engine has the device blocks of this ledger: see docs/engines.md")
 
-    def _on_own_device(self, holding: Holding, call: str) -> Holding:
+    def _on_own_device(self, holding: object, call: str) -> Holding:
         """Refuse a request of another ledger, and `call` if an engine owns the device blocks."""
         if self._engine is None and isinstance(holding, Holding) and holding.ledger is self:
             return holding
         self._require_own_device(call)
         return self._own(holding)
 
-    def _engine_of(self, holding: Holding, call: str) -> EngineOwned:
+    def _engine_of(self, holding: object, call: str) -> EngineOwned:
         """The engine-owned device; refuse `call` if this ledger owns the device blocks."""
         self._own(holding)
         if self._engine is None:

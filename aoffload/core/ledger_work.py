@@ -12,7 +12,7 @@ from .answer import PrefixMatch
 from .arguments import check_bool, check_completion, check_int, check_text
 from .choice import Loadable
 from .kept import Step
-from .ledger_rooms import LedgerRooms
+from .ledger_requests import BeginningRequests
 from .lifecycle import RequestState, require
 from .loads import require_no_holes
 from .overlap import begin_step, can_start, expected_ids, first_invalid_token, tell
@@ -24,12 +24,11 @@ from .windows import slide
 
 __all__ = ["WorkingRequests"]
 
-
 _S = RequestState
 _LOADING = (_S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED)
 
 
-class WorkingRequests(LedgerRooms):
+class WorkingRequests(BeginningRequests):
     """Calls from the first load until the request is over."""
 
     # -- loading --------------------------------------------------------------------------------------------------
@@ -281,29 +280,30 @@ class WorkingRequests(LedgerRooms):
         stores to launch.
         """
         reason = check_text("reason", reason)
-        if self.holdings.get(self._own(holding).request_id) is not holding:
-            raise WrongState(f"release: {holding} is {holding.state.name} already")
+        request = self._own(holding)
+        if self.holdings.get(request.request_id) is not request:
+            raise WrongState(f"release: {request} is {request.state.name} already")
         plans: tuple[TransferPlan, ...] = ()
-        done = holding.state is _S.RUNNING and holding.has_committed and reason == "closed_early"
-        if done and holding.epoch == self.cache.epoch:
-            plans = self._commits.offer_stores(holding, holding.published, is_last=True)
-        if holding.waiter is not None:
-            self.admission.leave(holding.waiter)
-        settled = self._loads.abandon(holding) if holding.load is not None else []
-        if holding.origins:
-            self._forks.leaving(holding)
-        if holding.num_steps:
-            self._closing.add(holding)
+        done = request.state is _S.RUNNING and request.has_committed and reason == "closed_early"
+        if done and request.epoch == self.cache.epoch:
+            plans = self._commits.offer_stores(request, request.published, is_last=True)
+        if request.waiter is not None:
+            self.admission.leave(request.waiter)
+        settled = self._loads.abandon(request) if request.load is not None else []
+        if request.origins:
+            self._forks.leaving(request)
+        if request.num_steps:
+            self._closing.add(request)
         else:
-            self._request_leases.let_go(holding)
-        del self.holdings[holding.request_id]
+            self._request_leases.let_go(request)
+        del self.holdings[request.request_id]
         if not done:
-            holding.ends_for(reason)
-        self._moves.request(holding, _S.DONE if done else _S.ABORTED)
+            request.ends_for(reason)
+        self._moves.request(request, _S.DONE if done else _S.ABORTED)
         if self._forks.over:
-            self._forks.left(holding)
+            self._forks.left(request)
         if self._engine is not None:
-            self._engine.left(holding)
+            self._engine.left(request)
         if settled:
             self._settled(settled)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from typing import Final
 
 import attrs
 
@@ -42,11 +43,11 @@ TIERS = (
     TierRow(Tier.REMOTE, above=Tier.HOST, lowest_id=0),
 )
 """The tiers, by number."""
-BELOW = next(row.tier for row in TIERS if row.above is Tier.DEVICE)
+BELOW: Final = next(row.tier for row in TIERS if row.above is Tier.DEVICE)
 """The tier right below the device: loads onto the device come from it, stores from the device go to it."""
-HIT_TIERS = (Tier.DEVICE, BELOW)
+HIT_TIERS: Final = (Tier.DEVICE, BELOW)
 """Where a hit may lie. What only a tier further down has is fetched first."""
-CACHE_TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+CACHE_TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 """The tiers whose blocks the index knows. What a remote store has, only the store knows."""
 
 

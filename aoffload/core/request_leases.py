@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .answer import PrefixMatch
 from .cache import PrefixCache
@@ -56,7 +56,7 @@ class RequestLeases:
         if holding.state is RequestState.REQUEUED:
             # A requeued request does not load again. Otherwise two requests whose loads keep failing could take turns
             # forever: each gives up its blocks, which lets the other one try again.
-            hit = replace(hit, stop=hit.device_stop)
+            hit = Hit(hit.device_stop, hit.device_stop, hit.path)
         return hit
 
     def _take_leases(self, holding: Holding, hit: Hit, *, islands: bool) -> None:

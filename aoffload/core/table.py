@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -24,13 +25,13 @@ from .intervals import within
 __all__ = ["NO_LIMIT", "BlockTable", "not_null", "nulls"]
 
 
-NO_LIMIT = 2**62
+NO_LIMIT: Final = 2**62
 """A number of units: no limit."""
-MANY = 100
+MANY: Final = 100
 """From this many ids on, numpy is faster than a loop that makes each id a Python int."""
 
 
-_NULL = array("i", [0])
+_NULL: Final = array("i", [0])
 
 
 def _no_ids() -> array[int]:
