@@ -157,9 +157,9 @@ $(COMPILED)/.installed: $(WHEELS)/.compiled proof/beside.py
 	$(BIN)/python proof/beside.py $(COMPILED)  # afterwards: pip would take the clone's for installed
 	touch $@
 
-CORE := $(wildcard aoffload/*.py aoffload/core/*.py)
+PACKAGE := $(shell find aoffload -name "*.py")
 
-$(WHEELS)/.compiled: $(VENV)/.installed hatch_build.py $(CORE)
+$(WHEELS)/.compiled: $(VENV)/.installed hatch_build.py pyproject.toml $(PACKAGE)
 	rm -rf $(WHEELS)/compiled
 	AOFFLOAD_COMPILE=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir $(WHEELS)/compiled
 	touch $@
