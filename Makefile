@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed bench bench-peers compiled test-compiled lockstep wheels clean
+.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed bench bench-peers compiled test-compiled lockstep alike wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -147,6 +147,7 @@ WHEELS := build/wheels
 COMPILED_PYTHON := $(COMPILED)/bin/python
 COMPILED_TESTS ?= tests/core tests/ledger
 PROGRAMS ?= 20000
+LOCKSTEP_ARGS ?=
 
 compiled: $(COMPILED)/.installed
 
@@ -170,7 +171,11 @@ test-compiled: $(COMPILED)/.installed
 
 # Random programs in lockstep, pure beside compiled.
 lockstep: $(COMPILED)/.installed
-	$(BIN)/python -m proof.lockstep --beside $(COMPILED_PYTHON) --programs $(PROGRAMS)
+	$(BIN)/python -m proof.lockstep --beside $(COMPILED_PYTHON) --programs $(PROGRAMS) $(LOCKSTEP_ARGS)
+
+# What else a program sees of both: odd arguments to every call, values, plug-ins that fail.
+alike: $(COMPILED)/.installed
+	$(BIN)/python -m proof.alike --beside $(COMPILED_PYTHON)
 
 # Both wheels of this interpreter, built and tested: each installed in turn, the same demo with each.
 wheels: $(WHEELS)/.compiled

@@ -1,7 +1,7 @@
 """A digest of all that a ledger is, equal in every process and with every build of the core.
 
 It walks what is reachable, and into objects of the core only: of observers, clocks and clients it says the class. It is
-taken after each call of a program, so it names no field and builds no text.
+taken after each call of a program, so it names no field.
 """
 
 from __future__ import annotations
