@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed bench bench-peers compiled test-compiled lockstep alike wheels clean
+.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed bench bench-peers compiled test-compiled lockstep alike compiled-memory wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -176,6 +176,10 @@ lockstep: $(COMPILED)/.installed
 # What else a program sees of both: odd arguments to every call, values, plug-ins that fail.
 alike: $(COMPILED)/.installed
 	$(BIN)/python -m proof.alike --beside $(COMPILED_PYTHON)
+
+# Bytes of the index for a cached block with both.
+compiled-memory: $(COMPILED)/.installed
+	$(BIN)/python -m proof.index_memory --beside $(COMPILED_PYTHON)
 
 # Both wheels of this interpreter, built and tested: each installed in turn, the same demo with each.
 wheels: $(WHEELS)/.compiled

@@ -118,14 +118,12 @@ def _woken(ledger: Ledger, holding: Any, wake: Callable[..., Any]) -> str:
 
 
 def traced(make: Callable[[], Any]) -> str:
-    """What it says; with an error, where that came through: functions of the package with their lines of source."""
+    """What it says; with an error, where that came through: lines and functions of the package."""
     try:
         return ADDRESS.sub("", repr(make()))
     except BaseException as error:  # noqa: BLE001
         frames = traceback.extract_tb(error.__traceback__)
-        through = [
-            f"{_file(one.filename)}:{one.lineno} {one.name}: {one.line}" for one in frames if "aoffload" in one.filename
-        ]
+        through = [f"{_file(one.filename)}:{one.lineno} {one.name}" for one in frames if "aoffload" in one.filename]
         return ADDRESS.sub("", f"{type(error).__name__}: {error}") + "\n  " + "\n  ".join(through)
 
 
