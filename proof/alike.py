@@ -21,6 +21,8 @@ EXPECTED = (
     ("a pool that counts in another class than when it was given", r"plug-ins pool num_\w+ gives .*"),
 )
 
+LINE = re.compile(r"(?<=\.py):\d+")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m proof.alike", description=__doc__)
@@ -34,6 +36,9 @@ def main() -> int:
         part, question, answer = mine
         num_asked[part] += 1
         if mine == theirs:
+            continue
+        if LINE.sub("", str(mine)) == LINE.sub("", str(theirs)):
+            expected["a traceback names another line of the same statement"] += 1
             continue
         reasons = [reason for reason, pattern in EXPECTED if re.fullmatch(pattern, f"{part} {question}")]
         if reasons:

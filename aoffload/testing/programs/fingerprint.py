@@ -69,9 +69,10 @@ def _fields(thing: object) -> Iterator[tuple[str, object]]:
         yield name, getattr(thing, name)
 
 
-def names_of(thing: object) -> tuple[str, ...]:
+def names_of(thing: Any) -> tuple[str, ...]:
     """The fields of an object, as a compiled class would have them, too."""
-    names, own = slots_of(type(thing)), getattr(thing, "__dict__", None)
+    kind: Any = type(thing)
+    names, own = slots_of(kind), getattr(thing, "__dict__", None)
     return _sorted((*names, *own)) if own else names
 
 

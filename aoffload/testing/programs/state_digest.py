@@ -34,7 +34,7 @@ def state_digest(*roots: object) -> str:
         """What is no atom: its number, or what is inside of it."""
         number = numbers.get(id(value))
         if number is None:
-            kind = type(value)
+            kind: Any = type(value)
             if kind is tuple:
                 return tuple([one if type(one) in ATOMS else told(one) for one in value])
             if _reader(kind) is _nothing:
@@ -45,7 +45,7 @@ def state_digest(*roots: object) -> str:
 
     found: list[object] = []
     for thing in waiting:  # grows while it is read
-        kind = type(thing)
+        kind: Any = type(thing)
         inside = _reader(kind)(thing)
         found.append((kind.__name__, [value if type(value) in ATOMS else told(value) for value in inside]))
     return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
@@ -59,9 +59,7 @@ def _reader(kind: Any) -> Callable[[Any], Iterable[object]]:
             return read
     if hasattr(kind, "hexdigest"):
         return lambda thing: (thing.hexdigest(),)
-    if issubclass(kind, Callable) or not kind.__module__.startswith(
-        WALKED
-    ):  # a compiled lambda has a class in the core
+    if not kind.__module__.startswith(WALKED):
         return _nothing
     if kind.__dictoffset__:
         return lambda thing: [getattr(thing, name) for name in names_of(thing)]
@@ -79,6 +77,7 @@ def _nothing(thing: object) -> Iterable[object]:
 
 
 READERS: dict[Any, Callable[[Any], Iterable[object]]] = {
+    Callable: _nothing,  # a compiled lambda has a class in the core
     dict: lambda thing: [*thing.keys(), *thing.values()],
     (set, frozenset): lambda thing: sorted(thing, key=str),
     (list, tuple, deque): iter,
