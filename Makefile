@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep wheels clean
+.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep alike compiled-memory wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -156,6 +156,7 @@ WHEELS := build/wheels
 COMPILED_PYTHON := $(COMPILED)/bin/python
 COMPILED_TESTS ?= tests/core tests/ledger
 PROGRAMS ?= 20000
+LOCKSTEP_ARGS ?=
 
 compiled: $(COMPILED)/.installed
 
@@ -166,9 +167,9 @@ $(COMPILED)/.installed: $(WHEELS)/.compiled proof/beside.py
 	$(BIN)/python proof/beside.py $(COMPILED)  # afterwards: pip would take the clone's for installed
 	touch $@
 
-CORE := $(wildcard aoffload/*.py aoffload/core/*.py)
+PACKAGE := $(shell find aoffload -name "*.py")
 
-$(WHEELS)/.compiled: $(VENV)/.installed hatch_build.py $(CORE)
+$(WHEELS)/.compiled: $(VENV)/.installed hatch_build.py pyproject.toml $(PACKAGE)
 	rm -rf $(WHEELS)/compiled
 	AOFFLOAD_COMPILE=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir $(WHEELS)/compiled
 	touch $@
@@ -179,7 +180,15 @@ test-compiled: $(COMPILED)/.installed
 
 # Random programs in lockstep, pure beside compiled.
 lockstep: $(COMPILED)/.installed
-	$(BIN)/python -m proof.lockstep --beside $(COMPILED_PYTHON) --programs $(PROGRAMS)
+	$(BIN)/python -m proof.lockstep --beside $(COMPILED_PYTHON) --programs $(PROGRAMS) $(LOCKSTEP_ARGS)
+
+# What else a program sees of both: odd arguments to every call, values, plug-ins that fail.
+alike: $(COMPILED)/.installed
+	$(BIN)/python -m proof.alike --beside $(COMPILED_PYTHON)
+
+# Bytes of the index for a cached block with both.
+compiled-memory: $(COMPILED)/.installed
+	$(BIN)/python -m proof.index_memory --beside $(COMPILED_PYTHON)
 
 # Both wheels of this interpreter, built and tested: each installed in turn, the same demo with each.
 wheels: $(WHEELS)/.compiled

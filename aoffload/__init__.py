@@ -17,10 +17,9 @@ from .core.answer import PrefixMatch
 from .core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from .core.ledger import Ledger
 from .core.lifecycle import RequestState
-from .core.owners import Extension
 from .core.plan import Tier
 from .core.policy import EagerStore, LazyStore, NoStore, SelectiveStore
-from .core.preemption import Preemption
+from .core.results import Extension, Preemption
 from .disk_tier import DiskTier
 from .errors import (
     AoffloadError,

@@ -8,10 +8,9 @@ from .core.answer import Answer
 from .core.build import is_compiled
 from .core.cells import cells_of
 from .core.choice import CostChoice, Loadable, LoadChoice, LoadOffer
-from .core.eviction import EvictionOrder
-from .core.forks import Fork
+from .core.eviction import EvictionOrder, LearnedEviction
+from .core.forked import Fork
 from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
-from .core.learning import LearnedEviction
 from .core.ledger import LedgerStatistics, RemoteCounts
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
 from .core.observing import Observer

@@ -7,8 +7,8 @@ from functools import partial
 
 import anyio
 
-from .core.owners import Extension, Waiter
-from .core.preemption import Preemption
+from .core.owners import Waiter
+from .core.results import Extension, Preemption
 from .engine_calls import EngineCalls
 from .errors import OutOfBlocks
 from .fetching import fetch

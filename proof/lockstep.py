@@ -13,22 +13,27 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .programs import PIECE, ProgramPiece, pieces
+from .programs import FACES, ProgramPiece
 
 ROOT = Path(__file__).parent.parent
 WALK = ROOT / "proof" / "walk.py"
+PIECE = 1000
+"""Programs that a process runs at most: to start one takes some seconds."""
 
 
 class Build:
     """A build of the core: the pure one of this clone, or the one that is installed beside another interpreter."""
 
-    def __init__(self, python: Path | None = None) -> None:
+    def __init__(self, python: Path | None = None, script: Path = WALK) -> None:
         self.is_compiled = python is not None
-        self.command = [str(python or sys.executable), "-P", "-W", "ignore", str(WALK)]
+        self.command = [str(python or sys.executable), "-P", "-W", "ignore", str(script)]
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self.environment = kept if python is not None else {**kept, "PYTHONPATH": str(ROOT)}
 
@@ -73,11 +78,12 @@ def main() -> int:
     parser.add_argument("--beside", type=Path, required=True, metavar="PYTHON", help="that has the compiled core")
     parser.add_argument("--programs", type=int, default=20_000, help="at least so many")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="pairs of processes at a time")
     given = parser.parse_args()
     pure, compiled = Build(), Build(given.beside.absolute())
     began_s, num_programs, num_calls, broken = time.monotonic(), 0, 0, list[tuple[str, int]]()
-    for piece in _pieces(given.programs, given.first_seed):
-        calls, differing = compare(pure, compiled, piece)
+    found = _pieces(given.programs, given.first_seed)
+    for piece, (calls, differing) in zip(found, _compared(pure, compiled, found, given.jobs), strict=True):
         num_programs, num_calls = num_programs + piece.num_programs, num_calls + calls
         broken += [(piece.face, seed) for seed in differing]
         about = f"{num_programs:,} programs, {num_calls:,} calls compared, {len(broken)} programs differ"
@@ -87,11 +93,18 @@ def main() -> int:
     return bool(broken)
 
 
+def _compared(one: Build, other: Build, found: list[ProgramPiece], num_jobs: int) -> Iterator[tuple[int, list[int]]]:
+    with ThreadPoolExecutor(num_jobs) as threads:
+        yield from threads.map(partial(compare, one, other), found)
+
+
 def _pieces(num_programs: int, first_seed: int) -> list[ProgramPiece]:
-    """Faces in their shares. A few programs are less than a piece of each face."""
-    found = pieces(num_programs, first_seed)
-    size = min(PIECE, -(-num_programs // len(found)))
-    return [ProgramPiece(piece.face, piece.first_seed, size) for piece in found]
+    """Faces in their shares, and those whose programs take longest first."""
+    found = list[ProgramPiece]()
+    for face, share in sorted(Counter(FACES).items(), key=lambda item: item[1]):
+        num = -(-num_programs * share // len(FACES))
+        found += [ProgramPiece(face, first_seed + at, min(PIECE, num - at)) for at in range(0, num, PIECE)]
+    return found
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ FACES = ("ledger", "transport", "ranks", "cuda", "stores")
 FLOORS = (
     "build pools",
     "answer blocks choice intervals lifecycle plan restored returns tokens tombstones",
-    "arguments groups records status table",
+    "arguments groups records results status table",
     "cells engine_ids eviction index owners paths watching",
-    "engine_arrivals hit_counts kept labels learned_order presence tiers waiting",
+    "engine_arrivals forked hit_counts kept labels learned_order presence tiers waiting",
     "observing",
     "components matching observer policy shadows",
     "engine_blocks splits",

@@ -11,9 +11,10 @@ from .arguments import check_int
 from .cache import PrefixCache
 from .lifecycle import RequestState, require
 from .observer import Moves
-from .owners import Extension, Holding, Waiter, nobody
+from .owners import Holding, Waiter, nobody
 from .plan import Tier
 from .request_leases import RequestLeases
+from .results import Extension
 from .waiting import Line, is_waiting
 
 __all__ = ["Admission"]

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+import attrs
+
 from .records import Part
 
-__all__ = ["EvictionOrder", "LeastRecentlyUsed"]
+__all__ = ["EvictionOrder", "LearnedEviction", "LeastRecentlyUsed"]
+
+
+@attrs.frozen
+class LearnedEviction:
+    """Eviction that learns, in the host and on the disk; `device`: also on the device."""
+
+    device: bool = False
 
 
 class EvictionOrder(Protocol):

@@ -10,6 +10,7 @@ from ..errors import OutOfBlocks, WrongState
 from .admission import Admission
 from .answer import PrefixMatch
 from .cache import PrefixCache
+from .forked import Fork
 from .groups import Band
 from .lifecycle import NoEpoch, RequestState
 from .observer import Moves
@@ -20,18 +21,9 @@ from .request_leases import RequestLeases
 from .table import BlockTable, nulls
 from .waiting import is_waiting
 
-__all__ = ["Fork", "Forks", "taken_from"]
+__all__ = ["Forks", "taken_from"]
 
 _S = RequestState
-
-
-@dataclass(slots=True, frozen=True)
-class Fork:
-    """A forked request, and what the engine has to copy before it or its parent goes on."""
-
-    holding: Holding
-    copies: tuple[tuple[int, int], ...]
-    """(source, destination) device blocks: those that are not full, and others that could not be shared."""
 
 
 @dataclass(slots=True, eq=False)

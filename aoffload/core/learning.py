@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from .cache import PrefixCache
 from .eviction import EvictionOrder, LeastRecentlyUsed
@@ -17,17 +16,10 @@ from .returns import NUM_CLASSES, ReturnTimes, class_of
 from .shadows import Guard
 from .tokens import TokenSequence
 
-__all__ = ["LearnedEviction", "Learning"]
+__all__ = ["Learning"]
 
 REMEMBERED = 8
 """How often units were asked for is remembered for this many times the units that the host holds."""
-
-
-@dataclass(slots=True, frozen=True)
-class LearnedEviction:
-    """Eviction that learns, in the host and on the disk; `device`: also on the device."""
-
-    device: bool = False
 
 
 class Learning:

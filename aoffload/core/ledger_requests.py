@@ -10,13 +10,14 @@ from ..errors import DuplicateRequest, InvalidArgument
 from ..prefix import Prefix
 from .answer import PrefixMatch
 from .arguments import check_bool, check_int, check_prefix, check_text
-from .forks import Fork
+from .forked import Fork
 from .ledger_rooms import LedgerRooms
 from .lifecycle import RequestState, require
 from .matching import fetchable_path, find_hit
-from .owners import Extension, Holding, Waiter, nobody
+from .owners import Holding, Waiter, nobody
 from .plan import BELOW
 from .policy import StoreScope, store_limit
+from .results import Extension
 from .table import NO_LIMIT
 from .tokens import TokenSequence
 

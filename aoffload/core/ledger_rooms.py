@@ -20,14 +20,14 @@ from .engine_blocks import EngineTier
 from .engine_matches import EngineMatches
 from .engine_offers import EngineOffers
 from .engine_owned import EngineOwned
-from .eviction import EvictionOrder, LeastRecentlyUsed
+from .eviction import EvictionOrder, LearnedEviction, LeastRecentlyUsed
 from .fetches import Fetches
 from .forks import Forks
 from .groups import KVCacheGroup, Layout
 from .hints import AlsoLearns, Hints
 from .jobs import JobBook
 from .kept import Step
-from .learning import LearnedEviction, Learning
+from .learning import Learning
 from .loads import Loads
 from .observer import Moves
 from .observing import Observer
@@ -276,6 +276,8 @@ def _device_tier(num_device_blocks: int, device_pool: DevicePool | None, order: 
     if device_pool is None:
         device_pool = FreeList(num_device_blocks)
     check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
+    for name in ("num_blocks", "num_free"):  # of another class, such as numpy's, they end up in every sum
+        check_int(f"device_pool.{name}", getattr(device_pool, name), 0, error=ConfigError)
     return TierBlocks(Tier.DEVICE, device_pool, order)
 
 

@@ -18,7 +18,7 @@ from .loads import require_no_holes
 from .overlap import begin_step, can_start, expected_ids, first_invalid_token, tell
 from .owners import Holding, nobody
 from .plan import Completion, TransferPlan
-from .preemption import Preemption
+from .results import Preemption
 from .tokens import TokenSequence
 from .windows import slide
 

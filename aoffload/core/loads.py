@@ -80,7 +80,7 @@ class Loads:
             self.conclude_all([holding])
         return tuple([job.plan for job in jobs])
 
-    def loadable(self, holding: Holding, max_tokens: int | None) -> Loadable | None:
+    def loadable(self, holding: Holding, max_tokens: object) -> Loadable | None:
         """What `plan` would load. None: nothing, or it was planned before."""
         layout, start, stop = self.cache.layout, holding.published, holding.hit_stop
         if max_tokens is not None or stop > holding.num_units:

@@ -19,22 +19,12 @@ from .records import Claimant, Job, Lease, Run
 from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence
 
-__all__ = ["Extension", "Holding", "LoadOverlap", "Waiter", "claimants", "nobody"]
+__all__ = ["Holding", "LoadOverlap", "Waiter", "claimants", "nobody"]
 
 _UNREAD = (
     RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.REQUEUED, RequestState.STRANDED,
 )  # fmt: skip
 _UNDER_WAY = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
-
-
-@dataclass(slots=True, frozen=True)
-class Extension:
-    """What `extend` changed in the block tables, a list per group."""
-
-    added: list[list[int]]
-    """Ids appended."""
-    nulled: list[list[int]]
-    """Positions that became null because they left the window of their group."""
 
 
 @dataclass(slots=True, eq=False)

@@ -15,26 +15,13 @@ from .owners import Holding
 from .plan import Tier, TransferPlan
 from .policy import NoStore, StorePolicy
 from .request_leases import RequestLeases
+from .results import Preemption
 from .stores import Stores
 from .waiting import is_waiting
 
-__all__ = ["Preemption", "Preemptions"]
+__all__ = ["Preemptions"]
 
 _S = RequestState
-
-
-@dataclass(slots=True, frozen=True)
-class Preemption:
-    """What a preempted request has given up."""
-
-    num_freed: int
-    """Device blocks by which the room grew, without those of an abandoned load. Blocks shared with other requests stay
-    in use."""
-    num_pending: int
-    """Blocks that copies still read: released when the jobs in `job_ids` are over."""
-    job_ids: tuple[int, ...]
-    plans: tuple[TransferPlan, ...] = ()
-    """Stores to launch."""
 
 
 @dataclass(slots=True, eq=False)

@@ -187,13 +187,14 @@ def check_program(program: Program) -> None:
 
 def steps_of(face: Face, seed: int, num_calls: int = NUM_CALLS) -> list[str]:
     """What the program that a seed stands for shows: each call with what it said and a digest of all that ledger and
-    plans are after it, then its outcome. Of a program of a runtime, only its outcome. Equal in every process and with
-    every build of the core."""
+    plans are after it, then its outcome. Equal in every process and with every build of the core."""
     taken: list[str] = []
     if face in LEDGERS:
         outcome = _draw_ledger_program(face, seed, num_calls, taken)[1]
     else:
-        outcome = program_of(face, seed, num_calls)[1]
+        from .runtime_face import draw_and_run
+
+        outcome = draw_and_run(face, seed, num_calls, taken)[1]
     return [*taken, f"{outcome.num_calls} calls, {outcome.violation}, {outcome.digest}"]
 
 

@@ -7,14 +7,13 @@ pools, orders, runs with parts and references, jobs, the line, holdings, counter
 from __future__ import annotations
 
 import enum
-import hashlib
 from array import array
 from collections.abc import Iterator
 from functools import cache
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-__all__ = ["changes", "fingerprint", "state_digest"]
+__all__ = ["changes", "fingerprint", "names_of", "slots_of"]
 
 MEMOS = frozenset({"_hash_after", "_firsts"})
 """Fields computed on demand from other fields: reading may fill them in."""
@@ -24,7 +23,7 @@ LAYOUTS = ("__slots__", "__mypyc_attrs__")
 """Where a class names its fields: a compiled one has no slots."""
 
 
-def fingerprint(*roots: object, names_functions: bool = True) -> dict[str, object]:
+def fingerprint(*roots: object) -> dict[str, object]:
     """Each object reachable from `roots`, field by field. Objects are named in the order they are met, so two
     fingerprints are equal if and only if both have the same values and the same references between objects."""
     names: dict[int, str] = {}
@@ -35,10 +34,6 @@ def fingerprint(*roots: object, names_functions: bool = True) -> dict[str, objec
             return thing.name
         if isinstance(thing, PLAIN):
             return type(thing).__name__, thing  # True is not 1, and 1.0 is not either
-        if not names_functions and callable(thing):  # a compiled lambda is an object of its own class
-            return "function"
-        if not names_functions and isinstance(thing, tuple):  # which equal tuples are one object is the build's affair
-            return tuple(map(refer, thing))
         if isinstance(thing, FUNCTIONS):
             return thing.__qualname__, hash(thing)
         if id(thing) not in names:
@@ -50,13 +45,6 @@ def fingerprint(*roots: object, names_functions: bool = True) -> dict[str, objec
     for thing in waiting:  # grows while it is read
         found[names[id(thing)]] = [(name, refer(value)) for name, value in _inside(thing)]
     return found
-
-
-def state_digest(*roots: object) -> str:
-    """A hash of the same values and references, equal in every process and in a compiled core: of functions it knows
-    only that they are there, and what they are bound to is reached in another way."""
-    found = fingerprint(*roots, names_functions=False)
-    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
 
 
 def _inside(thing: Any) -> Iterator[tuple[object, object]]:
@@ -77,18 +65,27 @@ def _inside(thing: Any) -> Iterator[tuple[object, object]]:
 
 
 def _fields(thing: object) -> Iterator[tuple[str, object]]:
-    kind: Any = type(thing)
-    names = _slots_of(kind)
-    if own := getattr(thing, "__dict__", None):
-        names = tuple(sorted({*names, *own} - MEMOS))
-    for name in names:
+    for name in names_of(thing):
         yield name, getattr(thing, name)
 
 
+def names_of(thing: Any) -> tuple[str, ...]:
+    """The fields of an object, as a compiled class would have them, too."""
+    kind: Any = type(thing)
+    names, own = slots_of(kind), getattr(thing, "__dict__", None)
+    return _sorted((*names, *own)) if own else names
+
+
 @cache
-def _slots_of(kind: type) -> tuple[str, ...]:
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """The fields that a class declares."""
     found = {name for base in kind.__mro__ for layout in LAYOUTS for name in getattr(base, layout, ())}
-    return tuple(sorted(found - MEMOS - {"__weakref__", "__dict__"}))
+    return _sorted(tuple(found - {"__weakref__", "__dict__"}))
+
+
+@cache
+def _sorted(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted({*names} - MEMOS))
 
 
 def changes(before: dict[str, object], after: dict[str, object]) -> list[str]:

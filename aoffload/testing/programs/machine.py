@@ -16,11 +16,12 @@ from ...core.plan import Tier
 from ...errors import AoffloadError
 from ...prefix import Prefix, Root
 from ..violations import Violation
-from .fingerprint import changes, fingerprint, state_digest
+from .fingerprint import changes, fingerprint
 from .ledger_laws import Laws
 from .ledger_remote import RemoteCalls
 from .ledger_steps import BROKEN
 from .program import Call, World
+from .state_digest import state_digest
 
 __all__ = ["Machine"]
 

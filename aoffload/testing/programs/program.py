@@ -10,8 +10,8 @@ import attrs
 
 from ...arguments import check_int, shown
 from ...config import OffloadConfig
+from ...core.eviction import LearnedEviction
 from ...core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
-from ...core.learning import LearnedEviction
 from ...core.policy import LazyStore, SelectiveStore
 from ...disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
 from ...errors import InvalidArgument

@@ -42,15 +42,16 @@ def run_runtime_program(program: Program) -> Outcome:
     return _undisturbed(program, lambda director: iter(program.calls))[1]
 
 
-def draw_and_run(face: Face, seed: int, num_calls: int) -> tuple[Program, Outcome]:
+def draw_and_run(face: Face, seed: int, num_calls: int, taken: list[str] | None = None) -> tuple[Program, Outcome]:
     """Draw and run a program of about `num_calls` calls; `seed` decides everything. A call is drawn when those before
-    it were made, so that most of them fit. Running the program again has the same outcome."""
+    it were made, so that most of them fit. Running the program again has the same outcome. `taken`: see `Stage`."""
     rng = random.Random(f"program {face} {seed}")
     kind = KINDS[face]
     world = kind.world(rng)
     opening = Program(face, world, (*draw_opening(rng, world), *kind.options(rng)), seed)
 
     def calls(director: Director) -> Iterator[Call]:
+        director.taken = taken
         return itertools.chain(opening.calls, kind.draw(rng, director).calls(num_calls))
 
     return _undisturbed(opening, calls)

@@ -13,7 +13,7 @@ import attrs
 
 from ...core.owners import Holding
 from ...core.plan import Tier
-from ...core.preemption import Preemption
+from ...core.results import Preemption
 from ...errors import AoffloadError, IntegrityError, OutOfBlocks
 from ...prefix import KeySpan
 from ...request import Request
@@ -25,6 +25,7 @@ from .program import Program
 from .runtime_bytes import ProgramEngine
 from .runtime_requests import Served
 from .runtime_state import Told, picture
+from .state_digest import state_digest
 from .whims import WHIM, Whim
 
 __all__ = ["Role", "Stage"]
@@ -63,6 +64,8 @@ class Stage:
         self.features: set[str] = set()
         self.num_calls = self.num_invalidations = 0
         self.was_closed = False
+        self.taken: list[str] | None = None
+        """With a list: what each call said, and a digest of all that the ledger was when it had said it."""
         self._hash = hashlib.sha256()
 
     def begin(self) -> ProgramEngine:
@@ -101,6 +104,8 @@ class Stage:
     def note(self, *words: object) -> None:
         """Add something observable to the digest."""
         self._hash.update(repr(words).encode())
+        if self.taken is not None:
+            self.taken.append(f"{words} {state_digest(self.runtime.ledger)}")
 
     # -- calls ----------------------------------------------------------------------------------------------------
 

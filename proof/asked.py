@@ -1,0 +1,175 @@
+"""What a program can see of a core beside its answers, as the core that this process has shows it: a line each.
+
+`python -P proof/asked.py`: imports nothing of the clone but the files beside this one. Odd arguments to every call of a
+ledger, in several states; its values and records, copied, compared, pickled and written to; plug-ins.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import inspect
+import json
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent))
+
+from asked_plugs import plug_ins
+from asked_worlds import ODD, ROOT, SITUATIONS, TOKENS, WORLDS, said
+
+import aoffload
+import aoffload.ledger as public
+from aoffload import Ledger
+from aoffload.ledger import Completion, Outcome, Prefix, is_compiled
+from aoffload.testing.programs.state_digest import state_digest
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def odd_arguments() -> Iterator[tuple[str, str]]:
+    """Every call of a ledger, with each odd value as each argument. What is refused has changed nothing."""
+    for world, state in SITUATIONS:
+        made, before = None, ""
+        for name, parameters in public_calls(Ledger):
+            needed = [one.name for one in parameters if one.default is one.empty]
+            for odd, (number, value) in ((one.name, odd) for one in parameters for odd in enumerate(ODD)):
+                ledger, holding = made or getattr(WORLDS[world], state)()
+                before = before or state_digest(ledger)
+                given = {one: usual(one, ledger, holding) for one in needed} | {odd: value}
+                outcome, after = said(partial(called, getattr(ledger, name), given)), state_digest(ledger)
+                yield f"{world} {state} {name} {odd} {number}", f"{outcome} {after}"
+                made, before = ((ledger, holding), after) if after == before else (None, "")
+
+
+def public_calls(kind: type) -> Iterator[tuple[str, list[inspect.Parameter]]]:
+    for name, call in inspect.getmembers(kind, callable):
+        if not name.startswith("_"):
+            yield name, list(inspect.signature(call).parameters.values())[1:]
+
+
+def called(call: Callable[..., Any], given: dict[str, Any]) -> Any:
+    found = call(**given)
+    if hasattr(found, "__enter__"):
+        with found:
+            return "entered"
+    return found
+
+
+def usual(name: str, ledger: Ledger, holding: Any) -> Any:
+    values = {
+        "holding": holding, "prefix": Prefix.of(ROOT, TOKENS), "holdings": [holding], "num_tokens": 44, "job_id": 0,
+        "num_computed_tokens": 40, "from_token": 8, "expires_at": 3.0, "now": 2.0, "block_ids": [[1, 2]],
+        "num_device_tokens": 0, "max_blocks": 9, "is_wanted": bool, "num_remote_tokens": 0, "watcher": None,
+        "waiter": holding.waiter, "completion": Completion(0, Outcome.LANDED, 1), "pin": None, "transfer": None,
+        "run": None,
+    }  # fmt: skip
+    return values[name]
+
+
+def odd_rooms() -> Iterator[tuple[str, str]]:
+    """A ledger that is made with odd values."""
+    for name in list(inspect.signature(Ledger).parameters)[2:]:
+        for number, value in enumerate(ODD):
+            given = {"num_device_blocks": 24, name: value}
+            yield f"Ledger {name} {number}", said(lambda: Ledger(WORLDS["plain"].config, **given))  # noqa: B023
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def things() -> Iterator[tuple[str, Any]]:
+    """What the calls of a ledger hand out, by the names of their classes."""
+    world = WORLDS["plain"]
+    ledger, holding = world.running()
+    found: dict[str, Any] = {}
+    pin, prefix = ledger.pin(Prefix.of(ROOT, TOKENS[:16])), Prefix.of(ROOT, TOKENS[:12])
+    other = ledger.admit(Prefix.of(ROOT, TOKENS[:30]))
+    fork = ledger.fork(holding, "child")
+    extension, waiter = ledger.extend_nowait(holding, 44), ledger.queue_extension(fork.holding, 80)
+    made = [
+        ledger,
+        holding,
+        pin,
+        other,
+        fork,
+        extension,
+        waiter,
+        holding.match,
+        ledger.statistics(),
+        *ledger.requests(),
+    ]
+    made += [*ledger.holders(), ledger.prefetch(prefix), ledger.demote(prefix), ledger.lookup(prefix), prefix, ROOT]
+    with ledger.step([holding]):
+        made += ledger.steps.values()
+    made += [world.allocated()[0].admit(Prefix.of(ROOT, TOKENS)).match, world.allocated()[0].plan_load]
+    ledger, holding = world.allocated()
+    made += [ledger.loadable(holding), *ledger.plan_load(holding), holding.load, Completion(0, Outcome.LANDED, 1)]
+    made += [public.TierOffer(2, 8), public.LoadOffer(4, [public.TierOffer(2, 8)], 1, 2.0), public.CostChoice()]
+    made += [world.preempted()[1].match, public.LearnedEviction(), *public.PinState, *public.JobState, *aoffload.Tier]
+    for one in made:
+        found.setdefault(type(one).__name__, one)
+    yield from sorted(found.items())
+
+
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "repr": repr, "str": str, "equals itself": lambda one: one == copy.copy(one),
+    "is hashable": lambda one: bool(hash(one) or 1),
+    "equals another": lambda one: one == object(), "less": lambda one: one < one, "len": len, "truth": bool,
+    "copied": lambda one: repr(copy.copy(one)), "deep": lambda one: repr(copy.deepcopy(one)),
+    "pickled": lambda one: repr(pickle.loads(pickle.dumps(one))),  # noqa: S301
+    "module": lambda one: (type(one).__module__, type(one).__qualname__), "doc": lambda one: type(one).__doc__,
+    "bases": lambda one: [kind.__name__ for kind in type(one).__mro__], "made of nothing": lambda one: type(one)(),
+    "signature": lambda one: str(inspect.signature(type(one))), "fields": lambda one: sorted(fields_of(one)),
+    "new attribute": lambda one: setattr(one, "something", 1),
+}  # fmt: skip
+"""What is asked of a value."""
+
+
+def fields_of(thing: Any) -> list[str]:
+    return [] if isinstance(thing, enum.Enum) else sorted(getattr(type(thing), "__annotations__", {}))
+
+
+def values() -> Iterator[tuple[str, str]]:
+    """Text, equality, hash, copies, pickles, and what can be written."""
+    for name, thing in things():
+        for word, ask in ASKED.items():
+            yield f"{name} {word}", said(partial(ask, thing))
+        for field in fields_of(thing):
+            if hasattr(thing, field):
+                yield f"{name}.{field}", said(partial(getattr, thing, field))
+                yield f"{name}.{field} deleted", said(partial(deleted, thing, field))
+                for value in (None, "x", 1.5, True):
+                    yield f"{name}.{field} = {value!r}", said(partial(written, thing, field, value))
+
+
+def written(thing: Any, field: str, value: Any) -> str:
+    before = getattr(thing, field)
+    setattr(thing, field, value)
+    setattr(thing, field, before)
+    return "was written"
+
+
+def deleted(thing: Any, field: str) -> str:
+    before = getattr(thing, field)
+    delattr(thing, field)
+    setattr(thing, field, before)
+    return "was deleted"
+
+
+PARTS = {"arguments": odd_arguments, "rooms": odd_rooms, "values": values, "plug-ins": plug_ins}
+
+
+def main(*parts: str) -> None:
+    print(json.dumps({"is_compiled": is_compiled}))
+    for part in parts or PARTS:
+        for line in PARTS[part]():
+            print(json.dumps([part, *line]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

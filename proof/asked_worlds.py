@@ -1,0 +1,147 @@
+"""Ledgers to ask, in several states, and odd values to ask them with: of `proof/asked.py`."""
+
+from __future__ import annotations
+
+import decimal
+import enum
+import math
+import re
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import aoffload
+from aoffload import DiskTier, KVCacheGroup, Ledger, OffloadConfig, RemoteTier, SlidingWindow
+from aoffload.ledger import Completion, Outcome, Prefix, Root
+
+ADDRESS = re.compile(r"(?: at|@) 0x[0-9a-f]+|<function [^>]+(>+)|<[^<>]*mypyc_lambda[^<>]*>|<built-in [^>]+>|<Run .*")
+"""What differs from process to process. Of several runs that are wrong, any is named."""
+ROOT = Root("asked")
+TOKENS = list(range(40))
+
+
+class Small(int):
+    """An integer of another class."""
+
+
+class Count(enum.IntEnum):
+    TWO = 2
+
+
+class Said(str):
+    """A text of another class."""
+
+
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 5, 17, 40, 41, 2**31, 2**63, 2**70, -(2**70), Small(4), Count.TWO, np.int64(4),
+    np.bool_(True), 1.0, 1.5, -0.0, math.nan, math.inf, np.float64(2.5), decimal.Decimal(3), 4j, "", "4",
+    "prompt", Said("all"), b"", b"4", (), [], [3], (1, 2), [[1, 2]], [[1.5]], [1.5], [True], [2**40], {}, {1}, range(3),
+    array("i", [7]), np.arange(3), object, object(), len, Root("other"), Prefix.of(ROOT, TOKENS), aoffload.Tier.HOST,
+    ...,
+)  # fmt: skip
+
+
+class Nowhere:
+    """A store that nobody asks: a ledger does not."""
+
+    def _unasked(self, *_: object) -> Any:
+        raise NotImplementedError
+
+    exist = get = put = remove = node_of = close = _unasked
+
+
+class Worlds:
+    """Ledgers in one state each, with a request."""
+
+    def __init__(self, **options: Any) -> None:
+        groups = [KVCacheGroup("full", block_size=4)]
+        if options.pop("windows", False):
+            groups.append(KVCacheGroup("window", SlidingWindow(8), block_size=4))
+        self.options = options
+        self.config = OffloadConfig(groups=groups, num_host_blocks=24, **options)
+
+    def ledger(self, **plugged: Any) -> Ledger:
+        return Ledger(self.config, 24, **plugged)
+
+    def pinned(self, **plugged: Any) -> tuple[Ledger, Any]:
+        """Of its prompt, the host has a part."""
+        ledger = self.ledger(**plugged)
+        serve(ledger, TOKENS[:24])
+        ledger.reset(aoffload.Tier.DEVICE)
+        return ledger, ledger.admit(Prefix.of(ROOT, TOKENS), request_id="asked")
+
+    def allocated(self, **plugged: Any) -> tuple[Ledger, Any]:
+        ledger, holding = self.pinned(**plugged)
+        ledger.allocate_nowait(holding)
+        return ledger, holding
+
+    def loading(self, **plugged: Any) -> tuple[Ledger, Any]:
+        ledger, holding = self.allocated(**plugged)
+        ledger.plan_load(holding)
+        return ledger, holding
+
+    def running(self, **plugged: Any) -> tuple[Ledger, Any]:
+        ledger, holding = self.allocated(**plugged)
+        land(ledger, ledger.plan_load(holding))
+        ledger.commit(holding, len(TOKENS))
+        return ledger, holding
+
+    def preempted(self, **plugged: Any) -> tuple[Ledger, Any]:
+        ledger, holding = self.running(**plugged)
+        ledger.preempt_nowait(holding)
+        return ledger, holding
+
+    def waiting(self, **plugged: Any) -> tuple[Ledger, Any]:
+        ledger, holding = self.running(**plugged)
+        ledger.queue_extension(holding, 80)
+        return ledger, holding
+
+    def over(self, **plugged: Any) -> tuple[Ledger, Any]:
+        ledger, holding = self.running(**plugged)
+        ledger.release(holding)
+        return ledger, holding
+
+
+STATES = ("pinned", "allocated", "loading", "running", "preempted", "waiting", "over")
+RICH = ("pinned", "running")
+WORLDS = {
+    "plain": Worlds(),
+    "windows": Worlds(windows=True),
+    "learned": Worlds(
+        eviction="learned",
+        disk=DiskTier("/none", size=1 << 20),
+        remote=RemoteTier(Nowhere(), cell_bytes=2),
+        namespace="asked",
+    ),
+}
+SITUATIONS = [("plain", state) for state in STATES] + [
+    (world, state) for world in ("windows", "learned") for state in RICH
+]
+
+
+def land(ledger: Ledger, plans: Any) -> None:
+    for plan in plans:
+        if ledger.launch(plan.job_id):
+            ledger.settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
+
+
+def serve(ledger: Ledger, tokens: list[int]) -> None:
+    holding = ledger.admit(Prefix.of(ROOT, tokens))
+    ledger.allocate_nowait(holding)
+    land(ledger, ledger.plan_load(holding))
+    land(ledger, ledger.commit(holding, len(tokens)))
+    land(ledger, ledger.release(holding))
+
+
+def said(make: Callable[[], Any]) -> str:
+    """What a call answers, or how it refuses."""
+    try:
+        found = make()
+    except BaseException as error:  # noqa: BLE001
+        found = f"{type(error).__name__}: {error}"
+        if error.__cause__ is not None:
+            found += f" from {error.__cause__!r}"
+        return ADDRESS.sub("", found)
+    return ADDRESS.sub("", repr(found))
