@@ -13,9 +13,11 @@ from .returns import NUM_CLASSES, ReturnTimes, class_of
 
 __all__ = ["Guard"]
 
-SAMPLED_RUNS, SAMPLED_UNITS = 4, 4
+SAMPLED_RUNS, SAMPLED_UNITS = 2, 4
 """One run in so many is in the sample; of these, one unit in so many."""
 SAMPLED = SAMPLED_RUNS * SAMPLED_UNITS
+FEW = 8
+"""Blocks of a sample that tells nothing."""
 HALF_LIFE = 500
 """Runs of the sample asked for after which a hit of a shadow counts half."""
 LEAD = 0.01
@@ -109,13 +111,14 @@ def num_sampled(counted: CountedRun) -> int:
 
 
 class Guard:
-    """Which order rules in one tier: the one with more hits lately."""
+    """Which order rules in one tier: the one with more hits lately. The last use rules first; in a tier so small that its
+    sample tells nothing, what was learned does."""
 
     def __init__(self, times: ReturnTimes, capacity: int) -> None:
         size = max(1, capacity // SAMPLED)
         self._learned, self._last_used = Shadow(size, times), Shadow(size)
         self._learned_hits = self._last_used_hits = 0.0
-        self.is_learned = True
+        self.is_learned = size < FEW
 
     @property
     def hits(self) -> tuple[float, float]:

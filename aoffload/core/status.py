@@ -80,7 +80,7 @@ class EvictionRule(enum.Enum):
 @attrs.frozen
 class TierEviction:
     """A tier whose eviction learns, and why the present order rules: the guard's two small caches tell which of both
-    orders hits more. Their hits are of a sixteenth of the traffic, and what is old counts less."""
+    orders hits more. Their hits are of an eighth of the traffic, and what is old counts less."""
 
     tier: Tier
     rule: EvictionRule

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, Ledger, OffloadConfig, RequestState, Tier
+from aoffload.core.observing import NullObserver
 from aoffload.ledger import Completion, Direction, Holding, JobState, Outcome, Prefix, TransferPlan
 
 __all__ = ["BLOCK", "Counted", "EngineDriven", "Finding", "Seen", "destinations", "loaded", "prompt", "sources"]
@@ -50,7 +51,7 @@ class Finding(Counted):
         return [self.known.get((request_id, group, at), 0) for at in range(start, stop)]
 
 
-class Seen:
+class Seen(NullObserver):
     """An observer that keeps what was skipped."""
 
     def __init__(self) -> None:
@@ -58,11 +59,6 @@ class Seen:
 
     def store_skipped(self, _: Any, num_blocks: int, reason: str) -> None:
         self.skipped.append((num_blocks, reason))
-
-    def _nothing(self, *_: Any) -> None: ...
-
-    request_moved = job_moved = pin_moved = cache_transfer_moved = overlap_moved = _nothing
-    loads_paused = loads_resumed = step_begun = step_ended = extension_refused = _nothing
 
 
 class EngineDriven:
