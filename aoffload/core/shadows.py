@@ -111,8 +111,8 @@ def num_sampled(counted: CountedRun) -> int:
 
 
 class Guard:
-    """Which order rules in one tier: the one with more hits lately. The last use rules first; what was learned, in a tier so
-    small that its sample tells nothing."""
+    """Which order rules in one tier: the one with more hits lately. The last use rules first; in a tier so small that
+    its sample tells nothing, what was learned does."""
 
     def __init__(self, times: ReturnTimes, capacity: int) -> None:
         size = max(1, capacity // SAMPLED)
