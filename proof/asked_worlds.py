@@ -16,7 +16,9 @@ import aoffload
 from aoffload import DiskTier, KVCacheGroup, Ledger, OffloadConfig, RemoteTier, SlidingWindow
 from aoffload.ledger import Completion, Outcome, Prefix, Root
 
-ADDRESS = re.compile(r"(?: at|@) 0x[0-9a-f]+|<function [^>]+(>+)|<[^<>]*mypyc_lambda[^<>]*>|<built-in [^>]+>|<Run .*")
+ADDRESS = re.compile(
+    r"<function .+? at 0x[0-9a-f]+>|(?: at|@) 0x[0-9a-f]+|<[^<>]*mypyc_lambda[^<>]*>|<built-in [^>]+>|<Run .*"
+)
 """What differs from process to process. Of several runs that are wrong, any is named."""
 ROOT = Root("asked")
 TOKENS = list(range(40))

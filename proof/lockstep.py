@@ -88,6 +88,8 @@ def main() -> int:
         broken += [(piece.face, seed) for seed in differing]
         about = f"{num_programs:,} programs, {num_calls:,} calls compared, {len(broken)} programs differ"
         print(f"{time.monotonic() - began_s:5.0f} s  {about}; last {piece}", flush=True)
+    if broken:
+        print("differ: " + ", ".join(f"{face} {seed}" for face, seed in broken))
     for face, seed in broken[:3]:
         print(first_difference(pure, compiled, face, seed))
     return bool(broken)

@@ -34,3 +34,16 @@ def test_a_compiled_file_has_forms_that_compile(path: Path) -> None:
                 assert annotation != "object" and "ClassVar" not in annotation, f"{path.name}:{line.lineno}"
         if any("slots=True" in name for name in decorators):
             assert "super()" not in ast.unparse(kind), f"{path.name}: {kind.name}"
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: str(path.stem))
+def test_a_generator_does_not_leave_its_function(path: Path) -> None:
+    """A generator expression is a list where it is compiled: whoever gets one would see what was true when it was made,
+    and the pure core what is true by then. `yield` is lazy in both."""
+    handed_on = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.GeneratorExp):
+            handed_on.append(node.lineno)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("self.", "islice")):
+            handed_on += [argument.lineno for argument in node.args if isinstance(argument, ast.GeneratorExp)]
+    assert not handed_on, f"{path.name}: {handed_on}"

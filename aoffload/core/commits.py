@@ -145,7 +145,7 @@ class Commits:
         tainted = self._taint(wrong, others, {holding: from_token})
         self.cache.withdraw_all(wrong)
         self.pins.renew()
-        self.admission.match_again(other for other in others if other in tainted or _leases_any(other, wrong))
+        self.admission.match_again([other for other in others if other in tainted or _leases_any(other, wrong)])
         goes_on = self._compute_again(holding, from_token, tainted)
         holding.sequence.drop_after(from_token + 1)
         holding.computed(from_token)

@@ -131,4 +131,8 @@ class DiskStores:
         return list(found)
 
     def _not_looked_at(self) -> Iterator[Part]:
-        return (part for part in self._host.order if part.last_use > self._looked_at)
+        """Of parts that were used together, all: what was looked at meanwhile does not count."""
+        looked_at = self._looked_at
+        for part in self._host.order:
+            if part.last_use > looked_at:
+                yield part

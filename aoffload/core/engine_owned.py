@@ -237,7 +237,7 @@ class EngineOwned:
         self.pins.renew()
         for other in tainted:
             other.taint()
-        self.matches.forget(other for other in others if other not in tainted)
+        self.matches.forget([other for other in others if other not in tainted])
         holding.sequence.drop_after(from_token + 1)
         self.offers.forget(holding)
         holding.taken_back(start, from_token)
