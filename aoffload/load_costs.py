@@ -8,7 +8,6 @@ report_queue, report_compute   what an engine knows better
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import attrs
@@ -26,8 +25,10 @@ from .transfer.copy_queue import CopyQueue
 from .transfer.hops import Hop
 from .transfer.rates import TransferRate
 
-__all__ = ["LoadCosts", "check_report"]
+__all__ = ["MOST_TOKENS", "LoadCosts", "check_report"]
 
+MOST_TOKENS, MOST_S = 2**53, 1e9
+"""More is no report: sums of these stay finite."""
 _BEFORE_LOAD = (RequestState.ALLOCATED, RequestState.PINNED)
 
 TellsDeclined = Callable[[str, int, float, float], object]
@@ -103,7 +104,7 @@ class LoadCosts:
             num_units, found.num_blocks * self._block_bytes, unit, rest_tokens,
             self.speed.tokens_per_s, self._reported + others,
             rate.bytes_per_s(hop.num_bytes, now), hop.queued_bytes + hop.num_bytes, rate.latency_s,
-            now - rate.ended_s, left_s,
+            max(0.0, now - rate.ended_s), left_s,
         )  # fmt: skip
         num_declined = num_units - chosen_stop(choice, offer, num_units)
         self._queued[request_id] = num_asked = rest_tokens + num_declined * unit
@@ -150,7 +151,7 @@ class LoadCosts:
 
     def report_queue(self, num_tokens: int) -> None:
         """So many tokens of prompts will be computed before those of the next request."""
-        self._reported, self._sum_queued = check_int("num_tokens", num_tokens, 0), 0
+        self._reported, self._sum_queued = check_int("num_tokens", num_tokens, 0, MOST_TOKENS), 0
         self._queued.clear()
 
     def report_compute(self, num_tokens: int, seconds: float) -> None:
@@ -161,7 +162,7 @@ class LoadCosts:
 
 def check_report(num_tokens: object, seconds: object) -> None:
     """Check what `report_compute` is given."""
-    check_int("num_tokens", num_tokens, 0)
+    check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
     found = number_of(seconds)
-    if found is None or not 0 <= found < math.inf:
-        raise InvalidArgument("seconds", f"must be a number of seconds, got {shown(seconds)}")
+    if found is None or not 0 <= found <= MOST_S:
+        raise InvalidArgument("seconds", f"must be a number of seconds in [0, {MOST_S:g}], got {shown(seconds)}")

@@ -16,7 +16,7 @@ from .core.ledger import LedgerStatistics
 from .core.plan import Tier
 from .core.policy import StoreScope
 from .errors import InvalidArgument, RequestAborted
-from .load_costs import check_report
+from .load_costs import MOST_TOKENS, check_report
 from .loading import PendingLoad
 from .pins import Identity, PendingDemotion, PendingFetch, PendingPrefetch, PinScope, time_to_live
 from .prefix import KeySpan, Prefix, TokenIds, prompt_of
@@ -231,7 +231,7 @@ class OffloadRuntime(RuntimeLife):
         """The engine will compute so many tokens of prompts before those of the next request. Call it at each step, or
         never: the runtime counts what requests have to compute from their load on."""
         self._session.check_usable()
-        check_int("num_tokens", num_tokens, 0)
+        check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
         if self._session.costs is not None:
             self._session.costs.report_queue(num_tokens)
 

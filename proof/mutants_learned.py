@@ -69,7 +69,7 @@ LEARNED_MUTANTS: tuple[Mutant, ...] = (
         "a_hint_ends_when_it_has_come_true",
         "a hint that goes on when it has come true",
         HINTS,
-        "                self._end(hint, HintEnd.TRUE)\n",
+        "            self._end(hint, HintEnd.TRUE)\n",
         "",
         "a hint is about the next time",
     ),

@@ -41,10 +41,13 @@ KEPT = 0.98
 
 @dataclass(slots=True, eq=False)
 class _Hint:
+    sequence: TokenSequence
+    stop: int
+    """It is about the units before this one."""
     expires_at: float
     category: str
     about: CountedRun
-    """Of the history: what it is about ends there."""
+    """Of the history: what it is about ends there, or ended there when the history forgot it."""
     last: Run | None = None
     """Of the cache: it spares this run and all before it, which were cached when it was given."""
 
@@ -69,9 +72,12 @@ class Hints:
         self._learning = learning
         self._moves = moves
         self._by_run: dict[CountedRun, _Hint] = {}
+        self._forgotten: dict[_Hint, None] = {}
+        """Those about what the history has forgotten: they are found by their tokens."""
         self._by_expiry: list[_Hint] = []
         """The first to expire in front."""
         self._records: OrderedDict[str, _Record] = OrderedDict()
+        learning.when_forgotten(self._forgot)
 
     def __len__(self) -> int:
         return len(self._by_expiry)
@@ -82,9 +88,10 @@ class Hints:
         if not stop:
             return 0
         about = self._learning.end_of(sequence, stop)
-        if (before := self._by_run.get(about)) is not None:
-            self._end(before, HintEnd.DROPPED)
-        hint = self._by_run[about] = _Hint(expires_at, category, about)
+        for before in self._about(sequence, stop, (about,)):
+            if before.stop == stop:
+                self._end(before, HintEnd.DROPPED)
+        hint = self._by_run[about] = _Hint(sequence, stop, expires_at, category, about)
         insort(self._by_expiry, hint, key=_expiry)
         if self._record(category).is_good:
             hint.last = self._last_cached(sequence, stop)
@@ -93,6 +100,7 @@ class Hints:
         self._moves.told.hint_given(category, spared * self._cache.layout.unit_tokens)
         if len(self._by_expiry) > MAX_HINTS:
             self._end(self._by_expiry[0], HintEnd.DROPPED)
+        self._learning.trim()
         return spared
 
     def _record(self, category: str) -> _Record:
@@ -112,22 +120,36 @@ class Hints:
             self._record(hint.category).ended(is_true=False)
             self._end(hint, HintEnd.LAPSED)
 
-    def asked(self, path: Sequence[CountedRun]) -> None:
-        """A request asks for `path`: hints about its beginnings have come true."""
-        for counted in path if self._by_run else ():
-            if (hint := self._by_run.get(counted)) is not None:
-                self._record(hint.category).ended(is_true=True)
-                self._end(hint, HintEnd.TRUE)
+    def asked(self, sequence: TokenSequence, stop: int, path: Sequence[CountedRun]) -> None:
+        """A request asks for units of `sequence` up to `stop`, the runs `path` of the history: hints about its
+        beginnings have come true."""
+        for hint in self._about(sequence, stop, path) if self._by_expiry else ():
+            self._record(hint.category).ended(is_true=True)
+            self._end(hint, HintEnd.TRUE)
+
+    def _about(self, sequence: TokenSequence, stop: int, path: Sequence[CountedRun]) -> list[_Hint]:
+        """The hints about `path`, or about another beginning of `sequence` before unit `stop`."""
+        found = [hint for counted in path if (hint := self._by_run.get(counted)) is not None]
+        unit_tokens = self._cache.layout.unit_tokens
+        for hint in self._forgotten:
+            if hint.stop <= stop and sequence.agrees(hint.sequence, hint.stop * unit_tokens):
+                found.append(hint)
+        return found
+
+    def _forgot(self, counted: CountedRun) -> None:
+        if (hint := self._by_run.pop(counted, None)) is not None:
+            self._forgotten[hint] = None
 
     def clear(self) -> None:
         """Nothing is cached any more."""
         dropped = self._by_expiry
-        self._by_run, self._by_expiry = {}, []
+        self._by_run, self._forgotten, self._by_expiry = {}, {}, []
         for hint in dropped:
             self._moves.told.hint_ended(hint.category, HintEnd.DROPPED)
 
     def _end(self, hint: _Hint, end: HintEnd) -> None:
-        del self._by_run[hint.about]
+        if self._by_run.pop(hint.about, None) is None:
+            del self._forgotten[hint]
         self._by_expiry.remove(hint)
         self._change(hint.last, -1)
         self._moves.told.hint_ended(hint.category, end)
@@ -173,7 +195,7 @@ class AlsoLearns:
 
     def seen(self, holding: Holding, first: int, stop: int) -> None:
         self.policy.seen(holding, first, stop)
-        self.hints.asked(self.learning.seen(holding, first, stop))
+        self.hints.asked(holding.sequence, stop, self.learning.seen(holding, first, stop))
         self.rulings.look()
 
     def wanted_stop(self, holding: Holding) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .cache import PrefixCache
 from .eviction import EvictionOrder, LeastRecentlyUsed
@@ -30,6 +30,7 @@ class Learning:
         self._guards = {tier: Guard(self._times, size) for tier, size in units.items()}
         self._unit_tokens = unit_tokens = layout.unit_tokens
         most = REMEMBERED * max(units.values()) * unit_tokens
+        self._forgotten: Callable[[CountedRun], object] = _nobody
         self._counts = HitCounts(layout, most, unit_tokens, self)
         self.tiers = tuple(units)
 
@@ -71,6 +72,15 @@ class Learning:
     def was_forgotten(self, counted: CountedRun) -> None:
         for guard in self._guards.values():
             guard.was_forgotten(counted)
+        self._forgotten(counted)
+
+    def when_forgotten(self, forgotten: Callable[[CountedRun], object]) -> None:
+        """Have `forgotten` called with each run that the history forgets."""
+        self._forgotten = forgotten
+
+    def trim(self) -> None:
+        """Forget what is too much."""
+        self._counts.trim()
 
     @property
     def num_runs(self) -> int:
@@ -111,6 +121,10 @@ class Learning:
                     for part in current.parts_in(tier):
                         order.asked(part, num_uses)
             current = current.before
+
+
+def _nobody(counted: CountedRun) -> None:
+    """Hears of a run that is forgotten: does nothing."""
 
 
 def _uses(path: Sequence[CountedRun]) -> tuple[tuple[int, int], ...]:

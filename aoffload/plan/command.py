@@ -120,7 +120,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) < 2**31:
+    if not text.isascii() or not text.isdigit() or len(text) > 10 or not 1 <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"must be an integer from 1 on, got {text!r:.80}")
     return int(text)
 
@@ -130,8 +130,8 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < 1e15:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r:.80}")
+    if not 1e-9 <= value < 1e15:
+        raise argparse.ArgumentTypeError(f"must be a number from 1e-9 on, got {text!r:.80}")
     return value
 
 

@@ -182,7 +182,7 @@ class _Counts:
 
 def knee(sizes: Sequence[int] | Counts, hits: Sequence[int] | Counts, first: int) -> int:
     """The size, from `first` on, behind which another block brings fewer hits than one does on average up to the end:
-    the point of the curve that is farthest above the straight line between its ends."""
+    the point of the curve that is farthest above the straight line between its ends. The end, where none is above."""
     x, y = np.asarray(sizes, float), np.asarray(hits, float)
     at_first = float(np.interp(first, x, y))
     keep = x > first
@@ -190,4 +190,5 @@ def knee(sizes: Sequence[int] | Counts, hits: Sequence[int] | Counts, first: int
     if len(x) < 3:
         return int(x[-1])
     line = y[0] + (y[-1] - y[0]) * (x - x[0]) / (x[-1] - x[0])
-    return int(x[np.argmax(y - line)])
+    above = y - line
+    return int(x[np.flatnonzero(above >= above.max() - 1e-9 * y[-1])[-1]])

@@ -25,7 +25,7 @@ from ..core.lifecycle import RequestState
 from ..core.owners import Holding
 from ..core.tokens import TokenSequence
 from ..env import Env
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, TransferRefused
 from ..observers import RuntimeObserver
 from .digests import BlockDigests
 
@@ -37,6 +37,8 @@ LEAST_SECRET, MOST_SECRET = 16, 64
 REQUESTS_PER_BATCH = 64
 """Waking the thread for each request would cost the event loop more than the rest."""
 TOKENS_PER_BATCH = 2**20
+REQUEST_TOKENS = 128
+"""What a waiting request takes besides its tokens, in tokens of 4 bytes."""
 MAX_WAITING_TOKENS = 2**24
 """Of 4 bytes, handed to the thread and not yet written. What comes beyond them is dropped, and counted."""
 _OVER = (RequestState.DONE, RequestState.ABORTED)
@@ -89,7 +91,12 @@ class Recorder(RuntimeObserver):
         """Each is written by one thread: what was handed over, and what of that is done."""
         self._batches: SimpleQueue[list[_Asked] | None] = SimpleQueue()
         self._is_closed = False
-        self._thread = self._env.start_thread(self._work, "aoffload plan recorder")
+        try:
+            self._thread = self._env.start_thread(self._work, "aoffload plan recorder")
+        except RuntimeError as error:
+            self._file.close()
+            os.unlink(path)
+            raise TransferRefused(f"no thread can be started that writes {os.fspath(path)!r}: {error}") from error
 
     def __repr__(self) -> str:
         return f"<Recorder {self.num_recorded} recorded, {self.num_dropped} dropped>"
@@ -129,7 +136,7 @@ class Recorder(RuntimeObserver):
             return
         self.num_recorded += 1
         self._batch.append(_Asked(at_s, holding.sequence, holding.num_computed_tokens))
-        self._batch_tokens += num_tokens
+        self._batch_tokens += num_tokens + REQUEST_TOKENS
         if len(self._batch) >= REQUESTS_PER_BATCH or self._batch_tokens >= TOKENS_PER_BATCH:
             self._hand_over()
 
@@ -146,7 +153,7 @@ class Recorder(RuntimeObserver):
             while (batch := self._batches.get()) is not None:
                 for asked in batch:
                     self._write(self._line(asked))
-                    self._num_written_tokens += asked.sequence.num_tokens
+                    self._num_written_tokens += asked.sequence.num_tokens + REQUEST_TOKENS
                 self._file.flush()
             if self.num_dropped:
                 self._write({"num_dropped": self.num_dropped})

@@ -36,7 +36,7 @@ def summary(forecast: Forecast) -> Iterator[str]:
     )
     yield f"a cache without end would hit {endless:,} blocks ({share(endless, asked)})"
     knee = binary_size(forecast.knee_bytes)
-    yield f"the knee is at {knee} of host memory: behind it, a GiB brings less than GiBs do on average"
+    yield f"the knee is at {knee} of host memory: behind it, a GiB brings less than GiBs do on average up to the end"
 
 
 def heading(forecast: Forecast) -> list[str]:

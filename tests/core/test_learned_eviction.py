@@ -327,6 +327,27 @@ def test_a_hint_ends_for_what_it_has_spared() -> None:
     assert spared(driven) == {0}
 
 
+def test_a_hint_about_what_the_history_has_forgotten_comes_true() -> None:
+    """What it spares is still there, and its return is seen. What hints tell the history is bounded, too."""
+    heard = Heard()
+    driven = learned(num_device=8, num_host=8, observer=heard)
+    for number in range(40):
+        driven.serve(A)
+        driven.ledger.hint(driven.prefix(A), expires_at=1e9, category="shell")
+        for other in range(20):
+            driven.serve(prompt(100 + 20 * number + other, 32))
+    driven.serve(A)
+    ends = [end for category, end in heard.hints if isinstance(end, HintEnd)]
+    assert ends == [HintEnd.TRUE] * 40
+    assert driven.ledger.hint(driven.prefix(A), expires_at=1e9, category="shell") == len(A) // 4 * 4
+    found = driven.ledger.statistics().eviction
+    assert found is not None
+    for number in range(1000):
+        driven.ledger.hint(driven.prefix(prompt(2000 + number, 32)), expires_at=1e9)
+    after = driven.ledger.statistics().eviction
+    assert after is not None and after.num_remembered_bytes < 2 * found.num_remembered_bytes
+
+
 def test_hints_that_never_come_true_spare_nothing() -> None:
     """Those of their category; others do."""
     driven = learned(num_device=8, num_host=12)

@@ -101,6 +101,7 @@ def test_what_cannot_be_is_one_line_and_status_2(
     "arguments",
     [
         ["--device", "many"], ["--device", "0.1B"], ["--kv-bytes-per-token", "-1"], ["--host", "1GiB,,2GiB"],
+        ["--prefill-tokens-per-s", "1e-320"], ["--limit", "9" * 5000],
         ["--limit", "0"], ["--limit", "x"], ["--block-tokens", "²"], ["--prefill-tokens-per-s", "nan"],
         ["--prefill-tokens-per-s", "0"], ["--host-gbs", "-1"], ["--price-per-gib-month", "inf"],
         ["--store", "lazy,often"], ["--store", ""], ["--eviction", "oldest"],

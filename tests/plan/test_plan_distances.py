@@ -79,6 +79,7 @@ def test_a_size_never_hits_less_than_a_smaller_one(tmp_path: Path) -> None:
     [
         ([0, 10, 20, 100], [0, 50, 90, 100], 0, 20),  # steep up to 20, then flat
         ([0, 10, 20, 100], [0, 50, 90, 100], 20, 100),  # straight from 20 on: nothing bends
+        ([0, 10, 50, 100], [0, 0, 0, 100], 0, 100),  # nothing comes back but all at once
         ([0, 100], [0, 100], 0, 100),
         ([0], [0], 5, 5),  # nothing comes back
     ],

@@ -252,7 +252,7 @@ def test_closing_writes_the_rest_once(tmp_path: Path) -> None:
 
 def test_a_thread_too_far_behind_drops_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps no more tokens than it may, and the file says how many requests are missing."""
-    monkeypatch.setattr(recorder, "MAX_WAITING_TOKENS", 20)
+    monkeypatch.setattr(recorder, "MAX_WAITING_TOKENS", 20 + 2 * recorder.REQUEST_TOKENS)
     monkeypatch.setattr(recorder, "REQUESTS_PER_BATCH", 1)
     goes_on = threading.Event()
     with Recorder(tmp_path / "a", block_tokens=BLOCK) as one:

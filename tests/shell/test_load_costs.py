@@ -228,12 +228,12 @@ async def test_a_speed_that_is_reported() -> None:
 BAD: dict[str, Callable[[Any], object]] = {
     "num_tokens": lambda runtime: [
         lambda wrong=wrong, call=call: call(wrong)
-        for wrong in (-1, 1.5, None, True, "3", float("nan"))
+        for wrong in (-1, 1.5, None, True, "3", float("nan"), 10**400)
         for call in (runtime.report_queue, lambda number: runtime.report_compute(number, 1.0))
     ],
     "seconds": lambda runtime: [
         lambda wrong=wrong: runtime.report_compute(20, wrong)
-        for wrong in (-1.0, None, "1", float("nan"), float("inf"), True)
+        for wrong in (-1.0, None, "1", float("nan"), float("inf"), True, 1.7e308)
     ],
 }
 
