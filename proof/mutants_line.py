@@ -264,8 +264,8 @@ _WAKING = (
     Mutant(
         "grant kept over an invalidated match",
         COMMITS,
-        "(other for other in others if other in tainted or _leases_any(other, wrong))",
-        "(other for other in others if other in tainted)",
+        "[other for other in others if other in tainted or _leases_any(other, wrong)]",
+        "[other for other in others if other in tainted]",
         "a table names the blocks it was granted for",
         scenarios=("failed_forwards",),
     ),
@@ -299,9 +299,9 @@ _STEPS = (
     Mutant(
         "step holds no blocks",
         "aoffload.core.ledger_work",
-        "        if holding.num_steps:\n            self._closing.add(holding)\n        else:\n"
-        "            self._request_leases.let_go(holding)\n",
-        "        self._request_leases.let_go(holding)\n",
+        "        if request.num_steps:\n            self._closing.add(request)\n        else:\n"
+        "            self._request_leases.let_go(request)\n",
+        "        self._request_leases.let_go(request)\n",
         "a step holds what it touches",
     ),
     Mutant(
@@ -315,7 +315,7 @@ _STEPS = (
     Mutant(
         "step keeps the blocks",
         "aoffload.core.ledger_work",
-        "            self._closing.discard(holding)\n            self._request_leases.let_go(holding)\n",
+        "            self._closing.discard(holding)\n            self._request_leases.let_go(request)\n",
         "            self._closing.discard(holding)\n",
         "nothing leaks behind a step",
     ),
@@ -338,8 +338,8 @@ _STEPS = (
     Mutant(
         "stores of a finished request not handed out",
         "aoffload.core.ledger_work",
-        "plans = self._commits.offer_stores(holding, holding.published, is_last=True)",
-        "self._commits.offer_stores(holding, holding.published, is_last=True)",
+        "plans = self._commits.offer_stores(request, request.published, is_last=True)",
+        "self._commits.offer_stores(request, request.published, is_last=True)",
         "what was planned is launched or discarded",
     ),
 )

@@ -177,8 +177,8 @@ _TAKEN_BACK = (
     Mutant(
         "who was resumed keeps a match that was taken back",
         COMMITS,
-        "(other for other in others if other in tainted or _leases_any(other, wrong))",
-        "(other for other in others if other not in tainted and _leases_any(other, wrong))",
+        "[other for other in others if other in tainted or _leases_any(other, wrong)]",
+        "[other for other in others if other not in tainted and _leases_any(other, wrong)]",
         "every block is in one hand",
         test=f"{TAKEN_BACK}::test_who_was_resumed_has_all_its_room_when_its_match_is_taken_back",
     ),
