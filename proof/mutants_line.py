@@ -315,7 +315,7 @@ _STEPS = (
     Mutant(
         "step keeps the blocks",
         "aoffload.core.ledger_work",
-        "            self._closing.discard(holding)\n            self._request_leases.let_go(request)\n",
+        "            self._closing.discard(holding)\n            self._request_leases.let_go(holding)\n",
         "            self._closing.discard(holding)\n",
         "nothing leaks behind a step",
     ),
