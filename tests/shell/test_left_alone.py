@@ -11,17 +11,14 @@ from typing import Any
 import attrs
 import pytest
 from disk_serving import assert_quiet, on_the_disk_only, simulated, with_disk
-from prometheus_client import CollectorRegistry, generate_latest
 from remote_serving import failing, forget_locally, in_the_store, with_remote
+from scraping import registry_of, scraped
 
-from aoffload import OffloadRuntime
 from aoffload.demo.logs import make_logger
 from aoffload.env import Env
-from aoffload.ledger import Observers
-from aoffload.metrics import Metrics, MetricsCollector
 from aoffload.testing import SimulatedStore
 from aoffload.testing.simulated_disk import DiskFault
-from aoffload.top.look import Look, lines
+from aoffload.top.look import lines
 from aoffload.trace.command import main
 
 A, B = list(range(17)), list(range(100, 117))
@@ -52,17 +49,6 @@ class Log(io.StringIO):
     def events(self, *names: str) -> list[dict[str, Any]]:
         found = [json.loads(line) for line in self.getvalue().splitlines()]
         return [event for event in found if event["event"] in names]
-
-
-def registry_of(runtime: OffloadRuntime) -> CollectorRegistry:
-    observer, registry, metrics = runtime.ledger._moves.observer, CollectorRegistry(), Metrics(runtime.env)
-    runtime.ledger._moves.observer = Observers(observer, metrics)  # type: ignore[arg-type]
-    registry.register(MetricsCollector(runtime, metrics))
-    return registry
-
-
-def scraped(registry: CollectorRegistry) -> Look:
-    return Look.of(generate_latest(registry).decode(), 0.0)
 
 
 async def test_a_store_that_fails_is_one_line_in_the_log_and_so_is_its_end(

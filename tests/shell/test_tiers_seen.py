@@ -10,35 +10,23 @@ from typing import Any
 import anyio
 import pytest
 from disk_serving import Hanging, assert_quiet, of_slab, on_the_disk_only, simulated, with_disk
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from remote_serving import HangingStore, only_in_the_store, with_remote
+from scraping import registry_of, scraped
 
 from aoffload import DiskTier, OffloadRuntime
 from aoffload.demo.logs import make_logger
-from aoffload.ledger import LearnedEviction, Observers, RequestStatus, WaitsFor
-from aoffload.metrics import Metrics, MetricsCollector
+from aoffload.ledger import LearnedEviction, RequestStatus, WaitsFor
 from aoffload.metrics.families import FAMILIES, LABEL_VALUES
 from aoffload.testing import SimulatedStore
-from aoffload.top.look import Look, lines
+from aoffload.top.look import lines
 from aoffload.trace.command import main
 
 TOKENS = list(range(25))
 MOST_S = 20.0
 """Only waited for where nobody says so."""
 pytestmark = pytest.mark.anyio
-
-
-def registry_of(runtime: OffloadRuntime) -> CollectorRegistry:
-    """Of a runtime that is open already."""
-    observer, registry, metrics = runtime.ledger._moves.observer, CollectorRegistry(), Metrics(runtime.env)
-    runtime.ledger._moves.observer = Observers(observer, metrics)  # type: ignore[arg-type]
-    registry.register(MetricsCollector(runtime, metrics))
-    return registry
-
-
-def scraped(registry: CollectorRegistry) -> Look:
-    return Look.of(generate_latest(registry).decode(), 0.0)
 
 
 async def fetching(runtime: OffloadRuntime) -> RequestStatus:
