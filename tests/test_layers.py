@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -274,3 +275,9 @@ def test_nothing_evaluates_text(module: Path) -> None:
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             assert called not in {"eval", "exec", "torch.load", "compile"}, f"{module}:{node.lineno} calls {called}"
+
+
+def test_what_tests_share_has_a_name_of_its_own() -> None:
+    """Folders of tests are put on the path beside each other: of two files of one name, one would hide the other."""
+    names = Counter(path.stem for path in Path(__file__).parent.rglob("*.py") if path.stem != "conftest")
+    assert [name for name, count in names.items() if count > 1] == []

@@ -15,7 +15,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, RuntimeObserver
+from aoffload.ledger import Observers
 from aoffload.metrics import Metrics, MetricsCollector
+from aoffload.top.look import Look
 
 BACKENDS = [pytest.param(("asyncio", {}), id="asyncio"), pytest.param(("trio", {}), id="trio")]
 BLOCK = 4
@@ -119,3 +121,15 @@ async def client(runtime: OffloadRuntime, rng: random.Random, num_requests: int)
                     rng.choice([scope.cancel, request.cancel])()
                 await anyio.lowlevel.checkpoint()
                 request.commit(len(token_ids))
+
+
+def registry_of(runtime: OffloadRuntime) -> CollectorRegistry:
+    """Of a runtime that is open already."""
+    observer, registry, metrics = runtime.ledger._moves.observer, CollectorRegistry(), Metrics(runtime.env)
+    runtime.ledger._moves.observer = Observers(observer, metrics)  # type: ignore[arg-type]
+    registry.register(MetricsCollector(runtime, metrics))
+    return registry
+
+
+def scraped(registry: CollectorRegistry) -> Look:
+    return Look.of(generate_latest(registry).decode(), 0.0)
