@@ -104,7 +104,7 @@ class EngineOwned:
             return []
         for job in jobs:
             job.claimed_by(holding)
-        holding.began_load(Load(stop, wake, set(jobs)))
+        holding.began_load(Load(stop, wake, jobs))
         self.arrivals.under_way[holding] = Arrival(start, stop, tuple(jobs))
         self.moves.request(holding, _S.LOADING)
         return jobs

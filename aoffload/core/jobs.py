@@ -131,7 +131,7 @@ class JobBook:
         else:
             written = self.cache.lease(plan.destination, run, starts)
         job = Job(
-            plan, run, start, stop, self.cache.epoch, band.number, read, written, None,
+            plan, run, start, stop, self.cache.epoch, band.number, read, written,
             "" if holding is None else holding.request_id,
         )  # fmt: skip
         if written is not None:

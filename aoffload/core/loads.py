@@ -210,7 +210,8 @@ class Loads:
                 if start < first:
                     self.cache.give(Tier.DEVICE, table.null(start, first))
                 ids = held_ids(run, Tier.DEVICE, band.number, first, ready)
-                self.cache.give(Tier.DEVICE, table.exchange(first, ids))
+                if replaced := table.exchange(first, ids):
+                    self.cache.give(Tier.DEVICE, replaced)
             missing.append(table.num_null(ready, holding.num_units))
         holding.ready_up_to(ready, ready * layout.unit_tokens)
         if holding.overlap is not None:

@@ -15,7 +15,6 @@ Without a load in flight the private part begins at `published`.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -34,19 +33,17 @@ MANY: Final = 100
 _NULL: Final = array("i", [0])
 
 
-def _no_ids() -> array[int]:
-    return array("i")
-
-
-@dataclass(slots=True, eq=False)
 class BlockTable:
-    width: int
-    """Block ids per unit."""
-    ids: array[int] = field(default_factory=_no_ids)
-    start: int = 0
-    """Units before this one are null. It never decreases."""
-    duplicates: list[range] = field(default_factory=list)
-    """Published units whose blocks here are private or null: another request has cached its copy first."""
+    __slots__ = ("duplicates", "ids", "start", "width")
+
+    def __init__(self, width: int, ids: array[int], start: int = 0) -> None:
+        self.width = width
+        """Block ids per unit."""
+        self.ids = ids
+        self.start = start
+        """Units before this one are null. It never decreases."""
+        self.duplicates: list[range] = []
+        """Published units whose blocks here are private or null: another request has cached its copy first."""
 
     def at(self, start: int, stop: int) -> array[int]:
         return self.ids[start * self.width : stop * self.width]

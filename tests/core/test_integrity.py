@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -149,7 +149,8 @@ def settled_job_awaited(busy: Busy) -> None:
 
 def earlier_job_reaches_further(busy: Busy) -> None:
     job = busy.ledger.jobs.unsettled[busy.store.job_id]
-    shorter = dataclasses.replace(job, stop=job.stop - 1, predecessor=job)
+    shorter = copy.copy(job)
+    shorter.stop, shorter.predecessor = job.stop - 1, job
     job.run.parts[Tier.HOST].awaits(shorter)
 
 
