@@ -16,9 +16,10 @@ from functools import partial
 import anyio
 import attrs
 
+from .core.hops import Direction, Tier
 from .core.ledger import Ledger
 from .core.lifecycle import JobState, NoEpoch
-from .core.plan import Direction, Tier, TransferPlan
+from .core.plan import TransferPlan
 from .core.records import Job
 from .core.restored import RestoredRun
 from .env import Env

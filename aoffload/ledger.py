@@ -10,12 +10,13 @@ from .core.cells import cells_of
 from .core.choice import CostChoice, Loadable, LoadChoice, LoadOffer
 from .core.eviction import EvictionOrder, LearnedEviction
 from .core.forked import Fork
+from .core.hops import Direction, Outcome
 from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
 from .core.ledger import LedgerStatistics, RemoteCounts
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
 from .core.observing import Observer
 from .core.owners import Holding, LoadOverlap, Waiter
-from .core.plan import BlockLabel, CellLabel, Completion, Direction, Outcome, TransferPlan
+from .core.plan import BlockLabel, CellLabel, Completion, TransferPlan
 from .core.policy import StorePolicy, StoreScope
 from .core.pools import DevicePool, EngineBlocks
 from .core.restored import RestoredRun

@@ -14,11 +14,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from .arguments import check_has, check_type
 from .core.answer import PrefixMatch
+from .core.hops import Outcome, Tier
 from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
 from .core.ledger import Ledger
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.owners import Holding, LoadOverlap
-from .core.plan import Outcome, Tier
 from .core.records import Job
 from .core.status import HintEnd, Holder, RequestStatus, TierEviction
 from .errors import InvalidArgument

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from .arguments import check_has
+from .core.hops import Tier
 from .core.kept import CacheTransfer, Pin, Step
 from .core.ledger_rooms import OBSERVES
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.observing import NullObserver, Observer
 from .core.owners import Holding, LoadOverlap
-from .core.plan import Completion, Tier
+from .core.plan import Completion
 from .core.records import Job
 from .core.status import HintEnd, Holder, RequestStatus, TierEviction
 from .transfer.copy_observer import OBSERVES as COPIES_TELL

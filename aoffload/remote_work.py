@@ -12,8 +12,9 @@ import anyio
 import attrs
 
 from .core.cells import cells_of
+from .core.hops import Direction, Tier
 from .core.ledger import Ledger
-from .core.plan import CellLabel, Direction, Tier
+from .core.plan import CellLabel
 from .env import Env
 from .prefix import Prefix
 from .telemetry import Telemetry

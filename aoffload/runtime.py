@@ -12,8 +12,8 @@ import attrs
 
 from .arguments import check_callable, check_int, check_text, number_of, shown
 from .core.answer import PrefixMatch
+from .core.hops import Tier
 from .core.ledger import LedgerStatistics
-from .core.plan import Tier
 from .core.policy import StoreScope
 from .errors import InvalidArgument, RequestAborted
 from .load_costs import MOST_TOKENS, check_report

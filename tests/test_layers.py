@@ -28,7 +28,7 @@ ROOMS = {
 FACES = ("ledger", "transport", "ranks", "cuda", "stores")
 """Where public names are imported from that are defined further down."""
 FLOORS = (
-    "build pools",
+    "build hops pools",
     "answer blocks choice intervals lifecycle plan restored returns tokens tombstones",
     "arguments groups records results status table",
     "cells engine_ids eviction index owners paths watching",

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from ..errors import LeaseError
 from .eviction import EvictionOrder
 from .groups import Band, Layout
+from .hops import Tier
 from .index import RunIndex
-from .plan import Tier
 from .records import Lease, Part, Run
 from .splits import SplitsAndMerges
 from .tiers import TierBlocks
@@ -64,12 +64,16 @@ class PrefixCache(SplitsAndMerges):
         lease = Lease(tier, run)
         if self.windows:
             lease.starts = list(self.layout.window_starts(run.stop) if starts is None else starts)
+            self._pin_windows(lease, is_use)
+        return lease
+
+    def _pin_windows(self, lease: Lease, is_use: bool) -> None:
+        blocks, run = self.tiers[lease.tier], lease.run
         for window, start in zip(self.windows, lease.starts, strict=True):
             if start < run.stop:
                 if start != run.start:
                     self.split_path(run, start)
                 window.pin(blocks, run, start, is_use)
-        return lease
 
     def release(self, lease: Lease) -> None:
         """End a lease. Blocks that no other lease pins become evictable, the tail of the path first."""
@@ -77,9 +81,10 @@ class PrefixCache(SplitsAndMerges):
             raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")
         lease.released = True
         blocks = self.tiers[lease.tier]
-        for window, start in zip(self.windows, lease.starts, strict=True):
-            if start < lease.run.stop:
-                window.unpin(blocks, lease.run, start)
+        if self.windows:
+            for window, start in zip(self.windows, lease.starts, strict=True):
+                if start < lease.run.stop:
+                    window.unpin(blocks, lease.run, start)
         let_go = self.full.unpin(blocks, lease.run)
         for left in self.merge(let_go) if len(let_go) > 1 else let_go:
             self.tidy(left)

@@ -16,12 +16,13 @@ import attrs
 from .cache import PrefixCache
 from .components import brings
 from .groups import Band
+from .hops import Direction, Outcome, Tier
 from .labels import labels_of
 from .lifecycle import JobState, NoEpoch, require
 from .observer import Moves
 from .owners import Holding
 from .paths import Stretch, held_ids, stretches
-from .plan import CellLabel, Completion, Direction, Outcome, Tier, TransferPlan
+from .plan import CellLabel, Completion, TransferPlan
 from .presence import covered
 from .records import Job, Lease, Part, Run
 from .tiers import TierBlocks

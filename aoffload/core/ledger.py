@@ -16,13 +16,13 @@ from ..arguments import check_callable, check_has, shown
 from ..errors import InvalidArgument
 from ..prefix import Prefix
 from .arguments import check_prefix, check_text, check_tier
+from .hops import Tier
 from .integrity import check_integrity
 from .kept import CacheTransfer, Demotion, Pin, Prefetch
 from .ledger_remote import RemoteOfLedger
 from .lifecycle import PinState
 from .owners import Holding, nobody
 from .pins import check_time
-from .plan import Tier
 from .status import EvictionStatistics, Holder, RequestStatus, TierStatistics, explained
 from .tokens import TokenSequence
 from .watching import BlockWatcher

@@ -25,6 +25,7 @@ from .fetches import Fetches
 from .forks import Forks
 from .groups import KVCacheGroup, Layout
 from .hints import AlsoLearns, Hints
+from .hops import BELOW, Outcome, Tier
 from .jobs import JobBook
 from .kept import Step
 from .learning import Learning
@@ -33,7 +34,6 @@ from .observer import Moves
 from .observing import Observer
 from .owners import Holding
 from .pins import Pins
-from .plan import BELOW, Outcome, Tier
 from .policy import AlsoCounts, store_policy_of
 from .pools import DevicePool, EngineBlocks
 from .preemption import Preemptions

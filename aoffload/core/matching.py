@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .groups import Layout
+from .hops import BELOW, CACHE_TIERS, HIT_TIERS, Tier
 from .index import RunIndex
-from .plan import BELOW, CACHE_TIERS, HIT_TIERS, Tier
 from .presence import accepted, held_stop, present_stop
 from .records import Run
 from .tokens import TokenSequence

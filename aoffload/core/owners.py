@@ -13,8 +13,8 @@ from typing import Any
 
 from ..errors import OutOfBlocks
 from .answer import NO_MATCH, PrefixMatch
+from .hops import Tier
 from .lifecycle import Computing, NoEpoch, OverlapState, RequestState
-from .plan import Tier
 from .records import Claimant, Job, Lease, Run
 from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence

@@ -12,8 +12,9 @@ from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from ..prefix import Hasher, KeySpan, Root
+from .hops import Tier
 from .lifecycle import JobState, NoEpoch
-from .plan import Completion, Tier, TransferPlan
+from .plan import Completion, TransferPlan
 from .tokens import hash_run
 from .tombstones import Tombstone, divided
 

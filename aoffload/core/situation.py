@@ -10,19 +10,18 @@ import attrs
 from .admission import Admission
 from .cache_transfers import CacheTransfers
 from .engine_arrivals import Arrivals
+from .hops import Tier
 from .jobs import JobBook
 from .kept import Fetch, Step
-from .lifecycle import RequestState
+from .lifecycle import RequestState as State
 from .observer import Moves
 from .owners import Holding, Waiter
 from .pins import Pins, pinned_parts
-from .plan import Tier
 from .records import Job, Lease
 from .status import Declined, Fetching, Holder, RequestStatus, WaitsFor
 
 __all__ = ["Situation"]
 
-_S = RequestState
 NUM_BIGGEST = 3
 """Holders that a wait for room names."""
 
@@ -192,11 +191,11 @@ class Situation:
         )
 
     def _reason(self, holding: Holding, steps: list[Step]) -> tuple[WaitsFor, tuple[Holder, ...]]:
-        if holding.state is _S.LOADING and holding.load is not None:
+        if holding.state is State.LOADING and holding.load is not None:
             jobs = sorted(holding.load.jobs, key=lambda job: job.job_id)
             return WaitsFor.COPIES, tuple(map(self._job, jobs))
         bringer = None if self.arrivals is None else self.arrivals.waits_for(holding)
-        if bringer is not None and holding.state is _S.MATCHED:
+        if bringer is not None and holding.state is State.MATCHED:
             return WaitsFor.REQUEST, (self._request(bringer),)
         if steps:
             return WaitsFor.STEP, tuple(map(self.step, steps))

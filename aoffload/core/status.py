@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
+from .hops import Tier
 from .lifecycle import RequestState
-from .plan import Tier
 
 __all__ = [
     "Declined", "EvictionRule", "EvictionStatistics", "Fetching", "HintEnd", "Holder", "RequestStatus", "TierEviction",

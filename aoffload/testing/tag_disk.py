@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from ..core.groups import Band, Layout
-from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ..core.hops import Direction, Outcome, Tier
+from ..core.plan import Completion, TransferPlan
 from ..core.restored import RestoredRun
 from ..disk_tier import DiskTier
 from ..errors import TransferRefused

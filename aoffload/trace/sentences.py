@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..core.answer import Answer
-from ..core.plan import Outcome
+from ..core.hops import Outcome
 from .events import Event
 from .hops import hop_of
 from .wording import counted, duration, plain, size

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import attrs
 
-from ..core.plan import Tier
+from ..core.hops import Tier
 
 __all__ = [
     "MAX_MOVES", "Breaker", "BreakerMove", "Closed", "LeftAlone", "Opened", "StorageMove", "Use", "in_words", "taken",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from driving import Driven, prompt
 
-from aoffload.core.plan import Outcome, Tier
+from aoffload.core.hops import Outcome, Tier
 from aoffload.core.records import Run
 from aoffload.errors import IntegrityError
 from aoffload.prefix import Prefix, Root

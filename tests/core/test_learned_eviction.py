@@ -13,9 +13,9 @@ from driving import BLOCK, Driven, prompt
 from aoffload import InvalidArgument, KVCacheGroup, SlidingWindow
 from aoffload.core.groups import FullAttention, Layout
 from aoffload.core.hit_counts import CountedRun, HitCounts
+from aoffload.core.hops import Tier
 from aoffload.core.learned_order import LearnedOrder
 from aoffload.core.observing import NullObserver, Observer
-from aoffload.core.plan import Tier
 from aoffload.core.returns import NUM_BINS, NUM_CLASSES, ReturnTimes, class_of
 from aoffload.core.shadows import Guard, num_sampled
 from aoffload.core.status import EvictionRule, HintEnd, TierEviction

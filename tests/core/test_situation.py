@@ -10,11 +10,11 @@ from engine_driving import EngineDriven
 
 from aoffload.config import OffloadConfig
 from aoffload.core.groups import KVCacheGroup
+from aoffload.core.hops import Outcome, Tier
 from aoffload.core.ledger import Ledger
 from aoffload.core.lifecycle import RequestState
 from aoffload.core.observing import NullObserver
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Outcome, Tier
 from aoffload.core.status import Holder, RequestStatus, WaitsFor
 from aoffload.errors import OutOfBlocks
 

@@ -25,9 +25,9 @@ from aoffload import (
     SelectiveStore,
     SlidingWindow,
 )
+from aoffload.core.hops import HIT_TIERS
 from aoffload.core.lifecycle import Computing
 from aoffload.core.loads import has_holes
-from aoffload.core.plan import HIT_TIERS
 from aoffload.ledger import Completion, Direction, Outcome, Prefix, Root
 
 UNIT = 4

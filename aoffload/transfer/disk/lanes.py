@@ -16,7 +16,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ...core.hops import Direction, Outcome, Tier
+from ...core.plan import Completion, TransferPlan
 from ...core.restored import RestoredRun
 from ...env import Env
 from ...errors import TransferRefused

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import attrs
 
-from ...core.plan import CellLabel, Tier
+from ...core.hops import Tier
+from ...core.plan import CellLabel
 from ...env import Env
 from ...errors import StoreError
 from ...remote_tier import ObjectStore
