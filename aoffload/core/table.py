@@ -114,4 +114,7 @@ def not_null(ids: array[int]) -> array[int]:
     if len(ids) < MANY:
         return array("i", filter(None, ids)) if 0 in ids else ids
     seen = np.frombuffer(ids, np.int32)
-    return ids if ids[seen.argmin()] else array("i", seen[seen != 0].tobytes())
+    number = np.count_nonzero(seen)
+    if number == len(ids):
+        return ids
+    return array("i", seen[seen != 0].tobytes()) if number else array("i")
