@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "aoffload"
 ROOMS = {
     "errors": 0, "exits": 0, "extras": 0, "arguments": 0, "prefix": 0, "kinds": 0, "groups": 0, "config": 0,
     "config_sources": 0, "config_tables": 0, "env": 0, "sizes": 0, "disk_tier": 0, "remote_tier": 0, "object_stores": 0,
-    "model_files": 0,
+    "evictions": 0, "model_files": 0,
     "core": 1,
     "transfer": 2,
     "worker": 3, "telemetry": 3, "ledger_log": 3, "observers": 3,
