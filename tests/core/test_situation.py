@@ -160,6 +160,30 @@ def test_pins_and_jobs_hold_blocks_too() -> None:
     assert "quarantined" in driven.ledger.explain()
 
 
+def test_what_is_pinned_once_its_request_is_over_has_a_holder() -> None:
+    """A store keeps what lies before its blocks, too: without that nobody could find them. With it, holders and the
+    count of pinned blocks agree."""
+    driven = Timed(8, 16)
+    driven.serve(prompt(1, 8))
+    one = driven.running(prompt(1, 16), request_id="one")
+    (store,) = driven.launch(driven.commit(one))
+    driven.release(one)
+    assert store.num_blocks == 2
+    assert driven.held() == [("store", str(store.job_id), 4)] and driven.num_pinned()[0] == 4
+    driven.end(store)
+    assert driven.held() == [] and driven.num_pinned()[0] == 0
+
+
+def test_what_another_request_has_cached_first_is_held_beside_the_own_copy() -> None:
+    """Two that computed the same: the second one reads its own copy, and pins what others find."""
+    driven = Timed(8, 0)
+    one, two = (driven.running(prompt(1, 8), request_id=name) for name in ("one", "two"))
+    driven.commit(one)
+    driven.commit(two)
+    driven.release(one)
+    assert driven.held() == [("request", "two", 4)] and driven.num_pinned()[0] == 4
+
+
 def test_a_grant_that_is_not_accepted_yet_is_held() -> None:
     """It is out of the line, and its task is next; the blocks are its own."""
     driven = Timed(8)
