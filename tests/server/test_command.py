@@ -314,6 +314,21 @@ def test_the_defaults_of_the_command_are_those_of_the_options() -> None:
     assert ServerOptions().host == "127.0.0.1"
 
 
+@marked
+@pytest.mark.parametrize("num_host_blocks", [0, 256])
+async def test_loads_and_eviction_are_chosen(num_host_blocks: int) -> None:
+    """By name, as in the demo, also without offload; answers stay what they are."""
+    given = parse_options(["--model", "tiny", "--load", "cost", "--eviction", "learned"])
+    options = attrs.evolve(OPTIONS, load=given.load, eviction=given.eviction, num_host_blocks=num_host_blocks)
+    found = []
+    for each in (OPTIONS, options):
+        async with open_service(each, SmallModel()) as service:
+            found.append((await service.engine.generate(list(range(100)), 4)).token_ids)
+            config, eviction = service.engine.runtime.config, service.engine.runtime.statistics().eviction
+    assert found[0] == found[1]
+    assert (config.load_choice, config.eviction) == ("cost", "learned") and eviction is not None
+
+
 def test_the_tokenizer_is_written_for_load_generators(tmp_path: Path) -> None:
     """A directory that `AutoTokenizer` loads, of the size of the model's vocabulary; nothing is served."""
     assert main(["--model", "tiny", "--write-tokenizer", str(tmp_path / "there")]) == 0
