@@ -285,6 +285,7 @@ def test_a_port_that_is_taken_is_said_before_the_work(capsys: pytest.CaptureFixt
     [(["--model", "nothing/here"], "--model"), (["--port", "x"], "--port"), (["--max-tokens", "9000"], "--max-tokens"),
      (["--device-blocks", "0"], "--device-blocks"), (["--drain-timeout", "nan"], "--drain-timeout"),
      (["--host", "no such host"], "--host"), (["--host", "x" * 300], "--host"), (["--host", "192.0.2.1"], "--host"),
+     (["--load", "never"], "--load"), (["--eviction", "fifo"], "--eviction"),
      (["--log", "/no/such/place"], "--log"), (["--log", "/"], "--log"), (["--api-key", ""], "--api-key"),
      (["--max-reading-bytes", "2000"], "--max-reading-bytes"), (["--api-key-file", "/"], "--api-key-file"),
      (["--disk", "/dev/null/x"], "--disk"), (["--disk", "build/x", "--disk-size", "big"], "--disk-size"),

@@ -108,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="blocks in host memory, 0 for no offload (default: 2048 for each group of layers)")  # fmt: skip
     add("--store", choices=STORE_POLICIES, default=default.store, help="what is copied to host memory")
     add("--load", choices=LOAD_CHOICES, default=default.load,
-        help="what of host memory's hits is loaded: all, or what costs less than computing it (default: %(default)s)")  # fmt: skip
+        help="which hits of host memory are loaded: all, or what costs less than computing (%(default)s)")  # fmt: skip
     add("--eviction", choices=EVICTIONS, default=default.eviction,
         help="which blocks lose their room first (default: %(default)s)")  # fmt: skip
     add("--disk", type=Path, metavar="DIR", help="a disk tier in DIR: what a server leaves there, the next one finds")
