@@ -181,8 +181,8 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
         job(1004, "launched", 1, 5, "remote>host"), job(1005, "failed", 1, 5, "remote>host", **refused),
         line(1006, "storage_back", **NODE, after_s=4.0, num_refused=1),
         line(1007, "eviction_switched", **SWITCH),
-        line(1008, "hint_given", category="tool", num_tokens=16),
-        line(1009, "hint_ended", category="tool", outcome="lapsed"),
+        line(1008, "hint_given", hint_id=1, category="tool", num_tokens=16),
+        line(1009, "hint_ended", hint_id=1, category="tool", outcome="lapsed"),
     )  # fmt: skip
     told = said(capsys, written)
     for expected in (
