@@ -206,6 +206,16 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
     assert [data["words"][word] for word in columns(data["jobs"])["outcome"]] == ["refused"]
 
 
+def test_a_node_that_its_error_names_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the summary and on the page."""
+    page, error = tmp_path / "page.html", "Error 111 connecting to a:1. Connection refused."
+    written = log(tmp_path / "log", line(1002, "storage_left_alone", **{**LEFT, "error": error}))
+    assert f"storage_left_alone: loads of the remote store: {error}" in said(capsys, written)
+    said(capsys, written, "html", page)
+    (note,) = page_data(page)["notes"]
+    assert note["text"].count("a:1") == 1 and note["text"].startswith("loads of the remote store: failed 2 times")
+
+
 def test_a_request_that_does_without_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And a job that was refused is not one that has failed."""
     written = log(
