@@ -8,7 +8,7 @@ from .core.answer import Answer
 from .core.build import is_compiled
 from .core.cells import cells_of
 from .core.choice import CostChoice, Loadable, LoadChoice, LoadOffer
-from .core.eviction import EvictionOrder, LearnedEviction
+from .core.eviction import EvictionOrder
 from .core.forked import Fork
 from .core.hops import Direction, Outcome
 from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
@@ -32,6 +32,7 @@ from .core.status import (
 )
 from .core.watching import BlockWatcher
 from .errors import IllegalTransition, LeaseError
+from .evictions import LearnedEviction
 from .kinds import AttentionKind
 from .ledger_log import LedgerLog
 from .load_costs import LoadCosts

@@ -117,11 +117,11 @@ class Observers:
     def eviction_switched(self, tier: TierEviction) -> None:
         self._tell("eviction_switched", tier)
 
-    def hint_given(self, category: str, num_tokens: int) -> None:
-        self._tell("hint_given", category, num_tokens)
+    def hint_given(self, hint_id: int, category: str, num_tokens: int) -> None:
+        self._tell("hint_given", hint_id, category, num_tokens)
 
-    def hint_ended(self, category: str, end: HintEnd) -> None:
-        self._tell("hint_ended", category, end)
+    def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> None:
+        self._tell("hint_ended", hint_id, category, end)
 
     # -- told by what waits and what copies -----------------------------------------------------------------------
 

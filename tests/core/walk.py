@@ -145,6 +145,9 @@ class Walk:
 
     def check(self) -> None:
         self.ledger.check_integrity()
+        device, holders = self.ledger.statistics().device, self.ledger.holders()
+        held = sum(holder.num_blocks for holder in holders)  # what several hold counts for each
+        assert held >= device.num_pinned + device.num_quarantined, f"{device} are held by {list(map(str, holders))}"
         for client in self.clients:
             holding = client.holding
             if holding.state not in (S.ALLOCATED, S.RUNNING):

@@ -156,8 +156,7 @@ class StoreCalls:
             self.moves.append(StorageMove(Tier.REMOTE, use, node, move))
 
     def left_alone(self) -> tuple[LeftAlone, ...]:
-        found = [(use, nodes.left_alone()) for use, nodes in self.nodes.items()]
-        return tuple(LeftAlone(use, name, error) for use, errors in found for name, error in errors.items())
+        return tuple(one for use, nodes in self.nodes.items() for one in nodes.left_alone(use))
 
     def close(self) -> None:
         """Have the store let go of its connections."""
