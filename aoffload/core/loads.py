@@ -166,7 +166,7 @@ class Loads:
         if start >= stop or not band.width:
             return []
         run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
-        ids = table.null(start, stop)
+        ids = table.take(start, stop)
         return self.jobs.plan(holding, BELOW, Tier.DEVICE, run, band, start, stop, ids, load.units_per_job)
 
     def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
@@ -210,8 +210,10 @@ class Loads:
                 if start < first:
                     self.cache.give(Tier.DEVICE, table.null(start, first))
                 ids = held_ids(run, Tier.DEVICE, band.number, first, ready)
-                if replaced := table.exchange(first, ids):
-                    self.cache.give(Tier.DEVICE, replaced)
+                if band.number:
+                    self.cache.give(Tier.DEVICE, table.exchange(first, ids))
+                else:
+                    table.put(first, ids)  # null until now: `start` gave all of it to jobs, or back
             missing.append(table.num_null(ready, holding.num_units))
         holding.ready_up_to(ready, ready * layout.unit_tokens)
         if holding.overlap is not None:

@@ -77,12 +77,14 @@ class BlockTable:
 
     def null(self, start: int, stop: int) -> array[int]:
         """Make units `[start, stop)` null. Returns the ids that were there, without nulls."""
-        if start >= stop:
-            return array("i")
-        units = slice(start * self.width, stop * self.width)
-        taken = self.ids[units]
-        self.ids[units] = _NULL * len(taken)
-        return not_null(taken)
+        return not_null(self.take(start, stop)) if start < stop else array("i")
+
+    def take(self, start: int, stop: int) -> array[int]:
+        """Make units `[start, stop)` null, of which none is. Returns the ids that were there."""
+        at, end = start * self.width, stop * self.width
+        taken = self.ids[at:end]
+        self.ids[at:end] = _NULL * len(taken)
+        return taken
 
     @property
     def num_held(self) -> int:
