@@ -64,11 +64,11 @@ class PrefixCache(SplitsAndMerges):
         lease = Lease(tier, run)
         if self.windows:
             lease.starts = list(self.layout.window_starts(run.stop) if starts is None else starts)
-        for window, start in zip(self.windows, lease.starts, strict=True):
-            if start < run.stop:
-                if start != run.start:
-                    self.split_path(run, start)
-                window.pin(blocks, run, start, is_use)
+            for window, start in zip(self.windows, lease.starts, strict=True):
+                if start < run.stop:
+                    if start != run.start:
+                        self.split_path(run, start)
+                    window.pin(blocks, run, start, is_use)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -77,9 +77,10 @@ class PrefixCache(SplitsAndMerges):
             raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")
         lease.released = True
         blocks = self.tiers[lease.tier]
-        for window, start in zip(self.windows, lease.starts, strict=True):
-            if start < lease.run.stop:
-                window.unpin(blocks, lease.run, start)
+        if self.windows:
+            for window, start in zip(self.windows, lease.starts, strict=True):
+                if start < lease.run.stop:
+                    window.unpin(blocks, lease.run, start)
         let_go = self.full.unpin(blocks, lease.run)
         for left in self.merge(let_go) if len(let_go) > 1 else let_go:
             self.tidy(left)

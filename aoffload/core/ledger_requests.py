@@ -74,7 +74,9 @@ class BeginningRequests(LedgerRooms):
         limit = sequence.num_prompt_units if reads_cache else 0
         if max_hit_tokens is not None:
             limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
-        alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
+        alignment = 1
+        if type(hit_alignment) is not int or hit_alignment != 1:
+            alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
         may_store = NO_LIMIT
         if store is not StoreScope.ALL or max_store_tokens is not None:
             may_store = store_limit(prefix, unit, store, max_store_tokens)

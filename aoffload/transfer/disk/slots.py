@@ -170,8 +170,8 @@ class DiskSlots:
         self._check_labels(labels, len(to))
         if not to:
             return DiskOutcome(Outcome.LANDED, 0)
-        self._sums.forget(to)
         first = self._slab.stretch_at(to, source, 0, WRITE_BYTES)
+        self._sums.forget(to)
         if is_given_up():
             return DiskOutcome(Outcome.FAILED, 0, error="the job was given up before it began")
         # Next to the call that writes: who is woken takes the interpreter's lock, and the disk would wait.
