@@ -41,8 +41,8 @@ DISK_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "disk: record before its data",
         SLOTS,
-        "        done, touched, error = self._write(first, to, source, is_given_up)\n",
-        "        self._note(to, *records())\n        done, touched, error = self._write(first, to, source, is_given_up)\n",
+        "        done, touched, error = self._write(first, to, ",
+        "        self._note(to, *records())\n        done, touched, error = self._write(first, to, ",
         "a record names data that is there",
     ),
     _mutant(

@@ -213,8 +213,8 @@ class DiskSlots:
 
     def _records(
         self, to: list[int], source: list[int], labels: Sequence[BlockLabel | None], generation: int
-    ) -> tuple[list[bytes], list[bytes]]:
-        """The sum of each block and its record, made beside the calls that write the blocks."""
+    ) -> tuple[NDArray[np.uint8], list[bytes]]:
+        """The sum of each block, as a row, and its record, made beside the calls that write the blocks."""
         sums, records, form = [], [], self._table.form
         for slot, host_id, label in zip(to, source, labels, strict=True):
             found = data_sum(self._slab.block(host_id))
@@ -223,12 +223,12 @@ class DiskSlots:
                 records.append(form.zeros(1))
             else:
                 records.append(form.encoded(label, slot, generation, next(self._numbers), found))
-        return sums, records
+        return as_rows(sums), records
 
-    def _note(self, slots: list[int], sums: list[bytes], records: list[bytes]) -> None:
+    def _note(self, slots: list[int], sums: NDArray[np.uint8], records: list[bytes]) -> None:
         """What these slots hold is written: note its sums here, then its records. A record that cannot be written is
         one that a restart does not find, no more."""
-        self._sums.record_all(slots, as_rows(sums))
+        self._sums.record_all(slots, sums)
         for at in neighbours(slots):
             with suppress(OSError):
                 self._table.write(slots[at.start], records[at])
