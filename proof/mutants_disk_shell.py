@@ -44,8 +44,8 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "idle threads are not told of the end",
         LANES,
-        "                if self._is_closing:\n",
-        "                if False:\n",
+        "                    self._turn.notify_all()  # else",
+        "                    pass  # else",
         "closing ends all threads",
         f"{TRANSPORT}::test_closing_waits_no_longer_than_it_is_told_to",
     ),
