@@ -15,9 +15,9 @@ from warnings import warn as _warn
 from .config import OffloadConfig
 from .core.answer import PrefixMatch
 from .core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from .core.hops import Tier
 from .core.ledger import Ledger
 from .core.lifecycle import RequestState
-from .core.plan import Tier
 from .core.policy import EagerStore, LazyStore, NoStore, SelectiveStore
 from .core.results import Extension, Preemption
 from .disk_tier import DiskTier

@@ -13,6 +13,7 @@ from .arguments import as_tuple, check_has, check_int, number_of, shown
 from .config_sources import read_environment, read_file
 from .disk_tier import DiskTier
 from .errors import ConfigError
+from .evictions import check_eviction
 from .remote_tier import RemoteTier
 from .sizes import parse_bytes
 
@@ -86,6 +87,10 @@ def _name_or_object(*names: str) -> Any:
     return check
 
 
+def _eviction(_: object, __: Any, value: object) -> None:
+    check_eviction(value)
+
+
 def _load_choice(_: object, attribute: Any, value: object) -> None:
     _name_or_object("always", "cost")(_, attribute, value)
     if not isinstance(value, str):
@@ -122,7 +127,7 @@ class OffloadConfig:
     namespace: str = attrs.field(default="", validator=_text)
     """Identifies model, revision and dtype: a prompt never hits blocks of another namespace."""
     store_policy: Any = attrs.field(default="eager", validator=_name_or_object("eager", "lazy", "selective", "off"))
-    eviction: Any = attrs.field(default="lru", validator=_name_or_object("lru", "learned"))
+    eviction: Any = attrs.field(default="lru", validator=_eviction)
     load_choice: Any = attrs.field(default="always", validator=_load_choice)
     """What of a host hit is loaded: "always" all of it, "cost" what costs less than computing it, or a `LoadChoice`."""
     verify: bool = attrs.field(default=False, validator=_bool)

@@ -16,15 +16,17 @@ from functools import partial
 import anyio
 import attrs
 
+from .core.hops import Direction, Tier
 from .core.ledger import Ledger
 from .core.lifecycle import JobState, NoEpoch
-from .core.plan import Direction, Tier, TransferPlan
+from .core.plan import TransferPlan
 from .core.records import Job
 from .core.restored import RestoredRun
 from .env import Env
 from .errors import TransferRefused
 from .prefix import Prefix
 from .telemetry import Telemetry
+from .transfer.breaker import in_lines
 from .transfer.disk.budget import DailyBudget
 from .transfer.transport import TransportDisk
 from .worker import CopyWorker
@@ -200,8 +202,10 @@ class DiskWork:
 
     def remarks(self) -> Iterator[str]:
         """What `explain` says of it."""
-        for alone in self.disk.statistics().left_alone:
-            yield f"the disk is left alone, {alone}; {self.num_fetches_skipped} fetches skipped"
+        alone = self.disk.statistics().left_alone
+        yield from in_lines("the disk", alone)
+        if alone and self.num_fetches_skipped:
+            yield f"fetches from the disk skipped so far: {self.num_fetches_skipped:,}"
 
     def fetch_s(self, prefix: Prefix) -> float:
         """Seconds until a fetch of `prefix` that begins now would be over; 0 if nothing is known of the disk yet."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .core.ledger import Ledger
-from .core.status import Holder, RequestStatus
+from .core.status import Holder, RequestStatus, printable
 
 __all__ = ["Explained"]
 
@@ -27,7 +27,7 @@ class Explained:
 
     def explain(self) -> str:
         """`requests()` and `holders()` as a table to print."""
-        return "\n".join((self.ledger.explain(), *self._remarks()))
+        return "\n".join((self.ledger.explain(), *map(printable, self._remarks())))
 
     def _remarks(self) -> Iterable[str]:
         """What the ledger does not know, in lines."""

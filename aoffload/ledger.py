@@ -8,14 +8,15 @@ from .core.answer import Answer
 from .core.build import is_compiled
 from .core.cells import cells_of
 from .core.choice import CostChoice, Loadable, LoadChoice, LoadOffer
-from .core.eviction import EvictionOrder, LearnedEviction
+from .core.eviction import EvictionOrder
 from .core.forked import Fork
+from .core.hops import Direction, Outcome
 from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
 from .core.ledger import LedgerStatistics, RemoteCounts
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState
 from .core.observing import Observer
 from .core.owners import Holding, LoadOverlap, Waiter
-from .core.plan import BlockLabel, CellLabel, Completion, Direction, Outcome, TransferPlan
+from .core.plan import BlockLabel, CellLabel, Completion, TransferPlan
 from .core.policy import StorePolicy, StoreScope
 from .core.pools import DevicePool, EngineBlocks
 from .core.restored import RestoredRun
@@ -31,6 +32,7 @@ from .core.status import (
 )
 from .core.watching import BlockWatcher
 from .errors import IllegalTransition, LeaseError
+from .evictions import LearnedEviction
 from .kinds import AttentionKind
 from .ledger_log import LedgerLog
 from .load_costs import LoadCosts

@@ -14,11 +14,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from .arguments import check_has, check_type
 from .core.answer import PrefixMatch
+from .core.hops import Outcome, Tier
 from .core.kept import CacheTransfer, Demotion, Fetch, Pin, Prefetch, Step
 from .core.ledger import Ledger
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.owners import Holding, LoadOverlap
-from .core.plan import Outcome, Tier
 from .core.records import Job
 from .core.status import HintEnd, Holder, RequestStatus, TierEviction
 from .errors import InvalidArgument
@@ -247,12 +247,12 @@ class LedgerLog:
         )
 
     @harmless
-    def hint_given(self, category: str, num_tokens: int) -> None:
-        self.logger.debug("hint_given", category=category, num_tokens=num_tokens)
+    def hint_given(self, hint_id: int, category: str, num_tokens: int) -> None:
+        self.logger.debug("hint_given", hint_id=hint_id, category=category, num_tokens=num_tokens)
 
     @harmless
-    def hint_ended(self, category: str, end: HintEnd) -> None:
-        self.logger.debug("hint_ended", category=category, outcome=end.value)
+    def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> None:
+        self.logger.debug("hint_ended", hint_id=hint_id, category=category, outcome=end.value)
 
     @harmless
     def slow_wait(self, status: RequestStatus) -> None:

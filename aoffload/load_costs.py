@@ -14,10 +14,10 @@ import attrs
 
 from .arguments import check_int, check_type, number_of, shown
 from .core.choice import CostChoice, LoadChoice, LoadOffer, chosen_stop, load_choice_of
+from .core.hops import BELOW, Tier
 from .core.ledger import Ledger
 from .core.lifecycle import RequestState
 from .core.owners import Holding
-from .core.plan import BELOW, Tier
 from .core.status import Declined
 from .errors import InvalidArgument
 from .fetch_gate import LEAST_TOKENS, PrefillSpeed

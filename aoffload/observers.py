@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from .arguments import check_has
+from .core.hops import Tier
 from .core.kept import CacheTransfer, Pin, Step
 from .core.ledger_rooms import OBSERVES
 from .core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from .core.observing import NullObserver, Observer
 from .core.owners import Holding, LoadOverlap
-from .core.plan import Completion, Tier
+from .core.plan import Completion
 from .core.records import Job
 from .core.status import HintEnd, Holder, RequestStatus, TierEviction
 from .transfer.copy_observer import OBSERVES as COPIES_TELL
@@ -116,11 +117,11 @@ class Observers:
     def eviction_switched(self, tier: TierEviction) -> None:
         self._tell("eviction_switched", tier)
 
-    def hint_given(self, category: str, num_tokens: int) -> None:
-        self._tell("hint_given", category, num_tokens)
+    def hint_given(self, hint_id: int, category: str, num_tokens: int) -> None:
+        self._tell("hint_given", hint_id, category, num_tokens)
 
-    def hint_ended(self, category: str, end: HintEnd) -> None:
-        self._tell("hint_ended", category, end)
+    def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> None:
+        self._tell("hint_ended", hint_id, category, end)
 
     # -- told by what waits and what copies -----------------------------------------------------------------------
 

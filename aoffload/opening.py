@@ -8,7 +8,7 @@ from functools import partial
 import anyio
 import attrs
 
-from .core.plan import Tier
+from .core.hops import Tier
 from .errors import TransferRefused
 from .session import Session
 from .transfer.layout import described

@@ -37,6 +37,13 @@ class Identity(TypedDict, total=False):
     key_spans: Iterable[KeySpan]
 
 
+def check_identity(call: str, identity: Identity) -> None:
+    """Refuse a keyword argument that the public method `call` does not have, as Python does where it has a name."""
+    unknown = next((name for name in identity if name not in Identity.__annotations__), None)
+    if unknown is not None:
+        raise TypeError(f"{call}() got an unexpected keyword argument {unknown!r}")
+
+
 def time_to_live(value: object, name: str = "ttl_s") -> float:
     """`value` as the time to live of a pin or a hint, in seconds."""
     seconds = number_of(value)

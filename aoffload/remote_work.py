@@ -12,11 +12,13 @@ import anyio
 import attrs
 
 from .core.cells import cells_of
+from .core.hops import Direction, Tier
 from .core.ledger import Ledger
-from .core.plan import CellLabel, Direction, Tier
+from .core.plan import CellLabel
 from .env import Env
 from .prefix import Prefix
 from .telemetry import Telemetry
+from .transfer.breaker import in_lines
 from .transfer.transport import TransportRemote
 from .worker import CopyWorker
 from .write_rate import WriteRate
@@ -98,8 +100,10 @@ class RemoteWork:
 
     def remarks(self) -> Iterator[str]:
         """What `explain` says of it."""
-        for alone in self.remote.statistics().left_alone:
-            yield f"the remote store is left alone, {alone}; {self.num_fetches_skipped} fetches skipped"
+        alone = self.remote.statistics().left_alone
+        yield from in_lines("the remote store", alone)
+        if alone and self.num_fetches_skipped:
+            yield f"fetches from the remote store skipped so far: {self.num_fetches_skipped:,}"
 
     def cells_stop(self, num_tokens: int) -> int:
         """The token at which the last whole cell ends that a prompt of so many tokens may hit."""

@@ -12,13 +12,13 @@ import attrs
 
 from .arguments import check_callable, check_int, check_text, number_of, shown
 from .core.answer import PrefixMatch
+from .core.hops import Tier
 from .core.ledger import LedgerStatistics
-from .core.plan import Tier
 from .core.policy import StoreScope
 from .errors import InvalidArgument, RequestAborted
 from .load_costs import MOST_TOKENS, check_report
 from .loading import PendingLoad
-from .pins import Identity, PendingDemotion, PendingFetch, PendingPrefetch, PinScope, time_to_live
+from .pins import Identity, PendingDemotion, PendingFetch, PendingPrefetch, PinScope, check_identity, time_to_live
 from .prefix import KeySpan, Prefix, TokenIds, prompt_of
 from .request import Request
 from .runtime_life import RuntimeLife
@@ -143,8 +143,7 @@ class OffloadRuntime(RuntimeLife):
 
     def pin(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> PinScope:
         """A context manager that pins the cached part of a prompt from entering on, for at most `ttl_s` seconds."""
-        self._session.check_usable()
-        return PinScope(self._session, self._prefix(token_ids, **identity), time_to_live(ttl_s))
+        return PinScope(self._session, self._prefix_for("pin", token_ids, identity), time_to_live(ttl_s))
 
     def hint(self, token_ids: TokenIds, *, expected_s: float, category: str = "", **identity: Unpack[Identity]) -> int:
         """Say that a prompt will be asked for again within `expected_s` seconds, as after an agent's tool call: what
@@ -152,9 +151,9 @@ class OffloadRuntime(RuntimeLife):
 
         `category`: hints of one kind, such as the tool's name. While less than a quarter of them comes true, they spare
         nothing."""
-        self._session.check_usable()
+        prefix = self._prefix_for("hint", token_ids, identity)
         expires_at = anyio.current_time() + time_to_live(expected_s, "expected_s")
-        found = self.ledger.hint(self._prefix(token_ids, **identity), expires_at=expires_at, category=category)
+        found = self.ledger.hint(prefix, expires_at=expires_at, category=category)
         self._session.worker.watch(expires_at)
         return found
 
@@ -165,13 +164,12 @@ class OffloadRuntime(RuntimeLife):
         drops its jobs that are not launched yet.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        with self.prefetch_nowait(token_ids, **identity) as pending:
+        with PendingPrefetch(self._session, self._prefix_for("prefetch", token_ids, identity)) as pending:
             return await pending.wait()
 
     def prefetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingPrefetch:
         """As `prefetch`, but returns at once, and the transfer goes on in the background."""
-        self._session.check_usable()
-        return PendingPrefetch(self._session, self._prefix(token_ids, **identity))
+        return PendingPrefetch(self._session, self._prefix_for("prefetch_nowait", token_ids, identity))
 
     async def fetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
         """Bring what the disk has of a prompt into host memory. Returns how many of its tokens would hit then.
@@ -180,13 +178,12 @@ class OffloadRuntime(RuntimeLife):
         `Request.allocate` does it for its own prompt. `WrongState` without a disk.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        with self.fetch_nowait(token_ids, **identity) as pending:
+        with PendingFetch(self._session, self._prefix_for("fetch", token_ids, identity)) as pending:
             return await pending.wait()
 
     def fetch_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingFetch:
         """As `fetch`, but returns at once, and the transfer goes on in the background."""
-        self._session.check_usable()
-        return PendingFetch(self._session, self._prefix(token_ids, **identity))
+        return PendingFetch(self._session, self._prefix_for("fetch_nowait", token_ids, identity))
 
     async def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> int:
         """Move the blocks of a prompt from the device to host memory. Returns how many device blocks were freed.
@@ -194,18 +191,22 @@ class OffloadRuntime(RuntimeLife):
         Pinned blocks, prefix blocks of other cached prompts, and blocks for which the host has no room stay.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        with self.demote_nowait(token_ids, **identity) as pending:
+        with PendingDemotion(self._session, self._prefix_for("demote", token_ids, identity)) as pending:
             return await pending.wait()
 
     def demote_nowait(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PendingDemotion:
         """As `demote`, but returns at once, and the transfer goes on in the background."""
-        self._session.check_usable()
-        return PendingDemotion(self._session, self._prefix(token_ids, **identity))
+        return PendingDemotion(self._session, self._prefix_for("demote_nowait", token_ids, identity))
 
     def _prefix(
         self, token_ids: TokenIds, cache_salt: Any = None, adapter_key: Any = None, key_spans: Iterable[KeySpan] = ()
     ) -> Prefix:
         return Prefix.of(self._roots.of(cache_salt, adapter_key), token_ids, key_spans)
+
+    def _prefix_for(self, call: str, token_ids: TokenIds, identity: Identity) -> Prefix:
+        self._session.check_usable()
+        check_identity(f"{type(self).__name__}.{call}", identity)
+        return self._prefix(token_ids, **identity)
 
     # -- computing ------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ from .observers import Observers, RuntimeObserver
 from .opening import Opening
 from .prefix import Roots
 from .remote_work import RemoteWork
-from .session import Session, SessionLife
+from .session import Session
+from .session_life import SessionLife
 from .telemetry import Telemetry
 from .transfer.layout import check_block_sizes
 from .transfer.local import LocalTransport

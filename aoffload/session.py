@@ -1,15 +1,12 @@
 """The session: what requests, loads and pins of one open runtime share.
 
-It checks the calling thread, knows the entered requests, and records the fences of commits. It sees requests only as
+It knows the entered requests, and records the fences of commits. It sees requests only as
 `Entered`, so that it does not depend on their module.
 """
 
 from __future__ import annotations
 
-import enum
 import math
-import os
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -27,19 +24,20 @@ from .core.plan import TransferPlan
 from .core.policy import StoreScope
 from .disk_work import DiskWork
 from .env import Env
-from .errors import AoffloadError, DeviceGone, RuntimeClosed, TransferRefused, WrongProcess, WrongThread
+from .errors import DeviceGone, TransferRefused
 from .fetch_gate import PrefillSpeed
 from .load_costs import LoadCosts
 from .observers import Observers
 from .prefix import Prefix, TokenIds
 from .remote_work import RemoteWork
+from .session_life import BoundSession
 from .slow import SlowWatch
 from .telemetry import Telemetry
 from .transfer.fence import Fence
 from .transfer.transport import Transport
 from .worker import CopyWorker
 
-__all__ = ["Entered", "RequestOptions", "Session", "SessionLife"]
+__all__ = ["Entered", "RequestOptions", "Session"]
 
 
 @attrs.frozen
@@ -90,15 +88,7 @@ class Entered(Protocol):
         ...
 
 
-class SessionLife(enum.Enum):
-    NEW = "new"
-    """Also while it opens."""
-    OPEN = "open"
-    CLOSED = "closed"
-    """Also while it closes."""
-
-
-class Session:
+class Session(BoundSession):
     """The ledger, the worker and the transport of one runtime while it is open, in one thread of one process."""
 
     def __init__(
@@ -111,10 +101,10 @@ class Session:
         telemetry: Telemetry,
         observers: Observers,
     ) -> None:
+        super().__init__(worker)
         self.config = config
         self.env = env
         self.ledger = ledger
-        self.worker = worker
         self.transport = transport
         self.telemetry = telemetry
         self.observers = observers
@@ -128,7 +118,6 @@ class Session:
         """Set where not all that could be loaded is."""
         self.num_fetches_declined = 0
         """Times that computing was sooner than a fetch would have been."""
-        self.life = SessionLife.NEW
         self.running_task: Callable[[], object] = object
         """Returns the current task; set by `begin`."""
         self.now: Callable[[], float] = float
@@ -141,52 +130,14 @@ class Session:
         self._entered: dict[str, ref[Entered]] = {}
         self._fences: dict[str, Fence | None] = {}
         """The fence of each live request's last commit; stores at the end of the request wait for it, too."""
-        self._thread_id = 0
-        self._process_id = 0
-
-    @property
-    def is_open(self) -> bool:
-        return self.life is SessionLife.OPEN
-
-    # -- calling thread -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Bind to the event loop of this thread. `RuntimeClosed` the second time."""
-        if self._process_id:
-            raise RuntimeClosed("a runtime is entered once: make another one")
-        self._thread_id, self._process_id = threading.get_ident(), os.getpid()
+        self.bind()
         self.running_task, self.now = self.env.running_task(), self.env.loop_clock()
         self.ledger._moves.clock = self.now  # not given to the ledger when it is made: there was no loop yet
         self.slow = self.worker.slow = SlowWatch(self.ledger, self.config, self.observers, self.now)
         self.hashing = anyio.CapacityLimiter(1)
-
-    def check_usable(self) -> None:
-        """Raise unless the runtime is open and this is its process and thread."""
-        if not self.is_open or os.getpid() != self._process_id or threading.get_ident() != self._thread_id:
-            raise self._why_not()
-
-    def _why_not(self) -> AoffloadError:
-        if self._process_id and os.getpid() != self._process_id:
-            return WrongProcess("the runtime belongs to the process it was opened in, not to a fork of it")
-        if self.life is SessionLife.CLOSED:
-            return RuntimeClosed("the runtime is closed: its `async with` block is over")
-        if not self.is_open:
-            return RuntimeClosed("the runtime is not open: use it inside its `async with` block")
-        return WrongThread("call the runtime in its event loop's thread (anyio.from_thread.run_sync gets there)")
-
-    def call_in_loop(self, function: Callable[[], None]) -> None:
-        """Call `function` now in the event loop's thread; from another thread, have it called there soon."""
-        if self._process_id and os.getpid() != self._process_id:
-            raise self._why_not()
-        if threading.get_ident() == self._thread_id:
-            function()
-        else:
-            self.worker.call_soon(function)
-
-    def call_later(self, function: Callable[[], None]) -> None:
-        """For finalisers, which run in any thread, or in the middle of a ledger change. Does nothing once closed."""
-        if self.is_open and os.getpid() == self._process_id:
-            self.worker.call_soon(function)
 
     # -- requests -------------------------------------------------------------------------------------------------
 

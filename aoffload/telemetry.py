@@ -6,8 +6,8 @@ from typing import Any
 
 import attrs
 
+from .core.hops import Tier
 from .core.owners import Holding
-from .core.plan import Tier
 from .ledger_log import LedgerLog, harmless
 from .transfer.breaker import Closed, StorageMove
 from .transfer.transport import PinProgress

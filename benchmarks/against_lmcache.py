@@ -18,7 +18,8 @@ import attrs
 import numpy as np
 import torch
 
-from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.env import Env
 from aoffload.transfer.local import LocalTransport
 

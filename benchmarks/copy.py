@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from aoffload.core.blocks import ExtentPool, FreeList
-from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.core.pools import DevicePool
 from aoffload.env import Env
 from aoffload.transfer.local import LocalTransport

@@ -3,12 +3,15 @@
 Admit (token ids given), allocate (which evicts another prompt), plan the load, settle it, commit, release: two prompts
 take turns on a device pool that holds one of them. No bytes move, and every copy is reported landed at once. The peer
 does the same work without computing its digests; if it is not installed, a cache kept block by block stands in for it.
+After `make compiled`, a ledger with the compiled core takes its turns, too, in a process of its own.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +19,8 @@ import numpy.typing as npt
 from aoffload import KVCacheGroup, Ledger, OffloadConfig
 from aoffload.ledger import Completion, Outcome, Prefix, Root, TransferPlan
 
-from .harness import SAMPLE_S, Row, Subject, interleave, timed
-from .peer import Peer
+from .harness import SAMPLE_S, Row, Sample, Subject, interleave, timed
+from .peer import MissingPeerError, Peer
 
 __all__ = ["BLOCK_SIZE", "ROOT", "SIZES", "PerBlock", "Tokens", "ledger_with", "prompts_of", "run"]
 
@@ -25,19 +28,36 @@ Tokens = npt.NDArray[np.int32]
 BLOCK_SIZE = 16
 SIZES = (64, 512, 4096, 8192)
 WANTED = (6.0, 36.0, 300.0, 470.0)
+WANTED_COMPILED = (20.0, 90.0, 450.0, 700.0)
+COMPILED = Path("build/compiled")
 SECONDS_PER_ROW = 4.0
 ROOT = Root("benchmark")
 
 
 def run(vllm: Peer | None) -> list[Row]:
-    """A row for each length of the prompt."""
-    return [measure(num_blocks, wanted, vllm) for num_blocks, wanted in zip(SIZES, WANTED, strict=True)]
+    """A row for each length of the prompt, and one more with the compiled core where it was made."""
+    with ExitStack() as held:
+        compiled = _compiled(held)
+        rows = (measure(size, vllm, compiled) for size in SIZES)
+        return sorted((row for both in rows for row in both), key=lambda row: "compiled" in row.name)
 
 
-def measure(num_blocks: int, wanted: float, vllm: Peer | None) -> Row:
+def _compiled(held: ExitStack) -> Peer | None:
+    try:
+        python, path = COMPILED / "bin" / "python", COMPILED / "tree"
+        return held.enter_context(Peer("tiers", python.absolute(), path.absolute()))
+    except MissingPeerError:
+        return None
+
+
+def measure(num_blocks: int, vllm: Peer | None, compiled: Peer | None = None) -> list[Row]:
     """The median cycle of each, and how many times faster ours is."""
     prompts = prompts_of(num_blocks, 2)
-    subjects: dict[str, Subject] = {"ledger": _taking_turns(_ledger(num_blocks, prompts)[1], prompts)}
+    subjects: dict[str, Subject] = {"Ledger": _taking_turns(_ledger(num_blocks, prompts)[1], prompts)}
+    wanted = {"Ledger": WANTED[SIZES.index(num_blocks)], "compiled Ledger": WANTED_COMPILED[SIZES.index(num_blocks)]}
+    if compiled is not None:
+        compiled.ask("prepare_ledger", num_blocks=num_blocks, disk=None)
+        subjects["compiled Ledger"] = lambda: Sample(**compiled.ask("ledger", num_blocks=num_blocks, least_s=SAMPLE_S))
     if vllm is None:
         against = "block by block"
         subjects[against] = _taking_turns(PerBlock(num_blocks + 1, prompts).cycle, prompts)
@@ -47,11 +67,14 @@ def measure(num_blocks: int, wanted: float, vllm: Peer | None) -> Row:
         assert found["num_host_hits"] == num_blocks, found
         subjects[against] = vllm.cycles(num_blocks, hashes=False)
     measured = interleave(subjects, seconds=SECONDS_PER_ROW)
-    ours, limit = measured["ledger"], measured[against]
-    return Row.faster(
-        f"full cycle, Ledger, {num_blocks * BLOCK_SIZE:,} tokens", ours, against, limit,
-        None if vllm is None else wanted,
-    )  # fmt: skip
+    limit = measured.pop(against)
+    return [
+        Row.faster(
+            f"full cycle, {name}, {num_blocks * BLOCK_SIZE:,} tokens", ours, against, limit,
+            None if vllm is None else wanted[name],
+        )
+        for name, ours in measured.items()
+    ]  # fmt: skip
 
 
 def prompts_of(num_blocks: int, number: int) -> list[Tokens]:

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from aoffload import DiskTier, KVCacheGroup
 from aoffload.core.groups import Layout
-from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, record_bytes
 from aoffload.env import Env
 from aoffload.transfer.disk.slab import READ_BYTES, WRITE_BYTES

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aoffload.core.groups import FullAttention, KVCacheGroup, Layout
+from aoffload.core.hops import Tier
 from aoffload.core.learned_order import LearnedOrder
 from aoffload.core.learning import Learning
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Tier
 from aoffload.core.records import Part
 from aoffload.core.returns import ReturnTimes
 from aoffload.core.shadows import Guard

@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from aoffload import RemoteTier
-from aoffload.core.plan import CellLabel, Completion, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import CellLabel, Completion, TransferPlan
 from aoffload.env import Env
 from aoffload.errors import MissingExtra
 from aoffload.remote_tier import MAX_CELL_BYTES, ObjectStore

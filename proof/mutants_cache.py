@@ -106,7 +106,7 @@ _PINS = (
     Mutant(
         "destinations of a load freed with the request",
         "aoffload.core.loads",
-        "ids = table.null(start, stop)",
+        "ids = table.take(start, stop)",
         "ids = table.at(start, stop)",
         "a job owns its blocks, never the request",
     ),

@@ -83,7 +83,7 @@ CALL_MUTANTS = (
         "only who is pinned matched again",
         ADMISSION,
         "[holding for holding in holdings if holding.may_match_again]",
-        "[holding for holding in holdings if holding.state is _S.PINNED]",
+        "[holding for holding in holdings if holding.state is State.PINNED]",
         "a grant that is not accepted yet holds without the hit that it was counted with",
         test="tests/core/test_transfers.py::test_a_grant_after_a_failed_load_is_for_what_is_still_found",
     ),

@@ -172,7 +172,7 @@ _FETCHES = (
         "disk: a fetch that waits for its own copies only",
         FETCHES,
         "            self.transfers.wait_for_jobs(holding)\n",
-        "            holding.began_load(Load(stop, lambda: None, set(jobs)))\n"
+        "            holding.began_load(Load(stop, lambda: None, jobs))\n"
         "            for job in jobs:\n                job.claimed_by(holding)\n",
         "two fetches of one prefix end with both of what they brought",
         Patch(FETCHES, "from .records import Job, Run\n", "from .records import Job, Load, Run\n"),

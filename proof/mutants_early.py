@@ -45,8 +45,8 @@ EARLY_MUTANTS = (
     Mutant(
         "counted again before anybody has heard",
         EARLY,
-        "    if holding.overlap is not None and holding.overlap.state is _S.ACKNOWLEDGED:",
-        "    if holding.overlap is not None and holding.overlap.state is not _S.SPECULATIVE:",
+        "    if holding.overlap is not None and holding.overlap.state is OverlapState.ACKNOWLEDGED:",
+        "    if holding.overlap is not None and holding.overlap.state is not OverlapState.SPECULATIVE:",
         "slice after slice on a load that failed: none of them counts",
         scenarios=("early_starts",),
     ),
@@ -61,8 +61,8 @@ EARLY_MUTANTS = (
     Mutant(
         "a failed load kept when its step is over",
         "aoffload.core.ledger_work",
-        "        elif holding.state is _S.DRAINING:",
-        "        elif holding.state is _S.LOADING:",
+        "        elif holding.state is State.DRAINING:",
+        "        elif holding.state is State.LOADING:",
         "no hang: who had to wait for its own forward goes on when that ends",
         scenarios=("early_starts",),
     ),

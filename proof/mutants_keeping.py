@@ -141,9 +141,10 @@ KEEPING_MUTANTS = (
     Mutant(
         "cancelled prefetch stays under way",
         CACHE_TRANSFERS,
-        "        settled = self.loads.abandon(transfer.holding)\n        self._end(transfer, _S.CANCELLED)\n",
         "        settled = self.loads.abandon(transfer.holding)\n"
-        "        self.moves.cache_transfer(transfer, _S.CANCELLED)\n",
+        "        self._end(transfer, CacheTransferState.CANCELLED)\n",
+        "        settled = self.loads.abandon(transfer.holding)\n"
+        "        self.moves.cache_transfer(transfer, CacheTransferState.CANCELLED)\n",
         "a budget goes back however a prefetch ends",
         scenarios=TRANSFERS_AMONG_REQUESTS,
     ),

@@ -74,7 +74,7 @@ _LINE = (
     Mutant(
         "refused without its match",
         ADMISSION,
-        "            if holding.state is _S.PINNED:\n"
+        "            if holding.state is State.PINNED:\n"
         "                self.request_leases.match_again(holding)\n            elif",
         "            if",
         "who was refused may try again with what is cached",
@@ -84,7 +84,7 @@ _LINE = (
         "withdrawn without its match",
         ADMISSION,
         "        self.leave(waiter)\n"
-        "        if holding.state is _S.PINNED:\n"
+        "        if holding.state is State.PINNED:\n"
         "            self.request_leases.match_again(holding)\n",
         "        self.leave(waiter)\n",
         "a cancelled allocate leaves PINNED and may be tried again",

@@ -30,10 +30,26 @@ STUCK_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "sources of a copy in doubt shown as held",
         SITUATION,
-        "job.plan.source is Tier.DEVICE and not is_in_doubt)",
-        "job.plan.source is Tier.DEVICE)",
+        "    if is_in_doubt:  # of",
+        "    if is_in_doubt and not job.plan.num_blocks:  # of",
         "only what is held is said to be",
         test=f"{WAITS}::test_pins_and_jobs_hold_blocks_too",
+    ),
+    Mutant(
+        "a job holds nothing of its prefix",
+        SITUATION,
+        "for lease in (job.source_lease, job.destination_lease) if lease is not None))\n",
+        "for lease in ())) + (job.plan.num_blocks if job.plan.source is Tier.DEVICE else 0)\n",
+        "what is pinned has a holder",
+        test=f"{WAITS}::test_what_is_pinned_once_its_request_is_over_has_a_holder",
+    ),
+    Mutant(
+        "a request holds its own copies alone",
+        SITUATION,
+        "    return len(found.union(_pinned(holding.all_leases()), granted or ()))\n",
+        "    return len(found.union((() if holding.tables else _pinned(holding.all_leases())), granted or ()))\n",
+        "what is pinned has a holder",
+        test=f"{WAITS}::test_what_another_request_has_cached_first_is_held_beside_the_own_copy",
     ),
     Mutant(
         "steps of requests that are over are not shown",

@@ -12,8 +12,9 @@ from typing import Any
 import attrs
 
 from aoffload import OffloadRuntime
+from aoffload.core.hops import Tier
 from aoffload.core.lifecycle import NoEpoch
-from aoffload.core.plan import Completion, Tier, TransferPlan
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.testing import Memory, Violation
 from aoffload.testing.memory import OwnedPool
 from aoffload.transfer.fence import Fence

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request
-from aoffload.core.plan import Tier
+from aoffload.core.hops import Tier
 
 from .soak_memory import HostMemory, MakeMemory
 from .soak_owners import Held, OwnedTransport, Owners

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 
 from aoffload import DiskTier, RemoteTier
 from aoffload.config import OffloadConfig, parse_bytes
+from aoffload.core.eviction import LeastRecentlyUsed
 from aoffload.core.groups import FullAttention, KVCacheGroup, Layout
 from aoffload.core.ledger import Ledger
 from aoffload.core.policy import LazyStore
 from aoffload.errors import ConfigError, InvalidArgument
+from aoffload.ledger import LearnedEviction
 from aoffload.testing import SimulatedStore
 
 GROUP = KVCacheGroup("full", block_size=16)
@@ -20,6 +23,22 @@ GROUP = KVCacheGroup("full", block_size=16)
 
 def config(**changes: Any) -> OffloadConfig:
     return OffloadConfig(**{"groups": [GROUP], "num_host_blocks": 4, **changes})
+
+
+class Text(enum.StrEnum):
+    """Text of another class, which may compare as it likes."""
+
+    LEARNED = "learned"
+
+
+class MadeOnce:
+    """A factory that makes an order when it is checked, and none afterwards."""
+
+    def __init__(self) -> None:
+        self.orders = [LeastRecentlyUsed()]
+
+    def __call__(self) -> Any:
+        return self.orders.pop() if self.orders else None
 
 
 NUMBERS = [0, -1, 2**31, 10**30, 1.5, "4", True, float("nan"), float("inf"), [4]]
@@ -40,7 +59,8 @@ SIZES = [0, -1, "", "0", "-1GiB", "8 gigs", "1e30GiB", "9" * 400 + "GiB", 2**70,
         *(("namespace", value) for value in [None, 7, b"m", "\ud800"]),
         *(("store_policy", value) for value in ["lazily", "", "LAZY"]),
         *(("load_choice", value) for value in ["costs", "", "COST", None, 7, object()]),
-        *(("eviction", value) for value in ["mru", ""]),
+        *(("eviction", value) for value in ["mru", "", Text.LEARNED, None, 7, object(), LeastRecentlyUsed()]),
+        *(("eviction", value) for value in [dict, len, LearnedEviction, lambda: 7]),
         *(("groups", value) for value in [[], GROUP, "full", None, 7, [7], {"full": 16}, [GROUP, GROUP]]),
     ],
     ids=lambda value: repr(value)[:20],
@@ -157,7 +177,7 @@ def test_a_bad_block_size_in_bytes_is_named(block_bytes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("store_policy", object()), ("store_policy", LazyStore), ("eviction", 7), ("eviction", None)]
+    ("name", "value"), [("store_policy", object()), ("store_policy", LazyStore), ("eviction", MadeOnce())]
 )
 def test_an_object_that_is_no_policy_is_named(name: str, value: Any) -> None:
     """A policy may be any object, if it can do what a policy does."""

@@ -7,7 +7,8 @@ import math
 import attrs
 import pytest
 
-from aoffload.core.plan import Completion, Outcome, Tier
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import Completion
 from aoffload.fetch_gate import PrefillSpeed, fetch_bound_s
 from aoffload.transfer.hops import Hop
 from aoffload.transfer.rates import FRESH_S, TransferRate

@@ -9,17 +9,16 @@ from dataclasses import dataclass, field
 from ..errors import OutOfBlocks, WrongState
 from .arguments import check_int
 from .cache import PrefixCache
-from .lifecycle import RequestState, require
+from .hops import Tier
+from .lifecycle import RequestState as State
+from .lifecycle import require
 from .observer import Moves
 from .owners import Holding, Waiter, nobody
-from .plan import Tier
 from .request_leases import RequestLeases
 from .results import Extension
 from .waiting import Line, is_waiting
 
 __all__ = ["Admission"]
-
-_S = RequestState
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +55,7 @@ class Admission:
         return waiter
 
     def _units_to_allocate(self, holding: Holding, num_tokens: object) -> int:
-        require(holding, "allocate", _S.PINNED)
+        require(holding, "allocate", State.PINNED)
         if holding.waiter is not None:
             raise is_waiting(holding, "allocate")
         wanted = holding.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
@@ -83,7 +82,7 @@ class Admission:
         return waiter
 
     def _units_to_extend(self, holding: Holding, num_tokens: object) -> int:
-        require(holding, "extend", _S.ALLOCATED, _S.RUNNING)
+        require(holding, "extend", State.ALLOCATED, State.RUNNING)
         if holding.waiter is not None:
             raise is_waiting(holding, "extend")
         return self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1))
@@ -95,10 +94,10 @@ class Admission:
             raise WrongState(f"accept: {waiter} has nothing to accept")
         holding.waiter = None
         if waiter.granted is None:
-            if holding.state is _S.PINNED:
+            if holding.state is State.PINNED:
                 self.request_leases.match_again(holding)
-            elif holding.state is _S.REQUEUED:
-                self.moves.request(holding, _S.STRANDED)
+            elif holding.state is State.REQUEUED:
+                self.moves.request(holding, State.STRANDED)
             raise waiter.error  # type: ignore[misc]
         before = holding.num_units
         if holding.may_match_again:
@@ -112,10 +111,10 @@ class Admission:
         holding = waiter.holding
         if holding.waiter is not waiter:
             return
-        if holding.state is _S.REQUEUED:
+        if holding.state is State.REQUEUED:
             raise WrongState(f"withdraw: {holding} has let go of everything and waits to begin again: release it")
         self.leave(waiter)
-        if holding.state is _S.PINNED:
+        if holding.state is State.PINNED:
             self.request_leases.match_again(holding)
 
     def match_again(self, holdings: Iterable[Holding]) -> None:
@@ -130,7 +129,7 @@ class Admission:
             self.request_leases.end_fetched(holding)
         for holding in unread:
             waiter = holding.waiter
-            if waiter is None and holding.state is _S.PINNED:
+            if waiter is None and holding.state is State.PINNED:
                 self.request_leases.pin(holding)
             elif waiter is not None and waiter.granted is not None:  # granted for a longer hit: too few blocks now
                 self.cache.give(Tier.DEVICE, waiter.take_back())
@@ -139,7 +138,7 @@ class Admission:
     def _allocated(self, holding: Holding, num_units: int, blocks: array[int]) -> None:
         self.request_leases.start_tables(holding, num_units, blocks)
         holding.computed(holding.published * self.cache.layout.unit_tokens)
-        self.moves.request(holding, _S.ALLOCATED)
+        self.moves.request(holding, State.ALLOCATED)
 
     def extension(self, holding: Holding, before: int) -> Extension:
         """The ids added from unit `before` on, and the positions that windows have left since the last `Extension`."""

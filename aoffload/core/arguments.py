@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..arguments import check_bool, check_int, check_text, check_type, number_of, shown
 from ..errors import InvalidArgument
 from ..prefix import Prefix
-from .plan import Completion, Outcome, Tier
+from .hops import Outcome, Tier
+from .plan import Completion
 
 __all__ = ["check_bool", "check_completion", "check_int", "check_prefix", "check_text", "check_tier"]
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from ..errors import LeaseError
 from .eviction import EvictionOrder
 from .groups import Band, Layout
+from .hops import Tier
 from .index import RunIndex
-from .plan import Tier
 from .records import Lease, Part, Run
 from .splits import SplitsAndMerges
 from .tiers import TierBlocks
@@ -64,12 +64,16 @@ class PrefixCache(SplitsAndMerges):
         lease = Lease(tier, run)
         if self.windows:
             lease.starts = list(self.layout.window_starts(run.stop) if starts is None else starts)
-            for window, start in zip(self.windows, lease.starts, strict=True):
-                if start < run.stop:
-                    if start != run.start:
-                        self.split_path(run, start)
-                    window.pin(blocks, run, start, is_use)
+            self._pin_windows(lease, is_use)
         return lease
+
+    def _pin_windows(self, lease: Lease, is_use: bool) -> None:
+        blocks, run = self.tiers[lease.tier], lease.run
+        for window, start in zip(self.windows, lease.starts, strict=True):
+            if start < run.stop:
+                if start != run.start:
+                    self.split_path(run, start)
+                window.pin(blocks, run, start, is_use)
 
     def release(self, lease: Lease) -> None:
         """End a lease. Blocks that no other lease pins become evictable, the tail of the path first."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from .admission import Admission
 from .cache import PrefixCache
+from .hops import Tier
 from .kept import CacheTransfer, Demotion, Fetch, Prefetch
 from .lifecycle import CacheTransferState
 from .loads import Loads
 from .matching import Hit, find_hit
 from .observer import Moves
 from .owners import Holding
-from .plan import Tier
 from .presence import held_stop, jobs_into
 from .records import Job, Lease, Load, Run
 from .request_leases import RequestLeases
@@ -26,8 +26,6 @@ from .table import BlockTable, nulls
 from .tokens import TokenSequence
 
 __all__ = ["CacheTransfers"]
-
-_S = CacheTransferState
 
 
 @dataclass(slots=True, eq=False)
@@ -189,28 +187,28 @@ class CacheTransfers:
     def begin(self, transfer: CacheTransfer) -> None:
         holding = transfer.holding
         if holding.load is None or not holding.load.jobs:
-            self._end(transfer, _S.DONE)
+            self._end(transfer, CacheTransferState.DONE)
             return
         self.under_way[holding] = transfer
-        self.moves.cache_transfer(transfer, _S.MOVING)
+        self.moves.cache_transfer(transfer, CacheTransferState.MOVING)
 
     def conclude(self, over: list[Holding]) -> list[Callable[[], object]]:
         """End the transfers among `over`; returns the callbacks to call after the line is served."""
         transfers = [self.under_way[holding] for holding in over if holding in self.under_way]
         for transfer in transfers:
-            self._end(transfer, _S.DONE)
+            self._end(transfer, CacheTransferState.DONE)
         return [transfer.wake for transfer in transfers]
 
     def cancel(self, transfer: CacheTransfer) -> list[Job]:
         """Stop waiting; returns the jobs that were discarded. Launched jobs and all stores go on."""
         settled = self.loads.abandon(transfer.holding)
-        self._end(transfer, _S.CANCELLED)
+        self._end(transfer, CacheTransferState.CANCELLED)
         return settled
 
     def _end(self, transfer: CacheTransfer, state: CacheTransferState) -> None:
         self.under_way.pop(transfer.holding, None)
         self.request_leases.let_go(transfer.holding)
-        if isinstance(transfer, Demotion) and state is _S.DONE:
+        if isinstance(transfer, Demotion) and state is CacheTransferState.DONE:
             self._free(transfer)
         if isinstance(transfer, Prefetch | Fetch):
             sequence, layout = transfer.holding.sequence, self.cache.layout

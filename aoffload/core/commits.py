@@ -12,14 +12,16 @@ from .admission import Admission
 from .arguments import check_int
 from .cache import PrefixCache
 from .forks import taken_from
+from .hops import Tier
 from .learning import Learning
-from .lifecycle import Computing, RequestState, require
+from .lifecycle import Computing, require
+from .lifecycle import RequestState as State
 from .loads import require_no_holes
 from .observer import Moves
 from .overlap import check_valid
 from .owners import Holding
 from .pins import Pins
-from .plan import Tier, TransferPlan
+from .plan import TransferPlan
 from .policy import StorePolicy
 from .publish import first_published, publish, published_by, read_by, runs_from, step_back, take_private
 from .records import Run
@@ -29,8 +31,6 @@ from .watermark import EvictionWatermark
 from .windows import slide
 
 __all__ = ["Commits", "check_count", "is_at_end"]
-
-_S = RequestState
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +51,9 @@ class Commits:
         """Append `new_token_ids`, then publish the whole units of the first `num_computed_tokens` (a total, not an
         increment). Returns the stores to launch."""
         num_tokens, added = self.check(holding, num_computed_tokens, new_token_ids)
-        if holding.state is _S.ALLOCATED:
+        if holding.state is State.ALLOCATED:
             self.request_leases.end_host_lease(holding)
-            self.moves.request(holding, _S.RUNNING)
+            self.moves.request(holding, State.RUNNING)
         if added:
             holding.sequence.append(added)
         holding.committed(num_tokens)
@@ -71,8 +71,8 @@ class Commits:
         if holding.computing is Computing.LOST_BLOCKS:
             problem = f"cannot count: {holding} was preempted since its last step: compute again in a new step"
             raise CommitError("num_computed_tokens", problem)
-        require(holding, "commit", _S.ALLOCATED, _S.RUNNING)
-        if holding.state is _S.ALLOCATED:
+        require(holding, "commit", State.ALLOCATED, State.RUNNING)
+        if holding.state is State.ALLOCATED:
             require_no_holes(holding, "commit")
         has_none = type(new_token_ids) is tuple and not new_token_ids  # as most commits of a prefill
         added = b"" if has_none else encode_tokens(new_token_ids, "new_token_ids")
@@ -133,7 +133,7 @@ class Commits:
         Requests that have matched the wrong KV but have no block tables yet are matched again. If such a request has a
         grant that was not accepted yet, the grant goes back and the request joins the line again.
         """
-        require(holding, "invalidate", _S.RUNNING)
+        require(holding, "invalidate", State.RUNNING)
         ready = holding.ready_stop * self.cache.layout.unit_tokens
         from_token = check_int("from_token", first_wrong, 0)
         if not ready <= from_token <= holding.num_computed_tokens:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .groups import Band, Layout
+from .hops import Tier
 from .intervals import outside
 from .paths import Stretch, stretches
-from .plan import Tier
 from .presence import covered, covered_stop
 from .records import Job, Lease, Part, Run
 from .tiers import TierBlocks

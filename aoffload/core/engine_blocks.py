@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from ..arguments import check_has
 from ..errors import ConfigError
 from .eviction import EvictionOrder
+from .hops import Tier
 from .observer import Moves
-from .plan import Tier
 from .pools import EngineBlocks
 from .tiers import TierBlocks
 

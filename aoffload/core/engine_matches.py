@@ -10,19 +10,17 @@ from .cache import PrefixCache
 from .choice import Loadable
 from .engine_arrivals import Arrivals
 from .engine_blocks import EngineTier
-from .lifecycle import RequestState
+from .hops import BELOW
+from .lifecycle import RequestState as State
 from .matching import Hit, find_hit_behind
 from .observer import Moves
 from .owners import Holding
-from .plan import BELOW
 from .presence import held_stop
 from .request_leases import RequestLeases
 from .table import NO_LIMIT
 from .tokens import TokenSequence
 
 __all__ = ["EngineMatches"]
-
-_S = RequestState
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +39,7 @@ class EngineMatches:
     def match(self, holding: Holding, num_device_tokens: int, wake: Callable[[], object]) -> None:
         """Match and pin what the host holds behind `num_device_tokens`: PINNED. While another request is loading the
         next block: MATCHED, without pins; `wake` is called when asking again may give another answer."""
-        if holding.state is _S.PINNED and self.is_current(holding, num_device_tokens):
+        if holding.state is State.PINNED and self.is_current(holding, num_device_tokens):
             return
         holding.asked_behind(num_device_tokens)
         hit = self._hit(holding)
@@ -56,14 +54,14 @@ class EngineMatches:
         else:
             self.arrivals.answered(holding)
             self._pin(holding, hit)
-        if holding.state is not _S.MATCHED:  # observers find the answer in it
-            self.moves.request(holding, _S.MATCHED)
+        if holding.state is not State.MATCHED:  # observers find the answer in it
+            self.moves.request(holding, State.MATCHED)
         if bringer is None:
-            self.moves.request(holding, _S.PINNED)
+            self.moves.request(holding, State.PINNED)
 
     def is_current(self, holding: Holding, num_device_tokens: int) -> bool:
         """Whether the last answer still holds, and its hit is pinned."""
-        is_same = holding.state is _S.PINNED and num_device_tokens == holding.engine_tokens
+        is_same = holding.state is State.PINNED and num_device_tokens == holding.engine_tokens
         return is_same and self._is_held(holding)
 
     def _is_held(self, holding: Holding) -> bool:
@@ -103,7 +101,7 @@ class EngineMatches:
     def loadable(self, holding: Holding) -> Loadable | None:
         """What a load of the whole hit would bring. None: nothing, or it was planned before."""
         start = holding.engine_tokens // self.cache.layout.unit_tokens
-        if holding.state is not _S.PINNED or holding.hit_stop <= start:
+        if holding.state is not State.PINNED or holding.hit_stop <= start:
             return None
         return Loadable(start, holding.hit_stop, self.cache.layout.num_blocks(start, start, holding.hit_stop))
 
@@ -116,7 +114,7 @@ class EngineMatches:
     def forget(self, holdings: Iterable[Holding]) -> None:
         """Match PINNED `holdings` again, up to their old hit, if the host no longer holds all of it."""
         for holding in holdings:
-            if holding.state is _S.PINNED and not self._is_held(holding):
+            if holding.state is State.PINNED and not self._is_held(holding):
                 self.request_leases.end_host_lease(holding)
                 self._pin(holding, self._hit(holding, holding.hit_stop))
 

@@ -18,13 +18,13 @@ from .commits import is_at_end
 from .engine_blocks import EngineTier
 from .engine_ids import EngineIds, has_null, named_rows
 from .groups import Band
+from .hops import BELOW, Tier
 from .intervals import without
 from .jobs import JobBook
 from .learning import Learning
 from .observer import Moves
 from .owners import Holding
 from .paths import stretches
-from .plan import BELOW, Tier
 from .policy import StorePolicy
 from .presence import covered, covered_stop
 from .records import Job, Run

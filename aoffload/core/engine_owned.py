@@ -28,18 +28,18 @@ from .engine_ids import EngineIds, has_null, named_rows
 from .engine_matches import EngineMatches
 from .engine_offers import EngineOffers
 from .groups import Band
+from .hops import BELOW, Direction, Outcome, Tier
 from .jobs import JobBook
-from .lifecycle import JobState, RequestState, require
+from .lifecycle import JobState, require
+from .lifecycle import RequestState as State
 from .observer import Moves
 from .owners import Holding
 from .pins import Pins
-from .plan import BELOW, Direction, Outcome, Tier
 from .records import Job, Load, Run
 from .request_leases import RequestLeases
 
 __all__ = ["EngineOwned"]
 
-_S = RequestState
 _NEW = "new_token_ids"
 _NOTHING: Mapping[int, range] = {}
 
@@ -78,11 +78,11 @@ class EngineOwned:
         units_per_job: Sequence[int],
     ) -> list[Job]:
         """Plan jobs that load the host hit into the blocks named by `into`. RUNNING afterwards: nothing to wait for."""
-        require(holding, "load", _S.PINNED, _S.LOADING, _S.RUNNING)
+        require(holding, "load", State.PINNED, State.LOADING, State.RUNNING)
         limit = holding.hit_stop * self.cache.layout.unit_tokens
         if max_tokens is not None:
             limit = min(limit, check_int("max_tokens", max_tokens, 0))
-        if holding.state is not _S.PINNED:
+        if holding.state is not State.PINNED:
             if into is not None:
                 raise WrongState(f"load: the blocks of {holding} were named before: call it again without `into`")
             if holding.load is not None:  # called again
@@ -91,7 +91,7 @@ class EngineOwned:
         start = holding.engine_tokens // self.cache.layout.unit_tokens
         stop = self.matches.held_stop(holding, start, limit // self.cache.layout.unit_tokens)
         ids = self._destinations(into, start, stop) if stop > start else []
-        self.moves.request(holding, _S.ALLOCATED)
+        self.moves.request(holding, State.ALLOCATED)
         if self.cache.layout.windows:
             firsts = zip(self.cache.layout.windows, self.cache.layout.window_starts(stop), strict=True)
             self._unwritten[holding] = {band.number: range(start, first) for band, first in firsts if start < first}
@@ -104,9 +104,9 @@ class EngineOwned:
             return []
         for job in jobs:
             job.claimed_by(holding)
-        holding.began_load(Load(stop, wake, set(jobs)))
+        holding.began_load(Load(stop, wake, jobs))
         self.arrivals.under_way[holding] = Arrival(start, stop, tuple(jobs))
-        self.moves.request(holding, _S.LOADING)
+        self.moves.request(holding, State.LOADING)
         return jobs
 
     def _destinations(
@@ -157,7 +157,7 @@ class EngineOwned:
         self.request_leases.end_host_lease(holding)
         holding.hit_up_to(ready)
         holding.ready_up_to(ready, max(holding.engine_tokens, ready * self.cache.layout.unit_tokens))
-        self.moves.request(holding, _S.RUNNING)
+        self.moves.request(holding, State.RUNNING)
 
     def _ready_stop(self, arrival: Arrival) -> int:
         """The unit at which computing can go on: all that it needs before is proven to be there, in every group."""
@@ -184,9 +184,9 @@ class EngineOwned:
         is_last: bool,
     ) -> list[Job]:
         """Append `new_token_ids`, and store what the policy wants of the first `num_computed_tokens`."""
-        require(holding, "offer", _S.PINNED, _S.RUNNING)
+        require(holding, "offer", State.PINNED, State.RUNNING)
         added = b"" if type(new_token_ids) is list and not new_token_ids else encode_tokens(new_token_ids, _NEW)
-        before = holding.num_computed_tokens if holding.state is _S.RUNNING else holding.engine_tokens
+        before = holding.num_computed_tokens if holding.state is State.RUNNING else holding.engine_tokens
         num_tokens = check_count(holding, num_computed_tokens, before, len(added) // TOKEN_BYTES)
         num_units = num_tokens // self.cache.layout.unit_tokens
         ids = EngineIds.of(self.cache.layout, self.num_rows, "block_ids", block_ids, num_units)
@@ -203,12 +203,12 @@ class EngineOwned:
             holding.computed(computed)
             holding.published_up_to(published)
             raise
-        if holding.state is _S.PINNED:  # without a load
+        if holding.state is State.PINNED:  # without a load
             self.request_leases.end_host_lease(holding)
             holding.hit_up_to(0)
             holding.computed(holding.engine_tokens)  # observers find what was ready in it
-            self.moves.request(holding, _S.ALLOCATED)
-            self.moves.request(holding, _S.RUNNING)
+            self.moves.request(holding, State.ALLOCATED)
+            self.moves.request(holding, State.RUNNING)
         holding.committed(num_tokens)
         jobs = self.offers.store(holding, wanted)
         if self.arrivals.under_way:
@@ -224,7 +224,7 @@ class EngineOwned:
         """Take back what was offered from token `first_wrong` on, and all cached behind it. Returns those of `others`
         that may have read it, in the engine's cache or from the host, and the jobs settled by discarding queued
         stores."""
-        require(holding, "invalidate", _S.RUNNING)
+        require(holding, "invalidate", State.RUNNING)
         from_token = check_int("from_token", first_wrong, 0, holding.num_computed_tokens)
         self._check_readable(holding, from_token)
         start = from_token // self.cache.layout.unit_tokens
@@ -269,7 +269,7 @@ class EngineOwned:
         return runs
 
     def _may_have_read(self, other: Holding, holding: Holding, from_token: int) -> bool:
-        loaded = 0 if other.state in (_S.MATCHED, _S.PINNED) else other.hit_stop * self.cache.layout.unit_tokens
+        loaded = 0 if other.state in (State.MATCHED, State.PINNED) else other.hit_stop * self.cache.layout.unit_tokens
         has_more = max(other.engine_tokens, loaded) > from_token
         return has_more and other.sequence.begins_alike(holding.sequence, from_token + 1)
 

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
-import attrs
-
-from ..arguments import check_bool
 from .records import Part
 
-__all__ = ["EvictionOrder", "LearnedEviction", "LeastRecentlyUsed"]
-
-
-def _is_bool(_: object, attribute: Any, value: object) -> None:
-    check_bool(attribute.name, value)
-
-
-@attrs.frozen
-class LearnedEviction:
-    """Eviction that learns, in the host and on the disk; `device`: also on the device."""
-
-    device: bool = attrs.field(default=False, validator=_is_bool)
+__all__ = ["EvictionOrder", "LeastRecentlyUsed"]
 
 
 class EvictionOrder(Protocol):

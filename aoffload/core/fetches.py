@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from .cache import PrefixCache
 from .cache_transfers import CacheTransfers
 from .cells import cells_before, places_in_cells
+from .hops import CACHE_TIERS, Tier
 from .kept import Fetch
 from .matching import fetchable_path, find_hit
 from .owners import Holding
 from .paths import stretches
-from .plan import CACHE_TIERS, CellLabel, Tier
+from .plan import CellLabel
 from .presence import accepted, covered_stop
 from .records import Job, Run
 from .remote_stores import RemoteStores

@@ -12,18 +12,17 @@ from .answer import PrefixMatch
 from .cache import PrefixCache
 from .forked import Fork
 from .groups import Band
-from .lifecycle import NoEpoch, RequestState
+from .hops import Tier
+from .lifecycle import NoEpoch
+from .lifecycle import RequestState as State
 from .observer import Moves
 from .owners import Holding
 from .paths import held_ids, stretches
-from .plan import Tier
 from .request_leases import RequestLeases
 from .table import BlockTable, nulls
 from .waiting import is_waiting
 
 __all__ = ["Forks", "taken_from"]
-
-_S = RequestState
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +110,7 @@ class Forks:
         unit = self.cache.layout.unit_tokens
         child.given_tables(tables, num_units)
         child.forked_from(parent, shared, PrefixMatch(shared * unit, 0))
-        for state in (_S.MATCHED, _S.PINNED, _S.ALLOCATED, _S.RUNNING):
+        for state in (State.MATCHED, State.PINNED, State.ALLOCATED, State.RUNNING):
             self.moves.request(child, state)
         return Fork(child, self._copies(parent, child, shared))
 

@@ -41,6 +41,7 @@ KEPT = 0.98
 
 @dataclass(slots=True, eq=False)
 class _Hint:
+    hint_id: int
     sequence: TokenSequence
     stop: int
     """It is about the units before this one."""
@@ -77,6 +78,7 @@ class Hints:
         self._by_expiry: list[_Hint] = []
         """The first to expire in front."""
         self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._last_id = 0
         learning.when_forgotten(self._forgot)
 
     def __len__(self) -> int:
@@ -91,13 +93,14 @@ class Hints:
         for before in self._about(sequence, stop, (about,)):
             if before.stop == stop:
                 self._end(before, HintEnd.DROPPED)
-        hint = self._by_run[about] = _Hint(sequence, stop, expires_at, category, about)
+        self._last_id += 1
+        hint = self._by_run[about] = _Hint(self._last_id, sequence, stop, expires_at, category, about)
         insort(self._by_expiry, hint, key=_expiry)
         if self._record(category).is_good:
             hint.last = self._last_cached(sequence, stop)
         spared = 0 if hint.last is None else hint.last.stop
         self._change(hint.last, 1)
-        self._moves.told.hint_given(category, spared * self._cache.layout.unit_tokens)
+        self._moves.told.hint_given(hint.hint_id, category, spared * self._cache.layout.unit_tokens)
         if len(self._by_expiry) > MAX_HINTS:
             self._end(self._by_expiry[0], HintEnd.DROPPED)
         self._learning.trim()
@@ -145,14 +148,14 @@ class Hints:
         dropped = self._by_expiry
         self._by_run, self._forgotten, self._by_expiry = {}, {}, []
         for hint in dropped:
-            self._moves.told.hint_ended(hint.category, HintEnd.DROPPED)
+            self._moves.told.hint_ended(hint.hint_id, hint.category, HintEnd.DROPPED)
 
     def _end(self, hint: _Hint, end: HintEnd) -> None:
         if self._by_run.pop(hint.about, None) is None:
             del self._forgotten[hint]
         self._by_expiry.remove(hint)
         self._change(hint.last, -1)
-        self._moves.told.hint_ended(hint.category, end)
+        self._moves.told.hint_ended(hint.hint_id, hint.category, end)
 
     def _last_cached(self, sequence: TokenSequence, stop: int) -> Run | None:
         """The run in which what is cached of `sequence`, at most up to unit `stop`, ends."""

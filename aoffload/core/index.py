@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from ..prefix import TOKEN_BYTES
 from .groups import Layout
-from .plan import Tier
+from .hops import Tier
 from .records import Part, Run
 from .tokens import TokenSequence, hash_run
 

@@ -10,11 +10,11 @@ from ..errors import IntegrityError
 from .cache import PrefixCache
 from .cells import cells_before, places_in_cells
 from .components import Component
+from .hops import Tier
 from .jobs import JobBook
 from .kept import Pin
 from .lifecycle import NoEpoch
 from .owners import Holding
-from .plan import Tier
 from .presence import covered, covered_stop
 from .records import Job, Lease, Run
 from .table import BlockTable

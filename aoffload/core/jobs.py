@@ -16,12 +16,13 @@ import attrs
 from .cache import PrefixCache
 from .components import brings
 from .groups import Band
+from .hops import Direction, Outcome, Tier
 from .labels import labels_of
 from .lifecycle import JobState, NoEpoch, require
 from .observer import Moves
 from .owners import Holding
 from .paths import Stretch, held_ids, stretches
-from .plan import CellLabel, Completion, Direction, Outcome, Tier, TransferPlan
+from .plan import CellLabel, Completion, TransferPlan
 from .presence import covered
 from .records import Job, Lease, Part, Run
 from .tiers import TierBlocks
@@ -71,7 +72,8 @@ class JobBook:
         pin: Lease | None = None,
         cells: Sequence[CellLabel] = (),
     ) -> list[Job]:
-        """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`.
+        """Jobs that bring units `[start, stop)` of `band`, on the path of `run`, into `blocks` of `destination`, theirs
+        from now on.
 
         `units_per_job` replaces the limit of the book. `source_ids`: the engine's blocks to copy from, if it owns the
         device. `pin`: a lease on `run` in `destination`, which the last job takes over. `cells`: those of a remote
@@ -82,17 +84,18 @@ class JobBook:
         most = cells[0].stop - cells[0].start if cells else (units_per_job or self.units_per_job)[band.number]
         for begin in range(cells[0].start if cells else start, stop, most):
             first, last = max(begin, start), min(begin + most, stop)
-            of_job = slice((first - start) * band.width, (last - start) * band.width)
+            at, end = (first - start) * band.width, (last - start) * band.width
+            into = blocks if end - at == len(blocks) else blocks[at:end]
             over = stretches(run, first, last)
-            held = held_ids(run, source, band.number, first, last) if source_ids is None else source_ids[of_job]
+            held = held_ids(run, source, band.number, first, last) if source_ids is None else source_ids[at:end]
             if destination is Tier.DISK:
                 labels, generation = labels_of(over, band), self.tiers[destination].num_resets
-                plan = TransferPlan(self._next_id, source, destination, held, blocks[of_job], labels, generation)
+                plan = TransferPlan(self._next_id, source, destination, held, into, labels, generation)
             elif cells:
                 cell = cells[len(jobs)]
-                plan = TransferPlan(self._next_id, source, destination, held, blocks[of_job], cell=cell)
+                plan = TransferPlan(self._next_id, source, destination, held, into, cell=cell)
             else:
-                plan = TransferPlan(self._next_id, source, destination, held, blocks[of_job])
+                plan = TransferPlan(self._next_id, source, destination, held, into)
             self._next_id += 1
             jobs.append(self._job(holding, plan, band, over, pin if last == stop else None))
         return jobs
@@ -131,7 +134,7 @@ class JobBook:
         else:
             written = self.cache.lease(plan.destination, run, starts)
         job = Job(
-            plan, run, start, stop, self.cache.epoch, band.number, read, written, None,
+            plan, run, start, stop, self.cache.epoch, band.number, read, written,
             "" if holding is None else holding.request_id,
         )  # fmt: skip
         if written is not None:

@@ -8,9 +8,9 @@ from .cache import PrefixCache
 from .eviction import EvictionOrder, LeastRecentlyUsed
 from .groups import Layout
 from .hit_counts import CountedRun, HitCounts
+from .hops import Tier
 from .learned_order import LearnedOrder
 from .owners import Holding
-from .plan import Tier
 from .records import Run
 from .returns import NUM_CLASSES, ReturnTimes, class_of
 from .shadows import Guard

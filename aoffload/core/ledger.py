@@ -16,14 +16,15 @@ from ..arguments import check_callable, check_has, shown
 from ..errors import InvalidArgument
 from ..prefix import Prefix
 from .arguments import check_prefix, check_text, check_tier
+from .eviction import LeastRecentlyUsed
+from .hops import Tier
 from .integrity import check_integrity
 from .kept import CacheTransfer, Demotion, Pin, Prefetch
 from .ledger_remote import RemoteOfLedger
 from .lifecycle import PinState
 from .owners import Holding, nobody
 from .pins import check_time
-from .plan import Tier
-from .status import EvictionStatistics, Holder, RequestStatus, TierStatistics, explained
+from .status import EvictionStatistics, Holder, RequestStatus, TierStatistics, explained, plain
 from .tokens import TokenSequence
 from .watching import BlockWatcher
 
@@ -224,16 +225,29 @@ class Ledger(RemoteOfLedger):
         """`requests()` and `holders()` as a table to print."""
         found = self.statistics()
         device, lower = found.device, [("host", found.host), ("disk", found.disk)]
-        live = f"{found.num_requests} request{'' if found.num_requests == 1 else 's'}"
+        live = f"{found.num_requests:,} request{'' if found.num_requests == 1 else 's'}"
         if found.remote is not None and (moving := found.remote.num_loads + found.remote.num_stores):
-            live += f", {moving} cell{'' if moving == 1 else 's'} on the way"
+            live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
         if self._engine is None:
-            about = f"{_counted('device', device)}; {live}, {found.num_waiting} in line"
+            about = f"{device.counted('device')}; {live}, {found.num_waiting:,} in line"
         else:  # what it has free and cached only the engine knows, and who waits for room
-            held = f"{device.num_blocks} ({device.num_quarantined} quarantined)"
-            about = f"{self._engine.num_rows - 1} device blocks, which the engine hands out: copies hold {held}; {live}"
-        below = [_counted(name, tier) for name, tier in lower if tier is not None and tier.num_blocks]
-        return explained("\n".join((about, *below)), self.requests(), self.holders())
+            held = f"{device.num_blocks:,} ({device.num_quarantined:,} quarantined)"
+            about = (
+                f"{self._engine.num_rows - 1:,} device blocks, which the engine hands out: copies hold {held}; {live}"
+            )
+        below = [tier.counted(name) for name, tier in lower if tier is not None and tier.num_blocks]
+        return explained("\n".join((about, *below, *self._evicts(found))), self.requests(), self.holders())
+
+    def _evicts(self, found: LedgerStatistics) -> tuple[str, ...]:
+        """By which order, in words; nothing where it is the default."""
+        if found.eviction is not None:
+            num_hints = found.num_hints
+            hints = f"; {num_hints:,} hint{'' if num_hints == 1 else 's'} in force" if num_hints else ""
+            return (f"{found.eviction}{hints}",)
+        order = self.cache.tiers[Tier.HOST].order
+        if isinstance(order, LeastRecentlyUsed):
+            return ()
+        return (f"eviction: an order of the program's own, {plain(type(order).__name__)}",)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""
@@ -251,8 +265,3 @@ class Ledger(RemoteOfLedger):
         """The block table, one list per group."""
         tables = self._on_own_device(holding, "block_ids").tables
         return self.layout.by_group([table.ids for table in tables]) if tables else self._no_tables()
-
-
-def _counted(name: str, tier: TierStatistics) -> str:
-    counts = (f"{getattr(tier, f'num_{state}')} {state}" for state in ("free", "cached", "pinned", "quarantined"))
-    return f"{tier.num_blocks} {name} blocks: {', '.join(counts)}"

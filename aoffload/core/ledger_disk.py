@@ -11,11 +11,12 @@ from ..prefix import Prefix
 from .answer import PrefixMatch
 from .arguments import check_bool, check_int, check_prefix
 from .fetches import Fetches
+from .hops import Tier
 from .kept import Fetch
 from .ledger_work import WorkingRequests
 from .lifecycle import RequestState, require
 from .owners import Holding, nobody
-from .plan import Tier, TransferPlan
+from .plan import TransferPlan
 from .records import Job
 from .restored import RestoredRun
 from .restores import check_restored

@@ -11,19 +11,18 @@ from ..prefix import Prefix
 from .answer import PrefixMatch
 from .arguments import check_bool, check_int, check_prefix, check_text
 from .forked import Fork
+from .hops import BELOW
 from .ledger_rooms import LedgerRooms
-from .lifecycle import RequestState, require
+from .lifecycle import RequestState as State
+from .lifecycle import require
 from .matching import fetchable_path, find_hit
 from .owners import Holding, Waiter, nobody
-from .plan import BELOW
 from .policy import StoreScope, store_limit
 from .results import Extension
 from .table import NO_LIMIT
 from .tokens import TokenSequence
 
 __all__ = ["BeginningRequests"]
-
-_S = RequestState
 
 
 class BeginningRequests(LedgerRooms):
@@ -97,8 +96,8 @@ class BeginningRequests(LedgerRooms):
             self._engine.matches.match(holding, num_device_tokens, wake)
             return holding
         self._request_leases.pin(holding)
-        self._moves.request(holding, _S.MATCHED)
-        self._moves.request(holding, _S.PINNED)
+        self._moves.request(holding, State.MATCHED)
+        self._moves.request(holding, State.PINNED)
         return holding
 
     def _check_device_tokens(self, num_device_tokens: int, num_tokens: int) -> None:
@@ -116,7 +115,7 @@ class BeginningRequests(LedgerRooms):
         `pending_timeout_s` the answer is no longer `PENDING`.
         """
         engine = self._engine_of(holding, "match_again")
-        require(holding, "match_again", _S.MATCHED, _S.PINNED)
+        require(holding, "match_again", State.MATCHED, State.PINNED)
         self._check_device_tokens(num_device_tokens, holding.sequence.num_tokens)
         if wake is not nobody:
             check_callable("wake", wake)
@@ -181,7 +180,7 @@ class BeginningRequests(LedgerRooms):
 
     def num_shared_tokens(self, holding: Holding) -> int:
         """Leading tokens whose blocks a fork of `holding` would share; behind them it needs blocks of its own."""
-        require(self._on_own_device(holding, "fork"), "fork", _S.RUNNING)
+        require(self._on_own_device(holding, "fork"), "fork", State.RUNNING)
         return self._forks.shared_stop(holding) * self.layout.unit_tokens
 
     def fork(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..arguments import check_has, check_type, shown
 from ..config import MAX_BLOCKS, OffloadConfig
 from ..errors import ConfigError, InvalidArgument, WrongState
+from ..evictions import LearnedEviction, new_order
 from ..remote_tier import cell_units
 from .admission import Admission
 from .arguments import check_int
@@ -20,11 +22,12 @@ from .engine_blocks import EngineTier
 from .engine_matches import EngineMatches
 from .engine_offers import EngineOffers
 from .engine_owned import EngineOwned
-from .eviction import EvictionOrder, LearnedEviction, LeastRecentlyUsed
+from .eviction import EvictionOrder, LeastRecentlyUsed
 from .fetches import Fetches
 from .forks import Forks
 from .groups import KVCacheGroup, Layout
 from .hints import AlsoLearns, Hints
+from .hops import BELOW, Outcome, Tier
 from .jobs import JobBook
 from .kept import Step
 from .learning import Learning
@@ -33,7 +36,6 @@ from .observer import Moves
 from .observing import Observer
 from .owners import Holding
 from .pins import Pins
-from .plan import BELOW, Outcome, Tier
 from .policy import AlsoCounts, store_policy_of
 from .pools import DevicePool, EngineBlocks
 from .preemption import Preemptions
@@ -54,8 +56,6 @@ OBSERVES = (
     "request_moved job_moved store_skipped pin_moved cache_transfer_moved overlap_moved loads_paused loads_resumed "
     "step_begun step_ended extension_refused eviction_switched hint_given hint_ended"
 )
-ORDERS = "add add_newer add_back remove oldest __iter__"
-"""What orders that programs pass must have: they are not told what is `asked`, since nothing is counted for them."""
 HOST_WATERMARK = 8
 """The part of the host that is stored on the disk before it is evicted."""
 
@@ -158,7 +158,7 @@ class LedgerRooms:
         is_named = type(config.eviction) is str and config.eviction == "learned"
         choice = LearnedEviction() if is_named else config.eviction
         if not isinstance(choice, LearnedEviction):
-            make = _eviction_of(config.eviction)
+            make = LeastRecentlyUsed if type(choice) is str else partial(new_order, choice)
             return (lambda _: make()), None
         sizes = {Tier.HOST: num_host}
         if config.disk is not None:
@@ -286,20 +286,3 @@ def _check_engine(device_pool: object, engine_blocks: object, clock: object) -> 
         raise ConfigError("device_pool", "must be None: the blocks are the engine's")
     if not callable(clock) and (clock is not None or engine_blocks is not None):
         raise InvalidArgument("clock", f"must be what the engine measures seconds by, got {shown(clock)}")
-
-
-def _eviction_of(value: object) -> Callable[[], EvictionOrder]:
-    if type(value) is str and value == "lru":
-        return LeastRecentlyUsed
-    if not callable(value):
-        raise ConfigError("eviction", f"must be 'lru', 'learned' or a factory of eviction orders, got {shown(value)}")
-
-    def make() -> EvictionOrder:
-        try:
-            order = value()
-        except Exception as error:
-            raise ConfigError("eviction", f"made no order: {type(error).__name__}: {error}") from error
-        check_has("eviction", order, "factory of eviction orders", ORDERS, ConfigError)
-        return order  # type: ignore[no-any-return]
-
-    return make

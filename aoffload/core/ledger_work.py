@@ -13,7 +13,8 @@ from .arguments import check_bool, check_completion, check_int, check_text
 from .choice import Loadable
 from .kept import Step
 from .ledger_requests import BeginningRequests
-from .lifecycle import RequestState, require
+from .lifecycle import RequestState as State
+from .lifecycle import require
 from .loads import require_no_holes
 from .overlap import begin_step, can_start, expected_ids, first_invalid_token, tell
 from .owners import Holding, nobody
@@ -24,8 +25,7 @@ from .windows import slide
 
 __all__ = ["WorkingRequests"]
 
-_S = RequestState
-_LOADING = (_S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED)
+_LOADING = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
 
 
 class WorkingRequests(BeginningRequests):
@@ -84,7 +84,7 @@ class WorkingRequests(BeginningRequests):
         """With `engine_blocks`: match again, before the load, up to `from_token`, rounded down to a block. What the
         host has behind it is computed, and no later match of this request has it."""
         engine = self._engine_of(holding, "decline")
-        require(holding, "decline", _S.PINNED)
+        require(holding, "decline", State.PINNED)
         engine.matches.decline(holding, check_int("from_token", from_token, 0) // self.layout.unit_tokens)
         return holding.match
 
@@ -228,11 +228,11 @@ class WorkingRequests(BeginningRequests):
 
     def _check_step(self, holdings: Iterable[Holding], arriving: Iterable[Holding]) -> None:
         for holding in holdings:
-            require(self._own(holding), "step", _S.ALLOCATED, _S.RUNNING)
+            require(self._own(holding), "step", State.ALLOCATED, State.RUNNING)
             require_no_holes(holding, "step")
         for holding in arriving:
-            require(self._own(holding), "step", _S.LOADING, _S.RUNNING)
-            if holding.state is not _S.RUNNING and not can_start(self.cache, holding):
+            require(self._own(holding), "step", State.LOADING, State.RUNNING)
+            if holding.state is not State.RUNNING and not can_start(self.cache, holding):
                 raise WrongState(f"step: the load of {holding} is not under way: wait until it is over")
 
     def _end_steps(self, holding: Holding) -> list[Callable[[], object]]:
@@ -241,7 +241,7 @@ class WorkingRequests(BeginningRequests):
         if holding in self._closing:
             self._closing.discard(holding)
             self._request_leases.let_go(holding)
-        elif holding.state is _S.DRAINING:
+        elif holding.state is State.DRAINING:
             return self._loads.conclude_all([holding])
         else:
             slide(self.cache, holding)
@@ -265,7 +265,7 @@ class WorkingRequests(BeginningRequests):
     def begin_again(self, holding: Holding) -> int | None:
         """The first token to compute again, in a new step, since the load fell short of what an overlapping step
         assumed; None: nothing to compute again. After an invalid overlap, commits need this call and a new step."""
-        require(self._on_own_device(holding, "begin_again"), "begin_again", _S.RUNNING)
+        require(self._on_own_device(holding, "begin_again"), "begin_again", State.RUNNING)
         tell(self._moves, holding)
         return first_invalid_token(holding)
 
@@ -284,7 +284,7 @@ class WorkingRequests(BeginningRequests):
         if self.holdings.get(request.request_id) is not request:
             raise WrongState(f"release: {request} is {request.state.name} already")
         plans: tuple[TransferPlan, ...] = ()
-        done = request.state is _S.RUNNING and request.has_committed and reason == "closed_early"
+        done = request.state is State.RUNNING and request.has_committed and reason == "closed_early"
         if done and request.epoch == self.cache.epoch:
             plans = self._commits.offer_stores(request, request.published, is_last=True)
         if request.waiter is not None:
@@ -299,7 +299,7 @@ class WorkingRequests(BeginningRequests):
         del self.holdings[request.request_id]
         if not done:
             request.ends_for(reason)
-        self._moves.request(request, _S.DONE if done else _S.ABORTED)
+        self._moves.request(request, State.DONE if done else State.ABORTED)
         if self._forks.over:
             self._forks.left(request)
         if self._engine is not None:

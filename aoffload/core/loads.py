@@ -11,14 +11,16 @@ from .arguments import check_int
 from .cache import PrefixCache
 from .choice import Loadable
 from .groups import Band
+from .hops import BELOW, HIT_TIERS, Tier
 from .intervals import outside
 from .jobs import JobBook
-from .lifecycle import RequestState, require
+from .lifecycle import RequestState as State
+from .lifecycle import require
 from .observer import Moves
 from .overlap import compare, compare_job
 from .owners import Holding, Waiter, nobody
 from .paths import held_ids, stretches
-from .plan import BELOW, HIT_TIERS, Tier, TransferPlan
+from .plan import TransferPlan
 from .presence import accepted, covered, held_stop, jobs_bringing, jobs_into, present_stop
 from .publish import step_back
 from .records import Job, Load, Run
@@ -28,8 +30,6 @@ from .waiting import is_waiting
 from .windows import slide_off
 
 __all__ = ["Loads", "has_holes", "require_no_holes"]
-
-_S = RequestState
 
 
 @dataclass(slots=True, eq=False)
@@ -48,18 +48,18 @@ class Loads:
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit onto the device; see `Ledger.plan_load`."""
-        require(holding, "load", _S.ALLOCATED, _S.LOADING, _S.DRAINING, _S.REQUEUED, _S.RUNNING)
+        require(holding, "load", State.ALLOCATED, State.LOADING, State.DRAINING, State.REQUEUED, State.RUNNING)
         limit = NO_LIMIT
         if max_tokens is not None:
             limit = check_int("max_tokens", max_tokens, 0) // self.cache.layout.unit_tokens
-        if holding.state is _S.RUNNING:
+        if holding.state is State.RUNNING:
             return ()
         load = holding.load
         if load is not None:  # called again after a cancelled call
             load.wake_by(wake)
             return ()
         if holding.waiter is not None:
-            if holding.state is not _S.REQUEUED:
+            if holding.state is not State.REQUEUED:
                 raise is_waiting(holding, "load")
             holding.waiter.wake_by(wake)
             return ()
@@ -73,9 +73,9 @@ class Loads:
             holding.began_load(Load(holding.published, wake))
         if holding.load is None:
             self.request_leases.end_host_lease(holding)
-            self.moves.request(holding, _S.RUNNING)
+            self.moves.request(holding, State.RUNNING)
             return ()
-        self.moves.request(holding, _S.LOADING)
+        self.moves.request(holding, State.LOADING)
         if not holding.load.jobs:
             self.conclude_all([holding])
         return tuple([job.plan for job in jobs])
@@ -87,7 +87,7 @@ class Loads:
             limit = NO_LIMIT if max_tokens is None else check_int("max_tokens", max_tokens, 0) // layout.unit_tokens
             stop = min(stop, holding.num_units, limit)
         lease = holding.leases.get(BELOW)
-        if stop <= start or lease is None or holding.state is not _S.ALLOCATED or holding.epoch != self.cache.epoch:
+        if stop <= start or lease is None or holding.state is not State.ALLOCATED or holding.epoch != self.cache.epoch:
             return None
         if holding.num_steps or holding.waiter is not None:
             return None  # `plan` refuses it
@@ -166,7 +166,7 @@ class Loads:
         if start >= stop or not band.width:
             return []
         run, table = holding.leases[Tier.DEVICE].run, holding.tables[band.number]
-        ids = table.null(start, stop)
+        ids = table.take(start, stop)
         return self.jobs.plan(holding, BELOW, Tier.DEVICE, run, band, start, stop, ids, load.units_per_job)
 
     def _give_up(self, holding: Holding, band: Band, start: int, stop: int) -> None:
@@ -210,7 +210,10 @@ class Loads:
                 if start < first:
                     self.cache.give(Tier.DEVICE, table.null(start, first))
                 ids = held_ids(run, Tier.DEVICE, band.number, first, ready)
-                self.cache.give(Tier.DEVICE, table.exchange(first, ids))
+                if band.number:
+                    self.cache.give(Tier.DEVICE, table.exchange(first, ids))
+                else:
+                    table.put(first, ids)  # null until now: `start` gave all of it to jobs, or back
             missing.append(table.num_null(ready, holding.num_units))
         holding.ready_up_to(ready, ready * layout.unit_tokens)
         if holding.overlap is not None:
@@ -228,19 +231,19 @@ class Loads:
             if number:
                 table.fill(ready, holding.num_units, self.cache.take(Tier.DEVICE, number))
         holding.ended_load()
-        self.moves.request(holding, _S.RUNNING)
+        self.moves.request(holding, State.RUNNING)
 
     def _requeue(self, holding: Holding, load: Load, ready: int) -> None:
         """Give up all blocks and wait in the line. Not during a step, which writes to them: the load is concluded again
         when the step ends."""
         if holding.num_steps:
             load.shorten(ready)
-            if holding.state is _S.LOADING:
-                self.moves.request(holding, _S.DRAINING)
+            if holding.state is State.LOADING:
+                self.moves.request(holding, State.DRAINING)
             return
         num_units = holding.num_units
         self.request_leases.let_go(holding)
-        self.moves.request(holding, _S.REQUEUED)
+        self.moves.request(holding, State.REQUEUED)
         self.admission.wait_for_allocation(Waiter(holding, num_units, load.wake))
 
     def conclude_all(self, holdings: Iterable[Holding]) -> list[Callable[[], object]]:
@@ -250,7 +253,7 @@ class Loads:
             load = holding.load
             assert load is not None
             self._conclude(holding, load)
-            if holding.state is _S.RUNNING:
+            if holding.state is State.RUNNING:
                 wakes.append(load.wake)
         return wakes
 
@@ -293,5 +296,5 @@ def has_holes(holding: Holding) -> bool:
 
 def require_no_holes(holding: Holding, call: str) -> None:
     """Refuse `call` while window tables have holes, since the host hit was neither loaded nor declined."""
-    if holding.state is _S.ALLOCATED and has_holes(holding):
+    if holding.state is State.ALLOCATED and has_holes(holding):
         raise WrongState(f"{call}: load the host hit of {holding} first, or decline it: load(max_tokens=0)")

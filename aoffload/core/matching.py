@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .groups import Layout
+from .hops import BELOW, CACHE_TIERS, HIT_TIERS, Tier
 from .index import RunIndex
-from .plan import BELOW, CACHE_TIERS, HIT_TIERS, Tier
 from .presence import accepted, held_stop, present_stop
 from .records import Run
 from .tokens import TokenSequence
@@ -14,16 +12,18 @@ from .tokens import TokenSequence
 __all__ = ["Hit", "fetchable_path", "find_hit", "find_hit_behind"]
 
 
-@dataclass(slots=True, frozen=True)
 class Hit:
     """The result of a match, in units."""
 
-    device_stop: int
-    """End of the device hit: the last position at which a request could go on computing with the device alone."""
-    stop: int
-    """End of the hit, with both tiers together."""
-    path: tuple[Run, ...]
-    """The matched runs in prefix order, as far as any tier holds full attention. They may reach behind `stop`."""
+    __slots__ = ("device_stop", "path", "stop")
+
+    def __init__(self, device_stop: int, stop: int, path: tuple[Run, ...]) -> None:
+        self.device_stop = device_stop
+        """End of the device hit: the last position at which a request could go on computing with the device alone."""
+        self.stop = stop
+        """End of the hit, with both tiers together."""
+        self.path = path
+        """The matched runs in prefix order, as far as any tier holds full attention. They may reach behind `stop`."""
 
     def run_at(self, position: int) -> Run:
         """The run that holds the unit before `position`."""

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from ..errors import CommitError, WrongState
 from .cache import PrefixCache
 from .groups import Band
-from .lifecycle import OverlapState, RequestState
+from .hops import Tier
+from .lifecycle import OverlapState
+from .lifecycle import RequestState as State
 from .observer import Moves
 from .owners import Holding, LoadOverlap
 from .paths import Stretch, stretches
-from .plan import Tier
 from .presence import jobs_into
 from .records import Job, Load, Part
 from .table import BlockTable
@@ -33,8 +34,6 @@ __all__ = [
     "tell",
 ]
 
-_S = OverlapState
-
 
 def can_start(cache: PrefixCache, holding: Holding) -> bool:
     """Whether a step may overlap the load: all that the step would read is on the device or in a job of the load, and
@@ -46,7 +45,7 @@ def can_start(cache: PrefixCache, holding: Holding) -> bool:
         return True  # a step holds its blocks already
     if holding.epoch != cache.epoch:
         return False
-    if overlap is not None and overlap.state is _S.INVALID:
+    if overlap is not None and overlap.state is OverlapState.INVALID:
         return False  # of an earlier load, and the engine was not told yet
     if any(table.num_null(load.stop, holding.num_units) for table in holding.tables):
         return False
@@ -58,13 +57,13 @@ def can_start(cache: PrefixCache, holding: Holding) -> bool:
 
 def begin_step(cache: PrefixCache, moves: Moves, holding: Holding) -> None:
     """Record what the first step that overlaps a load assumes; later steps build on what it computes."""
-    if holding.overlap is not None and holding.overlap.state is _S.ACKNOWLEDGED:
+    if holding.overlap is not None and holding.overlap.state is OverlapState.ACKNOWLEDGED:
         holding.overlap = None
     if holding.overlap is None and holding.load is not None:
         tables = tuple(_once_landed(cache, holding, holding.load, band) for band in cache.layout.bands)
         stop = holding.load.stop
         holding.overlap = LoadOverlap(holding, stop, stop * cache.layout.unit_tokens, tables)
-        moves.overlap(holding.overlap, _S.SPECULATIVE)
+        moves.overlap(holding.overlap, OverlapState.SPECULATIVE)
 
 
 def expected_ids(holding: Holding) -> list[array[int]]:
@@ -72,7 +71,8 @@ def expected_ids(holding: Holding) -> list[array[int]]:
     overlap = holding.overlap
     if holding.load is None or not holding.load.jobs:
         return [table.ids for table in holding.tables]
-    if overlap is None or (overlap.state is not _S.SPECULATIVE and not holding.num_steps):  # it may be of a load before
+    # Without a step under way, it may be of a load before.
+    if overlap is None or (overlap.state is not OverlapState.SPECULATIVE and not holding.num_steps):
         raise WrongState(f"block_ids: no step of {holding} has begun: a load may end otherwise until one has")
     return [
         ids + table.ids[table.width * overlap.stop :] for ids, table in zip(overlap.tables, holding.tables, strict=True)
@@ -83,27 +83,27 @@ def compare(moves: Moves, holding: Holding, bands: Sequence[Band]) -> None:
     """The load is over, units not brought are null: CONFIRMED if the tables are as the step assumed, else INVALID.
     Another copy of the same tokens differs: the assumed block, which the step may still read, is free by then."""
     overlap = holding.overlap
-    if overlap is None or overlap.state is not _S.SPECULATIVE:
+    if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
         return
     if all(_is_as_taken(overlap, holding.tables[band.number], band) for band in bands):
-        moves.overlap(overlap, _S.CONFIRMED)
+        moves.overlap(overlap, OverlapState.CONFIRMED)
         holding.overlap = None
     else:
-        moves.overlap(overlap, _S.INVALID)
+        moves.overlap(overlap, OverlapState.INVALID)
 
 
 def compare_job(moves: Moves, holding: Holding, job: Job, band: Band) -> None:
     """A job of the load is over: INVALID unless its blocks that the step reads are published. Checked while the load
     goes on: a block not brought is free, and may return to the same position with other bytes."""
     overlap = holding.overlap
-    if overlap is None or overlap.state is not _S.SPECULATIVE:
+    if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
         return
     first = band.first_unit(overlap.stop)
     lacking = set(overlap.tables[band.number][first * band.width :]) & set(job.plan.destination_ids)
     for run, _, _ in stretches(holding.device_run, first, overlap.stop) if lacking else ():
         lacking.difference_update(run.part(Tier.DEVICE, band.number).blocks)
     if lacking:
-        moves.overlap(overlap, _S.INVALID)
+        moves.overlap(overlap, OverlapState.INVALID)
 
 
 def _is_as_taken(overlap: LoadOverlap, table: BlockTable, band: Band) -> bool:
@@ -122,14 +122,14 @@ def check_valid(holding: Holding, num_computed_tokens: int) -> None:
 def first_invalid_token(holding: Holding) -> int | None:
     """The first token to compute again, now that the load is over; None: nothing to compute again."""
     overlap = holding.overlap
-    is_wrong = overlap is not None and overlap.state is not _S.SPECULATIVE and holding.state is RequestState.RUNNING
+    is_wrong = overlap is not None and overlap.state is not OverlapState.SPECULATIVE and holding.state is State.RUNNING
     return holding.num_computed_tokens if is_wrong else None
 
 
 def tell(moves: Moves, holding: Holding) -> None:
     """The engine was told of an invalid overlap, or has preempted the request: ACKNOWLEDGED."""
-    if holding.overlap is not None and holding.overlap.state is _S.INVALID:
-        moves.overlap(holding.overlap, _S.ACKNOWLEDGED)
+    if holding.overlap is not None and holding.overlap.state is OverlapState.INVALID:
+        moves.overlap(holding.overlap, OverlapState.ACKNOWLEDGED)
 
 
 def _once_landed(cache: PrefixCache, holding: Holding, load: Load, band: Band) -> array[int]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import OutOfBlocks
 from .answer import NO_MATCH, PrefixMatch
+from .hops import Tier
 from .lifecycle import Computing, NoEpoch, OverlapState, RequestState
-from .plan import Tier
 from .records import Claimant, Job, Lease, Run
 from .table import NO_LIMIT, BlockTable
 from .tokens import TokenSequence
@@ -27,79 +27,93 @@ _UNREAD = (
 _UNDER_WAY = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
 
 
-@dataclass(slots=True, eq=False)
 class Fetched:
     """What a fetch has brought for a request, pinned in the host until the request has blocks to load it into."""
 
-    lease: Lease
-    num_host_blocks: int
+    __slots__ = ("lease", "num_host_blocks")
+
+    def __init__(self, lease: Lease, num_host_blocks: int) -> None:
+        self.lease = lease
+        self.num_host_blocks = num_host_blocks
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Holding(Claimant):
-    request_id: str
-    sequence: TokenSequence
-    epoch: int | NoEpoch
-    ticket: int
-    """Its place in the line for room, kept when it has to queue again."""
-    hit_limit: int
-    """Maximum units of a match."""
-    ledger: Any = field(kw_only=True)
-    """The ledger that admitted it. Others refuse it."""
-    evictions_before: int = field(default=0, kw_only=True)
-    """How many blocks the host had evicted when it was admitted."""
-    stored_stop: int = field(default=0, kw_only=True)
-    """Engine-owned blocks: leading units that were in the host, or on their way there, after its last offer."""
-    hit_alignment: int
-    """The units of a match are a multiple of this."""
-    uses: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
-    """Where eviction learns: how often its prompt was asked for, as (stop, number)."""
-    store_limit: int = field(default=NO_LIMIT, kw_only=True)
-    """End of the units that may be stored."""
-    state: RequestState = RequestState.QUEUED
-    reason: str = ""
-    """Why it was aborted, or will be: it was cancelled, and its task has not left it yet."""
-    match: PrefixMatch = NO_MATCH
-    origins: dict[Holding, int] = field(default_factory=dict)
-    """The requests it descends from by forks, each with its number of computed tokens at that fork."""
-    engine_tokens: int = 0
-    """Leading tokens in the engine's own prefix cache (engine-owned blocks). The host match begins behind them."""
-    hit_stop: int = 0
-    tables: tuple[BlockTable, ...] = ()
-    """One per band, once the request has room."""
-    num_units: int = 0
-    """Units that the tables cover."""
-    leases: dict[Tier, Lease] = field(default_factory=dict)
-    """Device: the cached path that it reads. Host: the path that it is to load."""
-    reserve: Lease | None = None
-    """With windows: a second device lease, for blocks behind the device hit that the load will find there."""
-    fetched: Fetched | None = None
-    """Beside the match, which a request in the line for room gives up."""
-    published: int = 0
-    """Leading units that are findable, or were when the request got them."""
-    nulled: list[tuple[int, int, int]] = field(default_factory=list)
-    """(band, start, stop): units that left the window of a band since the last `Extension`."""
-    ready_stop: int = 0
-    """Leading units that were ready before the request computed: hits, and what was loaded."""
-    num_computed_tokens: int = 0
-    has_committed: bool = False
-    read_before: int = 0
-    """Leading units of which it may have read KV of other requests before its leases ended (preempted, or a fork)."""
-    overlap: LoadOverlap | None = None
-    """Set once a step has begun before the load was over."""
-    num_lost_tokens: int = 0
-    """Tokens that its loads failed to bring."""
-    retry_max_hit_tokens: int | None = None
-    """Engine-owned blocks: the `max_hit_tokens` for a next try of the same prompt. Where a load that fell short ended,
-    so that the same copy is not tried for ever; None: no load fell short."""
-    waiter: Waiter | None = None
-    computing: Computing = Computing.NOTHING
-    num_steps: int = 0
-    """Forwards that touch its blocks. No block that they touch is given back before they end."""
-    when_idle: Callable[[], object] = lambda: None
-    """Called when the last of these forwards has ended."""
-    since_s: float = 0.0
-    """When it entered its state, where the ledger has a clock."""
+    __slots__ = (
+        "computing", "engine_tokens", "epoch", "evictions_before", "fetched", "has_committed",
+        "hit_alignment", "hit_limit", "hit_stop", "leases", "ledger", "match", "nulled",
+        "num_computed_tokens", "num_lost_tokens", "num_steps", "num_units", "origins", "overlap", "published",
+        "read_before", "ready_stop", "reason", "request_id", "reserve", "retry_max_hit_tokens", "sequence",
+        "since_s", "state", "store_limit", "stored_stop", "tables", "ticket", "uses", "waiter", "when_idle",
+    )  # fmt: skip
+
+    def __init__(
+        self, request_id: str, sequence: TokenSequence, epoch: int | NoEpoch, ticket: int, hit_limit: int,
+        hit_alignment: int, *, ledger: Any, evictions_before: int = 0, store_limit: int = NO_LIMIT,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.request_id = request_id
+        self.sequence = sequence
+        self.epoch = epoch
+        self.ticket = ticket
+        """Its place in the line for room, kept when it has to queue again."""
+        self.hit_limit = hit_limit
+        """Maximum units of a match."""
+        self.ledger = ledger
+        """The ledger that admitted it. Others refuse it."""
+        self.evictions_before = evictions_before
+        """How many blocks the host had evicted when it was admitted."""
+        self.stored_stop = 0
+        """Engine-owned blocks: leading units that were in the host, or on their way there, after its last offer."""
+        self.hit_alignment = hit_alignment
+        """The units of a match are a multiple of this."""
+        self.uses: tuple[tuple[int, int], ...] = ()
+        """Where eviction learns: how often its prompt was asked for, as (stop, number)."""
+        self.store_limit = store_limit
+        """End of the units that may be stored."""
+        self.state: RequestState = RequestState.QUEUED
+        self.reason = ""
+        """Why it was aborted, or will be: it was cancelled, and its task has not left it yet."""
+        self.match: PrefixMatch = NO_MATCH
+        self.origins: dict[Holding, int] = {}
+        """The requests it descends from by forks, each with its number of computed tokens at that fork."""
+        self.engine_tokens = 0
+        """Leading tokens in the engine's own prefix cache (engine-owned blocks). The host match begins behind them."""
+        self.hit_stop = 0
+        self.tables: tuple[BlockTable, ...] = ()
+        """One per band, once the request has room."""
+        self.num_units = 0
+        """Units that the tables cover."""
+        self.leases: dict[Tier, Lease] = {}
+        """Device: the cached path that it reads. Host: the path that it is to load."""
+        self.reserve: Lease | None = None
+        """With windows: a second device lease, for blocks behind the device hit that the load will find there."""
+        self.fetched: Fetched | None = None
+        """Beside the match, which a request in the line for room gives up."""
+        self.published = 0
+        """Leading units that are findable, or were when the request got them."""
+        self.nulled: list[tuple[int, int, int]] = []
+        """(band, start, stop): units that left the window of a band since the last `Extension`."""
+        self.ready_stop = 0
+        """Leading units that were ready before the request computed: hits, and what was loaded."""
+        self.num_computed_tokens = 0
+        self.has_committed = False
+        self.read_before = 0
+        """Leading units of which it may have read KV of others before its leases ended (preempted, or a fork)."""
+        self.overlap: LoadOverlap | None = None
+        """Set once a step has begun before the load was over."""
+        self.num_lost_tokens = 0
+        """Tokens that its loads failed to bring."""
+        self.retry_max_hit_tokens: int | None = None
+        """Engine-owned blocks: the `max_hit_tokens` for a next try of the same prompt. Where a load that fell short
+        ended, so that the same copy is not tried for ever; None: no load fell short."""
+        self.waiter: Waiter | None = None
+        self.computing: Computing = Computing.NOTHING
+        self.num_steps = 0
+        """Forwards that touch its blocks. No block that they touch is given back before they end."""
+        self.when_idle: Callable[[], object] = nobody
+        """Called when the last of these forwards has ended."""
+        self.since_s = 0.0
+        """When it entered its state, where the ledger has a clock."""
 
     def __repr__(self) -> str:
         return f"<Holding {self.request_id!r} {self.state.name} {self.num_blocks} blocks>"
@@ -191,8 +205,7 @@ class Holding(Claimant):
         self.tables, self.num_units = tables, num_units
 
     def gave_up_tables(self) -> None:
-        self.tables, self.num_units, self.load = (), 0, None
-        self.nulled.clear()
+        self.tables, self.num_units, self.load, self.nulled = (), 0, None, []
 
     def slid(self, band: int, start: int, stop: int) -> None:
         """Units `[start, stop)` of a band have left its window."""
@@ -295,22 +308,24 @@ def nobody() -> None:
     """Default `wake`: does nothing."""
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Waiter:
     """One wait of one request for room. When it is over, exactly one of `granted` and `error` is set."""
 
-    holding: Holding
-    num_units: int
-    """Units of the whole table, not only those to add."""
-    wake: Callable[[], object] = nobody
-    granted: array[int] | None = None
-    error: OutOfBlocks | None = None
-    num_missing: int = 0
-    """Blocks that it lacked when `serve_line` last examined it."""
-    changes_seen: int = -1
-    """`TierBlocks.num_changes` of the device at that time; -1: examine it in any case."""
-    joined_s: float | None = None
-    """When it joined the line, where the ledger has a clock."""
+    __slots__ = ("changes_seen", "error", "granted", "holding", "joined_s", "num_missing", "num_units", "wake")
+
+    def __init__(self, holding: Holding, num_units: int, wake: Callable[[], object] = nobody) -> None:
+        self.holding = holding
+        self.num_units = num_units
+        """Units of the whole table, not only those to add."""
+        self.wake = wake
+        self.granted: array[int] | None = None
+        self.error: OutOfBlocks | None = None
+        self.num_missing = 0
+        """Blocks that it lacked when `serve_line` last examined it."""
+        self.changes_seen = -1
+        """`TierBlocks.num_changes` of the device at that time; -1: examine it in any case."""
+        self.joined_s: float | None = None
+        """When it joined the line, where the ledger has a clock."""
 
     def __repr__(self) -> str:
         over = "granted" if self.granted is not None else "failed" if self.error else "waiting"

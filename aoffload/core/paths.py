@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TypeAlias
 
-from .plan import Tier
+from .hops import Tier
 from .records import Run
 
 __all__ = ["Stretch", "held_ids", "stretches"]

@@ -19,19 +19,17 @@ from ..arguments import number_of, shown
 from ..errors import InvalidArgument, OutOfBlocks
 from .answer import PrefixMatch
 from .cache import PrefixCache
+from .hops import BELOW, Tier
 from .kept import Pin
 from .lifecycle import PinState
 from .matching import Hit, find_hit
 from .observer import Moves
 from .paths import stretches
-from .plan import BELOW, Tier
 from .presence import held_stop
 from .records import Lease, Part
 from .tokens import TokenSequence
 
 __all__ = ["Pins", "check_time", "pinned_parts"]
-
-_S = PinState
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,7 +63,7 @@ class Pins:
         pin = Pin(self.num_pins, sequence, expiry, ledger)
         self._take(pin, hit, wishes)
         insort(self.pins, pin, key=lambda held: held.expires_at)
-        self.moves.pin(pin, _S.HELD)
+        self.moves.pin(pin, PinState.HELD)
         return pin
 
     def end(self, pin: Pin, state: PinState) -> None:
@@ -88,7 +86,7 @@ class Pins:
         seconds = check_time("now", now)
         before = len(self.pins)
         while self.pins and self.pins[0].expires_at <= seconds:
-            self.end(self.pins[0], _S.LAPSED)
+            self.end(self.pins[0], PinState.LAPSED)
         return len(self.pins) < before
 
     def yield_one(self) -> bool:
@@ -98,7 +96,7 @@ class Pins:
         kept = {part for part in alone if part.blocks or part.tombstones}
         for pin in self.pins:
             if any(part in kept for lease in leases[pin] for part in pinned_parts(lease)):
-                self.end(pin, _S.YIELDED)
+                self.end(pin, PinState.YIELDED)
                 return True
         return False
 

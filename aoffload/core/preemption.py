@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from ..errors import WrongState
 from .admission import Admission
 from .cache import PrefixCache
+from .hops import Tier
 from .jobs import JobBook
-from .lifecycle import RequestState, require
+from .lifecycle import RequestState as State
+from .lifecycle import require
 from .observer import Moves
 from .overlap import tell
 from .owners import Holding
-from .plan import Tier, TransferPlan
+from .plan import TransferPlan
 from .policy import NoStore, StorePolicy
 from .request_leases import RequestLeases
 from .results import Preemption
@@ -20,8 +22,6 @@ from .stores import Stores
 from .waiting import is_waiting
 
 __all__ = ["Preemptions"]
-
-_S = RequestState
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +37,11 @@ class Preemptions:
     @staticmethod
     def check(holding: Holding) -> None:
         """Refuse to preempt a request without blocks to give up, in a step, or waiting for room (unless REQUEUED)."""
-        require(holding, "preempt", _S.ALLOCATED, _S.LOADING, _S.DRAINING, _S.REQUEUED, _S.STRANDED, _S.RUNNING)
-        if holding.waiter is not None and holding.state is not _S.REQUEUED:
+        require(
+            holding, "preempt",
+            State.ALLOCATED, State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED, State.RUNNING,
+        )  # fmt: skip
+        if holding.waiter is not None and holding.state is not State.REQUEUED:
             raise is_waiting(holding, "preempt")
         if holding.num_steps:
             raise WrongState(f"preempt: a step touches the blocks of {holding}")
@@ -49,7 +52,7 @@ class Preemptions:
         before = self.admission.room
         if holding.waiter is not None:
             self.admission.leave(holding.waiter)
-        if holding.state is not _S.RUNNING:
+        if holding.state is not State.RUNNING:
             self.request_leases.end_host_lease(holding)
             holding.computed(holding.published * self.cache.layout.unit_tokens)
         plans = self._store(holding)
@@ -59,7 +62,7 @@ class Preemptions:
             self.request_leases.keep(holding, self.stores.destination, run)
             self.request_leases.follow(holding, None)
         holding.preempted(self.cache.layout.unit_tokens)
-        self.moves.request(holding, _S.PREEMPTED)
+        self.moves.request(holding, State.PREEMPTED)
         tell(self.moves, holding)
         read = {job.job_id: held & _read_by(job.plan) for job in self.jobs.unsettled.values()}
         job_ids = tuple(job_id for job_id, blocks in read.items() if blocks)
@@ -68,12 +71,12 @@ class Preemptions:
 
     def resume(self, holding: Holding, num_tokens: object) -> None:
         """Match it again, with what it has computed: PINNED. It asks for room and a load as after the first match."""
-        require(holding, "resume", _S.PREEMPTED)
+        require(holding, "resume", State.PREEMPTED)
         if num_tokens is not None:
             self.admission.check_could_fit(num_tokens)
-        self.moves.request(holding, _S.MATCHED)
+        self.moves.request(holding, State.MATCHED)
         self.request_leases.match_again(holding)
-        self.moves.request(holding, _S.PINNED)
+        self.moves.request(holding, State.PINNED)
 
     def _store(self, holding: Holding) -> tuple[TransferPlan, ...]:
         """Store at once what is published, whatever the timing of the policy; nothing with `NoStore`, nor beyond the

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .groups import Band, Layout
+from .hops import Tier
 from .paths import Stretch
-from .plan import Tier
 from .records import Job, Part, Run
 
 __all__ = ["accepted", "covered", "covered_stop", "held_stop", "jobs_bringing", "jobs_into", "present_stop"]

@@ -6,10 +6,10 @@ from collections.abc import Container, Iterable
 
 from .cache import PrefixCache
 from .groups import Band
+from .hops import Tier
 from .intervals import without
 from .owners import Holding
 from .paths import stretches
-from .plan import Tier
 from .records import Run
 from .request_leases import RequestLeases
 

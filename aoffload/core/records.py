@@ -9,49 +9,53 @@ Load -> Job             what a request waits for
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from ..prefix import Hasher, KeySpan, Root
+from .hops import Tier
 from .lifecycle import JobState, NoEpoch
-from .plan import Completion, Tier, TransferPlan
+from .plan import Completion, TransferPlan
 from .tokens import hash_run
 from .tombstones import Tombstone, divided
 
 __all__ = ["Claimant", "Job", "Lease", "Load", "Part", "Run"]
 
 
-def _no_ids() -> array[int]:
-    return array("i")
-
-
-@dataclass(slots=True, eq=False, repr=False)
 class Part:
     """The blocks of one run in one band and one tier: those of units `[first, stop)`. For full attention `first` is
     the run's start. A part without blocks has first == stop == the run's start."""
 
-    tier: Tier
-    band: int
-    width: int
-    """Block ids per unit."""
-    run: Run
-    first: int
-    stop: int
-    blocks: array[int] = field(default_factory=_no_ids)
-    """len(blocks) == (stop - first) * width."""
-    num_references: int = 0
-    """Full attention: leases that end at this run plus referenced child runs. Window: leases that cover this run.
-    At zero, the blocks of the part are evictable: it is linked in the eviction order, if it has any."""
-    incoming: Job | None = None
-    """The unsettled job that was planned last to add to this part. Earlier ones are found through `predecessor`."""
-    tombstones: tuple[Tombstone, ...] = ()
-    """Unfindable blocks that references still protect; freed with the last reference."""
-    last_use: int = 0
-    """When the last use of the part ended: a number that the eviction order counts up, not a time. 0 while in use."""
-    ring: int = 0
-    """In an eviction order that learns: its class, plus the number of classes for each hint that spares it."""
-    older: Part | None = None
-    newer: Part | None = None
+    __slots__ = (
+        "band", "blocks", "first", "incoming", "last_use", "newer", "num_references", "older", "ring", "run",
+        "stop", "tier", "tombstones", "width",
+    )  # fmt: skip
+
+    def __init__(
+        self, tier: Tier, band: int, width: int, run: Run, first: int, stop: int,
+        num_references: int = 0, incoming: Job | None = None,
+    ) -> None:  # fmt: skip
+        self.tier = tier
+        self.band = band
+        self.width = width
+        """Block ids per unit."""
+        self.run = run
+        self.first = first
+        self.stop = stop
+        self.blocks: array[int] = array("i")
+        """len(blocks) == (stop - first) * width."""
+        self.num_references = num_references
+        """Full attention: leases that end at this run plus referenced child runs. Window: leases that cover this run.
+        At zero, the blocks of the part are evictable: it is linked in the eviction order, if it has any."""
+        self.incoming = incoming
+        """The unsettled job that was planned last to add to this part. Earlier ones are found through `predecessor`."""
+        self.tombstones: tuple[Tombstone, ...] = ()
+        """Unfindable blocks that references still protect; freed with the last reference."""
+        self.last_use = 0
+        """When the last use of the part ended: a number that the eviction order counts up, no time. 0 while in use."""
+        self.ring = 0
+        """In an eviction order that learns: its class, plus the number of classes for each hint that spares it."""
+        self.older: Part | None = None
+        self.newer: Part | None = None
 
     def __str__(self) -> str:
         return f"{self.stop - self.first}/{self.num_references}"
@@ -84,7 +88,7 @@ class Part:
     def cut_off(self, head: Run, start: int, at: int, num_references: int, incoming: Job | None) -> Part:
         """Split at unit `at` and keep the rest. Returns the front as a part of `head`, which begins at unit `start`;
         `num_references` and `incoming` are those of the front."""
-        front = Part(self.tier, self.band, self.width, head, start, start, _no_ids(), num_references, incoming)
+        front = Part(self.tier, self.band, self.width, head, start, start, num_references, incoming)
         front.last_use, front.ring = self.last_use, self.ring
         front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)
         if self.first < at:
@@ -115,7 +119,7 @@ class Part:
             return
         if not self.blocks:
             self.stop = nearest.stop
-        blocks = _no_ids()
+        blocks = array("i")
         for front in reversed(fronts):
             blocks.extend(front.blocks)
         self.blocks = blocks + self.blocks
@@ -137,7 +141,7 @@ class Part:
             del self.blocks[keep:]
             self.stop = stop
         else:
-            dropped, self.blocks = self.blocks, _no_ids()
+            dropped, self.blocks = self.blocks, array("i")
             self.first = self.stop = self.run.start
         return dropped
 
@@ -163,33 +167,41 @@ class Part:
         self.tombstones = tuple([unit for unit in units if unit.ids[0] not in ids])
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Run:
     """A node of the index: the tokens of units `[start, stop)`, and their blocks in every band and tier."""
 
-    key: bytes
-    """The digest of the prefix up to and including the first unit."""
-    before: Run | None
-    """The parent: the run that ends at unit `start`. None if the run begins the prefix."""
-    start: int
-    stop: int
-    tokens: bytes | memoryview
-    spans: tuple[KeySpan, ...]
-    """The key spans that touch the units; the same for every unit of a run."""
-    hash_before: Hasher
-    """The running hash of the prefix before unit `start`."""
-    epoch: int
-    """The epoch of the index that the run belongs to. After a reset, the run is not findable."""
-    root: Root
-    num_tiers: int
-    parts: tuple[Part, ...] = ()
-    """By band, then by tier: `parts[tier]` is that of full attention."""
-    offered_stop: int = 0
-    """The eviction watermark stores the units before this one in the host before they are evicted. If the run has such
-    units, all runs before it are offered up to their ends."""
-    num_after: int = 0
-    """Child runs: those whose `before` is this one. A run stays in the index while it has any."""
-    _hash_after: Hasher | None = None
+    __slots__ = (
+        "_hash_after", "before", "epoch", "hash_before", "key", "num_after", "num_tiers", "offered_stop",
+        "parts", "root", "spans", "start", "stop", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, key: bytes, before: Run | None, start: int, stop: int, tokens: bytes | memoryview,
+        spans: tuple[KeySpan, ...], hash_before: Hasher, epoch: int, root: Root, num_tiers: int,
+    ) -> None:  # fmt: skip
+        self.key = key
+        """The digest of the prefix up to and including the first unit."""
+        self.before = before
+        """The parent: the run that ends at unit `start`. None if the run begins the prefix."""
+        self.start = start
+        self.stop = stop
+        self.tokens = tokens
+        self.spans = spans
+        """The key spans that touch the units; the same for every unit of a run."""
+        self.hash_before = hash_before
+        """The running hash of the prefix before unit `start`."""
+        self.epoch = epoch
+        """The epoch of the index that the run belongs to. After a reset, the run is not findable."""
+        self.root = root
+        self.num_tiers = num_tiers
+        self.parts: tuple[Part, ...] = ()
+        """By band, then by tier: `parts[tier]` is that of full attention."""
+        self.offered_stop = 0
+        """The eviction watermark stores the units before this one in the host before they are evicted. If the run has
+        such units, all runs before it are offered up to their ends."""
+        self.num_after = 0
+        """Child runs: those whose `before` is this one. A run stays in the index while it has any."""
+        self._hash_after: Hasher | None = None
 
     def __repr__(self) -> str:
         held = " ".join(f"{part.tier.name.lower()}={part}" for part in self.parts)
@@ -236,7 +248,6 @@ class Run:
         )
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """Pins blocks of `run` and of every run before it, in one tier: all of full attention, and of each window band
     those from its entry in `starts` on. `PrefixCache` takes and releases leases.
@@ -245,44 +256,55 @@ class Lease:
     on the path and stays pinned. No change of the index can make a lease release the wrong blocks.
     """
 
-    tier: Tier
-    run: Run
-    starts: list[int] = field(default_factory=list)
-    """For each window band: the first unit that is pinned, always the start of a run. A start at or behind the end of
-    `run` pins nothing of the band."""
-    released: bool = False
+    __slots__ = ("released", "run", "starts", "tier")
+
+    def __init__(self, tier: Tier, run: Run) -> None:
+        self.tier = tier
+        self.run = run
+        self.starts: list[int] = []
+        """For each window band: the first unit that is pinned, always the start of a run. A start at or behind the end
+        of `run` pins nothing of the band."""
+        self.released = False
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Job:
     """One transfer: the blocks of units `[start, stop)` in one band, copied from one tier to the other."""
 
-    plan: TransferPlan
-    run: Run
-    """The run in which the job's units end. The runs before it are found through `before`."""
-    start: int
-    stop: int
-    epoch: int | NoEpoch
-    band: int
-    """The band whose blocks it copies. A transfer of several bands is several jobs."""
-    source_lease: Lease | None
-    destination_lease: Lease | None
-    """Keeps the run, and the blocks before the new ones, until the job is settled. Either lease is None where the
-    blocks are engine-owned: there the job holds the blocks themselves."""
-    predecessor: Job | None
-    """The unsettled job that brings the units before. Publishing waits for it and so follows prefix order."""
-    request_id: str
-    """The request that caused it; empty for write-back before eviction."""
-    state: JobState = JobState.QUEUED
-    claims: dict[Claimant, None] = field(default_factory=dict)
-    """The owners whose loads wait for this job. A queued load job without claims is discarded."""
-    followers: list[Job] = field(default_factory=list)
-    parked: Completion | None = None
-    """A completion that came before the predecessor was settled. The job is settled with it right after."""
-    completion: Completion | None = None
-    """The completion that settled the job."""
-    since_s: float = 0.0
-    """When it entered its state, where the ledger has a clock."""
+    __slots__ = (
+        "band", "claims", "completion", "destination_lease", "epoch", "followers", "parked", "plan",
+        "predecessor", "request_id", "run", "since_s", "source_lease", "start", "state", "stop",
+    )  # fmt: skip
+
+    def __init__(
+        self, plan: TransferPlan, run: Run, start: int, stop: int, epoch: int | NoEpoch, band: int,
+        source_lease: Lease | None, destination_lease: Lease | None, request_id: str,
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.run = run
+        """The run in which the job's units end. The runs before it are found through `before`."""
+        self.start = start
+        self.stop = stop
+        self.epoch = epoch
+        self.band = band
+        """The band whose blocks it copies. A transfer of several bands is several jobs."""
+        self.source_lease = source_lease
+        self.destination_lease = destination_lease
+        """Keeps the run, and the blocks before the new ones, until the job is settled. Either lease is None where the
+        blocks are engine-owned: there the job holds the blocks themselves."""
+        self.predecessor: Job | None = None
+        """The unsettled job that brings the units before. Publishing waits for it and so follows prefix order."""
+        self.request_id = request_id
+        """The request that caused it; empty for write-back before eviction."""
+        self.state: JobState = JobState.QUEUED
+        self.claims: dict[Claimant, None] = {}
+        """The owners whose loads wait for this job. A queued load job without claims is discarded."""
+        self.followers: list[Job] = []
+        self.parked: Completion | None = None
+        """A completion that came before the predecessor was settled. The job is settled with it right after."""
+        self.completion: Completion | None = None
+        """The completion that settled the job."""
+        self.since_s = 0.0
+        """When it entered its state, where the ledger has a clock."""
 
     def claimed_by(self, claimant: Claimant) -> None:
         """Record that `claimant` waits for this job."""
@@ -317,11 +339,13 @@ class Job:
         return self.completion is not None or self.state is JobState.DISCARDED
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Claimant:
     """The part of a `Holding` that jobs know: a request or a cache transfer whose load waits for them."""
 
-    load: Load | None = field(default=None, kw_only=True)
+    __slots__ = ("load",)
+
+    def __init__(self) -> None:
+        self.load: Load | None = None
 
     def began_load(self, load: Load) -> None:
         self.load = load
@@ -330,16 +354,20 @@ class Claimant:
         self.load = None
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class Load:
     """The load of one `Holding`, up to unit `stop`. Loads of several holdings may share jobs."""
 
-    stop: int
-    wake: Callable[[], object]
-    jobs: set[Job] = field(default_factory=set)
-    """Its unsettled jobs, including those shared with other requests."""
-    units_per_job: Sequence[int] = ()
-    """Maximum units of one job, per band. Empty: the default of `JobBook`."""
+    __slots__ = ("jobs", "stop", "units_per_job", "wake")
+
+    def __init__(
+        self, stop: int, wake: Callable[[], object], jobs: Iterable[Job] = (), units_per_job: Sequence[int] = ()
+    ) -> None:
+        self.stop = stop
+        self.wake = wake
+        self.jobs = set(jobs)
+        """Its unsettled jobs, including those shared with other requests."""
+        self.units_per_job = units_per_job
+        """Maximum units of one job, per band. Empty: the default of `JobBook`."""
 
     def wake_by(self, wake: Callable[[], object]) -> None:
         """Replace `wake`: another task waits for the load."""

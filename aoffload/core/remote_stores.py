@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from .cache import PrefixCache
 from .cells import cells_before, places_in_cells
+from .hops import Tier
 from .jobs import JobBook
 from .lifecycle import JobState
-from .plan import CellLabel, Tier
+from .plan import CellLabel
 from .policy import AlsoCounts
 from .presence import present_stop
 from .records import Job, Run

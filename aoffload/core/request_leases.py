@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from .answer import PrefixMatch
 from .cache import PrefixCache
+from .hops import BELOW, Tier
 from .lifecycle import RequestState
 from .matching import Hit, fetchable_path, find_hit
 from .owners import Fetched, Holding
 from .paths import held_ids
-from .plan import BELOW, Tier
 from .records import Part, Run
 from .table import BlockTable, nulls
 

@@ -14,7 +14,7 @@ from ..errors import InvalidArgument
 from ..prefix import TOKEN_BYTES, Hasher, Prefix, Root
 from .arguments import check_int
 from .cache import PrefixCache
-from .plan import Tier
+from .hops import Tier
 from .pools import TakesIds
 from .records import Run
 from .restored import RestoredRun

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ..prefix import TOKEN_BYTES
 from .cache import PrefixCache
+from .hops import Tier
 from .learning import Learning
 from .observer import Moves
-from .plan import Tier
 from .status import EvictionRule, EvictionStatistics, TierEviction
 
 __all__ = ["Rulings"]

@@ -10,19 +10,18 @@ import attrs
 from .admission import Admission
 from .cache_transfers import CacheTransfers
 from .engine_arrivals import Arrivals
+from .hops import Tier
 from .jobs import JobBook
 from .kept import Fetch, Step
-from .lifecycle import RequestState
+from .lifecycle import RequestState as State
 from .observer import Moves
 from .owners import Holding, Waiter
 from .pins import Pins, pinned_parts
-from .plan import Tier
 from .records import Job, Lease
 from .status import Declined, Fetching, Holder, RequestStatus, WaitsFor
 
 __all__ = ["Situation"]
 
-_S = RequestState
 NUM_BIGGEST = 3
 """Holders that a wait for room names."""
 
@@ -55,7 +54,7 @@ class Situation:
         yield from map(self._request, self.holdings.values())
         yield from map(self.step, self.steps.values())
         for pin in self.pins.pins:
-            yield Holder("pin", str(pin.pin_id), pin.state.value, self._age(pin.since_s), _num_pinned(pin.leases))
+            yield Holder("pin", str(pin.pin_id), pin.state.value, self._age(pin.since_s), len(_pinned(pin.leases)))
         for job in (*self.jobs.unsettled.values(), *self.jobs.quarantined.values()):
             yield self._job(job)
         for transfer in self.transfers.under_way.values():
@@ -71,16 +70,15 @@ class Situation:
         holdings = tuple(dict.fromkeys(step.holdings))
         over = tuple(holding.request_id for holding in holdings if holding.is_over)
         names = tuple(holding.request_id for holding in holdings)
-        return Holder("step", str(step.step_id), "open", self._age(step.begun_s), step.num_blocks, names, over)
+        num_blocks = sum(map(num_held, holdings))
+        return Holder("step", str(step.step_id), "open", self._age(step.begun_s), num_blocks, names, over)
 
     def _job(self, job: Job) -> Holder:
         is_in_doubt = job.job_id in self.jobs.quarantined
         state = "quarantined" if is_in_doubt else job.state.value
         if job.parked is not None:
             state = "parked"  # it has ended, and waits for the job that brings the blocks before its own
-        # In doubt is only the destination: the sources of a copy that was given up are free.
-        is_held = job.plan.destination is Tier.DEVICE or (job.plan.source is Tier.DEVICE and not is_in_doubt)
-        num_blocks, began = job.plan.num_blocks if is_held else 0, (job.request_id,) if job.request_id else ()
+        num_blocks, began = _num_job(job, is_in_doubt=is_in_doubt), (job.request_id,) if job.request_id else ()
         return Holder(job.plan.direction.value, str(job.job_id), state, self._age(job.since_s), num_blocks, began)
 
     def _job_of_fetch(self, job: Job) -> Holder:
@@ -192,11 +190,11 @@ class Situation:
         )
 
     def _reason(self, holding: Holding, steps: list[Step]) -> tuple[WaitsFor, tuple[Holder, ...]]:
-        if holding.state is _S.LOADING and holding.load is not None:
+        if holding.state is State.LOADING and holding.load is not None:
             jobs = sorted(holding.load.jobs, key=lambda job: job.job_id)
             return WaitsFor.COPIES, tuple(map(self._job, jobs))
         bringer = None if self.arrivals is None else self.arrivals.waits_for(holding)
-        if bringer is not None and holding.state is _S.MATCHED:
+        if bringer is not None and holding.state is State.MATCHED:
             return WaitsFor.REQUEST, (self._request(bringer),)
         if steps:
             return WaitsFor.STEP, tuple(map(self.step, steps))
@@ -240,13 +238,26 @@ def _others(holders: Iterable[Holder], request_id: str) -> Iterator[Holder]:
 
 
 def num_held(holding: Holding) -> int:
-    """Device blocks that a request holds: those of its tables, or before it has any what its match pins, and a grant
-    that its task has not accepted yet."""
+    """Device blocks that a request holds: those of its tables, those that its leases pin (also where its table has
+    copies of its own), and a grant that its task has not accepted yet."""
+    found = set[int]()
+    for table in holding.tables:
+        found.update(table.ids)
+    found.discard(0)
     granted = holding.waiter.granted if holding.waiter is not None else None
-    found = holding.num_held if holding.tables else _num_pinned(holding.all_leases())
-    return found + len(granted or ())
+    return len(found.union(_pinned(holding.all_leases()), granted or ()))
 
 
-def _num_pinned(leases: Iterable[Lease]) -> int:
+def _num_job(job: Job, *, is_in_doubt: bool) -> int:
+    """Device blocks that it writes, and until it is settled, those that it copies from or that lie before them."""
+    num_written = job.plan.num_blocks if job.plan.destination is Tier.DEVICE else 0
+    if is_in_doubt:  # of its destination alone: the sources of a copy that was given up are free
+        return num_written
+    if job.plan.source is Tier.DEVICE and job.source_lease is None:
+        return job.plan.num_blocks  # an engine's: no lease protects them
+    return num_written + len(_pinned(lease for lease in (job.source_lease, job.destination_lease) if lease is not None))
+
+
+def _pinned(leases: Iterable[Lease]) -> set[int]:
     parts = {part for lease in leases if lease.tier is Tier.DEVICE for part in pinned_parts(lease)}
-    return sum(len(part.blocks) + len(part.tombstone_ids()) for part in parts)
+    return {block_id for part in parts for block_id in (*part.blocks, *part.tombstone_ids())}

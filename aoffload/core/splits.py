@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from .components import Component, FullComponent, brings, window_components
 from .groups import Band, Layout
+from .hops import Tier
 from .index import RunIndex
-from .plan import Tier
 from .presence import covered_stop
 from .records import Job, Part, Run
 from .tiers import TierBlocks

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
+from .hops import Tier
 from .lifecycle import RequestState
-from .plan import Tier
 
 __all__ = [
     "Declined", "EvictionRule", "EvictionStatistics", "Fetching", "HintEnd", "Holder", "RequestStatus", "TierEviction",
-    "TierStatistics", "WaitsFor", "explained", "seconds",
+    "TierStatistics", "WaitsFor", "explained", "plain", "printable",
+    "seconds",
 ]  # fmt: skip
 
 NUM_NAMED = 4
@@ -44,10 +45,23 @@ def seconds(value: float | None) -> str:
     return f"{value:.1f} s" if value < 100 else f"{value:,.0f} s"
 
 
+def blocks(number: int) -> str:
+    return f"{number:,} block{'' if number == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """`text` of others as it may stand in a line: a terminal obeys escape sequences."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
 def plain(name: str) -> str:
-    """A request id as it may stand in a table: clients may choose it, and a terminal obeys escape sequences."""
-    text = name if name.isprintable() else name.encode("unicode_escape").decode()
+    """A request id as it may stand in a table: clients may choose it."""
+    text = printable(name)
     return text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}..."
+
+
+def _estimate(value: float) -> str:
+    return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
 
 
 def _for(age_s: float | None) -> str:
@@ -66,6 +80,11 @@ class TierStatistics:
     """All others: leased, private to a request, destinations of jobs, or tombstones."""
     num_quarantined: int
 
+    def counted(self, name: str) -> str:
+        """A line for people; `name` is that of the tier."""
+        counts = (f"{getattr(self, f'num_{state}'):,} {state}" for state in ("free", "cached", "pinned", "quarantined"))
+        return f"{self.num_blocks:,} {name} blocks: {', '.join(counts)}"
+
 
 class EvictionRule(enum.Enum):
     """Which order a tier evicts by."""
@@ -75,6 +94,9 @@ class EvictionRule(enum.Enum):
     LEARNED = "learned"
     OWN = "own"
     """An order of the program's own."""
+
+
+_RULES = {EvictionRule.LRU: "the last use", EvictionRule.LEARNED: "what was learned"}
 
 
 @attrs.frozen
@@ -103,6 +125,10 @@ class EvictionStatistics:
     """Stretches of prompts whose requests are counted."""
     num_remembered_bytes: int
     """About so much memory of this process."""
+
+    def __str__(self) -> str:
+        ruled = ", ".join(f"{each.tier.name.lower()} by {_RULES[each.rule]}" for each in self.tiers)
+        return f"eviction: {ruled}, as the guard has it"
 
     @property
     def learned(self) -> tuple[Tier, ...]:
@@ -142,8 +168,7 @@ class Holder:
         of = ""
         if self.request_ids:
             of = f" of {_named(self.request_ids, self.over)}"
-        blocks = f"{self.num_blocks} block{'' if self.num_blocks == 1 else 's'}"
-        return f"{self.kind} {plain(self.name)}{of}, {self.state}{_for(self.age_s)}: {blocks}"
+        return f"{self.kind} {plain(self.name)}{of}, {self.state}{_for(self.age_s)}: {blocks(self.num_blocks)}"
 
 
 @attrs.frozen
@@ -155,7 +180,7 @@ class Fetching:
     num_tokens: int
 
     def __str__(self) -> str:
-        return f"{self.num_tokens} tokens from {self.tier.name.lower()}"
+        return f"{self.num_tokens:,} tokens from {self.tier.name.lower()}"
 
 
 @attrs.frozen
@@ -169,8 +194,8 @@ class Declined:
     compute_s: float
 
     def __str__(self) -> str:
-        computes = f"computes {self.num_tokens} tokens that the host has"
-        return f"{computes}: first token in {self.compute_s:.3g} s, with the load in {self.load_s:.3g} s"
+        computes = f"computes {self.num_tokens:,} tokens that the host has"
+        return f"{computes}: first token in {_estimate(self.compute_s)}, with the load in {_estimate(self.load_s)}"
 
 
 @attrs.frozen
@@ -201,7 +226,7 @@ class RequestStatus:
     """Why it is cancelled; its task has not left its block yet. Empty: it is not."""
 
     def __str__(self) -> str:
-        state = f"request {plain(self.request_id)}, {self.state.value}{_for(self.age_s)}, {self.num_blocks} blocks"
+        state = f"request {plain(self.request_id)}, {self.state.value}{_for(self.age_s)}, {blocks(self.num_blocks)}"
         return f"{state}; waits for {self.what()}"
 
     def what(self) -> str:
@@ -220,7 +245,7 @@ class RequestStatus:
         if self.waits_for is WaitsFor.ANSWER:
             return f"asking the remote store{_for(self.waited_s)}"
         if self.waits_for is WaitsFor.ROOM:
-            line = f"room for {self.num_missing} blocks{_for(self.waited_s)}, place {self.place} in line"
+            line = f"room for {blocks(self.num_missing)}{_for(self.waited_s)}, place {self.place} in line"
             return f"{line}; held by {held}"
         return f"{self.waits_for.value}: {held}"
 
@@ -229,14 +254,14 @@ def _named(names: Sequence[str], over: Sequence[str]) -> str:
     """A few of `names`, those that are over first."""
     first = [f"{plain(name)} (over)" for name in over] + [plain(name) for name in names if name not in over]
     rest = len(first) - NUM_NAMED
-    return ", ".join(first[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(first[:NUM_NAMED]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 def explained(about: str, requests: Iterable[RequestStatus], holders: Iterable[Holder]) -> str:
     """A table for people."""
     rows: list[tuple[str, ...]] = []
     for one in requests:
-        rows.append((plain(one.request_id), one.state.value, seconds(one.age_s), str(one.num_blocks), one.what()))
+        rows.append((plain(one.request_id), one.state.value, seconds(one.age_s), f"{one.num_blocks:,}", one.what()))
     lines = [about, *_table(("request", "state", "for", "blocks", "waits for"), rows)]
     held = [f"  {holder}" for holder in holders]
     lines += ["device blocks are held by", *(held or ["  nobody"])]

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from .cache import PrefixCache
 from .groups import Band
+from .hops import Tier
 from .jobs import JobBook
 from .observer import Moves
 from .owners import Holding
 from .paths import Stretch
-from .plan import CellLabel, Tier
+from .plan import CellLabel
 from .records import Job, Run
 from .table import NO_LIMIT
 

@@ -15,7 +15,6 @@ Without a load in flight the private part begins at `published`.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -34,19 +33,17 @@ MANY: Final = 100
 _NULL: Final = array("i", [0])
 
 
-def _no_ids() -> array[int]:
-    return array("i")
-
-
-@dataclass(slots=True, eq=False)
 class BlockTable:
-    width: int
-    """Block ids per unit."""
-    ids: array[int] = field(default_factory=_no_ids)
-    start: int = 0
-    """Units before this one are null. It never decreases."""
-    duplicates: list[range] = field(default_factory=list)
-    """Published units whose blocks here are private or null: another request has cached its copy first."""
+    __slots__ = ("duplicates", "ids", "start", "width")
+
+    def __init__(self, width: int, ids: array[int], start: int = 0) -> None:
+        self.width = width
+        """Block ids per unit."""
+        self.ids = ids
+        self.start = start
+        """Units before this one are null. It never decreases."""
+        self.duplicates: list[range] = []
+        """Published units whose blocks here are private or null: another request has cached its copy first."""
 
     def at(self, start: int, stop: int) -> array[int]:
         return self.ids[start * self.width : stop * self.width]
@@ -80,12 +77,14 @@ class BlockTable:
 
     def null(self, start: int, stop: int) -> array[int]:
         """Make units `[start, stop)` null. Returns the ids that were there, without nulls."""
-        if start >= stop:
-            return array("i")
-        units = slice(start * self.width, stop * self.width)
-        taken = self.ids[units]
-        self.ids[units] = _NULL * len(taken)
-        return not_null(taken)
+        return not_null(self.take(start, stop)) if start < stop else array("i")
+
+    def take(self, start: int, stop: int) -> array[int]:
+        """Make units `[start, stop)` null, of which none is. Returns the ids that were there."""
+        at, end = start * self.width, stop * self.width
+        taken = self.ids[at:end]
+        self.ids[at:end] = _NULL * len(taken)
+        return taken
 
     @property
     def num_held(self) -> int:
@@ -117,4 +116,7 @@ def not_null(ids: array[int]) -> array[int]:
     if len(ids) < MANY:
         return array("i", filter(None, ids)) if 0 in ids else ids
     seen = np.frombuffer(ids, np.int32)
-    return ids if ids[seen.argmin()] else array("i", seen[seen != 0].tobytes())
+    number = np.count_nonzero(seen)
+    if number == len(ids):
+        return ids
+    return array("i", seen[seen != 0].tobytes()) if number else array("i")

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from .eviction import EvictionOrder
-from .plan import Tier
+from .hops import Tier
 from .pools import DevicePool
 from .records import Part
 from .status import TierStatistics

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .cache import PrefixCache
+from .hops import Tier
 from .owners import Holding
-from .plan import Tier
 
 __all__ = ["slide", "slide_off"]
 

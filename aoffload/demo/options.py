@@ -13,14 +13,12 @@ import attrs
 from ..integrations.arguments import count
 from ..integrations.models import MODEL_NAMES
 
-__all__ = ["STORE_POLICIES", "Corrupt", "DemoOptions", "make_parser", "parse_options"]
+__all__ = ["EVICTIONS", "LOAD_CHOICES", "STORE_POLICIES", "Corrupt", "DemoOptions", "make_parser", "parse_options"]
 
 MAX_BLOCKS = 1_000_000
 STORE_POLICIES = ("eager", "lazy", "selective", "off")
 """Choices for `OffloadConfig.store_policy`, which checks whether there is such a policy."""
 EVICTIONS = ("lru", "learned")
-
-
 LOAD_CHOICES = ("always", "cost")
 """Choices for `OffloadConfig.load_choice`."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import Tier, __version__
+from ..trace.wording import size
 from .outcome import DemoOutcome, RunOutcome
 from .pools import ENGINE
 
@@ -299,4 +300,4 @@ def _mebibytes(num_bytes: int) -> str:
 
 
 def _speed(rate: float | None) -> str:
-    return "" if rate is None else f" at {rate:.1f} GB/s"
+    return "" if rate is None else f" at {size(rate * 1e9)}/s"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from ..core.plan import Direction, TransferPlan
+from ..core.hops import Direction
+from ..core.plan import TransferPlan
 from ..transfer.backends.base import CopyBackend
 from ..transfer.backends.cpu import CpuBackend
 from ..transfer.backends.cuda import CudaBackend

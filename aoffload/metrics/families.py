@@ -7,7 +7,7 @@ import enum
 import attrs
 
 from aoffload import Tier
-from aoffload.core.plan import CACHE_TIERS, TIERS
+from aoffload.core.hops import CACHE_TIERS, TIERS
 from aoffload.ledger import Direction, EvictionRule, HintEnd, Outcome
 from aoffload.transfer.breaker import Use
 

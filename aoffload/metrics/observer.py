@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from aoffload import RequestState, RuntimeObserver, Tier
-from aoffload.core.plan import TIERS
+from aoffload.core.hops import TIERS
 from aoffload.core.records import Job
 from aoffload.env import Env
 from aoffload.ledger import CacheTransfer, CacheTransferState, Completion, Fetch, HintEnd, Holding, JobState, Outcome
@@ -134,7 +134,7 @@ class Metrics(RuntimeObserver):
         if isinstance(transfer, Fetch) and transfer.is_over:
             self.fetches[transfer.state.value] += 1
 
-    def hint_ended(self, category: str, end: HintEnd) -> None:
+    def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> None:
         self.hints[end.value] += 1
 
     def store_skipped(self, holding: Holding | None, num_blocks: int, reason: str) -> None:

@@ -72,7 +72,7 @@ class RedisNode:
         except (self._library.error, OSError) as error:
             connection.disconnect()
             self.close()  # the others are as old
-            raise StoreError(f"{self.name}: {error}") from error
+            raise self._failed(error) from error
         except BaseException:
             connection.disconnect()
             raise
@@ -86,7 +86,7 @@ class RedisNode:
 
     def checked(self, answer: Any) -> Any:
         if isinstance(answer, Exception):
-            raise StoreError(f"{self.name}: {answer}") from answer
+            raise self._failed(answer) from answer
         return answer
 
     def close(self) -> None:
@@ -107,8 +107,12 @@ class RedisNode:
         try:
             connection.connect()
         except (self._library.error, OSError) as error:
-            raise StoreError(f"{self.name}: {error}") from error
+            raise self._failed(error) from error
         return connection
+
+    def _failed(self, error: Exception) -> StoreError:
+        """Many errors name the server themselves."""
+        return StoreError(f"{error}" if self.name in f"{error}" else f"{self.name}: {error}")
 
     def _answer(self, connection: Any) -> Any:
         """An error that the server answers with says nothing about the answers behind it."""

@@ -26,33 +26,27 @@ def cautions(forecast: Forecast) -> Iterator[str]:
     too_long = sum(len(request.blocks) >= forecast.num_device for request in trace.requests)
     if too_long:
         yield f"{counted(too_long, 'request')} {'does' if too_long == 1 else 'do'} not fit the device"
-    yield from dict.fromkeys(_too_short(forecast, row) for row in forecast.rows[2:-1] if _is_too_short(forecast, row))
+    yield from dict.fromkeys(_too_short(forecast, row) for row in forecast.rows if forecast.is_too_short_for(row))
     yield from _never_fetched(forecast)
     yield from _too_much_written(forecast)
     yield from _too_busy(forecast)
 
 
-def _is_too_short(forecast: Forecast, row: Row) -> bool:
-    """Whether the trace tells little of a size."""
-    return not row.has_evicted or (row.age_s is not None and row.age_s > forecast.trace.duration_s / 2)
-
-
 def _too_short(forecast: Forecast, row: Row) -> str:
     age = "it is never full" if row.age_s is None else f"it keeps blocks for {duration(row.age_s)}"
-    size, lasts = binary_size(max(row.host_bytes, row.disk_bytes)), duration(forecast.trace.duration_s)
+    num_bytes = row.host_bytes if row.is_disk_idle else max(row.host_bytes, row.disk_bytes)
+    size, lasts = binary_size(num_bytes), duration(forecast.trace.duration_s)
     return f"the trace, of {lasts}, is too short for {size}: {age}, and a longer one would hit more"
 
 
 def _never_fetched(forecast: Forecast) -> Iterator[str]:
-    """A runtime fetches what arrives sooner than it is computed: the rows of the disk take that for granted."""
+    """A runtime fetches what arrives sooner than it is computed."""
     speeds = forecast.speeds
-    if speeds is None or not forecast.sizes.disk:
-        return
-    share = forecast.sizes.kv_bytes_per_token / 1e9 / speeds.disk_gbs * speeds.prefill_tokens_per_s
-    if share >= WORTH:
+    if speeds is not None and forecast.sizes.disk and forecast.is_disk_idle:
         yield (
-            f"at {speeds.disk_gbs:g} GB/s a fetch from the disk takes {share:.0%} of the time that computing takes; a "
-            f"runtime fetches what takes less than {WORTH:.0%}, so it would leave the disk alone"
+            f"at {speeds.disk_gbs:g} GB/s a fetch from the disk takes {forecast.fetch_share:.0%} of the time that "
+            f"computing takes; a runtime fetches what takes less than {WORTH:.0%}, so it would leave the disk alone: "
+            "rows with a disk hit nothing there"
         )
 
 
@@ -66,7 +60,7 @@ def _too_much_written(forecast: Forecast) -> Iterator[str]:
     written = max(0, row.stored_bytes - row.host_bytes) / lasts_s * DAY_S
     if written > row.disk_bytes:
         yield (
-            f"behind {binary_size(row.host_bytes)}, {binary_size(written)} a day would go to a disk of "
+            f"behind {binary_size(row.host_bytes)}, {binary_size(written)} a day, at this rate, would go to a disk of "
             f"{binary_size(row.disk_bytes)}: near its `daily_writes`, by default its size, only what was asked for "
             "twice is written, then nothing, and it would hit less"
         )

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from ..errors import ConfigError
+from ..fetch_gate import WORTH
 from .distances import Counts, StackDistances, knee
 from .replay import replay
 from .timing import FirstToken, Speeds, first_token
@@ -68,6 +69,8 @@ class Row:
     """At eviction, from the lowest tier: what is not asked for again within this time is gone (median). None: nothing
     was evicted, or this is not known of a replay."""
     has_evicted: bool = False
+    is_disk_idle: bool = False
+    """A runtime would leave the disk alone, since computing is sooner: nothing hits there."""
     first_token: FirstToken | None = None
     price: float | None = None
     """A month."""
@@ -157,6 +160,24 @@ class Forecast:
         sizes, hits = self._large.curve()
         return knee(sizes, hits, self.num_device) * self.block_bytes
 
+    @property
+    def fetch_share(self) -> float:
+        """What a fetch from the disk takes of the time that computing the same takes; 0 where speeds are not given."""
+        if self.speeds is None:
+            return 0.0
+        return self.sizes.kv_bytes_per_token / 1e9 / self.speeds.disk_gbs * self.speeds.prefill_tokens_per_s
+
+    @property
+    def is_disk_idle(self) -> bool:
+        """Whether the gate of fetches leaves the disk alone."""
+        return self.fetch_share >= WORTH
+
+    def is_too_short_for(self, row: Row) -> bool:
+        """Whether the trace never fills what `row` has, or late: a longer one would hit more."""
+        if not row.host_bytes or row.name == "endless":
+            return False
+        return not row.has_evicted or (row.age_s is not None and row.age_s > self.trace.duration_s / 2)
+
     # -- rows -----------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -186,7 +207,7 @@ class Forecast:
 
     def _of_size(self, host: int, disk: int, store: str, eviction: str) -> Row:
         if (store, eviction) == ("eager", "lru"):
-            hits = self._by_distance(host // self.block_bytes, disk // self.block_bytes)
+            hits = self._by_distance(host // self.block_bytes, 0 if self.is_disk_idle else disk // self.block_bytes)
         else:
             found = replay(self.trace, self.num_device, host // self.block_bytes, store=store, eviction=eviction)
             hits = _Hits(found.device, found.host, np.zeros_like(found.host), found.num_stored)
@@ -215,7 +236,8 @@ class Forecast:
             loaded_bytes=int((hits.host + hits.disk).sum()) * self.block_bytes,
             stored_bytes=hits.num_stored * self.block_bytes,
             age_s=float(np.median(hits.ages)) if hits.ages else None,
-            has_evicted=hits.ages is None or bool(hits.ages),
+            has_evicted=host // self.block_bytes < self.trace.num_blocks if hits.ages is None else bool(hits.ages),
+            is_disk_idle=bool(disk) and self.is_disk_idle,
             first_token=self._times(tokens[1], tokens[2], lengths - all_),
             price=self._price(host, disk),
         )  # fmt: skip

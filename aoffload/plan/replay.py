@@ -14,9 +14,10 @@ import attrs
 import numpy as np
 
 from ..config import OffloadConfig
+from ..core.hops import Outcome
 from ..core.ledger import Ledger
 from ..core.owners import Holding
-from ..core.plan import Completion, Outcome, TransferPlan
+from ..core.plan import Completion, TransferPlan
 from ..groups import KVCacheGroup
 from ..prefix import Prefix, Root
 from .distances import Counts

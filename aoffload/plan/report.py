@@ -54,7 +54,7 @@ def cells(forecast: Forecast, row: Row) -> list[str]:
         NOT_KNOWN if row.store == "off" else f"{row.store}, {row.eviction}",
         binary_size(row.host_bytes) if row.host_bytes else NOT_KNOWN,
         binary_size(row.disk_bytes) if row.disk_bytes else NOT_KNOWN,
-        f"{row.num_hit_blocks:,}",
+        f"{'≥ ' if forecast.is_too_short_for(row) else ''}{row.num_hit_blocks:,}",
         *(share(blocks, asked) for blocks in row.blocks),
         share(sum(row.tokens), forecast.trace.num_prompt_tokens),
     ]
@@ -94,7 +94,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "device_bytes": forecast.sizes.device,
         "knee_bytes": forecast.knee_bytes,
         "num_endless_hit_blocks": forecast.num_endless,
-        "rows": [_row(row) for row in forecast.rows],
+        "rows": [_row(row) | {"is_trace_too_short": forecast.is_too_short_for(row)} for row in forecast.rows],
         "warnings": list(cautions(forecast)),
     }
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import attrs
 
-from ..core.plan import Completion, Outcome, TransferPlan
+from ..core.hops import Outcome
+from ..core.plan import Completion, TransferPlan
 from .memory import Memory
 
 __all__ = ["LATE_S", "Copy", "otherwise"]

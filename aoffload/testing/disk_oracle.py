@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from ..core.hops import Tier
 from ..core.kept import Fetch
-from ..core.plan import Tier
 from ..runtime import OffloadRuntime
 from .faults import Faults
 from .serving import SimulatedEngine

@@ -11,7 +11,8 @@ from functools import partial
 import attrs
 
 from ..arguments import check_has, check_int, check_type, number_of, shown
-from ..core.plan import Completion, Direction, Outcome, TransferPlan
+from ..core.hops import Direction, Outcome
+from ..core.plan import Completion, TransferPlan
 from ..env import Env
 from ..errors import DeviceGone, InvalidArgument, TransferRefused
 from ..transfer.fence import Fence

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import attrs
 
+from ..core.hops import Direction, Tier
 from ..core.lifecycle import JobState
-from ..core.plan import Direction, Tier, TransferPlan
+from ..core.plan import TransferPlan
 from ..runtime import OffloadRuntime
 from .faults import Faults
 from .transport import SimulatedTransport

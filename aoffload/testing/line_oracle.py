@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import attrs
 
+from ..core.hops import Tier
 from ..core.matching import Hit, find_hit
 from ..core.owners import Holding, Waiter
-from ..core.plan import Tier
 from ..runtime import OffloadRuntime
 from .violations import Violation
 

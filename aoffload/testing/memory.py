@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 from ..core.blocks import ExtentPool
-from ..core.plan import Tier
+from ..core.hops import Tier
 from ..core.pools import DevicePool
 from .violations import Violation
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import attrs
 
+from ..core.hops import HIT_TIERS, Direction, Outcome, Tier
 from ..core.lifecycle import JobState, RequestState
 from ..core.owners import Holding, Waiter
 from ..core.paths import stretches
-from ..core.plan import HIT_TIERS, Completion, Direction, Outcome, Tier
+from ..core.plan import Completion
 from ..core.records import Job, Run
 from ..errors import IntegrityError, OutOfBlocks
 from ..runtime import OffloadRuntime

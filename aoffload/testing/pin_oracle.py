@@ -9,11 +9,11 @@ from typing import Any
 
 import attrs
 
+from ..core.hops import Direction, Tier
 from ..core.kept import Demotion, Pin, Prefetch
 from ..core.lifecycle import CacheTransferState, JobState, PinState
 from ..core.matching import Hit, find_hit
 from ..core.owners import Holding, claimants
-from ..core.plan import Direction, Tier
 from ..core.presence import held_stop
 from ..core.records import Part
 from ..core.tokens import TokenSequence

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from ..core.hops import HIT_TIERS, Tier
 from ..core.matching import find_hit
-from ..core.plan import HIT_TIERS, Tier
 from ..core.tokens import TokenSequence
 from ..runtime import OffloadRuntime
 from .asks import Ask

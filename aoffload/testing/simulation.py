@@ -18,8 +18,8 @@ import attrs
 
 from ..config import OffloadConfig
 from ..core.groups import FullAttention, KVCacheGroup
+from ..core.hops import Tier
 from ..core.lifecycle import NoEpoch
-from ..core.plan import Tier
 from ..core.pools import EngineBlocks
 from ..kinds import AttentionKind
 from ..observers import RuntimeObserver

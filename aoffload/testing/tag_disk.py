@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from ..core.groups import Band, Layout
-from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ..core.hops import Direction, Outcome, Tier
+from ..core.plan import Completion, TransferPlan
 from ..core.restored import RestoredRun
 from ..disk_tier import DiskTier
 from ..errors import TransferRefused
-from ..transfer.breaker import Breaker, LeftAlone, StorageMove, Use, taken
+from ..transfer.breaker import Breaker, StorageMove, Use, taken
 from ..transfer.transport import DiskStatistics
 from .faults import Faults
 from .memory import TORN, Memory
@@ -131,7 +132,7 @@ class TagDisk:
 
     def statistics(self) -> DiskStatistics:
         alone = [(Use(each.value), breaker) for each, breaker in self._breakers.items() if breaker.is_on_trial]
-        return DiskStatistics(**self._counts, left_alone=tuple(LeftAlone(use, "", one.error) for use, one in alone))
+        return DiskStatistics(**self._counts, left_alone=tuple(one.left_alone(use) for use, one in alone))
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.groups import Layout
-from ..core.plan import CellLabel, Completion, Direction, Outcome, TransferPlan
+from ..core.hops import Direction, Outcome
+from ..core.plan import CellLabel, Completion, TransferPlan
 from ..env import Env
 from ..errors import TransferRefused
 from ..remote_tier import ObjectStore, RemoteTier

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from ..core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ..core.hops import Direction, Outcome, Tier
+from ..core.plan import Completion, TransferPlan
 from ..disk_tier import DiskTier
 from ..env import Env
 from ..errors import DeviceGone, TransferRefused

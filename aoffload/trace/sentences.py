@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..core.answer import Answer
-from ..core.plan import Outcome
+from ..core.hops import Outcome
+from ..transfer.breaker import at_node
 from .events import Event
 from .hops import hop_of
 from .wording import counted, duration, plain, size
@@ -161,8 +162,8 @@ def _skipped_fetch(event: Event) -> str:
 
 def storage(event: Event) -> str:
     """What is left alone, or not any more."""
-    uses, node = _USES.get(event.text("use"), "calls"), event.text("node")
-    return plain(f"{uses} of {_STORAGE.get(event.text('tier'), 'a tier')}{f' at {node}' if node else ''}")
+    where = at_node(event.text("node"), str(event.fields.get("error")))
+    return plain(f"{_USES.get(event.text('use'), 'calls')} of {_STORAGE.get(event.text('tier'), 'a tier')}{where}")
 
 
 def _left_alone(event: Event) -> str:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import attrs
 
-from ..core.plan import Tier
+from ..core.hops import Tier
 
 __all__ = [
-    "MAX_MOVES", "Breaker", "BreakerMove", "Closed", "LeftAlone", "Opened", "StorageMove", "Use", "in_words", "taken",
+    "MAX_MOVES", "Breaker", "BreakerMove", "Closed", "LeftAlone", "Opened", "StorageMove", "Use", "at_node", "in_words",
+    "in_lines", "taken",
 ]  # fmt: skip
 
 FIRST_S, LONGEST_S = 0.5, 30.0
 PATIENCE = 2
 """Failures in a row that open it."""
+MAX_LINES = 8
+"""Nodes that are left alone, each in a line of its own; more are summed up."""
+NUM_WORST = 3
 MAX_MOVES = 1024
 """Kept until somebody takes them."""
 _USES = {"ask": "questions", "load": "loads", "store": "stores"}
@@ -67,9 +72,11 @@ class LeftAlone:
     """Of a store; empty where it has one, and for a disk."""
     error: str
     """The last one."""
+    num_failures: int = PATIENCE
+    """In a row."""
 
     def __str__(self) -> str:
-        return f"no {_USES[self.use.value]}{f' at {self.node}' if self.node else ''} for now: {self.error}"
+        return f"no {_USES[self.use.value]}{at_node(self.node, self.error)} for now: {self.error}"
 
 
 @attrs.frozen
@@ -82,13 +89,37 @@ class StorageMove:
     move: BreakerMove
 
 
+def at_node(node: str, error: str) -> str:
+    """Where it has failed, unless `error` says so."""
+    is_said = not node or re.search(rf"(?<!\w){re.escape(node)}(?!\w)", error)
+    return "" if is_said else f" at {node}"
+
+
+def in_lines(name: str, alone: Sequence[LeftAlone]) -> Iterator[str]:
+    """What is left alone of the storage `name`: a line for each, or with many nodes one for each use."""
+    of_use = {use: [one for one in alone if one.use is use] for use in Use}
+    for use, found in of_use.items():
+        if len(alone) > MAX_LINES and len(found) > NUM_WORST:
+            yield f"{name} is left alone, no {_USES[use.value]} at {len(found):,} nodes for now; {_worst(found)}"
+        else:
+            yield from (f"{name} is left alone, {one}" for one in found)
+
+
+def _worst(alone: Sequence[LeftAlone]) -> str:
+    first, *others = sorted(alone, key=lambda one: -one.num_failures)[:NUM_WORST]
+    named = ", ".join(f"{one.node} ({one.num_failures:,})" for one in others)
+    return f"most failures in a row: {first.node} ({first.num_failures:,}: {first.error}), {named}"
+
+
 def in_words(move: StorageMove) -> str:
     """`move`, for a log of lines."""
-    what = f"{_USES[move.use.value]} of the {move.tier.name.lower()} tier{f' at {move.node}' if move.node else ''}"
+    what = f"{_USES[move.use.value]} of the {move.tier.name.lower()} tier"
     if isinstance(move.move, Closed):
-        return f"{what} succeed again, after {move.move.after_s:.1f} s; {move.move.num_refused} were refused"
-    times, for_s = move.move.num_failures, move.move.for_s
-    return f"{what} have failed {times} times in a row, and are left alone for {for_s:g} s: {move.move.error}"
+        where = at_node(move.node, "")
+        return f"{what}{where} succeed again, after {move.move.after_s:.1f} s; {move.move.num_refused:,} were refused"
+    times, for_s, error = move.move.num_failures, move.move.for_s, move.move.error
+    failed = f"have failed {times:,} times in a row, and are left alone for {for_s:g} s: {error}"
+    return f"{what}{at_node(move.node, error)} {failed}"
 
 
 def taken(moves: deque[StorageMove]) -> Sequence[StorageMove]:
@@ -115,6 +146,10 @@ class Breaker:
     def is_on_trial(self) -> bool:
         """Whether it has opened and nothing has succeeded since: one attempt at a time is enough to find out."""
         return self._num_failures >= PATIENCE
+
+    def left_alone(self, use: Use, node: str = "") -> LeftAlone:
+        """What there is to say while it is on trial."""
+        return LeftAlone(use, node, self.error, self._num_failures)
 
     def refused(self) -> None:
         """Something that was asked for nevertheless is refused."""

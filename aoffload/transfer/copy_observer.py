@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..core.plan import Tier
+from ..core.hops import Tier
 
 __all__ = ["OBSERVES", "CopyObserver", "NullCopyObserver"]
 

@@ -20,10 +20,11 @@ import attrs
 from ..arguments import check_callable, check_has, check_int, check_type
 from ..config import OffloadConfig
 from ..core.arguments import check_completion
+from ..core.hops import Outcome, Tier
 from ..core.ledger import Ledger
 from ..core.lifecycle import JobState
 from ..core.owners import nobody
-from ..core.plan import Completion, Outcome, Tier, TransferPlan
+from ..core.plan import Completion, TransferPlan
 from ..errors import DeviceGone, TransferRefused
 from .copy_observer import OBSERVES, CopyObserver, NullCopyObserver
 from .fence import Fence

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import attrs
 
 from ..config import OffloadConfig
-from ..core.plan import Completion, Outcome, Tier, TransferPlan
+from ..core.hops import Outcome, Tier
+from ..core.plan import Completion, TransferPlan
 from .fence import Fence
 from .rates import TransferRate
 

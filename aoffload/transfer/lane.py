@@ -11,7 +11,8 @@ from queue import Empty, SimpleQueue
 
 import attrs
 
-from ..core.plan import Completion, Direction, Outcome, TransferPlan
+from ..core.hops import Direction, Outcome
+from ..core.plan import Completion, TransferPlan
 from ..env import Env
 from ..errors import TransferRefused
 from .backends.base import CopyBackend, CopyStopped, LostDevice

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..arguments import check_callable, check_has, check_type
 from ..core.blocks import are_neighbours
-from ..core.plan import BELOW, TIERS, Completion, Direction, Tier, TransferPlan
+from ..core.hops import BELOW, TIERS, Direction, Tier
+from ..core.plan import Completion, TransferPlan
 from ..disk_tier import DiskTier
 from ..env import Env
 from ..errors import ConfigError, TransferRefused, WrongState

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import attrs
 
-from ..core.plan import Completion, Outcome
+from ..core.hops import Outcome
+from ..core.plan import Completion
 from ..errors import RegionNotLoaded
 from .fence import PASSED, Fence
 

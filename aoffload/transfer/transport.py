@@ -8,7 +8,8 @@ from typing import Protocol, runtime_checkable
 import attrs
 
 from ..core.groups import Layout
-from ..core.plan import CellLabel, Completion, Direction, TransferPlan
+from ..core.hops import Direction
+from ..core.plan import CellLabel, Completion, TransferPlan
 from ..core.restored import RestoredRun
 from ..disk_tier import DiskTier
 from ..env import Env

@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from aoffload.core.plan import Outcome
+from aoffload.core.hops import Outcome
 from aoffload.testing.simulated_disk import SimulatedDisk
 from aoffload.transfer.disk.recovery import Survivors
 from aoffload.transfer.disk.slots import DiskOutcome, DiskSlots

@@ -7,7 +7,8 @@ from typing import Any
 from driving import BLOCK, Driven
 
 from aoffload import KVCacheGroup
-from aoffload.core.plan import Tier, TransferPlan
+from aoffload.core.hops import Tier
+from aoffload.core.plan import TransferPlan
 from aoffload.disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
 
 HUGE = 10**6

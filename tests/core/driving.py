@@ -7,9 +7,10 @@ from typing import Any
 
 from aoffload.config import OffloadConfig
 from aoffload.core.groups import KVCacheGroup
+from aoffload.core.hops import Direction, Outcome, Tier
 from aoffload.core.ledger import Ledger
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.prefix import Prefix, Root
 
 ROOT = Root("test")

@@ -15,10 +15,11 @@ from aoffload.config import OffloadConfig
 from aoffload.core.build import is_compiled
 from aoffload.core.cache import PrefixCache
 from aoffload.core.groups import KVCacheGroup
+from aoffload.core.hops import Outcome
 from aoffload.core.ledger import Ledger
 from aoffload.core.lifecycle import RequestState
 from aoffload.core.owners import Holding, Waiter
-from aoffload.core.plan import Completion, Outcome
+from aoffload.core.plan import Completion
 from aoffload.errors import OutOfBlocks
 from aoffload.prefix import KeySpan, Prefix, Root
 

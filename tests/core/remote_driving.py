@@ -9,7 +9,8 @@ from disk_driving import disk_of
 from driving import BLOCK, Driven, prompt
 
 from aoffload.core.cells import cells_of
-from aoffload.core.plan import CellLabel, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import CellLabel, TransferPlan
 from aoffload.remote_tier import RemoteTier
 
 __all__ = ["BLOCK", "CELL", "CELL_UNITS", "LOAD", "STORE", "NoStore", "Remote", "prompt"]

@@ -6,8 +6,9 @@ import pytest
 from driving import Driven, prompt
 
 from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from aoffload.core.hops import Outcome, Tier
 from aoffload.core.lifecycle import RequestState
-from aoffload.core.plan import Completion, Outcome, Tier
+from aoffload.core.plan import Completion
 from aoffload.errors import OutOfBlocks, WrongState
 
 BOTH = [KVCacheGroup("full", FullAttention(), 4), KVCacheGroup("window", SlidingWindow(8), 4)]

@@ -10,7 +10,7 @@ from engine_driving import EngineDriven
 
 from aoffload import InvalidArgument
 from aoffload.core.choice import CostChoice, LoadOffer, chosen_stop, load_choice_of
-from aoffload.core.plan import Tier
+from aoffload.core.hops import Tier
 
 NUM_UNITS, UNIT, SPEED = 10, 100, 1000.0
 """Computing the hit takes a second."""

@@ -10,7 +10,8 @@ from disk_driving import HUGE, Disk
 from driving import BLOCK, ROOT, Driven, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
-from aoffload.core.plan import Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import TransferPlan
 from aoffload.errors import InvalidArgument
 from aoffload.prefix import KeySpan, encode_tokens
 

@@ -11,9 +11,10 @@ import pytest
 from driving import BLOCK, Driven, prompt
 
 from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from aoffload.core.hops import Outcome, Tier
 from aoffload.core.lifecycle import OverlapState, RequestState
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Outcome, Tier, TransferPlan
+from aoffload.core.plan import TransferPlan
 from aoffload.errors import CommitError, InvalidArgument, WrongState
 
 A = prompt(1, 17)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from driving import Driven, prompt
 
-from aoffload.core.plan import Outcome, Tier
+from aoffload.core.hops import Outcome, Tier
 from aoffload.core.records import Run
 from aoffload.errors import IntegrityError
 from aoffload.prefix import Prefix, Root
@@ -149,7 +149,8 @@ def settled_job_awaited(busy: Busy) -> None:
 
 def earlier_job_reaches_further(busy: Busy) -> None:
     job = busy.ledger.jobs.unsettled[busy.store.job_id]
-    shorter = dataclasses.replace(job, stop=job.stop - 1, predecessor=job)
+    shorter = copy.copy(job)
+    shorter.stop, shorter.predecessor = job.stop - 1, job
     job.run.parts[Tier.HOST].awaits(shorter)
 
 

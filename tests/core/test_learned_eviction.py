@@ -13,9 +13,9 @@ from driving import BLOCK, Driven, prompt
 from aoffload import InvalidArgument, KVCacheGroup, SlidingWindow
 from aoffload.core.groups import FullAttention, Layout
 from aoffload.core.hit_counts import CountedRun, HitCounts
+from aoffload.core.hops import Tier
 from aoffload.core.learned_order import LearnedOrder
 from aoffload.core.observing import NullObserver, Observer
-from aoffload.core.plan import Tier
 from aoffload.core.returns import NUM_BINS, NUM_CLASSES, ReturnTimes, class_of
 from aoffload.core.shadows import Guard, num_sampled
 from aoffload.core.status import EvictionRule, HintEnd, TierEviction
@@ -199,16 +199,16 @@ def test_the_last_use_rules_where_it_hits_more() -> None:
 class Heard(NullObserver):
     def __init__(self) -> None:
         self.switches: list[TierEviction] = []
-        self.hints: list[tuple[str, int | HintEnd]] = []
+        self.hints: list[tuple[int, str, int | HintEnd]] = []
 
     def eviction_switched(self, tier: TierEviction) -> None:
         self.switches.append(tier)
 
-    def hint_given(self, category: str, num_tokens: int) -> None:
-        self.hints.append((category, num_tokens))
+    def hint_given(self, hint_id: int, category: str, num_tokens: int) -> None:
+        self.hints.append((hint_id, category, num_tokens))
 
-    def hint_ended(self, category: str, end: HintEnd) -> None:
-        self.hints.append((category, end))
+    def hint_ended(self, hint_id: int, category: str, end: HintEnd) -> None:
+        self.hints.append((hint_id, category, end))
 
 
 def hit_lately(driven: Driven, learned: float, last_use: float) -> None:
@@ -337,7 +337,7 @@ def test_a_hint_about_what_the_history_has_forgotten_comes_true() -> None:
         for other in range(20):
             driven.serve(prompt(100 + 20 * number + other, 32))
     driven.serve(A)
-    ends = [end for category, end in heard.hints if isinstance(end, HintEnd)]
+    ends = [end for _, _, end in heard.hints if isinstance(end, HintEnd)]
     assert ends == [HintEnd.TRUE] * 40
     assert driven.ledger.hint(driven.prefix(A), expires_at=1e9, category="shell") == len(A) // 4 * 4
     found = driven.ledger.statistics().eviction
@@ -368,20 +368,20 @@ def test_a_hint_without_learned_eviction_spares_nothing() -> None:
 
 
 def test_what_becomes_of_hints_is_told() -> None:
-    """Whether they spare anything, and how each ends, once."""
+    """Whether they spare anything, and how each ends, once; its number says which one it was."""
     heard = Heard()
     driven = learned(observer=heard)
     driven.serve(A)
-    given: list[tuple[str, int | HintEnd]] = [("tool", 16)]
     for tokens, expires_at in ((A, 10.0), (A, 20.0), (B, 5.0)):
         driven.ledger.hint(driven.prefix(tokens), expires_at=expires_at, category="tool")
-    assert heard.hints == [*given, ("tool", HintEnd.DROPPED), *given, ("tool", 0)]
+    assert heard.hints == [(1, "tool", 16), (1, "tool", HintEnd.DROPPED), (2, "tool", 16), (3, "tool", 0)]
     heard.hints.clear()
     driven.serve(A)
     driven.ledger.lapse(10.0)
     driven.ledger.hint(driven.prefix(A), expires_at=30.0, category="tool")
     driven.ledger.reset()
-    assert heard.hints == [("tool", HintEnd.TRUE), ("tool", HintEnd.LAPSED), *given, ("tool", HintEnd.DROPPED)]
+    ends = [(2, "tool", HintEnd.TRUE), (3, "tool", HintEnd.LAPSED)]
+    assert heard.hints == [*ends, (4, "tool", 16), (4, "tool", HintEnd.DROPPED)]
     assert driven.ledger.statistics().num_hints == 0
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from driving import Driven, prompt
 
+from aoffload.core.hops import Direction, Outcome, Tier
 from aoffload.core.lifecycle import RequestState
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.errors import OutOfBlocks
 
 A, B, C, D = (prompt(name, 9) for name in (1, 2, 3, 4))

@@ -9,9 +9,9 @@ import pytest
 from driving import Driven, Tier, prompt
 
 import aoffload.core.ledger
+from aoffload.core.hops import Outcome
 from aoffload.core.lifecycle import RequestState
 from aoffload.core.owners import Holding, Waiter
-from aoffload.core.plan import Outcome
 from aoffload.errors import OutOfBlocks, WrongState
 
 

@@ -17,11 +17,12 @@ from may_hit import Author, MayHit, Text
 from aoffload.config import OffloadConfig
 from aoffload.core.answer import PrefixMatch
 from aoffload.core.groups import KVCacheGroup
+from aoffload.core.hops import Direction, Outcome
 from aoffload.core.ledger import Ledger
 from aoffload.core.lifecycle import JobState, RequestState
 from aoffload.core.observing import NullObserver
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Completion, Direction, Outcome, TransferPlan
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.errors import OutOfBlocks
 from aoffload.prefix import KeySpan, Prefix, Root
 from aoffload.testing.programs.fingerprint import changes, fingerprint

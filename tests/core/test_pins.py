@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aoffload.core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from aoffload.core.hops import Direction, Outcome, Tier
 from aoffload.core.kept import Demotion, Pin, Prefetch
 from aoffload.core.lifecycle import CacheTransferState, PinState
-from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.errors import IllegalTransition, InvalidArgument, OutOfBlocks
 from aoffload.prefix import Prefix, Root
 from aoffload.testing.programs.fingerprint import changes, fingerprint

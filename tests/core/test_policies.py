@@ -23,9 +23,9 @@ from aoffload import (
 from aoffload.core.eviction import LeastRecentlyUsed
 from aoffload.core.groups import FullAttention, Layout
 from aoffload.core.hit_counts import RUN_TOKENS, HitCounts
+from aoffload.core.hops import Direction, Outcome, Tier
 from aoffload.core.observing import NullObserver
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Direction, Outcome, Tier
 from aoffload.core.records import Part
 from aoffload.core.tokens import TokenSequence
 from aoffload.ledger import Prefix, Root, StoreScope

@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from aoffload.config import OffloadConfig
 from aoffload.core.blocks import ExtentPool, FreeList, extents
 from aoffload.core.groups import KVCacheGroup
+from aoffload.core.hops import Outcome
 from aoffload.core.ledger import Ledger
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Completion, Outcome, TransferPlan
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.core.pools import DevicePool
 from aoffload.errors import OutOfBlocks
 from aoffload.prefix import Prefix, Root

@@ -6,8 +6,8 @@ import pytest
 from driving import Driven, prompt
 
 from aoffload.core.groups import FullAttention, KVCacheGroup, SlidingWindow
+from aoffload.core.hops import Outcome
 from aoffload.core.lifecycle import RequestState
-from aoffload.core.plan import Outcome
 from aoffload.errors import WrongState
 
 A = prompt(1, 17)

@@ -8,8 +8,8 @@ import pytest
 from driving import Driven, prompt
 
 from aoffload.core.eviction import LeastRecentlyUsed
+from aoffload.core.hops import Outcome
 from aoffload.core.lifecycle import RequestState
-from aoffload.core.plan import Outcome
 from aoffload.core.records import Part
 from aoffload.errors import OutOfBlocks
 

@@ -8,7 +8,8 @@ from engine_driving import BLOCK, EngineDriven, loaded, prompt
 from remote_driving import CELL, CELL_UNITS, remote_tier
 
 from aoffload.core.cells import cells_of
-from aoffload.core.plan import CellLabel, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import CellLabel, TransferPlan
 from aoffload.ledger import Prefix, Root
 
 TOKENS = [*prompt(1, 3 * CELL), 7]

@@ -7,8 +7,8 @@ from remote_driving import BLOCK, CELL, CELL_UNITS, LOAD, Remote, prompt, spans_
 
 from aoffload import KVCacheGroup, RequestState, SlidingWindow
 from aoffload.core.cells import cells_of
+from aoffload.core.hops import Outcome, Tier
 from aoffload.core.lifecycle import CacheTransferState
-from aoffload.core.plan import Outcome, Tier
 from aoffload.errors import ConfigError, InvalidArgument, WrongState
 from aoffload.prefix import KeySpan, Root
 

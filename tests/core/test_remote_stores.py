@@ -6,9 +6,10 @@ import pytest
 from remote_driving import BLOCK, CELL, CELL_UNITS, HUGE, STORE, Remote, prompt, spans_of
 
 from aoffload.core import hit_counts, remote_stores
+from aoffload.core.hops import Outcome, Tier
 from aoffload.core.lifecycle import JobState
 from aoffload.core.owners import Holding
-from aoffload.core.plan import CellLabel, Outcome, Tier
+from aoffload.core.plan import CellLabel
 from aoffload.errors import InvalidArgument
 from aoffload.prefix import KeySpan
 

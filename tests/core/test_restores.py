@@ -14,7 +14,8 @@ from driving import BLOCK, ROOT, prompt
 
 from aoffload import KVCacheGroup, SlidingWindow
 from aoffload.core.blocks import ExtentPool
-from aoffload.core.plan import BlockLabel, Tier
+from aoffload.core.hops import Tier
+from aoffload.core.plan import BlockLabel
 from aoffload.core.restored import RestoredRun
 from aoffload.errors import InvalidArgument
 from aoffload.prefix import Root, encode_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,14 +10,29 @@ from driving import Driven, prompt
 from engine_driving import EngineDriven
 
 from aoffload.config import OffloadConfig
+from aoffload.core.eviction import LeastRecentlyUsed
 from aoffload.core.groups import KVCacheGroup
+from aoffload.core.hops import Outcome, Tier
 from aoffload.core.ledger import Ledger
 from aoffload.core.lifecycle import RequestState
 from aoffload.core.observing import NullObserver
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Outcome, Tier
-from aoffload.core.status import Holder, RequestStatus, WaitsFor
+from aoffload.core.records import Part
+from aoffload.core.status import Declined, Holder, RequestStatus, WaitsFor
 from aoffload.errors import OutOfBlocks
+from aoffload.ledger import LearnedEviction
+
+
+class Own:
+    """An order that a program might pass."""
+
+    def __init__(self) -> None:
+        order = LeastRecentlyUsed()
+        self.add, self.add_newer, self.add_back = order.add, order.add_newer, order.add_back
+        self.remove, self.oldest, self.order = order.remove, order.oldest, order
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self.order)
 
 
 class Timed(Driven):
@@ -43,6 +59,37 @@ def test_an_idle_ledger_says_that_nobody_holds_anything() -> None:
     assert driven.ledger.requests() == driven.ledger.holders() == ()
     assert driven.ledger.explain().splitlines()[-1] == "  nobody"
     assert driven.ledger.explain().startswith("8 device blocks: 8 free, 0 cached, 0 pinned, 0 quarantined; 0 requests")
+
+
+def test_an_eviction_that_is_not_the_default_has_a_line() -> None:
+    """Which order rules in each tier, and hints as long as they are in force; an order of the program's own by its
+    name."""
+    driven = Timed(8, 8, eviction=LearnedEviction(device=True))
+    driven.serve(prompt(1, 8))
+    driven.ledger.hint(driven.prefix(prompt(1, 8)), expires_at=9.0)
+    (found,) = [line for line in driven.ledger.explain().splitlines() if line.startswith("eviction")]
+    ruled = "host by what was learned, device by what was learned, as the guard has it"
+    assert found == f"eviction: {ruled}; 1 hint in force"
+    driven.ledger.lapse(9.0)
+    assert "hint" not in driven.ledger.explain()
+
+    assert "eviction" not in Timed(8).ledger.explain()
+    own = Timed(8, eviction=Own).ledger.explain()
+    assert "\neviction: an order of the program's own, Own\n" in own
+
+
+def test_numbers_are_written_in_one_way() -> None:
+    """By thousands, blocks and tokens alike, and never with an exponent."""
+    driven = Timed(20_000, 3_000)
+    driven.allocated(prompt(1, 4 * 15_000), request_id="one")
+    driven.ledger.queue_allocation(driven.admit(prompt(2, 4 * 6_000), request_id="two"))
+    text = driven.ledger.explain()
+    assert text.startswith("20,000 device blocks: 5,000 free, 0 cached, 15,000 pinned, 0 quarantined; 2 requests")
+    assert "3,000 host blocks" in text and "room for 6,000 blocks" in text
+    assert "request one, allocated for 0.0 s: 15,000 blocks" in text
+    assert str(Declined(1_234, 1_234.5, 0.0123)) == (
+        "computes 1,234 tokens that the host has: first token in 0.0123 s, with the load in 1,234 s"
+    )
 
 
 def test_ages_count_from_the_last_move() -> None:
@@ -158,6 +205,30 @@ def test_pins_and_jobs_hold_blocks_too() -> None:
     driven.end(load, Outcome.UNPROVEN)
     assert ("load", str(load.job_id), 1) in driven.held()
     assert "quarantined" in driven.ledger.explain()
+
+
+def test_what_is_pinned_once_its_request_is_over_has_a_holder() -> None:
+    """A store keeps what lies before its blocks, too: without that nobody could find them. With it, holders and the
+    count of pinned blocks agree."""
+    driven = Timed(8, 16)
+    driven.serve(prompt(1, 8))
+    one = driven.running(prompt(1, 16), request_id="one")
+    (store,) = driven.launch(driven.commit(one))
+    driven.release(one)
+    assert store.num_blocks == 2
+    assert driven.held() == [("store", str(store.job_id), 4)] and driven.num_pinned()[0] == 4
+    driven.end(store)
+    assert driven.held() == [] and driven.num_pinned()[0] == 0
+
+
+def test_what_another_request_has_cached_first_is_held_beside_the_own_copy() -> None:
+    """Two that computed the same: the second one reads its own copy, and pins what others find."""
+    driven = Timed(8, 0)
+    one, two = (driven.running(prompt(1, 8), request_id=name) for name in ("one", "two"))
+    driven.commit(one)
+    driven.commit(two)
+    driven.release(one)
+    assert driven.held() == [("request", "two", 4)] and driven.num_pinned()[0] == 4
 
 
 def test_a_grant_that_is_not_accepted_yet_is_held() -> None:

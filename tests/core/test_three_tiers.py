@@ -17,6 +17,7 @@ from aoffload.core.blocks import ExtentPool, FreeList
 from aoffload.core.cache import PrefixCache
 from aoffload.core.eviction import LeastRecentlyUsed
 from aoffload.core.groups import FullAttention, KVCacheGroup, Layout, SlidingWindow
+from aoffload.core.hops import Direction, Outcome, Tier
 from aoffload.core.integrity import check_integrity
 from aoffload.core.jobs import JobBook
 from aoffload.core.lifecycle import JobState, RequestState
@@ -25,7 +26,7 @@ from aoffload.core.matching import find_hit
 from aoffload.core.observer import Moves
 from aoffload.core.owners import Holding
 from aoffload.core.pins import Pins
-from aoffload.core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.core.presence import held_stop, jobs_bringing, present_stop
 from aoffload.core.publish import publish
 from aoffload.core.records import Job, Part, Run

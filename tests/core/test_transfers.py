@@ -7,10 +7,11 @@ from driving import BLOCK, Direction, Driven, Tier, prompt
 
 from aoffload import Ledger, OffloadConfig
 from aoffload.core.groups import KVCacheGroup, Layout
+from aoffload.core.hops import Outcome
 from aoffload.core.lifecycle import JobState, RequestState
 from aoffload.core.observing import NullObserver
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Completion, Outcome, TransferPlan
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.core.policy import EagerStore
 from aoffload.core.records import Job
 from aoffload.errors import IllegalTransition, OutOfBlocks, WrongState

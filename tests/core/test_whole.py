@@ -6,8 +6,8 @@ import pytest
 from driving import BLOCK, ROOT, Driven, Tier, prompt
 
 from aoffload.core.groups import KVCacheGroup
+from aoffload.core.hops import Outcome
 from aoffload.core.lifecycle import RequestState
-from aoffload.core.plan import Outcome
 from aoffload.errors import CommitError, InvalidArgument, WrongState
 from aoffload.prefix import TOKEN_BYTES, KeySpan, Root
 

@@ -11,9 +11,9 @@ import pytest
 
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow, Tier
 from aoffload.core.groups import Layout
+from aoffload.core.hops import HIT_TIERS
 from aoffload.core.index import RunIndex
 from aoffload.core.matching import find_hit
-from aoffload.core.plan import HIT_TIERS
 from aoffload.core.records import Run
 from aoffload.core.tokens import TokenSequence
 from aoffload.kinds import AttentionKind

@@ -25,9 +25,9 @@ from aoffload import (
     SelectiveStore,
     SlidingWindow,
 )
+from aoffload.core.hops import HIT_TIERS
 from aoffload.core.lifecycle import Computing
 from aoffload.core.loads import has_holes
-from aoffload.core.plan import HIT_TIERS
 from aoffload.ledger import Completion, Direction, Outcome, Prefix, Root
 
 UNIT = 4
@@ -145,6 +145,9 @@ class Walk:
 
     def check(self) -> None:
         self.ledger.check_integrity()
+        device, holders = self.ledger.statistics().device, self.ledger.holders()
+        held = sum(holder.num_blocks for holder in holders)  # what several hold counts for each
+        assert held >= device.num_pinned + device.num_quarantined, f"{device} are held by {list(map(str, holders))}"
         for client in self.clients:
             holding = client.holding
             if holding.state not in (S.ALLOCATED, S.RUNNING):

@@ -76,6 +76,14 @@ def test_what_a_remote_store_was_good_for_is_said_in_words(
     assert all(word in table for word in words)
 
 
+def test_a_slow_link_has_a_speed_too() -> None:
+    """In a unit that suits it, and none where nothing was measured."""
+    run = RunOutcome(RunKind("with offload", 1, 1, "eager"), {"t": GENERATION}, is_over=True, block_bytes=1 << 20)
+    run.transfers = {"blocks_loaded": 1_000, "bytes_loaded": 2_500_000, "load_seconds": 1.0}
+    table = as_table(DemoOutcome(DemoOptions(), runs=[run, run, run]))
+    assert "loaded 1,000 blocks at 2.50 MB/s, stored 0; verified" in table
+
+
 def test_equal_runs_do_not_differ() -> None:
     """Times and sources of the KV may differ; tokens and logits decide."""
     other = attrs.evolve(GENERATION, num_host_tokens=8, num_computed_tokens=2, first_token_s=1.5)

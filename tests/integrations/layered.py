@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from aoffload import OffloadConfig, OffloadRuntime
-from aoffload.core.plan import Direction, TransferPlan
+from aoffload.core.hops import Direction
+from aoffload.core.plan import TransferPlan
 from aoffload.integrations import Decoder, DecoderConfig, kv_cache_groups, layer_regions
 from aoffload.integrations.batching import EngineOptions, PrefillStart
 from aoffload.integrations.engine import PagedEngine

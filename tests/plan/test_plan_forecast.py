@@ -19,6 +19,7 @@ from aoffload.plan import Recorder
 from aoffload.plan.cautions import cautions
 from aoffload.plan.forecast import Forecast, Prices, Row, Sizes
 from aoffload.plan.replay import land, replay
+from aoffload.plan.report import as_json, cells
 from aoffload.plan.timing import Speeds, first_token
 from aoffload.plan.trace import Trace, TracedRequest, read_trace
 from benchmarks import policies
@@ -199,6 +200,18 @@ def test_a_trace_too_short_for_a_size_is_said(tmp_path: Path) -> None:
     assert "too short" in said and "it keeps blocks for" in said
 
 
+def test_rows_say_for_which_sizes_the_trace_is_too_short(tmp_path: Path) -> None:
+    """The same as the warnings do, whichever order evicts: their hits are the least that there would be."""
+    trace = made(tmp_path, 8, 400)
+    sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (200 * BLOCK_BYTES, 2**30), (2**31,))
+    forecast = Forecast(trace, sizes, evictions=("lru", "learned"))
+    short = [(row.eviction, row.host_bytes, row.disk_bytes) for row in forecast.rows if forecast.is_too_short_for(row)]
+    assert short == [("lru", 200 * BLOCK_BYTES, 2**31), ("lru", 2**30, 0), ("lru", 2**30, 2**31), ("learned", 2**30, 0)]
+    marked = [cells(forecast, row)[4].startswith("≥ ") for row in forecast.rows]
+    assert marked == [forecast.is_too_short_for(row) for row in forecast.rows]
+    assert marked == [row["is_trace_too_short"] for row in as_json(forecast)["rows"]]
+
+
 def test_lost_requests_are_said(tmp_path: Path) -> None:
     """What the recorder dropped, from its last line."""
     path = write_trace(tmp_path / "a.jsonl", conversations(9, 400))
@@ -270,11 +283,15 @@ def test_more_prompts_than_can_be_computed_are_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("disk_gbs", "is_left_alone"), [(3.5, True), (8.0, False)])
 def test_a_disk_that_a_runtime_would_leave_alone_is_said(tmp_path: Path, disk_gbs: float, is_left_alone: bool) -> None:
-    """Where a fetch takes longer than the gate of fetches allows, hits of the disk are none in truth."""
+    """Where a fetch takes longer than the gate of fetches allows, nothing hits there: in the rows, too."""
     trace = made(tmp_path, 12, 400)
     sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (200 * BLOCK_BYTES,), (400 * BLOCK_BYTES,))
     speeds = Speeds(prefill_tokens_per_s=0.9 * 3.5e9 / KV_BYTES, host_gbs=50.0, disk_gbs=disk_gbs)
-    said = [line for line in cautions(Forecast(trace, sizes, speeds)) if "leave the disk alone" in line]
+    forecast = Forecast(trace, sizes, speeds)
+    said = [line for line in cautions(forecast) if "leave the disk alone" in line]
+    _, _, host, both, _ = forecast.rows
+    assert (both.blocks == host.blocks, both.loaded_bytes == host.loaded_bytes) == (is_left_alone, is_left_alone)
+    assert (both.age_s == host.age_s) == is_left_alone and both.blocks[:2] == host.blocks[:2]
     assert len(said) == is_left_alone and all("takes 90% of the time" in line for line in said)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
-from aoffload.core.plan import Outcome
+from aoffload.core.hops import Outcome
 from aoffload.testing.simulated_disk import DiskFault
 from aoffload.transfer.disk.slots import DiskOutcome, DiskSlots
 from proof.tiers import kills

@@ -285,6 +285,7 @@ def test_a_port_that_is_taken_is_said_before_the_work(capsys: pytest.CaptureFixt
     [(["--model", "nothing/here"], "--model"), (["--port", "x"], "--port"), (["--max-tokens", "9000"], "--max-tokens"),
      (["--device-blocks", "0"], "--device-blocks"), (["--drain-timeout", "nan"], "--drain-timeout"),
      (["--host", "no such host"], "--host"), (["--host", "x" * 300], "--host"), (["--host", "192.0.2.1"], "--host"),
+     (["--load", "never"], "--load"), (["--eviction", "fifo"], "--eviction"),
      (["--log", "/no/such/place"], "--log"), (["--log", "/"], "--log"), (["--api-key", ""], "--api-key"),
      (["--max-reading-bytes", "2000"], "--max-reading-bytes"), (["--api-key-file", "/"], "--api-key-file"),
      (["--disk", "/dev/null/x"], "--disk"), (["--disk", "build/x", "--disk-size", "big"], "--disk-size"),
@@ -312,6 +313,21 @@ def test_the_defaults_of_the_command_are_those_of_the_options() -> None:
     """On loopback, above all."""
     assert parse_options([]) == ServerOptions()
     assert ServerOptions().host == "127.0.0.1"
+
+
+@marked
+@pytest.mark.parametrize("num_host_blocks", [0, 256])
+async def test_loads_and_eviction_are_chosen(num_host_blocks: int) -> None:
+    """By name, as in the demo, also without offload; answers stay what they are."""
+    given = parse_options(["--model", "tiny", "--load", "cost", "--eviction", "learned"])
+    options = attrs.evolve(OPTIONS, load=given.load, eviction=given.eviction, num_host_blocks=num_host_blocks)
+    found = []
+    for each in (OPTIONS, options):
+        async with open_service(each, SmallModel()) as service:
+            found.append((await service.engine.generate(list(range(100)), 4)).token_ids)
+            config, eviction = service.engine.runtime.config, service.engine.runtime.statistics().eviction
+    assert found[0] == found[1]
+    assert (config.load_choice, config.eviction) == ("cost", "learned") and eviction is not None
 
 
 def test_the_tokenizer_is_written_for_load_generators(tmp_path: Path) -> None:

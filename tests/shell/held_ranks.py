@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aoffload.core.plan import Direction
+from aoffload.core.hops import Direction
 from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.local import LocalTransport
 from aoffload.transfer.region import KVRegion

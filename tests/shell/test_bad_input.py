@@ -554,6 +554,21 @@ async def test_bad_hints(argument: str, eviction: str) -> None:
         await goes_on_serving(engine)
 
 
+@pytest.mark.parametrize("call", ["pin", "hint", "prefetch", "prefetch_nowait", "fetch", "demote", "demote_nowait"])
+async def test_an_unknown_keyword_names_the_call(call: str) -> None:
+    """A keyword that a call does not have is refused as Python does it: by the names of the call and the keyword."""
+    more: dict[str, Any] = {"pin": {"ttl_s": 60}, "hint": {"expected_s": 60}}.get(call, {})
+
+    async def ask(runtime: OffloadRuntime) -> None:
+        found = getattr(runtime, call)(A, cache_sault="tenant-a", **more)
+        await found  # of the calls that wait
+
+    async with scripted() as (engine, _):
+        with pytest.raises(TypeError, match=rf"^OffloadRuntime\.{call}\(\) .* keyword argument 'cache_sault'$"):
+            await ask(engine.runtime)
+        await goes_on_serving(engine)
+
+
 # -- when and where -----------------------------------------------------------------------------------------------
 
 

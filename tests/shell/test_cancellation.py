@@ -25,7 +25,7 @@ from serving import (
 )
 
 from aoffload import InvalidArgument, OutOfBlocks, Request, RequestState, WrongState
-from aoffload.core.plan import Direction
+from aoffload.core.hops import Direction
 from aoffload.transfer.backends.scripted import ScriptedTransport
 
 pytestmark = pytest.mark.anyio

@@ -20,7 +20,7 @@ from serving import (
 )
 
 from aoffload import OutOfBlocks, Request, RequestState, SlidingWindow
-from aoffload.core.plan import Direction, Tier
+from aoffload.core.hops import Direction, Tier
 from aoffload.core.records import Run
 from aoffload.transfer.backends.scripted import ScriptedTransport
 

@@ -16,6 +16,7 @@ from scraping import registry_of, scraped
 
 from aoffload.demo.logs import make_logger
 from aoffload.env import Env
+from aoffload.stores import StoreError
 from aoffload.testing import SimulatedStore
 from aoffload.testing.simulated_disk import DiskFault
 from aoffload.top.look import lines
@@ -110,6 +111,21 @@ async def test_a_store_that_answers_no_question_is_not_asked() -> None:
         await assert_quiet(engine.runtime)
 
 
+async def test_what_a_store_says_commands_no_terminal() -> None:
+    """Its errors may be anybody's words: what is not printable is escaped in `explain`."""
+
+    class Shouting(SimulatedStore):
+        def exist(self, keys: Any, timeout_s: float) -> Any:
+            raise StoreError("\x1b[2J\nnobody waits")
+
+    async with with_remote(Shouting(), num_blocks=16) as engine:
+        for _ in range(3):
+            await engine.serve(A, store="none")
+            await forget_locally(engine)
+        told, _ = engine.runtime.explain().splitlines()[-2:]
+        assert told == "the remote store is left alone, no questions at node-0 for now: \\x1b[2J\\nnobody waits"
+
+
 async def test_a_disk_that_fails_is_one_line_in_the_log_and_so_is_its_end() -> None:
     """Each time that it is tried in vain is another one, that no operator is woken by."""
     disk, env, log = simulated(), Later(), Log()
@@ -127,7 +143,7 @@ async def test_a_disk_that_fails_is_one_line_in_the_log_and_so_is_its_end() -> N
         told = [(event["level"], event["for_s"]) for event in log.events("storage_left_alone")]
         assert told == [("warning", 0.5), ("info", 1.0)]
         assert "the disk is left alone, no loads for now: " in runtime.explain()
-        assert "1 fetches skipped" in runtime.explain()
+        assert runtime.explain().endswith("\nfetches from the disk skipped so far: 1")
         assert scraped(registry).get("aoffload_storage_left_alone", tier="disk", use="load") == 1
         disk.fault = lambda call: None
         env.leapt_s += 1.1

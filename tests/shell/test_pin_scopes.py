@@ -27,7 +27,7 @@ from serving import (
 )
 
 from aoffload import InvalidArgument, OutOfBlocks, RuntimeClosed, WrongState, WrongThread
-from aoffload.core.plan import Direction
+from aoffload.core.hops import Direction
 from aoffload.ledger import PinState
 from aoffload.pins import PinScope
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from aoffload import Request, WrongState
+from aoffload.core.hops import Direction
 from aoffload.core.owners import Holding
-from aoffload.core.plan import Direction, TransferPlan
+from aoffload.core.plan import TransferPlan
 from aoffload.core.request_leases import RequestLeases
 from aoffload.transfer.backends.cpu import CpuBackend
 from proof import soak as soak_module

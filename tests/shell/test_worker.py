@@ -30,7 +30,7 @@ from serving import (
 )
 
 from aoffload import IntegrityError, OffloadRuntime, OutOfBlocks, RequestState, RuntimeClosed
-from aoffload.core.plan import Direction
+from aoffload.core.hops import Direction
 from aoffload.errors import TransferRefused
 from aoffload.ledger import Completion, Outcome
 from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport

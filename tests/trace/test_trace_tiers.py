@@ -11,7 +11,7 @@ import pytest
 from page_data import column, columns, page_data
 from test_trace_events import line
 
-from aoffload.core.plan import TIERS
+from aoffload.core.hops import TIERS
 from aoffload.trace.command import main
 from aoffload.trace.hops import HOPS
 
@@ -181,8 +181,8 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
         job(1004, "launched", 1, 5, "remote>host"), job(1005, "failed", 1, 5, "remote>host", **refused),
         line(1006, "storage_back", **NODE, after_s=4.0, num_refused=1),
         line(1007, "eviction_switched", **SWITCH),
-        line(1008, "hint_given", category="tool", num_tokens=16),
-        line(1009, "hint_ended", category="tool", outcome="lapsed"),
+        line(1008, "hint_given", hint_id=1, category="tool", num_tokens=16),
+        line(1009, "hint_ended", hint_id=1, category="tool", outcome="lapsed"),
     )  # fmt: skip
     told = said(capsys, written)
     for expected in (
@@ -204,6 +204,16 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
     found = columns(data["timelines"])
     assert (found["num_declined_tokens"], found["num_skipped_fetches"]) == ([16], [1])
     assert [data["words"][word] for word in columns(data["jobs"])["outcome"]] == ["refused"]
+
+
+def test_a_node_that_its_error_names_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the summary and on the page."""
+    page, error = tmp_path / "page.html", "Error 111 connecting to a:1. Connection refused."
+    written = log(tmp_path / "log", line(1002, "storage_left_alone", **{**LEFT, "error": error}))
+    assert f"storage_left_alone: loads of the remote store: {error}" in said(capsys, written)
+    said(capsys, written, "html", page)
+    (note,) = page_data(page)["notes"]
+    assert note["text"].count("a:1") == 1 and note["text"].startswith("loads of the remote store: failed 2 times")
 
 
 def test_a_request_that_does_without_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from aoffload.core.plan import Direction
+from aoffload.core.hops import Direction
 from aoffload.transfer.backends.base import LostDevice
 from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.fence import Fence

@@ -7,7 +7,8 @@ import queue
 from array import array
 from collections.abc import Callable
 
-from aoffload.core.plan import Completion, Tier, TransferPlan
+from aoffload.core.hops import Tier
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.env import Env
 from aoffload.transfer.backends.base import CopyBackend
 from aoffload.transfer.fence import Fence

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from aoffload.core.plan import Direction, TransferPlan
+from aoffload.core.hops import Direction
+from aoffload.core.plan import TransferPlan
 from aoffload.transfer.backends.cuda import CudaBackend, CudaFence, SourceOrder
 from aoffload.transfer.backends.cuda.events import EventPool
 from aoffload.transfer.fence import PASSED, Fence

@@ -15,7 +15,8 @@ from copies import GUARD_S
 
 from aoffload import DiskTier, KVCacheGroup
 from aoffload.core.groups import Layout
-from aoffload.core.plan import BlockLabel, Completion, Tier, TransferPlan
+from aoffload.core.hops import Tier
+from aoffload.core.plan import BlockLabel, Completion, TransferPlan
 from aoffload.core.restored import RestoredRun
 from aoffload.env import Env
 from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk

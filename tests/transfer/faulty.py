@@ -10,7 +10,8 @@ import torch
 from copies import GUARD_S
 from numpy.typing import NDArray
 
-from aoffload.core.plan import Direction, TransferPlan
+from aoffload.core.hops import Direction
+from aoffload.core.plan import TransferPlan
 from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.fence import Fence
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from copies import Copies
 
-from aoffload.core.plan import Outcome
+from aoffload.core.hops import Outcome
 from aoffload.transfer.backends.cuda import (
     CudaBackend,
     CudaError,

@@ -14,7 +14,8 @@ from copies import GUARD_S
 
 from aoffload import KVCacheGroup, RemoteTier
 from aoffload.core.groups import Layout
-from aoffload.core.plan import CellLabel, Completion, Tier, TransferPlan
+from aoffload.core.hops import Tier
+from aoffload.core.plan import CellLabel, Completion, TransferPlan
 from aoffload.env import Env
 from aoffload.remote_tier import ObjectStore
 from aoffload.testing import SimulatedStore, StoreCall, StoreFault

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from layouts import Pool, filled, separate_sizes, stacked
 from numpy.typing import NDArray
 
-from aoffload.core.plan import Direction, Outcome
+from aoffload.core.hops import Direction, Outcome
 from aoffload.errors import ConfigError
 from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.backends.rows import stretches

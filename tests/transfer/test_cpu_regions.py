@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from layouts import Pool, filled, separate_sizes, stacked
 from numpy.typing import NDArray
 
-from aoffload.core.plan import Direction, Outcome
+from aoffload.core.hops import Direction, Outcome
 from aoffload.errors import RegionNotLoaded
 from aoffload.transfer.backends.columns import RegionColumns
 from aoffload.transfer.backends.cpu import CpuBackend

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from layouts import Pool, separate_sizes, stacked
 from simulated_cuda import SimulatedCuda, SimulatedKernel, on
 
-from aoffload.core.plan import Direction, Outcome, TransferPlan
+from aoffload.core.hops import Direction, Outcome
+from aoffload.core.plan import TransferPlan
 from aoffload.errors import DeviceGone
 from aoffload.transfer.backends.cuda import BreakEven, CudaBackend, CudaError, CudaOptions, DeviceLost, Pieces, backend
 from aoffload.transfer.backends.cuda.backend import best_driver

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cuda import SimulatedCuda, Stream, on
 
-from aoffload.core.plan import Completion, Direction, Outcome
+from aoffload.core.hops import Direction, Outcome
+from aoffload.core.plan import Completion
 from aoffload.errors import RegionNotLoaded
 from aoffload.transfer.backends.cuda import AdaptivePolling, BlockingWait, CudaBackend, CudaFence, Pieces
 from aoffload.transfer.backends.cuda.events import EventPool

@@ -18,7 +18,7 @@ import torch
 from copies import GUARD_S, Copies
 from cuda_mutants import OneEvent, Unfenced, Unordered, Unproven
 
-from aoffload.core.plan import Direction, Outcome
+from aoffload.core.hops import Direction, Outcome
 from aoffload.errors import TransferRefused
 from aoffload.transfer.backends.cuda import (
     AdaptivePolling,
@@ -332,7 +332,7 @@ def test_gpu_memory_that_grows_in_place_is_copied(open_copies: Callable[..., Cop
 import torch
 from functools import partial
 from copies import Copies
-from aoffload.core.plan import Outcome
+from aoffload.core.hops import Outcome
 pool = torch.arange(64, dtype=torch.int32, device="cuda")[:, None].repeat(1, 1 << 19)  # 2 MiB a block
 copies = Copies(pool, 64)
 assert copies.store(list(range(1, 63)), list(range(62))).outcome is Outcome.LANDED
@@ -367,7 +367,7 @@ def test_gpu_every_device_of_the_process(open_copies: Callable[..., Copies]) -> 
 LOSS = """
 import torch
 from copies import Copies
-from aoffload.core.plan import Outcome
+from aoffload.core.hops import Outcome
 from aoffload.errors import DeviceGone
 pool, four = torch.zeros(8, 1 << 16, device="cuda"), torch.zeros(4, device="cuda")
 beyond = torch.tensor([1 << 30], device="cuda")

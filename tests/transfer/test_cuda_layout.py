@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import Pool, separate_sizes, stacked
 
-from aoffload.core.plan import Direction
+from aoffload.core.hops import Direction
 from aoffload.transfer.backends.cuda.driver import Pieces
 from aoffload.transfer.backends.cuda.layout import Layout, Scratch
 from aoffload.transfer.region import KVRegion, regions_of

@@ -43,7 +43,7 @@ from copies import Copies
 from cuda_mutants import OneEvent, Unfenced, Unordered, Unproven
 from simulated_cuda import SimulatedCuda, Stream, on
 
-from aoffload.core.plan import Outcome
+from aoffload.core.hops import Outcome
 from aoffload.transfer.backends.cuda import CudaBackend, SourceOrder
 from aoffload.transfer.fence import PASSED
 

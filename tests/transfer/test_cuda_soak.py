@@ -18,7 +18,8 @@ from cuda_mutants import OneEvent, Unfenced, Unordered, Unproven
 from simulated_cuda import SimulatedCuda, SimulatedKernel, on
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
-from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.env import Env
 from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.backends.cuda import AdaptivePolling, BreakEven, CudaBackend

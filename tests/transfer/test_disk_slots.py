@@ -16,7 +16,7 @@ from test_disk_records import labels, prompt
 
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
-from aoffload.core.plan import Outcome
+from aoffload.core.hops import Outcome
 from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.transfer.backends.base import anonymous_memory
 from aoffload.transfer.disk.posix import PosixDirectory, PosixFile

@@ -16,7 +16,7 @@ pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 from disks import BLOCK, DiskCopies, Hanging, simulated
 
 from aoffload import ConfigError, DiskTier
-from aoffload.core.plan import Direction, Outcome, Tier
+from aoffload.core.hops import Direction, Outcome, Tier
 from aoffload.errors import TransferRefused, WrongState
 from aoffload.testing.simulated_disk import DiskFault, IOCall, SimulatedDisk
 from aoffload.transfer.backends.base import RegionBackend

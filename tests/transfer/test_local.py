@@ -12,7 +12,8 @@ import torch
 from copies import GUARD_S, Copies
 from faulty import GateFence, numbered_pool
 
-from aoffload.core.plan import Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import TransferPlan
 from aoffload.env import Env
 from aoffload.errors import RegionError, TransferRefused, WrongState
 from aoffload.transfer.backends.cpu import CpuBackend

@@ -23,7 +23,8 @@ import pytest
 import torch
 from copies import GUARD_S
 
-from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.env import Env
 from aoffload.errors import ConfigError, DeviceGone, TransferRefused, WrongState
 from aoffload.transfer.backends.base import anonymous_memory

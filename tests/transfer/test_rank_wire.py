@@ -11,7 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from aoffload.core.plan import HIT_TIERS, Completion, Outcome, Tier, TransferPlan
+from aoffload.core.hops import HIT_TIERS, Outcome, Tier
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.errors import WireError
 from aoffload.transfer.ranks import frames
 from aoffload.transfer.ranks.wire import MAX_FRAME_BYTES, MAX_TEXT, VERSION, decode, encode

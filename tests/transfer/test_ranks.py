@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.env import Env
 from aoffload.errors import ConfigError, TransferRefused, WrongState
 from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport

@@ -19,7 +19,7 @@ from redis_servers import RedisServer, cluster_of
 from remotes import CELL, SECRET, RemoteCopies, cell
 
 from aoffload import ConfigError
-from aoffload.core.plan import Direction, Outcome
+from aoffload.core.hops import Direction, Outcome
 from aoffload.env import Env
 from aoffload.object_stores.redis_cluster import slot_of
 from aoffload.object_stores.redis_node import key_of, packed

@@ -16,7 +16,8 @@ pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 from remotes import BLOCK, CELL, SECRET, RemoteCopies, Waiting, cell
 
 from aoffload import ConfigError, InvalidArgument, KVCacheGroup, OffloadConfig, RemoteTier
-from aoffload.core.plan import CellLabel, Direction, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Direction, Outcome, Tier
+from aoffload.core.plan import CellLabel, TransferPlan
 from aoffload.errors import StoreError, TransferRefused, WrongState
 from aoffload.testing import SimulatedStore, StoreFault
 from aoffload.transfer.breaker import Closed, Opened, Use

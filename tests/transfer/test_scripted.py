@@ -6,7 +6,8 @@ from array import array
 
 import pytest
 
-from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.env import Env
 from aoffload.errors import TransferRefused
 from aoffload.transfer.backends.scripted import TORN, UNWRITTEN, ScriptedFence, ScriptedTransport

@@ -14,7 +14,8 @@ import pytest
 import torch
 from copies import Copies
 
-from aoffload.core.plan import Completion, Outcome, Tier, TransferPlan
+from aoffload.core.hops import Outcome, Tier
+from aoffload.core.plan import Completion, TransferPlan
 from aoffload.env import Env
 from aoffload.errors import TransferRefused
 from aoffload.transfer.backends.cpu import CpuBackend

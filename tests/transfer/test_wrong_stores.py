@@ -15,7 +15,7 @@ pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 from copies import GUARD_S
 from remotes import BLOCK, CELL, RemoteCopies, Waiting, cell
 
-from aoffload.core.plan import Direction, Outcome
+from aoffload.core.hops import Direction, Outcome
 from aoffload.env import Env
 from aoffload.errors import TransferRefused
 from aoffload.testing import SimulatedStore, StoreFault

@@ -113,6 +113,8 @@ def _config_of(options: ServerOptions, model: PagedModel) -> OffloadConfig:
         num_host_blocks=num_host,
         namespace=f"{_identity(options)}@{options.seed}",
         store_policy=options.store if num_host else "off",
+        load_choice=options.load,
+        eviction=options.eviction,
         disk=None if options.disk is None else DiskTier(options.disk, options.disk_size),
         remote=_remote_of(options),
     )

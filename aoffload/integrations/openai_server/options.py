@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from ...demo.options import STORE_POLICIES
+from ...demo.options import EVICTIONS, LOAD_CHOICES, STORE_POLICIES
 from ..arguments import count
 from ..models import MODEL_NAMES
 from .readings import MAX_READING_BYTES, READ_TIMEOUT_S
@@ -44,6 +44,9 @@ class ServerOptions:
     num_host_blocks: int | None = None
     """None: 32,768 tokens for each group of layers. 0: no offload."""
     store: str = "eager"
+    load: str = "always"
+    """What of a hit in host memory is loaded: all, or what costs less than computing it."""
+    eviction: str = "lru"
     disk: Path | None = None
     """The directory of a disk tier, which a later server finds warm."""
     disk_size: str = "16GiB"
@@ -104,6 +107,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--host-blocks", dest="num_host_blocks", type=count(0, MAX_BLOCKS), metavar="N",
         help="blocks in host memory, 0 for no offload (default: 2048 for each group of layers)")  # fmt: skip
     add("--store", choices=STORE_POLICIES, default=default.store, help="what is copied to host memory")
+    add("--load", choices=LOAD_CHOICES, default=default.load,
+        help="which hits of host memory are loaded: all, or what costs less than computing (%(default)s)")  # fmt: skip
+    add("--eviction", choices=EVICTIONS, default=default.eviction,
+        help="which blocks lose their room first (default: %(default)s)")  # fmt: skip
     add("--disk", type=Path, metavar="DIR", help="a disk tier in DIR: what a server leaves there, the next one finds")
     add("--disk-size", default=default.disk_size, metavar="SIZE",
         help="all that it takes, allocated at the start (default: %(default)s)")  # fmt: skip

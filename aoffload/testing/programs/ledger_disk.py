@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import attrs
 
+from ...core.hops import Outcome, Tier
 from ...core.lifecycle import JobState, NoEpoch
-from ...core.plan import BlockLabel, Completion, Outcome, Tier, TransferPlan
+from ...core.plan import BlockLabel, Completion, TransferPlan
 from ...core.restored import RestoredRun
 from ...prefix import Prefix, Root
 from .ledger_jobs import JobCalls

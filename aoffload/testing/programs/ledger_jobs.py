@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ...core.hops import Direction, Outcome
 from ...core.lifecycle import JobState
-from ...core.plan import Completion, Direction, Outcome, TransferPlan
+from ...core.plan import Completion, TransferPlan
 from ...core.records import Job
 from .ledger_state import LedgerState
 

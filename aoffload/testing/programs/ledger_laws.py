@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...core.hops import Tier
 from ...core.ledger import Ledger
 from ...core.lifecycle import NoEpoch, RequestState
 from ...core.owners import Holding
-from ...core.plan import Tier
 from ...core.records import Job, Part
 from ..violations import Violation
 from .ledger_state import Forward, LedgerState

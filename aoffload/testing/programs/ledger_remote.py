@@ -5,8 +5,9 @@ from __future__ import annotations
 import attrs
 
 from ...core.cells import cells_of
+from ...core.hops import Outcome, Tier
 from ...core.lifecycle import JobState
-from ...core.plan import CellLabel, Completion, Outcome, Tier, TransferPlan
+from ...core.plan import CellLabel, Completion, TransferPlan
 from ...prefix import Prefix
 from ..violations import Violation
 from .ledger_disk import DiskCalls

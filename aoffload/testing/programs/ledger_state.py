@@ -8,10 +8,11 @@ from contextlib import ExitStack
 
 import attrs
 
+from ...core.hops import Tier
 from ...core.kept import CacheTransfer, Pin
 from ...core.ledger import Ledger
 from ...core.owners import Holding
-from ...core.plan import Completion, Tier, TransferPlan
+from ...core.plan import Completion, TransferPlan
 from ...core.records import Job
 from ..violations import Violation
 from .ledger_recorder import Recorder

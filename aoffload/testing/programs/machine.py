@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from ...core.hops import Tier
 from ...core.lifecycle import PinState
-from ...core.plan import Tier
 from ...errors import AoffloadError
 from ...prefix import Prefix, Root
 from ..violations import Violation

@@ -10,11 +10,11 @@ import attrs
 
 from ...arguments import check_int, shown
 from ...config import OffloadConfig
-from ...core.eviction import LearnedEviction
 from ...core.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from ...core.policy import LazyStore, SelectiveStore
 from ...disk_tier import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, record_bytes
 from ...errors import InvalidArgument
+from ...evictions import LearnedEviction
 from ...kinds import AttentionKind
 from ...remote_tier import RemoteTier
 from .vocabulary import check_call

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import attrs
 
-from ...core.plan import Tier
+from ...core.hops import Tier
 from ...prefix import KeySpan
 from ..asks import Ask
 from ..engine import first_read

@@ -7,8 +7,8 @@ from typing import Any
 import anyio
 import attrs
 
+from ...core.hops import Tier
 from ...core.lifecycle import PinState
-from ...core.plan import Tier
 from ...pins import PendingDemotion, PendingFetch, PendingPrefetch, PinScope
 from ...request import Request
 from ..violations import Violation

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypeVar
 import anyio
 import attrs
 
+from ...core.hops import Tier
 from ...core.owners import Holding
-from ...core.plan import Tier
 from ...core.results import Preemption
 from ...errors import AoffloadError, IntegrityError, OutOfBlocks
 from ...prefix import KeySpan

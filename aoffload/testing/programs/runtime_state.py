@@ -6,11 +6,11 @@ from collections import Counter
 from typing import Any
 
 from ...core.cache import PrefixCache
+from ...core.hops import Tier
 from ...core.kept import CacheTransfer, Pin
 from ...core.ledger import Ledger
 from ...core.lifecycle import CacheTransferState, JobState, OverlapState, PinState, RequestState
 from ...core.owners import Holding, LoadOverlap
-from ...core.plan import Tier
 from ...core.records import Job, Part
 from ...observers import RuntimeObserver
 from ...runtime import OffloadRuntime

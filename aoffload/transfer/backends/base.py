@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.plan import Direction, Tier, TransferPlan
+from ...core.hops import Direction, Tier
+from ...core.plan import TransferPlan
 from ...errors import AoffloadError, ConfigError
 from ..fence import Fence
 from ..region import KVRegion

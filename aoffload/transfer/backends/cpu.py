@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.plan import Direction, TransferPlan
+from ...core.hops import Direction
+from ...core.plan import TransferPlan
 from ...errors import ConfigError
 from ..fence import PASSED, Fence
 from ..region import KVRegion, byte_rows

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import attrs
 
-from ...core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ...core.hops import Direction, Outcome, Tier
+from ...core.plan import Completion, TransferPlan
 from ...env import Env
 from ...errors import TransferRefused
 from ..fence import PASSED, Fence

@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.plan import Direction
+from ...core.hops import Direction
 from .pieces import element_type
 from .rows import RowMover
 

@@ -16,7 +16,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.plan import Completion, Direction, Outcome, Tier, TransferPlan
+from ...core.hops import Direction, Outcome, Tier
+from ...core.plan import Completion, TransferPlan
 from ...core.restored import RestoredRun
 from ...env import Env
 from ...errors import TransferRefused
@@ -128,7 +129,7 @@ class DiskLanes:
     def left_alone(self) -> tuple[LeftAlone, ...]:
         with self._turn:
             found = [(USES[direction], breaker) for direction, breaker in self._breakers.items()]
-            return tuple(LeftAlone(use, "", breaker.error) for use, breaker in found if breaker.is_on_trial)
+            return tuple(breaker.left_alone(use) for use, breaker in found if breaker.is_on_trial)
 
     def turn_off(self, reason: str) -> None:
         """Launch nothing any more; jobs that were launched still run."""

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.groups import Layout
-from ...core.plan import Completion, Direction, TransferPlan
+from ...core.hops import Direction
+from ...core.plan import Completion, TransferPlan
 from ...core.restored import RestoredRun
 from ...disk_tier import DiskTier
 from ...env import Env

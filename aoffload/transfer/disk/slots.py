@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arguments import check_int
-from ...core.plan import Outcome
+from ...core.hops import Outcome
 from ...disk_tier import num_slots_in
 from ...errors import ConfigError, InvalidArgument
 from .files import DiskDirectory, DiskFile

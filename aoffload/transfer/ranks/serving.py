@@ -10,7 +10,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-from ...core.plan import Completion, Outcome
+from ...core.hops import Outcome
+from ...core.plan import Completion
 from ...env import Env
 from ...errors import ConfigError, DeviceGone, TransferRefused, WireError
 from ..local import LocalTransport

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from ...core.plan import Completion, Outcome
+from ...core.hops import Outcome
+from ...core.plan import Completion
 
 __all__ = ["JobTally", "merged"]
 

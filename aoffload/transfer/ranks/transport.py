@@ -11,7 +11,8 @@ from typing import Self
 import attrs
 
 from ...arguments import as_tuple, check_has, check_int, number_of, shown
-from ...core.plan import Completion, Outcome, TransferPlan
+from ...core.hops import Outcome
+from ...core.plan import Completion, TransferPlan
 from ...env import Env
 from ...errors import ConfigError, DeviceGone, TransferRefused, WrongState
 from ..fence import Fence, PassedFence

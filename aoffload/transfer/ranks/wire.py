@@ -29,7 +29,8 @@ from typing import Any
 
 import attrs
 
-from ...core.plan import HIT_TIERS, Completion, Outcome, TransferPlan
+from ...core.hops import HIT_TIERS, Outcome
+from ...core.plan import Completion, TransferPlan
 from ...errors import WireError
 from ..transport import TransferStatistics
 from .frames import (

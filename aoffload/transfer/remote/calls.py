@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import attrs
 
-from ...core.plan import CellLabel, Tier
+from ...core.hops import Tier
+from ...core.plan import CellLabel
 from ...env import Env
 from ...errors import StoreError
 from ...remote_tier import ObjectStore
@@ -155,8 +156,7 @@ class StoreCalls:
             self.moves.append(StorageMove(Tier.REMOTE, use, node, move))
 
     def left_alone(self) -> tuple[LeftAlone, ...]:
-        found = [(use, nodes.left_alone()) for use, nodes in self.nodes.items()]
-        return tuple(LeftAlone(use, name, error) for use, errors in found for name, error in errors.items())
+        return tuple(one for use, nodes in self.nodes.items() for one in nodes.left_alone(use))
 
     def close(self) -> None:
         """Have the store let go of its connections."""

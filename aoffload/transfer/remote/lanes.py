@@ -19,7 +19,8 @@ from typing import Any
 
 import attrs
 
-from ...core.plan import CellLabel, Completion, Direction, Outcome, TransferPlan
+from ...core.hops import Direction, Outcome
+from ...core.plan import CellLabel, Completion, TransferPlan
 from ...env import Env
 from ...errors import StoreError, TransferRefused
 from ...remote_tier import RemoteTier

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.groups import Layout
-from ...core.plan import CellLabel, Completion, Direction, TransferPlan
+from ...core.hops import Direction
+from ...core.plan import CellLabel, Completion, TransferPlan
 from ...env import Env
 from ...errors import TransferRefused, WrongState
 from ...remote_tier import RemoteTier

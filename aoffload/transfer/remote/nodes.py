@@ -6,7 +6,7 @@ import threading
 
 import attrs
 
-from ..breaker import Breaker, BreakerMove
+from ..breaker import Breaker, BreakerMove, LeftAlone, Use
 
 __all__ = ["Nodes"]
 
@@ -64,10 +64,11 @@ class Nodes:
         with self._lock:
             return self._node(name).breaker.failed(now, error)
 
-    def left_alone(self) -> dict[str, str]:
-        """The last error of each node that is left alone."""
+    def left_alone(self, use: Use) -> list[LeftAlone]:
+        """The nodes that are left alone for `use`, which these are for."""
         with self._lock:
-            return {name: node.breaker.error for name, node in self._nodes.items() if node.breaker.is_on_trial}
+            found = [(name, node.breaker) for name, node in self._nodes.items()]
+            return [breaker.left_alone(use, name) for name, breaker in found if breaker.is_on_trial]
 
     def _refuses(self, node: Node | None, now: float) -> bool:
         if node is None or not node.breaker.is_on_trial:

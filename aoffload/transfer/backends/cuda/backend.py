@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from ....arguments import check_callable, check_has, check_int, check_type
-from ....core.plan import Direction, TransferPlan
+from ....core.hops import Direction
+from ....core.plan import TransferPlan
 from ....errors import ConfigError, TransferRefused
 from ...fence import Fence
 from ...region import KVRegion, byte_rows

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ....core.plan import Direction
+from ....core.hops import Direction
 from ...region import KVRegion
 from .driver import Pieces
 

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from ....arguments import check_int
-from ....core.plan import Direction
+from ....core.hops import Direction
 from ....errors import ConfigError
 from .driver import Pieces
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ....core.plan import Direction
+from ....core.hops import Direction
 from ...fence import Fence
 from .driver import Pieces
 from .method import BreakEven, measure_break_even
