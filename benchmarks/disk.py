@@ -2,9 +2,9 @@
 same rounds, and beside vLLM's `fs` tier, a file for each block.
 
 32 MiB at a time, from host blocks in four extents to neighbouring slots: one job, or two at the same time, as a runtime
-gives them. The plain side moves the same memory to and from an allocated file in calls of the same sizes, in as many
-threads as there are jobs, without sums and records. All go round through 256 MiB. The files are in build/bench, or
-where the variable AOFFLOAD_BENCH_DISK says.
+gives them. The plain side moves the same memory to and from the same slots in calls of the same sizes, in as many
+threads as there are jobs, without sums and records: another file may lie where the disk is half as fast. All go round
+through 256 MiB. The files are in build/bench, or where the variable AOFFLOAD_BENCH_DISK says.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _files(vllm: Peer, path: Path, block_bytes: int, num_jobs: int, moved_bytes:
 
 
 class Sides:
-    """A transport with a disk, and a plain file, for jobs of the same memory."""
+    """A transport with a disk, and its slab as a plain file, for jobs of the same memory: both write the same bytes."""
 
     def __init__(self, path: Path, block_bytes: int, num_jobs: int, moved_bytes: int) -> None:
         self._num, self._num_jobs, self._moved_bytes = moved_bytes // block_bytes, num_jobs, moved_bytes
@@ -138,9 +138,7 @@ class Sides:
         self._numbers = itertools.count()
         self._num_places = FILE_BYTES // moved_bytes
         self._places = {name: itertools.cycle(range(self._num_places)) for name in ("store", "load", "write", "read")}
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_DIRECT", 0)
-        self._plain = os.open(path / "plain", flags, 0o600)
-        os.posix_fallocate(self._plain, 0, FILE_BYTES)
+        self._plain = os.open(path / "slots" / "slab", os.O_RDWR | getattr(os, "O_DIRECT", 0))
         for _ in range(self._num_places):
             self.store()
             self.plain_write()

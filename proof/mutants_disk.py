@@ -41,8 +41,8 @@ DISK_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "disk: record before its data",
         SLOTS,
-        "        done, touched, error = self._write(to, source, is_given_up)\n",
-        "        self._note(to, *records())\n        done, touched, error = self._write(to, source, is_given_up)\n",
+        "        done, touched, error = self._write(first, to, ",
+        "        self._note(to, *records())\n        done, touched, error = self._write(first, to, ",
         "a record names data that is there",
     ),
     _mutant(
@@ -109,7 +109,7 @@ DISK_MUTANTS: tuple[Mutant, ...] = (
         "        sums, encoded = records()\n        if is_given_up():\n",
         "        sums, encoded = self._records(to, source, labels, generation)\n        if False:\n",
         "a store that hung does not label what was written over its source",
-        Patch(SLOTS, "while done < len(to) and not is_given_up():", "while done < len(to):"),
+        Patch(SLOTS, "while not is_given_up():", "while done < len(to):"),
         Patch(SLOTS, "        if done and is_given_up():  # meanwhile", "        if False:  # meanwhile"),
     ),
     _mutant(

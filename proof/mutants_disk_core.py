@@ -107,6 +107,14 @@ _STORES = (
         "                pass\n",
         "what did not fit into a budget goes down with the next one",
     ),
+    _met_by(
+        OF_STORES + "the_front_of_what_was_used_together_goes_down_where_its_tail_has_nothing_to_store",
+        "disk: a tail that stands for its front",
+        STORES,
+        "            if part.last_use > looked_at:\n",
+        "            if part.last_use > self._looked_at:\n",
+        "what was used together is looked at together",
+    ),
 )
 _TAKEN_BACK = (
     _met_by(

@@ -25,7 +25,7 @@ DISK_PROOF_MUTANTS: tuple[Mutant, ...] = (
         "a store that was given up does not label what was written over its source",
         "tests/transfer/test_disk_slots.py::test_a_store_that_is_given_up_meanwhile_records_nothing",
         also=(
-            Patch(SLOTS, "while done < len(to) and not is_given_up():", "while done < len(to):"),
+            Patch(SLOTS, "while not is_given_up():", "while done < len(to):"),
             Patch(
                 SLOTS,
                 "        sums, encoded = records()\n        if is_given_up():\n",

@@ -42,6 +42,14 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
         f"{TRANSPORT}::test_a_direction_that_hangs_leaves_threads_to_the_other",
     ),
     _mutant(
+        "idle threads are not told of the end",
+        LANES,
+        "                    self._turn.notify_all()  # else",
+        "                    pass  # else",
+        "closing ends all threads",
+        f"{TRANSPORT}::test_closing_waits_no_longer_than_it_is_told_to",
+    ),
+    _mutant(
         "a sum for memory that has changed",
         LANES,
         "                if not self._checksums.matches(host_id, self._host[host_id]):\n",

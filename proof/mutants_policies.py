@@ -79,6 +79,14 @@ POLICY_MUTANTS = (
         "what was asked for often enough is stored",
     ),
     Mutant(
+        "a count that ages though it is asked for",
+        HIT_COUNTS,
+        "        self._runs.move_to_end(run.key)\n",
+        "",
+        "what was asked for longest ago is forgotten first",
+        test="tests/core/test_policies.py::test_what_was_asked_for_longest_ago_is_forgotten_first",
+    ),
+    Mutant(
         "counts without bound",
         HIT_COUNTS,
         "while self.num_tokens > self._max_tokens:",

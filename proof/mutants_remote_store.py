@@ -44,6 +44,14 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
         f"{TRANSPORT}::test_another_kind_of_kv_is_never_found[model]",
     ),
     _mutant(
+        "idle threads are not told of the end",
+        "aoffload.transfer.remote.threads",
+        "                    if found is None or self._waiting:\n",
+        "                    if False:\n",
+        "closing ends all threads",
+        f"{TRANSPORT}::test_closing_ends_a_thread_that_found_nothing_it_may_take",
+    ),
+    _mutant(
         "a load that was given up is copied",
         JOBS,
         "return not self.is_given_up and touch() is not False",

@@ -6,7 +6,7 @@ A prefix goes whole: the disk holds nothing whose front it lacks. How much may b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from .policy import AlsoCounts
@@ -35,13 +35,11 @@ class DiskStores:
     _looked_at: int = 0
     """`Part.last_use` up to which all that was asked for twice is on the disk, or was not stored."""
 
-    @property
-    def _host(self) -> TierBlocks:
-        return self.watermark.cache.tiers[self.watermark.stores.source]
+    _host: TierBlocks = field(init=False)
+    _disk: TierBlocks = field(init=False)
 
-    @property
-    def _disk(self) -> TierBlocks:
-        return self.watermark.cache.tiers[self.watermark.stores.destination]
+    def __post_init__(self) -> None:
+        self._host, self._disk = self.watermark.source, self.watermark.there
 
     def plan(self, most: int, *, is_idle: bool, only_asked_twice: bool) -> list[Job]:
         """Store at most `most` blocks of what the host is about to evict; with `is_idle`, also of what was asked for

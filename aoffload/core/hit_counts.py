@@ -91,10 +91,20 @@ class HitCounts:
 
     def see(self, sequence: TokenSequence, first: int, stop: int, now: int = 0) -> None:
         """Count one more request for units `[first, stop)` of `sequence`. Units before them are kept, not counted."""
-        if first < stop:
-            for counted in self.path(sequence, first, stop):
-                counted.used(now)
-            self.trim()
+        if first >= stop or (not first and self._was_seen_whole(sequence, stop, now)):
+            return
+        for counted in self.path(sequence, first, stop):
+            counted.used(now)
+        self.trim()
+
+    def _was_seen_whole(self, sequence: TokenSequence, stop: int, now: int) -> bool:
+        """Count one more request for the first `stop` units if they are one run, as most prompts that come back are."""
+        run = self._runs.get(_key(sequence.root.digest, sequence.unit_record(0)))
+        if run is None or run.stop != stop or sequence.common_stop(run, stop) != stop:
+            return False
+        self._runs.move_to_end(run.key)
+        run.used(now)
+        return True
 
     def path(self, sequence: TokenSequence, first: int, stop: int) -> Sequence[CountedRun]:
         """The counts of units `[first, stop)` of `sequence`, in runs of their own, which become the latest."""

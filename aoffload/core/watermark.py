@@ -10,7 +10,7 @@ meanwhile, and are lost then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .cache import PrefixCache
 from .jobs import JobBook
@@ -18,6 +18,7 @@ from .presence import covered_stop
 from .records import Job, Part, Run
 from .stores import Stores, left_of
 from .table import NO_LIMIT
+from .tiers import TierBlocks
 
 __all__ = ["EvictionWatermark"]
 
@@ -31,8 +32,15 @@ class EvictionWatermark:
     """The watermark; 0: nothing is stored."""
     step: int = 1
     """Counts that differ by less than so many blocks are the same to `nothing_changed`."""
+    source: TierBlocks = field(init=False)
+    there: TierBlocks = field(init=False)
+    """Where the stores go."""
     _num_offers: int = 0
     _looked_at: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        tiers = self.cache.tiers
+        self.source, self.there = tiers[self.stores.source], tiers[self.stores.destination]
 
     def offer(self, run: Run, stop: int) -> None:
         """Mark the path of `run` up to unit `stop`, to be stored once it is about to be evicted."""
@@ -84,10 +92,11 @@ class EvictionWatermark:
         return self._state() != self._looked_at
 
     def _state(self) -> tuple[object, ...]:
-        source, there = self.cache.tiers[self.stores.source], self.cache.tiers[self.stores.destination]
-        step = self.step
-        counts = (source.pool.num_free // step, source.num_cached // step, source.num_evicted // step)
-        return (*counts, there.room // step, there.num_resets, self._num_offers)
+        source, there, step = self.source, self.there, self.step
+        return (
+            source.pool.num_free // step, source.num_cached // step, source.num_evicted // step,
+            (there.pool.num_free + there.num_cached) // step, there.num_resets, self._num_offers,
+        )  # fmt: skip
 
     def look_again(self) -> None:
         """Something is left to do even if nothing changes."""
@@ -95,8 +104,8 @@ class EvictionWatermark:
 
     def about_to_lose(self, wanted: Callable[[Run], int]) -> list[Run]:
         """Runs with blocks within the watermark that may be missing below, in eviction order."""
-        source = self.cache.tiers[self.stores.source]
-        left = self.num_blocks - source.pool.num_free - self.jobs.num_stored_now(self.stores.source)
+        source = self.source
+        left = self.num_blocks - source.pool.num_free - self.jobs.num_stored_now(source.tier)
         return self.lacking(source.order, left, wanted)
 
     def lacking(self, parts: Iterable[Part], num_blocks: int, wanted: Callable[[Run], int]) -> list[Run]:

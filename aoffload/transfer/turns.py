@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from contextlib import suppress
 
-__all__ = ["SWITCH_S", "Turns", "wait_precisely"]
+__all__ = ["SWITCH_S", "Turns", "give_way", "wait_precisely"]
 
 SWITCH_S = 1e-5
 """Far less than a turn of the event loop. The waiting thread has to ask for the GIL in time: see `wait_precisely`."""
@@ -74,3 +75,13 @@ def wait_precisely() -> None:
         return
     with suppress(OSError, AttributeError):  # no `prctl` to call
         ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)
+
+
+def give_way() -> None:
+    """Make the calling thread, when it is woken, take no core from a thread that runs: who wakes it is about to give a
+    disk its work, which is worth more. It has its share of the cores all the same."""
+    if sys.platform != "linux":
+        return
+    with suppress(OSError):  # a sandbox that lets nobody choose
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -174,6 +174,20 @@ def test_what_was_asked_for_twice_goes_down_while_the_disk_is_idle() -> None:
     assert [disk.on_disk([*prompt(name, 4 * BLOCK), 1]) // BLOCK for name in (1, 2, 3)] == [0, 4, 0]
 
 
+def test_the_front_of_what_was_used_together_goes_down_where_its_tail_has_nothing_to_store() -> None:
+    """A prompt in the host, the front of which was asked for twice, and not its tail: the front is stored."""
+    disk, tokens = Disk(num_device=32, num_host=64), prompt(1, 8 * BLOCK)
+    disk.serve(tokens)
+    # It hits the front on the device, and stores nothing: in the host, front and tail are as they were used last.
+    disk.serve([*tokens[: 4 * BLOCK], *prompt(2, 4 * BLOCK)], max_store_tokens=4 * BLOCK)
+    tail, front = disk.ledger.cache.tiers[Tier.HOST].order
+    assert (tail.first, front.first, tail.last_use) == (4, 0, front.last_use)
+    (plan,) = disk.write_behind(is_idle=True)
+    assert [label.position for label in plan.labels if label] == [0, 1, 2, 3]
+    disk.land([plan])
+    assert disk.write_behind(is_idle=True) == [], "the front is there already, and so is all that was asked for twice"
+
+
 def test_an_idle_disk_evicts_nothing() -> None:
     """A host larger than the disk would otherwise be written round and round."""
     disk = Disk(num_host=64, num_slots=6)

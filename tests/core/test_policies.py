@@ -350,6 +350,16 @@ def test_the_counts_are_those_of_a_count_for_every_block(seed: int) -> None:
             assert seen.stop_of(tokens, limit, num_times) == next(wanted, limit)
 
 
+def test_what_was_asked_for_longest_ago_is_forgotten_first() -> None:
+    """Counts have room for two prompts: asking for the first one again makes the second one the next to go."""
+    layout = Layout.of([KVCacheGroup("full", FullAttention(), BLOCK)])
+    seen = HitCounts(layout, 2 * (4 * BLOCK + RUN_TOKENS))
+    for tokens in (A, B, A, C):
+        seen.see(sequence(tokens), 0, 4)
+    assert [seen.stop_of(sequence(tokens), 4, 1) for tokens in (A, B, C)] == [4, 0, 4]
+    assert [seen.stop_of(sequence(tokens), 4, 2) for tokens in (A, C)] == [4, 0]
+
+
 # -- what one request may read and store --------------------------------------------------------------------------
 
 EVERY: list[Any] = ["eager", LazyStore(8), SelectiveStore(min_seen=1)]

@@ -140,7 +140,8 @@ def test_closing_waits_no_longer_than_it_is_told_to(open_disk: Callable[..., Dis
         assert disk.is_locked
     finally:
         hanging.let_go()
-    assert copies.transport.close(GUARD_S) and not disk.is_locked
+    assert copies.disk.join(10.0) and not disk.is_locked, "idle threads end without being told again"
+    assert copies.transport.close(GUARD_S)
     found = {completion.job_id: completion for completion in (copies.next() for _ in range(4))}
     assert {found[job_id].outcome for job_id in queued[1:]} == {Outcome.FAILED}  # never begun
 

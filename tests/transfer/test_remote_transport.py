@@ -515,6 +515,24 @@ def test_closing_does_not_wait_for_a_store_that_hangs() -> None:
     assert copies.close() and store.is_closed
 
 
+def test_closing_ends_a_thread_that_found_nothing_it_may_take(open_remote: Open) -> None:
+    """It is told when the last job that waited for room at its node has been taken, and ends with the others."""
+    store = SimulatedStore(num_nodes=2)
+    copies = open_remote(store)
+    labels = [cell(number) for number in range(40)]
+    bad = [label for label in labels if store.node_of(copies.name(label)) == "node-0"][:5]
+    copies.load(next(label for label in labels if store.node_of(copies.name(label)) == "node-1"))
+    waiting = Waiting(store, lambda call: call.kind == "get")
+    try:
+        launched = {copies.launch_load(label) for label in bad}
+        waiting.wait_for(3)
+        assert not copies.transport.close(0.01)
+    finally:
+        waiting.let_go()
+    assert {copies.next().job_id for _ in bad} == launched
+    assert copies.remote.join(10.0) and store.is_closed, "without being told again"
+
+
 # -- questions --------------------------------------------------------------------------------------------------------
 
 

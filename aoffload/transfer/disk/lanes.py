@@ -151,7 +151,8 @@ class DiskLanes:
                 self._num_running[plan.direction] -= 1
                 self._under_way.discard(plan.job_id)
                 self._given_up.discard(plan.job_id)
-                self._turn.notify_all()
+                if self._is_closing:
+                    self._turn.notify_all()  # else nobody: what may run now is what this thread takes next
             self._deliver(completion)
 
     def _erase(self, slots: list[int]) -> None:

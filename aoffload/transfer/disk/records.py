@@ -87,12 +87,10 @@ class RecordFormat:
 
     def check(self, label: BlockLabel) -> None:
         """`InvalidArgument` for a label that no record can have."""
-        digests = {"root": label.root, "digest": label.digest}
+        _check_digest("root", label.root)
+        _check_digest("digest", label.digest)
         if label.position:
-            digests["before"] = label.before
-        for name, found in digests.items():
-            if len(found) != DIGEST_BYTES:
-                raise InvalidArgument("labels", f"{name} must have {DIGEST_BYTES} bytes, has {len(found)}")
+            _check_digest("before", label.before)
         if len(label.tokens) != self.token_bytes or (label.before and not label.position):
             raise InvalidArgument("labels", f"is no label of a unit of {self.token_bytes // TOKEN_BYTES} tokens")
         check_int("labels", label.position, 0, 2**32 - 1)
@@ -116,6 +114,11 @@ class RecordFormat:
             if sums[index] == record_sum(view[index * size + _SUM.size : (index + 1) * size], first_slot + index)
         ]
         return np.array(found, dtype=np.int64)
+
+
+def _check_digest(name: str, found: bytes) -> None:
+    if len(found) != DIGEST_BYTES:
+        raise InvalidArgument("labels", f"{name} must have {DIGEST_BYTES} bytes, has {len(found)}")
 
 
 @attrs.frozen

@@ -20,7 +20,7 @@ from ...core.hops import Outcome
 from ...disk_tier import num_slots_in
 from ...errors import ConfigError, InvalidArgument
 from .files import DiskDirectory, DiskFile
-from .neighbours import neighbours
+from .neighbours import Stretch, neighbours
 from .records import BlockLabel, RecordFormat, SlotLayout, Superblock
 from .recovery import Chains, Survivors
 from .slab import READ_BYTES, WRITE_BYTES, Slab
@@ -168,11 +168,15 @@ class DiskSlots:
         """
         to, source = self._checked(slots, host_ids)
         self._check_labels(labels, len(to))
+        if not to:
+            return DiskOutcome(Outcome.LANDED, 0)
+        first = self._slab.stretch_at(to, source, 0, WRITE_BYTES)
         self._sums.forget(to)
         if is_given_up():
             return DiskOutcome(Outcome.FAILED, 0, error="the job was given up before it began")
+        # Next to the call that writes: who is woken takes the interpreter's lock, and the disk would wait.
         records = self._store_threads.start(partial(self._records, to, source, labels, generation))
-        done, touched, error = self._write(to, source, is_given_up)
+        done, touched, error = self._write(first, to, source, is_given_up)
         sums, encoded = records()
         if is_given_up():
             done, error = 0, "the job was given up"
@@ -187,12 +191,13 @@ class DiskSlots:
             return DiskOutcome(Outcome.FAILED, done, error=error)
         return DiskOutcome(Outcome.LANDED, done)
 
-    def _write(self, to: list[int], source: list[int], is_given_up: Callable[[], bool]) -> tuple[int, int, str]:
-        """Write the blocks, in order: how many were written, up to which one the slots may have changed, and why no
-        more were written."""
+    def _write(
+        self, stretch: Stretch, to: list[int], source: list[int], is_given_up: Callable[[], bool]
+    ) -> tuple[int, int, str]:
+        """Write the blocks, `stretch` first, in order: how many were written, up to which one the slots may have
+        changed, and why no more were written."""
         done = 0
-        while done < len(to) and not is_given_up():
-            stretch = self._slab.stretch_at(to, source, done, WRITE_BYTES)
+        while not is_given_up():
             error = "the write was cut short"
             try:
                 num_written = self._slab.write(stretch)
@@ -201,12 +206,15 @@ class DiskSlots:
             if not num_written:
                 return done, stretch.stop, error
             done += num_written
+            if done == len(to):
+                break
+            stretch = self._slab.stretch_at(to, source, done, WRITE_BYTES)
         return done, done, ""
 
     def _records(
         self, to: list[int], source: list[int], labels: Sequence[BlockLabel | None], generation: int
-    ) -> tuple[list[bytes], list[bytes]]:
-        """The sum of each block and its record, made beside the calls that write the blocks."""
+    ) -> tuple[NDArray[np.uint8], list[bytes]]:
+        """The sum of each block, as a row, and its record, made beside the calls that write the blocks."""
         sums, records, form = [], [], self._table.form
         for slot, host_id, label in zip(to, source, labels, strict=True):
             found = data_sum(self._slab.block(host_id))
@@ -215,12 +223,12 @@ class DiskSlots:
                 records.append(form.zeros(1))
             else:
                 records.append(form.encoded(label, slot, generation, next(self._numbers), found))
-        return sums, records
+        return as_rows(sums), records
 
-    def _note(self, slots: list[int], sums: list[bytes], records: list[bytes]) -> None:
+    def _note(self, slots: list[int], sums: NDArray[np.uint8], records: list[bytes]) -> None:
         """What these slots hold is written: note its sums here, then its records. A record that cannot be written is
         one that a restart does not find, no more."""
-        self._sums.record_all(slots, as_rows(sums))
+        self._sums.record_all(slots, sums)
         for at in neighbours(slots):
             with suppress(OSError):
                 self._table.write(slots[at.start], records[at])
@@ -238,11 +246,11 @@ class DiskSlots:
                 num_read, error = self._slab.read(stretch), ""
             except OSError as failure:
                 num_read, error = 0, str(failure)
-            checks.append(
-                self._load_threads.start(partial(self._mismatches, range(done, done + num_read), to, expected))
-            )
-            done += num_read
             error = error or ("" if num_read else "the read was cut short")
+            check = partial(self._mismatches, range(done, done + num_read), to, expected)
+            done += num_read
+            is_last = bool(error) or done == len(source)  # no read goes on beside it: another thread would be late
+            checks.append(check if is_last else self._load_threads.start(check))
         corrupt = [index for mismatches in checks for index in mismatches()]
         if corrupt:
             # A slot that changed hands since is another's: this load was given up.

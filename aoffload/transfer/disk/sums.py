@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...extras import needed
-from ..turns import wait_precisely
+from ..turns import give_way, wait_precisely
 
 with needed("disk", "a disk tier"):
     import xxhash
@@ -64,6 +64,11 @@ class SlotSums:
         return recorded == found
 
 
+def _prepare() -> None:
+    wait_precisely()
+    give_way()
+
+
 class SumThreads:
     """Threads that take sums while others wait for the disk: at 10 GB/s, sums would add a fifth to a fast disk's time.
 
@@ -71,7 +76,7 @@ class SumThreads:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, "aoffload-sums", wait_precisely) if num_threads else None
+        self._pool = ThreadPoolExecutor(num_threads, "aoffload-sums", _prepare) if num_threads else None
 
     def start(self, work: Callable[[], Found]) -> Callable[[], Found]:
         """Begin `work`; call what this returns for its result."""

@@ -95,7 +95,6 @@ class Threads(Generic[Work]):
         try:
             while (work := self._next()) is not None:
                 run_steps(self._do(work))
-                self.look_again()
         finally:
             with self.lock:
                 self._threads.pop(threading.current_thread(), None)
@@ -108,5 +107,7 @@ class Threads(Generic[Work]):
             while True:
                 found = self._take(self._waiting)
                 if found is not None or (self._refusal and not self._waiting):
+                    if found is None or self._waiting:
+                        self.lock.notify()  # one after the other: no thread is woken that finds nothing
                     return found
                 self.lock.wait()
