@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep alike compiled-memory wheels clean
+.PHONY: demo test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep alike compiled-memory compiled-soak compiled-vllm wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -189,6 +189,14 @@ alike: $(COMPILED)/.installed
 # Bytes of the index for a cached block with both.
 compiled-memory: $(COMPILED)/.installed
 	$(BIN)/python -m proof.index_memory --beside $(COMPILED_PYTHON)
+
+# The soaks, and what runs inside vLLM, with the compiled core.
+compiled-soak: $(COMPILED)/.installed
+	cd $(COMPILED)/tree && ../bin/python -m proof soak
+
+compiled-vllm: $(COMPILED)/.installed vllm-installed
+	cd $(COMPILED)/tree && PYTHONPATH=$$(../bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])") \
+		$(CURDIR)/$(PEERS)/vllm/bin/python -m proof.vllm $(VLLM_ARGS)
 
 # Both wheels of this interpreter, built and tested: each installed in turn, the same demo with each.
 wheels: $(WHEELS)/.compiled

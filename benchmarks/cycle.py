@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +19,15 @@ from aoffload import KVCacheGroup, Ledger, OffloadConfig
 from aoffload.ledger import Completion, Outcome, Prefix, Root, TransferPlan
 
 from .harness import SAMPLE_S, Row, Sample, Subject, interleave, timed
-from .peer import MissingPeerError, Peer
+from .peer import Peer
 
-__all__ = ["BLOCK_SIZE", "ROOT", "SIZES", "PerBlock", "Tokens", "ledger_with", "prompts_of", "run"]
+__all__ = ["BLOCK_SIZE", "ROOT", "SIZES", "PerBlock", "Tokens", "cycle_with", "ledger_with", "prompts_of", "run"]
 
 Tokens = npt.NDArray[np.int32]
 BLOCK_SIZE = 16
 SIZES = (64, 512, 4096, 8192)
 WANTED = (6.0, 36.0, 300.0, 470.0)
 WANTED_COMPILED = (20.0, 90.0, 450.0, 700.0)
-COMPILED = Path("build/compiled")
 SECONDS_PER_ROW = 4.0
 ROOT = Root("benchmark")
 
@@ -37,17 +35,9 @@ ROOT = Root("benchmark")
 def run(vllm: Peer | None) -> list[Row]:
     """A row for each length of the prompt, and one more with the compiled core where it was made."""
     with ExitStack() as held:
-        compiled = _compiled(held)
+        compiled = None if (peer := Peer.compiled()) is None else held.enter_context(peer)
         rows = (measure(size, vllm, compiled) for size in SIZES)
         return sorted((row for both in rows for row in both), key=lambda row: "compiled" in row.name)
-
-
-def _compiled(held: ExitStack) -> Peer | None:
-    try:
-        python, path = COMPILED / "bin" / "python", COMPILED / "tree"
-        return held.enter_context(Peer("tiers", python.absolute(), path.absolute()))
-    except MissingPeerError:
-        return None
 
 
 def measure(num_blocks: int, vllm: Peer | None, compiled: Peer | None = None) -> list[Row]:
@@ -56,8 +46,8 @@ def measure(num_blocks: int, vllm: Peer | None, compiled: Peer | None = None) ->
     subjects: dict[str, Subject] = {"Ledger": _taking_turns(_ledger(num_blocks, prompts)[1], prompts)}
     wanted = {"Ledger": WANTED[SIZES.index(num_blocks)], "compiled Ledger": WANTED_COMPILED[SIZES.index(num_blocks)]}
     if compiled is not None:
-        compiled.ask("prepare_ledger", num_blocks=num_blocks, disk=None)
-        subjects["compiled Ledger"] = lambda: Sample(**compiled.ask("ledger", num_blocks=num_blocks, least_s=SAMPLE_S))
+        assert compiled.ask("prepare_cycle", num_blocks=num_blocks), "the core there is not compiled"
+        subjects["compiled Ledger"] = lambda: Sample(**compiled.ask("cycle", num_blocks=num_blocks, least_s=SAMPLE_S))
     if vllm is None:
         against = "block by block"
         subjects[against] = _taking_turns(PerBlock(num_blocks + 1, prompts).cycle, prompts)
@@ -91,6 +81,11 @@ def _taking_turns(cycle: Callable[[Tokens], None], prompts: list[Tokens]) -> Sub
 def ledger_with(num_blocks: int, prompts: list[Tokens]) -> Ledger:
     """A ledger that has every one of `prompts` in host memory, and the last on the device."""
     return _ledger(num_blocks, prompts)[0]
+
+
+def cycle_with(num_blocks: int, prompts: list[Tokens]) -> Callable[[Tokens], None]:
+    """What serves one of `prompts`, all of which are in host memory."""
+    return _ledger(num_blocks, prompts)[1]
 
 
 def _ledger(num_blocks: int, prompts: list[Tokens]) -> tuple[Ledger, Callable[[Tokens], None]]:

@@ -14,6 +14,7 @@ from .harness import SAMPLE_S, Sample, Subject
 __all__ = ["ENVIRONMENTS", "Peer", "MissingPeerError"]
 
 ENVIRONMENTS = Path("build/peers")
+COMPILED = Path("build/compiled")
 SCRIPTS = Path(__file__).with_name("peers")
 
 
@@ -61,6 +62,15 @@ class Peer:
         if not line:
             raise RuntimeError(f"{self.name} ended in {call}: see {ENVIRONMENTS / self.name}.log")
         return json.loads(line)
+
+    @classmethod
+    def compiled(cls) -> Self | None:
+        """A process with the compiled core; None before `make compiled`."""
+        tree = COMPILED / "tree"
+        try:
+            return cls("compiled", (COMPILED / "bin" / "python").absolute(), tree.absolute())
+        except MissingPeerError:
+            return None
 
     def matches(self, num_blocks: int) -> Subject:
         """Look-ups: from token ids to what is cached of them."""

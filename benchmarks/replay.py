@@ -11,7 +11,8 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -26,38 +27,56 @@ from .harness import Measured, Rounds, Row, Sample
 from .peer import Peer
 from .policies import BLOCK_TOKENS, read_trace
 
-__all__ = ["run"]
+__all__ = ["run", "through_ledger", "through_runtime"]
 
 NUM_DEVICE, NUM_HOST, NUM_REQUESTS = 3000, 20_000, 4000
 AT_A_TIME = (1, 64, 1000)
-WANTED = {"Ledger": 8.0, "runtime, 64 at a time": 4.0}
+WITH_HASHING, DIGESTS_GIVEN = "vLLM with its hashing", "vLLM, digests given"
+WANTED = {
+    ("Ledger", WITH_HASHING): 8.0, ("runtime, 64 at a time", WITH_HASHING): 4.0,
+    ("Ledger", DIGESTS_GIVEN): 4.0, ("runtime, 64 at a time", DIGESTS_GIVEN): 1.5,
+    ("compiled Ledger", WITH_HASHING): 12.0, ("compiled runtime, 64 at a time", WITH_HASHING): 3.0,
+    ("compiled Ledger", DIGESTS_GIVEN): 4.0, ("compiled runtime, 64 at a time", DIGESTS_GIVEN): 1.0,
+}  # fmt: skip
 SECONDS = 20.0
 
 
 def run(vllm: Peer | None) -> list[Row]:
-    """A row for the ledger and for each number of requests at a time; none without a trace."""
+    """Rows for the ledger and for each number of requests at a time, with the compiled core, too, where it was made;
+    none without a trace."""
     named = os.environ.get("TRACE")
     if named is None:
         print("replay: TRACE=FILE names the trace", file=sys.stderr)
         return []
+    path = str(Path(named).resolve())
     prompts = read_trace(Path(named), NUM_REQUESTS)
-    subjects: dict[str, Callable[[], Sample]] = {"Ledger": lambda: _through_ledger(prompts)}
+    ours: dict[str, Callable[[], Sample]] = {"Ledger": lambda: through_ledger(prompts)}
     for number in AT_A_TIME:
-        subjects[f"runtime, {number:,} at a time"] = partial(anyio.run, _through_runtime, prompts, number)
-    against = "Ledger"
+        ours[f"runtime, {number:,} at a time"] = partial(anyio.run, through_runtime, prompts, number)
+    others: dict[str, Callable[[], Sample]] = {}
     if vllm is not None:
-        against = "vLLM with its hashing"
-        vllm.ask("prepare_replay", path=str(Path(named).resolve()), limit=NUM_REQUESTS)
-        subjects[against] = lambda: _through_peer(vllm, named)
+        vllm.ask("prepare_replay", path=path, limit=NUM_REQUESTS)
+        others[WITH_HASHING] = lambda: _through_peer(vllm, path, hashes=True)
+        others[DIGESTS_GIVEN] = lambda: _through_peer(vllm, path, hashes=False)
+    with ExitStack() as held:
+        if (compiled := Peer.compiled()) is not None:
+            held.enter_context(compiled)
+            ours["compiled Ledger"] = lambda: Sample(**compiled.ask("replay", path=path, at_a_time=0))
+            ours["compiled runtime, 64 at a time"] = lambda: Sample(**compiled.ask("replay", path=path, at_a_time=64))
+        found = _measured(ours | others)
+    against = list(others) or ["Ledger"]
+    return [_row(name, found, other) for name in ours for other in against if name != other]
+
+
+def _measured(subjects: Mapping[str, Callable[[], Sample]]) -> dict[str, Measured]:
     rounds = Rounds(subjects, seconds=SECONDS, least=3, warm_up=1)
     for name in rounds:
         rounds.add(name, subjects[name]())
-    found = rounds.measured()
-    return [_row(name, found, against, vllm) for name in subjects if name != against]
+    return rounds.measured()
 
 
-def _row(name: str, found: dict[str, Measured], against: str, vllm: Peer | None) -> Row:
-    wanted = None if vllm is None else WANTED.get(name)
+def _row(name: str, found: dict[str, Measured], against: str) -> Row:
+    wanted = WANTED.get((name, against))
     return Row.faster(f"replay, {name}, one request", found[name], against, found[against], wanted)
 
 
@@ -65,7 +84,8 @@ def _config() -> OffloadConfig:
     return OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK_TOKENS)], num_host_blocks=NUM_HOST)
 
 
-def _through_ledger(prompts: list[Tokens]) -> Sample:
+def through_ledger(prompts: list[Tokens]) -> Sample:
+    """The share of one request."""
     ledger = Ledger(_config(), NUM_DEVICE + 1)
     num_hits = [0, 0]
 
@@ -90,7 +110,8 @@ def _through_ledger(prompts: list[Tokens]) -> Sample:
     return sample
 
 
-async def _through_runtime(prompts: list[Tokens], at_a_time: int) -> Sample:
+async def through_runtime(prompts: list[Tokens], at_a_time: int) -> Sample:
+    """The share of one request of the event loop's thread."""
     num_hits = [0, 0]
     todo = iter(prompts)
     kv_cache = torch.zeros(NUM_DEVICE + 1, BLOCK_TOKENS)
@@ -120,8 +141,8 @@ async def _through_runtime(prompts: list[Tokens], at_a_time: int) -> Sample:
     return sample
 
 
-def _through_peer(vllm: Peer, path: str) -> Sample:
-    found = vllm.ask("replay", path=str(Path(path).resolve()), num_device=NUM_DEVICE, num_host=NUM_HOST)
+def _through_peer(vllm: Peer, path: str, *, hashes: bool) -> Sample:
+    found = vllm.ask("replay", path=path, num_device=NUM_DEVICE, num_host=NUM_HOST, hashes=hashes)
     device, host = found["num_device_hits"], found["num_host_hits"]
     print(f"replay, {vllm.name}: {device:,} device and {host:,} host hits", file=sys.stderr)
     return Sample(found["wall_s"], found["cpu_s"])
