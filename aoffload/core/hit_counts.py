@@ -36,7 +36,7 @@ class CountedRun:
     """Tokens that were always requested together, and how often."""
 
     key: bytes
-    number: int
+    number: bytes
     """No other run has it: what follows is found by it."""
     start: int
     stop: int
@@ -117,7 +117,8 @@ class HitCounts:
             if run is None or agreed == position:
                 run = self._insert(sequence, position, first if position < first else stop, key)
             else:
-                run = self._cut(run, agreed)
+                if run.stop != agreed:
+                    run = self._cut(run, agreed)
                 if position < first < agreed:
                     path.append(self._cut(run, first))
             path.append(run)
@@ -137,7 +138,7 @@ class HitCounts:
     def stop_of(self, sequence: TokenSequence, limit: int, num_times: int) -> int:
         """The unit, at most `limit`, up to which `sequence` was seen at least `num_times`."""
         stop = 0
-        behind: int | bytes = sequence.root.digest
+        behind = sequence.root.digest
         while stop < limit:
             run = self._runs.get(_key(behind, sequence.unit_record(stop)))
             if run is None or run.num_uses < num_times:
@@ -149,10 +150,8 @@ class HitCounts:
         return stop
 
     def _cut(self, run: CountedRun, at: int) -> CountedRun:
-        """The run that ends at unit `at` of `run`, which is split there if it goes on. What is left of it counts as
-        seen now."""
-        if run.stop == at:
-            return run
+        """The run that ends at unit `at` of `run`, which goes on and is split there. What is left of it counts as seen
+        now."""
         cut, tokens = (at - run.start) * self._unit_bytes, run.tokens
         head = CountedRun(
             run.key, self._new_number(), run.start, at, bytes(tokens[:cut]), run.spans, run.salt, run.num_uses,
@@ -172,23 +171,22 @@ class HitCounts:
         stop = sequence.run_stop(start, limit)
         tokens, spans = sequence.shared_stretch(start, stop), sequence.spans_at(start)
         number = self._new_number()
-        salt = number * NEXT_SALT % 2**32 >> 24
+        salt = self._num_numbers * NEXT_SALT % 2**32 >> 24
         self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, salt)
         self.num_tokens += self._cost(counted)
         return counted
 
-    def _new_number(self) -> int:
+    def _new_number(self) -> bytes:
         self._num_numbers += 1
-        return self._num_numbers
+        return self._num_numbers.to_bytes(8, "little")
 
     def _cost(self, run: CountedRun) -> int:
         return (run.stop - run.start) * self._unit_tokens + self._run_tokens
 
 
-def _key(behind: int | bytes, unit: bytes) -> bytes:
+def _key(behind: bytes, unit: bytes) -> bytes:
     """What the run is found by that follows the run with that number, or the root with that digest."""
-    before = behind.to_bytes(8, "little") if isinstance(behind, int) else behind
-    return sha256(before + unit).digest()[:KEY_BYTES]
+    return sha256(behind + unit).digest()[:KEY_BYTES]
 
 
 class RecentPrompts:

@@ -176,7 +176,8 @@ class TokenSequence:
     def unit_record(self, position: int) -> bytes:
         """What tells the unit at `position` from others: its tokens, and a record of each span that touches it."""
         at = position * self._unit_bytes
-        tokens = self._bytes(at, at + self._unit_bytes)
+        end = at + self._unit_bytes
+        tokens = self._prompt[at:end] if end <= len(self._prompt) else self._bytes(at, end)
         return tokens + b"".join([span.record() for span in self.spans_at(position)]) if self._spans else tokens
 
     def hash_on(self, hasher: Hasher, start: int, stop: int) -> Hasher:
