@@ -109,9 +109,9 @@ class HitCounts:
     def path(self, sequence: TokenSequence, first: int, stop: int) -> Sequence[CountedRun]:
         """The counts of units `[first, stop)` of `sequence`, in runs of their own, which become the latest."""
         path: list[CountedRun] = []
-        runs, position, run = self._runs, 0, None
+        runs, position, behind = self._runs, 0, sequence.root.digest
         while position < stop:
-            key = _key(sequence.root.digest if run is None else run.number, sequence.unit_record(position))
+            key = _key(behind, sequence.unit_record(position))
             run = runs.get(key)
             agreed = position if run is None else sequence.common_stop(run, stop)
             if run is None or agreed == position:
@@ -122,7 +122,7 @@ class HitCounts:
                 if position < first < agreed:
                     path.append(self._cut(run, first))
             path.append(run)
-            position = run.stop
+            position, behind = run.stop, run.number
         for counted in reversed(path):
             runs.move_to_end(counted.key)
         return [counted for counted in path if counted.start >= first] if first else path
@@ -173,7 +173,7 @@ class HitCounts:
         number = self._new_number()
         salt = self._num_numbers * NEXT_SALT % 2**32 >> 24
         self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, salt)
-        self.num_tokens += self._cost(counted)
+        self.num_tokens += (stop - start) * self._unit_tokens + self._run_tokens
         return counted
 
     def _new_number(self) -> bytes:

@@ -92,16 +92,16 @@ class LearnedOrder:
         return self._worst_of(self._plain) or self._worst_of(self._spared)
 
     def _worst_of(self, rings: tuple[LeastRecentlyUsed, ...]) -> Part | None:
-        return self._first_of([ring.first for ring in rings if ring.first is not None])
+        return self._first_of([ring.first for ring in rings])
 
-    def _first_of(self, parts: list[Part]) -> Part | None:
+    def _first_of(self, parts: list[Part | None]) -> Part | None:
         """Of the oldest ones by class: what is worth least or, of equal worth, the lower class. What is newer than one
         of a lower class, as a head is, is worth at least as much."""
         found: Part | None = None
         least: float | None = None
         for part in parts:
-            if found is None:
-                found = part
+            if found is None or part is None:
+                found = found or part
             elif part.last_use < found.last_use:
                 if not self._ruling.is_learned:
                     found = part
@@ -122,6 +122,6 @@ class LearnedOrder:
     def __iter__(self) -> Iterator[Part]:
         for rings in (self._plain, self._spared):
             parts = [ring.first for ring in rings]
-            while (part := self._first_of([part for part in parts if part is not None])) is not None:
+            while (part := self._first_of(parts)) is not None:
                 parts[part.ring % NUM_CLASSES] = part.newer
                 yield part

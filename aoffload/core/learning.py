@@ -33,14 +33,14 @@ class Learning:
         self._forgotten: Callable[[CountedRun], object] = _nobody
         self._counts = HitCounts(layout, most, unit_tokens, self)
         self.tiers = tuple(units)
+        self.ruled = self._ruled()
+        """The tiers that follow what was learned now."""
 
     def new_order(self, tier: Tier) -> EvictionOrder:
         guard = self._guards.get(tier)
         return LeastRecentlyUsed() if guard is None else LearnedOrder(self._times, guard)
 
-    @property
-    def ruled(self) -> tuple[Tier, ...]:
-        """The tiers that follow what was learned now."""
+    def _ruled(self) -> tuple[Tier, ...]:
         return tuple([tier for tier, guard in self._guards.items() if guard.is_learned])
 
     # -- what requests ask for ------------------------------------------------------------------------------------
@@ -62,6 +62,7 @@ class Learning:
         if sample := sample_of(path):
             for guard in self._guards.values():
                 guard.asked(sample)
+            self.ruled = self._ruled()
         times.asked(by_class)
         self._counts.trim()
         if not first and path[0].num_uses > 1:

@@ -47,8 +47,9 @@ class Shadow:
                 num_hits += held
                 is_whole = held == size
             if left:
-                wanted.append((counted, min(size, left)))
-                left -= min(size, left)
+                kept = min(size, left)
+                wanted.append((counted, kept))
+                left -= kept
         self._evict(self.num_held - left)
         for counted, size in reversed(wanted):
             self._hold(counted, size)
@@ -65,7 +66,8 @@ class Shadow:
             if held > num_blocks:
                 ring[counted] = held - num_blocks
                 ring.move_to_end(counted, last=False)
-            self.num_held -= min(held, num_blocks)
+                held = num_blocks
+            self.num_held -= held
             num_blocks -= held
 
     def _worst(self) -> OrderedDict[CountedRun, int]:
