@@ -1,7 +1,7 @@
 """How often prefixes were requested: runs without blocks, bounded by the tokens that they keep.
 
 Counts outlive the cached blocks, so they cannot be on the runs of the cache. What a run is found by is the run that it
-follows, and its own first unit; the rest is compared. So, unlike the cache, nothing is hashed but first units.
+follows, and its own first unit; the rest is compared. So, unlike the cache, nothing is hashed but long first units.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ MAX_RECENT = 256
 """Prompts that `RecentPrompts` keeps."""
 MAX_RECENT_TOKENS = 2**22
 
-
-KEY_BYTES = 16
+PLAIN_KEY_BYTES = 96
+"""Up to this size, as of units of 16 tokens, a key is what it stands for; others are hashed."""
+HASHED_KEY_BYTES = 17
+"""No size that a plain key has, as tokens have 4 bytes each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -186,7 +188,8 @@ class HitCounts:
 
 def _key(behind: bytes, unit: bytes) -> bytes:
     """What the run is found by that follows the run with that number, or the root with that digest."""
-    return sha256(behind + unit).digest()[:KEY_BYTES]
+    key = behind + unit
+    return key if len(key) <= PLAIN_KEY_BYTES else sha256(key).digest()[:HASHED_KEY_BYTES]
 
 
 class RecentPrompts:
