@@ -156,7 +156,7 @@ _RUNS = (
     Mutant(
         "evicted newest first",
         EVICTION,
-        "        return self._oldest\n",
+        "        return self.first\n",
         "        return self._newest\n",
         "the least recently used goes first, a prefix by its tail",
     ),

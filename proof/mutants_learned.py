@@ -21,8 +21,8 @@ LEARNED_MUTANTS: tuple[Mutant, ...] = (
         "worth_falls_with_age_and_rises_with_use",
         "a class that is worth less than the one below it",
         f"{CORE}.returns",
-        "found[at] = max(floor[at], least)",
-        "found[at] = least",
+        "[max(least, worth) for least, worth in ",
+        "[worth for _, worth in ",
         "a prefix is worth at least as much as what is behind it",
     ),
     _met_by(

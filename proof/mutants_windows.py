@@ -161,8 +161,8 @@ _TAKEN_BACK = (
     Mutant(
         "tombstones stay with the tail",
         "aoffload.core.records",
-        "        front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)\n",
-        "",
+        "            front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)\n",
+        "            pass\n",
         "whoever runs keeps its blocks, whatever is reset",
         scenarios=("failed_in_turmoil",),
     ),

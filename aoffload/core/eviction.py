@@ -40,7 +40,8 @@ class LeastRecentlyUsed:
     """Oldest release first: a linked list through the parts, in the order of their `last_use`."""
 
     def __init__(self) -> None:
-        self._oldest: Part | None = None
+        self.first: Part | None = None
+        """The oldest, for whoever looks at many lists."""
         self._newest: Part | None = None
         self._num_uses = 0
 
@@ -50,14 +51,19 @@ class LeastRecentlyUsed:
         newest, self._newest = self._newest, part
         part.older = newest
         if newest is None:
-            self._oldest = part
+            self.first = part
         else:
             newest.newer = part
 
     def add_used(self, part: Part, last_use: int) -> None:
-        """The newest, `last_use` being its number."""
-        self._num_uses = last_use - 1
-        self.add(part)
+        """The newest, `last_use` being its number. No `add` numbers parts of such a list."""
+        part.last_use = last_use
+        newest, self._newest = self._newest, part
+        part.older = newest
+        if newest is None:
+            self.first = part
+        else:
+            newest.newer = part
 
     def add_newer(self, part: Part, than: Part) -> None:
         part.last_use = than.last_use
@@ -81,7 +87,7 @@ class LeastRecentlyUsed:
 
     def add_back(self, part: Part) -> None:
         """Searches from both ends: parts about to be evicted are near one, hot parts near the other."""
-        old, new = self._oldest, self._newest
+        old, new = self.first, self._newest
         while old is not None and new is not None:
             if old.last_use > part.last_use:
                 return self._link(part, old.older)
@@ -92,10 +98,10 @@ class LeastRecentlyUsed:
 
     def _link(self, part: Part, older: Part | None) -> None:
         """Link `part` right after `older`; as the oldest if that is None."""
-        newer = self._oldest if older is None else older.newer
+        newer = self.first if older is None else older.newer
         part.older, part.newer = older, newer
         if older is None:
-            self._oldest = part
+            self.first = part
         else:
             older.newer = part
         if newer is None:
@@ -105,9 +111,9 @@ class LeastRecentlyUsed:
 
     def remove(self, part: Part) -> None:
         older, newer = part.older, part.newer
-        assert older is not None or self._oldest is part, "not in the order"
+        assert older is not None or self.first is part, "not in the order"
         if older is None:
-            self._oldest = newer
+            self.first = newer
         else:
             older.newer = newer
         if newer is None:
@@ -120,10 +126,10 @@ class LeastRecentlyUsed:
         pass
 
     def oldest(self) -> Part | None:
-        return self._oldest
+        return self.first
 
     def __iter__(self) -> Iterator[Part]:
-        part = self._oldest
+        part = self.first
         while part is not None:
             yield part
             part = part.newer

@@ -198,8 +198,10 @@ class AlsoLearns:
 
     def seen(self, holding: Holding, first: int, stop: int) -> None:
         self.policy.seen(holding, first, stop)
-        self.hints.asked(holding.sequence, stop, self.learning.seen(holding, first, stop))
-        self.rulings.look()
+        path = self.learning.seen(holding, first, stop)
+        self.hints.asked(holding.sequence, stop, path)
+        if path:
+            self.rulings.look()
 
     def wanted_stop(self, holding: Holding) -> int:
         return self.policy.wanted_stop(holding)

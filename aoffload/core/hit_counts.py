@@ -1,7 +1,7 @@
 """How often prefixes were requested: runs without blocks, bounded by the tokens that they keep.
 
 Counts outlive the cached blocks, so they cannot be on the runs of the cache. What a run is found by is the run that it
-follows, and its own first unit; the rest is compared. So, unlike the cache, nothing is hashed but first units.
+follows, and its own first unit; the rest is compared. So, unlike the cache, nothing is hashed but long first units.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ MAX_RECENT = 256
 """Prompts that `RecentPrompts` keeps."""
 MAX_RECENT_TOKENS = 2**22
 
-
-KEY_BYTES = 16
+PLAIN_KEY_BYTES = 96
+"""Up to this size, as of units of 16 tokens, a key is what it stands for; others are hashed."""
+HASHED_KEY_BYTES = 17
+"""No size that a plain key has, as tokens have 4 bytes each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +38,7 @@ class CountedRun:
     """Tokens that were always requested together, and how often."""
 
     key: bytes
-    number: int
+    number: bytes
     """No other run has it: what follows is found by it."""
     start: int
     stop: int
@@ -109,19 +111,20 @@ class HitCounts:
     def path(self, sequence: TokenSequence, first: int, stop: int) -> Sequence[CountedRun]:
         """The counts of units `[first, stop)` of `sequence`, in runs of their own, which become the latest."""
         path: list[CountedRun] = []
-        runs, position, run = self._runs, 0, None
+        runs, position, behind = self._runs, 0, sequence.root.digest
         while position < stop:
-            key = _key(sequence.root.digest if run is None else run.number, sequence.unit_record(position))
+            key = _key(behind, sequence.unit_record(position))
             run = runs.get(key)
             agreed = position if run is None else sequence.common_stop(run, stop)
             if run is None or agreed == position:
                 run = self._insert(sequence, position, first if position < first else stop, key)
             else:
-                run = self._cut(run, agreed)
+                if run.stop != agreed:
+                    run = self._cut(run, agreed)
                 if position < first < agreed:
                     path.append(self._cut(run, first))
             path.append(run)
-            position = run.stop
+            position, behind = run.stop, run.number
         for counted in reversed(path):
             runs.move_to_end(counted.key)
         return [counted for counted in path if counted.start >= first] if first else path
@@ -137,7 +140,7 @@ class HitCounts:
     def stop_of(self, sequence: TokenSequence, limit: int, num_times: int) -> int:
         """The unit, at most `limit`, up to which `sequence` was seen at least `num_times`."""
         stop = 0
-        behind: int | bytes = sequence.root.digest
+        behind = sequence.root.digest
         while stop < limit:
             run = self._runs.get(_key(behind, sequence.unit_record(stop)))
             if run is None or run.num_uses < num_times:
@@ -149,10 +152,8 @@ class HitCounts:
         return stop
 
     def _cut(self, run: CountedRun, at: int) -> CountedRun:
-        """The run that ends at unit `at` of `run`, which is split there if it goes on. What is left of it counts as
-        seen now."""
-        if run.stop == at:
-            return run
+        """The run that ends at unit `at` of `run`, which goes on and is split there. What is left of it counts as seen
+        now."""
         cut, tokens = (at - run.start) * self._unit_bytes, run.tokens
         head = CountedRun(
             run.key, self._new_number(), run.start, at, bytes(tokens[:cut]), run.spans, run.salt, run.num_uses,
@@ -172,23 +173,23 @@ class HitCounts:
         stop = sequence.run_stop(start, limit)
         tokens, spans = sequence.shared_stretch(start, stop), sequence.spans_at(start)
         number = self._new_number()
-        salt = number * NEXT_SALT % 2**32 >> 24
+        salt = self._num_numbers * NEXT_SALT % 2**32 >> 24
         self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, salt)
-        self.num_tokens += self._cost(counted)
+        self.num_tokens += (stop - start) * self._unit_tokens + self._run_tokens
         return counted
 
-    def _new_number(self) -> int:
+    def _new_number(self) -> bytes:
         self._num_numbers += 1
-        return self._num_numbers
+        return self._num_numbers.to_bytes(8, "little")
 
     def _cost(self, run: CountedRun) -> int:
         return (run.stop - run.start) * self._unit_tokens + self._run_tokens
 
 
-def _key(behind: int | bytes, unit: bytes) -> bytes:
+def _key(behind: bytes, unit: bytes) -> bytes:
     """What the run is found by that follows the run with that number, or the root with that digest."""
-    before = behind.to_bytes(8, "little") if isinstance(behind, int) else behind
-    return sha256(before + unit).digest()[:KEY_BYTES]
+    key = behind + unit
+    return key if len(key) <= PLAIN_KEY_BYTES else sha256(key).digest()[:HASHED_KEY_BYTES]
 
 
 class RecentPrompts:

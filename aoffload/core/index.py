@@ -121,7 +121,9 @@ class RunIndex:
         run.tokens = bytes(run.tokens[(at - run.start) * self._unit_bytes :])
         run.start = at
         probe = run.hash_before.copy()
-        probe.update(run.tokens[: self._unit_bytes] + b"".join(span.record() for span in run.spans))
+        probe.update(run.tokens[: self._unit_bytes])
+        if run.spans:
+            probe.update(b"".join([span.record() for span in run.spans]))
         run.key = probe.digest()
 
     def absorb(self, run: Run, heads: list[Run]) -> None:

@@ -37,8 +37,8 @@ class LearnedOrder:
     def __init__(self, times: ReturnTimes, ruling: Ruling) -> None:
         self._times = times
         self._ruling = ruling
-        self._plain = [LeastRecentlyUsed() for _ in range(NUM_CLASSES)]
-        self._spared = [LeastRecentlyUsed() for _ in range(NUM_CLASSES)]
+        self._plain = tuple([LeastRecentlyUsed() for _ in range(NUM_CLASSES)])
+        self._spared = tuple([LeastRecentlyUsed() for _ in range(NUM_CLASSES)])
         self._last_use = 0
         self._known = [(0, 0, 0.0) for _ in range(NUM_CLASSES)]
         """By class: of which use, at which time of the clock, the worth was computed last, and what it was."""
@@ -71,7 +71,8 @@ class LearnedOrder:
         """Uses are numbered by the clock, as ages are; each has a number of its own."""
         clock = self._times.clock
         self._last_use = last_use = clock if clock > self._last_use else self._last_use + 1
-        self._ring(part).add_used(part, last_use)
+        ring = part.ring
+        (self._plain[ring] if ring < NUM_CLASSES else self._ring(part)).add_used(part, last_use)
 
     def add_newer(self, part: Part, than: Part) -> None:
         ring = self._ring(part)
@@ -84,28 +85,31 @@ class LearnedOrder:
         self._ring(part).add_back(part)
 
     def remove(self, part: Part) -> None:
-        self._ring(part).remove(part)
+        ring = part.ring
+        (self._plain[ring] if ring < NUM_CLASSES else self._ring(part)).remove(part)
 
     def oldest(self) -> Part | None:
         return self._worst_of(self._plain) or self._worst_of(self._spared)
 
-    def _worst_of(self, rings: list[LeastRecentlyUsed]) -> Part | None:
-        return self._first_of([ring.oldest() for ring in rings])
+    def _worst_of(self, rings: tuple[LeastRecentlyUsed, ...]) -> Part | None:
+        return self._first_of([ring.first for ring in rings])
 
     def _first_of(self, parts: list[Part | None]) -> Part | None:
         """Of the oldest ones by class: what is worth least or, of equal worth, the lower class. What is newer than one
         of a lower class, as a head is, is worth at least as much."""
         found: Part | None = None
+        least: float | None = None
         for part in parts:
-            if part is None:
-                continue
-            if found is None or (part.last_use < found.last_use and self._goes_before(part, found)):
-                found = part
+            if found is None or part is None:
+                found = found or part
+            elif part.last_use < found.last_use:
+                if not self._ruling.is_learned:
+                    found = part
+                    continue
+                worth, least = self._worth(part), self._worth(found) if least is None else least
+                if worth < least:
+                    found, least = part, worth
         return found
-
-    def _goes_before(self, part: Part, other: Part) -> bool:
-        """`part` is older, and of a higher class."""
-        return not self._ruling.is_learned or self._worth(part) < self._worth(other)
 
     def _worth(self, part: Part) -> float:
         of_class, times = part.ring % NUM_CLASSES, self._times
@@ -117,7 +121,7 @@ class LearnedOrder:
 
     def __iter__(self) -> Iterator[Part]:
         for rings in (self._plain, self._spared):
-            parts = [ring.oldest() for ring in rings]
+            parts = [ring.first for ring in rings]
             while (part := self._first_of(parts)) is not None:
                 parts[part.ring % NUM_CLASSES] = part.newer
                 yield part

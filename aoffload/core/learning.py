@@ -13,7 +13,7 @@ from .learned_order import LearnedOrder
 from .owners import Holding
 from .records import Run
 from .returns import NUM_CLASSES, ReturnTimes, class_of
-from .shadows import Guard
+from .shadows import Guard, sample_of
 from .tokens import TokenSequence
 
 __all__ = ["Learning"]
@@ -33,15 +33,15 @@ class Learning:
         self._forgotten: Callable[[CountedRun], object] = _nobody
         self._counts = HitCounts(layout, most, unit_tokens, self)
         self.tiers = tuple(units)
+        self.ruled = self._ruled()
+        """The tiers that follow what was learned now."""
 
     def new_order(self, tier: Tier) -> EvictionOrder:
         guard = self._guards.get(tier)
         return LeastRecentlyUsed() if guard is None else LearnedOrder(self._times, guard)
 
-    @property
-    def ruled(self) -> tuple[Tier, ...]:
-        """The tiers that follow what was learned now."""
-        return tuple(tier for tier, guard in self._guards.items() if guard.is_learned)
+    def _ruled(self) -> tuple[Tier, ...]:
+        return tuple([tier for tier, guard in self._guards.items() if guard.is_learned])
 
     # -- what requests ask for ------------------------------------------------------------------------------------
 
@@ -55,13 +55,17 @@ class Learning:
             num_uses, num_units = counted.num_uses, counted.stop - counted.start
             if num_uses:
                 times.returned(class_of(num_uses), counted.last_asked, num_units)
+                by_class[class_of(num_uses + 1)] += num_units
+            else:
+                by_class[0] += num_units
             counted.used(now)
-            by_class[class_of(num_uses + 1)] += num_units
-        for guard in self._guards.values():
-            guard.asked(path)
+        if sample := sample_of(path):
+            for guard in self._guards.values():
+                guard.asked(sample)
+            self.ruled = self._ruled()
         times.asked(by_class)
         self._counts.trim()
-        if not first:
+        if not first and path[0].num_uses > 1:
             holding.asked_for(_uses(path))
         return path
 
@@ -107,19 +111,17 @@ class Learning:
         uses = holding.uses
         if not uses:
             return
-        for stop, _ in uses:
-            if start < stop < run.stop:
-                cache.split_path(run, stop)
-        at, orders = len(uses) - 1, [cache.tiers[tier].order for tier in self.tiers]
+        at, orders = len(uses), [(tier, cache.tiers[tier].order) for tier in self.tiers]
         current: Run | None = run
         while current is not None and current.stop > start:
             while at and uses[at - 1][0] >= current.stop:
                 at -= 1
-            stop, num_uses = uses[at]
-            if current.stop <= stop:
-                for tier, order in zip(self.tiers, orders, strict=True):
+            if at and start < uses[at - 1][0] > current.start:
+                cache.split(current, uses[at - 1][0])
+            if at < len(uses):
+                for tier, order in orders:
                     for part in current.parts_in(tier):
-                        order.asked(part, num_uses)
+                        order.asked(part, uses[at][1])
             current = current.before
 
 

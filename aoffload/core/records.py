@@ -90,7 +90,8 @@ class Part:
         `num_references` and `incoming` are those of the front."""
         front = Part(self.tier, self.band, self.width, head, start, start, num_references, incoming)
         front.last_use, front.ring = self.last_use, self.ring
-        front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)
+        if self.tombstones:
+            front.tombstones, self.tombstones = divided(self.tombstones, self.width, at)
         if self.first < at:
             front.first, front.stop = self.first, min(at, self.stop)
         cut = (front.stop - front.first) * self.width

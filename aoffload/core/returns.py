@@ -14,6 +14,8 @@ and how long it is kept until then. Its worth is the most returns per unit of ti
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import accumulate
+from math import inf
 
 __all__ = ["NUM_CLASSES", "ReturnTimes", "class_of"]
 
@@ -33,7 +35,8 @@ KEPT = 0.5 ** (EVERY / 4000)
 """What counts weigh after so many requests: half of it after 4000."""
 MOST = 0.999
 """Nothing is certain to return."""
-
+AFTER_ALL = [inf]
+"""Of what was asked for by some time, behind all that it may be."""
 
 _CLASS_OF = (0, 0, 1, 2, 2)
 
@@ -55,6 +58,7 @@ class ReturnTimes:
         self.num_requests = 0
         self._ends = [first * GROWTH**number for number in range(NUM_BINS)]
         self._starts = [0.0, *self._ends[:-1]]
+        self._lengths = [end - start for start, end in zip(self._starts, self._ends, strict=True)]
         self._asked = [0.0] * NUM_CLASSES
         self._returned = [[0.0] * NUM_BINS for _ in range(NUM_CLASSES)]
         self._past: list[tuple[int, list[float]]] = [(0, [0.0] * NUM_CLASSES)]
@@ -66,8 +70,8 @@ class ReturnTimes:
         number, worth = bisect_right(self._ends, age), self._worth[of_class]
         if number + 1 >= NUM_BINS:
             return worth[-1]
-        start, end = self._ends[number - 1] if number else 0.0, self._ends[number]
-        return worth[number] + (worth[number + 1] - worth[number]) * (age - start) / (end - start)
+        own = worth[number]
+        return own + (worth[number + 1] - own) * (age - self._starts[number]) / self._lengths[number]
 
     # -- what is counted ------------------------------------------------------------------------------------------
 
@@ -100,8 +104,8 @@ class ReturnTimes:
         rates = [min(MOST, one / (other + 1e-9)) for one, other in zip(all_returned, all_reached, strict=True)]
         floor = [0.0] * NUM_BINS
         for of_class in range(NUM_CLASSES):
-            returned, at_risk = _smoothed(self._returned[of_class]), _smoothed(reached[of_class])
-            own = [min(MOST, (returned[at] + prior * rates[at]) / (at_risk[at] + prior)) for at in range(NUM_BINS)]
+            bins = zip(_smoothed(self._returned[of_class]), _smoothed(reached[of_class]), rates, strict=True)
+            own = [min(MOST, (returned + prior * rate) / (at_risk + prior)) for returned, at_risk, rate in bins]
             floor = self._worth[of_class] = self._worth_by_bin(own, floor)
 
     def _note(self) -> None:
@@ -120,18 +124,18 @@ class ReturnTimes:
         returned within the bins before it."""
         past = [self._asked_before(self.clock - start) for start in self._starts]
         found: list[list[float]] = []
-        for of_class, returned in enumerate(self._returned):
+        for all_asked, all_returned in zip(zip(*past, strict=True), self._returned, strict=True):
             left, reached = 1.0, list[float]()
-            for at in range(NUM_BINS):
-                came = past[at][of_class] * left
+            for asked, returned in zip(all_asked, all_returned, strict=True):
+                came = asked * left
                 reached.append(came)
-                if came > 0:
-                    left *= max(0.0, 1 - returned[at] / came)
+                if returned and came > 0:
+                    left = left * (1 - returned / came) if returned < came else 0.0
             found.append(reached)
         return found
 
     def _asked_before(self, time: float) -> list[float]:
-        at = bisect_right(self._past, time, key=_time)
+        at = bisect_right(self._past, (time, AFTER_ALL))
         if not at:
             return [0.0] * NUM_CLASSES
         since, before = self._past[at - 1]
@@ -147,10 +151,10 @@ class ReturnTimes:
         From the last bin back, each stretch is joined with the one behind it while that one is worth more: it is the
         best end to keep a block for."""
         spans: list[tuple[float, float]] = []
-        kept, before = 1.0, 0.0
-        for rate, end in zip(rates, self._ends, strict=True):
-            spans.append((kept * rate, (end - before) * kept * (1 - rate / 2)))
-            kept, before = kept * (1 - rate), end
+        kept = 1.0
+        for rate, length in zip(rates, self._lengths, strict=True):
+            spans.append((kept * rate, length * kept * (1 - rate / 2)))
+            kept *= 1 - rate
         found: list[float] = []
         stretches: list[tuple[float, float]] = []
         for returns, held in reversed(spans):
@@ -160,17 +164,10 @@ class ReturnTimes:
             stretches.append((returns, held))
             found.append(returns / held)
         found.reverse()
-        least = found[0]
-        for at, worth in enumerate(found):
-            least = min(least, worth)
-            found[at] = max(floor[at], least)
-        return found
+        return [max(least, worth) for least, worth in zip(floor, accumulate(found, min), strict=True)]
 
 
 def _smoothed(counts: list[float]) -> list[float]:
     """Of each bin and both beside it."""
-    return [sum(counts[max(0, at - 1) : at + 2]) for at in range(NUM_BINS)]
-
-
-def _time(noted: tuple[int, list[float]]) -> int:
-    return noted[0]
+    sides = zip([0.0, *counts[:-1]], counts, [*counts[1:], 0.0], strict=True)
+    return [before + own + after for before, own, after in sides]

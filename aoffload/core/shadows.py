@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from .hit_counts import CountedRun
 from .returns import NUM_CLASSES, ReturnTimes, class_of
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "sample_of"]
 
 SAMPLED_RUNS, SAMPLED_UNITS = 2, 4
 """One run in so many is in the sample; of these, one unit in so many."""
@@ -38,17 +38,18 @@ class Shadow:
 
     def ask(self, path: Sequence[tuple[CountedRun, int]]) -> int:
         """Hold so many blocks of each run of `path`, evicting others. Returns the blocks that it held, as far as no
-        gap is before them."""
+        gap is before them. This request is among the uses of each."""
         num_hits, left, is_whole = 0, self.capacity, True
         wanted: list[tuple[CountedRun, int]] = []
         for counted, size in path:
-            held = self.forget(counted)
+            held = self.forget(counted) if counted.num_uses > 1 else 0
             if is_whole:
                 num_hits += held
                 is_whole = held == size
             if left:
-                wanted.append((counted, min(size, left)))
-                left -= min(size, left)
+                kept = min(size, left)
+                wanted.append((counted, kept))
+                left -= kept
         self._evict(self.num_held - left)
         for counted, size in reversed(wanted):
             self._hold(counted, size)
@@ -65,7 +66,8 @@ class Shadow:
             if held > num_blocks:
                 ring[counted] = held - num_blocks
                 ring.move_to_end(counted, last=False)
-            self.num_held -= min(held, num_blocks)
+                held = num_blocks
+            self.num_held -= held
             num_blocks -= held
 
     def _worst(self) -> OrderedDict[CountedRun, int]:
@@ -110,6 +112,11 @@ def num_sampled(counted: CountedRun) -> int:
     return (counted.stop + shift) // SAMPLED_UNITS - (counted.start + shift) // SAMPLED_UNITS
 
 
+def sample_of(path: Sequence[CountedRun]) -> list[tuple[CountedRun, int]]:
+    """The runs of `path` that have units in the sample, and how many."""
+    return [(counted, size) for counted in path if not counted.salt % SAMPLED_RUNS and (size := num_sampled(counted))]
+
+
 class Guard:
     """Which order rules in one tier: the one with more hits lately. The last use rules first; in a tier so small that
     its sample tells nothing, what was learned does."""
@@ -125,10 +132,8 @@ class Guard:
         """Those of both lately: by what was learned, by the last use."""
         return self._learned_hits, self._last_used_hits
 
-    def asked(self, path: Sequence[CountedRun]) -> None:
-        sample = [(counted, size) for counted in path if (size := num_sampled(counted))]
-        if not sample:
-            return
+    def asked(self, sample: Sequence[tuple[CountedRun, int]]) -> None:
+        """`sample`: of the path that a request asks for; it may not be empty."""
         keep = 0.5 ** (len(sample) / HALF_LIFE)
         self._learned_hits = self._learned_hits * keep + self._learned.ask(sample)
         self._last_used_hits = self._last_used_hits * keep + self._last_used.ask(sample)

@@ -154,8 +154,9 @@ class TokenSequence:
         """End of a run that begins at unit `position`, at most `limit`: the same spans touch all its units, and it
         crosses no maximum boundary."""
         most = max_run_units(self._unit_tokens)
-        limit = min(limit, position - position % most + most)
-        return self._uniform_stop(position, limit)
+        boundary = position - position % most + most
+        limit = min(limit, boundary)
+        return self._uniform_stop(position, limit) if self._cuts else limit
 
     def _uniform_stop(self, position: int, limit: int) -> int:
         for cut in self._cuts:
@@ -176,7 +177,8 @@ class TokenSequence:
     def unit_record(self, position: int) -> bytes:
         """What tells the unit at `position` from others: its tokens, and a record of each span that touches it."""
         at = position * self._unit_bytes
-        tokens = self._bytes(at, at + self._unit_bytes)
+        end = at + self._unit_bytes
+        tokens = self._prompt[at:end] if end <= len(self._prompt) else self._bytes(at, end)
         return tokens + b"".join([span.record() for span in self.spans_at(position)]) if self._spans else tokens
 
     def hash_on(self, hasher: Hasher, start: int, stop: int) -> Hasher:
@@ -194,7 +196,7 @@ class TokenSequence:
     def shared_stretch(self, start: int, stop: int) -> bytes | memoryview:
         """The same, as a view if it is nearly all of a long prompt. A view keeps the whole prompt alive."""
         at, end, whole = start * self._unit_bytes, stop * self._unit_bytes, len(self._prompt)
-        if self._spans or end > whole or end - at < max(LONG_BYTES, whole - whole // 16):
+        if end - at < LONG_BYTES or end - at < whole - whole // 16 or end > whole or self._spans:
             return self._bytes(at, end)
         return memoryview(self._prompt)[at:end]
 

@@ -17,7 +17,7 @@ from aoffload.core.hops import Tier
 from aoffload.core.learned_order import LearnedOrder
 from aoffload.core.observing import NullObserver, Observer
 from aoffload.core.returns import NUM_BINS, NUM_CLASSES, ReturnTimes, class_of
-from aoffload.core.shadows import Guard, num_sampled
+from aoffload.core.shadows import Guard, num_sampled, sample_of
 from aoffload.core.status import EvictionRule, HintEnd, TierEviction
 from aoffload.core.tokens import TokenSequence
 from aoffload.ledger import LearnedEviction
@@ -182,7 +182,8 @@ def test_the_last_use_rules_where_it_hits_more() -> None:
         for counted in path:
             counted.used(times.clock)
             by_class[class_of(counted.num_uses)] += 64
-        guard.asked(path)
+        if sample := sample_of(path):
+            guard.asked(sample)
         times.asked(by_class)
         counts.trim()
     for shadow in (guard._learned, guard._last_used):
