@@ -125,7 +125,7 @@ class BeginningRequests(LedgerRooms):
     def pending_until(self, holding: Holding) -> float:
         """With `engine_blocks`: from when on, by the ledger's clock, `match_again` does not answer `PENDING` any more.
         Infinity for a request whose last answer was another one."""
-        return self._engine_of(holding, "pending_until").arrivals.pending_until(holding)
+        return float(self._engine_of(holding, "pending_until").arrivals.pending_until(holding))
 
     def _checked_name(self, request_id: str | None) -> str:
         """`request_id`, or a name that no live request has."""

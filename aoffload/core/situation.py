@@ -207,7 +207,7 @@ class Situation:
 
     def _age(self, since_s: float) -> float | None:
         clock = self.moves.clock
-        return None if clock is None else max(0.0, clock() - since_s)
+        return None if clock is None else float(max(0.0, clock() - since_s))
 
     # -- the oldest -----------------------------------------------------------------------------------------------
 

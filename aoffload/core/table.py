@@ -24,8 +24,9 @@ from .intervals import within
 __all__ = ["NO_LIMIT", "BlockTable", "not_null", "nulls"]
 
 
-NO_LIMIT: Final = 2**62
-"""A number of units: no limit."""
+NO_LIMIT: Final = 2**40
+"""A number of units: no limit. Times the width of a band it stays below 2**62: compiled code multiplies larger ones as
+Python objects, where a signal's handler may run, and takes what that raises for a lack of memory: the process ends."""
 MANY: Final = 100
 """From this many ids on, numpy is faster than a loop that makes each id a Python int."""
 

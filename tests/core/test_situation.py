@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from driving import Driven, prompt
 from engine_driving import EngineDriven
@@ -21,6 +23,7 @@ from aoffload.core.records import Part
 from aoffload.core.status import Declined, Holder, RequestStatus, WaitsFor
 from aoffload.errors import OutOfBlocks
 from aoffload.ledger import LearnedEviction
+from aoffload.prefix import Prefix, Root
 
 
 class Own:
@@ -319,3 +322,14 @@ def test_a_request_id_commands_no_terminal_and_breaks_no_table() -> None:
         text = driven.ledger.explain() + str(driven.status(name))
     assert "\x1b" not in text and "\\x1b[2J\\nxxx" in text
     assert len(driven.ledger.explain().splitlines()) == 6 and max(map(len, text.splitlines())) < 400
+
+
+@pytest.mark.parametrize("number", [int, np.float64])
+def test_ages_are_floats_whatever_a_clock_counts_in(number: Callable[[float], float]) -> None:
+    """A program may write them as JSON, and print them, with either build of the core."""
+    ticks = itertools.count()
+    config = OffloadConfig(groups=[KVCacheGroup("full", block_size=4)], num_host_blocks=8)
+    ledger = Ledger(config, 8, clock=lambda: number(next(ticks)))
+    ledger.allocate_nowait(ledger.admit(Prefix.of(Root("ages"), range(9))))
+    ages = [one.age_s for one in (*ledger.requests(), *ledger.holders())]
+    assert {type(age_s) for age_s in ages} == {float}

@@ -101,6 +101,7 @@ async def test_who_is_cancelled_while_reading_has_taken_nothing() -> None:
         await assert_at_rest(engine.runtime)
 
 
+@pytest.mark.pure("watches a function of the core")
 async def test_what_is_long_is_hashed_by_a_thread(hashed_in: list[int]) -> None:
     """Of a long prompt that nobody has, publishing hashes nothing in the loop; and what was hashed ahead is found."""
     async with with_bytes(24) as engine:

@@ -43,7 +43,12 @@ def test_programs_break_no_law() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "law"), [("hold", "a job's blocks"), ("let_go", "a job's blocks"), ("find", "wrong bytes")]
+    ("name", "law"),
+    [
+        pytest.param("hold", "a job's blocks", marks=pytest.mark.pure("plants a defect in the core")),
+        pytest.param("let_go", "a job's blocks", marks=pytest.mark.pure("plants a defect in the core")),
+        ("find", "wrong bytes"),
+    ],
 )
 def test_what_the_engine_is_told_wrongly_is_noticed(name: str, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that a job touches and does not hold, holds for ever, or that hold something else, are found."""
@@ -58,6 +63,7 @@ def test_what_the_engine_is_told_wrongly_is_noticed(name: str, law: str, monkeyp
     assert len(broken.shortest().calls) <= 8
 
 
+@pytest.mark.pure("plants a defect in the core")
 def test_who_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever goes on with what a failed forward has left in the engine's cache breaks a law."""
 
@@ -68,6 +74,7 @@ def test_who_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found().violation.startswith(("not told", "bytes taken back"))
 
 
+@pytest.mark.pure("plants a defect in the core")
 def test_a_wait_that_nobody_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is told to ask again is woken when there is no more to wait for."""
     monkeypatch.setattr(Arrivals, "over", lambda self, holding: [])

@@ -63,6 +63,7 @@ def test_the_same_seed_is_the_same_program_in_every_process() -> None:
     assert ends[0].stdout == ends[1].stdout == explore_programs("ledger", 40, 30).digest + "\n"
 
 
+@pytest.mark.pure("plants a defect in the core")
 def test_bytes_of_another_prefix_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that hands out a block that somebody still reads is found, and the program shortened to a few calls."""
 
@@ -102,6 +103,7 @@ def test_what_only_makes_sense_together_goes_together() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.pure("plants a defect in the core")
 def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that counts something is found by looking at everything before and after."""
     refuse = Admission._check_fits
@@ -127,6 +129,7 @@ def test_a_wait_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found().violation.partition(":")[0] in ("progress", "a wait without a need")
 
 
+@pytest.mark.pure("plants a defect in the core")
 def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that is not given back is found at the latest when everybody has left."""
     monkeypatch.setattr(RequestLeases, "end_host_lease", lambda self, holding: holding.leases.clear())
@@ -159,6 +162,7 @@ def test_a_pin_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert found(200).violation.startswith("an answer")
 
 
+@pytest.mark.pure("plants a defect in the core")
 def test_what_was_taken_back_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed forward whose blocks stay findable is found by who reads them."""
     monkeypatch.setattr(PrefixCache, "withdraw_all", lambda self, wrong: None)

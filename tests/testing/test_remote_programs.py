@@ -80,6 +80,7 @@ def test_what_is_removed_before_it_arrives_is_noticed(monkeypatch: pytest.Monkey
     assert violations("ledger").startswith("bytes taken back")
 
 
+@pytest.mark.pure("plants a defect in the core")
 @each_face
 def test_cells_of_other_tokens_are_noticed(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the index has beside the prompt is no part of it."""
@@ -92,6 +93,7 @@ def test_cells_of_other_tokens_are_noticed(face: Face, monkeypatch: pytest.Monke
     assert violations(face, 400)
 
 
+@pytest.mark.pure("plants a defect in the core")
 @each_face
 def test_blocks_at_other_places_are_noticed(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that begins in the middle of a cell takes its own blocks."""
