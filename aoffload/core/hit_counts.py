@@ -80,6 +80,8 @@ class HitCounts:
         self._runs: OrderedDict[bytes, CountedRun] = OrderedDict()
         """Oldest first. A run is never older than the runs behind it."""
         self._num_numbers = 0
+        self._salt = 0
+        """The last number times `NEXT_SALT`, in 32 bits; added up, not multiplied: see `NO_LIMIT`."""
         self.num_tokens = 0
         """Tokens kept, plus `run_tokens` for each run."""
 
@@ -162,13 +164,13 @@ class HitCounts:
         stop = sequence.run_stop(start, limit)
         tokens, spans = sequence.shared_stretch(start, stop), sequence.spans_at(start)
         number = self._new_number()
-        salt = number * NEXT_SALT % 2**32 >> 24
-        self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, salt)
+        self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, self._salt >> 24)
         self.num_tokens += self._cost(counted)
         return counted
 
     def _new_number(self) -> int:
         self._num_numbers += 1
+        self._salt = (self._salt + NEXT_SALT) % 2**32
         return self._num_numbers
 
     def _cost(self, run: CountedRun) -> int:
