@@ -82,6 +82,8 @@ class HitCounts:
         self._runs: OrderedDict[bytes, CountedRun] = OrderedDict()
         """Oldest first. A run is never older than the runs behind it."""
         self._num_numbers = 0
+        self._salt = 0
+        """The last number times `NEXT_SALT`, in 32 bits; added up, not multiplied: see `NO_LIMIT`."""
         self.num_tokens = 0
         """Tokens kept, plus `run_tokens` for each run."""
 
@@ -173,13 +175,13 @@ class HitCounts:
         stop = sequence.run_stop(start, limit)
         tokens, spans = sequence.shared_stretch(start, stop), sequence.spans_at(start)
         number = self._new_number()
-        salt = self._num_numbers * NEXT_SALT % 2**32 >> 24
-        self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, salt)
+        self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, self._salt >> 24)
         self.num_tokens += (stop - start) * self._unit_tokens + self._run_tokens
         return counted
 
     def _new_number(self) -> bytes:
         self._num_numbers += 1
+        self._salt = (self._salt + NEXT_SALT) % 2**32
         return self._num_numbers.to_bytes(8, "little")
 
     def _cost(self, run: CountedRun) -> int:

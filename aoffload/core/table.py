@@ -25,8 +25,8 @@ __all__ = ["NO_LIMIT", "BlockTable", "not_null", "nulls"]
 
 
 NO_LIMIT: Final = 2**40
-"""A number of units: no limit. Times the width of a band it stays below 2**62: compiled code multiplies larger ones as
-Python objects, where a signal's handler may run, and takes what that raises for a lack of memory: the process ends."""
+"""A number of units: no limit. Nothing multiplies it: compiled code multiplies what is 2**30 or more as Python objects,
+where a signal's handler may run, and takes what that raises for a lack of memory, which ends the process."""
 MANY: Final = 100
 """From this many ids on, numpy is faster than a loop that makes each id a Python int."""
 
@@ -101,6 +101,7 @@ class BlockTable:
 
     def private(self, published: int, start: int = 0, stop: int = NO_LIMIT) -> array[int]:
         """The ids in units `[start, stop)` that only the request reads and frees."""
+        stop = min(stop, len(self.ids))
         found = not_null(self.ids[max(start, published) * self.width : stop * self.width])
         for units in within(self.duplicates, start, stop) if self.duplicates else ():
             found.extend(not_null(self.at(units.start, units.stop)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -149,8 +148,9 @@ def settled_job_awaited(busy: Busy) -> None:
 
 def earlier_job_reaches_further(busy: Busy) -> None:
     job = busy.ledger.jobs.unsettled[busy.store.job_id]
-    shorter = copy.copy(job)
-    shorter.stop, shorter.predecessor = job.stop - 1, job
+    leases = job.source_lease, job.destination_lease
+    shorter = Job(job.plan, job.run, job.start, job.stop - 1, job.epoch, job.band, *leases, job.request_id)
+    shorter.predecessor = job
     job.run.parts[Tier.HOST].awaits(shorter)
 
 
