@@ -17,6 +17,10 @@ EXPECTED = (
     ("a compiled class has no text of its own, and its signature names classes", r"values .* (doc|signature)"),
     ("a field of a compiled class cannot be deleted", r"values \S+ deleted"),
     ("a field of a compiled class refuses what is of another type", r"values \S+ = .*"),
+    (
+        "a request, its load and its waiter cannot be copied, and say so otherwise where they are made of nothing",
+        r"values (Holding|Load|Waiter) (equals itself|copied|made of nothing)",
+    ),
     ("what cannot be copied deeply says so in other words", r"values \w+ deep"),
     ("a pool that counts in another class than when it was given", r"plug-ins pool num_\w+ gives .*"),
 )

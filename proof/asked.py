@@ -109,7 +109,7 @@ def things() -> Iterator[tuple[str, Any]]:
     made += [world.allocated()[0].admit(Prefix.of(ROOT, TOKENS)).match, world.allocated()[0].plan_load]
     ledger, holding = world.allocated()
     made += [ledger.loadable(holding), *ledger.plan_load(holding), holding.load, Completion(0, Outcome.LANDED, 1)]
-    made += [public.TierOffer(2, 8), public.LoadOffer(4, [public.TierOffer(2, 8)], 1, 2.0), public.CostChoice()]
+    made += [public.LoadOffer(2, 8, 16, 1, None), public.CostChoice()]
     made += [world.preempted()[1].match, public.LearnedEviction(), *public.PinState, *public.JobState, *aoffload.Tier]
     for one in made:
         found.setdefault(type(one).__name__, one)

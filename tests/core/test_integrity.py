@@ -10,7 +10,7 @@ import pytest
 from driving import Driven, prompt
 
 from aoffload.core.hops import Outcome, Tier
-from aoffload.core.records import Run
+from aoffload.core.records import Job, Run
 from aoffload.errors import IntegrityError
 from aoffload.prefix import Prefix, Root
 
