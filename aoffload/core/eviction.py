@@ -56,14 +56,9 @@ class LeastRecentlyUsed:
             newest.newer = part
 
     def add_used(self, part: Part, last_use: int) -> None:
-        """The newest, `last_use` being its number. No `add` numbers parts of such a list."""
-        part.last_use = last_use
-        newest, self._newest = self._newest, part
-        part.older = newest
-        if newest is None:
-            self.first = part
-        else:
-            newest.newer = part
+        """The newest, `last_use` being its number."""
+        self._num_uses = last_use - 1
+        self.add(part)
 
     def add_newer(self, part: Part, than: Part) -> None:
         part.last_use = than.last_use
