@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from typing import Any
 
 from ...core.lifecycle import RequestState
@@ -17,14 +18,15 @@ RESTART_WEIGHTS = {"restart": 0.3, "survive": 3}
 CORE_OF_DISK = ("write_behind", "fetch", "match_fetched")
 
 
-class DiskDraw:
+class DiskDraw(ABC):
     rng: random.Random
     prompts: Prompts
     machine: DiskCalls
     num_named: int
 
+    @abstractmethod
     def _name(self, stem: str) -> str:
-        raise NotImplementedError
+        """A name that nothing has yet."""
 
     def down_and_up(self, evicts: list[Call], restarts: bool) -> list[Call]:
         """A prompt goes down to the disk, is gone from the tiers above, and is fetched for one or two requests.

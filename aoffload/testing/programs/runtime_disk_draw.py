@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from typing import Any
 
 from .program import Call
@@ -10,7 +11,7 @@ from .program import Call
 __all__ = ["DiskDrawing"]
 
 
-class DiskDrawing:
+class DiskDrawing(ABC):
     rng: random.Random
     _prompts: list[tuple[int, ...]]
     _ahead: list[Call]
@@ -21,8 +22,9 @@ class DiskDrawing:
     EMPTIES: tuple[tuple[str, dict[str, Any]], ...] = (("reset", {"tier": "HOST"}), ("reset", {"tier": "DEVICE"}))
     """The calls after which only the disk has anything."""
 
+    @abstractmethod
     def _identity(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """The prompt of a new request, and what its KV depends on besides."""
 
     def _of_the_disk(self, name: str) -> Call:
         """A call about the disk; the first of several, if it takes more."""
