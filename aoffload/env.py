@@ -91,11 +91,14 @@ class Env:
         """
         if _in_trio():
             return self._trio_waker(callback)
-        loop = asyncio.get_running_loop()
+        loop, own_thread = asyncio.get_running_loop(), threading.get_ident()
 
         def wake() -> None:
             try:
-                loop.call_soon_threadsafe(callback)
+                if threading.get_ident() == own_thread:
+                    loop.call_soon(callback)  # no need to interrupt the loop's wait: it is not waiting
+                else:
+                    loop.call_soon_threadsafe(callback)
             except RuntimeError:  # the loop is closed
                 return
 

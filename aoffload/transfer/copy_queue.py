@@ -30,7 +30,7 @@ from .copy_observer import OBSERVES, CopyObserver, NullCopyObserver
 from .fence import Fence
 from .hops import Hop, hop_of
 from .region_fences import RegionWatch
-from .transport import GivesUp
+from .transport import CopiesAtOnce, GivesUp
 
 __all__ = ["CopyQueue", "Launches"]
 
@@ -80,6 +80,7 @@ class CopyQueue:
     _inbox: deque[Completion] = attrs.field(init=False, factory=deque)
     _gives_up: Callable[[int], None] | None = attrs.field(init=False)
     """How the transport is told of a job that is given up, if it wants to know."""
+    _begin_turn: Callable[[], object] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         check_type("ledger", self.ledger, Ledger)
@@ -91,6 +92,8 @@ class CopyQueue:
         check_int("block_bytes", self.block_bytes, 1)
         self.regions = RegionWatch(self.transport)
         self._gives_up = self.transport.give_up if isinstance(self.transport, GivesUp) else None
+        self._begin_turn = self.transport.begin_turn if isinstance(self.transport, CopiesAtOnce) else nobody
+        self._begin_turn()
 
     def __repr__(self) -> str:
         state = "on" if self.is_accepting else "off"
@@ -146,7 +149,8 @@ class CopyQueue:
                     self.regions.end(plan.job_id, "nobody waits for it any more")
 
     def _may_launch(self, hop: Hop, num_bytes: int) -> bool:
-        fits = hop.num_bytes + num_bytes <= hop.max_bytes and len(hop.in_flight) < self.config.max_jobs_in_flight
+        num_jobs = len(hop.in_flight) - len(hop.reported)
+        fits = hop.num_bytes + num_bytes <= hop.max_bytes and num_jobs < self.config.max_jobs_in_flight
         return fits or not hop.in_flight  # a job above the bound runs alone
 
     def _launch(self, hop: Hop, plan: TransferPlan, after: Fence | None, num_bytes: int) -> None:
@@ -154,6 +158,8 @@ class CopyQueue:
         try:
             self.regions.launch(plan.job_id)
             self.transport.launch(plan, after)
+            if self._inbox and self._inbox[-1].job_id == plan.job_id:  # copied at once
+                hop.reported.add(plan.job_id)
         except TransferRefused as error:
             self.deliver(Completion(plan.job_id, Outcome.FAILED, error=str(error)))
             if isinstance(error, DeviceGone):
@@ -188,6 +194,7 @@ class CopyQueue:
             self.regions.settle(completion)
             if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
                 self._ask_device()
+        self._begin_turn()
         self._dispatch()
         self.ended()
 

@@ -47,6 +47,8 @@ class Hop:
     """Of these jobs."""
     in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     """Launched jobs in launch order, which is the order of their deadlines."""
+    reported: set[int] = attrs.field(factory=set)
+    """Jobs in flight that were over when their launch returned, and are settled in the next turn."""
     num_bytes: int = 0
     """In flight."""
     bytes_over: int = 0
@@ -76,6 +78,7 @@ class Hop:
         found = self.in_flight.pop(job_id, None)
         if found is not None:
             self.num_bytes -= found.num_bytes
+            self.reported.discard(job_id)
 
     def arrives_s(self, num_bytes: int, now: float) -> float:
         """How long a copy takes that begins now, behind what is queued and in flight. 0 where nothing was measured, or

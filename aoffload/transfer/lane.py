@@ -1,12 +1,26 @@
-"""A lane: the thread that copies on one hop and ends its jobs in order."""
+"""A lane: the copies of one direction, submitted and ended in launch order.
+
+A job passes two threads. The first one submits: it makes the device wait for the job's fences, submits the copies, and
+takes the next job at once, so the device is never idle because a thread waits for it. The second one completes: it
+waits for each submitted copy in turn, verifies it and delivers its completion.
+
+    launch -> [queue] -> submitting thread -> [ends] -> completing thread -> deliver
+                               |                                                ^
+                               +-- nothing is ahead, and the copy is over ------+
+
+On a CPU a copy is over when its submission returns. The submitting thread then delivers the completion itself, so the
+second thread is started only when a copy first has to be waited for. `copy_now` skips the first thread, too: it copies
+in the thread that launches, if no job of the lane is ahead.
+"""
 
 from __future__ import annotations
 
 import enum
 import threading
-from collections import deque
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import attrs
@@ -17,7 +31,7 @@ from ..env import Env
 from ..errors import TransferRefused
 from .backends.base import CopyBackend, CopyStopped, LostDevice
 from .checksums import BlockChecksums
-from .fence import Fence
+from .fence import PASSED, Fence
 from .loss import DeviceLoss
 from .starting import started_thread
 from .turns import wait_precisely
@@ -34,18 +48,29 @@ class _Job:
     plan: TransferPlan
     before: tuple[Fence, ...]
     """Fences that have to pass before the first byte moves."""
+    number: int
+    """Its place in launch order."""
 
 
 @attrs.frozen
-class _Running:
+class _End:
+    """A job that was submitted, or failed before: what is left to do."""
+
     plan: TransferPlan
-    fence: Fence
-    began_s: float
+    number: int
+    complete: Callable[[], Completion]
+    """Waits until the copy is over, and returns how it ended."""
+    fence: Fence | None = PASSED
+    """`complete` does not wait once it has passed; None: `complete` may have to wait for the whole lane."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.fence is not None and _has_passed(self.fence)
 
 
 @attrs.define
 class LaneCounts:
-    """Written by the lane's thread only."""
+    """Written by whoever completes a job, one at a time."""
 
     num_jobs: int = 0
     num_blocks: int = 0
@@ -55,18 +80,14 @@ class LaneCounts:
 
 
 class CopyLane:
-    """Loads and stores have a lane each: a store that waits for a long forward must not hold back a load.
-
-    Jobs of a lane start and end in launch order. Several may be running: the thread starts a job as soon as it is
-    queued, and waits for the oldest one only when there is nothing to start.
-    """
+    """Loads and stores have a lane each, so a store that waits for a long forward does not hold back a load."""
 
     def __init__(
         self,
         direction: Direction,
         backend: CopyBackend,
         checksums: BlockChecksums | None,
-        deliver: Callable[[Completion], None],
+        deliver: Callable[[Completion], object],
         env: Env,
         loss: DeviceLoss,
     ) -> None:
@@ -78,24 +99,68 @@ class CopyLane:
         self._env = env
         self._loss = loss
         self._queue: SimpleQueue[_Job | _Stop] = SimpleQueue()
-        self._running: deque[_Running] = deque()
-        self._starting: _Job | None = None
+        """Launched, for the submitting thread."""
+        self._ends: SimpleQueue[_End | _Stop] = SimpleQueue()
+        """Submitted, for the completing thread."""
+        self._submitting: _Job | None = None
+        self._completing: list[_End] = []
+        """Taken from `_ends`, and not delivered yet."""
+        self._completed: list[Completion] = []
+        """The completions of the first jobs in `_completing`."""
         self._last_end_s = 0.0
-        # Guards `_refusal` together with the queue: nothing may be queued after a lane that ends has drained it.
+        # Guards the counts and the refusals together with both queues: nothing is queued for a thread that has ended.
         self._gate = threading.Lock()
+        self._num_launched = self._num_over = 0
+        """Equal while the lane is idle."""
         self._refusal = ""
+        """Why nothing more is launched."""
+        self._death = ""
+        """Why nothing more is completed: the completing thread has died."""
         self._abandoned = False
-        # The thread's frame refers to this lane, so a copy that hangs keeps the memory of both sides alive.
-        self._thread = started_thread(env, self._work, f"aoffload-{direction.value}")
+        # The frames of both threads refer to this lane, so a copy that hangs keeps the memory of both sides alive.
+        self._completer: threading.Thread | None = None
+        self._thread = started_thread(env, self._submit_all, f"aoffload-{direction.value}")
+
+    # -- launching ------------------------------------------------------------------------------------------------
 
     def launch(self, plan: TransferPlan, before: tuple[Fence, ...]) -> None:
+        """Queue a job. `TransferRefused` after closing, or if a thread of the lane has died."""
         with self._gate:
             if self._refusal or not self._thread.is_alive():
                 raise TransferRefused(self._refusal or f"the {self.direction.value} thread is gone")
-            self._queue.put(_Job(plan, before))
+            self._queue.put(_Job(plan, before, self._num_launched))
+            self._num_launched += 1
+
+    def copy_now(
+        self, plan: TransferPlan, before: tuple[Fence, ...], deliver: Callable[[Completion], object]
+    ) -> bool:
+        """Copy in the calling thread, and deliver the completion, unless an earlier job or a fence has to be waited for.
+        Returns whether it was done. Only for backends whose copies are over when `copy` returns. `TransferRefused` as in
+        `launch`."""
+        completion: Completion | None = None
+        try:
+            with self._gate:  # closing takes it before it releases the memory
+                if self._refusal:
+                    raise TransferRefused(self._refusal)
+                if self._num_over != self._num_launched or not all(_is_known_to_have_passed(fence) for fence in before):
+                    return False
+                began_s = self._env.now()
+                try:
+                    self._backend.copy(plan)
+                    completion = self._proven(plan, plan.num_blocks, began_s)
+                except Exception as error:  # noqa: BLE001 - becomes the outcome of this job, as in the thread
+                    self._loss.notice(error)
+                    completion = self._failed(plan, began_s, error)
+                except BaseException:  # the handler of a signal: the copy is over, and nothing is proven
+                    completion = _never_started(plan, "the copy was interrupted")
+                    raise
+        finally:
+            if completion is not None:
+                deliver(completion)
+        return True
 
     def stop_launching(self) -> None:
-        """Refuse new jobs, and end the thread after the launched ones. May be called twice."""
+        """Refuse new jobs, and end the threads after the launched ones. May be called twice."""
         with self._gate:
             if not self._refusal:
                 self._refusal = "the transport is closed"
@@ -103,92 +168,156 @@ class CopyLane:
 
     def join(self, timeout_s: float) -> bool:
         """Whether the lane ended within `timeout_s` seconds. If not, it starts no more jobs even if its copy ends."""
+        deadline_s = time.monotonic() + timeout_s  # joining a thread takes real time
         self._thread.join(max(0.0, timeout_s))
-        self._abandoned = self._thread.is_alive()
+        if self._completer is not None:
+            self._completer.join(max(0.0, deadline_s - time.monotonic()))
+        self._abandoned = self._thread.is_alive() or (self._completer is not None and self._completer.is_alive())
         return not self._abandoned
 
-    def _work(self) -> None:
+    # -- the submitting thread ------------------------------------------------------------------------------------
+
+    def _submit_all(self) -> None:
         wait_precisely()
         try:
             with self._backend.thread_scope(self.direction):
-                while (job := self._next_job()) is not _Stop.STOP:
-                    self._start(job)
-                    self._finish_passed()
+                while (job := self._queue.get()) is not _Stop.STOP:
+                    self._pass_on(self._submitted(job))
         except LostDevice as error:  # raised on entering or leaving the thread's scope
             self._loss.notice(error)
         finally:
-            self._give_up()
+            self._end_submitting()
 
-    def _next_job(self) -> _Job | _Stop:
-        while True:
-            try:
-                job = self._queue.get(block=not self._running)
-            except Empty:
-                self._finish_oldest()
-                continue
-            while job is _Stop.STOP and self._running:
-                self._finish_oldest()
-            return job
-
-    def _start(self, job: _Job) -> None:
-        refusal = "the transport was closed before the copy started" if self._abandoned else self._loss.reason
-        if refusal:
-            self._deliver(_never_started(job.plan, refusal))
-            return
-        self._starting = job
+    def _submitted(self, job: _Job) -> _End:
+        plan = job.plan
+        refusal = "the transport was closed before the copy started" if self._abandoned else ""
+        if refusal := refusal or self._loss.reason or self._death:
+            return _End(plan, job.number, partial(_never_started, plan, refusal))
+        self._submitting = job
+        began_s = self._env.now()
+        is_started = False
         try:
             self._backend.wait_for(self.direction, job.before)
-        except Exception as error:  # noqa: BLE001 - becomes the outcome of this job; nothing of it was started
-            self._loss.notice(error)
-            self._finish_unstarted(job.plan, error)
-            return
-        began_s = self._env.now()
-        try:
-            fence = self._backend.copy(job.plan)
+            began_s, is_started = self._env.now(), True
+            fence = self._backend.copy(plan)
         except Exception as error:  # noqa: BLE001 - becomes the outcome of this job; the next one may succeed
             self._loss.notice(error)
-            self._finish_failed(job.plan, began_s, error)
+            if is_started:
+                end = _End(plan, job.number, partial(self._failed, plan, began_s, error), fence=None)
+            else:
+                end = _End(plan, job.number, partial(_never_started, plan, repr(error)))
         else:
-            self._starting = None
-            self._running.append(_Running(job.plan, fence, began_s))
+            end = _End(plan, job.number, partial(self._landed, plan, began_s, fence), fence)
+        self._submitting = None
+        return end
 
-    def _finish_passed(self) -> None:
-        while self._running and _has_passed(self._running[0].fence):
-            self._finish_oldest()
+    def _pass_on(self, end: _End) -> None:
+        """Have `end` completed after all jobs before it: here, if that needs no waiting, else in the other thread."""
+        if self._num_over == end.number and end.is_over:
+            self._tell([end.complete()])
+            return
+        if self._completer is None:
+            name = f"aoffload-{self.direction.value}-ends"
+            with suppress(TransferRefused):  # the system has no thread left: this one waits, and is late for the next
+                self._completer = started_thread(self._env, self._complete_all, name)
+        with self._gate:
+            if self._completer is not None and not self._death:
+                self._ends.put(end)
+                return
+        self._tell([_in_doubt(end.plan, self._death) if self._death else end.complete()])
 
-    def _finish_oldest(self) -> None:
-        running = self._running[0]
+    def _end_submitting(self) -> None:
+        """The thread ends, in order or not: each job that it will not submit gets an end."""
+        with self._gate:
+            self._refusal = self._refusal or self._loss.reason or f"the {self.direction.value} thread died"
+        reason = f"the {self.direction.value} thread ended"
+        died_with = self._submitting
+        if died_with is not None:
+            self._pass_on(_End(died_with.plan, died_with.number, partial(_in_doubt, died_with.plan, reason)))
+        while not self._queue.empty():
+            job = self._queue.get()
+            if job is not _Stop.STOP:
+                self._pass_on(_End(job.plan, job.number, partial(_never_started, job.plan, reason)))
+        self._ends.put(_Stop.STOP)
+        if died_with is not None:
+            self._outlive_copies()
+
+    # -- the completing thread ------------------------------------------------------------------------------------
+
+    def _complete_all(self) -> None:
+        wait_precisely()
         try:
-            running.fence.synchronize()
+            with self._backend.thread_scope(self.direction):
+                end = self._ends.get()
+                while end is not _Stop.STOP:
+                    end = self._complete_burst(end)
+        except LostDevice as error:
+            self._loss.notice(error)
+        finally:
+            self._end_completing()
+
+    def _complete_burst(self, end: _End) -> _End | _Stop:
+        """Wait for `end`, and deliver it together with those after it that are over by then: the first delivery wakes
+        the event loop, which then finds all of them. Returns what comes next."""
+        following: _End | _Stop | None = end
+        while isinstance(following, _End) and (following is end or following.is_over):
+            self._completing.append(following)
+            self._completed.append(following.complete())
+            try:
+                following = self._ends.get_nowait()
+            except Empty:
+                following = None
+        if isinstance(following, _End):
+            self._completing.append(following)
+        self._tell(self._completed)
+        self._completing, self._completed = [], []
+        return self._ends.get() if following is None else following
+
+    def _end_completing(self) -> None:
+        """The thread ends, in order or not: what it has taken, or was given, and did not deliver is in doubt."""
+        reason = f"the {self.direction.value} thread ended"
+        with self._gate:
+            self._death = reason
+            self._refusal = self._refusal or self._loss.reason or f"the {self.direction.value} thread died"
+            while not self._ends.empty():
+                if (end := self._ends.get()) is not _Stop.STOP:
+                    self._completing.append(end)
+        doubts = [_in_doubt(end.plan, reason) for end in self._completing[len(self._completed) :]]
+        self._tell([*self._completed, *doubts])
+        if doubts:
+            self._outlive_copies()
+
+    def _outlive_copies(self) -> None:
+        """Wait in a thread whose frame refers to both memories: it keeps them until the device has finished."""
+        with suppress(Exception):
+            self._backend.settle(self.direction)
+
+    # -- completions ----------------------------------------------------------------------------------------------
+
+    def _tell(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            self._deliver(completion)
+        with self._gate:
+            self._num_over += len(completions)
+
+    def _landed(self, plan: TransferPlan, began_s: float, fence: Fence) -> Completion:
+        try:
+            fence.synchronize()
         except Exception as error:  # noqa: BLE001 - a lost device, say: the copy may still be writing
             self._loss.notice(error)
-            completion = Completion(running.plan.job_id, Outcome.UNPROVEN, error=repr(error))
-        else:
-            completion = self._proven(running.plan, running.plan.num_blocks, running.began_s)
-        self._running.popleft()
-        self._deliver(completion)
+            return _in_doubt(plan, repr(error))
+        return self._proven(plan, plan.num_blocks, began_s)
 
-    def _finish_unstarted(self, plan: TransferPlan, error: Exception) -> None:
-        while self._running:
-            self._finish_oldest()
-        self._starting = None
-        self._deliver(_never_started(plan, repr(error)))
-
-    def _finish_failed(self, plan: TransferPlan, began_s: float, error: Exception) -> None:
-        while self._running:
-            self._finish_oldest()
+    def _failed(self, plan: TransferPlan, began_s: float, error: Exception) -> Completion:
         num_copied = error.num_copied if isinstance(error, CopyStopped) else 0
         reason = repr(error.__cause__ or error)
         try:
             self._backend.settle(self.direction)
         except Exception as doubt:  # noqa: BLE001 - unknown whether the started part of the copy is over
             self._loss.notice(doubt)
-            completion = Completion(plan.job_id, Outcome.UNPROVEN, error=f"{reason}, then {doubt!r}")
-        else:
-            proven = self._proven(plan, num_copied, began_s)
-            completion = attrs.evolve(proven, outcome=Outcome.FAILED, corrupt=(), error=reason)
-        self._starting = None
-        self._deliver(completion)
+            return _in_doubt(plan, f"{reason}, then {doubt!r}")
+        proven = self._proven(plan, num_copied, began_s)
+        return attrs.evolve(proven, outcome=Outcome.FAILED, corrupt=(), error=reason)
 
     def _proven(self, plan: TransferPlan, num_copied: int, began_s: float) -> Completion:
         """The completion of a copy whose leading `num_copied` blocks are at their destination, after verification."""
@@ -239,27 +368,13 @@ class CopyLane:
         self.counts.num_verified += num_copied - len(found)
         return found
 
-    def _give_up(self) -> None:
-        """Called when the thread ends, in order or not: delivers a completion for each job that it will not finish."""
-        with self._gate:
-            self._refusal = self._refusal or self._loss.reason or f"the {self.direction.value} thread died"
-        reason = f"the {self.direction.value} thread ended"
-        plans_in_doubt = [running.plan for running in self._running]
-        plans_in_doubt += [self._starting.plan] if self._starting is not None else []
-        for plan in plans_in_doubt:
-            self._deliver(Completion(plan.job_id, Outcome.UNPROVEN, error=reason))
-        while not self._queue.empty():
-            job = self._queue.get()
-            if job is not _Stop.STOP:
-                self._deliver(_never_started(job.plan, reason))
-        if plans_in_doubt:
-            # This frame refers to both memories, and keeps them until the device has finished with them.
-            with suppress(Exception):
-                self._backend.settle(self.direction)
-
 
 def _never_started(plan: TransferPlan, reason: str) -> Completion:
     return Completion(plan.job_id, Outcome.FAILED, error=reason)
+
+
+def _in_doubt(plan: TransferPlan, reason: str) -> Completion:
+    return Completion(plan.job_id, Outcome.UNPROVEN, error=reason)
 
 
 def _has_passed(fence: Fence) -> bool:
@@ -267,3 +382,10 @@ def _has_passed(fence: Fence) -> bool:
         return fence.query()
     except Exception:  # noqa: BLE001 - `synchronize` raises it again, and there it becomes an outcome
         return True
+
+
+def _is_known_to_have_passed(fence: Fence) -> bool:
+    try:
+        return fence.query()
+    except Exception:  # noqa: BLE001 - the lane's thread meets it, and there it becomes an outcome
+        return False

@@ -17,6 +17,7 @@ from ..disk_tier import DiskTier
 from ..env import Env
 from ..errors import ConfigError, TransferRefused, WrongState
 from ..remote_tier import RemoteTier
+from .at_once import AtOnce, hand_over_bytes
 from .backends.base import CopyBackend, HasHostRows
 from .backends.cpu import CpuBackend
 from .backends.cuda import CudaBackend
@@ -70,6 +71,9 @@ class LocalTransport:
         """By hop."""
         self._num_blocks: dict[Tier, int] = {}
         self._turns = Turns()
+        self._at_once = AtOnce()
+        self._deliver: Callable[[Completion], object]
+        """Set by `open`."""
         self._loss = DeviceLoss()
         self._disk = None if disk is None else _disk_of(disk, regions)
         self._remote = None if remote is None else _remote_of(remote, regions)
@@ -121,6 +125,7 @@ class LocalTransport:
 
     def _open(self, num_host_blocks: int, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
         self.backend.open(num_host_blocks)
+        self._deliver = deliver
         self._num_blocks = {Tier.DEVICE: self.num_device_blocks, BELOW: num_host_blocks}
         checksums = BlockChecksums(num_host_blocks) if verify else None
 
@@ -130,6 +135,9 @@ class LocalTransport:
 
         for hop, direction in _HOPS.items():
             self._lanes[hop] = CopyLane(direction, self.backend, checksums, over, env, self._loss)
+        # Only of the CPU's own backend it is known that a copy never waits. Verifying takes longer than copying.
+        if type(self.backend) is CpuBackend and not verify:
+            self._at_once.most_bytes = hand_over_bytes(env)
         if isinstance(self.backend, HasHostRows):
             if self._disk is not None:
                 self._disk.open(self.backend.host_rows, checksums, over, env)
@@ -149,14 +157,19 @@ class LocalTransport:
             raise TransferRefused(f"no fence could be recorded: {error!r}") from error
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
-        """Hand the plan to its thread. `TransferRefused` for invalid block ids, and after closing; `DeviceGone` once
-        the device is lost."""
+        """Hand the plan to its thread, or make a small copy at once, see `begin_turn`: then `deliver` is called before
+        this returns. `TransferRefused` for invalid block ids, and after closing; `DeviceGone` once the device is
+        lost."""
         if not self._lanes:
             raise TransferRefused("the transport is not open")
         self._loss.check()
         self._check(plan)
         lower = self._below_host(plan.hop)
         fences = () if lower is not None else self._fences(plan.direction, after)
+        if lower is None and self._at_once.allows(num_bytes := plan.num_blocks * self.block_bytes):
+            if self._lanes[plan.hop].copy_now(plan, fences, self._deliver):
+                self._at_once.copied(num_bytes)
+                return
         self._turns.begin()
         try:
             if lower is not None:
@@ -166,6 +179,11 @@ class LocalTransport:
         except TransferRefused:
             self._turns.end()
             raise
+
+    def begin_turn(self) -> None:
+        """Another turn of the event loop begins: small copies of CPU tensors may be made in `launch` again, up to a
+        bound for each turn. For a caller that settles completions in turns, never inside `launch`."""
+        self._at_once.begin_turn()
 
     def give_up(self, job_id: int) -> None:
         """A store to the disk records nothing from here on: its source may be overwritten. A copy from or to a remote

@@ -18,7 +18,7 @@ from .breaker import LeftAlone, StorageMove
 from .fence import Fence
 
 __all__ = [
-    "TRANSPORTS", "DiskStatistics", "GivesUp", "HasDisk", "HasRemote", "PinProgress", "RemoteStatistics",
+    "TRANSPORTS", "CopiesAtOnce", "DiskStatistics", "GivesUp", "HasDisk", "HasRemote", "PinProgress", "RemoteStatistics",
     "ReportsPinning", "SlowToOpen", "TransferStatistics", "Transport", "TransportDisk", "TransportRemote",
 ]  # fmt: skip
 
@@ -124,6 +124,15 @@ class SlowToOpen(Protocol):
 
     @property
     def opens_slowly(self) -> bool: ...
+
+
+@runtime_checkable
+class CopiesAtOnce(Protocol):
+    """A transport that makes small copies inside `launch`, and bounds them for each turn of the event loop."""
+
+    def begin_turn(self) -> None:
+        """Completions were settled: what was copied at once until now does not count any more."""
+        ...
 
 
 @runtime_checkable
@@ -235,8 +244,8 @@ class Transport(Protocol):
     """Copies blocks between device tensors and host memory, as plans say.
 
     `launch` and `record_fence` are called in the event loop's thread and must not block. Every launched plan gets
-    exactly one completion, from any thread, and after an UNPROVEN one possibly a late proof. The ledger survives a
-    transport that dies or hangs instead. Once `launch` or `record_fence` has raised `DeviceGone`, the runtime calls
+    exactly one completion, from any thread, perhaps before `launch` returns, and after an UNPROVEN one possibly a late
+    proof. The ledger survives a transport that dies or hangs instead. Once `launch` or `record_fence` has raised `DeviceGone`, the runtime calls
     neither again; it still closes the transport.
     """
 

@@ -22,7 +22,9 @@ from aoffload import (
     Request,
 )
 from aoffload.ledger import AttentionKind
+from aoffload.transfer.backends.cpu import CpuBackend
 from aoffload.transfer.backends.scripted import ScriptedTransport
+from aoffload.transfer.local import LocalTransport
 
 ASYNCIO = pytest.param(("asyncio", {}), id="asyncio")
 UVLOOP = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
@@ -171,12 +173,24 @@ async def scripted(
 
 
 @asynccontextmanager
-async def with_bytes(num_blocks: int = 16, *, logger: Any = None, **options: Any) -> AsyncIterator[Engine]:
-    """A runtime over real tensors; `num_blocks` usable device blocks."""
+async def with_bytes(
+    num_blocks: int = 16, *, in_threads: bool = False, logger: Any = None, **options: Any
+) -> AsyncIterator[Engine]:
+    """A runtime over real tensors; `num_blocks` usable device blocks. `in_threads`: no copy is made at once."""
     blocks = TensorBlocks(num_blocks + 1)
     made = config(**options)
-    async with OffloadRuntime(made, blocks.tensors, logger=logger) as runtime:
+    transport = threaded(blocks.tensors) if in_threads else LocalTransport(blocks.tensors)
+    async with OffloadRuntime(made, transport=transport, logger=logger) as runtime:
         yield Engine(runtime, blocks, made.groups[0].block_size)
+
+
+class OwnBackend(CpuBackend):
+    """A program's own backend: nobody knows whether its copies wait, so threads make them."""
+
+
+def threaded(tensors: object) -> LocalTransport:
+    """A transport that makes no copy at once."""
+    return LocalTransport(tensors, OwnBackend)
 
 
 def pinned(runtime: OffloadRuntime) -> tuple[int, int]:

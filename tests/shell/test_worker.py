@@ -25,6 +25,7 @@ from serving import (
     pinned,
     prompt,
     scripted,
+    threaded,
     turns,
     with_bytes,
 )
@@ -355,7 +356,7 @@ class BrokenCopies:
 async def test_a_copy_thread_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job in its hands is quarantined, what is asked of it later is a miss, and requests are served as before."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    async with with_bytes() as engine:
+    async with with_bytes(in_threads=True) as engine:
         await on_the_host_only(engine, A, B)
         broken = BrokenCopies(engine)
         broken.die()
@@ -741,7 +742,7 @@ def hanging() -> Iterator[list[BrokenCopies]]:
 async def test_closing_with_a_copy_that_hangs(hanging: list[BrokenCopies]) -> None:
     """The runtime closes while a thread is still in the middle of a copy, whose blocks are quarantined."""
     blocks = TensorBlocks(17)
-    runtime = OffloadRuntime(config(close_timeout_s=0.1), blocks.tensors)
+    runtime = OffloadRuntime(config(close_timeout_s=0.1), transport=threaded(blocks.tensors))
     with anyio.fail_after(GUARD_S):
         async with runtime:
             engine = Engine(runtime, blocks)
@@ -851,7 +852,7 @@ def test_a_copy_that_ends_when_the_loop_is_gone(
     blocks = TensorBlocks(17)
 
     async def live() -> None:
-        async with OffloadRuntime(config(close_timeout_s=0.01), blocks.tensors) as runtime:
+        async with OffloadRuntime(config(close_timeout_s=0.01), transport=threaded(blocks.tensors)) as runtime:
             broken = BrokenCopies(Engine(runtime, blocks))
             hanging.append(broken)
             broken.hang()
@@ -872,7 +873,7 @@ def test_a_copy_that_ends_when_the_loop_is_gone(
 async def test_closing_when_cancelled_natively(hanging: list[BrokenCopies]) -> None:
     """`task.cancel()` on the task that closes, again and again: it ends with CancelledError, and nothing is pinned."""
     blocks = TensorBlocks(17)
-    runtime = OffloadRuntime(config(close_timeout_s=10 * GUARD_S), blocks.tensors)
+    runtime = OffloadRuntime(config(close_timeout_s=10 * GUARD_S), transport=threaded(blocks.tensors))
     opened = anyio.Event()
 
     async def live() -> None:

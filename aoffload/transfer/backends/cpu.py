@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ BATCH_BYTES = 32 * 2**20
 """Bytes per batch: enough to hide the cost of a call, few enough to tell how many blocks of a failed copy arrived."""
 SHORT_CALL_BYTES = 768 * 1024
 """Bytes per call. Below it, waiting for the GIL after each call takes longer than copying everything twice."""
+LEAST_TIMED_BYTES = 64 * 1024
+"""A smaller batch is not timed: asking for the thread's CPU time would take longer than copying it."""
 MOST_TRIES = 8
 
 
@@ -98,14 +101,15 @@ class CpuBackend(RegionBackend):
 
         While other threads contend for the GIL, short stretches are copied together, through a buffer.
         """
-        waits, num_calls = self._waits[direction], 1 + np.count_nonzero(gaps(on_host))
-        if waits.have_begun and len(on_host) * self.block_bytes < num_calls * SHORT_CALL_BYTES:
-            with waits.timing(1):
+        waits, num_bytes = self._waits[direction], len(on_host) * self.block_bytes
+        extents = [self._host[part] for part in _as_slices(on_host)]
+        is_staged = waits.have_begun and num_bytes < len(extents) * SHORT_CALL_BYTES
+        with nullcontext() if num_bytes < LEAST_TIMED_BYTES else waits.timing(1 if is_staged else len(extents)):
+            if is_staged:
                 self._staging[direction].move(direction, on_device, on_host)
-            return
-        move = self._mover.scatter if direction is Direction.LOAD else self._mover.gather
-        with waits.timing(int(num_calls)):
-            move(on_device, [self._host[part] for part in _as_slices(on_host)])
+            else:
+                move = self._mover.scatter if direction is Direction.LOAD else self._mover.gather
+                move(on_device, extents)
 
     def _copy_by_region(self, plan: TransferPlan, watched: RegionFences) -> Fence:
         """Copy the regions in the order in which a forward needs them."""

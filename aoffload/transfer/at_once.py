@@ -1,0 +1,83 @@
+"""Which copies are made at once, by the thread that launches them.
+
+Handing a job to a copy thread and back costs a few microseconds when the process is idle, and many times that while the
+event loop holds the interpreter lock. A small copy costs less than that, so it is made in `launch`. Its completion goes
+the usual way and is settled in the next turn of the loop. Two bounds keep the loop responsive: the size of one copy,
+which is measured when the transport opens, and the bytes copied in one turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from queue import SimpleQueue
+
+import attrs
+import numpy as np
+
+from ..env import Env
+from .starting import started_thread
+
+__all__ = ["MOST_BYTES", "TURN_BYTES", "TURN_COPIES", "AtOnce", "hand_over_bytes"]
+
+MOST_BYTES = 64 * 1024
+"""Larger copies go to a thread, however slow the threads of the machine are."""
+TURN_BYTES = 512 * 1024
+"""Copied at once in one turn of the event loop, at most: some 50 microseconds of copying."""
+TURN_COPIES = 128
+"""The same in copies, each of which costs some 15 microseconds, however small it is."""
+NUM_ROUNDS = 15
+SAMPLE_BYTES = 2**20
+
+
+@attrs.define
+class AtOnce:
+    """The bounds on copies that are made at once. Nothing is, until the first turn begins: whoever settles completions
+    in turns says so."""
+
+    most_bytes: int = 0
+    """Of one copy. 0: no copy is made at once."""
+    _left_bytes: int = attrs.field(init=False, default=0)
+    _left_copies: int = attrs.field(init=False, default=0)
+
+    def begin_turn(self) -> None:
+        self._left_bytes, self._left_copies = TURN_BYTES, TURN_COPIES
+
+    def allows(self, num_bytes: int) -> bool:
+        return num_bytes <= self.most_bytes and num_bytes <= self._left_bytes and self._left_copies > 0
+
+    def copied(self, num_bytes: int) -> None:
+        self._left_bytes -= num_bytes
+        self._left_copies -= 1
+
+
+def hand_over_bytes(env: Env) -> int:
+    """How many bytes a thread copies in the time that it takes to hand a job to another thread and back, `MOST_BYTES`
+    at most. Takes about a millisecond. `TransferRefused` where no thread can be started."""
+    there: SimpleQueue[bool] = SimpleQueue()
+    back: SimpleQueue[bool] = SimpleQueue()
+
+    def answer() -> None:
+        while there.get():
+            back.put(True)
+
+    def hand_over() -> None:
+        there.put(True)
+        back.get()
+
+    source = np.ones(SAMPLE_BYTES, dtype=np.uint8)
+    destination = np.ones_like(source)
+    thread = started_thread(env, answer, "aoffload-measure")
+    try:
+        handed, copied = [], []
+        for _ in range(NUM_ROUNDS):
+            began_s = time.perf_counter()
+            hand_over()
+            handed.append(time.perf_counter() - began_s)
+            began_s = time.perf_counter()
+            np.copyto(destination, source)
+            copied.append(time.perf_counter() - began_s)
+    finally:
+        there.put(False)
+        thread.join()
+    return min(MOST_BYTES, int(SAMPLE_BYTES * statistics.median(handed) / max(1e-9, statistics.median(copied))))
