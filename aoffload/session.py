@@ -32,9 +32,10 @@ from .prefix import Prefix, TokenIds
 from .remote_work import RemoteWork
 from .session_life import BoundSession
 from .slow import SlowWatch
+from .step_fences import StepFences
 from .telemetry import Telemetry
 from .transfer.fence import Fence
-from .transfer.transport import Transport
+from .transfer.transport import Transport, WaitsBehind
 from .worker import CopyWorker
 
 __all__ = ["Entered", "RequestOptions", "Session"]
@@ -128,6 +129,8 @@ class Session(BoundSession):
         """For hashing threads. The program's threads may fill the default limiter while they wait for the runtime."""
         # Weak, or an abandoned request would never be noticed.
         self._entered: dict[str, ref[Entered]] = {}
+        waits_behind = isinstance(transport, WaitsBehind) and transport.waits_behind
+        self._step_fences = StepFences() if waits_behind else None
         self._fences: dict[str, Fence | None] = {}
         """The fence of each live request's last commit; stores at the end of the request wait for it, too."""
 
@@ -221,6 +224,19 @@ class Session(BoundSession):
             self.release(holding, "abandoned")
         self.ledger.drop_pins()
         self.ledger.cancel_cache_transfers()
+
+    # -- loads ----------------------------------------------------------------------------------------------------
+
+    def step_ends(self) -> None:
+        """A step is about to end in the ledger: record what loads into its blocks wait for."""
+        if self._step_fences is not None:
+            self._step_fences.ended(self.ledger.num_steps_ended + 1, self._fence())
+
+    def submit_loads(self, plans: Sequence[TransferPlan]) -> None:
+        """Launch loads behind the steps that have used their destinations; without steps, behind all compute so far."""
+        if plans:
+            fences = self._step_fences
+            self.worker.submit(plans, None if fences is None else fences.before_load(self.ledger.last_step(plans)))
 
     # -- commits --------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from inspect import iscoroutinefunction
 from typing import TypeVar
 
@@ -48,7 +48,16 @@ def hold(session: Session, requests: Iterable[Request | PendingLoad]) -> Abstrac
     session.worker.step_begins()
     if session.speed is not None:
         session.speed.begins([holding.request_id for holding in (*held, *arriving)], session.now())
-    return session.ledger.step(held, arriving)
+    return _held(session, held, arriving)
+
+
+@contextmanager
+def _held(session: Session, held: Iterable[Holding], arriving: Iterable[Holding]) -> Iterator[None]:
+    with session.ledger.step(held, arriving):
+        try:
+            yield
+        finally:
+            session.step_ends()
 
 
 async def run_step(

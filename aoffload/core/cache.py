@@ -23,6 +23,7 @@ from .eviction import EvictionOrder
 from .groups import Band, Layout
 from .hops import Tier
 from .index import RunIndex
+from .last_uses import LastUses
 from .records import Lease, Part, Run
 from .splits import SplitsAndMerges
 from .tiers import TierBlocks
@@ -37,9 +38,14 @@ class PrefixCache(SplitsAndMerges):
     room: callers check `room` first."""
 
     def __init__(
-        self, layout: Layout, tiers: tuple[TierBlocks, ...], new_order: Callable[[Tier], EvictionOrder]
+        self,
+        layout: Layout,
+        tiers: tuple[TierBlocks, ...],
+        new_order: Callable[[Tier], EvictionOrder],
+        last_uses: LastUses,
     ) -> None:
         super().__init__(layout, tiers)
+        self.last_uses = last_uses
         self._new_order = new_order
         self.epoch = self.index.epoch
         """Counts resets. Runs of another epoch are not findable."""

@@ -56,6 +56,8 @@ class Commits:
             self.moves.request(holding, State.RUNNING)
         if added:
             holding.sequence.append(added)
+        if num_tokens > holding.num_computed_tokens:
+            self.cache.last_uses.computed(holding)
         holding.committed(num_tokens)
         plans: tuple[TransferPlan, ...] = ()
         first = holding.published

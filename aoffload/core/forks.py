@@ -109,6 +109,7 @@ class Forks:
         tables = tuple(self._table(parent, child, band, shared, own) for band, own in zip(bands, blocks, strict=True))
         unit = self.cache.layout.unit_tokens
         child.given_tables(tables, num_units)
+        parent.used_outside_of_steps()  # the engine copies from its blocks
         child.forked_from(parent, shared, PrefixMatch(shared * unit, 0))
         for state in (State.MATCHED, State.PINNED, State.ALLOCATED, State.RUNNING):
             self.moves.request(child, state)

@@ -30,6 +30,7 @@ from .hints import AlsoLearns, Hints
 from .hops import BELOW, Outcome, Tier
 from .jobs import JobBook
 from .kept import Step
+from .last_uses import LastUses
 from .learning import Learning
 from .loads import Loads
 from .observer import Moves
@@ -101,7 +102,8 @@ class LedgerRooms:
             num_slots = config.disk.num_slots(block_bytes, self.layout.unit_tokens)
             slots = SlotPool(num_slots)
             tiers.append(DiskBlocks(Tier.DISK, slots, new_order(Tier.DISK), used=slots.used))
-        self.cache = cache = PrefixCache(self.layout, tuple(tiers), new_order)
+        last_uses = LastUses(num_device_blocks if engine_blocks is None else 0)
+        self.cache = cache = PrefixCache(self.layout, tuple(tiers), new_order, last_uses)
         self._request_leases = leases = RequestLeases(cache)
         self.jobs = JobBook(cache, moves, self._units_per_job(config.blocks_per_job(block_bytes)))
         self._pins = Pins(cache, moves, config.max_pinned_share)

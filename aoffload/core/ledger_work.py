@@ -11,6 +11,7 @@ from ..prefix import TokenIds
 from .answer import PrefixMatch
 from .arguments import check_bool, check_completion, check_int, check_text
 from .choice import Loadable
+from .hops import Tier
 from .kept import Step
 from .ledger_requests import BeginningRequests
 from .lifecycle import RequestState as State
@@ -194,6 +195,28 @@ class WorkingRequests(BeginningRequests):
             for job in self._remote_stores.take_back(sequence, from_token // self.layout.unit_tokens, stop):
                 self._settled(self.jobs.discard(job))
 
+    @property
+    def num_steps_ended(self) -> int:
+        """Steps that have ended. The next one to end has the next number, see `last_step`."""
+        return self.cache.last_uses.num_ended
+
+    def last_step(self, plans: Iterable[TransferPlan]) -> int:
+        """The steps up to this number, in the order in which they ended, have touched the device blocks that `plans`
+        write to: the loads have to wait for their fences, and for nothing else. 0: it is not known which, so the loads
+        have to wait for all compute so far.
+
+        It is known where every forward runs in a step. One commit of what no step has computed ends that for good.
+        """
+        number = 0
+        for plan in plans:
+            if plan.destination is not Tier.DEVICE:
+                continue
+            latest = self.cache.last_uses.latest(plan.destination_ids)
+            if not latest:
+                return 0
+            number = max(number, latest)
+        return number
+
     @contextmanager
     def step(self, holdings: Iterable[Holding], arriving: Iterable[Holding] = ()) -> Iterator[None]:
         """Hold the blocks of `holdings` while a forward touches them, whatever becomes of the requests.
@@ -213,8 +236,9 @@ class WorkingRequests(BeginningRequests):
             yield
         finally:
             wakes: list[Callable[[], object]] = []
+            number = self.cache.last_uses.step_ended()
             for holding in held:
-                if holding.ended_step():
+                if holding.ended_step(number):
                     wakes += self._end_steps(holding)
             del self.steps[step.step_id]
             self._moves.step_ended(step)

@@ -40,7 +40,7 @@ class Fetched:
 class Holding(Claimant):
     __slots__ = (
         "computing", "engine_tokens", "epoch", "evictions_before", "fetched", "has_committed",
-        "hit_alignment", "hit_limit", "hit_stop", "leases", "ledger", "match", "nulled",
+        "hit_alignment", "hit_limit", "hit_stop", "last_step", "leases", "ledger", "match", "nulled",
         "num_computed_tokens", "num_lost_tokens", "num_steps", "num_units", "origins", "overlap", "published",
         "read_before", "ready_stop", "reason", "request_id", "reserve", "retry_max_hit_tokens", "sequence",
         "since_s", "state", "store_limit", "stored_stop", "tables", "ticket", "uses", "waiter", "when_idle",
@@ -110,6 +110,9 @@ class Holding(Claimant):
         self.computing: Computing = Computing.NOTHING
         self.num_steps = 0
         """Forwards that touch its blocks. No block that they touch is given back before they end."""
+        self.last_step = 0
+        """The number of its last step that has ended, see `LastUses`. 0: there is none, or its blocks were used outside
+        of steps since."""
         self.when_idle: Callable[[], object] = nobody
         """Called when the last of these forwards has ended."""
         self.since_s = 0.0
@@ -265,10 +268,14 @@ class Holding(Claimant):
         self.num_steps += 1
         self.computing = Computing.ITS_BLOCKS
 
-    def ended_step(self) -> bool:
-        """Whether that was the last forward that touches its blocks."""
+    def ended_step(self, number: int) -> bool:
+        """Whether that was the last forward that touches its blocks. `number`: of the step, see `LastUses`."""
         self.num_steps -= 1
+        self.last_step = number
         return not self.num_steps
+
+    def used_outside_of_steps(self) -> None:
+        self.last_step = 0
 
     def ends_for(self, reason: str) -> None:
         self.reason = reason

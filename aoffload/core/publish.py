@@ -165,6 +165,7 @@ def take_private(
         if run.start < table.start:
             continue  # it has left the window
         if (band, run) in shared:
+            cache.last_uses.gave_up(holding, table.at(run.start, run.stop))
             table.put(run.start, cache.take(Tier.DEVICE, (run.stop - run.start) * band.width))
         else:
             run.part(Tier.DEVICE, band.number).disown(set(table.at(run.start, run.stop)))

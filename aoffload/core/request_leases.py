@@ -164,6 +164,8 @@ class RequestLeases:
     def give_up_tables(self, holding: Holding) -> None:
         """Free the private blocks and drop the tables. Leases stay."""
         private = holding.private_blocks()
+        for table in holding.tables:
+            self.cache.last_uses.gave_up(holding, table.ids)
         holding.gave_up_tables()
         self.cache.give(Tier.DEVICE, private)
 

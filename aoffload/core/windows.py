@@ -26,6 +26,7 @@ def slide_off(cache: PrefixCache, holding: Holding) -> None:
         start = min(band.first_needed(holding.num_computed_tokens), holding.num_units)
         if start <= table.start:
             continue
+        cache.last_uses.gave_up(holding, table.at(table.start, start))
         cache.give(Tier.DEVICE, table.private(holding.published, table.start, start))
         table.null(table.start, start)
         lease = holding.leases.get(Tier.DEVICE)

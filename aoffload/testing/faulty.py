@@ -24,6 +24,7 @@ from ..transfer.transport import (
     SlowToOpen,
     TransferStatistics,
     Transport,
+    WaitsBehind,
 )
 
 __all__ = ["FaultyTransport", "JobFault"]
@@ -110,6 +111,10 @@ class FaultyTransport:
     @property
     def opens_slowly(self) -> bool:
         return isinstance(self.transport, SlowToOpen) and self.transport.opens_slowly
+
+    @property
+    def waits_behind(self) -> bool:
+        return isinstance(self.transport, WaitsBehind) and self.transport.waits_behind
 
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
         if isinstance(self.transport, ReportsPinning):

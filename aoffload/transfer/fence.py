@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import attrs
 
-__all__ = ["ORDERED", "PASSED", "Fence", "PassedFence"]
+__all__ = ["ORDERED", "PASSED", "Behind", "Fence", "PassedFence"]
 
 
 @runtime_checkable
@@ -33,7 +33,23 @@ class PassedFence:
         return None
 
 
+@attrs.frozen
+class Behind:
+    """Given as `after=`: a copy waits for `fences` and for nothing else, because they are behind all that touches its
+    blocks. `LocalTransport` then records no fence of its own for a load. Any other transport may take it for an
+    ordinary fence, and waits for more than is needed."""
+
+    fences: tuple[Fence, ...] = ()
+
+    def query(self) -> bool:
+        return all(fence.query() for fence in self.fences)
+
+    def synchronize(self) -> None:
+        for fence in self.fences:
+            fence.synchronize()
+
+
 PASSED = PassedFence()
-ORDERED = PassedFence()
-"""Given as `after=`: the engine's own streams order the copy behind all that touches its blocks, so nothing is recorded
-for it. Right only where the engine frees blocks behind its streams and hands none out before."""
+ORDERED = Behind()
+"""The engine's own streams order the copy behind all that touches its blocks. Right only where the engine frees blocks
+behind its streams and hands none out before."""

@@ -131,12 +131,10 @@ class CopyLane:
             self._queue.put(_Job(plan, before, self._num_launched))
             self._num_launched += 1
 
-    def copy_now(
-        self, plan: TransferPlan, before: tuple[Fence, ...], deliver: Callable[[Completion], object]
-    ) -> bool:
-        """Copy in the calling thread, and deliver the completion, unless an earlier job or a fence has to be waited for.
-        Returns whether it was done. Only for backends whose copies are over when `copy` returns. `TransferRefused` as in
-        `launch`."""
+    def copy_now(self, plan: TransferPlan, before: tuple[Fence, ...], deliver: Callable[[Completion], object]) -> bool:
+        """Copy in the calling thread, and deliver the completion. Returns False, having done nothing, where an earlier
+        job or a fence would have to be waited for. Only for backends whose copies are over when `copy` returns.
+        `TransferRefused` as in `launch`."""
         completion: Completion | None = None
         try:
             with self._gate:  # closing takes it before it releases the memory
@@ -278,7 +276,9 @@ class CopyLane:
         reason = f"the {self.direction.value} thread ended"
         with self._gate:
             self._death = reason
-            self._refusal = self._refusal or self._loss.reason or f"the {self.direction.value} thread died"
+            if not self._refusal:
+                self._refusal = self._loss.reason or f"the {self.direction.value} thread died"
+                self._queue.put(_Stop.STOP)
             while not self._ends.empty():
                 if (end := self._ends.get()) is not _Stop.STOP:
                     self._completing.append(end)

@@ -22,7 +22,7 @@ from .backends.base import CopyBackend, HasHostRows
 from .backends.cpu import CpuBackend
 from .backends.cuda import CudaBackend
 from .checksums import BlockChecksums
-from .fence import ORDERED, Fence
+from .fence import Behind, Fence
 from .lane import CopyLane, LaneCounts
 from .loss import DeviceLoss
 from .region import KVRegion, regions_of
@@ -106,6 +106,10 @@ class LocalTransport:
         does allocating a disk's files."""
         return isinstance(self.backend, ReportsPinning) or self._disk is not None
 
+    @property
+    def waits_behind(self) -> bool:
+        return True
+
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
         if isinstance(self.backend, ReportsPinning):
             self.backend.report_pinning(hear)
@@ -166,10 +170,11 @@ class LocalTransport:
         self._check(plan)
         lower = self._below_host(plan.hop)
         fences = () if lower is not None else self._fences(plan.direction, after)
-        if lower is None and self._at_once.allows(num_bytes := plan.num_blocks * self.block_bytes):
-            if self._lanes[plan.hop].copy_now(plan, fences, self._deliver):
-                self._at_once.copied(num_bytes)
-                return
+        num_bytes = plan.num_blocks * self.block_bytes
+        is_small = lower is None and self._at_once.allows(num_bytes)
+        if is_small and self._lanes[plan.hop].copy_now(plan, fences, self._deliver):
+            self._at_once.copied(num_bytes)
+            return
         self._turns.begin()
         try:
             if lower is not None:
@@ -238,9 +243,10 @@ class LocalTransport:
 
     def _fences(self, direction: Direction, after: Fence | None) -> tuple[Fence, ...]:
         """The fences to wait for. A load overwrites blocks that compute may still read, and a store without `after`
-        reads blocks that it may still write, so both wait for all compute so far, too."""
-        if after is ORDERED:
-            return ()
+        reads blocks that it may still write, so both wait for all compute so far, too. `Behind` says that there is
+        nothing else to wait for."""
+        if isinstance(after, Behind):
+            return after.fences
         given = () if after is None else (after,)
         if direction is Direction.LOAD or not given:
             return (*given, self.record_fence())

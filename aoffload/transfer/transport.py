@@ -18,8 +18,9 @@ from .breaker import LeftAlone, StorageMove
 from .fence import Fence
 
 __all__ = [
-    "TRANSPORTS", "CopiesAtOnce", "DiskStatistics", "GivesUp", "HasDisk", "HasRemote", "PinProgress", "RemoteStatistics",
-    "ReportsPinning", "SlowToOpen", "TransferStatistics", "Transport", "TransportDisk", "TransportRemote",
+    "TRANSPORTS", "CopiesAtOnce", "DiskStatistics", "GivesUp", "HasDisk", "HasRemote", "PinProgress",
+    "RemoteStatistics", "ReportsPinning", "SlowToOpen", "TransferStatistics", "Transport", "TransportDisk",
+    "TransportRemote", "WaitsBehind",
 ]  # fmt: skip
 
 
@@ -136,6 +137,15 @@ class CopiesAtOnce(Protocol):
 
 
 @runtime_checkable
+class WaitsBehind(Protocol):
+    """A transport that says whether its loads wait for the fences of a `Behind` and for nothing else. Fences are then
+    recorded at the ends of steps."""
+
+    @property
+    def waits_behind(self) -> bool: ...
+
+
+@runtime_checkable
 class GivesUp(Protocol):
     """A transport that has to know when a launched job is given up."""
 
@@ -245,8 +255,8 @@ class Transport(Protocol):
 
     `launch` and `record_fence` are called in the event loop's thread and must not block. Every launched plan gets
     exactly one completion, from any thread, perhaps before `launch` returns, and after an UNPROVEN one possibly a late
-    proof. The ledger survives a transport that dies or hangs instead. Once `launch` or `record_fence` has raised `DeviceGone`, the runtime calls
-    neither again; it still closes the transport.
+    proof. The ledger survives a transport that dies or hangs instead. Once `launch` or `record_fence` has raised
+    `DeviceGone`, the runtime calls neither again; it still closes the transport.
     """
 
     @property
@@ -275,7 +285,7 @@ class Transport(Protocol):
         """Start copying once `after` has passed. `TransferRefused`: nothing was started, and no completion follows.
 
         A load, and a store without `after`, also wait for all compute on the caller's stream so far: it may still read
-        the load's destination, or write the store's source. `ORDERED` as `after`: the caller's streams see to that.
+        the load's destination, or write the store's source. With `Behind` as `after`, its fences see to that.
         """
         ...
 

@@ -20,6 +20,7 @@ from aoffload.core.groups import FullAttention, KVCacheGroup, Layout, SlidingWin
 from aoffload.core.hops import Direction, Outcome, Tier
 from aoffload.core.integrity import check_integrity
 from aoffload.core.jobs import JobBook
+from aoffload.core.last_uses import LastUses
 from aoffload.core.lifecycle import JobState, RequestState
 from aoffload.core.loads import Loads
 from aoffload.core.matching import find_hit
@@ -61,7 +62,7 @@ class Parts:
         self.layout = Layout.of(LAYOUTS[layout])
         pools = (FreeList(num_device + 1), ExtentPool(num_host), ExtentPool(num_disk))
         blocks = tuple(TierBlocks(tier, pool, LeastRecentlyUsed()) for tier, pool in zip(TIERS, pools, strict=True))
-        self.cache = PrefixCache(self.layout, blocks, lambda _: LeastRecentlyUsed())
+        self.cache = PrefixCache(self.layout, blocks, lambda _: LeastRecentlyUsed(), LastUses(0))
         self.moves = Moves(None)
         self.leases = RequestLeases(self.cache)
         self.jobs = JobBook(self.cache, self.moves, [3 for _ in self.layout.bands])

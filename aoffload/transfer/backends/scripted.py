@@ -11,7 +11,7 @@ from ...core.hops import Direction, Outcome, Tier
 from ...core.plan import Completion, TransferPlan
 from ...env import Env
 from ...errors import TransferRefused
-from ..fence import PASSED, Fence
+from ..fence import PASSED, Behind, Fence
 from ..transport import TransferStatistics
 
 __all__ = ["TORN", "UNWRITTEN", "Launched", "ScriptedFence", "ScriptedTransport"]
@@ -80,6 +80,10 @@ class ScriptedTransport:
         self.host_content = array("q", [UNWRITTEN]) * num_host_blocks
         self._deliver = deliver
 
+    @property
+    def waits_behind(self) -> bool:
+        return True
+
     def record_fence(self) -> Fence:
         return self.fence
 
@@ -90,7 +94,8 @@ class ScriptedTransport:
             self._num_refusals -= 1
             raise TransferRefused("refused by the script")
         self._check(plan)
-        recorded = self.record_fence() if plan.direction is Direction.LOAD or after is None else None
+        is_on_its_own = after is None or (plan.direction is Direction.LOAD and not isinstance(after, Behind))
+        recorded = self.record_fence() if is_on_its_own else None
         launched = Launched(plan, after, recorded)
         self.launched.append(launched)
         self._directions[plan.job_id] = plan.direction
