@@ -193,10 +193,10 @@ def test_each_direction_reads_its_source_as_its_rule_says(open_copies: Callable[
         (store, "waits for", "compute"),
         (store, "copies", SourceOrder.STREAM),
         (store, "records", 2),
-        ("compute", "records", 2),
+        ("compute", "records", 3),
         (load, "waits for", "compute"),
         (load, "copies", SourceOrder.ANY),
-        (load, "records", 3),
+        (load, "records", 4),
     ]
     assert [entry[4] for entry in cuda.log if entry[1] == "copies"] == [3 * 2 * size, 2 * 2 * size]
 
