@@ -101,13 +101,21 @@ def test_single_blocks_are_read_and_overwritten(open_copies: Callable[..., Copie
 def test_batches_under_way_are_few(open_copies: Callable[..., Copies], max_batches: int | None) -> None:
     """Some drivers hang when many are queued. Of a dozen stores that wait for a long forward the device has four, or as
     many as the option says; the others follow as these end."""
+    all_are_launched = threading.Event()
+
+    class Waits(CudaBackend):
+        def wait_for(self, direction: Direction, fences: tuple[Fence, ...]) -> None:
+            assert all_are_launched.wait(GUARD_S)
+            super().wait_for(direction, fences)
+
     cuda = SimulatedCuda()
     options = on(cuda) if max_batches is None else on(cuda, max_batches=max_batches)
-    copies = open_copies(torch.arange(16)[:, None].repeat(1, 4), 16, partial(CudaBackend, options=options))
+    copies = open_copies(torch.arange(16)[:, None].repeat(1, 4), 16, partial(Waits, options=options))
     release = cuda.hold(cuda.compute)
     after = copies.transport.record_fence()
     for block_id in range(1, 13):
         copies.launch_store([block_id], [block_id], after=after)
+    all_are_launched.set()
     cuda.wait_given("copies", max_batches or 4)
     release()
     assert [copies.next().outcome for _ in range(12)] == [Outcome.LANDED] * 12
