@@ -3,6 +3,7 @@ driver layer and the whole backend above it, on ordinary memory."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -243,6 +244,15 @@ def captured_beside_the_default_stream() -> None:
         StubDriver(0).stream_of(SimpleNamespace(cuda_stream=0))  # type: ignore[arg-type]
 
 
+def old_bindings() -> None:
+    StubDriver(0)  # the ones that are installed
+    for version in ("12.8.0", "12.9.0"):
+        importlib.import_module("cuda.bindings").__version__ = version  # type: ignore[attr-defined]
+        with pytest.raises(CudaError, match=r"12\.9\.1 does not") as raised:
+            StubDriver(0)
+        print(raised.value)
+
+
 def place() -> None:
     print(StubDriver(1).pci_bus_id)
 
@@ -287,6 +297,7 @@ SCENARIOS = {
     "captured": captured,
     "beside_a_capture": round_trip,
     "captured_beside_the_default_stream": captured_beside_the_default_stream,
+    "old_bindings": old_bindings,
     "place": place,
     "bounded": stored_and_loaded,
     "one_by_one": one_by_one,

@@ -474,7 +474,7 @@ def test_a_call_that_the_driver_refuses_fails_its_job_alone(open_copies: Callabl
 
 
 def test_without_bindings_or_driver_torch_alone_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No bindings installed; or installed, and no driver on the machine."""
+    """No bindings installed; or installed, and no driver on the machine, which is said."""
 
     def missing(ordinal: int) -> Any:
         raise ImportError("no cuda.bindings")
@@ -483,8 +483,10 @@ def test_without_bindings_or_driver_torch_alone_does_it(monkeypatch: pytest.Monk
         raise CudaError("cuInit", "no driver library")
 
     regions = regions_of(torch.zeros(3, 2))
-    for unavailable in (missing, no_driver):
-        monkeypatch.setattr(backend, "NvidiaDriver", unavailable)
+    monkeypatch.setattr(backend, "NvidiaDriver", missing)
+    assert isinstance(best_driver(regions), TorchDriver)
+    monkeypatch.setattr(backend, "NvidiaDriver", no_driver)
+    with pytest.warns(RuntimeWarning, match="torch makes them, because of cuInit: no driver library"):
         assert isinstance(best_driver(regions), TorchDriver)
 
 

@@ -174,6 +174,11 @@ def test_waiting_lets_other_threads_run(run: Run) -> None:
     run("waits", wait_ms=300)
 
 
+def test_bindings_that_hold_the_lock_are_not_used(run: Run) -> None:
+    """A copy thread that waits in the driver would stop the event loop: then torch alone copies."""
+    assert run("old_bindings")[-1].startswith("cuda-bindings: 12.9.0 holds the interpreter's lock in every call")
+
+
 LOST = {
     46: "DEVICE_UNAVAILABLE",
     201: "INVALID_CONTEXT",

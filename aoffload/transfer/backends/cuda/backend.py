@@ -44,10 +44,13 @@ SOURCE_ORDERS = {
 
 
 def best_driver(regions: tuple[KVRegion, ...]) -> CudaDriver:
-    """A driver over NVIDIA's bindings if they are installed and find the device; otherwise over torch alone."""
+    """A driver over NVIDIA's bindings if they are installed and can be used; otherwise over torch alone."""
     try:
         return NvidiaDriver(regions[0].device.index)
-    except (ImportError, CudaError):
+    except ImportError:
+        return TorchDriver(regions)
+    except CudaError as error:
+        warnings.warn(f"copies will be slow: torch makes them, because of {error}", RuntimeWarning, stacklevel=2)
         return TorchDriver(regions)
 
 

@@ -22,6 +22,8 @@ from .events import CudaFence
 
 __all__ = ["NvidiaDriver"]
 
+HOLD_THE_LOCK = ("12.8.", "12.9.0")
+"""Versions of the bindings in which a thread that waits for the device stops all others."""
 INVALID_VALUE = 1
 BATCH_VERSION = 12080
 """The driver version that introduced `cuMemcpyBatchAsync`. Asking for it by this number fixes its signature."""
@@ -50,13 +52,18 @@ class NvidiaDriver:
     """Implements `CudaDriver` for one device, in its primary context, which is also torch's.
 
     The bindings' own batch call takes a Python object per address, created and read under the GIL; this class passes
-    arrays to the driver. `MissingExtra` without the bindings, `CudaError` without a driver or such a device.
+    arrays to the driver. `MissingExtra` without the bindings, `CudaError` without a driver or such a device, and with
+    bindings that are too old.
     """
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
         with needed("cuda", "NvidiaDriver"):
             self._cuda: ModuleType = importlib.import_module("cuda.bindings.driver")
+            version = str(importlib.import_module("cuda.bindings").__version__)
+        if version.startswith(HOLD_THE_LOCK):
+            problem = f"{version} holds the interpreter's lock in every call, so the event loop stops: 12.9.1 does not"
+            raise CudaError("cuda-bindings", problem)
         try:
             self._ask("cuInit", 0)
         except RuntimeError as error:  # the bindings are there, the driver's library is not
