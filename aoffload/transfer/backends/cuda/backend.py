@@ -291,7 +291,8 @@ class CudaBackend(RegionBackend):
             return self._events.record(lane.stream)
         for start in range(0, len(pieces), MAX_BATCH):
             while len(lane.batches) >= options.max_batches:
-                lane.batches.popleft().synchronize()
+                oldest = lane.batches.popleft()  # referenced, so that its event is not recorded again meanwhile
+                self.driver.synchronize_event(oldest.event)
             batch = pieces.where(slice(start, start + MAX_BATCH))
             self.driver.copy_batch(batch, SOURCE_ORDERS[direction], lane.stream)
             lane.batches.append(self._events.record(lane.stream))
