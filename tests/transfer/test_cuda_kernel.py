@@ -32,7 +32,7 @@ def test_a_table_is_written_again_only_when_no_kernel_reads_it(seed: int, monkey
     cuda = SimulatedCuda(seed)
 
     def launch(grid: tuple[int], table: torch.Tensor, num_pieces: int, alignment: int, tile_bytes: int) -> None:
-        assert grid[0] <= min(16, num_pieces) and alignment == 16
+        assert grid == (min(16, num_pieces),) and alignment == 16
 
         def run() -> None:
             for source, destination, size in table.tolist():
@@ -42,14 +42,14 @@ def test_a_table_is_written_again_only_when_no_kernel_reads_it(seed: int, monkey
 
     module = SimpleNamespace(launch=launch)
     monkeypatch.setitem(sys.modules, "aoffload.transfer.backends.cuda.triton_copy", module)
-    monkeypatch.setattr(kernel, "MAX_BATCH", 3)
+    monkeypatch.setattr(kernel, "MAX_BATCH", 17)
     options = on(cuda, kernel=kernel.TritonKernel, break_even=BreakEven(2**40, 2**40))
-    pool = torch.arange(100, dtype=torch.int64)[:, None].repeat(1, 4)
-    copies = Copies(pool, 50, partial(CudaBackend, options=options))
-    blocks = list(range(1, 100, 2))
-    assert copies.store(blocks, list(range(50))).outcome is Outcome.LANDED
+    pool = torch.arange(240, dtype=torch.int64)[:, None].repeat(1, 4)
+    copies = Copies(pool, 120, partial(CudaBackend, options=options))
+    blocks = list(range(1, 240, 2))
+    assert copies.store(blocks, list(range(120))).outcome is Outcome.LANDED
     pool.zero_()
-    assert copies.load(list(range(50)), blocks).outcome is Outcome.LANDED
+    assert copies.load(list(range(120)), blocks).outcome is Outcome.LANDED
     assert pool[1::2, 3].tolist() == blocks
     assert copies.transport.close(20)
 

@@ -97,6 +97,7 @@ def test_a_layout_in_round_numbers_is_fully_aligned() -> None:
     """As the layouts of engines are: the kernel moves sixteen bytes at once."""
     assert Layout.of_block(regions_of(torch.zeros(40, 2, 64)), HOST, (HOST + 2**21,)).alignment == 16
     assert Layout.of_block(regions_of(torch.zeros(40, 6, dtype=torch.uint8)), HOST).alignment == 2
+    assert Layout.of_block((KVRegion(torch.zeros(40, 5), 20, 16),), HOST).alignment == 4
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from aoffload.errors import ConfigError
 from aoffload.transfer.backends.base import anonymous_memory
 from aoffload.transfer.backends.cuda import CudaBackend, CudaError, HostMemoryError, PinProgress, page_locked
 from aoffload.transfer.backends.cuda.cgroup import MemoryLimit, memory_limit
-from aoffload.transfer.backends.cuda.numa import node_of, prefer_node
+from aoffload.transfer.backends.cuda.numa import MBIND, node_of, prefer_node, run_near
 from aoffload.transfer.backends.cuda.page_locked import (
     ALIGNMENT,
     MAX_PIECE_BYTES,
@@ -183,8 +185,9 @@ def test_the_pool_is_taken_from_the_node_of_the_device(monkeypatch: pytest.Monke
     cuda.pci_bus_id = "0000:1B:00.0"
     monkeypatch.setattr(page_locked, "node_of", {"0000:1B:00.0": 1}.get)
     monkeypatch.setattr(page_locked, "prefer_node", lambda rows, node: asked.append((rows.nbytes, node)))
+    monkeypatch.setattr(page_locked, "run_near", asked.append)
     page_locked_memory(cuda, 4, MIB, ignored).unregister(cuda)
-    assert asked == [(4 * MIB, 1), "registered"]
+    assert asked == [(4 * MIB, 1), 1, "registered"]
     prefer_node(anonymous_memory(1, MIB), 1023)
     prefer_node(anonymous_memory(0, MIB), 0)
 
@@ -192,13 +195,36 @@ def test_the_pool_is_taken_from_the_node_of_the_device(monkeypatch: pytest.Monke
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this system does not tell where memory is")
 def test_linux_is_asked_for_pages_of_the_node() -> None:
     """The pool's pages come from it, as long as it has some."""
-    memory = anonymous_memory(4, MIB)
+    memory, other = anonymous_memory(4, MIB), anonymous_memory(1, MIB)
+    call, nodes = ctypes.CDLL(None).syscall, ctypes.c_ulong(1)
+    if call(MBIND.get(platform.machine(), -1), ctypes.c_void_p(other.ctypes.data), MIB, 1, ctypes.byref(nodes), 64, 0):
+        pytest.skip("this system does not let a process choose")
     prefer_node(memory, 0)
     addressed = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
     policies = {int(address, 16): policy for address, policy, *_ in addressed}
-    if not any(policy.startswith("prefer") for policy in policies.values()):
-        pytest.skip("this system does not let a process choose")
-    assert policies[memory.ctypes.data] == "prefer:0"
+    mapping = max(start for start in policies if start <= memory.ctypes.data)  # it may begin before the memory
+    assert policies[mapping] == "prefer:0"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not let a thread choose")
+def test_threads_that_register_run_near_the_device(tmp_path: Path) -> None:
+    """On the processors of its node, where the first touch takes the pages from; the thread that opens is left alone,
+    and nothing is changed where the node is unknown."""
+    (tmp_path / "node1").mkdir()
+    before, seen = os.sched_getaffinity(0), list[set[int]]()
+    cpus = sorted(before)
+    (tmp_path / "node1/cpulist").write_text(f"{cpus[0]}-{cpus[0]},{cpus[-1] + 1}\n")
+
+    def near(node: int | None) -> None:
+        run_near(node, tmp_path)
+        seen.append(os.sched_getaffinity(0))
+
+    for node in (1, 0, None):
+        thread = threading.Thread(target=near, args=(node,))
+        thread.start()
+        thread.join(GUARD_S)
+    assert seen == [{cpus[0]}, before, before]
+    assert os.sched_getaffinity(0) == before
 
 
 def test_a_listener_that_fails_leaves_nothing_registered() -> None:

@@ -17,7 +17,7 @@ from ...transport import PinProgress
 from ..base import anonymous_memory, host_size
 from .cgroup import memory_limit
 from .driver import CudaDriver, CudaError
-from .numa import node_of, prefer_node
+from .numa import node_of, prefer_node, run_near
 
 __all__ = ["MAX_PIECE_BYTES", "HostMemory", "HostMemoryError", "page_locked_memory"]
 
@@ -111,7 +111,7 @@ def page_locked_memory(
     if node is not None:
         prefer_node(rows, node)
     try:
-        return HostMemory(rows, register_in_pieces(driver, rows, progress, max_piece_bytes))
+        return HostMemory(rows, register_in_pieces(driver, rows, progress, max_piece_bytes, node))
     except HostMemoryError as error:
         warnings.warn(f"copies will be slow: {error}", RuntimeWarning, stacklevel=2)
         return HostMemory(rows)
@@ -122,12 +122,16 @@ def register_in_pieces(
     rows: NDArray[np.uint8],
     progress: Callable[[PinProgress], None],
     max_piece_bytes: int = MAX_PIECE_BYTES,
+    node: int | None = None,
 ) -> tuple[Piece, ...]:
-    """Register all of `rows` or nothing: after any error, such as `HostMemoryError`, no piece stays registered."""
+    """Register all of `rows` or nothing: after any error, such as `HostMemoryError`, no piece stays registered.
+
+    The threads that do it run on the NUMA node `node`, if one is given.
+    """
     pieces = tuple(_cut(int(rows.ctypes.data), rows.nbytes, max_piece_bytes))
     registered: list[Piece] = []  # filled by the threads, also after another one has failed
     try:
-        _register_all(driver, pieces, registered, progress)
+        _register_all(driver, pieces, registered, progress, node)
     except BaseException as error:
         for piece in registered:
             _unregistered(driver, piece)
@@ -139,12 +143,16 @@ def register_in_pieces(
 
 
 def _register_all(
-    driver: CudaDriver, pieces: tuple[Piece, ...], registered: list[Piece], progress: Callable[[PinProgress], None]
+    driver: CudaDriver,
+    pieces: tuple[Piece, ...],
+    registered: list[Piece],
+    progress: Callable[[PinProgress], None],
+    node: int | None,
 ) -> None:
     if not pieces:
         return
     total_bytes = sum(piece.num_bytes for piece in pieces)
-    with ThreadPoolExecutor(min(NUM_THREADS, len(pieces)), thread_name_prefix="aoffload-pin") as threads:
+    with ThreadPoolExecutor(min(NUM_THREADS, len(pieces)), "aoffload-pin", run_near, (node,)) as threads:
         pending = [threads.submit(_register, driver, piece, registered) for piece in pieces]
         num_bytes = 0
         try:
