@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from layouts import Pool, separate_sizes, stacked
 from simulated_cuda import SimulatedCuda, SimulatedKernel, Stream, on
 
-from aoffload.core.hops import Direction, Outcome
+from aoffload.core.hops import Direction, Outcome, Tier
 from aoffload.core.plan import TransferPlan
 from aoffload.errors import DeviceGone
 from aoffload.transfer.backends.cuda import BreakEven, CudaBackend, CudaError, CudaOptions, DeviceLost, Pieces, backend
@@ -140,6 +142,41 @@ def test_single_blocks_do_not_wait_for_copies(open_copies: Callable[..., Copies]
     backend.write_device_block(2, backend.device_block(1))
     assert used == ["copy3"] * 2
     assert {lane.stream.name for lane in backend._lanes.values()} == {"copy1", "copy2"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("small", [0, 17], ids=["engine", "kernel"])
+def test_one_thread_submits_while_another_verifies(seed: int, small: int) -> None:
+    """The first waits for fences, copies and settles; the second, in which no device is current, waits for the copies'
+    fences and reads what arrived. Every block is right as soon as its fence has passed, whatever is submitted then."""
+    cuda = SimulatedCuda(seed)
+    pool = torch.zeros(129, 3, 4, dtype=torch.int32)
+    options = on(cuda, kernel=lambda device: SimulatedKernel(cuda), break_even=BreakEven(small, 0), max_batches=2)
+    backend = CudaBackend(regions_of([pool[:, 0], pool[:, 2]]), options=options)
+    backend.open(64)
+    backend.host.rows[:] = np.arange(64, dtype=np.uint8)[:, None]
+    copied: queue.SimpleQueue[tuple[TransferPlan, Fence]] = queue.SimpleQueue()
+
+    def submit() -> None:
+        with backend.thread_scope(Direction.LOAD):
+            for first in range(1, 129, 8):
+                hosts = array("i", random.Random(seed + first).sample(range(64), 8))
+                plan = TransferPlan(first, Tier.HOST, Tier.DEVICE, hosts, array("i", range(first, first + 8)))
+                backend.wait_for(Direction.LOAD, (backend.record_fence(),))
+                copied.put((plan, backend.copy(plan)))
+                if first % 5 == 0:
+                    backend.settle(Direction.LOAD)
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    for _ in range(16):
+        plan, fence = copied.get(timeout=GUARD_S)
+        fence.synchronize()
+        found = [int(backend.device_block(block_id)[0]) for block_id in plan.destination_ids]
+        assert found == plan.source_ids.tolist()
+    thread.join(GUARD_S)
+    del fence
+    backend.close()
 
 
 # -- engine or kernel -------------------------------------------------------------------------------------------------
