@@ -65,6 +65,8 @@ def run(scenario: str, **environment: str) -> None:
     command = [sys.executable, "-W", "ignore", str(HERE / "on_triton.py"), scenario]
     environment = {**os.environ, "PYTHONPATH": paths, **environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode == 77:
+        pytest.skip("Triton's interpreter does not work with this numpy")
     assert done.returncode == 0, done.stderr
 
 
