@@ -97,7 +97,7 @@ def test_a_refusal_names_size_piece_and_limit_and_leaves_nothing_registered() ->
         "piece",
         "CUDA_ERROR_OUT_OF_MEMORY",
         "memory free",
-        "`ulimit -l` does not",
+        "`ulimit -l` is none",
     ):
         assert words in str(error)
     assert isinstance(error.__cause__, CudaError)
