@@ -49,7 +49,7 @@ LOWEST := build/lowest
 LOWEST_TESTS := tests/test_config.py tests/test_examples.py tests/test_import.py tests/test_prefix.py tests/events \
 	tests/ledger tests/metrics tests/integrations/test_models.py tests/server/test_endpoints.py \
 	tests/shell/test_generators.py tests/shell/test_opening.py tests/shell/test_plain_asyncio.py \
-	tests/shell/test_scopes.py tests/transfer/test_disk_records.py \
+	tests/shell/test_scopes.py tests/transfer/test_cuda_nvidia.py tests/transfer/test_disk_records.py \
 	tests/transfer/test_disk_slots.py tests/transfer/test_local.py tests/transfer/test_ranks.py \
 	tests/transfer/test_region.py
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .mutants_cache import CACHE_MUTANTS
 from .mutants_calls import CALL_MUTANTS
 from .mutants_choice import CHOICE_MUTANTS
+from .mutants_cuda import CUDA_MUTANTS
 from .mutants_disk import DISK_MUTANTS
 from .mutants_disk_core import DISK_CORE_MUTANTS
 from .mutants_disk_proof import DISK_PROOF_MUTANTS
@@ -37,5 +38,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS + CALL_MUTANTS + ENGINE_MUTANTS + STUCK_MUTANTS
     + VLLM_MUTANTS + DISK_MUTANTS + DISK_CORE_MUTANTS + DISK_SHELL_MUTANTS + DISK_PROOF_MUTANTS
     + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + SEEN_MUTANTS
-    + CHOICE_MUTANTS + LEARNED_MUTANTS
+    + CHOICE_MUTANTS + LEARNED_MUTANTS + CUDA_MUTANTS
 )  # fmt: skip

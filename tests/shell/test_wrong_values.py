@@ -582,6 +582,8 @@ MADE: dict[str, Row] = {
     "CudaOptions break_even": Row(lambda _, v: CudaOptions(break_even=v), "break_even", "None"),
     "CudaOptions waiting": Row(lambda _, v: CudaOptions(waiting=v), "waiting"),
     "CudaOptions progress": Row(lambda _, v: CudaOptions(progress=v), "progress", CALLABLES),
+    "CudaOptions batched": Row(lambda _, v: CudaOptions(batched=v), "batched", "True"),
+    "CudaOptions max_batches": Row(lambda _, v: CudaOptions(max_batches=v), "max_batches", "1 huge 2**70"),
     "CudaOptions max_piece_bytes": Row(lambda _, v: CudaOptions(max_piece_bytes=v), "max_piece_bytes", "1 huge 2**70"),
 }  # fmt: skip
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from aoffload.core.hops import Direction
 from aoffload.core.plan import TransferPlan
-from aoffload.transfer.backends.cuda import CudaBackend, CudaFence, SourceOrder
+from aoffload.transfer.backends.cuda import CudaBackend, CudaFence, Pieces, SourceOrder
 from aoffload.transfer.backends.cuda.events import EventPool
 from aoffload.transfer.fence import PASSED, Fence
 
@@ -21,8 +19,10 @@ class Unfenced(CudaBackend):
 class Unordered(CudaBackend):
     """Stores read their source as early as loads may."""
 
-    def copy_by_engine(self, pieces: object, direction: Direction) -> None:
-        self.driver.copy_batch(pieces, SourceOrder.ANY, self._lanes[direction].stream)  # type: ignore[arg-type]
+    def copy_by_engine(self, pieces: Pieces, direction: Direction) -> Fence:
+        stream = self._lanes[direction].stream
+        self.driver.copy_batch(pieces, SourceOrder.ANY, stream)
+        return self._events.record(stream)
 
 
 class Unproven(CudaBackend):
@@ -47,6 +47,5 @@ class Recycled(EventPool):
         self._idle.append(fence.event)  # while somebody holds the fence
         return fence
 
-    def clear(self) -> None:
-        self._idle = deque({id(event): event for event in self._idle}.values())  # a driver destroys each once
-        super().clear()
+    def take_back(self, event: object) -> None:
+        """It is there already, and a driver destroys each event once."""

@@ -3,6 +3,7 @@ driver layer and the whole backend above it, on ordinary memory."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ import torch
 from copies import Copies
 
 from aoffload.core.hops import Outcome
+from aoffload.errors import DeviceGone
 from aoffload.transfer.backends.cuda import (
     CudaBackend,
     CudaError,
@@ -33,6 +35,7 @@ from aoffload.transfer.backends.cuda import (
 )
 from aoffload.transfer.backends.cuda.driver import LOST_CODES
 from aoffload.transfer.backends.cuda.nvidia import NvidiaDriver
+from aoffload.transfer.backends.cuda.plain import TorchDriver
 from aoffload.transfer.fence import PASSED
 from aoffload.transfer.region import regions_of
 
@@ -83,7 +86,7 @@ def batches() -> None:
     with driver.bound():
         stream = driver.create_stream()
         for order in SourceOrder:
-            given, source, destination = pieces(10_000)
+            given, source, destination = pieces(4096)
             driver.copy_batch(given, order, stream)
             assert (source == destination).all()
         empty = Pieces(*(np.zeros(0, dtype=np.uint64) for _ in range(3)))
@@ -93,6 +96,71 @@ def batches() -> None:
         driver.copy_batch(some, SourceOrder.STREAM, stream)
         assert (destination[::3] == source[::3]).all() and (destination[1::3] == 2**63).all()
     print(driver)
+
+
+def opened(pool: torch.Tensor, num_host_blocks: int, **options: Any) -> Copies:
+    options = {"driver": lambda regions: StubDriver(0), "kernel": lambda device: None, **options}
+    return Copies(pool, num_host_blocks, partial(CudaBackend, options=CudaOptions(**options)))
+
+
+def stored_and_loaded(**options: Any) -> None:
+    """Five batches each way, of blocks that are no neighbours; two are under way at most."""
+    num_blocks = 4 * 4096 + 1000
+    pool = torch.arange(2 * num_blocks, dtype=torch.int64)[:, None].clone()
+    copies = opened(pool, num_blocks, max_batches=2, **options)
+    blocks, hosts = list(range(1, 2 * num_blocks, 2)), list(range(num_blocks))
+    assert copies.store(blocks, hosts).outcome is Outcome.LANDED
+    pool.zero_()
+    assert copies.load(hosts, blocks).outcome is Outcome.LANDED
+    assert pool[:, 0].tolist() == [number if number % 2 else 0 for number in range(2 * num_blocks)]
+    assert copies.transport.close(20)
+
+
+def one_by_one() -> None:
+    stored_and_loaded(batched=False)
+
+
+def crossing() -> None:
+    """A driver that takes no piece that lies in two physical allocations, unless it is copied alone."""
+    pool = torch.arange(8, dtype=torch.int64)[:, None].repeat(1, 1024)
+    copies = opened(pool, 4)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        assert copies.store([2, 3, 6], [0, 1, 2]).outcome is Outcome.LANDED
+        assert copies.load([0, 1, 2], [4, 5, 7]).outcome is Outcome.LANDED
+    assert pool[:, -1].tolist() == [0, 1, 2, 3, 2, 3, 6, 6]
+    assert ["refused a batch of copies" in str(warning.message) for warning in given] == [True]
+    assert copies.transport.close(20)
+
+
+def fails_midway() -> None:
+    """The driver answers with an error from the second copy on, and after it a third is tried."""
+    pool = torch.arange(8, dtype=torch.int64)[:, None].repeat(1, 4)
+    copies = opened(pool, 4)
+    assert copies.store([1], [0]).outcome is Outcome.LANDED
+    os.environ["STUB_LOST"] = os.environ["STUB_LOST_LATER"]
+    copies.launch_store([2], [1], after=PASSED)
+    failed = copies.next()
+    del os.environ["STUB_LOST"]
+    print(failed.outcome.name, failed.error)
+    try:
+        copies.launch_store([3], [2], after=PASSED)
+    except DeviceGone as error:
+        print(error)
+    else:
+        print(copies.next().outcome.name)
+    assert copies.transport.close(20)
+
+
+def streams_of_torch_alone() -> None:
+    """Streams of a driver that has torch alone; torch has no device here, so it gets a stream class."""
+    torch.cuda.ExternalStream = lambda handle, device: SimpleNamespace(cuda_stream=handle)  # type: ignore[assignment,misc]
+    driver = TorchDriver(regions_of(torch.zeros(4, 4)))
+    streams = [driver.create_stream() for _ in range(3)]
+    assert len({stream.cuda_stream for stream in streams}) == 3
+    for stream in streams:
+        driver.destroy_stream(stream)
+    driver.destroy_stream(SimpleNamespace(cuda_stream=32))  # one of torch's
 
 
 def waits() -> None:
@@ -145,8 +213,7 @@ def refuses() -> None:
         refused(lambda driver, event, stream: driver.copy_batch(pieces(3)[0], SourceOrder.ANY, stream)),
     ]
     assert {type(error) for error in found} == {CudaError}
-    assert [error.call for error in found] == ["cuEventQuery", "cuStreamWaitEvent", "cuMemcpyBatchAsync"]
-    print(found[2])
+    print(*found, sep="\n")
 
 
 def default_stream() -> None:
@@ -169,6 +236,25 @@ def captured() -> None:
     with pytest.raises(StreamCaptured):
         fence.wait(forward)  # type: ignore[arg-type]
     fence.wait(other)  # type: ignore[arg-type]
+
+
+def captured_beside_the_default_stream() -> None:
+    """Asked about the default stream while a stream that waits for it is captured, the driver answers 906."""
+    with pytest.raises(StreamCaptured, match="commit and load outside of the capture"):
+        StubDriver(0).stream_of(SimpleNamespace(cuda_stream=0))  # type: ignore[arg-type]
+
+
+def old_bindings() -> None:
+    StubDriver(0)  # the ones that are installed
+    for version in ("12.8.0", "12.9.0"):
+        importlib.import_module("cuda.bindings").__version__ = version  # type: ignore[attr-defined]
+        with pytest.raises(CudaError, match=r"12\.9\.1 does not") as raised:
+            StubDriver(0)
+        print(raised.value)
+
+
+def place() -> None:
+    print(StubDriver(1).pci_bus_id)
 
 
 def maps() -> None:
@@ -210,6 +296,14 @@ SCENARIOS = {
     "default_stream": default_stream,
     "captured": captured,
     "beside_a_capture": round_trip,
+    "captured_beside_the_default_stream": captured_beside_the_default_stream,
+    "old_bindings": old_bindings,
+    "place": place,
+    "bounded": stored_and_loaded,
+    "one_by_one": one_by_one,
+    "crossing": crossing,
+    "fails_midway": fails_midway,
+    "streams_of_torch_alone": streams_of_torch_alone,
     "busy": busy,
     "maps": maps,
     "maps_not": maps_not,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +24,7 @@ from aoffload.transfer.backends.cuda import (
     SourceOrder,
     StreamCaptured,
 )
-from aoffload.transfer.backends.cuda.driver import Handle
+from aoffload.transfer.backends.cuda.driver import MAX_BATCH, Handle
 from aoffload.transfer.fence import Fence
 
 PAUSE_STEPS = 12
@@ -77,7 +77,11 @@ class SimulatedCuda:
         self.num_events = 0
         self.is_lost = False
         self.num_asked_in_vain = 0
+        self.most_batches = 0
+        """Most batches that any stream has had at once."""
+        self._num_batches = Counter[str]()
         self.maps_host_memory = True
+        self.pci_bus_id = ""
         self._pinnable_bytes = pinnable_bytes
         self._lock = threading.Condition()  # told of whatever is given, by those who wait
         self._local = threading.local()
@@ -191,6 +195,7 @@ class SimulatedCuda:
 
     def destroy_event(self, event: Event) -> None:
         with self._asked("cuEventDestroy"):
+            assert not event.is_destroyed
             event.is_destroyed = True
 
     def event_of(self, fence: Fence) -> Handle | None:
@@ -223,12 +228,19 @@ class SimulatedCuda:
 
     def copy_batch(self, pieces: Pieces, order: SourceOrder, stream: Stream) -> None:
         with self._asked("cuMemcpyBatchAsync"):
+            assert 0 < len(pieces) <= MAX_BATCH
             self._check(pieces)
             self.log.append((stream.name, "copies", order, len(pieces), pieces.num_bytes))
             columns = zip(pieces.sources.tolist(), pieces.destinations.tolist(), pieces.sizes.tolist(), strict=True)
             copies = [self._copied(*piece, order) for piece in columns]
             self.random.shuffle(copies)
-            self._give(stream, lambda: all(copy() for copy in copies))
+            self._num_batches[stream.name] += 1
+            self.most_batches = max(self.most_batches, self._num_batches[stream.name])
+            self._give(stream, lambda: self._run_batch(stream, copies))
+
+    def _run_batch(self, stream: Stream, copies: list[Step]) -> bool:
+        self._num_batches[stream.name] -= 1
+        return all(copy() for copy in copies)
 
     def copy_each(self, pieces: Pieces, stream: Stream) -> None:
         with self._asked("cuMemcpyAsync"):
@@ -309,7 +321,7 @@ class SimulatedKernel:
     def __init__(self, cuda: SimulatedCuda) -> None:
         self._cuda = cuda
 
-    def copy(self, pieces: Pieces) -> None:
+    def copy(self, pieces: Pieces, alignment: int, record: Callable[[], Fence]) -> None:
         self._cuda.kernel_copy(pieces)
 
 

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 typedef int CUresult;
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_READY = 600, STREAM_CAPTURE_UNSUPPORTED = 900 };
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_READY = 600, STREAM_CAPTURE_UNSUPPORTED = 900, STREAM_CAPTURE_IMPLICIT = 906 };
 
 static __thread void *current[64];
 static __thread int depth = 0;
@@ -42,6 +42,7 @@ static CUresult answer(void) { /* STUB_LOST: the code that a lost device answers
 CUresult cuInit(unsigned flags) { say("init %u", flags); return OK; }
 CUresult cuDriverGetVersion(int *found) { *found = version(); return OK; }
 CUresult cuDeviceGet(int *device, int ordinal) { *device = ordinal; say("device %d", ordinal); return ordinal < 2 ? OK : 101; }
+CUresult cuDeviceGetPCIBusId(char *found, int size, int device) { snprintf(found, size, "0000:1B:0%d.0", device); return OK; }
 CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
     *value = attribute == 91 && !getenv("STUB_UNMAPPED"); /* can use the host pointer for registered memory */
     return OK;
@@ -49,6 +50,9 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
 CUresult cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(uintptr_t)(0x100 + device); return OK; }
 CUresult cuCtxPushCurrent(void *context) { current[depth++] = context; return OK; }
 CUresult cuCtxPopCurrent(void **context) { void *was = current[--depth]; if (context) *context = was; return OK; }
+CUresult cuDevicePrimaryCtxRelease_v2(int device) { return OK; }
+CUresult cuCtxPushCurrent_v2(void *context) { return cuCtxPushCurrent(context); }
+CUresult cuCtxPopCurrent_v2(void **context) { return cuCtxPopCurrent(context); }
 CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return OK; }
 
 /* What a graph that is captured in another thread makes of a call like these. */
@@ -63,6 +67,7 @@ CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
 }
 CUresult cuStreamIsCapturing(void *stream, int *status) {
     const char *captured = getenv("STUB_CAPTURED");
+    if (getenv("STUB_CAPTURED_BLOCKING") && stream == (void *)1) return STREAM_CAPTURE_IMPLICIT; /* the default stream */
     *status = captured && stream == (void *)(uintptr_t)atoi(captured);
     return OK;
 }
@@ -80,6 +85,7 @@ CUresult cuStreamCreateWithPriority(void **stream, unsigned flags, int priority)
     return OK;
 }
 CUresult cuStreamDestroy(void *stream) { say("destroy stream %zx", (size_t)stream); return OK; }
+CUresult cuStreamDestroy_v2(void *stream) { return cuStreamDestroy(stream); }
 CUresult cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
     say("stream %zx waits for %zx flags %u", (size_t)stream, (size_t)event, flags);
     return answer();
@@ -111,7 +117,13 @@ typedef struct { int order; struct { int type, id; } source, destination; unsign
 /* As drivers from 12.8 on have it, when they are asked for the function of that version. */
 CUresult cuMemcpyBatchAsync(uint64_t *destinations, uint64_t *sources, size_t *sizes, size_t count, Attributes *attributes,
                             size_t *holds_from, size_t num_attributes, size_t *refused, void *stream) {
+    const char *segment = getenv("STUB_SEGMENT"); /* bytes of a physical allocation: a larger piece lies in two */
     size_t total = 0;
+    for (size_t n = 0; n < count; n++)
+        if (segment && sizes[n] > (size_t)atoll(segment)) {
+            *refused = n;
+            return INVALID_VALUE;
+        }
     for (size_t n = 0; n < count; n++) {
         memcpy((void *)destinations[n], (void *)sources[n], sizes[n]);
         total += sizes[n];
@@ -124,7 +136,7 @@ CUresult cuMemcpyBatchAsync(uint64_t *destinations, uint64_t *sources, size_t *s
 }
 
 static const char *const names[] = {
-    "cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuDeviceGetAttribute", "cuCtxPushCurrent", "cuCtxPopCurrent",
+    "cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuDeviceGetAttribute", "cuDeviceGetPCIBusId", "cuCtxPushCurrent", "cuCtxPopCurrent",
     "cuCtxGetStreamPriorityRange", "cuThreadExchangeStreamCaptureMode", "cuStreamIsCapturing", "cuMemHostRegister", "cuMemHostUnregister", "cuStreamCreateWithPriority",
     "cuStreamDestroy", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventSynchronize",
     "cuEventDestroy", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuGetProcAddress", NULL};

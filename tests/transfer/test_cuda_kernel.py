@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from copies import Copies
+from simulated_cuda import SimulatedCuda, on
 
-from aoffload.transfer.backends.cuda import Pieces
-from aoffload.transfer.backends.cuda.kernel import common_alignment, triton_kernel
+from aoffload.core.hops import Outcome
+from aoffload.transfer.backends.cuda import BreakEven, CudaBackend, kernel
+from aoffload.transfer.backends.cuda.kernel import triton_kernel
 
 HERE = Path(__file__).parent
 has_triton = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not has_triton, reason="Triton is not installed: it comes with torch for CUDA")
 
-numbers = st.lists(st.integers(1, 2**48), min_size=1, max_size=8)
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_table_is_written_again_only_when_no_kernel_reads_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that read their table when the device gets to them, of more launches than there are tables, in a device
+    that lags behind: every byte is right. No launch has more programs than the forward can spare."""
+    cuda = SimulatedCuda(seed)
 
-@given(numbers, numbers, numbers)
-def test_the_alignment_divides_everything(sources: list[int], destinations: list[int], sizes: list[int]) -> None:
-    """The largest power of two up to 16 that does: what the kernel may assume, and what makes it fast."""
-    arrays = [np.array(column, dtype=np.uint64) for column in (sources, destinations, sizes)]
-    found = common_alignment(Pieces(*arrays))
-    everything = [*sources, *destinations, *sizes]
-    assert all(number % found == 0 for number in everything)
-    assert found == 16 or not all(number % (2 * found) == 0 for number in everything)
+    def launch(grid: tuple[int], table: torch.Tensor, num_pieces: int, alignment: int, tile_bytes: int) -> None:
+        assert grid == (min(16, num_pieces),) and alignment == 16
+
+        def run() -> None:
+            for source, destination, size in table.tolist():
+                ctypes.memmove(destination, source, size)
+
+        cuda.compute_on(cuda._local.stream, run)
+
+    module = SimpleNamespace(launch=launch)
+    monkeypatch.setitem(sys.modules, "aoffload.transfer.backends.cuda.triton_copy", module)
+    monkeypatch.setattr(kernel, "MAX_BATCH", 17)
+    options = on(cuda, kernel=kernel.TritonKernel, break_even=BreakEven(2**40, 2**40))
+    pool = torch.arange(240, dtype=torch.int64)[:, None].repeat(1, 4)
+    copies = Copies(pool, 120, partial(CudaBackend, options=options))
+    blocks = list(range(1, 240, 2))
+    assert copies.store(blocks, list(range(120))).outcome is Outcome.LANDED
+    pool.zero_()
+    assert copies.load(list(range(120)), blocks).outcome is Outcome.LANDED
+    assert pool[1::2, 3].tolist() == blocks
+    assert copies.transport.close(20)
 
 
 @pytest.mark.skipif(has_triton, reason="Triton is installed")
@@ -45,6 +65,8 @@ def run(scenario: str, **environment: str) -> None:
     command = [sys.executable, "-W", "ignore", str(HERE / "on_triton.py"), scenario]
     environment = {**os.environ, "PYTHONPATH": paths, **environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode == 77:
+        pytest.skip("Triton's interpreter does not work with this numpy")
     assert done.returncode == 0, done.stderr
 
 

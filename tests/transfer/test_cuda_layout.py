@@ -81,6 +81,27 @@ def test_any_layout_any_ids_are_the_right_bytes(
 
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32), layout=layouts)
+def test_the_alignment_of_a_layout_is_that_of_all_its_batches(
+    seed: int, layout: Callable[[random.Random], Pool]
+) -> None:
+    """A power of two up to 16 that divides every address and size, whatever the blocks: the kernel is built once."""
+    regions, on_device, on_host, border = drawn(seed, layout)
+    found = Layout.of_block(tuple(regions), HOST, (border,))
+    pieces = found.pieces(Direction.LOAD, ids(*on_device), ids(*on_host), Scratch())
+    assert found.alignment in (1, 2, 4, 8, 16)
+    for numbers in (pieces.sources, pieces.destinations, pieces.sizes):
+        assert not (numbers % np.uint64(found.alignment)).any()
+
+
+def test_a_layout_in_round_numbers_is_fully_aligned() -> None:
+    """As the layouts of engines are: the kernel moves sixteen bytes at once."""
+    assert Layout.of_block(regions_of(torch.zeros(40, 2, 64)), HOST, (HOST + 2**21,)).alignment == 16
+    assert Layout.of_block(regions_of(torch.zeros(40, 6, dtype=torch.uint8)), HOST).alignment == 2
+    assert Layout.of_block((KVRegion(torch.zeros(40, 5), 20, 16),), HOST).alignment == 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), layout=layouts)
 def test_pieces_are_as_few_as_can_be(seed: int, layout: Callable[[random.Random], Pool]) -> None:
     """No two pieces are neighbours on both sides, unless a border or another allocation begins between them."""
     regions, on_device, on_host, border = drawn(seed, layout)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -20,8 +22,11 @@ from simulated_cuda import SimulatedCuda, on
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload.env import Env
+from aoffload.errors import ConfigError
 from aoffload.transfer.backends.base import anonymous_memory
-from aoffload.transfer.backends.cuda import CudaBackend, CudaError, HostMemoryError, PinProgress
+from aoffload.transfer.backends.cuda import CudaBackend, CudaError, HostMemoryError, PinProgress, page_locked
+from aoffload.transfer.backends.cuda.cgroup import MemoryLimit, memory_limit
+from aoffload.transfer.backends.cuda.numa import MBIND, node_of, prefer_node, run_near
 from aoffload.transfer.backends.cuda.page_locked import (
     ALIGNMENT,
     MAX_PIECE_BYTES,
@@ -55,8 +60,6 @@ def test_the_whole_pool_is_registered_in_pieces_where_it_is() -> None:
 
 def test_pieces_are_never_larger_than_a_driver_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terabyte is cut into pieces of 64 GiB at most; nothing of it is touched to find out."""
-    from aoffload.transfer.backends.cuda import page_locked
-
     pieces = list(page_locked._cut(ALIGNMENT + 4096, 2**40, MAX_PIECE_BYTES))
     assert max(piece.num_bytes for piece in pieces) <= MAX_PIECE_BYTES
     assert sum(piece.num_bytes for piece in pieces) == 2**40
@@ -89,9 +92,139 @@ def test_a_refusal_names_size_piece_and_limit_and_leaves_nothing_registered() ->
     assert cuda.registered == {}
     assert error.size_bytes == 16 * MIB
     assert error.piece_bytes <= 2 * MIB
-    for words in ("0.0156 GiB of host memory", "piece", "CUDA_ERROR_OUT_OF_MEMORY", "memlock limit", "memory free"):
+    for words in (
+        "0.0156 GiB of host memory",
+        "piece",
+        "CUDA_ERROR_OUT_OF_MEMORY",
+        "memory free",
+        "`ulimit -l` is none",
+    ):
         assert words in str(error)
     assert isinstance(error.__cause__, CudaError)
+
+
+CGROUPS = {
+    "version 2": (
+        "0::/pod/engine",
+        "sys/fs/cgroup",
+        "memory.max memory.current inactive_file active_file",
+        "max",
+    ),
+    "version 1": (
+        "8:pids:/\n4:cpu,memory:/pod/engine\n0::/",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes memory.usage_in_bytes total_inactive_file total_active_file",
+        str(2**63 - 4096),
+    ),
+}
+
+
+@pytest.mark.parametrize("version", CGROUPS)
+def test_the_cgroup_that_leaves_least_is_the_limit(version: str, tmp_path: Path) -> None:
+    """Of the process's own and those around it, where the cache of files counts as free: Linux drops it. In a container
+    only the mount point may be there."""
+    lines, mount, names, unlimited = CGROUPS[version]
+
+    def write(folder: str, limit: str, used: int) -> None:
+        limit_file, used_file, *cached = names.split()
+        at = tmp_path / mount / folder
+        at.mkdir(parents=True, exist_ok=True)
+        (at / limit_file).write_text(f"{limit}\n")
+        (at / used_file).write_text(f"{used}\n")
+        (at / "memory.stat").write_text(f"anon 7\n{cached[0]} 100\n{cached[1]} 20\n")
+
+    assert memory_limit(tmp_path) is None
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(lines)
+    assert memory_limit(tmp_path) is None
+    write("", unlimited, 5000)
+    assert memory_limit(tmp_path) is None
+    write("", "9000", 2120)
+    assert memory_limit(tmp_path) == MemoryLimit(9000, 2000)
+    write("pod/engine", "8000", 520)
+    write("pod", "2000", 620)
+    found = memory_limit(tmp_path)
+    assert found == MemoryLimit(2000, 500) and found.left_bytes == 1500
+
+
+def test_a_pool_for_which_the_process_would_be_killed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is allocated, and the error has both figures: a warning and slower copies would only put the end off."""
+    left = MemoryLimit(3 * 2**30, 2**30)
+    monkeypatch.setattr(page_locked, "memory_limit", lambda: left)
+    monkeypatch.setattr(page_locked, "anonymous_memory", lambda *_: pytest.fail("it allocates"))
+    cuda = SimulatedCuda()
+    with pytest.raises(ConfigError, match=r"2.5 GiB of host memory .* 2 GiB left of .* limit of 3 GiB") as refused:
+        page_locked_memory(cuda, 2560, MIB, ignored)
+    assert refused.value.argument == "num_host_blocks"
+    monkeypatch.undo()
+    monkeypatch.setattr(page_locked, "memory_limit", lambda: MemoryLimit(9 * MIB, MIB))
+    assert page_locked_memory(cuda, 8, MIB, ignored).is_page_locked
+
+
+def test_the_node_of_a_device_is_what_linux_says(tmp_path: Path) -> None:
+    """By its place on the bus, in Linux's spelling; -1 and a machine without these files say nothing."""
+    for name, text in (("0000:1b:00.0", "1\n"), ("0000:2b:00.0", "-1\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "numa_node").write_text(text)
+    assert node_of("0000:1B:00.0", tmp_path) == 1
+    assert node_of("0000:2B:00.0", tmp_path) is None
+    assert node_of("0000:3B:00.0", tmp_path) is None
+    assert node_of("", tmp_path) is None
+
+
+def test_the_pool_is_taken_from_the_node_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything touches it, and also where there is no such node: then it comes from anywhere."""
+    asked: list[object] = []
+
+    class Placed(SimulatedCuda):
+        def register(self, address: int, num_bytes: int) -> None:
+            asked.append("registered")
+            super().register(address, num_bytes)
+
+    cuda = Placed()
+    cuda.pci_bus_id = "0000:1B:00.0"
+    monkeypatch.setattr(page_locked, "node_of", {"0000:1B:00.0": 1}.get)
+    monkeypatch.setattr(page_locked, "prefer_node", lambda rows, node: asked.append((rows.nbytes, node)))
+    monkeypatch.setattr(page_locked, "run_near", asked.append)
+    page_locked_memory(cuda, 4, MIB, ignored).unregister(cuda)
+    assert asked == [(4 * MIB, 1), 1, "registered"]
+    prefer_node(anonymous_memory(1, MIB), 1023)
+    prefer_node(anonymous_memory(0, MIB), 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this system does not tell where memory is")
+def test_linux_is_asked_for_pages_of_the_node() -> None:
+    """The pool's pages come from it, as long as it has some."""
+    memory, other = anonymous_memory(4, MIB), anonymous_memory(1, MIB)
+    call, nodes = ctypes.CDLL(None).syscall, ctypes.c_ulong(1)
+    if call(MBIND.get(platform.machine(), -1), ctypes.c_void_p(other.ctypes.data), MIB, 1, ctypes.byref(nodes), 64, 0):
+        pytest.skip("this system does not let a process choose")
+    prefer_node(memory, 0)
+    addressed = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
+    policies = {int(address, 16): policy for address, policy, *_ in addressed}
+    mapping = max(start for start in policies if start <= memory.ctypes.data)  # it may begin before the memory
+    assert policies[mapping] == "prefer:0"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not let a thread choose")
+def test_threads_that_register_run_near_the_device(tmp_path: Path) -> None:
+    """On the processors of its node, where the first touch takes the pages from; the thread that opens is left alone,
+    and nothing is changed where the node is unknown."""
+    (tmp_path / "node1").mkdir()
+    before, seen = os.sched_getaffinity(0), list[set[int]]()
+    cpus = sorted(before)
+    (tmp_path / "node1/cpulist").write_text(f"{cpus[0]}-{cpus[0]},{cpus[-1] + 1}\n")
+
+    def near(node: int | None) -> None:
+        run_near(node, tmp_path)
+        seen.append(os.sched_getaffinity(0))
+
+    for node in (1, 0, None):
+        thread = threading.Thread(target=near, args=(node,))
+        thread.start()
+        thread.join(GUARD_S)
+    assert seen == [{cpus[0]}, before, before]
+    assert os.sched_getaffinity(0) == before
 
 
 def test_a_listener_that_fails_leaves_nothing_registered() -> None:
@@ -126,7 +259,7 @@ def test_closing_lets_go_of_everything() -> None:
     backend = CudaBackend(regions_of(torch.zeros(4, 8)), options=on(cuda))
     backend.open(4)
     backend.record_fence().synchronize()
-    assert cuda.registered and len(cuda.streams) == 3
+    assert cuda.registered and len(cuda.streams) == 4
     backend.close()
     assert cuda.registered == {} and len(cuda.streams) == 1
 
@@ -184,14 +317,15 @@ def test_a_killed_process_leaves_nothing() -> None:
 
 def test_a_backend_that_cannot_open_lets_go_of_what_it_has_pinned() -> None:
     """What goes wrong after the pinning, too, leaves nothing registered."""
-    cuda = SimulatedCuda()
 
-    def no_kernel(device: torch.device) -> None:
-        assert cuda.registered
-        raise OSError("no compiler")
+    class Unknowing(SimulatedCuda):
+        def learn(self, memory: object) -> None:
+            assert self.registered
+            raise OSError("it learns nothing")
 
-    transport = LocalTransport(torch.zeros(4, 8), partial(CudaBackend, options=on(cuda, kernel=no_kernel)))
-    with pytest.raises(OSError, match="no compiler"):
+    cuda = Unknowing()
+    transport = LocalTransport(torch.zeros(4, 8), partial(CudaBackend, options=on(cuda)))
+    with pytest.raises(OSError, match="it learns nothing"):
         transport.open(4, verify=False, deliver=lambda completion: None, env=Env())
     assert cuda.registered == {}
 

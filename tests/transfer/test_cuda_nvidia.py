@@ -95,7 +95,7 @@ def test_a_round_trip_hands_over_what_the_rules_ask_for(log: list[str]) -> None:
 
 def test_streams_and_events_are_made_as_the_design_says(log: list[str]) -> None:
     """Streams that wait for no other one, of the lowest priority; events that sleep (1) and measure no time (2)."""
-    assert len(calls(log, "destroy stream")) == 2
+    assert len(calls(log, "destroy stream")) == 3, "one for each direction, and one for single blocks"
     assert all("flags 1 priority 0" in line for line in calls(log, "stream") if "priority" in line)
     assert {line.rpartition(" ")[2] for line in calls(log, "event")} == {"3"}
     assert len(calls(log, "event")) == len(calls(log, "destroy event"))
@@ -134,17 +134,49 @@ def test_a_driver_without_batches_copies_one_by_one(run: Run, version: int) -> N
 
 
 def test_arrays_are_handed_over_as_they_are(run: Run) -> None:
-    """Thousands of pieces in a call, of arrays that are not contiguous, too; no more than drivers are known to bear;
-    no call for no pieces."""
+    """Thousands of pieces in a call, of arrays that are not contiguous, too; no call for no pieces."""
     log = run("batches")
-    assert [line.split()[1] for line in calls(log, "batch")] == [*["4096", "4096", "1808"] * 2, "3334"]
+    assert [line.split()[1] for line in calls(log, "batch")] == [*["4096"] * 2, "1366"]
     assert log[-1] == "<NvidiaDriver device=0 batches>"
     assert calls(log, "asked for batches of 12080")
+
+
+def test_few_batches_are_under_way_and_none_is_large(run: Run) -> None:
+    """At most 4,096 pieces a call. Of five batches each way with `max_batches=2`, the third waits for the event of the
+    first, the fourth for that of the second, and so on."""
+    log = [line for line in run("bounded") if re.match("batch|record|synchronize", line)]
+    assert [line.split()[1] for line in calls(log, "batch")] == [*["4096"] * 4, "1000"] * 2
+    numbers = [index for index, line in enumerate(log) if line.startswith("batch")]
+    events = [log[index + 1].split()[1] for index in numbers]
+    for start in (0, 5):
+        for later in range(start + 2, start + 5):
+            waits = log[numbers[later - 1] : numbers[later]]
+            assert f"synchronize {events[later - 2]}" in waits
+
+
+def test_batches_can_be_left_out(run: Run) -> None:
+    """For drivers whose batches hang or crash: `batched=False` copies each piece in a call of its own."""
+    log = run("one_by_one")
+    assert not calls(log, "batch")
+    assert len(calls(log, "copy")) == 2 * (4 * 4096 + 1000)
+
+
+def test_a_piece_that_no_batch_may_hold_is_copied_alone(run: Run) -> None:
+    """A tensor over several physical allocations, as torch's expandable segments have them: if the driver refuses a
+    batch for it, pieces are copied one by one from then on, with one warning."""
+    log = run("crossing", segment=8192)
+    assert not calls(log, "batch")
+    assert [line.split()[1] for line in calls(log, "copy")] == ["16384", "8192"] * 2
 
 
 def test_waiting_lets_other_threads_run(run: Run) -> None:
     """The bindings let go of the interpreter's lock: the event loop goes on while a copy thread waits."""
     run("waits", wait_ms=300)
+
+
+def test_bindings_that_hold_the_lock_are_not_used(run: Run) -> None:
+    """A copy thread that waits in the driver would stop the event loop: then torch alone copies."""
+    assert run("old_bindings")[-1].startswith("cuda-bindings: 12.9.0 holds the interpreter's lock in every call")
 
 
 LOST = {
@@ -184,10 +216,28 @@ def test_codes_are_those_of_the_driver() -> None:
     assert set(LOST) <= LOST_CODES
 
 
-@pytest.mark.parametrize(("code", "said"), [(1, "CUDA_ERROR_INVALID_VALUE"), (12345, "error 12345")])
+@pytest.mark.parametrize(
+    ("code", "said"), [(2, "CUDA_ERROR_OUT_OF_MEMORY"), (400, "CUDA_ERROR_INVALID_HANDLE"), (12345, "error 12345")]
+)
 def test_an_error_that_is_no_loss_has_a_type(run: Run, code: int, said: str) -> None:
     """Also one that a newer driver has and the bindings do not know."""
-    assert run("refuses", lost=code)[-1] == f"cuMemcpyBatchAsync: {said}"
+    refused = ("cuEventQuery", "cuStreamWaitEvent", "cuMemcpyBatchAsync")
+    assert run("refuses", lost=code)[-3:] == [f"{call}: {said}" for call in refused]
+
+
+@pytest.mark.parametrize("code", [700, 719])
+def test_a_device_that_is_lost_midway_is_gone_for_good(run: Run, code: int) -> None:
+    """The copy under way is in doubt; a later one is refused, although the driver would take it."""
+    doubt, refused = run("fails_midway", lost_later=code)[-2:]
+    assert doubt.startswith("UNPROVEN ") and LOST[code] in doubt
+    assert refused.startswith("device lost: ") and LOST[code] in refused
+
+
+def test_a_handle_that_is_refused_midway_is_no_loss(run: Run) -> None:
+    """What was copied is in doubt, since no event tells when it is over; the next copy is made all the same."""
+    doubt, later = run("fails_midway", lost_later=400)[-2:]
+    assert doubt.startswith("UNPROVEN ") and "CUDA_ERROR_INVALID_HANDLE" in doubt
+    assert later == "LANDED"
 
 
 def test_not_ready_is_an_answer(run: Run) -> None:
@@ -205,6 +255,25 @@ def test_a_stream_that_is_being_captured_takes_no_fence(run: Run) -> None:
     """It says what to do instead; nothing is recorded on it, nor made to wait."""
     log = run("captured", captured=48)
     assert not [line for line in log if re.search(r"on 30$|stream 30 ", line)]
+
+
+def test_a_capture_on_a_stream_that_waits_for_the_default_one_is_named(run: Run) -> None:
+    """The driver's answer for the default stream is 906: the same error, and the same advice, as for a captured one."""
+    run("captured_beside_the_default_stream", captured_blocking=1)
+
+
+def test_torch_alone_copies_on_streams_that_nobody_else_has(run: Run) -> None:
+    """Torch hands out 32 streams in turn, so the engine might capture a graph on one of ours. Ours come from the
+    driver, wait for no other stream, have the lowest priority, and are destroyed."""
+    log = run("streams_of_torch_alone")
+    made = [line.split()[1] for line in calls(log, "stream") if line.endswith("flags 1 priority 0")]
+    assert len(made) == 3
+    assert [line.split()[2] for line in calls(log, "destroy stream")] == made
+
+
+def test_the_driver_tells_where_the_device_is(run: Run) -> None:
+    """As Linux names it, which knows what memory is near."""
+    assert run("place")[-1] == "0000:1B:01.0"
 
 
 def test_the_default_stream_is_torchs(run: Run) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from aoffload.transfer.backends.cuda import CudaError, DeviceLost, StreamCaptured
+from aoffload.transfer.backends.cuda import CudaError, DeviceLost, StreamCaptured, plain
 from aoffload.transfer.backends.cuda.plain import TorchDriver
 from aoffload.transfer.region import regions_of
 
@@ -83,6 +84,65 @@ def test_an_error_that_is_no_loss_is_none(driver: TorchDriver, error: Exception)
     with pytest.raises(CudaError) as raised:
         driver.query_event(Failing(error))
     assert type(raised.value) is CudaError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [numbered(906), RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")],
+)
+def test_a_capture_that_the_default_stream_would_join_is_named(driver: TorchDriver, error: Exception) -> None:
+    """An engine that captures on a stream which waits for the default one gets the same advice as any other."""
+    with pytest.raises(StreamCaptured, match="outside of the capture"):
+        driver.record_event(Failing(error), None)
+
+
+def test_what_the_runtime_refuses_leaves_no_error_to_torch(
+    driver: TorchDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch would report it for the next kernel that the thread launches, which has nothing to do with it."""
+    asked: list[str] = []
+
+    class Runtime:
+        def __init__(self, name: str) -> None:
+            asked.append(name)
+
+        def cudaGetLastError(self) -> int:  # noqa: N802 - as the library has it
+            asked.append("taken")
+            return 1
+
+    refusing = SimpleNamespace(cudaHostRegister=lambda *_: 1, cudaHostUnregister=lambda *_: 713)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(plain.ctypes, "CDLL", Runtime)
+    with pytest.raises(CudaError, match="cudaHostUnregister: error 713"):
+        driver.unregister(4096)
+    with pytest.raises(CudaError, match="cudaHostRegister: error 1"):
+        driver.register(4096, 8)
+    assert asked == ["libcudart.so.12", "taken"] * 2
+    monkeypatch.undo()
+    plain._forget_last_error()
+
+
+def test_without_the_drivers_library_streams_are_torchs(driver: TorchDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on ROCm: copies still have streams of the lowest priority, which torch keeps."""
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=7, priority=priority)
+    )
+    monkeypatch.setattr(plain.ctypes, "CDLL", Failing(OSError("no library")).fail)
+    stream = driver.create_stream()
+    assert stream.priority == 0
+    driver.destroy_stream(stream)
+
+
+def test_the_place_of_a_device_is_told_where_torch_knows_it(
+    driver: TorchDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux names it; older versions of torch do not tell."""
+    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=27, pci_device_id=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert driver.pci_bus_id == "0000:1b:01.0"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    assert driver.pci_bus_id == ""
 
 
 def test_a_device_that_cannot_be_made_current_is_an_error_with_a_type(

@@ -19,6 +19,11 @@ which rule, of this file unless said, and the mutant without it:
   test_a_job_is_complete_when_every_rank_is
 - loads before stores, bounded in flight: tests/shell/test_worker.py test_loads_go_before_stores,
   test_jobs_in_flight_are_bounded
+- few batches are under way: tests/transfer/test_cuda.py test_batches_under_way_are_few
+- one thread submits, another verifies: tests/transfer/test_cuda.py test_one_thread_submits_while_another_verifies;
+  tests/transfer/test_cuda.py test_single_blocks_do_not_wait_for_copies
+- a kernel's table is written again once no kernel reads it: tests/transfer/test_cuda_kernel.py
+  test_a_table_is_written_again_only_when_no_kernel_reads_it
 - a held store holds no load: test_a_store_that_is_held_holds_no_load
 - the fence is on the caller's stream, or the one named: test_a_named_compute_stream_is_the_one_that_is_fenced
 - the event loop never waits for the device: tests/transfer/test_cuda_runtime.py
@@ -193,10 +198,10 @@ def test_each_direction_reads_its_source_as_its_rule_says(open_copies: Callable[
         (store, "waits for", "compute"),
         (store, "copies", SourceOrder.STREAM),
         (store, "records", 2),
-        ("compute", "records", 2),
+        ("compute", "records", 3),
         (load, "waits for", "compute"),
         (load, "copies", SourceOrder.ANY),
-        (load, "records", 3),
+        (load, "records", 4),
     ]
     assert [entry[4] for entry in cuda.log if entry[1] == "copies"] == [3 * 2 * size, 2 * 2 * size]
 

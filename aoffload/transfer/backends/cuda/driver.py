@@ -15,7 +15,18 @@ from ....errors import AoffloadError
 from ...fence import Fence
 from ..base import LostDevice
 
-__all__ = ["LOST_CODES", "CudaDriver", "CudaError", "DeviceLost", "Handle", "Pieces", "SourceOrder", "StreamCaptured"]
+__all__ = [
+    "LOST_CODES",
+    "MAX_BATCH",
+    "CudaDriver",
+    "CudaError",
+    "DeviceLost",
+    "Handle",
+    "Pieces",
+    "SourceOrder",
+    "StreamCaptured",
+    "refusal",
+]
 
 Handle: TypeAlias = Any
 """A stream or an event of a driver. Only the driver that made it looks inside."""
@@ -51,6 +62,14 @@ LOST_CODES = frozenset(
 """Errors that a context returns for every later call. Driver and runtime API use the same numbers."""
 
 
+IMPLICIT_CAPTURE = 906
+"""The default stream was used while a blocking stream, which waits for it and for which it waits, is being captured."""
+
+MAX_BATCH = 4096
+"""Maximum pieces of a batch. Drivers take more, but 580.159.04 is reported to crash the process on fifty thousand. The
+cost of more calls is small against the half microsecond per piece."""
+
+
 class CudaError(AoffloadError):
     """A call that the driver refused: the call, and the name of the error."""
 
@@ -75,6 +94,13 @@ class StreamCaptured(CudaError):  # noqa: N818
 
     def __init__(self, call: str) -> None:
         super().__init__(call, "the stream is being captured into a graph; commit and load outside of the capture")
+
+
+def refusal(call: str, status: int, name: str) -> CudaError:
+    """The error for a status that is not success."""
+    if status == IMPLICIT_CAPTURE:
+        return StreamCaptured(call)
+    return (DeviceLost if status in LOST_CODES else CudaError)(call, name)
 
 
 class SourceOrder(enum.Enum):
@@ -104,8 +130,8 @@ class Pieces:
     def num_bytes(self) -> int:
         return int(self.sizes.sum())
 
-    def where(self, chosen: NDArray[np.bool_]) -> Pieces:
-        """The pieces that a mask `[num_pieces]` selects."""
+    def where(self, chosen: NDArray[np.bool_] | slice) -> Pieces:
+        """The pieces that a mask `[num_pieces]` or a slice selects."""
         return Pieces(self.sources[chosen], self.destinations[chosen], self.sizes[chosen])
 
 
@@ -118,6 +144,11 @@ class CudaDriver(Protocol):
     @property
     def maps_host_memory(self) -> bool:
         """Whether a kernel may use host addresses of page-locked memory directly."""
+        ...
+
+    @property
+    def pci_bus_id(self) -> str:
+        """The device's place on the PCI bus, such as `0000:1b:00.0`; empty if it is unknown."""
         ...
 
     def bound(self) -> AbstractContextManager[object]:
@@ -179,9 +210,11 @@ class CudaDriver(Protocol):
         ...
 
     def copy_batch(self, pieces: Pieces, order: SourceOrder, stream: Handle) -> None:
-        """Start copies between page-locked memory and the device. The arrays may be reused after the call."""
+        """Start at most `MAX_BATCH` copies between page-locked memory and the device, in one call if the driver can.
+
+        The arrays may be reused after the call."""
         ...
 
     def copy_each(self, pieces: Pieces, stream: Handle) -> None:
-        """As `copy_batch`, but one by one and in stream order: for memory that is not page-locked."""
+        """Start any number of copies, one by one and in stream order. The memory may be pageable."""
         ...

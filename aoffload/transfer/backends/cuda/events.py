@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 
 import torch
 
@@ -58,6 +59,7 @@ class EventPool:
         self.driver = driver
         self.policy = policy
         self._idle: deque[Handle] = deque()
+        self._is_over = False
 
     @property
     def num_idle(self) -> int:
@@ -75,8 +77,14 @@ class EventPool:
 
     def take_back(self, event: Handle) -> None:
         self._idle.append(event)
+        if self._is_over:
+            with suppress(Exception), self.driver.bound():  # a finaliser must not raise: the device may be gone
+                self.clear()
 
     def clear(self) -> None:
-        """Destroy the events that no fence uses. Call it in a bound thread."""
-        while self._idle:
-            self.driver.destroy_event(self._idle.popleft())
+        """Destroy the events that no fence uses; those of other fences when these are dropped. Call it in a bound
+        thread, after the last `record`."""
+        self._is_over = True
+        with suppress(IndexError):  # two threads may drop their fences at once
+            while True:
+                self.driver.destroy_event(self._idle.popleft())

@@ -12,9 +12,12 @@ from ....core.hops import Direction
 from ...region import KVRegion
 from .driver import Pieces
 
-__all__ = ["Layout", "Scratch"]
+__all__ = ["WIDEST_BYTES", "Layout", "Scratch"]
 
 Numbers = NDArray[np.uint64]
+
+WIDEST_BYTES = 16
+"""What a thread of a kernel moves at once, if everything is aligned to it."""
 
 
 @attrs.frozen
@@ -73,6 +76,14 @@ class Layout:
         block_bytes = sum(region.block_bytes for region in regions)
         return tuple(cls([part], host_address, block_bytes, borders) for part in _parts(regions))
 
+    @property
+    def alignment(self) -> int:
+        """The largest power of two up to 16 that divides every address and size of whatever `pieces` returns."""
+        grid = (self._addresses, self._strides, self._sizes, self._host_offsets, _row(self._borders))
+        numbers = np.concatenate([*grid, [self._host_address, self._block_bytes]])
+        bits = int(np.bitwise_or.reduce(numbers))
+        return min(WIDEST_BYTES, bits & -bits) if bits else WIDEST_BYTES
+
     def pieces(
         self, direction: Direction, on_device: NDArray[np.int64], on_host: NDArray[np.int64], scratch: Scratch
     ) -> Pieces:
@@ -111,7 +122,7 @@ class Layout:
         return np.flatnonzero(begins)
 
     def _cut(self, device: Numbers, host: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """Cut pieces that cross a border in host memory. SplitsAndMerges are gigabytes apart, so this is rare."""
+        """Cut pieces that cross a border in host memory. Borders are gigabytes apart, so this is rare."""
         for border in self._borders:
             index = int(np.searchsorted(host, np.uint64(border), side="left")) - 1
             if index < 0 or int(host[index]) + int(sizes[index]) <= border:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
@@ -15,20 +17,22 @@ from numpy.typing import NDArray
 
 from ....extras import needed
 from ...fence import Fence
-from .driver import LOST_CODES, CudaError, DeviceLost, Handle, Pieces, SourceOrder, StreamCaptured
+from .driver import CudaError, Handle, Pieces, SourceOrder, StreamCaptured, refusal
 from .events import CudaFence
 
 __all__ = ["NvidiaDriver"]
 
+HOLD_THE_LOCK = ("12.8.", "12.9.0")
+"""Versions of the bindings in which a thread that waits for the device stops all others."""
+INVALID_VALUE = 1
 BATCH_VERSION = 12080
 """The driver version that introduced `cuMemcpyBatchAsync`. Asking for it by this number fixes its signature."""
-MAX_BATCH = 4096
-"""Maximum pieces per call. Drivers take more, but some are reported to crash the process on fifty thousand (580.159, on
-Blackwell). The cost of more calls is small against the half microsecond per piece."""
-
 LEGACY_STREAM = 1
 """Torch's default stream, which torch calls 0. For bindings with a default stream per thread
 (`CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM`), 0 is another stream, on which no compute runs."""
+
+PCI_BUS_ID_BYTES = 64
+_NUMBER = re.compile(r"\d+")
 
 _BATCH = ctypes.CFUNCTYPE(  # releases the GIL, and takes arrays as they are
     ctypes.c_int,
@@ -48,13 +52,18 @@ class NvidiaDriver:
     """Implements `CudaDriver` for one device, in its primary context, which is also torch's.
 
     The bindings' own batch call takes a Python object per address, created and read under the GIL; this class passes
-    arrays to the driver. `MissingExtra` without the bindings, `CudaError` without a driver or such a device.
+    arrays to the driver. `MissingExtra` without the bindings, `CudaError` without a driver or such a device, and with
+    bindings that are too old.
     """
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
         with needed("cuda", "NvidiaDriver"):
             self._cuda: ModuleType = importlib.import_module("cuda.bindings.driver")
+            version = str(importlib.import_module("cuda.bindings").__version__)
+        if version.startswith(HOLD_THE_LOCK):
+            problem = f"{version} holds the interpreter's lock in every call, so the event loop stops: 12.9.1 does not"
+            raise CudaError("cuda-bindings", problem)
         try:
             self._ask("cuInit", 0)
         except RuntimeError as error:  # the bindings are there, the driver's library is not
@@ -73,6 +82,14 @@ class NvidiaDriver:
     def maps_host_memory(self) -> bool:
         attribute = self._cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
         return bool(self._ask("cuDeviceGetAttribute", attribute, self._device))
+
+    @property
+    def pci_bus_id(self) -> str:
+        try:
+            found: bytes = self._ask("cuDeviceGetPCIBusId", PCI_BUS_ID_BYTES, self._device)
+        except CudaError:  # only where the host memory lies depends on it
+            return ""
+        return found.partition(b"\0")[0].decode()
 
     def __repr__(self) -> str:
         return f"<NvidiaDriver device={self._ordinal} {'batches' if self.has_batches else 'one by one'}>"
@@ -166,25 +183,36 @@ class NvidiaDriver:
     # -- copies ---------------------------------------------------------------------------------------------------
 
     def copy_batch(self, pieces: Pieces, order: SourceOrder, stream: Handle) -> None:
-        if self._call_batch is None:
+        call = self._call_batch  # another thread may leave batches meanwhile
+        if call is None:
             self.copy_each(pieces, stream)  # in stream order, which either order allows
         elif len(pieces):
-            self._copy_batch(self._call_batch, pieces, order, stream)
+            status = self._copy_batch(call, pieces, order, stream)
+            if status == INVALID_VALUE:
+                self._leave_batches()
+                self.copy_each(pieces, stream)
+            else:
+                self._check("cuMemcpyBatchAsync", status)
 
     def copy_each(self, pieces: Pieces, stream: Handle) -> None:
         columns = (pieces.destinations.tolist(), pieces.sources.tolist(), pieces.sizes.tolist())
         for destination, source, num_bytes in zip(*columns, strict=True):
             self._ask("cuMemcpyAsync", destination, source, num_bytes, stream)
 
-    def _copy_batch(self, call: Callable[..., int], pieces: Pieces, order: SourceOrder, stream: Handle) -> None:
+    def _copy_batch(self, call: Callable[..., int], pieces: Pieces, order: SourceOrder, stream: Handle) -> int:
         columns = [np.ascontiguousarray(part) for part in (pieces.destinations, pieces.sources, pieces.sizes)]
         holds_from, refused = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        for start in range(0, len(pieces), MAX_BATCH):
-            status = call(
-                *(_pointer(column[start:]) for column in columns), min(MAX_BATCH, len(pieces) - start),
-                self._attributes[order].getPtr(), ctypes.byref(holds_from), 1, ctypes.byref(refused), int(stream),
-            )  # fmt: skip
-            self._check("cuMemcpyBatchAsync", status)
+        return call(
+            *map(_pointer, columns), len(pieces), self._attributes[order].getPtr(), ctypes.byref(holds_from), 1,
+            ctypes.byref(refused), int(stream),
+        )  # fmt: skip
+
+    def _leave_batches(self) -> None:
+        """Copy one by one from now on. A driver may refuse a piece in a batch that it copies alone, such as one that
+        crosses from one physical allocation of a tensor into the next."""
+        self._call_batch = None
+        problem = f"{self!r}: the driver refused a batch of copies as invalid, and is given them one by one from now on"
+        warnings.warn(f"copies will be slow: {problem}", RuntimeWarning, stacklevel=2)
 
     def _batch_call(self) -> Callable[..., int] | None:
         """The function `cuMemcpyBatchAsync` of drivers since 12.8; None if there is none."""
@@ -219,12 +247,15 @@ class NvidiaDriver:
     def _call(self, call: str, *arguments: object) -> Any:
         try:
             return getattr(self._cuda, call)(*arguments)
-        except ValueError as error:  # a status of a driver newer than the bindings, which have no name for it
+        except (ValueError, KeyError) as error:
+            # A status of a driver newer than the bindings: those of 13 raise a ValueError that has it, 12 a KeyError.
+            if found := _NUMBER.search(str(error)):
+                self._check(call, int(found[0]))
             raise CudaError(call, str(error)) from error
 
     def _check(self, call: str, status: int) -> None:
         if status:
-            raise (DeviceLost if status in LOST_CODES else CudaError)(call, self._name_of(status))
+            raise refusal(call, status, self._name_of(status))
 
     def _name_of(self, status: int) -> str:
         try:

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from ....errors import ConfigError
 from ...transport import PinProgress
-from ..base import anonymous_memory
+from ..base import anonymous_memory, host_size
+from .cgroup import memory_limit
 from .driver import CudaDriver, CudaError
+from .numa import node_of, prefer_node, run_near
 
 __all__ = ["MAX_PIECE_BYTES", "HostMemory", "HostMemoryError", "page_locked_memory"]
 
@@ -27,7 +29,7 @@ NUM_THREADS = 8
 ALIGNMENT = 2 * 2**20
 """Pieces end at the end of huge pages, so that no page belongs to two of them."""
 
-_ADVICE = "smaller pools (num_host_blocks, host_bytes) need less; `ulimit -l` and the container's memory bound it"
+_ADVICE = "a smaller pool (num_host_blocks, host_bytes) may fit; physical memory is the bound, and `ulimit -l` is none"
 
 
 class HostMemoryError(ConfigError):
@@ -100,11 +102,16 @@ def page_locked_memory(
     progress: Callable[[PinProgress], None],
     max_piece_bytes: int = MAX_PIECE_BYTES,
 ) -> HostMemory:
-    """Page-locked host memory. If that fails: pageable memory, and exactly one `RuntimeWarning` that says why."""
+    """Page-locked host memory, on the NUMA node of the device. If the driver refuses: pageable memory, and exactly one
+    `RuntimeWarning` that says why. `ConfigError` if the process would be killed for it."""
+    _check_cgroup(host_size(num_blocks, block_bytes))
     # A forked child would make the pages copy-on-write, and the device would go on writing to those of the child.
     rows = anonymous_memory(num_blocks, block_bytes, "MADV_DONTFORK")
+    node = node_of(driver.pci_bus_id)
+    if node is not None:
+        prefer_node(rows, node)
     try:
-        return HostMemory(rows, register_in_pieces(driver, rows, progress, max_piece_bytes))
+        return HostMemory(rows, register_in_pieces(driver, rows, progress, max_piece_bytes, node))
     except HostMemoryError as error:
         warnings.warn(f"copies will be slow: {error}", RuntimeWarning, stacklevel=2)
         return HostMemory(rows)
@@ -115,12 +122,16 @@ def register_in_pieces(
     rows: NDArray[np.uint8],
     progress: Callable[[PinProgress], None],
     max_piece_bytes: int = MAX_PIECE_BYTES,
+    node: int | None = None,
 ) -> tuple[Piece, ...]:
-    """Register all of `rows` or nothing: after any error, such as `HostMemoryError`, no piece stays registered."""
+    """Register all of `rows` or nothing: after any error, such as `HostMemoryError`, no piece stays registered.
+
+    The threads that do it run on the NUMA node `node`, if one is given.
+    """
     pieces = tuple(_cut(int(rows.ctypes.data), rows.nbytes, max_piece_bytes))
     registered: list[Piece] = []  # filled by the threads, also after another one has failed
     try:
-        _register_all(driver, pieces, registered, progress)
+        _register_all(driver, pieces, registered, progress, node)
     except BaseException as error:
         for piece in registered:
             _unregistered(driver, piece)
@@ -132,12 +143,16 @@ def register_in_pieces(
 
 
 def _register_all(
-    driver: CudaDriver, pieces: tuple[Piece, ...], registered: list[Piece], progress: Callable[[PinProgress], None]
+    driver: CudaDriver,
+    pieces: tuple[Piece, ...],
+    registered: list[Piece],
+    progress: Callable[[PinProgress], None],
+    node: int | None,
 ) -> None:
     if not pieces:
         return
     total_bytes = sum(piece.num_bytes for piece in pieces)
-    with ThreadPoolExecutor(min(NUM_THREADS, len(pieces)), thread_name_prefix="aoffload-pin") as threads:
+    with ThreadPoolExecutor(min(NUM_THREADS, len(pieces)), "aoffload-pin", run_near, (node,)) as threads:
         pending = [threads.submit(_register, driver, piece, registered) for piece in pieces]
         num_bytes = 0
         try:
@@ -180,22 +195,24 @@ def _cut(address: int, num_bytes: int, max_piece_bytes: int) -> Iterator[Piece]:
         start, number = stop, number + 1
 
 
+def _check_cgroup(size_bytes: int) -> None:
+    limit = memory_limit()
+    if limit is not None and size_bytes > limit.left_bytes:
+        left = f"{_gib(limit.left_bytes)} left of its cgroup's memory limit of {_gib(limit.limit_bytes)}"
+        problem = f"{_gib(size_bytes)} of host memory would be page-locked, but this process has {left}"
+        raise ConfigError("num_host_blocks", f"{problem}, and Linux kills it if it takes more")
+
+
 def _limits() -> str:
-    """The memlock limit and the free memory, as text."""
-    found = [f"memlock limit {_memlock()}"]
+    """The free memory and the cgroup's limit, as text."""
+    found = []
     with suppress(OSError, ValueError, AttributeError):
         pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         found.append(f"{_gib(pages)} of memory free")
+    limit = memory_limit()
+    if limit is not None:
+        found.append(f"{_gib(limit.left_bytes)} left of the cgroup's memory limit of {_gib(limit.limit_bytes)}")
     return ", ".join(found)
-
-
-def _memlock() -> str:
-    try:
-        import resource
-    except ImportError:
-        return "unknown"
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "none" if soft == resource.RLIM_INFINITY else _gib(soft)
 
 
 def _gib(num_bytes: int) -> str:

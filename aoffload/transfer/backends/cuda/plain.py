@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...fence import Fence
 from ...region import KVRegion
-from .driver import LOST_CODES, CudaError, DeviceLost, Handle, Pieces, SourceOrder, StreamCaptured
+from .driver import CudaError, DeviceLost, Handle, Pieces, SourceOrder, StreamCaptured, refusal
 from .events import CudaFence
 
 __all__ = ["TorchDriver"]
@@ -23,6 +25,11 @@ LOST_WORDS = (
     *("busy or unavailable", "MPS", "driver shutting down"),
 )
 """Parts of error messages for a lost device in torch before 2.8, which does not tell the error code."""
+CAPTURE_WORDS = "depend on a capturing blocking stream"
+"""The same for a capture that the default stream would become a part of."""
+NON_BLOCKING = 1
+LOWEST_PRIORITY = 0
+"""For torch and for the driver."""
 
 
 class TorchDriver:
@@ -33,6 +40,7 @@ class TorchDriver:
 
     def __init__(self, regions: tuple[KVRegion, ...]) -> None:
         self._device = regions[0].device
+        self._own_streams: set[int] = set()
         self._memory: dict[int, torch.Tensor] = {}
         for region in regions:
             self._know(_bytes_of(region.tensor.untyped_storage(), region.device))
@@ -43,6 +51,14 @@ class TorchDriver:
     @property
     def maps_host_memory(self) -> bool:
         return False  # torch does not tell, and a kernel with wrong addresses loses the device
+
+    @property
+    def pci_bus_id(self) -> str:
+        try:
+            found: Any = torch.cuda.get_device_properties(self._device)
+            return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        except (AttributeError, RuntimeError, AssertionError):  # an older torch does not tell; a lost device, neither
+            return ""
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -61,12 +77,14 @@ class TorchDriver:
         with _asking("cudaHostRegister"):
             status = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 3))  # type: ignore[no-untyped-call] # portable and mapped
         if status:
+            _forget_last_error()
             raise CudaError("cudaHostRegister", f"error {status}")
 
     def unregister(self, address: int) -> None:
         with _asking("cudaHostUnregister"):
             status = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
         if status:
+            _forget_last_error()
             raise CudaError("cudaHostUnregister", f"error {status}")
 
     def learn(self, memory: NDArray[np.uint8]) -> None:
@@ -75,12 +93,25 @@ class TorchDriver:
     # -- streams and events ---------------------------------------------------------------------------------------
 
     def create_stream(self) -> Handle:
+        """A stream of the driver's. Torch has 32 of its own and hands them out in turn, so the engine may get the same
+        one, and capture a graph on it. They are used only where there is no such library, as on ROCm."""
+        with _driver_library(self._device) as library:
+            made = ctypes.c_void_p()
+            if library is not None and not library.cuStreamCreateWithPriority(
+                ctypes.byref(made), NON_BLOCKING, LOWEST_PRIORITY
+            ):
+                self._own_streams.add(int(made.value or 0))
+                return torch.cuda.ExternalStream(int(made.value or 0), device=self._device)  # type: ignore[no-untyped-call]
         with _asking("cudaStreamCreateWithPriority"):
-            # 0 is the lowest priority, for torch and for the device.
-            return torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
+            return torch.cuda.Stream(self._device, priority=LOWEST_PRIORITY)  # type: ignore[no-untyped-call]
 
     def destroy_stream(self, stream: Handle) -> None:
-        """Nothing to do: torch keeps its streams."""
+        """Torch keeps its own streams."""
+        if stream.cuda_stream in self._own_streams:
+            self._own_streams.remove(stream.cuda_stream)
+            with _driver_library(self._device) as library:
+                if library is not None:
+                    library.cuStreamDestroy_v2(ctypes.c_void_p(stream.cuda_stream))
 
     def current_stream(self) -> Handle:
         return self.stream_of(torch.cuda.current_stream(self._device))
@@ -154,9 +185,37 @@ def _asking(call: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         problem = str(error).partition("\n")[0]
-        raise (DeviceLost if _is_lost(error, problem) else CudaError)(call, problem) from error
+        code = getattr(error, "error_code", None)
+        if code is not None:
+            raise refusal(call, code, problem) from error
+        if CAPTURE_WORDS in problem:
+            raise StreamCaptured(call) from error
+        raise (DeviceLost if any(word in problem for word in LOST_WORDS) else CudaError)(call, problem) from error
 
 
-def _is_lost(error: RuntimeError, problem: str) -> bool:
-    code = getattr(error, "error_code", None)
-    return code in LOST_CODES if code is not None else any(word in problem for word in LOST_WORDS)
+@contextmanager
+def _driver_library(device: torch.device) -> Iterator[ctypes.CDLL | None]:
+    """The driver's library, which torch has loaded, with the context of `device` current; None without it."""
+    context, number = ctypes.c_void_p(), ctypes.c_int()
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        status = library.cuDeviceGet(ctypes.byref(number), device.index or 0)
+        status = status or library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+        status = status or library.cuCtxPushCurrent_v2(context)
+    except (OSError, AttributeError):
+        status = 1
+    if status:
+        yield None
+        return
+    try:
+        yield library
+    finally:
+        library.cuCtxPopCurrent_v2(ctypes.byref(context))
+        library.cuDevicePrimaryCtxRelease_v2(number)
+
+
+def _forget_last_error() -> None:
+    """A refused call of the runtime leaves its error behind, and torch would report it for the next kernel that this
+    thread launches. Torch itself has no call that takes it away."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaGetLastError()
