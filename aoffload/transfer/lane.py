@@ -102,7 +102,8 @@ class CopyLane:
         """Launched, for the submitting thread."""
         self._ends: SimpleQueue[_End | _Stop] = SimpleQueue()
         """Submitted, for the completing thread."""
-        self._submitting: _Job | None = None
+        self._in_hand: _Job | None = None
+        """What the submitting thread is busy with."""
         self._completing: list[_End] = []
         """Taken from `_ends`, and not delivered yet."""
         self._completed: list[Completion] = []
@@ -180,7 +181,9 @@ class CopyLane:
         try:
             with self._backend.thread_scope(self.direction):
                 while (job := self._queue.get()) is not _Stop.STOP:
+                    self._in_hand = job
                     self._pass_on(self._submitted(job))
+                    self._in_hand = None
         except LostDevice as error:  # raised on entering or leaving the thread's scope
             self._loss.notice(error)
         finally:
@@ -191,7 +194,6 @@ class CopyLane:
         refusal = "the transport was closed before the copy started" if self._abandoned else ""
         if refusal := refusal or self._loss.reason or self._death:
             return _End(plan, job.number, partial(_never_started, plan, refusal))
-        self._submitting = job
         began_s = self._env.now()
         is_started = False
         try:
@@ -206,12 +208,11 @@ class CopyLane:
                 end = _End(plan, job.number, partial(_never_started, plan, repr(error)))
         else:
             end = _End(plan, job.number, partial(self._landed, plan, began_s, fence), fence)
-        self._submitting = None
         return end
 
     def _pass_on(self, end: _End) -> None:
         """Have `end` completed after all jobs before it: here, if that needs no waiting, else in the other thread."""
-        if self._num_over == end.number and end.is_over:
+        if self._num_over == end.number and end.is_over and not self._death:
             self._tell([end.complete()])
             return
         if self._completer is None:
@@ -229,7 +230,7 @@ class CopyLane:
         with self._gate:
             self._refusal = self._refusal or self._loss.reason or f"the {self.direction.value} thread died"
         reason = f"the {self.direction.value} thread ended"
-        died_with = self._submitting
+        died_with = self._in_hand
         if died_with is not None:
             self._pass_on(_End(died_with.plan, died_with.number, partial(_in_doubt, died_with.plan, reason)))
         while not self._queue.empty():

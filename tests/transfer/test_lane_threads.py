@@ -1,5 +1,5 @@
-"""The two threads of a lane: submission waits for no copy, completions keep their order, and a thread that is missing or
-dies leaves no job without an end."""
+"""The two threads of a lane: submission waits for no copy, completions keep their order, and a thread that is missing
+or dies leaves no job without an end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_job_is_submitted_while_the_one_before_is_waited_for(open_copies: Call
 
 
 def test_a_burst_is_delivered_in_launch_order(open_copies: Callable[..., Copies]) -> None:
-    """A copy that is over when it is submitted does not overtake one that is still waited for, nor does a failed one."""
+    """A copy that is over when it is submitted does not overtake one that is waited for, nor does a failed one."""
     copies = open_copies(numbered_pool(), 6, LateFenceBackend)
     backend = late(copies)
     backend.fences[2].gate.set()
