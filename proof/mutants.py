@@ -26,6 +26,7 @@ from .mutants_remote_store import REMOTE_STORE_MUTANTS
 from .mutants_seen import SEEN_MUTANTS
 from .mutants_shell import SHELL_MUTANTS
 from .mutants_stuck import STUCK_MUTANTS
+from .mutants_submission import SUBMISSION_MUTANTS
 from .mutants_transfers import TRANSFER_MUTANTS
 from .mutants_vllm import VLLM_MUTANTS
 from .mutants_windows import WINDOW_MUTANTS
@@ -38,5 +39,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + WINDOW_MUTANTS + KEEPING_MUTANTS + POLICY_MUTANTS + CALL_MUTANTS + ENGINE_MUTANTS + STUCK_MUTANTS
     + VLLM_MUTANTS + DISK_MUTANTS + DISK_CORE_MUTANTS + DISK_SHELL_MUTANTS + DISK_PROOF_MUTANTS
     + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + SEEN_MUTANTS
-    + CHOICE_MUTANTS + LEARNED_MUTANTS + CUDA_MUTANTS
+    + CHOICE_MUTANTS + LEARNED_MUTANTS + CUDA_MUTANTS + SUBMISSION_MUTANTS
 )  # fmt: skip

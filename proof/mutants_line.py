@@ -307,8 +307,8 @@ _STEPS = (
     Mutant(
         "first of two steps lets go",
         "aoffload.core.ledger_work",
-        "                if holding.ended_step():\n                    wakes",
-        "                if holding.ended_step() or True:\n                    wakes",
+        "                if holding.ended_step(number):\n                    wakes",
+        "                if holding.ended_step(number) or True:\n                    wakes",
         "a block is free when request, jobs and every step have let go",
         scenarios=("overlapping_steps",),
     ),

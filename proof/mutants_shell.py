@@ -129,7 +129,7 @@ _WORKER = (
     Mutant(
         "jobs in flight not bounded",
         COPIES,
-        " and len(hop.in_flight) < self.config.max_jobs_in_flight",
+        " and num_jobs < self.config.max_jobs_in_flight",
         "",
         "in-flight work is bounded in jobs",
     ),
@@ -319,8 +319,8 @@ _WORKER = (
     Mutant(
         "nobody told of settled jobs",
         COPIES,
-        "                self._ask_device()\n        self._dispatch()\n        self.ended()\n",
-        "                self._ask_device()\n        self._dispatch()\n",
+        "        self._begin_turn()\n        self._dispatch()\n        self.ended()\n",
+        "        self._begin_turn()\n        self._dispatch()\n",
         "no hang: a flush ends with the last job",
     ),
 )

@@ -378,3 +378,51 @@ def test_a_transport_hears_of_what_is_given_up_before_its_source_is_released(how
         loop.queue.advance()
     assert heard == [(plan.job_id, True)]
     assert not loop.ledger.jobs.unsettled and not loop.told.events[1:]
+
+
+class AtOnce(Copies):
+    """Copies inside `launch`, and counts the turns that it is told of."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        self.loop, self.num_turns = loop, 0
+        self.num_settled_inside = 0
+
+    def begin_turn(self) -> None:
+        self.num_turns += 1
+
+    def launch(self, plan: TransferPlan, after: Fence | None) -> None:
+        super().launch(plan, after)
+        self.loop.queue.deliver(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
+        self.num_settled_inside += plan.job_id not in self.loop.ledger.jobs.unsettled
+
+
+def at_once(**options: Any) -> tuple[Loop, AtOnce]:
+    loop = Loop(**options)
+    copies = loop.copies = AtOnce(loop)
+    loop.queue = CopyQueue(
+        loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, observer=loop.told
+    )
+    return loop, copies
+
+
+def test_what_is_copied_at_once_is_settled_in_the_next_turn() -> None:
+    """A request that launches a copy does not change under its own hands: nothing settles before the queue advances."""
+    loop, copies = at_once()
+    loop.store(1)
+    assert len(copies.launched) == 1 and not copies.num_settled_inside
+    assert list(loop.ledger.jobs.unsettled), "settled inside the call that launched it"
+    loop.queue.advance()
+    assert not loop.ledger.jobs.unsettled
+    assert copies.num_turns == 2, "one at the start, and one for each time that completions were settled"
+
+
+def test_what_is_over_at_once_takes_no_place_in_flight() -> None:
+    """The bound on jobs is about copies under way: ones that are over only wait to be settled."""
+    loop, copies = at_once(max_jobs_in_flight=1)
+    for seed in range(3):
+        loop.store(seed)
+    assert len(copies.launched) == 3
+    assert loop.queue.num_in_flight == 3
+    loop.queue.advance()
+    assert loop.queue.num_in_flight == 0 and not loop.ledger.jobs.unsettled

@@ -1,0 +1,212 @@
+"""Planted defects of submission: what a copy waits for, in which order copies end, and what is copied at once."""
+
+from __future__ import annotations
+
+from .planting import Mutant, Patch
+
+__all__ = ["SUBMISSION_MUTANTS"]
+
+LANE, LOCAL = "aoffload.transfer.lane", "aoffload.transfer.local"
+QUEUE, AT_ONCE = "aoffload.transfer.copy_queue", "aoffload.transfer.at_once"
+SESSION, FENCES = "aoffload.session", "aoffload.step_fences"
+USES, COMMITS = "aoffload.core.last_uses", "aoffload.core.commits"
+
+_OWN_STEPS = "a load leaves its destination alone until its last reader is over"
+_ORDER = "completions of a lane come in launch order"
+_TURN = "a copy that is made at once is settled in the next turn"
+
+_STEPS = (
+    Mutant(
+        "load waits for no step",
+        SESSION,
+        "None if fences is None else fences.before_load(self.ledger.last_step(plans))",
+        "None if fences is None else Behind()",
+        _OWN_STEPS,
+        also=(
+            Patch(
+                SESSION,
+                "from .transfer.fence import Fence\n",
+                "from .transfer.fence import Behind, Fence\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "step's fence noted for the step before",
+        SESSION,
+        "self._step_fences.ended(self.ledger.num_steps_ended + 1, self._fence())",
+        "self._step_fences.ended(self.ledger.num_steps_ended, self._fence())",
+        _OWN_STEPS,
+        test="tests/shell/test_step_fences.py::test_a_load_waits_for_the_step_that_used_its_blocks",
+    ),
+    Mutant(
+        "load waits for one step of several",
+        FENCES,
+        "if step <= number]",
+        "if step == number]",
+        _OWN_STEPS,
+        test="tests/shell/test_step_fences.py::test_a_step_without_a_fence_is_waited_for_with_all_others",
+    ),
+    Mutant(
+        "step without a fence taken for over",
+        FENCES,
+        "None if not number or None in fences else",
+        "None if not number else",
+        _OWN_STEPS,
+        test="tests/shell/test_step_fences.py::test_a_step_without_a_fence_is_waited_for_with_all_others",
+    ),
+    Mutant(
+        "freed block forgets its step",
+        "aoffload.core.request_leases",
+        "            self.cache.last_uses.gave_up(holding, table.ids)\n",
+        "            pass\n",
+        _OWN_STEPS,
+    ),
+    Mutant(
+        "block that left a window forgets its step",
+        "aoffload.core.windows",
+        "        cache.last_uses.gave_up(holding, table.at(table.start, start))\n",
+        "",
+        _OWN_STEPS,
+        test="tests/core/test_last_uses.py::test_no_step_is_missed",
+    ),
+    Mutant(
+        "shared block has the step of whoever let go last",
+        USES,
+        "                if of_block[block_id] < number:\n                    of_block",
+        "                if True:\n                    of_block",
+        _OWN_STEPS,
+        test="tests/core/test_last_uses.py::test_a_step_that_shares_blocks_counts_for_whoever_frees_them_first",
+    ),
+    Mutant(
+        "request that was in no step taken for idle",
+        USES,
+        "        number, of_block = holding.last_step or self.num_ended + 1, self._of_block\n",
+        "        number, of_block = holding.last_step, self._of_block\n",
+        _OWN_STEPS,
+        test="tests/core/test_last_uses.py::test_what_was_never_in_a_step_waits_for_the_next_one",
+    ),
+    Mutant(
+        "next step's fence taken for recorded",
+        USES,
+        "        return number if number <= self.num_ended else 0\n",
+        "        return number\n",
+        _OWN_STEPS,
+        test="tests/core/test_last_uses.py::test_what_was_never_in_a_step_waits_for_the_next_one",
+    ),
+    Mutant(
+        "compute outside of steps not noticed",
+        COMMITS,
+        "            self.cache.last_uses.computed(holding)\n",
+        "            pass\n",
+        _OWN_STEPS,
+        test="tests/core/test_last_uses.py::test_a_commit_that_no_step_covers_ends_it_for_good",
+    ),
+    Mutant(
+        "copies of a fork not noticed",
+        "aoffload.core.forks",
+        "        parent.used_outside_of_steps()  # the engine copies from its blocks\n",
+        "",
+        _OWN_STEPS,
+        test="tests/core/test_last_uses.py::test_a_fork_copies_outside_of_steps",
+    ),
+)
+
+_LANES = (
+    Mutant(
+        "submission waits for the copy before",
+        LANE,
+        "                    self._pass_on(self._submitted(job))\n",
+        "                    end = self._submitted(job)\n"
+        "                    while self._num_over != end.number:\n"
+        "                        time.sleep(1e-4)\n"
+        "                    self._pass_on(end)\n",
+        "a job reaches the device while an earlier copy runs",
+        test="tests/transfer/test_lane_threads.py::test_a_burst_is_delivered_in_launch_order",
+    ),
+    Mutant(
+        "copy that is over overtakes one that is not",
+        LANE,
+        "        if self._num_over == end.number and end.is_over and not self._death:\n",
+        "        if end.is_over and not self._death:\n",
+        _ORDER,
+        test="tests/transfer/test_lane_threads.py::test_a_burst_is_delivered_in_launch_order",
+    ),
+    Mutant(
+        "completion told before its fence has passed",
+        LANE,
+        "            fence.synchronize()\n        except Exception as error:  # noqa: BLE001 - a lost device",
+        "            pass\n        except Exception as error:  # noqa: BLE001 - a lost device",
+        "a completion is told when the copy is proven over",
+        test="tests/transfer/test_copy_ends.py::test_several_jobs_run_at_once_and_end_in_order",
+    ),
+    Mutant(
+        "job in the hands of a dying thread forgotten",
+        LANE,
+        "        if died_with is not None:\n            self._pass_on(",
+        "        if False:\n            self._pass_on(",
+        "every job has an end",
+        test="tests/transfer/test_copy_ends.py::test_a_dead_thread_leaves_no_job_without_an_end",
+    ),
+    Mutant(
+        "what a dying thread was to complete forgotten",
+        LANE,
+        "        self._tell([*self._completed, *doubts])\n",
+        "",
+        "every job has an end",
+        test="tests/transfer/test_lane_threads.py::test_a_completing_thread_that_dies_leaves_no_job_without_an_end",
+    ),
+)
+
+_AT_ONCE = (
+    Mutant(
+        "small copy settled inside launch",
+        QUEUE,
+        "            if self._inbox and self._inbox[-1].job_id == plan.job_id:  # copied at once\n",
+        "            if self._inbox and self._inbox[-1].job_id == plan.job_id:\n"
+        "                self.settle_delivered()\n",
+        _TURN,
+        test="tests/ledger/test_copy_queue.py::test_what_is_copied_at_once_is_settled_in_the_next_turn",
+    ),
+    Mutant(
+        "small copy overtakes the lane",
+        LANE,
+        "                if self._num_over != self._num_launched or not all(",
+        "                if not all(",
+        _ORDER,
+        test="tests/transfer/test_lane_threads.py::test_a_small_copy_waits_for_its_fence_and_its_turn",
+    ),
+    Mutant(
+        "small copy waits for no fence",
+        LANE,
+        "or not all(_is_known_to_have_passed(fence) for fence in before):",
+        "or False:",
+        "a store waits for the compute before it",
+        test="tests/transfer/test_lane_threads.py::test_a_small_copy_waits_for_its_fence_and_its_turn",
+    ),
+    Mutant(
+        "copies at once without a bound for a turn",
+        AT_ONCE,
+        "        self._left_bytes -= num_bytes\n        self._left_copies -= 1\n",
+        "        return\n",
+        "the event loop goes on",
+        test="tests/transfer/test_lane_threads.py::test_small_copies_are_made_at_once_within_the_bounds_of_a_turn",
+    ),
+    Mutant(
+        "backend of a program copies in the event loop",
+        LOCAL,
+        "        if type(self.backend) is CpuBackend and not verify:\n",
+        "        if isinstance(self.backend, CpuBackend) and not verify:\n",
+        "the event loop goes on",
+        test="tests/transfer/test_lane_threads.py::test_a_backend_of_the_program_copies_in_threads",
+    ),
+    Mutant(
+        "interrupted copy has no end",
+        LANE,
+        '                    completion = _never_started(plan, "the copy was interrupted")\n',
+        "",
+        "every job has an end",
+        test="tests/transfer/test_lane_threads.py::test_a_small_copy_that_is_interrupted_has_an_end",
+    ),
+)
+
+SUBMISSION_MUTANTS = _STEPS + _LANES + _AT_ONCE

@@ -1,0 +1,87 @@
+"""Loads in a runtime wait for the steps that have used their destinations, and for nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from serving import BACKENDS, Engine, on_the_host_only, prompt, scripted
+
+from aoffload.step_fences import StepFences
+from aoffload.transfer.backends.scripted import ScriptedFence, ScriptedTransport
+from aoffload.transfer.fence import PASSED, Behind
+
+A, B, C = (prompt(name, 16) for name in (1, 2, 3))
+
+pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", BACKENDS)]
+
+
+async def loaded_beside(engine: Engine, transport: ScriptedTransport, fence: ScriptedFence) -> Any:
+    """The launch of a load of A while a step of another request is under way on the device."""
+    async with engine.runtime.request(C) as other:
+        await other.allocate()
+        await other.load()
+        transport.fence = fence
+        with engine.runtime.step([other]):
+            pass  # submitted, and not over on the device
+        async with engine.runtime.request(A) as request:
+            await request.allocate()
+            transport.auto = False
+            pending = request.load_nowait()
+            launched = transport.launched[-1]
+            fence.has_passed = True
+            transport.land_all()
+            await pending.wait()
+            transport.auto = True
+    return launched
+
+
+async def test_a_load_does_not_wait_for_steps_of_others(anyio_backend: Any) -> None:
+    """The first byte of a hit moves while a long forward of other requests runs."""
+    async with scripted(12) as (engine, transport):
+        await on_the_host_only(engine, A, B)
+        await engine.serve(B)  # so that the blocks for A were last used in a step that is over
+        launched = await loaded_beside(engine, transport, ScriptedFence())
+        assert launched.recorded is None, "it waits for the whole stream"
+        assert launched.after == Behind()
+
+
+async def test_a_load_waits_for_the_step_that_used_its_blocks(anyio_backend: Any) -> None:
+    """A request that has left may still be computed for: nobody loads into its blocks before that is over."""
+    async with scripted(4) as (engine, transport):
+        await on_the_host_only(engine, A)
+        fence = ScriptedFence()
+        async with engine.runtime.request(B) as leaving:
+            await leaving.allocate()
+            await leaving.load()
+            transport.fence = fence
+            with engine.runtime.step([leaving]):
+                pass
+        transport.fence = PASSED  # as another stream would have it
+        async with engine.runtime.request(A) as request:
+            await request.allocate()
+            transport.auto = False
+            pending = request.load_nowait()
+            launched = transport.launched[-1]
+            assert launched.after == Behind((fence,)) and not launched.may_start
+            fence.has_passed = True
+            assert launched.may_start
+            transport.land_all()
+            await pending.wait()
+
+
+async def test_a_step_without_a_fence_is_waited_for_with_all_others(anyio_backend: Any) -> None:
+    """If no fence can be recorded for a step, a load waits for the caller's stream, until a later step has one."""
+    fences, running = StepFences(), ScriptedFence()
+    fences.ended(1, PASSED)
+    assert fences.before_load(1) == Behind()
+    assert fences.before_load(0) is None, "nobody knows what has touched the destinations"
+    fences.ended(2, None)
+    fences.ended(3, None)
+    assert fences.before_load(1) == Behind()
+    assert fences.before_load(2) is None
+    fences.ended(4, running)
+    assert fences.before_load(2) == Behind((running,)) == fences.before_load(4)
+    assert fences.before_load(1) == Behind()
+    running.has_passed = True
+    assert fences.before_load(4) == Behind()
