@@ -47,6 +47,7 @@ def _seconds(_: object, attribute: Any, value: object) -> None:
 
 MAX_STORE_S = 10.0
 """A store may hold device blocks for so long, unless another time is set."""
+BYTES_IN_FLIGHT = 128 * 2**20
 _SECONDS_OR_NONE: Any = attrs.validators.optional(_seconds)
 
 
@@ -132,10 +133,11 @@ class OffloadConfig:
     """What of a host hit is loaded: "always" all of it, "cost" what costs less than computing it, or a `LoadChoice`."""
     verify: bool = attrs.field(default=False, validator=_bool)
     """A checksum per block at store, compared at load; a mismatch is a miss."""
-    max_jobs_in_flight: int = attrs.field(default=4, validator=_count(1, 1024))
-    """Of each hop: loads and stores are counted apart, so that a load never waits for the room of stores."""
-    max_bytes_in_flight: int | str = "128MiB"
-    """Of each hop. A larger job goes alone."""
+    max_jobs_in_flight: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(1, 1024)))
+    """Of each hop: loads and stores are counted apart, so that a load never waits for the room of stores. None: 4; on
+    a GPU, as many of the largest jobs as may be in flight."""
+    max_bytes_in_flight: int | str | None = None
+    """Of each hop. A larger job goes alone. None: 128 MiB, or what a GPU's link copies in 20 ms if that is more."""
     max_job_bytes: int | str = "32MiB"
     """Larger transfers are split into several jobs."""
     load_timeout_s: float = attrs.field(default=30.0, validator=_seconds)
@@ -190,7 +192,7 @@ class OffloadConfig:
         if self.num_host_blocks == 0 and (self.disk is not None or self.remote is not None):
             raise ConfigError("num_host_blocks", "is 0: what a disk or a remote store has passes host memory")
         for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
-            if getattr(self, name) is not None or name != "host_bytes":
+            if getattr(self, name) is not None or name == "max_job_bytes":
                 parse_bytes(name, getattr(self, name))
 
     @classmethod
@@ -244,4 +246,6 @@ class OffloadConfig:
 
     @property
     def bytes_in_flight(self) -> int:
-        return parse_bytes("max_bytes_in_flight", self.max_bytes_in_flight)
+        """In flight of a hop, at most; where `max_bytes_in_flight` is None, a fast link may have more."""
+        given = self.max_bytes_in_flight
+        return BYTES_IN_FLIGHT if given is None else parse_bytes("max_bytes_in_flight", given)

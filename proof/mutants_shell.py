@@ -129,7 +129,7 @@ _WORKER = (
     Mutant(
         "jobs in flight not bounded",
         COPIES,
-        " and num_jobs < self.config.max_jobs_in_flight",
+        " and num_jobs < hop.max_jobs",
         "",
         "in-flight work is bounded in jobs",
     ),

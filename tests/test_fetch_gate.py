@@ -51,7 +51,7 @@ def test_the_time_of_a_fetch() -> None:
 class Measuring:
     """A hop, whose jobs begin and end as told."""
 
-    hop: Hop = attrs.field(factory=lambda: Hop(Tier.DISK, Tier.HOST, 1e9, 10**9, rate=TransferRate()))
+    hop: Hop = attrs.field(factory=lambda: Hop(Tier.DISK, Tier.HOST, 1e9, 10**9, 4, rate=TransferRate()))
     num_jobs: int = 0
 
     def begins(self, num_bytes: int, now: float) -> int:

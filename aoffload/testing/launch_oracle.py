@@ -8,6 +8,7 @@ from ..core.hops import Direction, Tier
 from ..core.lifecycle import JobState
 from ..core.plan import TransferPlan
 from ..runtime import OffloadRuntime
+from ..transfer.hops import JOBS_IN_FLIGHT
 from .faults import Faults
 from .transport import SimulatedTransport
 from .violations import Violation
@@ -47,7 +48,9 @@ class LaunchOracle:
         under_way = [copy.plan for copy in (*transport.in_flight.values(), *on_disk)]
         beside = [one for one in under_way if (one.source, one.destination) == (plan.source, plan.destination)]
         num_bytes = sum(other.num_blocks for other in (*beside, plan)) * transport.block_bytes
-        return not beside or (len(beside) < config.max_jobs_in_flight and num_bytes <= config.bytes_in_flight)
+        return not beside or (
+            len(beside) < (config.max_jobs_in_flight or JOBS_IN_FLIGHT) and num_bytes <= config.bytes_in_flight
+        )
 
     def _has_room(self, plan: TransferPlan) -> bool:
         """Whether it could be launched. A copy that has ended fills its bound until it is settled."""

@@ -30,7 +30,7 @@ from .copy_observer import OBSERVES, CopyObserver, NullCopyObserver
 from .fence import Fence
 from .hops import Hop, hop_of
 from .region_fences import RegionWatch
-from .transport import CopiesAtOnce, GivesUp
+from .transport import CopiesAtOnce, GivesUp, KnowsItsLink
 
 __all__ = ["CopyQueue", "Launches"]
 
@@ -119,7 +119,8 @@ class CopyQueue:
         """Its copies from one tier to another: the same object for as long as it lives."""
         found = self._hops.get((source, destination))
         if found is None:
-            found = hop_of(source, destination, self.config)
+            link = self.transport.link_bytes_per_s if isinstance(self.transport, KnowsItsLink) else 0.0
+            found = hop_of(source, destination, self.config, link)
             hops = [*self._hops.values(), found]
             hops.sort(key=lambda hop: (hop.destination > hop.source, hop.destination, hop.source))
             self._hops = {(hop.source, hop.destination): hop for hop in hops}
@@ -150,7 +151,7 @@ class CopyQueue:
 
     def _may_launch(self, hop: Hop, num_bytes: int) -> bool:
         num_jobs = len(hop.in_flight) - len(hop.reported)
-        fits = hop.num_bytes + num_bytes <= hop.max_bytes and num_jobs < self.config.max_jobs_in_flight
+        fits = hop.num_bytes + num_bytes <= hop.max_bytes and num_jobs < hop.max_jobs
         return fits or not hop.in_flight  # a job above the bound runs alone
 
     def _launch(self, hop: Hop, plan: TransferPlan, after: Fence | None, num_bytes: int) -> None:

@@ -8,14 +8,17 @@ from collections.abc import Iterable
 
 import attrs
 
-from ..config import OffloadConfig
+from ..config import OffloadConfig, parse_bytes
 from ..core.hops import Outcome, Tier
 from ..core.plan import Completion, TransferPlan
 from .fence import Fence
 from .rates import TransferRate
 
-__all__ = ["DISK_BYTES", "REMOTE_BYTES", "Hop", "InFlight", "hop_of"]
+__all__ = ["DISK_BYTES", "JOBS_IN_FLIGHT", "REMOTE_BYTES", "Hop", "InFlight", "hop_of"]
 
+JOBS_IN_FLIGHT = 4
+LINK_S = 0.02
+"""In flight to or from a GPU is what its link copies in so long: a stall of the event loop does not leave it idle."""
 DISK_BYTES = 64 * 2**20
 """In flight of a hop from or to the disk, at most: what a disk that hangs can keep."""
 
@@ -41,6 +44,7 @@ class Hop:
     destination: Tier
     timeout_s: float
     max_bytes: int
+    max_jobs: int
     queue: deque[tuple[TransferPlan, Fence | None]] = attrs.field(factory=deque)
     """Jobs to launch, each with the fence that it waits for."""
     queued_bytes: int = 0
@@ -48,7 +52,7 @@ class Hop:
     in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     """Launched jobs in launch order, which is the order of their deadlines."""
     reported: set[int] = attrs.field(factory=set)
-    """Jobs in flight that were over when their launch returned, and are settled in the next turn."""
+    """Jobs in flight that were over when their launch returned. They are settled in the next turn."""
     num_bytes: int = 0
     """In flight."""
     bytes_over: int = 0
@@ -133,16 +137,22 @@ class Hop:
         return next(iter(self.in_flight.values())).deadline if self.in_flight else math.inf
 
 
-def hop_of(source: Tier, destination: Tier, config: OffloadConfig) -> Hop:
+def hop_of(source: Tier, destination: Tier, config: OffloadConfig, link_bytes_per_s: float = 0.0) -> Hop:
     """A hop with the bounds that `config` sets for it. It is measured where loading competes with computing: from tiers
-    below the host, and from the host if it is not always loaded from."""
+    below the host, and from the host if it is not always loaded from. `link_bytes_per_s`: of the device's link, 0 if it
+    is not known."""
     is_load, max_bytes, remote = destination < source, config.bytes_in_flight, config.remote
+    max_jobs = config.max_jobs_in_flight or JOBS_IN_FLIGHT
     if Tier.REMOTE in (source, destination) and remote is not None:
         call_s = remote.load_timeout_s if is_load else remote.store_timeout_s
-        bounds = REMOTE_PATIENCE * call_s, min(max_bytes, REMOTE_BYTES)
+        bounds = REMOTE_PATIENCE * call_s, min(max_bytes, REMOTE_BYTES), max_jobs
         return Hop(source, destination, *bounds, rate=TransferRate())
     timeout_s = config.transfer_timeout_s if is_load else config.store_bound_s
     if Tier.DISK in (source, destination):
-        return Hop(source, destination, timeout_s, min(max_bytes, DISK_BYTES), rate=TransferRate())
+        return Hop(source, destination, timeout_s, min(max_bytes, DISK_BYTES), max_jobs, rate=TransferRate())
+    if config.max_bytes_in_flight is None:
+        max_bytes = max(max_bytes, int(LINK_S * link_bytes_per_s))
+    if config.max_jobs_in_flight is None and link_bytes_per_s:
+        max_jobs = max(max_jobs, max_bytes // parse_bytes("max_job_bytes", config.max_job_bytes))
     is_choice = is_load and config.load_choice != "always"
-    return Hop(source, destination, timeout_s, max_bytes, rate=TransferRate() if is_choice else None)
+    return Hop(source, destination, timeout_s, max_bytes, max_jobs, rate=TransferRate() if is_choice else None)

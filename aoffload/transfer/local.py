@@ -107,6 +107,10 @@ class LocalTransport:
         return isinstance(self.backend, ReportsPinning) or self._disk is not None
 
     @property
+    def link_bytes_per_s(self) -> float:
+        return self.backend.bytes_per_s if isinstance(self.backend, CudaBackend) else 0.0
+
+    @property
     def waits_behind(self) -> bool:
         return True
 

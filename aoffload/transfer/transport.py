@@ -18,9 +18,9 @@ from .breaker import LeftAlone, StorageMove
 from .fence import Fence
 
 __all__ = [
-    "TRANSPORTS", "CopiesAtOnce", "DiskStatistics", "GivesUp", "HasDisk", "HasRemote", "PinProgress",
-    "RemoteStatistics", "ReportsPinning", "SlowToOpen", "TransferStatistics", "Transport", "TransportDisk",
-    "TransportRemote", "WaitsBehind",
+    "TRANSPORTS", "CopiesAtOnce", "DiskStatistics", "GivesUp", "HasDisk", "HasRemote", "KnowsItsLink",
+    "PinProgress", "RemoteStatistics", "ReportsPinning", "SlowToOpen", "TransferStatistics", "Transport",
+    "TransportDisk", "TransportRemote", "WaitsBehind",
 ]  # fmt: skip
 
 
@@ -143,6 +143,16 @@ class WaitsBehind(Protocol):
 
     @property
     def waits_behind(self) -> bool: ...
+
+
+@runtime_checkable
+class KnowsItsLink(Protocol):
+    """A transport that knows how fast its device is reached, once it is open."""
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Of the slower direction; 0.0 if it was not measured."""
+        ...
 
 
 @runtime_checkable

@@ -426,3 +426,30 @@ def test_what_is_over_at_once_takes_no_place_in_flight() -> None:
     assert loop.queue.num_in_flight == 3
     loop.queue.advance()
     assert loop.queue.num_in_flight == 0 and not loop.ledger.jobs.unsettled
+
+
+class Linked(Copies):
+    """Knows how fast its device is reached."""
+
+    link_bytes_per_s = 0.0
+
+
+@pytest.mark.parametrize(
+    ("link", "options", "bounds"),
+    [
+        (0.0, {}, (128 * 2**20, 4)),
+        (1e9, {}, (128 * 2**20, 4)),
+        (50e9, {}, (10**9, 29)),
+        (50e9, {"max_bytes_in_flight": "64MiB"}, (64 * 2**20, 4)),
+        (50e9, {"max_jobs_in_flight": 3}, (10**9, 3)),
+    ],
+)
+def test_a_fast_link_has_more_in_flight(link: float, options: Any, bounds: tuple[int, int]) -> None:
+    """What is in flight lasts 20 ms of the measured rate, unless the configuration says how much it may be."""
+    loop = Loop(max_job_bytes="32MiB", **options)
+    copies = Linked()
+    copies.link_bytes_per_s = link
+    queue = CopyQueue(loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES)
+    for hop in ((Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST)):
+        assert (queue.hop(*hop).max_bytes, queue.hop(*hop).max_jobs) == bounds
+    assert queue.hop(Tier.DISK, Tier.HOST).max_bytes == 64 * 2**20, "a disk is no faster for that"

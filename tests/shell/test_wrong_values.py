@@ -526,8 +526,8 @@ MADE: dict[str, Row] = {
     "store_policy": Row(lambda _, v: made_with(store_policy=v), "store_policy"),
     "eviction": Row(lambda _, v: made_with(eviction=v), "eviction"),
     "verify": Row(lambda _, v: made_with(verify=v), "verify", "True"),
-    "max_jobs_in_flight": Row(lambda _, v: made_with(max_jobs_in_flight=v), "max_jobs_in_flight", "1"),
-    "max_bytes_in_flight": Row(lambda _, v: made_with(max_bytes_in_flight=v), "max_bytes_in_flight", "1"),
+    "max_jobs_in_flight": Row(lambda _, v: made_with(max_jobs_in_flight=v), "max_jobs_in_flight", "None 1"),
+    "max_bytes_in_flight": Row(lambda _, v: made_with(max_bytes_in_flight=v), "max_bytes_in_flight", "None 1"),
     "max_job_bytes": Row(lambda _, v: made_with(max_job_bytes=v), "max_job_bytes", "1"),
     "load_timeout_s": Row(lambda _, v: made_with(load_timeout_s=v), "load_timeout_s", SECONDS),
     "prefill_tokens_per_s": Row(
