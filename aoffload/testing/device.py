@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import anyio
 import attrs
@@ -40,19 +40,41 @@ class SimulatedFence:
         self._waiting.clear()
 
 
+@attrs.define(eq=False)
+class Piece:
+    """A piece of work on a stream."""
+
+    name: str
+    run: Callable[[], None]
+    blocks: frozenset[int] = frozenset()
+    """The blocks that it reads or writes."""
+    afterwards: list[Callable[[], None]] = attrs.field(factory=list)
+    """Run in the same step, right behind it."""
+
+
 class Stream:
-    """Runs work in the order of submission, each piece at its own later step. Fences and poison that follow a piece run
-    in the same step."""
+    """Runs work in the order of submission, each piece at its own later step. Fences that follow a piece, and what was
+    to run behind it, run in the same step."""
 
     def __init__(self, scheduler: Scheduler, rng: random.Random) -> None:
         self._scheduler = scheduler
         self._random = rng
-        self._queue: deque[tuple[str, Callable[[], None]]] = deque()
+        self._queue: deque[Piece] = deque()
 
-    def submit(self, name: str, run: Callable[[], None]) -> None:
-        self._queue.append((name, run))
+    def submit(self, name: str, run: Callable[[], None], blocks: Iterable[int] = ()) -> None:
+        """Run `run`, which touches `blocks`, behind everything submitted so far."""
+        self._queue.append(Piece(name, run, frozenset(blocks)))
         if len(self._queue) == 1:
             self._schedule()
+
+    def behind_uses_of(self, block_id: int, run: Callable[[], None]) -> None:
+        """Run `run` behind the last piece that touches the block: at once, if none is left. Other pieces may be behind
+        it: whoever waits for the uses of this block alone goes on then."""
+        for piece in reversed(self._queue):
+            if block_id in piece.blocks:
+                piece.afterwards.append(run)
+                return
+        run()
 
     def fence(self) -> SimulatedFence:
         """A fence behind everything submitted so far."""
@@ -69,13 +91,15 @@ class Stream:
 
     def _schedule(self) -> None:
         delay_s = self._random.choice((0.0, 0.0, 0.002))
-        self._scheduler.act(f"stream: {self._queue[0][0]}", self._run_oldest, delay_s)
+        self._scheduler.act(f"stream: {self._queue[0].name}", self._run_oldest, delay_s)
 
     def _run_oldest(self) -> None:
         while self._queue:
-            _, run = self._queue[0]
-            run()
+            piece = self._queue[0]
+            piece.run()
+            for run in piece.afterwards:
+                run()
             self._queue.popleft()
-            if self._queue and self._queue[0][0] not in ("fence", "poison"):
+            if self._queue and self._queue[0].name != "fence":
                 self._schedule()
                 return

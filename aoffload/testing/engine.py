@@ -105,7 +105,9 @@ class TagEngine:
             assert self.transport.stream is not None, "this device computes at once"
             with self.runtime.step([request]):
                 self.transport.stream.submit(
-                    f"forward {name}", lambda: self._compute(request, ask, table, tokens, start, stop)
+                    f"forward {name}",
+                    lambda: self._compute(request, ask, table, tokens, start, stop),
+                    [block_id for ids in table for block_id in ids],
                 )
             await anyio.lowlevel.checkpoint()
             return

@@ -338,4 +338,9 @@ def undisturbed() -> Iterator[None]:
 def _poison(memory: Any, stream: Stream | None) -> Callable[[Any], None]:
     if stream is None:
         return lambda ids: memory.poison(ids)
-    return lambda ids: stream.submit("poison", lambda: memory.poison(ids))
+
+    def poison(block_ids: Any) -> None:
+        for block_id in block_ids:
+            stream.behind_uses_of(block_id, partial(memory.poison, (block_id,)))
+
+    return poison
