@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import attrs
 import torch
@@ -21,37 +21,36 @@ from .peer import Peer
 __all__ = ["choice_rows", "run"]
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """All rows; without a CUDA device none, and a message."""
-    device = cuda_device("cuda_choice")
-    return [] if device is None else choice_rows(device, CudaOptions())
+    if (device := cuda_device("cuda_choice")) is not None:
+        yield from choice_rows(device, CudaOptions())
 
 
-def choice_rows(device: torch.device, options: CudaOptions, seconds: float = 1.0) -> list[Row]:
+def choice_rows(device: torch.device, options: CudaOptions, seconds: float = 1.0) -> Iterator[Row]:
     """The break-even, and for a size on each side of it the chosen way beside the better one. No rows without a kernel,
     because there is no choice then."""
     copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=16)
     try:
         if not copying.backend.has_kernel:
             print(f"cuda_choice: not run, since no kernel copies here: {copying.backend!r}", file=sys.stderr)
-            return []
-        return [row for direction in Direction for row in _rows(copying, direction, seconds)]
+            return
+        for direction in Direction:
+            yield from _rows(copying, direction, seconds)
     finally:
         copying.close()
 
 
-def _rows(copying: Copying, direction: Direction, seconds: float) -> list[Row]:
+def _rows(copying: Copying, direction: Direction, seconds: float) -> Iterator[Row]:
     at, published = copying.backend.break_even.of(direction), PUBLISHED.of(direction)
     below = max(1024, (at or published) // 2 // 1024 * 1024)
     above = min(BLOCK_BYTES // 2, max(1, (at or published) // 1024) * 2048)
-    return [
-        Row(
-            name=f"{direction.value}, break-even", value=at / 1024, unit="KiB", against="as published",
-            limit=published / 1024, ratio=at / published,
-        ),
-        _choice_row(copying, direction, "half", below, seconds),
-        _choice_row(copying, direction, "twice", above, seconds),
-    ]  # fmt: skip
+    yield Row(
+        name=f"{direction.value}, break-even", value=at / 1024, unit="KiB", against="as published",
+        limit=published / 1024, ratio=at / published,
+    )  # fmt: skip
+    yield _choice_row(copying, direction, "half", below, seconds)
+    yield _choice_row(copying, direction, "twice", above, seconds)
 
 
 def _choice_row(copying: Copying, direction: Direction, share: str, size: int, seconds: float) -> Row:

@@ -5,6 +5,8 @@ All that is compared is measured in the same run, in turns. Without a GPU there 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from aoffload.cuda import CudaOptions
@@ -20,16 +22,13 @@ __all__ = ["copy_rows", "piece_rows", "run"]
 SMALL_PIECE_BYTES = 4 * 1024
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """All rows; without a CUDA device none, and a message."""
-    device = cuda_device("cuda_copy")
-    if device is None:
-        return []
-    return [
-        *copy_rows(device, CudaOptions(), piece_bytes=64 * 1024, wanted=0.9),
-        *copy_rows(device, CudaOptions(), piece_bytes=16 * 1024, wanted=0.7),
-        *piece_rows(device, CudaOptions()),
-    ]
+    if (device := cuda_device("cuda_copy")) is None:
+        return
+    yield from copy_rows(device, CudaOptions(), piece_bytes=64 * 1024, wanted=0.9)
+    yield from copy_rows(device, CudaOptions(), piece_bytes=16 * 1024, wanted=0.7)
+    yield from piece_rows(device, CudaOptions())
 
 
 def copy_rows(
@@ -55,12 +54,12 @@ def copy_rows(
     ]  # fmt: skip
 
 
-def piece_rows(device: torch.device, options: CudaOptions, num_moved: int = 8, seconds: float = 1.0) -> list[Row]:
+def piece_rows(device: torch.device, options: CudaOptions, num_moved: int = 8, seconds: float = 1.0) -> Iterator[Row]:
     """Time of the copy engine for each of many small pieces, beside that of its bytes in one large copy."""
     copying = Copying(device, options, piece_bytes=64 * 1024, num_moved=num_moved)
-    rows = [_piece_row(copying, direction, seconds) for direction in Direction]
+    for direction in Direction:
+        yield _piece_row(copying, direction, seconds)
     copying.close()
-    return rows
 
 
 def _piece_row(copying: Copying, direction: Direction, seconds: float) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -22,10 +23,10 @@ VALUES_PER_BLOCK = 64 * 1024
 """Values of four bytes: 256 KiB."""
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """The row; without a CUDA device none, and a message."""
-    device = cuda_device("cuda_fitting")
-    return [] if device is None else [fitting_row(Serving(device))]
+    if (device := cuda_device("cuda_fitting")) is not None:
+        yield fitting_row(Serving(device))
 
 
 def fitting_row(serving: Serving, seconds: float = 2 * SECONDS) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -24,27 +25,23 @@ TURN_S = 300e-6
 NUM_WAITS = 200
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """All rows; without a CUDA device none, and a message."""
-    device = cuda_device("cuda_latency")
-    return [] if device is None else latency_rows(device)
+    if (device := cuda_device("cuda_latency")) is not None:
+        yield from latency_rows(device)
 
 
-def latency_rows(device: torch.device) -> list[Row]:
+def latency_rows(device: torch.device) -> Iterator[Row]:
     """From the end on the device to the waiting task, p50 and p99, for both ways to wait, the loop idle and busy."""
     policies: dict[str, WaitPolicy] = {"blocking": BlockingWait(), "polling": AdaptivePolling()}
-    rows = []
     for state, turn_s in (("idle", 0.0), ("busy", TURN_S)):
         found = asyncio.run(_latencies(device, policies, turn_s))
         for share in (50, 99):
             blocking, polling = (float(np.percentile(found[name], share)) * 1e6 for name in policies)
-            rows.append(
-                Row(
-                    name=f"fence to task, loop {state}, p{share}, blocking", value=blocking, unit="us",
-                    against="polling", limit=polling, ratio=blocking / polling,
-                )
+            yield Row(
+                name=f"fence to task, loop {state}, p{share}, blocking", value=blocking, unit="us",
+                against="polling", limit=polling, ratio=blocking / polling,
             )  # fmt: skip
-    return rows
 
 
 async def _latencies(device: torch.device, policies: dict[str, WaitPolicy], turn_s: float) -> dict[str, list[float]]:

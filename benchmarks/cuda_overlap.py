@@ -21,10 +21,10 @@ PRODUCT_SIDE = 8192
 NUM_PRODUCTS = 40
 
 
-def run(vllm: Peer | None = None) -> list[Row]:
+def run(vllm: Peer | None = None) -> Iterator[Row]:
     """All rows; without a CUDA device none, and a message."""
-    device = cuda_device("cuda_overlap")
-    return [] if device is None else overlap_rows(device, CudaOptions())
+    if (device := cuda_device("cuda_overlap")) is not None:
+        yield from overlap_rows(device, CudaOptions())
 
 
 def overlap_rows(

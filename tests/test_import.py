@@ -27,6 +27,17 @@ def test_the_cuda_backend_is_there_without_a_gpu() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
+def test_a_tree_that_is_not_installed_is_imported() -> None:
+    """Whoever has the sources on the path, and no metadata of an installation, has the package; its version says so."""
+    program = (
+        "import importlib.metadata as metadata\n"
+        "def version(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = version\n"
+        "import aoffload; assert aoffload.__version__ == '0+unknown', aoffload.__version__"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
 BLOCKED = """
 import sys
 

@@ -28,7 +28,7 @@ def test_without_a_device_there_are_no_rows_and_a_line_that_says_so(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Never a figure that was not measured."""
-    assert importlib.import_module(f"benchmarks.{name}").run() == []
+    assert list(importlib.import_module(f"benchmarks.{name}").run()) == []
     assert capsys.readouterr().err == f"{name}: not run, since torch sees no CUDA device\n"
 
 
@@ -46,7 +46,7 @@ def test_each_way_and_both_stand_beside_one_large_copy() -> None:
 def test_small_pieces_stand_beside_their_bytes_in_one_copy() -> None:
     """What one of them takes, each way: as many bytes either way, in 4 KiB each and at once."""
     cuda = SimulatedCuda()
-    rows = cuda_copy.piece_rows(CPU, on(cuda), num_moved=1, seconds=0.0)
+    rows = list(cuda_copy.piece_rows(CPU, on(cuda), num_moved=1, seconds=0.0))
     assert [(row.name.partition(",")[0], row.unit) for row in rows] == [("load", "us"), ("store", "us")]
     moved = [entry for entry in cuda.log if entry[1] == "copies"]
     assert {(entry[3], entry[4]) for entry in moved} == {(512, 2**21), (1, 2**21)}
@@ -68,7 +68,7 @@ def test_the_choice_is_looked_at_on_both_sides() -> None:
     """Each way the break-even that was found, and a size below and above it, beside the better of engine and kernel."""
     cuda = SimulatedCuda()
     options = on(cuda, kernel=lambda device: SimulatedKernel(cuda), break_even=BreakEven(32 * 1024, 16 * 1024))
-    rows = cuda_choice.choice_rows(CPU, options, seconds=0.0)
+    rows = list(cuda_choice.choice_rows(CPU, options, seconds=0.0))
     assert [row.name for row in rows] == [
         f"{way}, {what}"
         for way in ("load", "store")
@@ -88,10 +88,10 @@ def test_a_kernel_that_never_wins_is_looked_at_too(capsys: pytest.CaptureFixture
     nothing to choose, and a line says so."""
     cuda = SimulatedCuda()
     options = on(cuda, kernel=lambda device: SimulatedKernel(cuda), break_even=BreakEven(0, 0))
-    rows = cuda_choice.choice_rows(CPU, options, seconds=0.0)
+    rows = list(cuda_choice.choice_rows(CPU, options, seconds=0.0))
     assert [row.against.partition(",")[0] for row in rows] == 2 * ["as published", "14 KiB", "56 KiB"]
     assert all("chosen: engine" in row.against for row in rows if row.wanted is not None)
-    assert cuda_choice.choice_rows(CPU, on(SimulatedCuda()), seconds=0.0) == []
+    assert list(cuda_choice.choice_rows(CPU, on(SimulatedCuda()), seconds=0.0)) == []
     assert "not run, since no kernel copies here" in capsys.readouterr().err
 
 
@@ -138,7 +138,7 @@ def latency_rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
         return {name: [1e-3, 2e-3] for name in policies}
 
     monkeypatch.setattr(cuda_latency, "_latencies", found)
-    return cuda_latency.latency_rows(CPU)
+    return list(cuda_latency.latency_rows(CPU))
 
 
 def copy_rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
@@ -150,7 +150,7 @@ def copy_rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
 def choice_rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     cuda = SimulatedCuda()
     options = on(cuda, kernel=lambda device: SimulatedKernel(cuda), break_even=BreakEven(0, 0))
-    return cuda_choice.choice_rows(CPU, options, seconds=0.0)
+    return list(cuda_choice.choice_rows(CPU, options, seconds=0.0))
 
 
 def fitting_rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
